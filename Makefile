@@ -2,9 +2,14 @@
 #
 #   make demo        fine-tune a small model on this machine
 #   make plugins     build and install the devices of examples/plugins (C++: four minutes)
-#   make test        lint, types, import contracts, and the tests but the slow ones; about 20 minutes on
-#                    two cores
-#   make test-slow   the slow tests
+#   make test        lint, types, import contracts, and the tests but the slow ones and those of the next
+#                    two; about 13 minutes on two cores
+#   make test-kit    the conformance kit: over the devices of examples/plugins, whose own tests run too,
+#                    over the stand-in for Gaudi and over devices that are wrong; and docs/plugins.md
+#   make test-more   clouds, benchmarks, versions of images, and what Triton's compiler makes of kernels
+#   make test-slow   the slow tests of all of these
+#   make zoo         every causal architecture of transformers, tiny, and the tables of docs/models.md;
+#                    before a release (an hour)
 #   make test-launchers     ssh, Open MPI, Slurm and clouds' containers over emulated machines; as root, on
 #                    Debian; installs what is missing (20 minutes)
 #   make test-gaudi-stack   the tests of what touches transformers, peft and DeepSpeed, with the versions
@@ -56,8 +61,8 @@ export OMP_NUM_THREADS ?= 1
 USABLE := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
 .DEFAULT_GOAL := test
-.PHONY: gpu gpu-full demo plugins test test-slow test-launchers test-gaudi-stack test-core image-cpu test-image \
-    clean-images lint format clean .venv
+.PHONY: gpu gpu-full demo plugins test test-kit test-more test-slow test-launchers test-gaudi-stack test-core zoo \
+    image-cpu test-image clean-images lint format clean .venv
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo/demo.py
@@ -67,11 +72,27 @@ plugins: $(BUILT)
 # A file's tests share what they train, so they stay in one process; the longest files come first.
 DISTRIBUTED := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-# Lint has one process, and so has each plugin's tests: they run beside each other.
-test: $(BUILT)
-	@$(MAKE) --no-print-directory -j $(JOBS) --output-sync=target lint $(PLUGINS:%=test/%)
+# Which tests run when: a path below stands for all in it.
+KIT := tests/testing tests/backends/test_hpu_kit.py tests/docs/test_plugins_page.py
+MORE := tests/benchmarks tests/cli/test_cloud_jobs.py tests/clouds tests/docker \
+    tests/docs/test_clouds_page.py tests/kernels/test_triton_compiles.py
+QUICK := -m "not slow and not launchers and not image"
+
+# Lint and the build of the devices, which stand-ins of other tests are made of, have a process each.
+test: $(STAMP)
+	@$(MAKE) --no-print-directory -j $(JOBS) --output-sync=target lint $(BUILT)
 	@echo "==> tests"
-	@$(BIN)/python -m pytest -m "not slow and not launchers and not image" $(DISTRIBUTED)
+	@$(BIN)/python -m pytest $(QUICK) $(DISTRIBUTED) $(addprefix --ignore=,$(KIT) $(MORE))
+
+test-kit: $(BUILT)
+	@$(MAKE) --no-print-directory -j $(JOBS) --output-sync=target $(PLUGINS:%=test/%)
+	@echo "==> tests of the kit"
+	@$(BIN)/python -m pytest $(QUICK) $(DISTRIBUTED) $(KIT)
+
+# Some benchmarks are tried on the simulated cards.
+test-more: $(BUILT)
+	@echo "==> more tests"
+	@$(BIN)/python -m pytest $(QUICK) $(DISTRIBUTED) $(MORE)
 
 # In a process of their own: a device that torch has loaded is there for good.
 test/%: $(BUILT)
@@ -85,6 +106,9 @@ test-slow: $(STAMP) $(BUILT)
 	    echo "==> slow tests of $$plugin"; \
 	    (cd $$plugin && $(CURDIR)/$(BIN)/python -m pytest -m slow) || exit 1; \
 	done
+
+zoo: $(STAMP)
+	@$(BIN)/python -m tests.models.zoo
 
 CLUSTER := openssh-server openssh-client openmpi-bin slurmctld slurmd slurm-client munge iproute2
 
@@ -116,7 +140,7 @@ CORE := $(addprefix tests/,agent backends cli data gaudi_stack interface models 
 
 test-core: $(BUILT)
 	@echo "==> tests of the core in $(VENV)"
-	@$(BIN)/python -m pytest -m "not slow" $(DISTRIBUTED) $(CORE)
+	@$(BIN)/python -m pytest $(QUICK) $(DISTRIBUTED) $(CORE) $(addprefix --ignore=,$(MORE))
 
 # DeepSpeed's release that is nearest to Intel's fork, which comes with the vendor's image.
 test-gaudi-stack:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import util
 from pathlib import Path
 from typing import Any
 
+import typer
 import yaml
 
 from benchmarks.plan import ContenderPlan, Layout
@@ -20,11 +22,13 @@ class Entrant:
     """One contender.
 
     Attributes:
-        module: script of its ranks; None is anygauge's own command.
+        module: script of its ranks, which is given the plan and the name; None is anygauge's own
+            command.
         independent: its ranks share nothing, so each has a speed of its own.
         alone: it runs on one rank.
         deepspeed, compiled: see `ContenderPlan`.
         strategy: of anygauge's own command.
+        checkout: of an older commit, whose code runs in this environment; None for this one's.
     """
 
     name: str
@@ -37,6 +41,7 @@ class Entrant:
     deepspeed: bool = True
     compiled: bool = False
     strategy: Mapping[str, Any] = field(default_factory=dict)
+    checkout: Path | None = None
 
     @property
     def missing(self) -> list[str]:
@@ -79,11 +84,11 @@ ENTRANTS: Mapping[str, Entrant] = {
         _ours("anygauge-grouped", "anygauge, group_by_length", _ZERO, "grouped"),
         _ours("anygauge-packed", "anygauge, packing", _ZERO, "packed"),
         _ours("anygauge-ddp", "anygauge, ddp", {"name": "ddp"}),
-        _peer("ddp", "DDP, by hand", "ddp_loop", _TORCH),
+        _peer("ddp", "DDP, by hand", "torch_loop", _TORCH),
         _ours("anygauge-fsdp", "anygauge, fsdp", _FSDP),
         _ours("anygauge-fsdp-grouped", "anygauge, fsdp, group_by_length", _FSDP, "grouped"),
         _ours("anygauge-fsdp-packed", "anygauge, fsdp, packing", _FSDP, "packed"),
-        _peer("fsdp", "FSDP2, by hand", "fsdp_loop", _TORCH),
+        _peer("fsdp", "FSDP2, by hand", "torch_loop", _TORCH),
         _peer("deepspeed", "DeepSpeed, by hand", "deepspeed_loop", _ENGINE),
         _peer("trainer", "HF Trainer + DeepSpeed", "hf_trainer", _HF),
         _peer("trl", "TRL SFTTrainer + DeepSpeed", "trl_sft", _TRL),
@@ -99,14 +104,34 @@ ENTRANTS: Mapping[str, Entrant] = {
         ),
         _peer("accelerate", "Accelerate + DeepSpeed", "accelerate_loop", _HF),
         _peer(
-            *("unsharded", "unsharded, no communication (bound)", "unsharded", _TORCH),
+            *("unsharded", "unsharded, no communication (bound)", "torch_loop", _TORCH),
             independent=True,
         ),
-        _peer(
-            "sharded-bound", "unsharded, layers gathered in place (bound)", "sharded_bound", _TORCH
-        ),
+        _peer("sharded-bound", "unsharded, layers gathered in place (bound)", "torch_loop", _TORCH),
     )
 }
+
+
+OF_A_CHECKOUT = ("", "kernels", "backends", "launchers")
+"""Its folders of import packages."""
+
+
+def chosen(listed: str, before: Path | None = None) -> list[Entrant]:
+    """Contenders by name, comma-separated; each of ours also as it is in an older checkout.
+
+    Raises:
+        typer.BadParameter: there is no such contender.
+    """
+    found = []
+    for name in dict.fromkeys(name.strip() for name in listed.split(",")):
+        if name not in ENTRANTS:
+            raise typer.BadParameter(f"{name!r}: choose from {', '.join(ENTRANTS)}")
+        found.append(ENTRANTS[name])
+        if before is not None and found[-1].module is None:
+            title = f"before: {found[-1].title}"
+            older = replace(found[-1], name=f"before-{name}", title=title)
+            found.append(replace(older, checkout=before.resolve()))
+    return found
 
 
 def processes(entrant: Entrant, plan: ContenderPlan, environment: Mapping[str, str]) -> Processes:
@@ -116,6 +141,12 @@ def processes(entrant: Entrant, plan: ContenderPlan, environment: Mapping[str, s
         environment: variables for every process of every contender.
     """
     output = Path(plan.output)
+    if entrant.checkout is not None:
+        shim, *rest = environment["PYTHONPATH"].split(os.pathsep)
+        folders = [str(entrant.checkout / part) for part in OF_A_CHECKOUT]
+        # Safe: or the folder that it is started in comes first.
+        path = {"PYTHONPATH": os.pathsep.join([shim, *folders, *rest]), "PYTHONSAFEPATH": "1"}
+        environment = {**environment, **path}
     if entrant.module is None:
         path = output / "run.yaml"
         path.write_text(
@@ -128,7 +159,7 @@ def processes(entrant: Entrant, plan: ContenderPlan, environment: Mapping[str, s
     path = output / "plan.json"
     plan.save(path)
     return Processes(
-        argv=[sys.executable, "-m", entrant.module, str(path)],
+        argv=[sys.executable, "-m", entrant.module, str(path), entrant.name],
         environments=[{**environment, **identity} for identity in identities(plan)],
         logs=[output / f"rank{rank}.log" for rank in range(plan.ranks)],
         bound=True,

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import platform
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anygauge.interface import Backend
 from anygauge.kernels.choose import choose_kernels, load_kernel, unfit
 from anygauge.registry import Registry
-from anygauge.util.files import write_text
-from benchmarks.gpu.page import table
-from benchmarks.gpu.result import TableRow
 from benchmarks.ratios import paired, rotated
+from benchmarks.table import TableRow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +38,21 @@ class Timed:
     peak: int | None = None
     ratio: float | None = None
     problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One size, measured.
+
+    Attributes:
+        timed: of each contender.
+        forward_bytes, backward_bytes: that must be moved, where they are known.
+    """
+
+    name: str
+    timed: list[Timed]
+    forward_bytes: int = 0
+    backward_bytes: int = 0
 
 
 Operation = Callable[[], Tensor]
@@ -236,17 +244,16 @@ def _backend(registry: Registry, device: torch.device) -> Backend:
     return next(each for each in backends if each.device_type == device.type)
 
 
-def table_rows(case: str, row: Mapping[str, Any], copy: float = 0.0) -> list[TableRow]:
-    """A row for each contender of a measured case; ratios are the first one's time to theirs.
+def table_rows(case: Case, copy: float = 0.0) -> list[TableRow]:
+    """A row for each contender; ratios are the first one's time to theirs.
 
     Args:
-        row: `timed`, and with `copy` the `forward_bytes` and `backward_bytes` that must move.
-        copy: bytes per second of a copy.
+        copy: bytes per second of a copy; else no share of it is told.
     """
     rows = []
-    for each in row["timed"]:
+    for each in case.timed:
         if each.forward is None or each.backward is None or each.peak is None:
-            rows.append(TableRow(case=case, name=each.name, note=each.problem))
+            rows.append(TableRow(case=case.name, name=each.name, note=each.problem))
             continue
         figures: dict[str, Any] = {
             "forward, ms": each.forward * 1e3,
@@ -256,36 +263,7 @@ def table_rows(case: str, row: Mapping[str, Any], copy: float = 0.0) -> list[Tab
             "first / its time": each.ratio,
         }
         if copy:
-            figures["of copy, forward"] = row["forward_bytes"] / each.forward / copy
-            figures["of copy, backward"] = row["backward_bytes"] / each.backward / copy
-        rows.append(TableRow(case=case, name=each.name, figures=figures))
+            figures["of copy, forward"] = case.forward_bytes / each.forward / copy
+            figures["of copy, backward"] = case.backward_bytes / each.backward / copy
+        rows.append(TableRow(case=case.name, name=each.name, figures=figures))
     return rows
-
-
-def show(
-    path: Path,
-    title: str,
-    settings: Mapping[str, Any],
-    found: Sequence[tuple[str, Mapping[str, Any]]],
-    copy: float = 0.0,
-) -> None:
-    """Print the figures of (case, what was measured), and write them with their conditions."""
-    rows = [row for case, each in found for row in table_rows(case, each, copy)]
-    print("\n".join([title, "", *table(rows)]))
-    record = {
-        "command": sys.argv,
-        "platform": platform.platform(),
-        "torch": torch.__version__,
-        "settings": dict(settings),
-        "rows": [{**row, "timed": [asdict(each) for each in row["timed"]]} for _, row in found],
-    }
-    write_text(path, json.dumps(record, indent=2))
-    print(f"written: {path}")
-
-
-Device = Annotated[str, typer.Option(help="A torch device, or auto.")]
-Rounds = Annotated[int, typer.Option(min=1)]
-Threads = Annotated[int, typer.Option(min=1, help="Of torch, on the host.")]
-Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
-Output = Annotated[Path, typer.Option(help="A JSON file.")]
-"""Options that the commands share."""

@@ -70,6 +70,9 @@ class RunOutcome:
         watched: what `shim/benchmark_watch.py` found in rank 0's last steps; None where it did
             not watch.
         sent: bytes per step over all ranks, by operation.
+        first_step_s: from the command to the end of the first step.
+        cpu_seconds, modules: of rank 0, from its start to its end.
+        phases: of each rank, phase -> bytes at its peak, where the plan evaluates.
     """
 
     name: str
@@ -86,6 +89,10 @@ class RunOutcome:
     losses: Sequence[float] = ()
     wall_seconds: float | None = None
     watched: Mapping[str, Any] | None = None
+    first_step_s: float | None = None
+    cpu_seconds: float | None = None
+    modules: float | None = None
+    phases: Sequence[Mapping[str, int]] = ()
 
     @property
     def final_loss(self) -> float | None:
@@ -94,13 +101,15 @@ class RunOutcome:
 
 
 def outcome(
-    entrant: Entrant, plan: ContenderPlan, *, round_: int, warmup: int, expected: int, wall_s: float
-) -> RunOutcome:
+    entrant: Entrant, plan: ContenderPlan, *, round_: int, expected: int, began: float,
+    wall_s: float,
+) -> RunOutcome:  # fmt: skip
     """Read what a run that ended well wrote into ``plan.output``.
 
     Args:
-        warmup: steps that are not measured, at least 1.
         expected: tokens of the rows, for a contender that reads each once.
+        began: when the run was started, seconds since the epoch.
+        wall_s: that it took.
 
     Raises:
         MeasureError: a step is missing, or other tokens were read than there are.
@@ -119,14 +128,15 @@ def outcome(
     total = sum(whole.tokens)
     if plan.layout != "packed" and total != expected:
         raise MeasureError(f"read {total} tokens in all, but its rows have {expected}")
-    first = ranks[0]
+    first, warmup = ranks[0], plan.warmup
     until = plan.steps - plan.watched
     begin, end = first.times[warmup - 1], first.times[until - 1]
     traffic, memory = traces(folder, plan.ranks, begin, end)
     if plan.ranks > 1 and not entrant.independent and not traffic:
         raise MeasureError("no collective in any measured step: each rank trained by itself")
     measured = until - warmup
-    watched = folder / "watched-rank0.json"
+    trace = _json(folder / "traffic-rank0.json")
+    peaks = [_json(folder / f"phases-rank{rank}.json") for rank in range(plan.ranks)]
     return RunOutcome(
         name=entrant.name,
         round=round_,
@@ -143,7 +153,11 @@ def outcome(
         sent={name: count / measured for name, count in traffic.items()},
         losses=whole.mean_losses,
         wall_seconds=wall_s,
-        watched=json.loads(watched.read_text(encoding="utf-8")) if watched.is_file() else None,
+        watched=_json(folder / "watched-rank0.json"),
+        first_step_s=first.times[0] - began,
+        cpu_seconds=trace and trace.get("cpu_seconds"),
+        modules=trace and trace.get("modules"),
+        phases=[each for each in peaks if each is not None],
     )
 
 
@@ -228,6 +242,10 @@ def traces(
                 sent[operation] = sent.get(operation, 0.0) + count
     known = [peak for peak in memory if peak is not None]
     return sent, sum(known) if len(known) == ranks else None
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

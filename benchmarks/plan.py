@@ -17,54 +17,77 @@ Dtype = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContenderPlan:
-    """One run of one contender.
+    """One run of one contender; first what `prepare` and `run_once` fill in.
 
     Attributes:
         model: folder with config, weights and tokenizer.
         rows: JSON Lines of `text`, or of `prompt` and `completion`; no row exceeds `max_length`.
         has_prompts: whether rows are prompt and completion; only completions have a loss then.
-        output: folder for what this run writes.
-        steps: optimizer steps, warm-up included.
-        accumulation: micro-batches of `micro_batch` sequences per rank and step.
-        max_length: most tokens of a row, and the capacity of a pack.
+        output: folder for what this run writes; before that, for all that is written.
         layout: rows padded in random order, rows of like length together, or rows packed.
-        checkpointing: recompute activations in backward.
-        device: torch's name of the device type, which is also anygauge's name of the backend.
         deepspeed: whether a trainer shards with DeepSpeed's ZeRO-3.
         compiled: whether a trainer compiles the model with torch.compile.
+        steps: optimizer steps, warm-up included.
+        warmup: first steps, which are not measured.
+        accumulation: micro-batches of `micro_batch` sequences per rank and step.
+        length: tokens of each row of the workload `full`.
+        max_length: most tokens of a row, and the capacity of a pack.
+        vocabulary: most tokens of the tokenizer.
+        classes: of the model's output, if they are to be more.
+        kv_heads: of keys and values; 0: as many as heads.
+        stored: type of the model's file.
+        checkpointing: recompute activations in backward.
+        device: torch's name of the device type, which is also anygauge's name of the backend.
         evaluates: after training, evaluate on the same rows and save the adapter; the peak of each
             phase is recorded (see `shim/benchmark_phases.py`).
         verifies: anygauge checks the adapter that it saved.
         watched: last steps that are watched instead of measured (see `shim/benchmark_watch.py`).
         hostfile: of the machines where they are several, for anygauge's own launcher; else empty.
         nodes: machines, each with an equal part of `ranks`.
+        data: folder with the files of workloads; empty: there is none.
+        rounds: in which each contender runs once.
+        timeout_s: for one run.
     """
 
-    model: str
-    rows: str
-    has_prompts: bool
-    output: str
-    steps: int
-    ranks: int
-    micro_batch: int
-    accumulation: int
-    max_length: int
+    model: str = ""
+    rows: str = ""
+    has_prompts: bool = False
+    output: str = ""
     layout: Layout = "padded"
+    deepspeed: bool = True
+    compiled: bool = False
+
+    steps: int
+    warmup: int = 1
+    ranks: int = 2
+    micro_batch: int
+    accumulation: int = 1
+    length: int = 0
+    max_length: int
+    layers: int = 0
+    hidden: int = 0
+    intermediate: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    vocabulary: int = 4096
+    classes: int = 0
+    stored: Dtype = "float32"
     dtype: Dtype = "float32"
     checkpointing: bool = True
     lora_rank: int = 16
     lora_alpha: int = 32
-    lr: float = 2e-3
+    lr: float = 1e-3
     max_norm: float = 1.0
     seed: int = 0
     device: str = "cpu"
-    deepspeed: bool = True
-    compiled: bool = False
     evaluates: bool = False
     verifies: bool = True
     watched: int = 0
     hostfile: str = ""
     nodes: int = 1
+    data: str = ""
+    rounds: int = 1
+    timeout_s: float = 600
 
     @property
     def global_batch(self) -> int:

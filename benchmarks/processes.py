@@ -37,10 +37,16 @@ class Processes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """How a run ended: `problem` is None where all processes succeeded."""
+    """How a run ended.
+
+    Attributes:
+        problem: None where all processes succeeded.
+        status: of the first that failed, negative for a signal; None where the time was over.
+    """
 
     seconds: float
     problem: str | None
+    status: int | None
 
 
 SHARED = ("PYTHONPATH", "ANYGAUGE_BENCHMARK_TRACE", "ANYGAUGE_BENCHMARK_WATCH")
@@ -128,24 +134,24 @@ def run(started: Processes, timeout_s: float) -> Ended:
             if parts is not None:
                 with contextlib.suppress(OSError):  # it has ended already
                     os.sched_setaffinity(process.pid, parts[index])
-        problem = _wait(running, began + timeout_s, timeout_s)
+        problem, status = _wait(running, began + timeout_s, timeout_s)
     finally:
         _end(running)
-    return Ended(seconds=time.monotonic() - began, problem=problem)
+    return Ended(seconds=time.monotonic() - began, problem=problem, status=status)
 
 
 def _wait(
     running: Sequence[subprocess.Popen[bytes]], deadline: float, limit_s: float
-) -> str | None:
+) -> tuple[str | None, int | None]:
     while True:
         codes = [process.poll() for process in running]
         for index, code in enumerate(codes):
             if code:
-                return f"process {index} ended with {_status(code)}"
+                return f"process {index} ended with {_status(code)}", code
         if all(code == 0 for code in codes):
-            return None
+            return None, 0
         if time.monotonic() > deadline:
-            return f"not done after {limit_s:g} s (--timeout)"
+            return f"not done after {limit_s:g} s (--timeout)", None
         time.sleep(POLL_S)
 
 
@@ -157,9 +163,9 @@ def _end(running: Sequence[subprocess.Popen[bytes]]) -> None:
     deadline = time.monotonic() + GRACE_S
     for signum in (signal.SIGTERM, signal.SIGKILL):
         for process in running:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signum)
+            # What one that has ended left behind is in its group.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signum)
         for process in running:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.1, deadline - time.monotonic()))

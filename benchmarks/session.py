@@ -7,101 +7,52 @@ import platform
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from benchmarks.entrants import Entrant, processes
 from benchmarks.errors import BenchmarkError
 from benchmarks.measure import MeasureError, RunOutcome, outcome
-from benchmarks.plan import ContenderPlan, Dtype
+from benchmarks.plan import ContenderPlan
 from benchmarks.processes import ROOT, last_lines, run, shared_environment
+from benchmarks.ratios import rotated
 from benchmarks.rows import WrittenRows, write_rows
 from benchmarks.texts import source
 
 PACKAGES = ("torch", "transformers", "peft", "deepspeed", "accelerate", "trl", "datasets")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SessionSettings:
-    """What the command line asks for; see its help.
-
-    Attributes:
-        stored: type of the model's file.
-        kv_heads: of keys and values; 0: as many as heads.
-        device, watched, hostfile, nodes: see `ContenderPlan`.
-    """
-
-    output: Path
-    steps: int
-    hidden: int
-    intermediate: int
-    heads: int
-    layers: int
-    length: int
-    max_length: int
-    micro_batch: int
-    data: Path | None = None
-    rounds: int = 1
-    warmup: int = 1
-    ranks: int = 2
-    vocabulary: int = 4096
-    classes: int = 0
-    accumulation: int = 1
-    dtype: Dtype = "float32"
-    checkpointing: bool = True
-    lr: float = 1e-3
-    seed: int = 0
-    timeout_s: float = 600
-    device: str = "cpu"
-    stored: Dtype = "float32"
-    watched: int = 0
-    hostfile: str = ""
-    nodes: int = 1
-    kv_heads: int = 0
-
-    def plan(self, **more: Any) -> ContenderPlan:
-        """What of it every contender is told; `more` are its other fields."""
-        told = (
-            *("steps", "ranks", "micro_batch", "accumulation", "dtype", "checkpointing"),
-            *("lr", "seed", "device", "watched", "hostfile", "nodes"),
-        )
-        return ContenderPlan(**{name: getattr(self, name) for name in told}, **more)
-
-
-def prepare(workload: str, settings: SessionSettings) -> tuple[WrittenRows, ContenderPlan, str]:
-    """Write rows, tokenizer and model of a workload; returns rows, a plan on them, and words.
+def prepare(workload: str, plan: ContenderPlan) -> tuple[WrittenRows, ContenderPlan, str]:
+    """Write rows, tokenizer and model of a workload; returns rows, the plan on them, and words.
 
     Raises:
         BenchmarkError: the workload cannot give the rows, or the model could not be made.
     """
-    folder = settings.output / workload
-    length = settings.length if workload == "full" else settings.max_length
+    folder = Path(plan.output) / workload
+    data = Path(plan.data) if plan.data else None
+    length = plan.length if workload == "full" else plan.max_length
     rows = write_rows(
         workload,
         folder,
-        data=settings.data,
-        count=settings.steps * settings.micro_batch * settings.accumulation * settings.ranks,
+        data=data,
+        count=plan.steps * plan.global_batch,
         length=length,
-        vocabulary=settings.vocabulary,
-        seed=settings.seed,
+        vocabulary=plan.vocabulary,
+        seed=plan.seed,
     )
-    sizes = {
-        "vocabulary": max(rows.vocabulary, settings.classes),
-        "layers": settings.layers,
-        "hidden": settings.hidden,
-        "intermediate": settings.intermediate,
-        "heads": settings.heads,
-        "kv-heads": settings.kv_heads,
-        "positions": length,
-        "seed": settings.seed,
-    }
+    classes = max(rows.vocabulary, plan.classes)
+    sizes = {"vocabulary": classes, "kv-heads": plan.kv_heads, "positions": length}
+    names = ("layers", "hidden", "intermediate", "heads", "seed", "device")
+    sizes |= {name: getattr(plan, name) for name in names} | {"dtype": plan.stored}
     model = folder / "model"
     made = subprocess.run(
         [sys.executable, "-m", "benchmarks.make_model", str(model)]
-        + [f"--{name}={value}" for name, value in sizes.items()]
-        + [f"--dtype={settings.stored}", f"--device={settings.device}"],
+        + [f"--{name}={value}" for name, value in sizes.items()],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -111,25 +62,24 @@ def prepare(workload: str, settings: SessionSettings) -> tuple[WrittenRows, Cont
         raise BenchmarkError(f"the model could not be made:\n{made.stderr[-2000:]}")
     fewest, mean, most = rows.lengths
     about = (
-        f"{workload}: {source(workload, settings.data)}; {fewest} to {most} tokens a row, mean "
+        f"{workload}: {source(workload, data)}; {fewest} to {most} tokens a row, mean "
         f"{mean:.0f}; {rows.dropped} longer rows left out; model of "
         f"{int(made.stdout.split()[-1]):,} parameters"
     )
-    plan = settings.plan(
+    on_them = replace(
+        plan,
         model=str(model),
         rows=str(rows.exact),
         has_prompts=rows.has_prompts,
-        output="",
         max_length=length,
     )
-    return rows, plan, about
+    return rows, on_them, about
 
 
 def run_once(
     entrant: Entrant,
     plan: ContenderPlan,
     rows: WrittenRows,
-    settings: SessionSettings,
     *,
     folder: Path,
     round_: int,
@@ -147,7 +97,8 @@ def run_once(
         compiled=entrant.compiled,
         rows=str(rows.pool if entrant.layout == "packed" else rows.exact),
     )
-    ended = run(processes(entrant, plan, shared_environment(plan)), settings.timeout_s)
+    began = time.time()
+    ended = run(processes(entrant, plan, shared_environment(plan)), plan.timeout_s)
     problem = ended.problem
     if problem is None:
         try:
@@ -155,8 +106,8 @@ def run_once(
                 entrant,
                 plan,
                 round_=round_,
-                warmup=settings.warmup,
                 expected=rows.tokens,
+                began=began,
                 wall_s=ended.seconds,
             )
         except MeasureError as error:
@@ -171,7 +122,47 @@ def run_once(
     )
 
 
-def conditions(settings: SessionSettings) -> dict[str, Any]:
+def each_run(
+    entrants: Sequence[Entrant],
+    plan: ContenderPlan,
+    rows: WrittenRows,
+    folder: Path,
+) -> Iterator[RunOutcome]:
+    """All rounds; each begins with another contender. What came of a run is told as it ends."""
+    for round_ in range(plan.rounds):
+        for entrant in rotated(entrants, round_):
+            where = folder / f"round{round_ + 1}" / entrant.name
+            found = run_once(entrant, plan, rows, folder=where, round_=round_ + 1)
+            told = f"{found.status}: {found.problem}"
+            if found.tokens_per_s:
+                first = f"first step after {found.first_step_s:.1f} s"
+                told = f"{found.tokens_per_s:,.0f} tokens/s, {first}"
+            print(f"  round {round_ + 1} {entrant.title}: {told}", flush=True)
+            print("".join(f"      {text}\n" for text in found.log), end="", flush=True)
+            yield found
+
+
+def all_of(runs: Iterable[RunOutcome]) -> list[RunOutcome]:
+    """Runs that must not fail.
+
+    Raises:
+        BenchmarkError: one did.
+    """
+    found = []
+    for each in runs:
+        if each.status != "ok":
+            raise BenchmarkError(f"{each.name}: {each.status}: {each.problem}")
+        found.append(each)
+    return found
+
+
+def refuse_used(output: Path) -> None:
+    """Raises: typer.BadParameter: the folder has something in it."""
+    if output.exists() and any(output.iterdir()):
+        raise typer.BadParameter(f"--output {output} is not empty: name a new folder")
+
+
+def conditions(plan: ContenderPlan) -> dict[str, Any]:
     """Machine, versions and settings, for the record."""
     versions = {}
     for package in ("anygauge", *PACKAGES):
@@ -179,7 +170,6 @@ def conditions(settings: SessionSettings) -> dict[str, Any]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = "not installed"
-    fields = {name: getattr(settings, name) for name in settings.__slots__}
     return {
         "command": sys.argv,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -187,5 +177,5 @@ def conditions(settings: SessionSettings) -> dict[str, Any]:
         "processors": os.cpu_count(),
         "python": platform.python_version(),
         "versions": versions,
-        "settings": {k: str(v) if isinstance(v, Path) else v for k, v in fields.items()},
+        "settings": asdict(plan),
     }

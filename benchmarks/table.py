@@ -1,118 +1,149 @@
-"""Outcomes as a table, in Markdown and as JSON."""
+"""Tables in Markdown: rows of figures, and what is said of contenders over all rounds."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from benchmarks.entrants import ENTRANTS
+from benchmarks.entrants import Entrant
 from benchmarks.measure import LAST_STEPS, RunOutcome
 from benchmarks.ratios import CONFIDENCE, Ratio, paired
 
 MIB = 2**20
+Figure = float | int | str | Ratio | None
+FORMS: Mapping[str, str] = {
+    "MFU": ".1%",
+    "device busy": ".1%",
+    "padding": ".1%",
+    "of copy, forward": ".0%",
+    "of copy, backward": ".0%",
+    "tokens/s": ",.0f",
+    "tokens": ",.0f",
+    "operations per step": ",.0f",
+    "peak MiB": ",.0f",
+    "modules": ",.0f",
+    "sent MiB/step": ",.1f",
+    "s to the first step": ",.1f",
+    "CPU s of a rank": ",.1f",
+    "first / its time": ".2f",
+    "first / this": ".3f",
+    "final loss": ".4f",
+}
+SMALL = 1e-2
+"""Numbers below it are shown with their power of ten, where `FORMS` says nothing else."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ContenderRow:
-    """A contender over all rounds: medians, and anygauge's speed as a multiple of its speed.
+class TableRow:
+    """One line of a table.
 
     Attributes:
-        ratios: name of an anygauge variant -> its rounds over this contender's, where both ran.
-        problem: why there are no figures.
+        case: what was done; rows of one case stand together and are compared.
+        name: who or what did it.
+        figures: heading -> value; a heading names its unit.
+        predicted: heading -> what the planner predicts of the figure with that heading.
+        note: what the figures cannot say.
     """
 
+    case: str
     name: str
-    layout: str
-    rounds: int
-    tokens_per_s: float | None
-    padding: float | None
-    peak_memory: float | None
-    sent: float | None
-    final_loss: float | None
-    tokens: float | None
-    ratios: Mapping[str, Ratio]
-    problem: str = ""
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+    predicted: Mapping[str, Figure] = field(default_factory=dict)
+    note: str = ""
 
 
-def summarise(outcomes: Sequence[RunOutcome], names: Sequence[str]) -> list[ContenderRow]:
-    """One row for each name that has been run, in the order of `names`."""
-    good = {(o.name, o.round): o for o in outcomes if o.status == "ok"}
-    ours = [name for name in names if ENTRANTS[name].module is None]
-    rows = []
-    for name in names:
-        runs = [o for o in outcomes if o.name == name]
-        if not runs:
-            continue
-        done = [o for o in runs if o.status == "ok"]
-        failed = [o for o in runs if o.status != "ok"]
-        ratios = {}
-        for variant in ours:
-            both = [
-                (good[variant, o.round].tokens_per_s, o.tokens_per_s)
-                for o in done
-                if (variant, o.round) in good
-            ]
-            pairs = [(a, b) for a, b in both if a and b]
-            if pairs and variant != name:
-                ratios[variant] = paired([a for a, _ in pairs], [b for _, b in pairs])
-        rows.append(
-            ContenderRow(
-                name=name,
-                layout=ENTRANTS[name].layout,
-                rounds=len(done),
-                tokens_per_s=_median([o.tokens_per_s for o in done]),
-                padding=_median([o.padding for o in done]),
-                peak_memory=_median([o.peak_memory for o in done]),
-                sent=_median([None if o.sent is None else sum(o.sent.values()) for o in done]),
-                final_loss=_median([o.final_loss for o in done]),
-                tokens=_median([o.tokens for o in done]),
-                ratios=ratios,
-                problem=f"{failed[0].status}: {failed[0].problem}" if failed else "",
-            )
-        )
-    return rows
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
-
-
-def columns(rows: Sequence[ContenderRow]) -> tuple[list[str], list[list[str]]]:
-    """(headings, cells of each row) as text."""
-    ours = list(dict.fromkeys(variant for row in rows for variant in row.ratios))
-    headings = ["contender", "tokens/s", *(f"{variant} / this" for variant in ours)]
-    headings += ["padding", "peak MiB", "sent MiB/step", "final loss", "tokens", "rounds"]
-    cells = []
+def table(rows: Sequence[TableRow]) -> list[str]:
+    """Rows as Markdown; beside a figure that somebody predicted stands what was planned."""
+    if not rows:
+        return ["Nothing was found."]
+    headings = list(dict.fromkeys(h for row in rows for h in (*row.figures, *row.predicted)))
+    predicted = {heading for row in rows for heading in row.predicted}
+    cases, notes = any(row.case for row in rows), any(row.note for row in rows)
+    head = ["case"] * cases + ["contender"]
+    for heading in headings:
+        head += [heading] + ["planned"] * (heading in predicted)
+    head += ["note"] * notes
+    lines = [line(head), line(["---"] * (cases + 1) + ["---:"] * (len(head) - cases - 1))]
+    before = None
     for row in rows:
-        line = [ENTRANTS[row.name].title, _number(row.tokens_per_s, ",.0f")]
-        line += [_ratio(row.ratios.get(variant)) for variant in ours]
-        line += [
-            _number(row.padding, ".1%"),
-            _number(None if row.peak_memory is None else row.peak_memory / MIB, ",.0f"),
-            _number(None if row.sent is None else row.sent / MIB, ",.1f"),
-            _number(row.final_loss, ".4f"),
-            _number(row.tokens, ",.0f"),
-            str(row.rounds),
-        ]
-        cells.append(line)
-    return headings, cells
+        cells = ["" if row.case == before else row.case] * cases + [row.name]
+        before = row.case
+        for heading in headings:
+            cells.append(shown(heading, row.figures.get(heading)))
+            if heading in predicted:
+                cells.append(shown(heading, row.predicted.get(heading)))
+        lines.append(line(cells + [row.note] * notes))
+    return lines
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def _ratio(ratio: Ratio | None) -> str:
-    if ratio is None:
+def shown(heading: str, value: Figure) -> str:
+    """A figure as text."""
+    if value is None:
         return "-"
-    if ratio.low is None or ratio.high is None:
-        return f"{ratio.median:.3f}"
-    return f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Ratio):
+        interval = "" if value.low is None else f" [{value.low:.3f}, {value.high:.3f}]"
+        return f"{value.median:.3f}{interval}"
+    if heading in FORMS and isinstance(value, float):
+        return format(value, FORMS[heading])
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.1e}" if 0 < abs(value) < SMALL else f"{value:,.4g}"
+
+
+def line(cells: Sequence[str]) -> str:
+    """A line of a table."""
+    return "| " + " | ".join(map(cell, cells)) + " |"
+
+
+def cell(text: str) -> str:
+    """Text that may stand in a table."""
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+# -- contenders ------------------------------------------------------------------------------------
+
+
+def middle(values: Iterable[float | None]) -> float | None:
+    """The median of those that are known."""
+    known = [value for value in values if value is not None]
+    return float(median(known)) if known else None
+
+
+def summarise(outcomes: Sequence[RunOutcome], entrants: Sequence[Entrant]) -> list[TableRow]:
+    """A row for each contender that has run: medians of its rounds, and the speed of each of ours
+    as a multiple of its own, where both ran in a round."""
+    speeds = {(o.name, o.round): o.tokens_per_s for o in outcomes if o.tokens_per_s}
+    ran = [each for each in entrants if any(o.name == each.name for o in outcomes)]
+    rows = []
+    for entrant in ran:
+        done = [o for o in outcomes if o.name == entrant.name and o.status == "ok"]
+        failed = [o for o in outcomes if o.name == entrant.name and o.status != "ok"]
+        figures: dict[str, Figure] = {"tokens/s": middle(o.tokens_per_s for o in done)}
+        for ours in (each for each in ran if each.module is None):
+            both = [o.round for o in done if o.tokens_per_s and (ours.name, o.round) in speeds]
+            figures[f"{ours.name} / this"] = None
+            if both and ours is not entrant:
+                figures[f"{ours.name} / this"] = paired(
+                    [speeds[ours.name, r] for r in both], [speeds[entrant.name, r] for r in both]
+                )
+        sent = [None if o.sent is None else sum(o.sent.values()) / MIB for o in done]
+        figures |= {
+            "padding": middle(o.padding for o in done),
+            "peak MiB": middle(o.peak_memory and o.peak_memory / MIB for o in done),
+            "sent MiB/step": middle(sent),
+            "final loss": middle(o.final_loss for o in done),
+            "tokens": middle(o.tokens for o in done),
+            "rounds": len(done),
+        }
+        note = f"{failed[0].status}: {failed[0].problem}" if failed else ""
+        rows.append(TableRow(case="", name=entrant.title, figures=figures, note=note))
+    return rows
 
 
 LEGEND = (
@@ -128,36 +159,27 @@ LEGEND = (
 )
 
 
-def remarks(rows: Sequence[ContenderRow]) -> list[str]:
-    """What went wrong."""
-    return [f"{ENTRANTS[row.name].title}: {row.problem}" for row in rows if row.problem]
+def markdown(title: str, rows: Sequence[TableRow]) -> str:
+    """A section with the table and its legend."""
+    return "\n".join([f"### {title}", "", *table(rows), "", *(f"- {text}" for text in LEGEND), ""])
 
 
-def markdown(title: str, rows: Sequence[ContenderRow]) -> str:
-    """A section with the table, its legend and remarks."""
-    headings, cells = columns(rows)
-    lines = [f"### {title}", "", _line(headings), _line(["---", *["---:"] * (len(headings) - 1)])]
-    lines += [_line(line) for line in cells]
-    lines += ["", *(f"- {text}" for text in (*LEGEND, *remarks(rows))), ""]
-    return "\n".join(lines)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def as_json(conditions: Mapping[str, Any], results: Mapping[str, Sequence[RunOutcome]]) -> str:
+def as_json(
+    conditions: Mapping[str, Any],
+    results: Mapping[str, Sequence[RunOutcome]],
+    entrants: Sequence[Entrant],
+) -> str:
     """Everything that was measured.
 
     Args:
         conditions: machine, versions and settings.
         results: workload -> outcomes.
     """
-    workloads = {}
-    for workload, outcomes in results.items():
-        names = list(dict.fromkeys(outcome.name for outcome in outcomes))
-        workloads[workload] = {
-            "summary": [dataclasses.asdict(row) for row in summarise(outcomes, names)],
+    workloads = {
+        workload: {
+            "summary": [dataclasses.asdict(row) for row in summarise(outcomes, entrants)],
             "runs": [{**dataclasses.asdict(o), "final_loss": o.final_loss} for o in outcomes],
         }
+        for workload, outcomes in results.items()
+    }
     return json.dumps({"conditions": conditions, "workloads": workloads}, indent=2) + "\n"

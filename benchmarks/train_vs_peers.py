@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,62 +20,57 @@ import typer
 from rich.console import Console
 
 from anygauge.util.files import write_text
-from benchmarks.entrants import ENTRANTS
+from benchmarks.entrants import ENTRANTS, Entrant, chosen
 from benchmarks.errors import BenchmarkError
 from benchmarks.measure import RunOutcome
-from benchmarks.ratios import rotated
-from benchmarks.session import SessionSettings, conditions, prepare, run_once
+from benchmarks.plan import ContenderPlan
+from benchmarks.session import (
+    conditions,
+    each_run,
+    prepare,
+    refuse_used,
+)
 from benchmarks.table import as_json, markdown, summarise
 from benchmarks.texts import WORKLOADS
 
 console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
 
 
-def section(workload: str, settings: SessionSettings, outcomes: Sequence[RunOutcome]) -> str:
-    """The table of a workload."""
-    classes = f"{settings.classes:,} classes, " if settings.classes else ""
-    title = (
-        f"{workload}: {settings.layers} layers of {settings.hidden}, "
-        f"{classes}{settings.dtype}, "
-        f"LoRA r16, {settings.ranks} ranks x {settings.micro_batch} rows x "
-        f"{settings.accumulation} micro-batches, {settings.steps} steps ({settings.warmup} "
-        f"warm-up), checkpointing {'on' if settings.checkpointing else 'off'}"
-    )
-    return markdown(title, summarise(outcomes, list(ENTRANTS)))
-
-
-def save(settings: SessionSettings, results: Mapping[str, Sequence[RunOutcome]]) -> None:
-    """Write ``results.json`` and ``table.md``, after every run anew."""
-    write_text(settings.output / "results.json", as_json(conditions(settings), results))
-    sections = [section(name, settings, outcomes) for name, outcomes in results.items()]
-    write_text(settings.output / "table.md", "\n".join(sections))
-
-
-def measure(workload: str, names: Sequence[str], settings: SessionSettings, results: Any) -> None:
-    """All rounds of one workload; `results` grows with every run."""
-    rows, plan, about = prepare(workload, settings)
+def measure(
+    workload: str,
+    entrants: Sequence[Entrant],
+    plan: ContenderPlan,
+    results: dict[str, list[RunOutcome]],
+) -> None:
+    """All rounds of one workload; `results` and the files grow with every run."""
+    rows, plan, about = prepare(workload, plan)
     console.print(about, markup=False)
     outcomes = results.setdefault(workload, [])
-    for round_ in range(settings.rounds):
-        for name in rotated(names, round_):
-            folder = settings.output / workload / f"round{round_ + 1}" / name
-            result = run_once(
-                ENTRANTS[name], plan, rows, settings, folder=folder, round_=round_ + 1
-            )
-            outcomes.append(result)
-            save(settings, results)
-            told = (
-                f"{result.tokens_per_s:,.0f} tokens/s"
-                if result.tokens_per_s
-                else f"{result.status}: {result.problem}"
-            )
-            console.print(f"  round {round_ + 1} {name}: {told}", markup=False)
-            for line in result.log:
-                console.print(f"      {line}", style="dim", markup=False)
-    console.print(section(workload, settings, outcomes), markup=False)
+    classes = f"{plan.classes:,} classes, " if plan.classes else ""
+    title = (
+        f"{workload}: {plan.layers} layers of {plan.hidden}, {classes}{plan.dtype}, "
+        f"LoRA r16, {plan.ranks} ranks x {plan.micro_batch} rows x "
+        f"{plan.accumulation} micro-batches, {plan.steps} steps ({plan.warmup} "
+        f"warm-up), checkpointing {'on' if plan.checkpointing else 'off'}"
+    )
+    output = Path(plan.output)
+    before = read(output / "table.md")
+    shown = ""
+    for outcome in each_run(entrants, plan, rows, output / workload):
+        outcomes.append(outcome)
+        shown = markdown(title, summarise(outcomes, entrants))
+        record = as_json(conditions(plan), results, entrants)
+        write_text(output / "results.json", record)
+        write_text(output / "table.md", before + shown)
+    console.print(shown, markup=False)
 
 
-def chosen_workloads(workload: str, data: Path | None) -> list[str]:
+def read(path: Path) -> str:
+    """What is in a file; nothing if there is none."""
+    return path.read_text(encoding="utf-8") + "\n" if path.exists() else ""
+
+
+def chosen_workloads(workload: str, data: str) -> list[str]:
     """The workloads that a name stands for; `all` takes generated rows where there is no data.
 
     Raises:
@@ -88,24 +83,16 @@ def chosen_workloads(workload: str, data: Path | None) -> list[str]:
     return [workload]
 
 
-def chosen_contenders(listed: str, workload: str) -> list[str]:
-    """Names from a comma-separated list; `all` leaves out what full-length rows cannot show, and
-    what runs on one rank.
-
-    Raises:
-        typer.BadParameter: there is no such contender.
-    """
-    if listed == "all":
-        return [
-            name
-            for name, entrant in ENTRANTS.items()
-            if not entrant.alone and (workload != "full" or entrant.layout == "padded")
-        ]
-    names = list(dict.fromkeys(name.strip() for name in listed.split(",") if name.strip()))
-    unknown = [name for name in names if name not in ENTRANTS]
-    if unknown or not names:
-        raise typer.BadParameter(f"{listed!r}: choose from {', '.join(ENTRANTS)}, or all")
-    return names
+def named(listed: str, workload: str) -> str:
+    """The list of contenders; `all` leaves out what full-length rows cannot show, and what runs on
+    one rank."""
+    if listed != "all":
+        return listed
+    return ",".join(
+        name
+        for name, entrant in ENTRANTS.items()
+        if not entrant.alone and (workload != "full" or entrant.layout == "padded")
+    )
 
 
 def main(
@@ -142,6 +129,10 @@ def main(
     lr: Annotated[float, typer.Option(min=0, help="Constant learning rate of AdamW.")] = 2e-3,
     seed: Annotated[int, typer.Option(min=0, help="Weights, choice of rows, orders.")] = 0,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds for one run.")] = 1800,
+    before: Annotated[
+        Path | None,
+        typer.Option(help="A checkout of an older commit, whose code is a contender.", exists=True),
+    ] = None,
 ) -> None:
     """Measure training speed, memory and traffic side by side."""
     if dtype not in ("float32", "bfloat16"):
@@ -150,10 +141,9 @@ def main(
         raise typer.BadParameter(f"--warmup {warmup} leaves none of --steps {steps} to measure")
     if hidden % heads or hidden // heads % 2:
         raise typer.BadParameter(f"--hidden {hidden} is not an even multiple of --heads {heads}")
-    if output.exists() and any(output.iterdir()):
-        raise typer.BadParameter(f"--output {output} is not empty: name a new folder")
-    data = os.environ.get("ANYGAUGE_DATA")
-    settings = SessionSettings(
+    refuse_used(output)
+    data = os.environ.get("ANYGAUGE_DATA", "")
+    plan = ContenderPlan(
         rounds=rounds,
         steps=steps,
         warmup=warmup,
@@ -174,18 +164,18 @@ def main(
         lr=lr,
         seed=seed,
         timeout_s=timeout,
-        output=output.resolve(),
-        data=Path(data) if data else None,
+        output=str(output.resolve()),
+        data=data,
     )
-    workloads = chosen_workloads(workload, settings.data)
+    workloads = chosen_workloads(workload, data)
     try:
         results: dict[str, list[RunOutcome]] = {}
         for each in workloads:
-            measure(each, chosen_contenders(contenders, each), settings, results)
+            measure(each, chosen(named(contenders, each), before), plan, results)
     except BenchmarkError as error:
         console.print(f"error: {error}", style="red", markup=False)
         raise typer.Exit(2) from error
-    console.print(f"written: {settings.output}/results.json and table.md", markup=False)
+    console.print(f"written: {plan.output}/results.json and table.md", markup=False)
     if any(result.status != "ok" for found in results.values() for result in found):
         raise typer.Exit(1)
 

@@ -25,7 +25,6 @@ LONGEST = (
     "strategies/test_loading.py",
     "cli/test_join.py",
     "strategies/test_collectives_count.py",
-    "generated/test_trial.py",
     "cli/test_launch.py",
     "cli/test_preflight.py",
     "cli/test_pipes.py",

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import attention as attention_timing
-from benchmarks import cross_entropy, kernel_timing
-from benchmarks import lora as lora_timing
-from benchmarks import softmax as softmax_timing
+from benchmarks import kernels
 from benchmarks.gpu.context import Clock, Context
-from benchmarks.gpu.result import Report, TableRow
-from benchmarks.kernel_timing import chosen_kernel, kernel_names
+from benchmarks.gpu.result import Report
+from benchmarks.kernel_timing import (
+    Case,
+    chosen_kernel,
+    copy_bandwidth,
+    kernel_names,
+    table_rows,
+)
+from benchmarks.table import TableRow
 
 EPSILON: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 2e-2}
 """Error beside float64, relative to the largest value, that the kernels' tests allow."""
@@ -44,9 +48,17 @@ def _half(context: Context) -> torch.dtype:
     return torch.bfloat16 if _has_bfloat16(context) else torch.float16
 
 
-def _add(report: Report, case: str, row: Mapping[str, Any], copy: float = 0.0) -> None:
-    for each in kernel_timing.table_rows(case, row, copy):
-        report.add(each)
+def _add_all(
+    report: Report, clock: Clock, cases: Iterator[Case], copy: float = 0.0, prefix: str = ""
+) -> bool:
+    """Add what is measured case by case; whether all was, before the time was over."""
+    for case in cases:
+        for each in table_rows(replace(case, name=prefix + case.name), copy):
+            report.add(each)
+        if not clock.left:
+            report.note(f"No case after `{prefix}{case.name}` was timed: the time was over.")
+            return False
+    return True
 
 
 def _say_liger(report: Report) -> None:
@@ -58,68 +70,51 @@ def softmax(context: Context, report: Report) -> None:
     """The Triton kernel where it can run, else the one that a run has."""
     device, clock = _device(context), Clock(context.seconds)
     elements = 6000 if context.tiny else 2**28 if context.full else 2**26
-    columns = (64,) if context.tiny else softmax_timing.COLUMNS if context.full else (4096, 131072)
+    columns = (64,) if context.tiny else kernels.COLUMNS if context.full else (4096, 131072)
     name = "triton" if "triton" in kernel_names("softmax", device) else None
     name, kernel = chosen_kernel("softmax", device, name)
-    copy = kernel_timing.copy_bandwidth(device, elements, _half(context), _rounds(context))
+    copy = copy_bandwidth(device, elements, _half(context), _rounds(context))
     report.note(f"anygauge's kernel is `{name}`. A copy of {elements:,} numbers: {copy / 1e9:,.0f} "
                 "GB/s; `of copy` is a kernel's share of that.")  # fmt: skip
     _say_liger(report)
-    for count in columns:
-        for masked in (False, True):
-            if not clock.left:
-                report.note(f"{count:,} columns and more were not timed: the time was over.")
-                return
-            row = softmax_timing.measure(
-                count, elements, _half(context), device, masked=masked, rounds=_rounds(context),
-                kernel=kernel,
-            )  # fmt: skip
-            _add(report, softmax_timing.case(row), row, copy)
+    cases = kernels.softmax(device, _half(context), kernel, columns=columns, elements=elements,
+                            rounds=_rounds(context))  # fmt: skip
+    _add_all(report, clock, cases, copy)
 
 
 def loss(context: Context, report: Report) -> None:
     """Each kernel of ours that can run here beside all logits in memory, and Liger."""
     device, clock = _device(context), Clock(context.seconds)
     tokens, width = (32, 16) if context.tiny else (8192, 4096)
-    sizes = (90,) if context.tiny else (32_000, 131_072)
     _say_liger(report)
-    for classes in sizes:
-        for kernel_name in kernel_names("linear_cross_entropy", device):
-            if not clock.left:
-                report.note(f"{classes:,} classes were not timed in full: the time was over.")
+    for classes in (90,) if context.tiny else (32_000, 131_072):
+        for name in kernel_names("linear_cross_entropy", device):
+            _, kernel = chosen_kernel("linear_cross_entropy", device, name)
+            cases = kernels.loss(
+                device, _half(context), kernel, classes=[classes], tokens=tokens, width=width,
+                cases=((False, 0.0), (True, 0.0))[: 2 if context.full else 1],
+                rounds=_rounds(context),
+            )  # fmt: skip
+            if not _add_all(report, clock, cases, prefix=f"{name}: {tokens:,} x {width:,}, "):
                 return
-            _, kernel = chosen_kernel("linear_cross_entropy", device, kernel_name)
-            for trained in (False, True) if context.full else (False,):
-                row = cross_entropy.measure(
-                    kernel, classes=classes, width=width, tokens=tokens, ignored=0.0,
-                    trained=trained, dtype=_half(context), device=device, rounds=_rounds(context),
-                )  # fmt: skip
-                case = f"{kernel_name}: {cross_entropy.case(row)}, {tokens:,} tokens x {width:,}"
-                _add(report, case, row)
 
 
 def attention(context: Context, report: Report) -> None:
     """16 heads of 64, 4 of them for keys and values; ratios are to torch's own operation."""
-    for length in (64,) if context.tiny else (512, 2048, 8192):
-        for documents in (1, 8):
-            row = attention_timing.measure(
-                length, documents=documents, rows=2, heads=16, groups=4, width=64,
-                dtype=_half(context), device=_device(context), rounds=_rounds(context),
-            )  # fmt: skip
-            _add(report, attention_timing.case(row), row)
+    lengths = (64,) if context.tiny else (512, 2048, 8192)
+    cases = kernels.attention(_device(context), _half(context), lengths=lengths,
+                              rounds=_rounds(context))  # fmt: skip
+    _add_all(report, Clock(context.seconds), cases)
 
 
 def lora(context: Context, report: Report) -> None:
     """Layers of one input, rank 16."""
     _, kernel = chosen_kernel("lora_linear", _device(context), "addmm")
-    tokens = 32 if context.tiny else 8192
-    for width, outs in lora_timing.SIZES[:1] if context.tiny else lora_timing.SIZES:
-        for dropout in (0.0, 0.1):
-            row = lora_timing.measure(
-                width, outs, dropout=dropout, tokens=tokens, dtype=_half(context),
-                device=_device(context), rounds=_rounds(context), kernel=kernel,
-            )  # fmt: skip
-            _add(report, lora_timing.case({**row, "dtype": str(_half(context))[6:]}), row)
+    cases = kernels.lora(
+        _device(context), _half(context), kernel, tokens=32 if context.tiny else 8192,
+        sizes=kernels.LORA_SIZES[: 1 if context.tiny else None], rounds=_rounds(context),
+    )  # fmt: skip
+    _add_all(report, Clock(context.seconds), cases)
 
 
 def accuracy(context: Context, report: Report) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import yaml
 
 from benchmarks.gpu.context import Clock, Context
-from benchmarks.gpu.result import Report, TableRow
+from benchmarks.gpu.result import Report
 from benchmarks.rows import write_rows
+from benchmarks.table import TableRow
 
 STEPS = 6
 ALLOWED: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 3e-2}

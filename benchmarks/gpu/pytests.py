@@ -18,8 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.gpu.context import Context
-from benchmarks.gpu.result import Report, SkipPartError, TableRow
+from benchmarks.gpu.result import Report, SkipPartError
 from benchmarks.processes import ROOT
+from benchmarks.table import TableRow
 
 INTERRUPTED = 2
 """Pytest's exit status after an interrupt."""
@@ -108,6 +109,8 @@ def pytest(context: Context, *arguments: str, **variables: str) -> int:
         cwd=ROOT,
         env={**os.environ, **variables},
         stdin=subprocess.DEVNULL,
+        # A run in the background ignores it, and what it starts would, too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     closing = min(CLOSING_S, context.seconds / 4)
     try:

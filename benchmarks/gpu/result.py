@@ -4,38 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from anygauge.util.files import write_text
+from benchmarks.table import TableRow
 
-Figure = float | int | str | None
 OK, FAILED, SKIPPED, LATE = "ok", "failed", "skipped", "out of time"
 
 
 class SkipPartError(Exception):
     """A part, or one case of it, does not suit this machine; says why."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TableRow:
-    """One line of a part's table.
-
-    Attributes:
-        case: what was done; rows of one case stand together and are compared.
-        name: who or what did it.
-        figures: heading -> value; a heading names its unit.
-        predicted: heading -> what the planner predicts of the figure with that heading.
-        note: what the figures cannot say.
-    """
-
-    case: str
-    name: str
-    figures: Mapping[str, Figure] = field(default_factory=dict)
-    predicted: Mapping[str, Figure] = field(default_factory=dict)
-    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

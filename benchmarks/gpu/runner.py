@@ -5,10 +5,6 @@ A part that fails, or whose time is over, is named with its error; what it had f
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,11 +15,10 @@ from benchmarks.gpu.context import Context
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.result import FAILED, LATE, OK, SKIPPED, Result, read_report
 from benchmarks.gpu.run_part import SKIP_STATUS
-from benchmarks.processes import ROOT
+from benchmarks.processes import Processes, run
 
 GRACE_S = 10.0
 """Of a part's time, for its last words."""
-END_S = 25.0
 LAST_LINES = 12
 LEAST_S = 5.0
 """A part with less time than this is not begun."""
@@ -63,30 +58,19 @@ def run_part(part: Part, context: Context) -> Result:
     task, log = context.path / "context.json", context.path / "log.txt"
     # For its last rows and the end of what it has started itself.
     replace(context, seconds=max(LEAST_S, context.seconds - GRACE_S)).save(task)
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.gpu.run_part", part.name, str(task)],
-            cwd=ROOT,
-            env={**os.environ, **environment(context)},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        status: int | None = process.wait(context.seconds)
-    except subprocess.TimeoutExpired:
-        status = None
-    finally:
-        end_group(process)
-    if status == 0:
+    argv = [sys.executable, "-m", "benchmarks.gpu.run_part", part.name, str(task)]
+    ended = run(
+        Processes(argv=argv, environments=[environment(context)], logs=[log]), context.seconds
+    )
+    if ended.problem is None:
         return _result(part, context, began, OK, "")
-    if status == SKIP_STATUS:
+    if ended.status == SKIP_STATUS:
         return _result(part, context, began, SKIPPED, last_lines(log, 1))
-    if status is None:
+    if ended.status is None:
         said = f"not done after its {context.seconds:.0f} s\n{last_lines(log)}"
         return _result(part, context, began, LATE, said)
-    return _result(part, context, began, FAILED, f"ended with status {status}\n{last_lines(log)}")
+    said = f"ended with status {ended.status}\n{last_lines(log)}"
+    return _result(part, context, began, FAILED, said)
 
 
 def environment(context: Context) -> dict[str, str]:
@@ -102,15 +86,6 @@ def environment(context: Context) -> dict[str, str]:
         # torch.compile's speed on a host is not what is asked for.
         **({"TORCH_COMPILE_DISABLE": "1"} if context.tiny else {}),
     }
-
-
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it started: first in kindness, then by force."""
-    for signum in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signum)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_S)
 
 
 def last_lines(log: Path, count: int = LAST_LINES) -> str:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 from benchmarks.entrants import ENTRANTS, run_file
 from benchmarks.gpu.context import Clock, Context
 from benchmarks.gpu.predict import Prediction, predict
-from benchmarks.gpu.result import Figure, Report, SkipPartError, TableRow
+from benchmarks.gpu.result import Report, SkipPartError
 from benchmarks.measure import RunOutcome
 from benchmarks.plan import ContenderPlan, Dtype
 from benchmarks.ratios import paired, rotated
-from benchmarks.session import SessionSettings, prepare, run_once
+from benchmarks.session import prepare, run_once
+from benchmarks.table import Figure, TableRow
 
 Groups = Mapping[str, Sequence[str]]
 
@@ -26,53 +27,32 @@ RESERVE = 1.2
 """A round is begun where the longest so far, times this, is left."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Size:
-    """Of a Llama, and of what it is given in a step.
-
-    Attributes:
-        kv_heads: of keys and values; 0: as many as heads.
-        classes: of its output.
-        length: tokens of a row; the most of one where rows differ.
-    """
-
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int = 0
-    classes: int
-    length: int
-    micro_batch: int
-    steps: int = 14
-    warmup: int = 4
-    checkpointing: bool = False
-
-    @property
-    def parameters(self) -> int:
-        """About; norms are not counted."""
-        shared = (self.kv_heads or self.heads) / self.heads
-        attention = int((2 + 2 * shared) * self.hidden**2)
-        layer = attention + 3 * self.hidden * self.intermediate
-        return self.layers * layer + 2 * self.classes * self.hidden
+Size = Mapping[str, Any]
+"""Fields of a plan: a Llama, and what it is given in a step; rows that differ have at most `length`
+tokens."""
+_SIZE = {"steps": 14, "warmup": 4, "checkpointing": False}
+_LARGE = {**_SIZE, "checkpointing": True, "length": 2048, "classes": 128_256, "kv_heads": 8}
+TINY: Size = {
+    **{"layers": 2, "hidden": 32, "intermediate": 64, "heads": 2, "vocabulary": 400},
+    **{"length": 32, "micro_batch": 1, "steps": 8, "warmup": 2, "checkpointing": False},
+}
+HALF_B: Size = _SIZE | {
+    **{"layers": 14, "hidden": 1536, "intermediate": 4096, "heads": 12, "kv_heads": 4},
+    **{"classes": 32_000, "length": 1024, "micro_batch": 8},
+}
+THREE_B: Size = _LARGE | {
+    **{"layers": 28, "hidden": 3072, "intermediate": 8192, "heads": 24, "micro_batch": 4}
+}
+EIGHT_B: Size = _LARGE | {
+    **{"layers": 32, "hidden": 4096, "intermediate": 14_336, "heads": 32, "micro_batch": 2}
+}
 
 
-TINY = Size(
-    layers=2, hidden=32, intermediate=64, heads=2, classes=0, length=32, micro_batch=1, steps=8,
-    warmup=2,
-)  # fmt: skip
-HALF_B = Size(
-    layers=14, hidden=1536, intermediate=4096, heads=12, kv_heads=4, classes=32_000, length=1024,
-    micro_batch=8,
-)  # fmt: skip
-THREE_B = Size(
-    layers=28, hidden=3072, intermediate=8192, heads=24, kv_heads=8, classes=128_256,
-    length=2048, micro_batch=4, checkpointing=True,
-)  # fmt: skip
-EIGHT_B = Size(
-    layers=32, hidden=4096, intermediate=14_336, heads=32, kv_heads=8, classes=128_256,
-    length=2048, micro_batch=2, checkpointing=True,
-)  # fmt: skip
+def parameters(size: Size) -> int:
+    """About; norms are not counted."""
+    attention = int((2 + 2 * size["kv_heads"] / size["heads"]) * size["hidden"] ** 2)
+    layer = attention + 3 * size["hidden"] * size["intermediate"]
+    return int(size["layers"] * layer + 2 * size["classes"] * size["hidden"])
 
 
 def one_device(context: Context, report: Report) -> None:
@@ -133,7 +113,7 @@ def llama_8b(context: Context, report: Report) -> None:
 
 
 def _large(context: Context, report: Report, size: Size) -> None:
-    free, needed = shutil.disk_usage(context.path).free, 3 * size.parameters
+    free, needed = shutil.disk_usage(context.path).free, 3 * parameters(size)
     if not context.tiny and free < needed:
         raise SkipPartError(
             f"the model's file needs {needed / 2**30:.0f} GiB where the results are written "
@@ -171,12 +151,12 @@ def compare(
     clock = Clock(context.seconds)
     names = [name for group in groups.values() for name in group]
     size = TINY if context.tiny else size
-    settings = settings_of(context, size, ranks)
+    plan = plan_of(context, size, ranks)
     if context.machine:
-        foresee(context, report, groups, settings)
+        foresee(context, report, groups, plan)
         return
     before = list(report.rows)
-    rows, plan, about = prepare(workload, settings)
+    rows, plan, about = prepare(workload, plan)
     report.note(f"{about[:1].upper()}{about[1:]}. LoRA r16 on all linear layers.")
     outcomes: list[RunOutcome] = []
     predictions = {
@@ -192,9 +172,8 @@ def compare(
                 break
             outcome = run_once(
                 ENTRANTS[name],
-                plan,
+                replace(plan, timeout_s=max(1.0, clock.left)),
                 rows,
-                replace(settings, timeout_s=max(1.0, clock.left)),
                 folder=context.path / workload / f"round{round_ + 1}" / name,
                 round_=round_ + 1,
             )
@@ -211,48 +190,41 @@ def compare(
         raise RuntimeError("; ".join(f"{o.name}: {o.problem}" for o in failed))
 
 
-def foresee(context: Context, report: Report, groups: Groups, settings: SessionSettings) -> None:
+def foresee(context: Context, report: Report, groups: Groups, plan: ContenderPlan) -> None:
     """What the planner predicts of our contenders on a machine that is not at hand."""
-    plan = settings.plan(
-        model="",
-        rows="rows.jsonl",
-        has_prompts=False,
-        output=context.folder,
-        max_length=settings.length,
-    )
     config = {
         "model_type": "llama",
-        "vocab_size": settings.classes or settings.vocabulary,
-        "hidden_size": settings.hidden,
-        "intermediate_size": settings.intermediate,
-        "num_hidden_layers": settings.layers,
-        "num_attention_heads": settings.heads,
-        "num_key_value_heads": settings.kv_heads or settings.heads,
-        "max_position_embeddings": settings.length,
+        "vocab_size": plan.classes or plan.vocabulary,
+        "hidden_size": plan.hidden,
+        "intermediate_size": plan.intermediate,
+        "num_hidden_layers": plan.layers,
+        "num_attention_heads": plan.heads,
+        "num_key_value_heads": plan.kv_heads or plan.heads,
+        "max_position_embeddings": plan.length,
         "tie_word_embeddings": False,
     }
+    there = replace(plan, rows="rows.jsonl", max_length=plan.length)
     for case, names in groups.items():
         for name in filter(_ours, names):
-            run = {**our_run(name, plan), "model": {"config": config, "tokenizer": "none"}}
+            run = {**our_run(name, there), "model": {"config": config, "tokenizer": "none"}}
             found = predict(context, run)
             title = ENTRANTS[name].title
             report.add(TableRow(case=case, name=title, predicted=found.figures, note=found.problem))
 
 
-def settings_of(context: Context, size: Size, ranks: int) -> SessionSettings:
-    """What `benchmarks.session` is asked for."""
+def plan_of(context: Context, size: Size, ranks: int) -> ContenderPlan:
+    """What every contender gets here."""
     dtype: Dtype = "float32" if context.tiny else "bfloat16"
-    return SessionSettings(
-        **asdict(size),
+    return ContenderPlan(
+        **size,
         ranks=ranks,
-        vocabulary=400 if context.tiny else 4096,
-        max_length=96 if context.tiny else size.length,
+        max_length=96 if context.tiny else size["length"],
         dtype=dtype,
+        stored=dtype,
         lr=1e-4,
         timeout_s=context.seconds,
-        output=context.path,
+        output=context.folder,
         device=context.device,
-        stored=dtype,
         watched=WATCHED,
         hostfile=context.hostfile,
         nodes=context.nodes,

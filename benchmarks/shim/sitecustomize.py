@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,52 +35,34 @@ def _bytes(value: Any) -> int:
     return int(value.numel() * value.element_size())
 
 
-def _all_reduce(ranks: int, args: Sequence[Any]) -> float:
-    return 2 * (ranks - 1) / ranks * _bytes(args[0])
-
-
-def _spread(ranks: int, args: Sequence[Any]) -> float:
-    return (ranks - 1) / ranks * _bytes(args[0])
-
-
-def _all_gather(ranks: int, args: Sequence[Any]) -> float:
-    return float((ranks - 1) * _bytes(args[1]))
-
-
-def _reduce_scatter(ranks: int, args: Sequence[Any]) -> float:
-    return float((ranks - 1) * _bytes(args[0]))
-
-
-def _all_to_all(ranks: int, args: Sequence[Any]) -> float:
-    return (ranks - 1) / ranks * _bytes(args[1])
-
-
-def _sent(ranks: int, args: Sequence[Any]) -> float:
-    return float(_bytes(args[0]))
-
-
-SENT: dict[str, tuple[str, Callable[[int, Sequence[Any]], float]]] = {
-    "allreduce": ("all_reduce", _all_reduce),
-    "allreduce_coalesced": ("all_reduce", _all_reduce),
-    "broadcast": ("broadcast", _spread),
-    "reduce": ("reduce", _spread),
-    "allgather": ("all_gather", _all_gather),
-    "allgather_coalesced": ("all_gather", _all_gather),
-    "allgather_into_tensor_coalesced": ("all_gather", _all_gather),
-    "all_gather_single": ("all_gather", _all_gather),
-    "all_gather_single_coalesced": ("all_gather", _all_gather),
-    "_allgather_base": ("all_gather", _all_gather),
-    "reduce_scatter": ("reduce_scatter", _reduce_scatter),
-    "reduce_scatter_single": ("reduce_scatter", _reduce_scatter),
-    "reduce_scatter_single_coalesced": ("reduce_scatter", _reduce_scatter),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", _reduce_scatter),
-    "_reduce_scatter_base": ("reduce_scatter", _reduce_scatter),
-    "alltoall": ("all_to_all", _all_to_all),
-    "alltoall_base": ("all_to_all", _all_to_all),
-    "all_to_all_single": ("all_to_all", _all_to_all),
-    "send": ("send", _sent),
+Sent = tuple[str, int, Callable[[int], float]]
+_ALL_REDUCE: Sent = ("all_reduce", 0, lambda ranks: 2 * (ranks - 1) / ranks)
+_ALL_GATHER: Sent = ("all_gather", 1, lambda ranks: ranks - 1)
+_REDUCE_SCATTER: Sent = ("reduce_scatter", 0, lambda ranks: ranks - 1)
+_ALL_TO_ALL: Sent = ("all_to_all", 1, lambda ranks: (ranks - 1) / ranks)
+SENT: dict[str, Sent] = {
+    "broadcast": ("broadcast", 0, lambda ranks: (ranks - 1) / ranks),
+    "reduce": ("reduce", 0, lambda ranks: (ranks - 1) / ranks),
+    "send": ("send", 0, lambda ranks: 1),
+    **dict.fromkeys(("allreduce", "allreduce_coalesced"), _ALL_REDUCE),
+    **dict.fromkeys(
+        (
+            *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced"),
+            *("all_gather_single", "all_gather_single_coalesced", "_allgather_base"),
+        ),
+        _ALL_GATHER,
+    ),
+    **dict.fromkeys(
+        (
+            *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+            *("reduce_scatter_tensor_coalesced", "_reduce_scatter_base"),
+        ),
+        _REDUCE_SCATTER,
+    ),
+    **dict.fromkeys(("alltoall", "alltoall_base", "all_to_all_single"), _ALL_TO_ALL),
 }
-"""Method of torch's ProcessGroup -> (the operation's name, (ranks, arguments) -> bytes sent)."""
+"""Method of torch's ProcessGroup -> (the operation's name, which argument has the bytes, and number
+of ranks -> what part of them is sent)."""
 
 
 class AfterImport(MetaPathFinder):
@@ -110,17 +92,20 @@ class AfterImport(MetaPathFinder):
 def count_calls(group: Any, calls: list[tuple[float, str, float]]) -> None:
     """Wrap the methods of a process-group class: (time in s, operation, bytes) per call."""
 
-    def counting(method: Callable[..., Any], operation: str, sent: Any) -> Callable[..., Any]:
+    def counting(method: Callable[..., Any], sent: Sent) -> Callable[..., Any]:
+        operation, which, share = sent
+
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             # Older names take their tensors by keyword; positions are the same.
-            calls.append((time.time(), operation, sent(self.size(), args or (*kwargs.values(),))))
+            size = _bytes((args or (*kwargs.values(),))[which])
+            calls.append((time.time(), operation, float(share(self.size()) * size)))
             return method(self, *args, **kwargs)
 
         return call
 
-    for name, (operation, sent) in SENT.items():
+    for name, sent in SENT.items():
         if hasattr(group, name):
-            setattr(group, name, counting(getattr(group, name), operation, sent))
+            setattr(group, name, counting(getattr(group, name), sent))
 
 
 def device_memory() -> int | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from tests.agent.fakes import FAKE_AGENT, PATIENCE_S, read_pid, write_script
 from tests.helpers.jobs import make_job
+from tests.helpers.processes import as_in_a_terminal
 
 
 def free_port() -> int:
@@ -53,6 +54,7 @@ class Cluster:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=as_in_a_terminal,
             **popen,
         )
 

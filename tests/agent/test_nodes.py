@@ -27,6 +27,7 @@ from tests.agent.fakes import (
     sends,
     until,
 )
+from tests.helpers.processes import as_in_a_terminal
 
 
 def test_all_nodes_finish_and_the_coordinator_reports_all_ranks(cluster: Cluster) -> None:
@@ -262,6 +263,7 @@ def test_standard_input_brings_arguments_variables_and_signals(cluster: Cluster)
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=as_in_a_terminal,
         env={**os.environ, "TAKEN": "away"},
     )
     variables = {"MINE": 'a "b" $HOME\nü', "TAKEN": None}

@@ -30,6 +30,7 @@ from tests.agent.fakes import (
     write_script,
 )
 from tests.helpers.jobs import make_job
+from tests.helpers.processes import as_in_a_terminal
 
 
 class AgentRun:
@@ -72,6 +73,7 @@ class AgentRun:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=as_in_a_terminal,
             env={**os.environ, **(environment or {})},
         )
         return self.agent

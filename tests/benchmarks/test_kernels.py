@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from benchmarks.kernel_timing import chosen_kernel, compare, copy_bandwidth, peak_bytes
-from benchmarks.softmax_accuracy import accumulated_in_bfloat16, error
 from tests.docs.pages import ROOT
 
 HOST = torch.device("cpu")
@@ -60,16 +59,8 @@ def test_the_kernel_is_the_one_that_runs_have() -> None:
     assert copy_bandwidth(HOST, 1000, torch.float32, 2) > 0
 
 
-def test_sums_in_bfloat16_are_told_from_rounding() -> None:
-    x = torch.zeros(4, 2**16, dtype=torch.bfloat16)
-    exact = torch.softmax(x.double(), -1)
-    assert error(torch.softmax(x, -1), exact) < 0.004
-    # A sum of ones stands still at 256, in each of its lanes.
-    assert error(accumulated_in_bfloat16(x), exact) > 0.5
-
-
 @pytest.mark.parametrize(
-    ("script", "arguments", "cases", "contenders"),
+    ("operation", "arguments", "cases", "contenders"),
     [
         pytest.param(
             "softmax",
@@ -79,10 +70,17 @@ def test_sums_in_bfloat16_are_told_from_rounding() -> None:
             marks=pytest.mark.slow,
         ),
         (
-            "cross_entropy",
+            "loss",
             ("--classes", "90", "--tokens", "32", "--width", "16"),
             3,
             ["anygauge", "torch", "torch.compile"],
+        ),
+        pytest.param(
+            "attention",
+            ("--lengths", "64", "--dtype", "float32"),
+            2,
+            ["sdpa", "eager", "softmax"],
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "lora",
@@ -94,7 +92,7 @@ def test_sums_in_bfloat16_are_told_from_rounding() -> None:
     ],
 )
 def test_a_benchmark_runs(
-    script: str,
+    operation: str,
     arguments: tuple[str, ...],
     cases: int,
     contenders: list[str | None],
@@ -103,7 +101,7 @@ def test_a_benchmark_runs(
     output = tmp_path / "out" / "figures.json"
     done = subprocess.run(
         [
-            *(sys.executable, f"benchmarks/{script}.py", *arguments, "--rounds", "2"),
+            *(sys.executable, "-m", "benchmarks.kernels", operation, *arguments, "--rounds", "2"),
             *("--output", str(output), "--device", "cpu"),
         ],
         cwd=ROOT,
@@ -114,9 +112,9 @@ def test_a_benchmark_runs(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    rows = json.loads(output.read_text())["rows"]
-    assert len(rows) == cases
-    for row in rows:
+    measured = json.loads(output.read_text())["cases"]
+    assert len(measured) == cases
+    for row in measured:
         names = [each["name"] for each in row["timed"]]
         assert len(names) == len(contenders)
         assert all(name == wanted for name, wanted in zip(names, contenders, strict=True) if wanted)

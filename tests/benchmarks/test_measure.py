@@ -56,8 +56,8 @@ def read(folder: Path, name: str = "deepspeed", **changes: Any) -> RunOutcome:
         ENTRANTS[name],
         plan(folder, **changes),
         round_=1,
-        warmup=1,
         expected=2 * STEPS * 10,
+        began=90.0,
         wall_s=30.0,
     )
 
@@ -73,6 +73,7 @@ def test_speed_is_that_after_warm_up_over_all_ranks(tmp_path: Path) -> None:
     result = read(tmp_path)
     assert result.tokens_per_s == pytest.approx(3 * 20 / (3 * 2.0))
     assert result.step_seconds == pytest.approx([2.0, 2.0, 2.0])
+    assert result.first_step_s == pytest.approx(12.0)
     assert result.padding == pytest.approx(0.5)
     assert result.tokens == 80
 

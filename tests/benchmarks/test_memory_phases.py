@@ -12,8 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.memory_phases import MIB, Peaks, table
+from benchmarks.entrants import ENTRANTS
+from benchmarks.errors import BenchmarkError
+from benchmarks.measure import RunOutcome
+from benchmarks.memory_phases import PHASES, check, table_rows
 from benchmarks.processes import ROOT, SHIM, shared_environment
+from benchmarks.table import MIB, table
 from tests.benchmarks.test_measure import plan
 
 sys.path.insert(0, str(SHIM))
@@ -86,15 +90,25 @@ def test_phases_are_seen_only_where_the_plan_evaluates(tmp_path: Path) -> None:
 
 
 def test_ratios_are_taken_within_a_round() -> None:
-    def run(name: str, round_: int, size: int) -> Peaks:
-        phases = dict.fromkeys(("load", "training", "evaluation", "save"), size * MIB)
-        return Peaks(name=name, classes=1000, round=round_, phases=phases, of_ranks=())
+    def run(name: str, round_: int, size: int) -> RunOutcome:
+        of_rank = dict.fromkeys(PHASES, size * MIB // 2)
+        return RunOutcome(name=name, round=round_, status="ok", phases=[of_rank] * 2)
 
     found = [run("anygauge-fsdp", r, 100 * r) for r in (1, 2, 3)]
     found += [run("trainer", r, 200 * r + 100 * (r == 3)) for r in (1, 2, 3)]
-    ours, theirs = table(found).splitlines()[2:]
-    assert ours == "| 1,000 | anygauge, fsdp |" + " 200 (1.00) |" * 4
-    assert theirs == "| 1,000 | HF Trainer + DeepSpeed |" + " 400 (2.00) |" * 4
+    entrants = [ENTRANTS["anygauge-fsdp"], ENTRANTS["trainer"]]
+    ours, theirs = table(table_rows(1000, found, entrants))[2:]
+    assert ours == "| 1,000 classes | anygauge, fsdp |" + " 200 (1.00) |" * 4
+    assert theirs == "|  | HF Trainer + DeepSpeed |" + " 400 (2.00) |" * 4
+
+
+def test_a_run_without_a_phase_or_an_adapter_is_refused(tmp_path: Path) -> None:
+    whole = RunOutcome(name="trl", round=1, status="ok", phases=[dict.fromkeys(PHASES, 1)] * 2)
+    with pytest.raises(BenchmarkError, match="saved no adapter"):
+        check(whole, tmp_path, ranks=2)
+    for phases in ([dict.fromkeys(PHASES, 1)], [dict.fromkeys(PHASES[:3], 1)] * 2):
+        with pytest.raises(BenchmarkError, match="left out one of load"):
+            check(dataclasses.replace(whole, phases=phases), tmp_path, ranks=2)
 
 
 @pytest.mark.slow
@@ -116,6 +130,8 @@ def test_contenders_evaluate_and_save(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "out" / "results.json").read_text())
     assert [run["name"] for run in record["runs"]] == ["anygauge-fsdp", "trainer"]
     for run in record["runs"]:
-        assert len(run["of_ranks"]) == 2
-        assert min(run["phases"].values()) > 2**27
-    assert "| 5,000 | HF Trainer + DeepSpeed |" in (tmp_path / "out" / "table.md").read_text()
+        assert len(run["phases"]) == 2
+        assert min(sum(rank[phase] for rank in run["phases"]) for phase in PHASES) > 2**27
+    text = (tmp_path / "out" / "table.md").read_text()
+    assert "| 5,000 classes | anygauge, fsdp |" in text
+    assert "|  | HF Trainer + DeepSpeed |" in text

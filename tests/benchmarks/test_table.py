@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.entrants import ENTRANTS
 from benchmarks.measure import RunOutcome
-from benchmarks.table import as_json, markdown, remarks, summarise
+from benchmarks.ratios import Ratio
+from benchmarks.table import as_json, markdown, summarise
 
-NAMES = ["anygauge", "deepspeed", "trl-packed"]
+ENTRANTS_HERE = [ENTRANTS[name] for name in ("anygauge", "deepspeed", "trl-packed")]
 
 
 def ran(name: str, round_: int, speed: float, **changes: Any) -> RunOutcome:
@@ -41,23 +43,24 @@ def test_ratios_pair_only_rounds_in_which_both_ran() -> None:
         ran("anygauge", 3, 300.0),
         ran("deepspeed", 3, 100.0),
     ]
-    ours, theirs = summarise(outcomes, NAMES)
-    assert theirs.ratios["anygauge"].median == pytest.approx(2.5)
-    assert theirs.ratios["anygauge"].rounds == 2
-    assert theirs.tokens_per_s == 50.0
-    assert ours.ratios == {}
-    assert "process 1 ended" in ours.problem
+    ours, theirs = summarise(outcomes, ENTRANTS_HERE)
+    ratio = theirs.figures["anygauge / this"]
+    assert isinstance(ratio, Ratio)
+    assert (ratio.median, ratio.rounds) == (pytest.approx(2.5), 2)
+    assert theirs.figures["tokens/s"] == 50.0
+    assert ours.figures["anygauge / this"] is None
+    assert "process 1 ended" in ours.note
 
 
 def test_a_contender_that_only_failed_has_no_figures() -> None:
-    rows = summarise([ran("anygauge", 1, 9.0), failed("deepspeed", 1)], NAMES)
-    assert rows[1].tokens_per_s is None
-    assert any("process 1 ended" in text for text in remarks(rows))
-    assert "| DeepSpeed, by hand | - | - | - | - | - | - | 0 |" in markdown("t", rows)
+    rows = summarise([ran("anygauge", 1, 9.0), failed("deepspeed", 1)], ENTRANTS_HERE)
+    assert rows[1].figures["tokens/s"] is None
+    line = "| DeepSpeed, by hand | - | - | - | - | - | - | - | 0 | failed: process 1 ended |"
+    assert line in markdown("t", rows)
 
 
 def test_markdown_has_a_cell_for_every_heading() -> None:
-    rows = summarise([ran("anygauge", 1, 2000.0), ran("deepspeed", 1, 1000.0)], NAMES)
+    rows = summarise([ran("anygauge", 1, 2000.0), ran("deepspeed", 1, 1000.0)], ENTRANTS_HERE)
     lines = [line for line in markdown("A title", rows).splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in lines}) == 1
     assert "| DeepSpeed, by hand | 1,000 | 2.000 | 25.0% | 2 | 2.0 | 2.0000 | 1,234 | 1 |" in lines
@@ -65,7 +68,8 @@ def test_markdown_has_a_cell_for_every_heading() -> None:
 
 def test_json_has_every_run() -> None:
     outcomes = [ran("anygauge", 1, 2.0), ran("deepspeed", 1, 1.0)]
-    record = json.loads(as_json({"python": "3"}, {"full": outcomes}))
+    record = json.loads(as_json({"python": "3"}, {"full": outcomes}, ENTRANTS_HERE))
     assert [run["name"] for run in record["workloads"]["full"]["runs"]] == ["anygauge", "deepspeed"]
-    assert record["workloads"]["full"]["summary"][1]["ratios"]["anygauge"]["median"] == 2.0
+    summary = record["workloads"]["full"]["summary"]
+    assert summary[1]["figures"]["anygauge / this"]["median"] == 2.0
     assert record["workloads"]["full"]["runs"][0]["final_loss"] == 2.0

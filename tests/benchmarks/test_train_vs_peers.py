@@ -14,28 +14,28 @@ import pytest
 import typer
 
 from anygauge.config.load import load_run_file
-from benchmarks.entrants import ENTRANTS, processes
+from benchmarks.entrants import ENTRANTS, chosen, processes
 from benchmarks.plan import ContenderPlan
 from benchmarks.processes import ROOT, shared_environment
-from benchmarks.train_vs_peers import chosen_contenders, chosen_workloads
+from benchmarks.train_vs_peers import chosen_workloads, named
 from tests.benchmarks.test_measure import plan
 
 
 def test_all_stands_for_what_there_is_data_for(tmp_path: Path) -> None:
-    assert chosen_workloads("all", tmp_path) == ["full", "gsm8k", "alpaca"]
-    assert chosen_workloads("all", None) == ["full", "generated"]
+    assert chosen_workloads("all", str(tmp_path)) == ["full", "gsm8k", "alpaca"]
+    assert chosen_workloads("all", "") == ["full", "generated"]
     with pytest.raises(typer.BadParameter, match="'gsm'"):
-        chosen_workloads("gsm", None)
+        chosen_workloads("gsm", "")
 
 
 def test_full_rows_need_no_grouping_and_no_packing() -> None:
-    assert "anygauge-packed" not in chosen_contenders("all", "full")
-    on_several = [name for name, entrant in ENTRANTS.items() if not entrant.alone]
-    assert chosen_contenders("all", "gsm8k") == on_several
-    assert chosen_contenders("trainer-single", "gsm8k") == ["trainer-single"]
-    assert chosen_contenders("trl, anygauge,trl", "full") == ["trl", "anygauge"]
+    assert "anygauge-packed" not in named("all", "full").split(",")
+    on_several = [entrant for entrant in ENTRANTS.values() if not entrant.alone]
+    assert chosen(named("all", "gsm8k")) == on_several
+    assert chosen(named("trainer-single", "gsm8k")) == [ENTRANTS["trainer-single"]]
+    assert chosen("trl, anygauge,trl") == [ENTRANTS["trl"], ENTRANTS["anygauge"]]
     with pytest.raises(typer.BadParameter, match="choose from"):
-        chosen_contenders("torchtune", "full")
+        chosen("torchtune")
 
 
 def test_a_plan_is_read_back_as_written(tmp_path: Path) -> None:
@@ -81,7 +81,8 @@ def test_ranks_of_peers_are_told_who_they_are(tmp_path: Path) -> None:
     started = processes(ENTRANTS["trainer"], plan(tmp_path), {"OMP_NUM_THREADS": "1"})
     assert [environment["RANK"] for environment in started.environments] == ["0", "1"]
     assert all(environment["OMP_NUM_THREADS"] == "1" for environment in started.environments)
-    assert ContenderPlan.load(started.argv[-1]) == plan(tmp_path)
+    assert ContenderPlan.load(started.argv[-2]) == plan(tmp_path)
+    assert started.argv[-1] == "trainer"
 
 
 def test_a_package_that_is_not_there_is_named() -> None:
@@ -130,6 +131,6 @@ def test_two_contenders_in_two_rounds(tmp_path: Path) -> None:
     ours, bound = record["runs"][:2]
     assert ours["sent"]["reduce_scatter"] > 0
     assert bound["sent"] == {}
-    ratio = record["summary"][1]["ratios"]["anygauge"]
+    ratio = record["summary"][1]["figures"]["anygauge / this"]
     assert ratio["low"] <= ratio["median"] <= ratio["high"]
     assert "unsharded" in (tmp_path / "out" / "table.md").read_text()

@@ -14,6 +14,7 @@ import pytest
 from anygauge.cli.run_folder import claimed, merging
 from anygauge.interface import AnygaugeError
 from tests.agent.fakes import FOREVER, alive, read_pid, until, write_script
+from tests.helpers.processes import as_in_a_terminal
 
 ROOT = Path(__file__).parents[2]
 FAKE_TRAIN = str(Path(__file__).with_name("fake_train.py"))
@@ -107,8 +108,7 @@ def test_the_agent_keeps_the_claim_of_a_command_that_dies(tmp_path: Path, signum
     command = subprocess.Popen(
         [sys.executable, FAKE_TRAIN, script, folder],
         cwd=ROOT,
-        # Under nohup, which these tests may be, a hang-up is ignored by all that follows.
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+        preexec_fn=as_in_a_terminal,
     )
     try:
         until((tmp_path / "up").exists, "the rank")

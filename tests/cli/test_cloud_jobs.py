@@ -19,7 +19,7 @@ import pytest
 from anygauge.interface import Job
 from tests.agent.fakes import until
 from tests.clouds.helpers import Client, events_text
-from tests.helpers.processes import end
+from tests.helpers.processes import as_in_a_terminal, end
 from tests.helpers.runs import anygauge, run_file
 
 OPTIONS: dict[str, Any] = {
@@ -222,7 +222,7 @@ def test_a_signal_during_submission_waits_until_the_job_is_known(
         [sys.executable, "-m", "anygauge.cli", "launch", str(there(tmp_path))],
         env={**os.environ, "PATH": client.path},
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
+        start_new_session=True, preexec_fn=as_in_a_terminal,
     )  # fmt: skip
     try:
         until(lambda: client.has_asked("create", "json"), "the submission")
@@ -245,6 +245,12 @@ def read_until(terminal: int, text: bytes, shown: bytes = b"") -> bytes:
     return shown
 
 
+def take_the_terminal() -> None:
+    """For `preexec_fn`: standard input becomes the terminal that sends the process its signals."""
+    as_in_a_terminal()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 def test_at_the_question_another_ctrl_c_cancels_and_the_end_of_input_leaves(
     tmp_path: Path,
 ) -> None:
@@ -257,7 +263,7 @@ def test_at_the_question_another_ctrl_c_cancels_and_the_end_of_input_leaves(
             [sys.executable, "-m", "anygauge.cli", "job", "follow", str(folder)],
             env={**os.environ, "PATH": client.path, "TERM": "dumb"},
             stdin=secondary, stdout=secondary, stderr=secondary, start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=take_the_terminal,
         )  # fmt: skip
         os.close(secondary)
         try:

@@ -21,7 +21,7 @@ from anygauge.agent.foreign import ForeignLaunch
 from anygauge.cli.joined import _agreed
 from anygauge.interface import STOPPED, AnygaugeError
 from tests.helpers.forked import RunPart, finished
-from tests.helpers.processes import end
+from tests.helpers.processes import as_in_a_terminal, end
 from tests.helpers.runs import Run, anygauge, run_file, train
 
 PATIENCE_S = 120.0
@@ -56,6 +56,7 @@ def torchrun(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=as_in_a_terminal,
         env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
     )
     try:
@@ -339,8 +340,7 @@ def test_what_terminals_and_schedulers_send_asks_for_a_checkpoint(
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, **by_hand(0, 1, free_port()), "OMP_NUM_THREADS": "3"},
-        # These tests may run under nohup themselves, and what is ignored stays so in a child.
-        preexec_fn=lambda: signal.signal(signum, signal.SIG_DFL),
+        preexec_fn=as_in_a_terminal,
     )
     try:
         until(lambda: steps_taken(folder) > 3, process, "steps")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from anygauge.interface import STOPPED
+from tests.helpers.processes import as_in_a_terminal
 from tests.helpers.runs import run_file
 
 MARK = "MARK_OF_THIS_TEST"
@@ -35,8 +36,7 @@ class Command:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            # Background jobs of a shell, and what starts there, ignore Ctrl-C.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=as_in_a_terminal,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment, name: text},
         )
 

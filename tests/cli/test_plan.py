@@ -19,6 +19,7 @@ from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError
 from anygauge.planning.trials import Target, Trials
 from anygauge.registry import Hardware, Registry
+from tests.helpers.processes import as_in_a_terminal
 from tests.helpers.runs import TINY, run_file
 from tests.standins.hub import Hub, Repository
 
@@ -223,6 +224,7 @@ def test_ctrl_c_ends_it_at_once_and_leaves_no_process(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=as_in_a_terminal,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     deadline = time.monotonic() + PATIENCE_S

@@ -30,6 +30,7 @@ from anygauge.training.checkpoints.identity import identity_of_file
 from anygauge.util.start import START, put_in_place, settled
 from tests.helpers.checkpoints import RECORD, write
 from tests.helpers.options import render
+from tests.helpers.processes import as_in_a_terminal
 from tests.helpers.runs import anygauge, run_file
 
 TIMEOUT_S = 200
@@ -235,6 +236,7 @@ def test_ctrl_c_before_the_first_step_promises_nothing(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
         text=True,
+        preexec_fn=as_in_a_terminal,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert process.stdout is not None

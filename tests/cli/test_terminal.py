@@ -31,7 +31,7 @@ from tests.agent.fakes import (
     until,
     write_script,
 )
-from tests.helpers.processes import bounded
+from tests.helpers.processes import as_in_a_terminal, bounded
 
 STEP = {
     "event": "step",
@@ -305,6 +305,7 @@ def command_line(folder: Path, ranks: dict[int, list[Any]], grace: str) -> subpr
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=as_in_a_terminal,
     )
 
 

@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 
 from anygauge.config.load import load_run_file
+from tests.helpers.processes import as_in_a_terminal
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 
@@ -285,8 +286,7 @@ def test_a_signal_ends_the_demo_in_order(signum: int, tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # Tests that a shell started in the background ignore it, and so would what they start.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=as_in_a_terminal,
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,12 @@ from typing import Any
 
 KILLED_S = 30.0
 """Seconds that a killed process may take until it is gone, and its pipes are closed."""
+
+
+def as_in_a_terminal() -> None:
+    """For `preexec_fn`: ends what a child of a background job or of nohup ignores, as they do."""
+    for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(signum, signal.SIG_DFL)
 
 
 def end(*processes: subprocess.Popen[Any]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.processes import as_in_a_terminal
 from tests.launchers.emulated import LOGIN, Machines, SlurmCluster, SshServers, why_not
 
 PROGRAMS = {
@@ -56,7 +57,7 @@ class LaunchTarget:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=_as_in_a_terminal,
+            preexec_fn=as_in_a_terminal,
             cwd=cwd,
             env={
                 **os.environ,
@@ -88,12 +89,6 @@ class LaunchTarget:
             for pid in found:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-
-
-def _as_in_a_terminal() -> None:
-    """Undo what a background job or nohup would pass on: signals that are ignored."""
-    for signum in (signal.SIGHUP, signal.SIGINT):
-        signal.signal(signum, signal.SIG_DFL)
 
 
 def reason(name: str) -> str | None:

@@ -1,30 +1,42 @@
 """Every causal architecture of the installed transformers, tiny: which of them load, train, merge.
 
-``python -m tests.models.zoo [--only NAME ...] [--results FILE] [--again] [--out docs/models.md]``
-adds what it finds to FILE under the installed stack's name, one architecture after another, and
-writes the page of all stacks in it. What FILE has already is kept unless `--again` is given.
+``make zoo``, by hand and before a release, adds what it finds to ``zoo.json`` and writes the tables
+of docs/models.md anew; what is there already for the installed versions stays. To try some again:
+``python -m tests.models.zoo mixtral gemma3``. It ends with status 1 if a failure has no
+explanation: a pattern of ``limits`` in ``zoo.json``, which says whose limit it is.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import re
+import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tests.docs.pages import ROOT
 from tests.helpers.tokenizer import make_tokenizer
 from tests.helpers.zygote import Fork, run_forks
-from tests.models.zoo_page import page
 
-ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).with_name("zoo.json")
 PAGE = ROOT / "docs" / "models.md"
+TABLES = "| versions |"
+"""Where the generated part of the page begins."""
 LIMIT_S = 150.0
 """For one architecture."""
+PARTS = {
+    "made": "cannot be built",
+    "loads": "does not load",
+    "single": "does not train",
+    "zero": "not under ZeRO-3",
+    "merges": "does not merge",
+}
+"""The parts of a row -> what a failed one means."""
+
+Row = Mapping[str, Any]
 
 
 def architectures() -> dict[str, str]:
@@ -39,79 +51,130 @@ def architectures() -> dict[str, str]:
     }
 
 
-def stack_name() -> str:
-    """What the installed stack is called in results."""
-    return f"transformers {metadata.version('transformers')}"
-
-
-def stack() -> dict[str, str]:
-    """The versions that results are of."""
+def versions() -> dict[str, str]:
+    """Of what decides the results."""
     names = ("transformers", "peft", "torch", "deepspeed", "accelerate")
     return {name: metadata.version(name).partition("+")[0] for name in names}
 
 
 def results(names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(Model type, what came of it), one after another, each in processes of its own."""
+    """(Model type, what came of it), one after another, each in processes of its own.
+
+    Of one that dies or hangs, the part that it was in has failed.
+    """
     with tempfile.TemporaryDirectory(prefix="zoo-") as temporary:
         tokenizer = Path(temporary, "tokenizer")
         make_tokenizer(tokenizer)
         for name in names:
-            begun = time.monotonic()
             with tempfile.TemporaryDirectory(dir=temporary) as folder:
-                row = result(name, Path(folder), tokenizer)
-            row = {"class": architectures()[name], **row}
-            yield name, {**row, "seconds": round(time.monotonic() - begun, 1)}
+                output = Path(folder, "row.json")
+                fork = Fork(
+                    module="tests.models.zoo_one",
+                    arguments=[name, folder, str(tokenizer), str(output)],
+                    log=str(Path(folder, "log")),
+                    environment={"ANYGAUGE_BLOCK_PLUGINS": "", "HF_HUB_OFFLINE": "1"},
+                )
+                (code,) = run_forks([fork], timeout_s=LIMIT_S)
+                row = json.loads(output.read_text()) if output.exists() else {"in": "made"}
+            if (unfinished := row.pop("in", None)) is not None:
+                late = f"no end within {LIMIT_S:.0f} s"
+                row[unfinished] = {"failed": late if code == -9 else f"ended with status {code}"}
+            yield name, {"class": architectures()[name], **row}
 
 
-def result(name: str, folder: Path, tokenizer: Path) -> dict[str, Any]:
-    """One architecture's; a process that dies or hangs is what came of the part that it was in."""
-    output, log = folder / "row.json", folder / "log"
-    fork = Fork(
-        module="tests.models.zoo_one",
-        arguments=[name, *map(str, (folder, tokenizer, output))],
-        log=str(log),
-        environment={"ANYGAUGE_BLOCK_PLUGINS": "", "HF_HUB_OFFLINE": "1"},
+def failures(row: Row) -> dict[str, str]:
+    """Part -> message, of the parts that failed; what a failure of training brings along is one."""
+    found = {part: row[part]["failed"] for part in PARTS if "failed" in row.get(part, {})}
+    if "single" in found:
+        found.pop("zero", None)
+    return {"loads": found["loads"]} if "loads" in found else found
+
+
+def unexplained(stored: Mapping[str, Any]) -> list[str]:
+    """Failures, and recomputation that must be off, for which there is no limit."""
+    return [
+        f"{name}: {text}"
+        for stack in stored["stacks"].values()
+        for name, row in stack["rows"].items()
+        for text in [*failures(row).values(), row.get("recomputes", {}).get("failed", "")]
+        if text and limit(stored["limits"], name, text) is None
+    ]
+
+
+def limit(limits: Mapping[str, str], name: str, message: str) -> str | None:
+    """Which limit a message about an architecture is of; None if it is not known."""
+    line = f"{name}: {message}"
+    return next((text for pattern, text in limits.items() if re.search(pattern, line)), None)
+
+
+def tables(stored: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of the page that are made of the results; versions with more models come first."""
+    stacks = sorted(stored["stacks"].values(), key=lambda stack: -len(stack["rows"]))
+    numbers: dict[str, int] = {}
+    messages: dict[str, str] = {}
+
+    def note(name: str, message: str) -> str:
+        text = limit(stored["limits"], name, message) or message
+        messages.setdefault(text, message)
+        return f"[{numbers.setdefault(text, len(numbers) + 1)}](#notes)"
+
+    def cells(name: str, row: Row | None) -> list[str]:
+        if row is None:
+            return ["", "", ""]
+        found = [f"{PARTS[part]} {note(name, text)}" for part, text in failures(row).items()]
+        said = "; ".join(found) or "yes"
+        if "recomputes" in row and "failed" not in row["single"]:
+            said += f" {note(name, row['recomputes']['failed'])}"
+        loss = {"": "", "reference": "logits"}.get(row.get("loss", ""), "kernel")
+        return [said, row.get("attention", ""), loss]
+
+    yield f"{TABLES} listed | can be built | test 1: load | test 2: train | test 3: ZeRO-3 | " + (
+        "test 4: merge | all tests |"
     )
-    (code,) = run_forks([fork], timeout_s=LIMIT_S)
-    row: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {"in": "made"}
-    if (unfinished := row.pop("in", None)) is not None:
-        why = f"no end within {LIMIT_S:.0f} s" if code == -9 else f"ended with status {code}"
-        row[unfinished] = {"failed": why, "kind": "ended"}
-    return row
+    yield "|" + "---|" * 8
+    for stack in stacks:
+        rows = stack["rows"].values()
+        counts = [
+            len(rows),
+            sum("failed" not in row.get("made", {}) for row in rows),
+            *(sum(part in r and "failed" not in r[part] for r in rows) for part in [*PARTS][1:]),
+            sum(not failures(row) for row in rows),
+        ]
+        named = ", ".join(f"{name} {version}" for name, version in stack["versions"].items())
+        yield f"| {' | '.join([named, *map(str, counts)])} |"
+    heads = [f"transformers {stack['versions']['transformers']}" for stack in stacks]
+    yield "\n## Architectures\n"
+    yield f"| model type | class | {' | '.join(f'{head} | attention | loss' for head in heads)} |"
+    yield "|" + "---|" * (2 + 3 * len(stacks))
+    for name in sorted({name for stack in stacks for name in stack["rows"]}):
+        found = [stack["rows"].get(name) for stack in stacks]
+        kind = next(row["class"] for row in found if row is not None)
+        made = [cell for row in found for cell in cells(name, row)]
+        yield f"| {' | '.join([f'`{name}`', kind, *made])} |"
+    yield "\n## Notes\n"
+    for text, number in numbers.items():
+        message = re.sub(r"\s+", " ", messages[text].replace("`", "'")).strip()
+        if len(message) > 200:
+            message = message[:197].rsplit(" ", 1)[0] + " ..."
+        yield f"{number}. {text}" + (f": `{message}`" if messages[text] != text else "")
 
 
-def kept(row: dict[str, Any]) -> dict[str, Any]:
-    """What is stored of a row: no figures that another machine would have others of."""
-    row = {name: value for name, value in row.items() if name not in ("seconds", "reads back")}
-    for part in ("single", "zero"):
-        if "losses" in row.get(part, {}):
-            row[part] = {"steps": len(row[part]["losses"])}
-    if row.get("loss") != "reference":
-        row.pop("loss because", None)
-    return row
-
-
-def main() -> None:
-    """Add to the results, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="*", help="model types; all without it")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--again", action="store_true", help="also those that FILE has")
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    stored = json.loads(asked.results.read_text()) if asked.results.exists() else {}
-    here = stored.setdefault(stack_name(), {"versions": stack(), "rows": {}})
-    names = asked.only or list(architectures())
-    if not asked.again:
-        names = [name for name in names if name not in here["rows"]]
-    for name, row in results(names):
-        here["rows"][name] = kept(row)
-        here["rows"] = dict(sorted(here["rows"].items()))
-        asked.results.write_text(json.dumps(stored, indent=1) + "\n")
-        print(name, json.dumps(row)[:400], flush=True)
-    if asked.out is not None:
-        asked.out.write_text(page(stored))
+def main(again: Sequence[str]) -> int:
+    """Add to the results, and write the page; 1 if something failed that nobody has explained."""
+    stored = json.loads(RESULTS.read_text())
+    name = f"transformers {metadata.version('transformers')}"
+    here = stored["stacks"].setdefault(name, {"rows": {}})
+    here["versions"] = versions()
+    for model, row in results(again or [n for n in architectures() if n not in here["rows"]]):
+        here["rows"] = dict(sorted({**here["rows"], model: row}.items()))
+        RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
+        print(model, failures(row) or "yes", flush=True)
+    head = PAGE.read_text().partition(TABLES)[0]
+    PAGE.write_text(head + "\n".join(tables(stored)) + "\n")
+    left = unexplained(stored)
+    print("\n".join(left) or f"every failure has its explanation; {PAGE} is written")
+    return 1 if left else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

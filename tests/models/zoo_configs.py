@@ -15,78 +15,65 @@ LENGTH = 128
 """Positions."""
 LAYERS = 2
 
-SIZES: dict[str, int] = {
-    name: size
-    for size, names in {
-        VOCABULARY: """
-            vocab_size vocab_size_per_layer_input decoder_vocab_size
-        """,
-        LENGTH: """
-            max_position_embeddings n_positions n_ctx max_seq_len model_max_length
-            context_length max_target_positions
-        """,
-        96: """
-            intermediate_size intermediate_size_mlp ffn_dim decoder_ffn_dim dff
-            encoder_ffn_dim dim_ff d_inner feed_forward_size ffn_hidden_size
-            dense_intermediate_size
-        """,
-        64: """
-            hidden_size_global hidden_size d_model n_embd embedding_size
-            word_embed_proj_dim attention_hidden_size lru_width emb_dim embedding_dim
-            input_embedding_size output_embedding_size width out_hidden_size
-            projection_dim adapter_in_dim adapter_out_dim adapter_input_size
-        """,
-        32: """
-            moe_intermediate_size shared_expert_intermediate_size
-            moe_shared_expert_intermediate_size expert_ffn_hidden_size
-            shared_experts_intermediate_size shared_intermediate_size q_lora_rank
-            sliding_window sliding_window_size local_attention attention_window_size
-            attention_chunk_size window_size keep_window_size mem_len rel_extent
-            local_attention_window_len mamba_d_head mamba_head_dim mamba_headdim
-            dim_model_base image_size image_seq_length
-        """,
-        24: """
-            qk_head_dim
-        """,
-        16: """
-            head_dim swa_head_dim dim_head d_head kv_channels attention_head_size
-            global_head_dim linear_head_dim router_hidden_size kv_lora_rank
-            qk_nope_head_dim v_head_dim o_lora_rank index_head_dim index_block_size
-            chunk_size mamba_chunk_size block_size linear_key_head_dim
-            linear_value_head_dim hidden_size_per_layer_input laurel_rank adapter_rank
-            query_pre_attn_scalar block_multiple_of classifier_proj_size
-        """,
-        8: """
-            qk_rope_head_dim index_topk gated_norm_rank state_size ssm_state_size
-            mamba_d_state time_step_rank mamba_dt_rank rotary_dim num_buckets
-            patch_size
-        """,
-        4: """
-            num_attention_heads n_head n_heads num_heads decoder_attention_heads
-            encoder_attention_heads attention_heads num_decoder_attention_heads
-            num_encoder_attention_heads swa_num_attention_heads num_experts
-            n_routed_experts num_local_experts moe_num_experts mamba_n_heads
-            mamba_num_heads n_mamba_heads linear_num_value_heads
-        """,
-        2: """
-            num_hidden_layers n_layer n_layers num_layers decoder_layers
-            encoder_layers num_decoder_layers num_encoder_layers num_blocks
-            num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads
-            num_query_groups num_experts_per_tok num_experts_per_token moe_topk moe_k
-            moe_top_k top_k_experts zero_expert_num o_groups index_n_heads
-            index_topk_blocks linear_num_key_heads linear_num_heads depth
-            num_codebooks
-        """,
-        1: """
-            n_group topk_group num_expert_group n_shared_experts num_shared_experts
-            moe_num_shared_experts first_k_dense_replace num_dense_layers
-            moe_layer_start_index moe_layer_end_index n_groups mamba_n_groups
-            mamba_ngroups
-        """,
-    }.items()
-    for name in names.split()
+NAMED: dict[int, str] = {
+    VOCABULARY: "vocab_size vocab_size_per_layer_input decoder_vocab_size",
+    LENGTH: (
+        "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length "
+        "max_target_positions"
+    ),
+    96: (
+        "intermediate_size intermediate_size_mlp ffn_dim decoder_ffn_dim dff encoder_ffn_dim "
+        "dim_ff d_inner feed_forward_size ffn_hidden_size dense_intermediate_size"
+    ),
+    64: (
+        "hidden_size_global hidden_size d_model n_embd embedding_size word_embed_proj_dim "
+        "attention_hidden_size lru_width emb_dim embedding_dim input_embedding_size "
+        "output_embedding_size width out_hidden_size projection_dim adapter_in_dim "
+        "adapter_out_dim adapter_input_size"
+    ),
+    32: (
+        "moe_intermediate_size shared_expert_intermediate_size "
+        "moe_shared_expert_intermediate_size expert_ffn_hidden_size "
+        "shared_experts_intermediate_size shared_intermediate_size q_lora_rank sliding_window "
+        "sliding_window_size local_attention attention_window_size attention_chunk_size "
+        "window_size keep_window_size mem_len rel_extent local_attention_window_len "
+        "mamba_d_head mamba_head_dim mamba_headdim dim_model_base image_size image_seq_length"
+    ),
+    24: "qk_head_dim",
+    16: (
+        "head_dim swa_head_dim dim_head d_head kv_channels attention_head_size global_head_dim "
+        "linear_head_dim router_hidden_size kv_lora_rank qk_nope_head_dim v_head_dim "
+        "o_lora_rank index_head_dim index_block_size chunk_size mamba_chunk_size block_size "
+        "linear_key_head_dim linear_value_head_dim hidden_size_per_layer_input laurel_rank "
+        "adapter_rank query_pre_attn_scalar block_multiple_of classifier_proj_size"
+    ),
+    8: (
+        "qk_rope_head_dim index_topk gated_norm_rank state_size ssm_state_size mamba_d_state "
+        "time_step_rank mamba_dt_rank rotary_dim num_buckets patch_size"
+    ),
+    4: (
+        "num_attention_heads n_head n_heads num_heads decoder_attention_heads "
+        "encoder_attention_heads attention_heads num_decoder_attention_heads "
+        "num_encoder_attention_heads swa_num_attention_heads num_experts n_routed_experts "
+        "num_local_experts moe_num_experts mamba_n_heads mamba_num_heads n_mamba_heads "
+        "linear_num_value_heads"
+    ),
+    2: (
+        "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers "
+        "num_decoder_layers num_encoder_layers num_blocks num_key_value_heads num_kv_heads "
+        "kv_n_heads swa_num_key_value_heads num_query_groups num_experts_per_tok "
+        "num_experts_per_token moe_topk moe_k moe_top_k top_k_experts zero_expert_num o_groups "
+        "index_n_heads index_topk_blocks linear_num_key_heads linear_num_heads depth "
+        "num_codebooks"
+    ),
+    1: (
+        "n_group topk_group num_expert_group n_shared_experts num_shared_experts "
+        "moe_num_shared_experts first_k_dense_replace num_dense_layers moe_layer_start_index "
+        "moe_layer_end_index n_groups mamba_n_groups mamba_ngroups"
+    ),
 }
-"""What a field of this name counts -> how many of it a tiny model has."""
+"""How many of something a tiny model has -> fields that count it."""
+SIZES = {name: size for size, names in NAMED.items() for name in names.split()}
 
 PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types")
 """Lists that name each layer's kind."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +20,8 @@ from benchmarks.gpu.parts import PARTS, Part, names
 from benchmarks.gpu.predict import predict, prediction
 from benchmarks.gpu.pytests import outcomes
 from benchmarks.gpu.result import Report, Result, TableRow, read_report
-from benchmarks.gpu.training import TINY, foresee, settings_of
+from benchmarks.gpu.training import TINY, foresee, plan_of
+from benchmarks.processes import ROOT
 
 PROBE = """
 import sys, time
@@ -56,13 +58,13 @@ def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Part
     """Parts that end well, badly, never, or do not suit; each process knows them."""
     (tmp_path / "parts_of_a_test.py").write_text(PROBE)
     (tmp_path / "entry.py").write_text(ENTRY.format(folder=str(tmp_path)))
-    started = runner.subprocess.Popen
+    started = subprocess.Popen
 
     def popen(argv: list[str], **options: Any) -> Any:
         return started([sys.executable, str(tmp_path / "entry.py"), *argv[-2:]], **options)
 
-    monkeypatch.setattr(runner.subprocess, "Popen", popen)
-    monkeypatch.setenv("PYTHONPATH", str(runner.ROOT))
+    monkeypatch.setattr("benchmarks.processes.subprocess.Popen", popen)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     found = {
         name: Part(name=name, title=name, share=1, run="")
         for name in ("well", "badly", "never", "not_here")
@@ -251,8 +253,8 @@ def test_several_machines_are_planned_as_such(
     module: ModuleType = sys.modules["benchmarks.gpu.training"]
     monkeypatch.setattr(module, "predict", planned)
     where = context(tmp_path, device="cuda", gpus=2, nodes=2, machine="dgx-h100")
-    settings = settings_of(where, TINY, ranks=4)
-    foresee(where, Report(tmp_path / "report.json"), {"DDP": ["anygauge-ddp", "ddp"]}, settings)
+    plan = plan_of(where, TINY, ranks=4)
+    foresee(where, Report(tmp_path / "report.json"), {"DDP": ["anygauge-ddp", "ddp"]}, plan)
     (run,) = seen
     assert (run["backend"], run["strategy"]) == ("cuda", {"name": "ddp"})
     assert run["launch"] == {"nodes": 2, "devices": 2}
