@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.interface import Backend, Precision, Share
 from anygauge.interface.strategy import (
     Activations,
@@ -17,7 +21,9 @@ from anygauge.interface.strategy import (
     OptimizerFactory,
     Workload,
 )
+from anygauge.models.factory import CausalModelFactory
 from anygauge.models.inputs import shift_labels
+from anygauge.strategies.materialise import materialise
 
 
 def open_rank(backend: Backend, *, alone: bool = True) -> tuple[int, int]:
@@ -52,6 +58,27 @@ def a_workload(backend: Backend, precision: Precision, **changes: Any) -> Worklo
         "activations": Activations(every=1),
     }
     return Workload(backend=backend, precision=precision, **(fields | changes))
+
+
+def model_factory(
+    model: ModelSection | Mapping[str, Any] | Path,
+    adapter: AdapterSection | None = None,
+    **changes: Any,
+) -> CausalModelFactory:
+    """Of a model's folder or sizes: in float32, its draws from seed 0, nothing computed again."""
+    if isinstance(model, Path):
+        model = ModelSection(name=str(model))
+    elif not isinstance(model, ModelSection):
+        model = ModelSection(config=dict(model), tokenizer="none")
+    fields = {"dtype": torch.float32, "seed": 0, "gradient_checkpointing": False, **changes}
+    return CausalModelFactory(model, adapter, **fields)
+
+
+def on_host(factory: CausalModelFactory, dtype: torch.dtype = torch.float32) -> Any:
+    """The model, without its adapter, with its weights in the host's memory."""
+    model = factory.skeleton()
+    materialise(model, factory, device=torch.device("cpu"), dtype=dtype)
+    return model
 
 
 def build_context(

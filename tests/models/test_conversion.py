@@ -15,7 +15,7 @@ from anygauge.interface import ModelError, UnsupportedError
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.files import LazyTensor, WeightFiles
 from anygauge.models.generate import load_for_inference
-from anygauge.strategies.materialise import materialise
+from tests.helpers.build import model_factory, on_host
 from tests.models.families import FAMILIES, SIZES, saved
 from tests.models.formats import as_fp8_blocks, as_mxfp4
 
@@ -25,18 +25,11 @@ HOST = torch.device("cpu")
 
 
 def factory(folder: Path) -> CausalModelFactory:
-    return CausalModelFactory(
-        ModelSection(name=str(folder)),
-        None,
-        dtype=torch.float32,
-        seed=0,
-        gradient_checkpointing=False,
-    )
+    return model_factory(folder)
 
 
 def built(made: CausalModelFactory) -> Any:
-    model = made.skeleton()
-    materialise(model, made, device=HOST, dtype=torch.float32)
+    model = on_host(made)
     return model.eval()
 
 
@@ -76,13 +69,7 @@ def test_what_is_saved_has_the_published_form(family: str, tmp_path: Path) -> No
 def test_a_model_with_new_weights_is_published_in_the_usual_form(tmp_path: Path) -> None:
     files = load_file(saved("mixtral", tmp_path) / "model.safetensors")
     config = {"model_type": "mixtral", **SIZES, **FAMILIES["mixtral"]}
-    made = CausalModelFactory(
-        ModelSection(config=config, tokenizer="none"),
-        None,
-        dtype=torch.float32,
-        seed=0,
-        gradient_checkpointing=False,
-    )
+    made = model_factory(config)
     assert (
         made.published(dict(built(made).named_parameters()), torch.float32).keys() == files.keys()
     )

@@ -19,7 +19,8 @@ from anygauge.models.factory import CausalModelFactory
 from anygauge.models.files import WeightFiles, is_pickle_refused
 from anygauge.models.generate import load_for_inference
 from anygauge.models.result_files import ResultFiles
-from anygauge.strategies.materialise import materialise, units
+from anygauge.strategies.materialise import units
+from tests.helpers.build import model_factory, on_host
 from tests.helpers.runs import TINY
 from tests.helpers.tokenizer import make_tokenizer
 
@@ -30,19 +31,11 @@ def factory(seed: int = 0, name: Path | None = None, **changes: Any) -> CausalMo
         if name is None
         else ModelSection(name=str(name))
     )
-    return CausalModelFactory(
-        section,
-        None,
-        attention="sdpa",
-        dtype=torch.float32,
-        seed=seed,
-        gradient_checkpointing=False,
-    )
+    return model_factory(section, attention="sdpa", seed=seed)
 
 
 def built(made: CausalModelFactory, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    model = made.skeleton()
-    materialise(model, made, device=torch.device("cpu"), dtype=dtype)
+    model = on_host(made, dtype)
     return model
 
 

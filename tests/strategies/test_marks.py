@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from anygauge.config.schema import ModelSection
 from anygauge.config.sections import CheckpointingSection, OptimizerSection
 from anygauge.interface import Graph, Phase, ShapeKind, ShapePolicy
 from anygauge.interface.strategy import Precision
@@ -21,7 +20,7 @@ from anygauge.strategies.materialise import decoder_layers
 from anygauge.strategies.single import Single
 from anygauge.training.optimizer import optimizer_factory
 from anygauge_kernels.linear_cross_entropy import chunked
-from tests.helpers.build import batch_of, build_context
+from tests.helpers.build import batch_of, build_context, model_factory
 from tests.helpers.runs import TINY
 
 
@@ -39,13 +38,10 @@ class RecordingGraph(Graph):
 
 
 def factory(checkpointing: Any = True, kernels: ModelKernels | None = None) -> CausalModelFactory:
-    return CausalModelFactory(
-        ModelSection(config=TINY, tokenizer="none"),
-        None,
+    return model_factory(
+        TINY,
         attention="eager",
         kernels=kernels or ModelKernels(),
-        dtype=torch.float32,
-        seed=0,
         gradient_checkpointing=checkpointing,
     )
 

@@ -13,13 +13,13 @@ import torch
 from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.config.sections import OptimizerSection, QuantiseSection
 from anygauge.interface import Precision
-from anygauge.models.factory import CausalModelFactory, dtype_name
+from anygauge.models.factory import dtype_name
 from anygauge.models.quantised import transformers_config
 from anygauge.registry import Registry
 from anygauge.registry.registry import load_options
 from anygauge.strategies.zero_versions import offloads_gradients
 from anygauge.training.optimizer import optimizer_factory
-from tests.helpers.build import build_context
+from tests.helpers.build import build_context, model_factory
 from tests.helpers.ranks import run_ranks
 from tests.strategies.matrix import NOTHING_RESIDENT
 from tests.strategies.quantised_rank import LR, STEPS, rows
@@ -158,12 +158,10 @@ def test_a_footprint_counts_codes_as_bytes_and_their_scales(
     def weights(quantise: Any) -> tuple[int, int, int]:
         """(Footprint, bytes of codes, bytes of scales.)"""
         registry = Registry.load()
-        factory = CausalModelFactory(
+        factory = model_factory(
             ModelSection(name=str(model), quantise=quantise),
             AdapterSection(r=4),
             dtype=torch.bfloat16,
-            seed=0,
-            gradient_checkpointing=False,
         )
         kind = load_options(registry.find_strategy(strategy))
         context = build_context(
