@@ -87,8 +87,9 @@ def test_two_ranks_train_on_one_download(tmp_path: Path, hub: Hub) -> None:
     assert switched_off[0] == 0, switched_off[2]
 
 
-@pytest.mark.parametrize("access", ["gated", "private"])
-@pytest.mark.parametrize("more", [["--devices", "2"], ["--dry-run"]], ids=["run", "dry run"])
+@pytest.mark.parametrize(
+    ("access", "more"), [("gated", ["--devices", "2"]), ("private", ["--dry-run"])]
+)
 def test_a_refusal_is_one_message_and_leaves_nothing(
     access: str, more: list[str], tmp_path: Path, hub: Hub, files: Mapping[str, bytes]
 ) -> None:
