@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.sections import OptimizerSection
 from anygauge.interface import Backend, Precision, Share
 from anygauge.interface.strategy import (
     Activations,
@@ -24,6 +25,9 @@ from anygauge.interface.strategy import (
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.inputs import shift_labels
 from anygauge.strategies.materialise import materialise
+from anygauge.training.optimizer import optimizer_factory
+
+FLOAT32 = Precision(param_dtype="float32", reduce_dtype="float32")
 
 
 def open_rank(backend: Backend, *, alone: bool = True) -> tuple[int, int]:
@@ -84,8 +88,8 @@ def on_host(factory: CausalModelFactory, dtype: torch.dtype = torch.float32) -> 
 def build_context(
     *,
     factory: ModelFactory,
-    optimizer: OptimizerFactory,
-    precision: Precision,
+    optimizer: OptimizerFactory | None = None,
+    precision: Precision = FLOAT32,
     backend: Backend,
     rank: int,
     world_size: int,
@@ -100,11 +104,12 @@ def build_context(
     """Of a rank that reads rows of its own, unless `share` says otherwise.
 
     Args:
+        optimizer: None: what a run file gets that names none.
         offload: of activations.
     """
     return BuildContext(
         factory=factory,
-        optimizer=optimizer,
+        optimizer=optimizer or optimizer_factory(OptimizerSection()),
         workload=a_workload(
             backend,
             precision,

@@ -14,15 +14,13 @@ from typing import Any
 import torch
 
 from anygauge.config.schema import AdapterSection
-from anygauge.config.sections import AdapterGroup, OptimizerSection
-from anygauge.interface.strategy import Precision
+from anygauge.config.sections import AdapterGroup
 from anygauge.kernels.loss import model_loss
 from anygauge.models.export import adapter_state
 from anygauge.registry import Registry
 from anygauge.strategies.single import Single
 from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_options import ZeroOptions
-from anygauge.training.optimizer import optimizer_factory
 from anygauge.training.setup import trained_shapes
 from tests.helpers.build import batch_of, build_context, model_factory, on_one_rank, open_rank
 from tests.helpers.runs import TINY
@@ -70,8 +68,6 @@ def main(output: Path) -> None:
                 attention="eager",
                 gradient_checkpointing=recompute,
             ),
-            optimizer=optimizer_factory(OptimizerSection()),
-            precision=Precision(param_dtype="float32", reduce_dtype="float32"),
             backend=backend,
             rank=rank,
             world_size=world,

@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from anygauge.config.schema import AdapterSection, ModelSection
-from anygauge.config.sections import OptimizerSection, QuantiseSection
+from anygauge.config.sections import QuantiseSection
 from anygauge.interface import Precision
 from anygauge.models.factory import dtype_name
 from anygauge.models.quantised import transformers_config
 from anygauge.registry import Registry
 from anygauge.registry.registry import load_options
 from anygauge.strategies.zero_versions import offloads_gradients
-from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.build import build_context, model_factory
 from tests.helpers.ranks import run_ranks
 from tests.strategies.matrix import NOTHING_RESIDENT
@@ -166,7 +165,6 @@ def test_a_footprint_counts_codes_as_bytes_and_their_scales(
         kind = load_options(registry.find_strategy(strategy))
         context = build_context(
             factory=factory,
-            optimizer=optimizer_factory(OptimizerSection()),
             precision=Precision(param_dtype="bfloat16", reduce_dtype="float32"),
             backend=registry.create_backend("cpu"),
             rank=0,
