@@ -29,7 +29,7 @@ def sets(*overrides: str) -> list[str]:
     return [part for override in overrides for part in ("--set", override)]
 
 
-USUAL = ("tensor", "pipeline", "fsdp")
+USUAL = ("tensor", "fsdp")
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,7 @@ def test_drawn_weights_are_quantised_as_read_ones_are(section: QuantiseSection) 
             dtype=torch.bfloat16,
             seed=3,
         )
-        model = on_host(factory, torch.bfloat16)
-        return model
+        return on_host(factory, torch.bfloat16)
 
     plain, quantised = made(), made(quantise=section)
     found = quantised_layers(quantised)
