@@ -83,7 +83,7 @@ def test_formats_of_few_bits_become_plain_numbers(
     as_published(folder)
     assert WeightFiles(folder).names() != plain
     made = model_factory(folder)
-    model = on_host(made)
+    model = on_host(made).eval()
     check_equal_logits(model, folder)
     assert made.published(dict(model.named_parameters()), torch.float32).keys() == plain
     assert not hasattr(made.config, "quantization_config"), "what is saved is plain"
