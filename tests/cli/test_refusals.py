@@ -641,7 +641,7 @@ def workers_of(folder: Path) -> dict[int, int]:
             continue
         try:
             argv = (entry / "cmdline").read_text().split("\0")
-            log = (entry / "fd" / "1").readlink()  # a forked one has no arguments of its own
+            log = (entry / "fd" / "1").readlink()
         except OSError:
             continue
         if "anygauge.training.worker" in argv and log.is_relative_to(folder):
