@@ -20,7 +20,7 @@ from anygauge.interface import Job
 from tests.agent.fakes import until
 from tests.clouds.helpers import Client, events_text
 from tests.helpers.processes import as_in_a_terminal, end
-from tests.helpers.runs import anygauge, run_file
+from tests.helpers.runs import called, run_file
 
 OPTIONS: dict[str, Any] = {
     "image": "x/y:1",
@@ -50,13 +50,13 @@ def there(folder: Path, **changes: Any) -> Path:
 
 def test_a_path_that_the_machines_do_not_have_is_named_with_its_line(tmp_path: Path) -> None:
     path = there(tmp_path, data={"train": {"path": "/home/me/rows.jsonl"}})
-    done = anygauge(["launch", path, "--dry-run"])
+    done = called(["launch", path, "--dry-run"])
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "data.train.path: /home/me/rows.jsonl is not on the job's machines" in done.stderr
     assert "which have only /anygauge/runs, /data" in done.stderr and "tiny.yaml:" in done.stderr
     known = {**LAUNCH, "options": {**OPTIONS, "in_image": ["/home/me"]}}
     path = there(tmp_path, data={"train": {"path": "/home/me/rows.jsonl"}}, launch=known)
-    assert anygauge(["launch", path, "--dry-run"]).returncode == 0
+    assert called(["launch", path, "--dry-run"]).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -69,14 +69,14 @@ def test_a_path_that_the_machines_do_not_have_is_named_with_its_line(tmp_path: P
 def test_secrets_are_named_by_where_the_cluster_keeps_them(
     changes: dict[str, Any], where: str, tmp_path: Path
 ) -> None:
-    done = anygauge(["launch", there(tmp_path, **changes), "--dry-run"])
+    done = called(["launch", there(tmp_path, **changes), "--dry-run"])
     assert done.returncode == 2 and "hf_xyz" not in done.stdout + done.stderr
     assert f"{where}: HF_TOKEN looks like a secret" in done.stderr
     assert "launch.options.secrets" in done.stderr
 
 
 def test_a_dry_run_shows_the_manifest_and_how_it_was_tested(tmp_path: Path) -> None:
-    done = anygauge(["launch", there(tmp_path), "--dry-run"])
+    done = called(["launch", there(tmp_path), "--dry-run"])
     assert done.returncode == 0, done.stderr
     assert "launcher kubernetes; tested: emulated (rendered jobs pass" in done.stdout
     assert "    | kind: JobSet\n" in done.stdout
@@ -86,7 +86,7 @@ def test_a_dry_run_shows_the_manifest_and_how_it_was_tested(tmp_path: Path) -> N
 
 def test_a_plan_for_git_stands_by_itself(tmp_path: Path) -> None:
     folder = tmp_path / "plan"
-    done = anygauge(["launch", there(tmp_path), "--render", folder])
+    done = called(["launch", there(tmp_path), "--render", folder])
     assert done.returncode == 0, done.stderr
     assert {entry.name for entry in folder.iterdir()} == {
         *("job.json", "variables.json", "manifest.yaml", "run.json", "run.yaml", "plan.json")
@@ -100,10 +100,10 @@ def test_a_plan_for_git_stands_by_itself(tmp_path: Path) -> None:
 
 
 def test_a_network_that_the_backend_does_not_have_is_refused(tmp_path: Path) -> None:
-    done = anygauge(["launch", there(tmp_path), "--dry-run", "--set", "launch.fabric=efa"])
+    done = called(["launch", there(tmp_path), "--dry-run", "--set", "launch.fabric=efa"])
     assert done.returncode == 2
     assert "launch.fabric: 'efa': this backend has auto, ethernet" in done.stderr
-    pods = anygauge(
+    pods = called(
         ["launch", there(tmp_path), "--dry-run", "--backend", "cuda", "--set", "launch.fabric=efa"]
     )
     assert pods.returncode == 2
@@ -117,10 +117,10 @@ def test_a_job_is_submitted_left_followed_and_its_logs_are_found(tmp_path: Path)
     client.answer("patch", "secret")
     shell = {"PATH": client.path}
     folder = tmp_path / "out" / "tiny"
-    done = anygauge(["launch", there(tmp_path), "--detach"], environment=shell)
+    done = called(["launch", there(tmp_path), "--detach"], environment=shell)
     assert done.returncode == 0, done.stderr
     assert f"anygauge job follow {folder}" in done.stdout
-    logs = anygauge(["job", "logs", folder], environment=shell)
+    logs = called(["job", "logs", folder], environment=shell)
     assert (
         "on the job's storage, in the run directory (logs/rankN.log); to see what the first"
         in logs.stdout
@@ -131,7 +131,7 @@ def test_a_job_is_submitted_left_followed_and_its_logs_are_found(tmp_path: Path)
     client.answer("get", "pods", out={"items": [pod]})
     name = json.loads((folder / "launched.json").read_text())["record"]["name"]
     assert name.startswith("tiny-")
-    seen = anygauge(["job", "status", folder], environment=shell)
+    seen = called(["job", "status", folder], environment=shell)
     assert seen.stdout == f"JobSet default/{name} runs\n"
     said = events_text(
         {"event": "message", "time": 1.0, "text": "hello from rank 0", "level": "info"},
@@ -143,7 +143,7 @@ def test_a_job_is_submitted_left_followed_and_its_logs_are_found(tmp_path: Path)
     client.answer("get", "jobset", out={"status": {"conditions": []}})
     failed = {"type": "Failed", "status": "True", "reason": "FailedJobs"}
     client.answer("get", "jobset", out={"status": {"conditions": [failed]}})
-    followed = anygauge(["job", "follow", folder], environment=shell)
+    followed = called(["job", "follow", folder], environment=shell)
     assert followed.returncode == 1
     assert "hello from rank 0" in followed.stdout and "rank 1 ..." in followed.stderr
 
@@ -154,7 +154,7 @@ def submitted(folder: Path, client: Client) -> Path:
     client.answer("patch", "secret")
     client.answer("get", "pods", out={"items": []})
     client.answer("get", "jobset", out={"status": {"conditions": []}})
-    done = anygauge(["launch", there(folder), "--detach"], environment={"PATH": client.path})
+    done = called(["launch", there(folder), "--detach"], environment={"PATH": client.path})
     assert done.returncode == 0, done.stderr
     return folder / "out" / "tiny"
 
@@ -165,17 +165,17 @@ def test_a_second_cancel_leaves_no_time_and_an_ended_job_needs_none(tmp_path: Pa
     folder = submitted(tmp_path, client)
     client.answer("delete", "--cascade=foreground")
     client.answer("delete", "pods", "--force")
-    first = anygauge(["job", "cancel", folder], environment=shell)
+    first = called(["job", "cancel", folder], environment=shell)
     assert first.stdout.startswith("requested: the ranks write a checkpoint if they can")
     assert not any("--force" in argv for argv, _ in client.asked)
-    second = anygauge(["job", "cancel", folder], environment=shell)
+    second = called(["job", "cancel", folder], environment=shell)
     assert second.stdout == "requested: the job ends at once\n"
     assert any("--force" in argv for argv, _ in client.asked)
     client.forget()
     client.answer("get", "pods", out={"items": []})
     complete = {"type": "Completed", "status": "True"}
     client.answer("get", "jobset", out={"status": {"conditions": [complete]}})
-    over = anygauge(["job", "cancel", folder], environment=shell)
+    over = called(["job", "cancel", folder], environment=shell)
     assert over.returncode == 1 and "is complete: there is nothing to end" in over.stderr
 
 
@@ -183,7 +183,7 @@ def test_a_run_has_one_job_at_a_time(tmp_path: Path) -> None:
     client = Client("kubectl", tmp_path, sys.executable)
     shell = {"PATH": client.path}
     folder = submitted(tmp_path, client)
-    again = anygauge(["launch", there(tmp_path), "--resume", "auto"], environment=shell)
+    again = called(["launch", there(tmp_path), "--resume", "auto"], environment=shell)
     assert again.returncode == 1
     assert f"{folder} has a job already: JobSet default/tiny-" in again.stderr
     assert f"anygauge job cancel {folder}" in again.stderr
@@ -194,12 +194,12 @@ def test_a_run_has_one_job_at_a_time(tmp_path: Path) -> None:
     client.answer("create", "json", out=MADE)
     client.answer("patch", "secret")
     command = ["launch", there(tmp_path), "--resume", "auto", "--detach"]
-    done = anygauge(command, environment=shell)
+    done = called(command, environment=shell)
     assert done.returncode == 0 and str(folder) in done.stdout
 
 
 def test_a_submission_that_fails_leaves_no_folder(tmp_path: Path) -> None:
-    done = anygauge(["launch", there(tmp_path)], environment={"PATH": str(tmp_path)})
+    done = called(["launch", there(tmp_path)], environment={"PATH": str(tmp_path)})
     assert done.returncode == 1 and "kubectl is not installed here" in done.stderr
     assert not (tmp_path / "out" / "tiny").exists()
 
@@ -282,13 +282,13 @@ def test_at_the_question_another_ctrl_c_cancels_and_the_end_of_input_leaves(
 
 
 def test_launchers_are_listed_with_what_they_can_and_their_proof() -> None:
-    listed = json.loads(anygauge(["launchers", "--json"]).stdout)
+    listed = json.loads(called(["launchers", "--json"]).stdout)
     # This machine first, then those that share its files, then the others.
     assert [(one["name"], one["tested_on"]) for one in listed] == [
         *((name, "real") for name in ("local", "ssh", "slurm", "mpi")),
         *((name, "emulated") for name in ("kubernetes", "azureml", "sagemaker")),
     ]
-    text = anygauge(["launchers"]).stdout
+    text = called(["launchers"]).stdout
     assert "ssh\n    ranks on other machines; files are shared with this machine\n" in text
     assert "    a job ends with the command that started it\n" in text
     assert "    tested: emulated (rendered jobs pass the target's models, and" in text

@@ -19,7 +19,7 @@ from anygauge.config.schema import ModelSection
 from anygauge.data import Encoded
 from anygauge.interface import DataError, RunFileError
 from tests.helpers.chats import make_chat_tokenizer
-from tests.helpers.runs import run_file
+from tests.helpers.runs import check_here, run_file
 from tests.helpers.tokenizer import FIXTURES
 from tests.standins.files import File, FileServer
 
@@ -88,6 +88,7 @@ def test_a_remote_source_is_looked_at_without_a_copy(
     chats: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("anygauge.cli.data.STREAMED_ROWS", 10)
+    check_here(monkeypatch)
     body = (chats.parent / "chats.jsonl").read_bytes()
     with FileServer({"chats.jsonl": File(body=body)}) as server:
         path = f"data.train.path={server.address('chats.jsonl')}?signature=x"

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.runs import TINY, run_file
-from tests.helpers.tokenizer import make_tokenizer
+from tests.helpers.runs import run_file, save_tiny
 from tests.standins.hub import Hub, Repository
 
 NAME = "somebody/model"
@@ -26,13 +25,7 @@ PATIENCE_S = 300
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, bytes]:
     """A model as it is published, with what no run needs."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    folder = tmp_path_factory.mktemp("published")
-    fields = {name: value for name, value in TINY.items() if name != "model_type"}
-    config = AutoConfig.for_model(TINY["model_type"], **fields)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    make_tokenizer(folder)
+    folder = save_tiny(tmp_path_factory.mktemp("published"))
     (folder / "README.md").write_text("# A model")
     found = {path.name: path.read_bytes() for path in folder.iterdir() if path.name in NEEDED}
     assert sorted(found) == NEEDED
@@ -94,8 +87,9 @@ def test_two_ranks_train_on_one_download(tmp_path: Path, hub: Hub) -> None:
     assert switched_off[0] == 0, switched_off[2]
 
 
-@pytest.mark.parametrize("access", ["gated", "private"])
-@pytest.mark.parametrize("more", [["--devices", "2"], ["--dry-run"]], ids=["run", "dry run"])
+@pytest.mark.parametrize(
+    ("access", "more"), [("gated", ["--devices", "2"]), ("private", ["--dry-run"])]
+)
 def test_a_refusal_is_one_message_and_leaves_nothing(
     access: str, more: list[str], tmp_path: Path, hub: Hub, files: Mapping[str, bytes]
 ) -> None:

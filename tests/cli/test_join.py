@@ -22,7 +22,7 @@ from anygauge.cli.joined import _agreed
 from anygauge.interface import STOPPED, AnygaugeError
 from tests.helpers.forked import RunPart, finished
 from tests.helpers.processes import as_in_a_terminal, end
-from tests.helpers.runs import Run, anygauge, run_file, train
+from tests.helpers.runs import Run, called, run_file, train
 
 PATIENCE_S = 120.0
 TORCHRUN = Path(sys.executable).with_name("torchrun")
@@ -156,7 +156,7 @@ def test_what_only_our_launchers_do_is_refused_by_each_rank(
     tmp_path: Path, options: list[str], says: str
 ) -> None:
     path = run_file(tmp_path)
-    done = anygauge(["train", path, *options], environment=by_hand(1, 2, 29500))
+    done = called(["train", path, *options], environment=by_hand(1, 2, 29500))
     assert done.returncode == 2
     assert re.search(says, done.stderr), done.stderr
     assert not (tmp_path / "out").exists()
@@ -164,15 +164,15 @@ def test_what_only_our_launchers_do_is_refused_by_each_rank(
 
 def test_a_launcher_that_restarts_needs_a_run_that_resumes(tmp_path: Path) -> None:
     restarts = {**by_hand(0, 2, 29500), "TORCHELASTIC_MAX_RESTARTS": "1"}
-    done = train(run_file(tmp_path), environment=restarts)
-    assert done.status == 2 and "--resume auto: add it" in done.err
+    done = called(["train", run_file(tmp_path)], environment=restarts)
+    assert done.returncode == 2 and "--resume auto: add it" in done.stderr
 
 
 def test_a_rank_launches_nothing_and_its_dry_run_is_any_dry_run(tmp_path: Path) -> None:
     path, rank = run_file(tmp_path), by_hand(1, 2, 29500)
-    done = anygauge(["launch", path], environment=rank)
+    done = called(["launch", path], environment=rank)
     assert done.returncode == 2 and "nothing left to launch" in done.stderr
-    done = anygauge(["train", path, "--dry-run", "--devices", "4"], environment=rank)
+    done = called(["train", path, "--dry-run", "--devices", "4"], environment=rank)
     assert done.returncode == 0 and "4 ranks" in done.stdout, done.stdout
 
 

@@ -20,7 +20,7 @@ from anygauge.planning.memory import PHASES, Peak, RunMemory
 from anygauge.planning.process import TooLongError
 from anygauge.planning.work import Work
 from anygauge.training.auto import candidates, in_words
-from tests.helpers.runs import TINY, run_file, trained
+from tests.helpers.runs import TINY, check_here, run_file, trained
 
 MIB = 2**20
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 8000}
@@ -101,6 +101,7 @@ def test_what_cannot_fit_is_refused_and_leaves_no_folder(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    check_here(monkeypatch)
     planner.found = takes(200 * MIB)
     path = wide(tmp_path, 100 * MIB, monkeypatch)
     with pytest.raises(RunFileError) as refused:
@@ -119,6 +120,7 @@ def test_force_goes_on_with_a_note(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    check_here(monkeypatch)
     planner.found = takes(200 * MIB)
     path = wide(tmp_path, 100 * MIB, monkeypatch)
     assert command(["train", str(path), "--dry-run", "--force"]) == 0

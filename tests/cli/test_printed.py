@@ -16,7 +16,7 @@ from anygauge.cli import EscapedStream
 from anygauge.cli.console import Console
 from anygauge.cli.terminal import View, fail
 from anygauge.util.text import escaped
-from tests.helpers.runs import anygauge as command
+from tests.helpers.runs import called
 
 HOSTILE = "a\x1b[2J\x07\r\x9b1A\x7f\udcffb"
 SHOWN = r"a\x1b[2J\x07\r\x9b1A\x7f\udcffb"
@@ -78,7 +78,7 @@ def test_lines_are_whole_in_a_file(
 
 
 def test_a_command(tmp_path: Path) -> None:
-    done = command(["data", tmp_path / "none\x1b[2J.yaml"])
+    done = called(["data", tmp_path / "none\x1b[2J.yaml"])
     assert r"none\x1b[2J.yaml" in done.stderr and "\x1b" not in done.stderr + done.stdout
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,10 @@ import pytest
 from anygauge.cli import preflight
 from anygauge.cli import run as command
 from anygauge.cli.intent import read_intent
-from anygauge.cli.run_folder import write_run
 from anygauge.interface import AnygaugeError, RunFileError
 from anygauge.training.checkpoints.identity import identity_of_file
 from tests.helpers.checkpoints import RECORD, write
-from tests.helpers.runs import run_file
+from tests.helpers.runs import hashes, run_file, trained_here
 
 BOTH = pytest.mark.parametrize("dry", [["--dry-run"], []], ids=["dry run", "run"])
 
@@ -32,31 +30,22 @@ def identity(path: Path) -> dict[str, Any]:
     return identity_of_file(read_intent(path, [], {}, need_device=False).run)
 
 
-def finished(path: Path) -> Path:
-    """The folder of the run of a run file, as its end leaves it."""
-    intent = read_intent(path, [], {}, need_device=False)
-    folder = Path(intent.job.run_directory)
-    (folder / "adapter").mkdir(parents=True)
-    write_run(Path(intent.job.run_file), intent.run)
-    report = {"steps": 4, "saved": str(folder / "adapter"), "identity": identity(path)}
-    (folder / "report.json").write_text(json.dumps(report))
-    return folder
-
-
 @BOTH
 def test_a_run_that_is_done(
     dry: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = run_file(tmp_path)
-    folder = finished(path)
-    before = sorted(folder.rglob("*"))
+    path = run_file(tmp_path, strategy={"name": "single"}, train={"steps": 2})
+    folder = trained_here(path).folder
+    before = hashes(folder)
+    capsys.readouterr()
     assert command(["train", str(path), "--resume", "auto", *dry]) == 0
     assert capsys.readouterr().out == (
-        f"finished: this run has already finished after 4 steps; result: {folder / 'adapter'}\n"
+        f"finished: this run has already finished after 2 steps; result: {folder / 'adapter'}\n"
     )
     with pytest.raises(RunFileError, match=r"belongs to another run: train.seed \(before: 0; now"):
         command(["train", str(path), "--resume", "auto", "--set", "train.seed=5", *dry])
-    assert sorted(folder.rglob("*")) == before
+    assert hashes(folder) == before
+    assert [each.name for each in folder.parent.iterdir()] == [folder.name]
 
 
 @BOTH

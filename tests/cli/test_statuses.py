@@ -1,4 +1,4 @@
-"""Exit statuses: 2 for whatever is wrong in a command line, and what `job status` ends with."""
+"""Help of every command, the list that a wrong backend is answered with, and statuses of jobs."""
 
 from __future__ import annotations
 
@@ -10,33 +10,6 @@ from pathlib import Path
 import pytest
 
 from anygauge import cli
-from tests.helpers.runs import run_file
-
-# Each must end with 2, before it starts or writes anything. RUN is a sound run file.
-WRONG = [
-    *("nonsense", "trian RUN", "train", "train RUN more", "train RUN --nonsense"),
-    *("train RUN --backend gpu", "train RUN --launcher slrum", "train RUN --devices 0"),
-    *("train RUN --devices many", "train RUN --nodes 2", "train RUN --set train.stepz=1"),
-    *("train RUN --set strategy.name=zerro", "train RUN --set strategy.stage=9"),
-    *("train RUN --set trackers=[nothing]", "train missing.yaml", "train RUN --resume missing"),
-    *("launch RUN --detach", "launch RUN --render .", "launch RUN --backend nvidia"),
-    *("job status missing", "job status .", "job logs .", "job begin .", "job status"),
-    *("data missing.yaml", "data RUN --backend amd", "data RUN --rows many"),
-    *("data RUN --set data.train.prompt=qestion", "data RUN --set data.train.path=empty.jsonl"),
-    "data RUN --set data.max_length=4 --set data.too_long=drop --set data.cache=off",
-    "data RUN --set data.train.path=blank.jsonl --set data.cache=off",
-    "train RUN --backend cpu --set adapter.targets=[q_porj] --set data.cache=off",
-    *("generate", "generate ./missing --prompt a", "generate RUN --temperature -1"),
-    *("merge ./missing --output new", "merge model", "merge model --output ."),
-    *("env --backend apple", "env --local-rank 7 --backend cpu", "env --format xml"),
-    *("env --set a=1", "doctor --backend gpu", "doctor --collectives 1", "image --backend gpu"),
-    *("image --engine dokcer", "image --backend cpu --release none", "launchers --nonsense"),
-    *("strategies --backend cpuu", "strategies fsdp"),
-    *("plan missing.yaml", "plan RUN --machine h1000:8", "plan RUN --machine h100:0"),
-    *("plan RUN --set model.path=./missing", "plan RUN --hardware missing.toml", "plan"),
-    *("plan RUN --compare h1000:8", "plan RUN --largest rows"),
-    *("backends --nonsense", "kernels --backend gpu", "kernels --nonsense"),
-]
 
 
 def ended(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
@@ -46,26 +19,6 @@ def ended(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
         cli.main()
     assert isinstance(ending.value.code, int)
     return ending.value.code
-
-
-@pytest.mark.parametrize("line", WRONG)
-def test_what_is_wrong_in_a_command_line_ends_with_2(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = run_file(tmp_path)
-    (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "blank.jsonl").write_text('{"prompt": "a", "completion": " "}\n')
-    monkeypatch.chdir(tmp_path)
-    words = [str(run) if word == "RUN" else word for word in line.split()]
-    before = sorted(tmp_path.rglob("*"))
-    assert ended(words, monkeypatch) == 2
-    shown = capsys.readouterr()
-    assert shown.err and "Traceback" not in shown.err
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_every_command_has_a_wrong_line() -> None:
-    assert set(cli.COMMANDS) <= {line.split()[0] for line in WRONG}
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

@@ -14,15 +14,12 @@ import torch
 from torch.utils.checkpoint import CheckpointError
 
 from anygauge.config.schema import AdapterSection, ModelSection
-from anygauge.config.sections import OptimizerSection
-from anygauge.interface.strategy import Precision
 from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
 from anygauge.strategies import zero_versions
 from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_options import ZeroOptions
-from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.build import batch_of, build_context, open_rank
 from tests.helpers.runs import TINY
 
@@ -44,8 +41,6 @@ def main(output: Path, reentrant: bool) -> None:
                 seed=0,
                 gradient_checkpointing=True,
             ),
-            optimizer=optimizer_factory(OptimizerSection()),
-            precision=Precision(param_dtype="float32", reduce_dtype="float32"),
             backend=backend,
             rank=rank,
             world_size=world,

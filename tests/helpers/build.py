@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.sections import OptimizerSection
 from anygauge.interface import Backend, Precision, Share
 from anygauge.interface.strategy import (
     Activations,
@@ -17,7 +22,12 @@ from anygauge.interface.strategy import (
     OptimizerFactory,
     Workload,
 )
+from anygauge.models.factory import CausalModelFactory
 from anygauge.models.inputs import shift_labels
+from anygauge.strategies.materialise import materialise
+from anygauge.training.optimizer import optimizer_factory
+
+FLOAT32 = Precision(param_dtype="float32", reduce_dtype="float32")
 
 
 def open_rank(backend: Backend, *, alone: bool = True) -> tuple[int, int]:
@@ -54,11 +64,32 @@ def a_workload(backend: Backend, precision: Precision, **changes: Any) -> Worklo
     return Workload(backend=backend, precision=precision, **(fields | changes))
 
 
+def model_factory(
+    model: ModelSection | Mapping[str, Any] | Path,
+    adapter: AdapterSection | None = None,
+    **changes: Any,
+) -> CausalModelFactory:
+    """Of a model's folder or sizes: in float32, its draws from seed 0, nothing computed again."""
+    if isinstance(model, Path):
+        model = ModelSection(name=str(model))
+    elif not isinstance(model, ModelSection):
+        model = ModelSection(config=dict(model), tokenizer="none")
+    fields = {"dtype": torch.float32, "seed": 0, "gradient_checkpointing": False, **changes}
+    return CausalModelFactory(model, adapter, **fields)
+
+
+def on_host(factory: CausalModelFactory, dtype: torch.dtype = torch.float32) -> Any:
+    """The model, without its adapter, with its weights in the host's memory."""
+    model = factory.skeleton()
+    materialise(model, factory, device=torch.device("cpu"), dtype=dtype)
+    return model
+
+
 def build_context(
     *,
     factory: ModelFactory,
-    optimizer: OptimizerFactory,
-    precision: Precision,
+    optimizer: OptimizerFactory | None = None,
+    precision: Precision = FLOAT32,
     backend: Backend,
     rank: int,
     world_size: int,
@@ -73,11 +104,12 @@ def build_context(
     """Of a rank that reads rows of its own, unless `share` says otherwise.
 
     Args:
+        optimizer: None: what a run file gets that names none.
         offload: of activations.
     """
     return BuildContext(
         factory=factory,
-        optimizer=optimizer,
+        optimizer=optimizer or optimizer_factory(OptimizerSection()),
         workload=a_workload(
             backend,
             precision,

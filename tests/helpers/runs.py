@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
 import json
 import os
 import subprocess
@@ -11,13 +13,17 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import pytest
 import yaml
 
 from tests.helpers.tokenizer import FIXTURES, make_tokenizer
 from tests.helpers.zygote import Fork, is_early, run_forks
+
+if TYPE_CHECKING:
+    from anygauge.training.checks import Findings, Question
 
 TINY = {
     "model_type": "llama",
@@ -83,6 +89,30 @@ def run_file(folder: Path, **changes: Any) -> Path:
     return path
 
 
+def save_tiny(folder: Path, **options: Any) -> Path:
+    """A folder with a model of the sizes of TINY and its tokenizer; `save_pretrained` options."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields: dict[str, Any] = dict(TINY)
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder, **options)
+    make_tokenizer(folder)
+    return folder
+
+
+def hashes(folder: Path) -> dict[str, tuple[str, int, int]]:
+    """Path -> (SHA-256, mode, time of change) of every file; the lock is empty and no record."""
+    return {
+        str(path.relative_to(folder)): (
+            hashlib.sha256(path.read_bytes()).hexdigest(),
+            path.stat().st_mode,
+            path.stat().st_mtime_ns,
+        )
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != ".lock"
+    }
+
+
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with `changes` over it; mappings are merged, except a model's."""
     result = dict(base)
@@ -132,10 +162,59 @@ def anygauge(
         )
 
 
-def trained_here(path: Path) -> Run:
+def ask_here(question: Question, environ: Mapping[str, str], *, quiet: bool = False) -> Findings:
+    """In place of the process that checks model and rows, which imports all that for seconds.
+
+    Not for a dry run of strategy `zero`, whose settings need DeepSpeed.
+    """
+    from anygauge.config.resolved import parse_run
+    from anygauge.training.checks import check_run
+
+    return check_run(question, parse_run(question.run))
+
+
+def check_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the checks before a run look at model and rows in this very process."""
+    monkeypatch.setattr("anygauge.cli.preflight.ask", ask_here)
+
+
+def called(
+    arguments: Sequence[str | Path],
+    *,
+    environment: Mapping[str, str] | None = None,
+    ask: Any = ask_here,
+) -> subprocess.CompletedProcess[str]:
+    """Run the command line in this very process: for what starts no rank.
+
+    Args:
+        ask: looks at model and rows; None where nothing may look at them.
+    """
+    from anygauge import cli
+
+    run, words = cli.run, [*map(str, arguments)]
+    with contextlib.ExitStack() as changed:
+        enter = changed.enter_context
+        enter(mock.patch.dict(os.environ, environment or {}))
+        enter(mock.patch("anygauge.cli.preflight.ask", ask))
+        enter(mock.patch.object(sys, "argv", ["anygauge", *words]))
+        # This process is not the command's own: nothing takes its place, and it does not end.
+        enter(mock.patch.object(cli, "run", lambda given, **_: run(given)))
+        enter(mock.patch.object(cli, "end_process", sys.exit))
+        out = enter(contextlib.redirect_stdout(io.StringIO()))
+        err = enter(contextlib.redirect_stderr(io.StringIO()))
+        with pytest.raises(SystemExit) as ending:
+            cli.main()
+    assert isinstance(ending.value.code, int)
+    return subprocess.CompletedProcess(words, ending.value.code, out.getvalue(), err.getvalue())
+
+
+def trained_here(path: Path, **flags: Any) -> Run:
     """A run of one rank in this very process: no launcher, no agent, seconds instead of a minute.
 
     Not for strategy `zero`: DeepSpeed changes the process that imports it.
+
+    Args:
+        flags: fields of the run file as the command's options set them.
     """
     from anygauge.cli.intent import read_intent
     from anygauge.cli.run_folder import claimed, write_run
@@ -143,7 +222,7 @@ def trained_here(path: Path) -> Run:
     from anygauge.util.events import EventWriter
     from anygauge.util.run_lock import identity_of
 
-    intent = read_intent(path, [], {}, need_device=True)
+    intent = read_intent(path, [], flags, need_device=True)
     assert intent.run.strategy.name != "zero"
     identity = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     with mock.patch.dict(os.environ, identity), contextlib.ExitStack() as opened:

@@ -13,19 +13,16 @@ from typing import Any
 
 import torch
 
-from anygauge.config.schema import AdapterSection, ModelSection
-from anygauge.config.sections import AdapterGroup, OptimizerSection
-from anygauge.interface.strategy import Precision
+from anygauge.config.schema import AdapterSection
+from anygauge.config.sections import AdapterGroup
 from anygauge.kernels.loss import model_loss
 from anygauge.models.export import adapter_state
-from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
 from anygauge.strategies.single import Single
 from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_options import ZeroOptions
-from anygauge.training.optimizer import optimizer_factory
 from anygauge.training.setup import trained_shapes
-from tests.helpers.build import batch_of, build_context, on_one_rank, open_rank
+from tests.helpers.build import batch_of, build_context, model_factory, on_one_rank, open_rank
 from tests.helpers.runs import TINY
 from tests.models.test_adapter_kinds import GPT2
 
@@ -65,16 +62,12 @@ def main(output: Path) -> None:
     results: dict[str, Any] = {}
     for name, (config, adapter, zero, recompute) in CASES.items():
         context = build_context(
-            factory=CausalModelFactory(
-                ModelSection(config={**config, **NO_DROPOUT}, tokenizer="none"),
+            factory=model_factory(
+                {**config, **NO_DROPOUT},
                 AdapterSection(**adapter),
                 attention="eager",
-                dtype=torch.float32,
-                seed=0,
                 gradient_checkpointing=recompute,
             ),
-            optimizer=optimizer_factory(OptimizerSection()),
-            precision=Precision(param_dtype="float32", reduce_dtype="float32"),
             backend=backend,
             rank=rank,
             world_size=world,

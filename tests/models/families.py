@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from anygauge.config.schema import AdapterSection, ModelSection
-from anygauge.models.factory import CausalModelFactory
-from anygauge.strategies.materialise import materialise
+from anygauge.config.schema import AdapterSection
+from tests.helpers.build import model_factory, on_host
 
 SIZES = {
     **{"vocab_size": 128, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},
@@ -49,13 +48,6 @@ def saved(family: str, folder: Path) -> Path:
 
 def adapted(folder: Path, **fields: Any) -> Any:
     """The model of a folder with a new adapter of rank 4."""
-    made = CausalModelFactory(
-        ModelSection(name=str(folder)),
-        AdapterSection(r=4, **fields),
-        dtype=torch.float32,
-        seed=0,
-        gradient_checkpointing=False,
-    )
-    model = made.skeleton()
-    materialise(model, made, device=torch.device("cpu"), dtype=torch.float32)
+    made = model_factory(folder, AdapterSection(r=4, **fields))
+    model = on_host(made)
     return made.adapt(model).eval()

@@ -12,11 +12,10 @@ from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
 from anygauge.models.adapter import adapted_layers, load_adapter
 from anygauge.models.export import save_adapter
-from anygauge.models.factory import CausalModelFactory
 from anygauge.models.files import WeightFiles
 from anygauge.models.merge import merge
 from anygauge.models.result_files import ResultFiles
-from anygauge.strategies.materialise import materialise
+from tests.helpers.build import model_factory, on_host
 from tests.helpers.tokenizer import make_tokenizer
 from tests.models.families import adapted, saved
 
@@ -91,15 +90,8 @@ def test_layers_that_peft_takes_for_experts_carry_their_own_adapter(tmp_path: Pa
     assert "model.layers.0.mlp.up_proj" in layers
     assert not any(".experts." in name for name in layers)
     folder = write(model, base, tmp_path / "adapter")
-    plain = CausalModelFactory(
-        ModelSection(name=str(base)),
-        None,
-        dtype=torch.float32,
-        seed=0,
-        gradient_checkpointing=False,
-    )
-    fresh = plain.skeleton()
-    materialise(fresh, plain, device=torch.device("cpu"), dtype=torch.float32)
+    plain = model_factory(base)
+    fresh = on_host(plain)
     again = load_adapter(fresh, folder)
     assert adapted_layers(again) == layers
     torch.testing.assert_close(again(input_ids=IDS).logits, model(input_ids=IDS).logits)

@@ -11,15 +11,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from anygauge.cli import run as command
-from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.schema import AdapterSection
 from anygauge.config.sections import AdapterGroup
 from anygauge.interface import ModelError, UnsupportedError
 from anygauge.models.adapter import load_adapter
 from anygauge.models.export import save_adapter
-from anygauge.models.factory import CausalModelFactory
 from anygauge.models.initial import changes_base
-from anygauge.strategies.materialise import materialise
+from tests.helpers.build import model_factory, on_host
 from tests.helpers.forked import RunPart, finished
 from tests.helpers.runs import TINY, run_file, trained_here
 from tests.models.test_adapter_start import adapted
@@ -63,16 +61,6 @@ def test_what_peft_does_not_know_peft_refuses() -> None:
         adapted(AdapterSection(r=3, init="orthogonal"))
 
 
-def test_refused_before_ranks_start(tmp_path: Path) -> None:
-    path = run_file(tmp_path, adapter={"init": "eva"})
-    with pytest.raises(UnsupportedError, match=r"adapter\.init: eva"):
-        command(["train", str(path)])
-    assert not (tmp_path / "out").exists()
-    path = run_file(tmp_path, adapter={"init": "pissa"}, strategy={"name": "fsdp"})
-    with pytest.raises(UnsupportedError, match=r"adapter\.init: .*computed from whole weights"):
-        command(["train", str(path)])
-
-
 @pytest.mark.parametrize("init", ["pissa", "olora", "pissa_niter_4"])
 @pytest.mark.parametrize("rslora", [False, True])
 def test_factors_out_of_the_base_are_saved_for_the_base_as_it_was(
@@ -80,16 +68,8 @@ def test_factors_out_of_the_base_are_saved_for_the_base_as_it_was(
 ) -> None:
     groups = [AdapterGroup(targets=["up_proj"], r=2, alpha=8)]
     section = AdapterSection(r=4, init=init, rslora=rslora, groups=[] if rslora else groups)
-    made = CausalModelFactory(
-        ModelSection(config=TINY, tokenizer="none"),
-        section,
-        dtype=torch.float32,
-        seed=0,
-        gradient_checkpointing=False,
-    )
-    host = torch.device("cpu")
-    base: Any = made.skeleton()
-    materialise(base, made, device=host, dtype=torch.float32)
+    made = model_factory(TINY, section)
+    base = on_host(made)
     ids = torch.arange(3, 19)[None]
     with torch.no_grad():
         plain = base(input_ids=ids).logits
@@ -104,8 +84,7 @@ def test_factors_out_of_the_base_are_saved_for_the_base_as_it_was(
     save_adapter(
         model, trained, tmp_path, shapes=shapes, base=made.section, first=made.first_factors
     )
-    again = made.skeleton()
-    materialise(again, made, device=host, dtype=torch.float32)
+    again = on_host(made)
     loaded = load_adapter(again, tmp_path)
     torch.testing.assert_close(loaded(input_ids=ids).logits, logits, rtol=1e-4, atol=1e-5)
 

@@ -13,31 +13,22 @@ from safetensors.torch import load_file, save_file
 
 from anygauge.config.load import check_paths, load_run_file
 from anygauge.config.resolved import dump_run
-from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.schema import AdapterSection
 from anygauge.config.sections import AdapterGroup
 from anygauge.interface import AnygaugeError, ModelError, RunFileError, UnsupportedError
 from anygauge.models.adapter import adapted_layers
-from anygauge.models.factory import CausalModelFactory
 from anygauge.models.targets import Factors
-from anygauge.strategies.materialise import materialise
+from tests.helpers.build import model_factory, on_host
 from tests.helpers.runs import TINY, run_file, trained_here
 
 
 def factory(adapter: AdapterSection | None, dtype: torch.dtype = torch.float32) -> Any:
-    return CausalModelFactory(
-        ModelSection(config=TINY, tokenizer="none"),
-        adapter,
-        attention="eager",
-        dtype=dtype,
-        seed=0,
-        gradient_checkpointing=False,
-    )
+    return model_factory(TINY, adapter, attention="eager", dtype=dtype)
 
 
 def adapted(adapter: AdapterSection, dtype: torch.dtype = torch.float32) -> Any:
     made = factory(adapter, dtype)
-    model = made.skeleton()
-    materialise(model, made, device=torch.device("cpu"), dtype=dtype)
+    model = on_host(made, dtype)
     return made.adapt(model)
 
 
@@ -47,8 +38,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from peft import LoraConfig, get_peft_model
 
     made = factory(None)
-    base = made.skeleton()
-    materialise(base, made, device=torch.device("cpu"), dtype=torch.float32)
+    base = on_host(made)
     config = LoraConfig(
         r=4,
         lora_alpha=8,

@@ -7,25 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.schema import AdapterSection
 from anygauge.config.sections import AdapterGroup
 from anygauge.interface import ModelError
-from anygauge.models.factory import CausalModelFactory
 from anygauge.models.targets import Factors, patterns, planned_layers, short_names
+from tests.helpers.build import model_factory
 from tests.helpers.runs import TINY
 from tests.models.zoo_configs import tiny_config
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return CausalModelFactory(
-        ModelSection(config=TINY, tokenizer="none"),
-        None,
-        attention="eager",
-        dtype=torch.float32,
-        seed=0,
-        gradient_checkpointing=False,
-    ).skeleton()
+    return model_factory(TINY, attention="eager").skeleton()
 
 
 def names(model: Any, **fields: Any) -> list[str]:

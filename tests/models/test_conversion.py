@@ -12,32 +12,15 @@ from safetensors.torch import load_file, save_file
 
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError, UnsupportedError
-from anygauge.models.factory import CausalModelFactory
 from anygauge.models.files import LazyTensor, WeightFiles
 from anygauge.models.generate import load_for_inference
-from anygauge.strategies.materialise import materialise
+from tests.helpers.build import model_factory, on_host
 from tests.models.families import FAMILIES, SIZES, saved
 from tests.models.formats import as_fp8_blocks, as_mxfp4
 
 pytest.importorskip("transformers.core_model_loading", reason="since transformers 5")
 
 HOST = torch.device("cpu")
-
-
-def factory(folder: Path) -> CausalModelFactory:
-    return CausalModelFactory(
-        ModelSection(name=str(folder)),
-        None,
-        dtype=torch.float32,
-        seed=0,
-        gradient_checkpointing=False,
-    )
-
-
-def built(made: CausalModelFactory) -> Any:
-    model = made.skeleton()
-    materialise(model, made, device=HOST, dtype=torch.float32)
-    return model.eval()
 
 
 def by_transformers(folder: Path) -> Any:
@@ -59,14 +42,14 @@ def check_equal_logits(model: Any, folder: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_transformers_own_loading(family: str, tmp_path: Path) -> None:
     folder = saved(family, tmp_path)
-    check_equal_logits(built(factory(folder)), folder)
+    check_equal_logits(on_host(model_factory(folder)).eval(), folder)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_saved_has_the_published_form(family: str, tmp_path: Path) -> None:
     folder = saved(family, tmp_path)
-    made = factory(folder)
-    state = made.published(dict(built(made).named_parameters()), torch.float32)
+    made = model_factory(folder)
+    state = made.published(dict(on_host(made).named_parameters()), torch.float32)
     files = load_file(folder / "model.safetensors")
     assert state.keys() == files.keys()
     assert all(torch.equal(state[name], value) for name, value in files.items())
@@ -76,15 +59,9 @@ def test_what_is_saved_has_the_published_form(family: str, tmp_path: Path) -> No
 def test_a_model_with_new_weights_is_published_in_the_usual_form(tmp_path: Path) -> None:
     files = load_file(saved("mixtral", tmp_path) / "model.safetensors")
     config = {"model_type": "mixtral", **SIZES, **FAMILIES["mixtral"]}
-    made = CausalModelFactory(
-        ModelSection(config=config, tokenizer="none"),
-        None,
-        dtype=torch.float32,
-        seed=0,
-        gradient_checkpointing=False,
-    )
+    made = model_factory(config)
     assert (
-        made.published(dict(built(made).named_parameters()), torch.float32).keys() == files.keys()
+        made.published(dict(on_host(made).named_parameters()), torch.float32).keys() == files.keys()
     )
 
 
@@ -92,7 +69,7 @@ def test_files_in_the_models_own_form_are_read_too(tmp_path: Path) -> None:
     folder = saved("mixtral", tmp_path)
     by_transformers(folder).save_pretrained(folder, save_original_format=False)
     assert any(name.endswith("gate_up_proj") for name in WeightFiles(folder).names())
-    check_equal_logits(built(factory(folder)), folder)
+    check_equal_logits(on_host(model_factory(folder)).eval(), folder)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +82,8 @@ def test_formats_of_few_bits_become_plain_numbers(
     plain = WeightFiles(folder).names()
     as_published(folder)
     assert WeightFiles(folder).names() != plain
-    made = factory(folder)
-    model = built(made)
+    made = model_factory(folder)
+    model = on_host(made).eval()
     check_equal_logits(model, folder)
     assert made.published(dict(model.named_parameters()), torch.float32).keys() == plain
     assert not hasattr(made.config, "quantization_config"), "what is saved is plain"
@@ -119,13 +96,13 @@ def test_other_formats_are_refused_with_a_remedy(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     said = r"'gptq'.*Use the model that these weights were made from"
     with pytest.raises(UnsupportedError, match=said):
-        factory(folder)
+        model_factory(folder)
 
 
 def test_of_experts_only_the_part_that_is_asked_for_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = factory(saved("qwen3_moe", tmp_path))
+    made = model_factory(saved("qwen3_moe", tmp_path))
     read: list[tuple[int, ...]] = []
     usual = LazyTensor.read
 
@@ -169,21 +146,21 @@ def test_a_tensor_that_does_not_fit_is_named(
 ) -> None:
     folder = changed(saved("mixtral", tmp_path), **tensors)
     with pytest.raises(ModelError, match=said):
-        built(factory(folder))
+        on_host(model_factory(folder))
 
 
 def test_too_few_experts_in_every_layer_are_a_wrong_shape(tmp_path: Path) -> None:
     folder = saved("mixtral", tmp_path)
     last = {name: None for name in WeightFiles(folder).names() if ".experts.3." in name}
     with pytest.raises(ModelError, match=r"gate_up_proj has shape \(3, 64, 32\).*\(4, 64, 32\)"):
-        factory(changed(folder, **last)).weights().check_shapes()
+        model_factory(changed(folder, **last)).weights().check_shapes()
 
 
 def test_a_tied_tensor_may_be_there_twice_if_both_are_equal(tmp_path: Path) -> None:
     folder = saved("gemma3_text", tmp_path)
     embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     changed(folder, **{"lm_head.weight": embedding.clone()})
-    check_equal_logits(built(factory(folder)), folder)
+    check_equal_logits(on_host(model_factory(folder)).eval(), folder)
     changed(folder, **{"lm_head.weight": embedding + 1})
     with pytest.raises(ModelError, match="tie_word_embeddings"):
-        built(factory(folder))
+        on_host(model_factory(folder))

@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 
 from anygauge.cli import run as command
 from anygauge.config.load import load_run_file
-from anygauge.config.schema import ModelSection, TrainSection
+from anygauge.config.schema import TrainSection
 from anygauge.config.sections import OptimizerSection
 from anygauge.interface import AnygaugeError, ModelError, RunFileError
-from anygauge.models.factory import CausalModelFactory
 from anygauge.models.freezing import Freezing
 from anygauge.models.verify import probe_tokens
 from anygauge.training.optimizer import optimizer_factory
+from tests.helpers.build import model_factory
 from tests.helpers.forked import RunPart, finished
-from tests.helpers.runs import TINY, Run, run_file, trained_here
+from tests.helpers.runs import TINY, Run, check_here, run_file, trained_here
 from tests.helpers.tokenizer import make_tokenizer
 
 SECOND = r"model\.layers\.1\..*"
@@ -143,19 +143,13 @@ def test_a_run_goes_on_and_another_choice_is_another_run(tmp_path: Path) -> None
 def test_expressions_that_choose_nothing(train: Any, message: str) -> None:
     freezing = Freezing.of(TrainSection(**train))
     assert freezing is not None
-    factory = CausalModelFactory(
-        ModelSection(config=TINY, tokenizer="none"),
-        None,
-        dtype=torch.float32,
-        seed=0,
-        gradient_checkpointing=False,
-        freezing=freezing,
-    )
+    factory = model_factory(TINY, freezing=freezing)
     with pytest.raises(ModelError, match=message):
         factory.adapt(factory.skeleton())
 
 
-def test_refused_before_ranks_start(tmp_path: Path) -> None:
+def test_refused_before_ranks_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_here(monkeypatch)
     path = file(tmp_path / "run", None, {"frozen": ["lm_head"]})
     with pytest.raises(ModelError, match="matches no parameter"):
         command(["train", str(path)])

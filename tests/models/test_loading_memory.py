@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from anygauge.config.schema import ModelSection
-from anygauge.models.factory import CausalModelFactory
 from anygauge.models.files import LazyTensor
 from anygauge.strategies.materialise import decoder_layers, materialise
+from tests.helpers.build import model_factory
 from tests.helpers.host_bytes import HostBytes
 from tests.models.families import FAMILIES, SIZES
 from tests.models.formats import as_fp8_blocks, as_mxfp4
@@ -71,13 +70,7 @@ def test_at_most_one_layer_is_in_the_hosts_memory(
     written(family, tmp_path)
     if as_published is not None:
         as_published(tmp_path)
-    made = CausalModelFactory(
-        ModelSection(name=str(tmp_path)),
-        None,
-        dtype=torch.float32,
-        seed=0,
-        gradient_checkpointing=False,
-    )
+    made = model_factory(tmp_path)
     model = made.skeleton()
     layer = max(4 * sum(p.numel() for p in each.parameters()) for each in decoder_layers(model))
     made.weights()

@@ -12,9 +12,9 @@ from anygauge.cli import run as command
 from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.interface import ModelError, UnsupportedError
 from anygauge.models.export import save_adapter
-from anygauge.models.factory import CausalModelFactory
 from anygauge.models.merge import merge
 from anygauge.models.result_files import ResultFiles
+from tests.helpers.build import model_factory
 from tests.helpers.runs import TINY, run_file
 from tests.helpers.tokenizer import make_tokenizer
 from tests.models.families import adapted
@@ -78,13 +78,7 @@ def test_plain_peft_loads_them_and_they_merge(base: Path, whole: list[str], tmp_
     ],
 )
 def test_names_that_mean_nothing_are_refused(fields: dict[str, Any], said: str) -> None:
-    made = CausalModelFactory(
-        ModelSection(config=TINY, tokenizer="none"),
-        AdapterSection(r=4, **fields),
-        dtype=torch.float32,
-        seed=0,
-        gradient_checkpointing=False,
-    )
+    made = model_factory(TINY, AdapterSection(r=4, **fields))
     with pytest.raises(ModelError, match=said):
         made.adapt(made.skeleton())
 

@@ -22,7 +22,7 @@ from anygauge.models.tokenizer import load_tokenizer
 from anygauge.models.verify import probe_tokens, relative_difference
 from anygauge.models.vocabulary import Enlarged, NewTokens, described, new_tokens, start_rows
 from tests.helpers.forked import RunPart, finished
-from tests.helpers.runs import TINY, Run, run_file, trained_here
+from tests.helpers.runs import TINY, Run, check_here, run_file, trained_here
 from tests.helpers.tokenizer import VOCABULARY, make_tokenizer
 
 MODEL = {"new_tokens": ["gaugeword"], "new_special_tokens": ["<|user|>", "<|end|>"]}
@@ -328,8 +328,13 @@ def test_a_file_of_tokens(one_model: Path, tmp_path: Path) -> None:
     ],
 )
 def test_refused_before_ranks_start(
-    one_model: Path, tmp_path: Path, changes: Any, message: str
+    one_model: Path,
+    tmp_path: Path,
+    changes: Any,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    check_here(monkeypatch)
     path = file(tmp_path / "run", one_model)
     fields = {**yaml.safe_load(path.read_text()), **changes}
     if "strategy" in changes:

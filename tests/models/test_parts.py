@@ -12,7 +12,8 @@ from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.interface import UnsupportedError
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.files import WeightFiles
-from anygauge.strategies.materialise import materialise, units
+from anygauge.strategies.materialise import units
+from tests.helpers.build import model_factory, on_host
 from tests.helpers.runs import TINY
 
 HOST = torch.device("cpu")
@@ -23,9 +24,7 @@ def described(**changes: Any) -> ModelSection:
 
 
 def factory(section: ModelSection, adapter: AdapterSection | None) -> CausalModelFactory:
-    return CausalModelFactory(
-        section, adapter, dtype=torch.float32, seed=0, gradient_checkpointing=False
-    )
+    return model_factory(section, adapter)
 
 
 def halves(name: str, shape: tuple[int, ...]) -> tuple[slice, ...] | None:
@@ -38,8 +37,7 @@ def halves(name: str, shape: tuple[int, ...]) -> tuple[slice, ...] | None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = factory(described(), None)
-    model = made.skeleton()
-    materialise(model, made, device=HOST, dtype=torch.float32)
+    model = on_host(made)
     path = tmp_path_factory.mktemp("weights")
     model.save_pretrained(path)
     return path
@@ -76,8 +74,7 @@ def test_the_adapter_is_real_and_drawn_as_ever_and_the_base_is_on_meta() -> None
     model, names = made.adapted_on_meta()
     skeleton = {name for name, _ in made.skeleton().named_parameters()}
     assert set(names.values()) == skeleton
-    built = made.skeleton()
-    materialise(built, made, device=HOST, dtype=torch.float32)
+    built = on_host(made)
     wanted = dict(made.adapt(built).named_parameters())
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == wanted[name].requires_grad

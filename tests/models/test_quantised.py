@@ -12,7 +12,7 @@ import torch
 
 from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.config.sections import QuantiseSection
-from anygauge.models.factory import CausalModelFactory, dtype_name
+from anygauge.models.factory import dtype_name
 from anygauge.models.generate import load_for_inference
 from anygauge.models.merge import merge
 from anygauge.models.quantisation import RECORD_FILE
@@ -25,7 +25,7 @@ from anygauge.models.quantised import (
 from anygauge.models.result_files import ResultFiles
 from anygauge.models.tokenizer import load_tokenizer
 from anygauge.models.verify import probe_tokens
-from anygauge.strategies.materialise import materialise
+from tests.helpers.build import model_factory, on_host
 from tests.helpers.runs import TINY, Run, anygauge, run_file, trained_here
 
 HOST = torch.device("cpu")
@@ -67,15 +67,10 @@ def upstream(model: Path, section: QuantiseSection, dtype: torch.dtype) -> Any:
 
 
 def ours(model: Path, section: QuantiseSection, dtype: torch.dtype) -> Any:
-    factory = CausalModelFactory(
-        ModelSection(name=str(model), quantise=section),
-        AdapterSection(),
-        dtype=dtype,
-        seed=0,
-        gradient_checkpointing=False,
+    factory = model_factory(
+        ModelSection(name=str(model), quantise=section), AdapterSection(), dtype=dtype
     )
-    made = factory.skeleton()
-    materialise(made, factory, device=HOST, dtype=dtype)
+    made = on_host(factory, dtype)
     return made.eval()
 
 
@@ -100,16 +95,13 @@ def test_codes_and_logits_are_those_of_transformers(
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda one: one.type)
 def test_drawn_weights_are_quantised_as_read_ones_are(section: QuantiseSection) -> None:
     def made(**more: Any) -> Any:
-        factory = CausalModelFactory(
+        factory = model_factory(
             ModelSection(config=TINY, tokenizer="none", **more),
             AdapterSection(),
             dtype=torch.bfloat16,
             seed=3,
-            gradient_checkpointing=False,
         )
-        model = factory.skeleton()
-        materialise(model, factory, device=HOST, dtype=torch.bfloat16)
-        return model
+        return on_host(factory, torch.bfloat16)
 
     plain, quantised = made(), made(quantise=section)
     found = quantised_layers(quantised)

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.schema import AdapterSection
 from anygauge.interface import UnsupportedError
-from anygauge.models.factory import CausalModelFactory
-from anygauge.strategies.materialise import materialise
+from tests.helpers.build import model_factory, on_host
 from tests.models.families import saved
 
 pytest.importorskip("transformers.core_model_loading", reason="routers are plain layers before")
@@ -23,17 +22,8 @@ TOKENS[1, 7:] = 0
 
 
 def made(folder: Path, coefficient: float, adapter: AdapterSection | None = None) -> Any:
-    factory = CausalModelFactory(
-        ModelSection(name=str(folder)),
-        adapter,
-        attention="eager",
-        dtype=torch.float32,
-        seed=0,
-        gradient_checkpointing=False,
-        router_aux_loss_coef=coefficient,
-    )
-    model = factory.skeleton()
-    materialise(model, factory, device=torch.device("cpu"), dtype=torch.float32)
+    factory = model_factory(folder, adapter, attention="eager", router_aux_loss_coef=coefficient)
+    model = on_host(factory)
     model = factory.adapt(model)
     return model.train(), factory
 

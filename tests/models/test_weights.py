@@ -19,7 +19,8 @@ from anygauge.models.factory import CausalModelFactory
 from anygauge.models.files import WeightFiles, is_pickle_refused
 from anygauge.models.generate import load_for_inference
 from anygauge.models.result_files import ResultFiles
-from anygauge.strategies.materialise import materialise, units
+from anygauge.strategies.materialise import units
+from tests.helpers.build import model_factory, on_host
 from tests.helpers.runs import TINY
 from tests.helpers.tokenizer import make_tokenizer
 
@@ -30,20 +31,7 @@ def factory(seed: int = 0, name: Path | None = None, **changes: Any) -> CausalMo
         if name is None
         else ModelSection(name=str(name))
     )
-    return CausalModelFactory(
-        section,
-        None,
-        attention="sdpa",
-        dtype=torch.float32,
-        seed=seed,
-        gradient_checkpointing=False,
-    )
-
-
-def built(made: CausalModelFactory, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    model = made.skeleton()
-    materialise(model, made, device=torch.device("cpu"), dtype=dtype)
-    return model
+    return model_factory(section, attention="sdpa", seed=seed)
 
 
 def test_a_skeleton_holds_no_weights_but_real_buffers() -> None:
@@ -54,7 +42,7 @@ def test_a_skeleton_holds_no_weights_but_real_buffers() -> None:
 
 
 def test_initial_weights_depend_on_the_seed_alone_and_follow_the_architecture() -> None:
-    one, same, other = (dict(built(factory(seed)).named_parameters()) for seed in (0, 0, 1))
+    one, same, other = (dict(on_host(factory(seed)).named_parameters()) for seed in (0, 0, 1))
     assert all(torch.equal(one[name], same[name]) for name in one)
     weight = "model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(one[weight], other[weight])
@@ -78,25 +66,25 @@ def test_units_cover_every_parameter_once_children_first() -> None:
 
 
 def test_tied_weights_stay_tied() -> None:
-    model: Any = built(factory(tie_word_embeddings=True))
+    model: Any = on_host(factory(tie_word_embeddings=True))
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_buffers_keep_their_type_in_bfloat16() -> None:
-    model = built(factory(), torch.bfloat16)
+    model = on_host(factory(), torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert {b.dtype for b in model.buffers()} == {torch.float32}, "rotary tables need the digits"
 
 
 def test_saved_and_read_back(tmp_path: Path) -> None:
     made = factory()
-    model = built(made)
+    model = on_host(made)
     section = ModelSection(config=TINY, tokenizer=str(tmp_path / "tokenizer"))
     files = ResultFiles(section, make_tokenizer(tmp_path / "tokenizer"))
     folder = tmp_path / "model"
     state = dict(model.named_parameters())
     save_model(state, made.config, folder, dtype=torch.float32, files=files)
-    again = built(factory(name=folder))
+    again = on_host(factory(name=folder))
     for (name, one), (_, other) in zip(
         model.named_parameters(), again.named_parameters(), strict=True
     ):
@@ -108,17 +96,17 @@ def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
     factory().config.save_pretrained(tmp_path)
     save_file({"model.embed_tokens.weight": torch.zeros(512, 32)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"model\.layers\.0\."):
-        built(factory(name=tmp_path))
+        on_host(factory(name=tmp_path))
 
 
 def test_wrong_shapes_are_refused(tmp_path: Path) -> None:
     made = factory()
-    state = {name: p.detach() for name, p in built(made).named_parameters()}
+    state = {name: p.detach() for name, p in on_host(made).named_parameters()}
     state["lm_head.weight"] = torch.zeros(3, 32)
     made.config.save_pretrained(tmp_path)
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"lm_head\.weight has shape \(3, 32\).*\(512, 32\)"):
-        built(factory(name=tmp_path))
+        on_host(factory(name=tmp_path))
 
 
 def test_torn_and_missing_files_are_refused(tmp_path: Path) -> None:

@@ -73,8 +73,8 @@ class ComparedRun:
     def strategy_of(self, registry: Registry) -> Strategy:
         fields = dict(self.strategy)
         name = fields.pop("name")
-        options = load_options(registry.find_strategy(name))
-        return registry.strategy(name)(None if options is None else options(**fields))
+        options = load_options(registry.find_strategy(name), "strategy")
+        return registry.strategy(name)(options(**fields))
 
     def factory(self, kind: type[Any]) -> Any:
         asked = self.recompute

@@ -64,8 +64,8 @@ class CodedFactory(CausalModelFactory):
 def trained(name: str, options: Any, backend: Backend, rank: int, world: int) -> dict[str, Any]:
     registry = Registry.load()
     provided = registry.find_strategy(name)
-    kind = load_options(provided)
-    chosen = None if kind is None else kind(**options)
+    kind = load_options(provided, "strategy")
+    chosen = kind(**options)
     share = provided.spec.share(chosen, rank, world)
     engine = registry.strategy(name)(chosen).build(
         build_context(

@@ -20,18 +20,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from anygauge.config.schema import AdapterSection, ModelSection
-from anygauge.config.sections import OptimizerSection
-from anygauge.interface.strategy import BuildContext, Engine, Precision
+from anygauge.config.schema import AdapterSection
+from anygauge.interface.strategy import BuildContext, Engine
 from anygauge.kernels.loss import model_loss
-from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
 from anygauge.strategies.common import trained_parameters
 from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_settings import as_config
-from anygauge.training.optimizer import optimizer_factory
-from tests.helpers.build import batch_of, build_context, open_rank
+from tests.helpers.build import batch_of, build_context, model_factory, open_rank
 
 STEPS = 4
 LENGTH = 16
@@ -104,18 +101,11 @@ def main(way: str, output: Path) -> None:
     registry = Registry.load()
     backend = registry.create_backend("cpu")
     rank, world = open_rank(backend)
-    factory = CausalModelFactory(
-        ModelSection(config=CONFIG, tokenizer="none"),
-        AdapterSection(r=16),
-        attention="sdpa",
-        dtype=torch.float32,
-        seed=0,
-        gradient_checkpointing=True,
+    factory = model_factory(
+        CONFIG, AdapterSection(r=16), attention="sdpa", gradient_checkpointing=True
     )
     context = build_context(
         factory=factory,
-        optimizer=optimizer_factory(OptimizerSection()),
-        precision=Precision(param_dtype="float32", reduce_dtype="float32"),
         backend=backend,
         rank=rank,
         world_size=world,

@@ -13,14 +13,10 @@ from typing import Any
 import torch
 
 from anygauge.config.schema import AdapterSection, ModelSection
-from anygauge.config.sections import OptimizerSection
-from anygauge.interface import Precision
-from anygauge.models.factory import CausalModelFactory
 from anygauge.models.files import LazyTensor
 from anygauge.registry import Registry
 from anygauge.registry.registry import load_options
-from anygauge.training.optimizer import optimizer_factory
-from tests.helpers.build import build_context, open_rank
+from tests.helpers.build import build_context, model_factory, open_rank
 
 READ = [0]
 
@@ -37,19 +33,10 @@ def main(output: Path, model: str, name: str, backend_name: str, options: str) -
     backend = registry.create_backend(backend_name)
     rank, world = open_rank(backend)
     provided = registry.find_strategy(name)
-    kind = load_options(provided)
-    strategy = registry.strategy(name)(None if kind is None else kind(**json.loads(options)))
+    kind = load_options(provided, "strategy")
+    strategy = registry.strategy(name)(kind(**json.loads(options)))
     context = build_context(
-        factory=CausalModelFactory(
-            ModelSection(name=model),
-            AdapterSection(r=4),
-            attention="sdpa",
-            dtype=torch.float32,
-            seed=0,
-            gradient_checkpointing=False,
-        ),
-        optimizer=optimizer_factory(OptimizerSection()),
-        precision=Precision(param_dtype="float32", reduce_dtype="float32"),
+        factory=model_factory(ModelSection(name=model), AdapterSection(r=4), attention="sdpa"),
         backend=backend,
         rank=rank,
         world_size=world,

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from anygauge.config.schema import AdapterSection, ModelSection
-from anygauge.config.sections import OptimizerSection
-from anygauge.interface.strategy import BuildContext, Precision
+from anygauge.config.schema import AdapterSection
+from anygauge.interface.strategy import BuildContext
 from anygauge.kernels.install import ModelKernels
 from anygauge.kernels.loss import logits_rule, model_loss
 from anygauge.models.factory import CausalModelFactory
@@ -24,10 +23,9 @@ from anygauge.registry import Registry
 from anygauge.strategies.single import Single
 from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_options import ZeroOptions
-from anygauge.training.optimizer import optimizer_factory
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
 from anygauge_kernels.lora import addmm
-from tests.helpers.build import batch_of, build_context, on_one_rank, open_rank
+from tests.helpers.build import batch_of, build_context, model_factory, on_one_rank, open_rank
 from tests.strategies.count_rank import CONFIG, CountedCalls
 
 STEPS = 2
@@ -67,12 +65,10 @@ def main(output: Path, *cases: str) -> None:
     results: dict[str, Any] = {}
     for name in cases:
         config, adapter, recompute = CASES[name]
-        bare = CausalModelFactory(
-            ModelSection(config=config, tokenizer="none"),
+        bare = model_factory(
+            config,
             AdapterSection(**adapter) if adapter else None,
             attention="eager",
-            dtype=torch.float32,
-            seed=0,
             gradient_checkpointing=recompute,
         )
         looked_at = bare.having("eager", None)
@@ -82,8 +78,6 @@ def main(output: Path, *cases: str) -> None:
         def context(kernels: ModelKernels, bare: CausalModelFactory = bare) -> BuildContext:
             return build_context(
                 factory=bare.having("eager", kernels),
-                optimizer=optimizer_factory(OptimizerSection()),
-                precision=Precision(param_dtype="float32", reduce_dtype="float32"),
                 backend=backend,
                 rank=rank,
                 world_size=world,

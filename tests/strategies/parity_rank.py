@@ -190,8 +190,8 @@ def built(case: ParityCase, backend: Backend, rank: int, world: int) -> tuple[En
     """(engine, footprint, share) of a case on this rank."""
     registry = Registry.load()
     provided = registry.find_strategy(case.strategy)
-    kind = load_options(provided)
-    options = None if kind is None else kind(**case.options)
+    kind = load_options(provided, "strategy")
+    options = kind(**case.options)
     strategy = registry.strategy(case.strategy)(options)
     share = provided.spec.share(options, rank, world)
     context = build_context(

@@ -19,14 +19,13 @@ import torch
 
 from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.config.sections import OptimizerSection
-from anygauge.interface import Backend, Precision
+from anygauge.interface import Backend
 from anygauge.kernels.loss import model_loss
-from anygauge.models.factory import CausalModelFactory
 from anygauge.models.quantised import Nf4Linear, QuantisedLinear
 from anygauge.registry import Registry
 from anygauge.registry.registry import load_options
 from anygauge.training.optimizer import optimizer_factory
-from tests.helpers.build import build_context, open_rank
+from tests.helpers.build import build_context, model_factory, open_rank
 from tests.strategies.parity_rank import ParityCase, placed
 
 STEPS, ROWS, LR = 5, 4, 5e-3
@@ -67,23 +66,19 @@ def trained(model: str, case: Any, backend: Backend, rank: int, world: int) -> d
     name, options, quantise, dora = case
     registry = Registry.load()
     provided = registry.find_strategy(name)
-    kind = load_options(provided)
-    chosen = None if kind is None else kind(**options)
+    kind = load_options(provided, "strategy")
+    chosen = kind(**options)
     share = provided.spec.share(chosen, rank, world)
     before = live_bytes()
     with peak_of_encoding() as peaks:
         engine = registry.strategy(name)(chosen).build(
             build_context(
-                factory=CausalModelFactory(
+                factory=model_factory(
                     ModelSection(name=model, quantise=quantise),
                     AdapterSection(r=4, dora=dora),
                     attention="sdpa",
-                    dtype=torch.float32,
-                    seed=0,
-                    gradient_checkpointing=False,
                 ),
                 optimizer=optimizer_factory(OptimizerSection(name="adamw", lr=LR)),
-                precision=Precision(param_dtype="float32", reduce_dtype="float32"),
                 backend=backend,
                 rank=rank,
                 world_size=world,

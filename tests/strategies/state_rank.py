@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.schema import AdapterSection
 from anygauge.config.sections import OptimizerSection
 from anygauge.interface.strategy import Counters, Engine, Precision, Strategy
 from anygauge.kernels.loss import model_loss
-from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
 from anygauge.strategies.common import trained_parameters
 from anygauge.strategies.ddp import Ddp
@@ -34,7 +33,7 @@ from anygauge.strategies.fsdp_options import FsdpOptions
 from anygauge.strategies.single import Single
 from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_options import ZeroOptions
-from tests.helpers.build import batch_of, build_context
+from tests.helpers.build import batch_of, build_context, model_factory
 from tests.helpers.gaudi import library_adamw
 
 CONFIG = {
@@ -163,13 +162,11 @@ def work(case: StateCase, rank: int, folder: Path) -> None:
             timeout_s=120,
             device=device,
         )
-    factory = CausalModelFactory(
-        ModelSection(config=case.config, tokenizer="none"),
+    factory = model_factory(
+        case.config,
         None if case.all_weights else AdapterSection(r=5),
         attention="sdpa",
         dtype=getattr(torch, case.param_dtype),
-        seed=0,
-        gradient_checkpointing=False,
     )
     engine = case.make().build(
         build_context(

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from anygauge.config.schema import ModelSection
-from anygauge.models.factory import CausalModelFactory
-from anygauge.strategies.materialise import decoder_layers, materialise
+from anygauge.strategies.materialise import decoder_layers
+from tests.helpers.build import model_factory, on_host
 from tests.helpers.ranks import run_ranks
 from tests.strategies.parity_rank import CONFIG
 
@@ -23,15 +21,8 @@ SIM = {"ANYGAUGE_SIM_LOCKS": "", "ANYGAUGE_SIM_CARDS": str(RANKS)}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, int]:
     """(Folder, bytes of its weights, bytes of one layer.)"""
-    made = CausalModelFactory(
-        ModelSection(config={**CONFIG, "num_hidden_layers": LAYERS}, tokenizer="none"),
-        None,
-        dtype=torch.float32,
-        seed=0,
-        gradient_checkpointing=False,
-    )
-    whole = made.skeleton()
-    materialise(whole, made, device=torch.device("cpu"), dtype=torch.float32)
+    made = model_factory({**CONFIG, "num_hidden_layers": LAYERS})
+    whole = on_host(made)
     folder = tmp_path_factory.mktemp("model")
     whole.save_pretrained(folder)
     layer = next(iter(decoder_layers(whole)))

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from anygauge.config.schema import ModelSection
-from anygauge.config.sections import CheckpointingSection, OptimizerSection
+from anygauge.config.sections import CheckpointingSection
 from anygauge.interface import Graph, Phase, ShapeKind, ShapePolicy
-from anygauge.interface.strategy import Precision
 from anygauge.kernels.install import ModelKernels
 from anygauge.kernels.loss import model_loss
 from anygauge.kernels.plan import _on_graphs
@@ -19,9 +17,8 @@ from anygauge.registry import Registry
 from anygauge.strategies.common import mark_recomputation
 from anygauge.strategies.materialise import decoder_layers
 from anygauge.strategies.single import Single
-from anygauge.training.optimizer import optimizer_factory
 from anygauge_kernels.linear_cross_entropy import chunked
-from tests.helpers.build import batch_of, build_context
+from tests.helpers.build import batch_of, build_context, model_factory
 from tests.helpers.runs import TINY
 
 
@@ -39,13 +36,10 @@ class RecordingGraph(Graph):
 
 
 def factory(checkpointing: Any = True, kernels: ModelKernels | None = None) -> CausalModelFactory:
-    return CausalModelFactory(
-        ModelSection(config=TINY, tokenizer="none"),
-        None,
+    return model_factory(
+        TINY,
         attention="eager",
         kernels=kernels or ModelKernels(),
-        dtype=torch.float32,
-        seed=0,
         gradient_checkpointing=checkpointing,
     )
 
@@ -67,8 +61,6 @@ def step(
     backend.open(0)
     context = build_context(
         factory=factory(checkpointing, kernels),
-        optimizer=optimizer_factory(OptimizerSection()),
-        precision=Precision(param_dtype="float32", reduce_dtype="float32"),
         backend=backend,
         rank=0,
         world_size=1,

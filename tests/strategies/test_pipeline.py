@@ -7,18 +7,16 @@ from importlib.metadata import version
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoConfig
 
-from anygauge.config.schema import ModelSection
 from anygauge.interface import RunFileError, StrategyRun, UnsupportedError
-from anygauge.models.factory import CausalModelFactory
 from anygauge.strategies.ddp_spec import check
 from anygauge.strategies.degrees import Degrees, check_model, share
 from anygauge.strategies.fsdp_options import FsdpOptions
 from anygauge.strategies.fsdp_spec import check as check_fsdp
 from anygauge.strategies.pipeline_cut import cut, rank_of_stage
 from anygauge.strategies.pipeline_stage import PipelineModel
+from tests.helpers.build import model_factory
 from tests.strategies.matrix import ALL, SGD, Matrix
 from tests.strategies.parity_rank import ParityCase
 from tests.strategies.test_matrix import is_the_references, sends_what_it_says
@@ -153,14 +151,7 @@ def test_more_stages_than_layers_are_refused() -> None:
 
 @pytest.mark.skipif(not SCALES_EMBEDDINGS_ITSELF, reason="this transformers scales them before")
 def test_embeddings_that_the_decoder_scales_would_be_scaled_by_every_stage() -> None:
-    factory = CausalModelFactory(
-        ModelSection(config=MODELS["gemma2"], tokenizer="none"),
-        None,
-        attention="eager",
-        dtype=torch.float32,
-        seed=0,
-        gradient_checkpointing=False,
-    )
+    factory = model_factory(MODELS["gemma2"], attention="eager")
     with pytest.raises(UnsupportedError, match="changes its embeddings before its first layer"):
         PipelineModel(factory.skeleton())
 
@@ -168,24 +159,12 @@ def test_embeddings_that_the_decoder_scales_would_be_scaled_by_every_stage() -> 
 def test_a_decoder_that_does_more_than_call_its_layers_is_refused() -> None:
     """GPT-2 adds positions to whatever embeddings it is given: each stage would do so again."""
     config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64}
-    factory = CausalModelFactory(
-        ModelSection(config=config, tokenizer="none"),
-        None,
-        dtype=torch.float32,
-        seed=0,
-        gradient_checkpointing=False,
-    )
+    factory = model_factory(config)
     with pytest.raises(UnsupportedError, match="changes its embeddings before its first layer"):
         PipelineModel(factory.skeleton())
 
 
 def test_dropout_of_embeddings_would_be_drawn_by_every_stage() -> None:
-    factory = CausalModelFactory(
-        ModelSection(config={**MODELS["gptj"], "embd_pdrop": 0.5}, tokenizer="none"),
-        None,
-        dtype=torch.float32,
-        seed=0,
-        gradient_checkpointing=False,
-    )
+    factory = model_factory({**MODELS["gptj"], "embd_pdrop": 0.5})
     with pytest.raises(UnsupportedError, match="changes its embeddings before its first layer"):
         PipelineModel(factory.skeleton())

@@ -11,15 +11,14 @@ import pytest
 import torch
 
 from anygauge.config.schema import AdapterSection, ModelSection
-from anygauge.config.sections import OptimizerSection, QuantiseSection
+from anygauge.config.sections import QuantiseSection
 from anygauge.interface import Precision
-from anygauge.models.factory import CausalModelFactory, dtype_name
+from anygauge.models.factory import dtype_name
 from anygauge.models.quantised import transformers_config
 from anygauge.registry import Registry
 from anygauge.registry.registry import load_options
 from anygauge.strategies.zero_versions import offloads_gradients
-from anygauge.training.optimizer import optimizer_factory
-from tests.helpers.build import build_context
+from tests.helpers.build import build_context, model_factory
 from tests.helpers.ranks import run_ranks
 from tests.strategies.matrix import NOTHING_RESIDENT
 from tests.strategies.quantised_rank import LR, STEPS, rows
@@ -158,17 +157,14 @@ def test_a_footprint_counts_codes_as_bytes_and_their_scales(
     def weights(quantise: Any) -> tuple[int, int, int]:
         """(Footprint, bytes of codes, bytes of scales.)"""
         registry = Registry.load()
-        factory = CausalModelFactory(
+        factory = model_factory(
             ModelSection(name=str(model), quantise=quantise),
             AdapterSection(r=4),
             dtype=torch.bfloat16,
-            seed=0,
-            gradient_checkpointing=False,
         )
-        kind = load_options(registry.find_strategy(strategy))
+        kind = load_options(registry.find_strategy(strategy), "strategy")
         context = build_context(
             factory=factory,
-            optimizer=optimizer_factory(OptimizerSection()),
             precision=Precision(param_dtype="bfloat16", reduce_dtype="float32"),
             backend=registry.create_backend("cpu"),
             rank=0,
@@ -181,7 +177,7 @@ def test_a_footprint_counts_codes_as_bytes_and_their_scales(
         options = {"fsdp": {"gather": "step"}, "zero": {"options": NOTHING_RESIDENT}}.get(
             strategy, {}
         )
-        made = registry.strategy(strategy)(None if kind is None else kind(**options))
+        made = registry.strategy(strategy)(kind(**options))
         codes = sum(p.numel() for p in skeleton.parameters() if not p.is_floating_point())
         scales = sum(b.numel() * b.element_size() for b in skeleton.buffers() if b.is_meta)
         return made.footprint(workload).weights, codes, scales

@@ -15,18 +15,15 @@ from unittest import mock
 
 import torch
 
-from anygauge.config.schema import AdapterSection, ModelSection
-from anygauge.config.sections import OptimizerSection
+from anygauge.config.schema import AdapterSection
 from anygauge.interface import Graph, Phase, UnsupportedError
 from anygauge.interface.strategy import Precision
 from anygauge.kernels.loss import model_loss
-from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
 from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_runtime import import_deepspeed, refuse_unserved_type
-from anygauge.training.optimizer import optimizer_factory
-from tests.helpers.build import batch_of, build_context
+from tests.helpers.build import batch_of, build_context, model_factory
 from tests.helpers.runs import TINY
 
 
@@ -58,15 +55,13 @@ def main(output: Path) -> None:
         rendezvous=os.environ["RENDEZVOUS"], rank=0, world_size=1, timeout_s=60, device=device
     )
     context = build_context(
-        factory=CausalModelFactory(
-            ModelSection(config=TINY, tokenizer="none"),
+        factory=model_factory(
+            TINY,
             AdapterSection(r=4),
             attention="eager",
             dtype=torch.bfloat16,
-            seed=0,
             gradient_checkpointing=True,
         ),
-        optimizer=optimizer_factory(OptimizerSection()),
         precision=Precision(param_dtype="bfloat16", reduce_dtype="float32"),
         backend=backend,
         rank=0,

@@ -13,18 +13,17 @@ from typing import Any
 
 import torch
 
-from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.schema import AdapterSection
 from anygauge.config.sections import OptimizerSection
 from anygauge.interface import Backend, UnsupportedError
-from anygauge.interface.strategy import Precision, Strategy
+from anygauge.interface.strategy import Strategy
 from anygauge.kernels.loss import model_loss
-from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
 from anygauge.strategies.single import Single
 from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.training.optimizer import optimizer_factory
-from tests.helpers.build import batch_of, build_context
+from tests.helpers.build import batch_of, build_context, model_factory
 from tests.helpers.runs import TINY
 
 STEPS = 4
@@ -61,16 +60,8 @@ def train(section: OptimizerSection, strategy: Strategy, backend: Backend) -> di
 
     engine = strategy.build(
         build_context(
-            factory=CausalModelFactory(
-                ModelSection(config=TINY, tokenizer="none"),
-                AdapterSection(r=16),
-                attention="eager",
-                dtype=torch.float32,
-                seed=0,
-                gradient_checkpointing=False,
-            ),
+            factory=model_factory(TINY, AdapterSection(r=16), attention="eager"),
             optimizer=optimizer,
-            precision=Precision(param_dtype="float32", reduce_dtype="float32"),
             backend=backend,
             rank=0,
             world_size=1,

@@ -1,8 +1,7 @@
-"""A finished run stays what it is: asked for again, refused, or asked to go on from too early."""
+"""A finished run stays what it is; what the command itself sees is in tests/cli/test_resume.py."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -15,23 +14,10 @@ import yaml
 from anygauge.interface import RunFileError
 from anygauge.training.checkpoints.identity import check_length, finished_run
 from anygauge.util.start import START
-from tests.helpers.runs import Run, anygauge, run_file
+from tests.helpers.runs import Run, anygauge, hashes, run_file
 
 SINGLE: dict[str, Any] = {"strategy": {"name": "single"}}
 TIMEOUT_S = 200
-
-
-def hashes(folder: Path) -> dict[str, tuple[str, int, int]]:
-    """Path -> (SHA-256, mode, time of change) of every file; the lock is empty and no record."""
-    return {
-        str(path.relative_to(folder)): (
-            hashlib.sha256(path.read_bytes()).hexdigest(),
-            path.stat().st_mode,
-            path.stat().st_mtime_ns,
-        )
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != ".lock"
-    }
 
 
 def without_start(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,36 +45,15 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
     return file, run
 
 
-def test_the_same_command_says_finished_and_touches_nothing(done: tuple[Path, Run]) -> None:
-    file, run = done
-    before = hashes(run.folder)
-    again = command(file, "--resume", "auto")
-    assert (again.status, again.err) == (0, "")
-    assert again.out == (
-        f"finished: this run has already finished after 4 steps; result: {run.folder / 'adapter'}\n"
-    )
-    assert hashes(run.folder) == before
-    assert [path.name for path in run.folder.parent.iterdir()] == [run.folder.name]
-
-
-COSTLY = pytest.mark.slow
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--set", "train.seed=5"), "train.seed (before: 0; now: 5)"),
-        pytest.param(
-            ("--set", "train.global_batch_size=8"),
-            "train.global_batch_size (before: 4; now: 8)",
-            marks=COSTLY,
-        ),
-        pytest.param(("--set", "adapter.r=8"), "adapter", marks=COSTLY),
-        pytest.param(("--set", "data.max_length=80"), "data and its order", marks=COSTLY),
-        pytest.param(("--set", "train.steps=8"), "its newest sound one is of step 2", marks=COSTLY),
-        pytest.param(
-            ("--set", "train.steps=2"), "a finished run cannot be made shorter", marks=COSTLY
-        ),
+        (("--set", "train.global_batch_size=8"), "train.global_batch_size (before: 4; now: 8)"),
+        (("--set", "adapter.r=8"), "adapter"),
+        (("--set", "data.max_length=80"), "data and its order"),
+        (("--set", "train.steps=8"), "its newest sound one is of step 2"),
+        (("--set", "train.steps=2"), "a finished run cannot be made shorter"),
     ],
 )
 def test_a_refused_resume_changes_nothing(

@@ -25,6 +25,7 @@ from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
 from anygauge_cpu.backend import CpuBackend
 from anygauge_kernels import why_no_compiler
+from tests.helpers.build import model_factory
 from tests.helpers.runs import TINY, trained_here
 from tests.helpers.runs import run_file as write_run_file
 
@@ -247,9 +248,7 @@ def test_a_device_that_compiles_the_whole_model_keeps_the_logits() -> None:
 def test_what_is_planned_is_what_the_model_gets() -> None:
     run = run_file(adapter={"r": 4})
     found = planned(run)
-    factory = CausalModelFactory(
-        run.model, run.adapter, dtype=torch.float32, seed=0, gradient_checkpointing=False
-    )
+    factory = model_factory(run.model, run.adapter)
     for kernels, replaced in ((found.model, found.lora_layers[0]), (ModelKernels(), 0)):
         made = factory.having(found.attention.name, kernels)
         model: Any = made.adapt(made.skeleton())

@@ -1,0 +1,649 @@
+"""What commands refuse: exit status, one message, nothing written; in this process, from tables.
+
+`LINES` are command lines; `EARLY` are run files that are refused before model and rows are looked
+at, `CHECKED` by looking at them, `MODELS` are broken models. The last tests start real processes,
+one for each kind of error; Ctrl-C is in `test_run_folder.py`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from anygauge import cli
+from anygauge.interface import AnygaugeError, ModelError
+from anygauge.models.files import WeightFiles
+from tests.helpers.runs import (
+    TINY,
+    anygauge,
+    called,
+    run_file,
+    save_tiny,
+    train,
+    trained_here,
+)
+
+PATIENCE_S = 300
+"""For a loaded machine to start two ranks; what is asserted is never how long it took."""
+INDEX = "model.safetensors.index.json"
+Damage = Callable[[Path], object]
+
+
+def refused(
+    line: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[int, str]:
+    """The exit status and message of a command line, which must write nothing.
+
+    Args:
+        line: RUN stands for the run file.
+        folder: the working directory, which the message has as ``DIR``.
+        options: of `called`.
+    """
+    monkeypatch.chdir(folder)
+    before = sorted(folder.rglob("*"))
+    done = called(line.replace("RUN", "tiny.yaml").split(), **options)
+    assert done.stdout == "" and "Traceback" not in done.stderr
+    assert sorted(folder.rglob("*")) == before, "nothing was written"
+    return done.returncode, done.stderr.replace(str(folder), "DIR")
+
+
+def matched(expected: str, message: str) -> None:
+    """Whether a message begins so, behind the usage that typer shows."""
+    said = message.partition("rror: ")[2]
+    assert re.match(expected, said, re.DOTALL), said
+
+
+BACKENDS = r"there is no backend named '\w+'; valid names: auto, cpu, .*  hpu: Intel Gaudi cards;"
+MISSING = "missing.yaml: no such file"
+NO_FOLDER = r"\./missing: no such folder .*give a run directory, a model folder, or a name of the"
+LINES = {
+    "nonsense": "there is no command 'nonsense'; commands: train, launch",
+    "trian RUN": "there is no command 'trian'; did you mean 'train'",
+    "train": "Missing argument 'RUN.yaml'",
+    "train RUN more": r"Got unexpected extra argument\(s\) \(more\)",
+    "train RUN --nonsense": "No such option: --nonsense",
+    "train RUN --backend gpu": BACKENDS,
+    "train RUN --backend cdua": "there is no backend named 'cdua'; did you mean .* names: .*cpu",
+    "train RUN --launcher slrum": "there is no launcher named 'slrum'; did you mean 'slurm'",
+    "train RUN --devices 0": "Invalid value for '--devices': .*greater than or equal to 1",
+    "train RUN --devices many": "Invalid value for '--devices': .*a valid integer",
+    "train RUN --devices 3": "train.global_batch_size 4 .*6",
+    "train RUN --devices 2 --set strategy=single": ".*--devices 1.*zero",
+    "train RUN --nodes 2": "launch.launcher: 'local' starts ranks on this machine only, .*ssh",
+    "train RUN --set train.stepz=1": ".*--set train.stepz=1: train.stepz: .*did you mean 'steps'",
+    "train RUN --set strategy.name=zerro": ".*no strategy named 'zerro'; did you mean 'zero'",
+    "train RUN --set strategy.stage=9": ".*it is a field of strategy 'zero'; add strategy.name",
+    "train RUN --set trackers=[nothing]": "there is no tracker named 'nothing'; valid names: ",
+    "train missing.yaml": MISSING,
+    "train RUN --resume missing": ".*--resume: checkpoint.resume: no such folder: DIR/missing",
+    "launch RUN --detach": "--detach: a job of the local launcher ends with the command",
+    "launch RUN --render .": r"--render: \. exists and is not an empty folder",
+    "launch RUN --backend nvidia": BACKENDS,
+    "job status missing": "missing is not a folder; name the run's folder",
+    "job status .": r"\. has no launched.json, so no job was submitted from there",
+    "job logs .": "logs has no logs: name the folder of a run that has started",
+    "job begin .": "Invalid value for 'ACTION': .*'begin' is not one of 'status', 'follow'",
+    "job status": "Missing argument 'RUN_DIRECTORY'",
+    "data missing.yaml": MISSING,
+    "data RUN --backend amd": BACKENDS,
+    "data RUN --rows many": "Invalid value for '--rows': .*a valid integer",
+    "data RUN --set data.train.prompt=qestion": ".*no column 'qestion'; columns here: prompt, comp",
+    "data RUN --set data.train.path=empty.jsonl": "DIR/empty.jsonl is empty; at least one row is",
+    "data RUN --set data.max_length=4 --set data.too_long=drop --set data.cache=off": (
+        "none of the 40 rows of .*40 too long for data.max_length 4 "
+    ),
+    "data RUN --set data.train.path=blank.jsonl --set data.cache=off": (
+        "none of the 1 rows of DIR/blank.jsonl .*1 with nothing to learn"
+    ),
+    "generate": "Missing argument 'MODEL'",
+    "generate ./missing --prompt a": NO_FOLDER,
+    "generate RUN --temperature -1": "Invalid value for '--temperature': .*equal to 0",
+    "merge ./missing --output new": NO_FOLDER,
+    "merge model": "Missing option '--output'",
+    "merge model --output .": r"--output \. exists and is not an empty folder",
+    "merge model --output empty.jsonl/new": ".*empty.jsonl is not a folder",
+    "env --backend apple": BACKENDS,
+    "env --local-rank 7 --backend cpu": "Invalid value for --local-rank: 7 is not a rank of this",
+    "env --format xml": "Invalid value for '--format': .*'xml' is not one of 'table', 'shell'",
+    "env --set a=1": "--set changes a run file, and none is given: anygauge env RUN",
+    "doctor --backend gpu": BACKENDS,
+    "doctor --backend hpuu": "there is no backend named 'hpuu'; did you mean 'hpu'",
+    "doctor --collectives 1": "Invalid value for '--collectives': .*equal to 2",
+    "image --backend gaudi": BACKENDS,
+    "image --backend hpu --release 1.19.0": ".*its torch is older than anygauge takes",
+    "image --backend hpu --release 1": ".*no release 1; releases with an image: 1.20",
+    "image --engine dokcer": "Invalid value for --engine: dokcer is not one of docker, podman",
+    "image --backend cpu --release none": "Invalid value for --release: the cpu backend has no re",
+    "launchers --nonsense": "No such option: --nonsense",
+    "strategies --backend cpuu": "there is no backend named 'cpuu'; did you mean 'cpu'",
+    "strategies fsdp": r"Got unexpected extra argument\(s\) \(fsdp\)",
+    "plan missing.yaml": MISSING,
+    "plan RUN --machine h1000:8": "there is no machine named 'h1000:8'; did you mean 'h100'",
+    "plan RUN --machine h100:0": "machine 'h100:0': '0' is not a number of cards; write 1 to 1024",
+    "plan RUN --set model.path=./missing": ".*model.path: no such field; 'path' belongs under data",
+    "plan RUN --hardware missing.toml": "missing.toml: cannot be read as a description of hardware",
+    "plan": "no run file is given: anygauge plan RUN.yaml",
+    "plan RUN --compare h1000:8": "there is no machine named 'h1000:8'; did you mean 'h100'",
+    "plan RUN --largest rows": "Invalid value for '--largest': .*'rows' is not one of 'batch', 's",
+    "backends --nonsense": "No such option: --nonsense",
+    "kernels --backend gpu": BACKENDS,
+    "kernels --nonsense": "No such option: --nonsense",
+}
+"""Each ends with 2, before it starts or writes anything; its message begins so."""
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_command_line(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_file(tmp_path)
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "blank.jsonl").write_text('{"prompt": "a", "completion": " "}\n')
+    status, message = refused(line, tmp_path, monkeypatch)
+    assert status == 2
+    matched(LINES[line], message)
+
+
+def test_every_command_has_a_wrong_line() -> None:
+    assert set(cli.COMMANDS) <= {line.split()[0] for line in LINES}
+
+
+def test_no_command() -> None:
+    assert called([]).returncode == 2
+
+
+EARLY: dict[str, tuple[dict[str, Any], int, str]] = {
+    "data that is missing": (
+        {"data": {"train": {"path": "rows.jsonl"}}},
+        2,
+        r".*  tiny\.yaml:\d+: data\.train\.path: .*rows\.jsonl",
+    ),
+    "an unknown key": (
+        {"train": {"stesp": 3}},
+        2,
+        r".*tiny\.yaml:\d+: train\.stesp: .*did you mean 'steps'",
+    ),
+    "an output that cannot be written": (
+        {"output": "tokenizer/tokenizer.json/runs"},
+        2,
+        r".*output: DIR/tokenizer/tokenizer\.json is not a folder",
+    ),
+    "offload in the engine's words": (
+        {"strategy": {"name": "zero", "options": {"offload_optimizer": {"device": "cpu"}}}},
+        1,
+        r".*strategy\.offload: optimizer",
+    ),
+    "offload in older words": (
+        {"strategy": {"name": "zero", "options": {"cpu_offload": True}}},
+        1,
+        r".*strategy\.offload: optimizer",
+    ),
+    "options of another strategy": (
+        {"strategy": {"name": "single", "options": {"a": 1}}},
+        2,
+        ".*strategy.options: strategy 'single' has no such field; it is a field of strategy 'zero'",
+    ),
+    "sums that the engine cannot do": (
+        {"strategy": {"name": "zero", "stage": 0}, "precision": {"param_dtype": "bfloat16"}},
+        1,
+        ".*Set precision.reduce_dtype",
+    ),
+    "an unknown kernel": ({"kernels": {"rms_norm": "nope"}}, 2, ".*'nope'.*valid names"),
+    "an unknown operation": (
+        {"kernels": {"softmacks": "x"}},
+        2,
+        "kernels: there is no operation 'softmacks'; did you mean 'softmax'",
+    ),
+    "two kernels for attention": (
+        {
+            "kernels": {"attention": "reference"},
+            "model": {"config": TINY, "tokenizer": "tokenizer", "attention": "eager"},
+        },
+        1,
+        ".*one of them must be left out",
+    ),
+}
+"""A change of the run file, the exit status, and how the message begins."""
+CHECKED: dict[str, tuple[dict[str, Any], int, str]] = {
+    "a wrong column": (
+        {"data": {"train": {"prompt": "qestion"}}},
+        2,
+        ".*no column 'qestion'; columns here: prompt, completion",
+    ),
+    "rows that are all too long": (
+        {"data": {"max_length": 4, "too_long": "drop"}},
+        2,
+        "none of the 40 rows of .*too long for data.max_length 4",
+    ),
+    "rows that are all empty": (
+        {"data": {"train": {"path": "blank.jsonl"}}},
+        2,
+        "none of the 8 rows .*8 with nothing to learn",
+    ),
+    "rows longer than the model": (
+        {"data": {"max_length": 300}},
+        2,
+        ".*max_length is 300.*set it to at most 256",
+    ),
+    "chats without a template": (
+        {"data": {"train": {"path": "chats.jsonl"}}},
+        2,
+        ".*no chat template.*data.chat_template",
+    ),
+    "a misspelt target": (
+        {"adapter": {"targets": ["q_porj"]}},
+        2,
+        "adapter.targets: no layer is called 'q_porj'; did you mean 'q_proj'.*down_proj",
+    ),
+    "an expression that matches nothing": (
+        {"adapter": {"targets": "model.*q_porj"}},
+        2,
+        "adapter.targets: .*matches no layer.*layers here: down_proj",
+    ),
+    "a target that is no linear layer": (
+        {"adapter": {"targets": ["input_layernorm"]}},
+        2,
+        "adapter.targets: .*is a LlamaRMSNorm",
+    ),
+    "an adapter to start from that is none": (
+        {"adapter": {"start_from": "tokenizer", "r": None}},
+        2,
+        "DIR/tokenizer is not an adapter folder: adapter_config.json, adapter_model",
+    ),
+    "a start that needs more than a seed": (
+        {"adapter": {"init": "eva"}},
+        1,
+        r"adapter\.init: eva is not supported: it",
+    ),
+    "a start that needs whole weights": (
+        {"adapter": {"init": "pissa"}, "strategy": {"name": "fsdp"}},
+        1,
+        r"adapter\.init: .*computed from whole weights",
+    ),
+}
+
+
+def run_that_is_refused(folder: Path, changes: dict[str, Any]) -> None:
+    """A run file with what its cases name: paths are in `folder`; None takes a field away."""
+    path = run_file(folder, **{"output": "out", **changes})
+    fields = yaml.safe_load(path.read_text())
+    if fields["adapter"]["r"] is None:
+        del fields["adapter"]["r"]
+    fields["data"]["cache"] = "off"
+    path.write_text(yaml.safe_dump(fields))
+    turns = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    (folder / "chats.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 8)
+    (folder / "blank.jsonl").write_text('{"prompt": "a", "completion": ""}\n' * 8)
+
+
+BOTH = pytest.mark.parametrize("line", ["train RUN", "train RUN --dry-run"])
+
+
+@BOTH
+@pytest.mark.parametrize("case", EARLY)
+def test_a_run_file_before_anything_is_looked_at(
+    case: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes, status, expected = EARLY[case]
+    run_that_is_refused(tmp_path, changes)
+    ended, message = refused(line, tmp_path, monkeypatch, ask=None)
+    assert ended == status, message
+    matched(expected, message)
+
+
+def test_a_device_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if Path("/proc/driver/nvidia").exists():
+        pytest.skip("this machine has an NVIDIA driver")
+    run_file(tmp_path)
+    status, message = refused("train RUN --backend cuda", tmp_path, monkeypatch)
+    assert status == 1 and "/proc/driver/nvidia" in message, "it says what was looked for"
+
+
+@BOTH
+@pytest.mark.parametrize("case", CHECKED)
+def test_a_run_file_by_its_model_and_rows(
+    case: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes, status, expected = CHECKED[case]
+    run_that_is_refused(tmp_path, changes)
+    ended, message = refused(line, tmp_path, monkeypatch)
+    assert ended == status, message
+    matched(expected, message)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in several files, with its tokenizer."""
+    return save_tiny(tmp_path_factory.mktemp("sound") / "model", max_shard_size="100KB")
+
+
+def first(folder: Path) -> Path:
+    return sorted(folder.glob("model-*.safetensors"))[0]
+
+
+def first_has(content: Callable[[bytes], bytes]) -> Damage:
+    return lambda folder: first(folder).write_bytes(content(first(folder).read_bytes()))
+
+
+def index_has(change: Callable[[dict[str, str]], Any]) -> Damage:
+    def damage(folder: Path) -> None:
+        fields = json.loads((folder / INDEX).read_text())
+        change(fields["weight_map"])
+        (folder / INDEX).write_text(json.dumps(fields))
+
+    return damage
+
+
+def in_another(weights: dict[str, str]) -> None:
+    files = sorted(set(weights.values()))
+    weights[next(name for name in sorted(weights) if weights[name] == files[0])] = files[1]
+
+
+def json_has(name: str, **changes: Any) -> Damage:
+    def damage(folder: Path) -> None:
+        fields = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**fields, **changes}))
+
+    return damage
+
+
+def config(**changes: Any) -> Damage:
+    return json_has("config.json", **changes)
+
+
+def written(name: str, text: str) -> Damage:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def instead(name: str, make: Callable[[Path], object]) -> Damage:
+    def damage(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+
+    return damage
+
+
+def removed(*patterns: str) -> Damage:
+    return lambda folder: [path.unlink() for each in patterns for path in folder.glob(each)]
+
+
+def one_file(content: bytes, name: str = "pytorch_model.bin") -> Damage:
+    """Weights in one file, by default in torch's own format."""
+
+    def damage(folder: Path) -> None:
+        removed("*.safetensors", INDEX)(folder)
+        (folder / name).write_bytes(content)
+
+    return damage
+
+
+def archive(new: bool = True) -> bytes:
+    saved = io.BytesIO()
+    weights = {"model.norm.weight": torch.zeros(2000)}
+    torch.save(weights, saved, _use_new_zipfile_serialization=new)
+    return saved.getvalue()
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 5000\n"
+ANOTHER = {
+    **{"model_type": "gpt_neox", "hidden_size": 32, "intermediate_size": 64, "vocab_size": 512},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256},
+}
+NOT_WHOLE = "Git LFS pointer, not the file itself"
+NO_TENSOR = r"names 1 tensors that its files do not have, first "
+MODELS: dict[str, tuple[Damage, str]] = {
+    "a file that was cut": (
+        first_has(lambda data: data[:-1000]),
+        r"model-00001-.* cannot be read as weights \(it has [\d,]+ bytes, but its header needs",
+    ),
+    "a header that was cut": (
+        first_has(lambda data: data[:20]),
+        r"model-00001-.* cannot be read as weights.*is it whole",
+    ),
+    "a page": (first_has(lambda data: b"<html>not found</html>"), "cannot be read as weights"),
+    "a pointer": (
+        one_file(POINTER, "model.safetensors"),
+        f"cannot be read as weights.*{NOT_WHOLE}",
+    ),
+    "an archive that was cut": (
+        one_file(archive()[:5000]),
+        r"pytorch_model\.bin cannot be read as weights.*it was cut",
+    ),
+    "a pointer to an archive": (one_file(POINTER), f"cannot be read as weights.*{NOT_WHOLE}"),
+    "an archive of an older torch": (
+        one_file(archive(new=False)),
+        "cannot be read as weights.*since 1.6, but of an older torch",
+    ),
+    "a page in place of an archive": (
+        one_file(b"<html>not found</html>"),
+        "cannot be read as weights.*since 1.6. Compare",
+    ),
+    "no weights": (removed("*.safetensors", INDEX), "holds no weights"),
+    "a file that is missing": (
+        lambda folder: first(folder).unlink(),
+        r"index\.json names 'model-00001-.*', but its folder has no such file",
+    ),
+    "an index of another file": (index_has(in_another), rf"{NO_TENSOR}'.*' in model-00002-"),
+    "a tensor that is nowhere": (
+        index_has(lambda weights: weights.update({"no.such": min(weights.values())})),
+        rf"{NO_TENSOR}'no\.such' in model-0000",
+    ),
+    "an index that is not JSON": (written(INDEX, "{"), "is not an index of weights"),
+    "an index that is a list": (written(INDEX, "[]"), "is not an index of weights"),
+    "an index that is a pipe": (instead(INDEX, os.mkfifo), "is not an index of weights"),
+    "another architecture": (
+        written("config.json", json.dumps(ANOTHER)),
+        r"parameters have no tensor, first 'gpt_neox",
+    ),
+    "other sizes": (
+        config(hidden_size=64),
+        r"tensor model\.embed_tokens\.weight has shape \(512, 32\), but config\.json needs",
+    ),
+    "more layers": (
+        config(num_hidden_layers=3),
+        r"9 of the model's 30 parameters have no tensor, first 'model\.layers\.2\.",
+    ),
+    "an unknown architecture": (
+        config(model_type="llamma"),
+        r"^model\.name: .*model type `llamma`",
+    ),
+    "a size below 0": (config(hidden_size=-4), "-4"),
+    "a size in words": (config(hidden_size="many"), "many"),
+    "no vocabulary": (config(vocab_size=0), "vocab_size is 0; it must be a whole number from 1"),
+    "no layers": (config(num_hidden_layers=0), "num_hidden_layers is 0"),
+    "a format that is not read": (
+        config(quantization_config={"quant_method": "gptq", "bits": 4}),
+        "'gptq'.*Use the model that these weights were made from",
+    ),
+    "a small vocabulary": (
+        config(vocab_size=99),
+        r"the tokenizer has \d+ tokens, the model only 99 rows in its embedding",
+    ),
+    "no configuration": (removed("config.json"), r"config\.json cannot be read"),
+    "a configuration that is not JSON": (
+        written("config.json", "{ no"),
+        r"config\.json cannot be read as JSON \(Expecting property",
+    ),
+    "a configuration that is a pipe": (
+        instead("config.json", os.mkfifo),
+        r"config\.json cannot be read as JSON \(it is a named pipe, not a regular file\)",
+    ),
+    "a configuration without end": (
+        instead("config.json", lambda path: path.symlink_to("/dev/zero")),
+        r"config\.json cannot be read as JSON \(it is a device or socket",
+    ),
+    "a configuration of brackets": (
+        written("config.json", "[" * 200_000),
+        r"config\.json cannot be read as JSON \(nested too deeply\)",
+    ),
+    "a configuration that is a list": (written("config.json", "[1]"), r"config\.json holds a list"),
+    "generation settings that are a pipe": (
+        instead("generation_config.json", os.mkfifo),
+        r"generation_config\.json cannot be read as JSON \(it is a named pipe",
+    ),
+    "a tokenizer's configuration of brackets": (
+        written("tokenizer_config.json", "[" * 200_000),
+        r"tokenizer_config\.json cannot be read as JSON \(nested too deeply",
+    ),
+    "a tokenizer that is not JSON": (
+        written("tokenizer.json", "{"),
+        r"model\.tokenizer: no tokenizer could be loaded from .*Give a folder",
+    ),
+    "no tokenizer": (removed("token*"), "no tokenizer could be loaded from .*Give a folder"),
+    "a template that is a pipe": (
+        instead("chat_template.jinja", os.mkfifo),
+        r"chat_template\.jinja cannot be read: it is not a regular file",
+    ),
+    "a template that is not valid": (
+        json_has("tokenizer_config.json", chat_template="{% for turn in %}"),
+        "the tokenizer's chat template, line 1: not a valid",
+    ),
+}
+STATUSES = {"a format that is not read": 1}
+NAMELESS = {"a small vocabulary", "a template that is not valid", "a format that is not read"}
+"""Messages that do not name the folder."""
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_broken_model(
+    case: str, sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage, expected = MODELS[case]
+    folder = Path(shutil.copytree(sound, tmp_path / "model"))
+    damage(folder)
+    data = {"train": {"path": "chats.jsonl"}} if "template" in case else {}
+    run_that_is_refused(tmp_path, {"model": {"name": str(folder)}, "data": data})
+    status, message = refused("train RUN", tmp_path, monkeypatch)
+    assert status == STATUSES.get(case, 2)
+    said = message.removeprefix("error: ").rstrip("\n")
+    assert re.search(expected, said) and "\n" not in said, said
+    assert ("DIR/model" in said) == (case not in NAMELESS)
+    if "cannot be read as weights" in said and not (folder / INDEX).exists():
+        with pytest.raises(ModelError, match="cannot be read as weights"):
+            WeightFiles(folder)  # and ranks refuse it
+
+
+def test_a_sound_model(sound: Path, tmp_path: Path) -> None:
+    path = run_file(tmp_path, model={"name": str(sound)}, strategy={"name": "single"})
+    done = called(["train", path, "--dry-run"])
+    assert done.returncode == 0
+    assert "no problem found in model, tokenizer and rows" in done.stdout
+
+
+def test_more_layers_than_the_weights_have_where_the_model_must_be_built(
+    sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(sound, tmp_path / "model"))
+    config(num_hidden_layers=3)(folder)
+    targets = {"targets": ".*q_proj"}
+    run_that_is_refused(tmp_path, {"model": {"name": str(folder)}, "adapter": targets})
+    status, message = refused("train RUN", tmp_path, monkeypatch)
+    assert status == 2 and "9 of the model's 30 parameters have no tensor" in message
+
+
+def test_a_loss_that_is_not_a_number_names_its_rows(tmp_path: Path) -> None:
+    """What only a rank can find."""
+    path = run_file(tmp_path, strategy={"name": "single"}, train=DIVERGES)
+    with pytest.raises(AnygaugeError, match=r"rows\.jsonl:\d+"):
+        trained_here(path)
+    assert not (tmp_path / "out" / "tiny" / "adapter").exists()
+
+
+# From here on real processes.
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"train": {"stesp": 3}}, r"tiny\.yaml:\d+: train\.stesp: .*did you mean 'steps'"),
+        ({"adapter": {"targets": ["q_porj"]}}, "adapter.targets: no layer is called 'q_porj'"),
+        ({"data": {"max_length": 4, "too_long": "drop"}}, "none of the 40 rows of .*too long"),
+    ],
+    ids=["run file", "model", "data"],
+)
+def test_a_command_that_refuses(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    run = train(run_file(tmp_path, **changes))
+    assert (run.status, run.out) == (2, "")
+    assert run.err.startswith("error: ") and re.search(said, run.err)
+    assert "Traceback" not in run.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_device_that_this_machine_lacks(tmp_path: Path) -> None:
+    """Refused before anything heavy is imported."""
+    if Path("/sys/module/habanalabs").exists():
+        pytest.skip("this machine has Gaudi's driver")
+    every_import = {"PYTHONPROFILEIMPORTTIME": "1"}
+    refusal = anygauge(["train", run_file(tmp_path), "--backend", "hpu"], environment=every_import)
+    assert refusal.returncode == 1 and "Traceback" not in refusal.stderr
+    for looked_for in ("vendor 0x1da3", "/sys/module/habanalabs", "habana-torch-plugin"):
+        assert looked_for in refusal.stderr
+    imported = {line.rpartition("|")[2].strip() for line in refusal.stderr.splitlines()}
+    assert "anygauge_hpu.probe" in imported and "torch" not in imported
+    assert not (tmp_path / "out").exists()
+
+
+DIVERGES = {"optimizer": {"lr": 1.0e6}, "max_grad_norm": 0.0, "steps": 8}
+
+
+def test_an_error_of_two_ranks_is_one_message(tmp_path: Path) -> None:
+    run = train(run_file(tmp_path, train=DIVERGES), "--devices", "2", timeout_s=PATIENCE_S)
+    assert run.status == 1
+    assert len(re.findall("(?:the loss|norm) became", run.err)) == 1, run.err
+    assert re.search(r"rows\.jsonl:\d+", run.err)
+    assert "Traceback" not in run.out + run.err
+    assert not (run.folder / "adapter").exists()
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    path = run_file(tmp_path, train={"steps": 100_000})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "anygauge.cli", "train", str(path), "--devices", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step "):
+            break
+    ranks = workers_of(tmp_path)
+    assert sorted(ranks) == [0, 1]
+    os.kill(ranks[1], signal.SIGKILL)
+    _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert "rank 1" in err and "signal 9" in err and "Traceback" not in err
+    deadline = time.monotonic() + PATIENCE_S
+    while workers_of(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert workers_of(tmp_path) == {}, "no rank is left"
+
+
+def workers_of(folder: Path) -> dict[int, int]:
+    """Rank -> process id of the workers whose job lies under `folder`."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            argv = (entry / "cmdline").read_text().split("\0")
+            log = (entry / "fd" / "1").readlink()
+        except OSError:
+            continue
+        if "anygauge.training.worker" in argv and log.is_relative_to(folder):
+            found[int(log.stem.removeprefix("rank"))] = int(entry.name)
+    return found
