@@ -86,10 +86,6 @@ def make(options: Mapping[str, Any] | None = None) -> Backend:
         collectives_class = OddCollectives
         if ODD in ("no collectives", "collectives declared missing"):
             capabilities = {**CpuBackend.capabilities, "collectives": MISSING}
-        if ODD == "an engine declared missing":
-            unsupported_engines = {"deepspeed": MISSING.reason}
-        if ODD == "another engine declared missing":
-            unsupported_engines = {"fsdp2": MISSING.reason}
 
         def diagnostics(self) -> Any:
             return ()  # the processors' own import torch, which takes seconds

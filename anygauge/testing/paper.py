@@ -1,0 +1,464 @@
+"""Checks that need no device: what a backend announces and says of itself before it is opened.
+
+They run in a process of their own, since one of them is that torch is not imported there. Those of
+the environment are in `rules`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import copy
+import dataclasses
+import importlib.resources
+import io
+import math
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from anygauge.interface import (
+    API_VERSION,
+    CAPABILITIES,
+    AnygaugeError,
+    Backend,
+    BackendSpec,
+    Finding,
+    LaunchProfile,
+    Level,
+    Presence,
+    Probe,
+    Support,
+    read_hardware,
+)
+from anygauge.registry import Registry
+from anygauge.testing.check import NotAsked, check
+
+HEAVY = ("torch", "transformers", "tensorflow", "jax", "numpy.distutils")
+PROBE_S = 2.0
+"""Seconds: commands that only list backends wait for every probe."""
+HIDDEN = ("/dev", "/sys", "/proc/driver", "/opt", "/usr/local", "/etc")
+"""Folders in which machines show their devices and drivers."""
+WRONG_VALUES = ({"no": "such value"}, ["no such value"], "no such value", -(10**9), math.nan)
+OTHER_VALUES = (True, False, 1, 2, "1")
+EMPTY_WORDS = ("todo", "tbd", "fixme", "n/a", "none", "unknown", "reason", "xxx")
+UNPICKLED = """
+import pickle, sys
+spec = pickle.load(sys.stdin.buffer)
+spec.probe(), spec.this_machine()
+sys.stdout.buffer.write(pickle.dumps((spec.name, "torch" in sys.modules)))
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Paper:
+    """A backend as it stands on paper: nothing is open.
+
+    Attributes:
+        name: as users write it.
+        options: the run file's ``backend_options``.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    registry: Registry
+
+    @property
+    def spec(self) -> BackendSpec:
+        """What the plugin announced."""
+        return self.registry.find_backend(self.name).spec
+
+    def backend(self, **options: Any) -> Backend:
+        """A new one, not opened, with further options."""
+        return self.registry.create_backend(self.name, {**self.options, **options})
+
+
+def process_state() -> tuple[dict[str, str], str, int]:
+    """What asking a backend must leave alone."""
+    return dict(os.environ), str(Path.cwd()), os.umask(os.umask(0o22))
+
+
+def _heavy() -> set[str]:
+    return {name for name in HEAVY if name in sys.modules}
+
+
+# -- the spec -------------------------------------------------------------------------------------
+
+
+@check(
+    "the plugin announces exactly one backend of this name",
+    part="basic",
+    means="users cannot name the backend, or get another one; the entry point announces none, two, "
+    "or another name",
+)
+def announced(paper: Paper) -> None:
+    name = paper.spec.name
+    assert name == paper.name
+    plain = name.replace("-", "").replace("_", "").isalnum() and name == name.lower()
+    assert plain, f"{name!r} is not a plain name in lower case"
+
+
+@check(
+    "it was written for this version of the contract",
+    part="basic",
+    means="anygauge refuses the plugin; it takes its number from anygauge, or is older",
+)
+def api_version(paper: Paper) -> None:
+    assert paper.spec.api_version == API_VERSION, (
+        f"written for version {paper.spec.api_version} of the contract, this is {API_VERSION}"
+    )
+
+
+@check(
+    "announcing it imports neither torch nor anything else heavy",
+    part="basic",
+    means="every command takes seconds, also where the device is not used; the announcing module "
+    "imports the backend's own",
+)
+def light_import(paper: Paper) -> None:
+    _ = paper.spec
+    assert not _heavy(), f"importing the plugin imported {', '.join(sorted(_heavy()))}"
+
+
+@check(
+    "the spec can be pickled, and used in another process without torch",
+    part="basic",
+    means="commands that probe in processes of their own find no device; a probe that is a lambda, "
+    "a local function or made by code that only this process has run",
+)
+def spec_pickles(paper: Paper) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", UNPICKLED],
+        input=pickle.dumps(paper.spec),
+        capture_output=True,
+        check=False,
+        timeout=50,
+    )
+    error = done.stderr.decode(errors="replace").strip().splitlines()
+    assert done.returncode == 0, error[-1] if error else f"status {done.returncode}"
+    name, heavy = pickle.loads(done.stdout)
+    assert name == paper.name
+    assert not heavy, "reading it, its probe or this_machine imports torch"
+
+
+@check(
+    "the description of its cards can be read, and what it leaves to the machine is given",
+    part="basic",
+    means="plans of runs on its cards are refused; a figure without source, a wrong unit or a file "
+    "that is not in the package",
+)
+def hardware_file_is_sound(paper: Paper) -> None:
+    spec = paper.spec
+    given = spec.this_machine()
+    for name, value in given.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        assert number and math.isfinite(value) and value > 0, f"this_machine: {name} = {value!r}"
+    assert spec.this_machine() == given, "two calls of this_machine differ"
+    if not spec.hardware:
+        raise NotAsked("it describes no cards")
+    package, _, file = spec.hardware.partition(":")
+    assert package and file, f"hardware is {spec.hardware!r}, not 'package:file.toml'"
+    try:
+        text = importlib.resources.files(package).joinpath(file).read_text(encoding="utf-8")
+    except (ImportError, OSError) as error:
+        raise AssertionError(f"{spec.hardware} cannot be read: {error}") from error
+    cards, machines = read_hardware(text, spec.hardware, backend=spec.name)
+    assert cards or machines, f"{spec.hardware} describes nothing"
+
+
+# -- the probe ------------------------------------------------------------------------------------
+
+
+@check(
+    "the probe is cheap, imports nothing heavy and changes nothing",
+    part="basic",
+    means="commands that only list backends are slow, or change what they run in; a driver's "
+    "library that the probe loads",
+)
+def probe_is_pure(paper: Paper) -> None:
+    before, loaded = process_state(), _heavy()
+    began = time.perf_counter()
+    first = paper.spec.probe()
+    took = time.perf_counter() - began
+    second = paper.spec.probe()
+    assert process_state() == before, "the probe changed the process's environment, folder or umask"
+    imported = sorted(_heavy() - loaded)
+    assert not imported, f"the probe imported {', '.join(imported)}"
+    assert first == second, "two probes of the same machine differ"
+    assert took < PROBE_S, f"the probe took {took:.1f} s"
+
+
+@check(
+    "the probe answers the three questions in words, and what it finds fits together",
+    part="basic",
+    means="`anygauge backends` cannot say why a device is missing, or `auto` chooses one that "
+    "cannot run; an empty detail, a count that is guessed, a driver that counts as a device",
+)
+def probe_answers(paper: Paper) -> None:
+    _fits_together(paper.spec.probe())
+
+
+def _fits_together(probe: Any, where: str = "") -> None:
+    assert isinstance(probe, Probe), f"{where}the probe gave {type(probe).__name__}"
+    for name in ("devices", "driver", "software"):
+        finding = getattr(probe, name)
+        assert isinstance(finding, Finding), f"{name}: {type(finding).__name__} is not a Finding"
+        words = finding.detail.strip() and "\n" not in finding.detail
+        assert words, f"{name}: not a line of words: {finding.detail!r}"
+        assert isinstance(finding.presence, Presence), f"{name}: {finding.presence!r}"
+        _texts(f"{name}.looked_at", finding.looked_at)
+    count = probe.device_count
+    whole = count is None or (type(count) is int and count >= 0)
+    assert whole, f"device_count is {count!r}, not a whole number"
+    if probe.devices.presence is Presence.NO:
+        assert not count, f"there are no devices ({probe.devices.detail}), and {count} of them"
+    if probe.available:
+        assert count != 0, f"it is available ({probe.reason}), with 0 devices"
+    _texts("cards", probe.cards)
+    _texts("notes", probe.notes)
+    named = len(set(probe.cards)) == len(probe.cards) and all(c.strip() for c in probe.cards)
+    assert named, f"cards names one twice, or without a name: {probe.cards}"
+
+
+def _texts(what: str, values: Any) -> None:
+    fit = isinstance(values, tuple) and all(isinstance(each, str) for each in values)
+    assert fit, f"{what} is {values!r}, not a tuple of texts"
+
+
+@check(
+    "on a machine without devices, drivers or tools the probe says so instead of raising",
+    part="basic",
+    means="`anygauge backends` and `auto` show an error where they should show that there is no "
+    "device; the probe takes a file, a folder or a tool for granted",
+)
+def probe_says_no(paper: Paper) -> None:
+    variable = paper.backend().launch.visibility_variable
+    for where, machine in (
+        ("where /dev, /sys and the like show nothing, ", _bare_machine()),
+        ("where no tool is on the PATH, ", mock.patch.dict(os.environ, {"PATH": ""})),
+        (
+            f"with {variable} empty, ",
+            mock.patch.dict(os.environ, {variable: ""} if variable else {}),
+        ),
+    ):
+        with machine:
+            try:
+                probe = paper.spec.probe()
+            except Exception as error:
+                raise AssertionError(f"{where}it raised {type(error).__name__}: {error}") from error
+        _fits_together(probe, where)
+
+
+@contextlib.contextmanager
+def _bare_machine() -> Iterator[None]:
+    """Nothing is seen in `HIDDEN`."""
+    names = ("stat", "lstat", "listdir", "scandir", "open", "access")
+    with contextlib.ExitStack() as stack:
+        for module, name in (*((os, name) for name in names), (io, "open"), (builtins, "open")):
+            blind = _blind(getattr(module, name), name == "access")
+            stack.enter_context(mock.patch.object(module, name, blind))
+        yield
+
+
+def _blind(usual: Callable[..., Any], is_access: bool) -> Callable[..., Any]:
+    def call(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+        if isinstance(path, str | bytes | os.PathLike):
+            text = str(Path(os.fsdecode(path)).absolute())
+            hidden = any(text == each or text.startswith(f"{each}/") for each in HIDDEN)
+            if hidden and not text.startswith((sys.prefix, sys.base_prefix)):
+                if is_access:
+                    return False
+                raise FileNotFoundError(2, "No such file or directory", text)
+        return usual(path, *args, **kwargs)
+
+    return call
+
+
+# -- the object -----------------------------------------------------------------------------------
+
+
+@check(
+    "constructing it has no side effect and imports no torch",
+    part="basic",
+    means="a command takes the device, or seconds, only to ask a question; what belongs into "
+    "open() is done in the constructor",
+)
+def light_construction(paper: Paper) -> None:
+    before, loaded = process_state(), _heavy()
+    backend = paper.backend()
+    assert process_state() == before, "constructing it changed the environment, folder or umask"
+    imported = sorted(_heavy() - loaded)
+    assert not imported, f"constructing it imported {', '.join(imported)}"
+    assert not backend.placement.is_open, "constructing it opened a device"
+
+
+@check(
+    "name, type, capabilities, refusals and lists are filled in, with reasons in words",
+    part="basic",
+    means="runs are refused without a reason that a user can read, or an option is never found; a "
+    "placeholder that was left, or a comma missing after the only name",
+)
+def described(paper: Paper) -> None:
+    backend = paper.backend()
+    assert backend.name == paper.name, f"the class says {backend.name!r}"
+    assert isinstance(backend.device_type, str) and backend.device_type
+    unknown = sorted(set(backend.capabilities) - set(CAPABILITIES))
+    assert not unknown, (
+        f"capabilities that nobody asks about: {', '.join(unknown)}; those that are asked about: "
+        f"{', '.join(CAPABILITIES)}"
+    )
+    reasons = {f"unsupported_engines[{n!r}]": why for n, why in backend.unsupported_engines.items()}
+    reasons["attention_why"] = backend.attention_why
+    for name in CAPABILITIES:
+        support = backend.support(name)
+        assert isinstance(support, Support), f"support({name!r}) gave {type(support).__name__}"
+        if support.level is not Level.FULL:
+            reasons[f"capabilities[{name!r}]"] = support.reason
+        if support.level is Level.SWITCHED_OFF:
+            assert any(option in support.reason for option in backend.known_options), (
+                f"{name} is switched off, and its reason, {support.reason!r}, names none of "
+                f"known_options ({', '.join(backend.known_options) or 'which is empty'})"
+            )
+    for where, reason in reasons.items():
+        plain = reason.strip().lower().rstrip(".!:")
+        words = len(plain) > 2 and any(letter.isalpha() for letter in plain) and "\n" not in plain
+        assert words and plain not in EMPTY_WORDS, f"{where}: {reason!r} gives no reason"
+    for name in ("known_options", "libraries", "variables", "files", "readings"):
+        _texts(name, getattr(backend, name))
+    for file in backend.files:
+        full = file.startswith("/") or "/" not in file
+        assert full, f"files: {file!r} is neither an absolute path nor the bare name of a library"
+    launch = backend.launch
+    assert isinstance(launch, LaunchProfile), f"launch is {type(launch).__name__}"
+    for name in ("container_flags", "capabilities"):
+        _texts(f"launch.{name}", getattr(launch, name))
+    variable = launch.visibility_variable
+    named = variable is None or (isinstance(variable, str) and variable.isidentifier())
+    assert named, f"launch.visibility_variable is {variable!r}"
+    assert launch.binding in ("cores", "none"), f"launch.binding: {launch.binding!r}"
+
+
+@check(
+    "a device that is not open says so",
+    part="basic",
+    means="code that asks too early computes on the wrong device; a default in place of an error",
+)
+def closed_device_says_so(paper: Paper) -> None:
+    try:
+        _ = paper.backend().placement.device
+    except RuntimeError as error:
+        assert "open" in str(error), f"the error does not say what to do: {error}"
+    else:
+        raise AssertionError("placement.device gave a device before open()")
+
+
+@check(
+    "an unknown option, and a value that an option cannot have, are refused in words",
+    part="basic",
+    means="a slip of the pen in `backend_options` changes nothing, or ends the run later without a "
+    "cause; `known_options` was not declared, or the constructor checks names alone",
+)
+def options_are_checked(paper: Paper) -> None:
+    for name in ("no_such_option_of_any_backend", *paper.backend().known_options):
+        taken = []
+        for value in WRONG_VALUES:
+            try:
+                paper.backend(**{name: value})
+            except AnygaugeError as error:
+                assert name in str(error), f"the error does not name {name}: {error}"
+            except Exception as error:
+                raise AssertionError(
+                    f"{name} = {value!r}: {type(error).__name__}: {error}, which says nothing of "
+                    "the option"
+                ) from error
+            else:
+                taken.append(value)
+        some = len(taken) < len(WRONG_VALUES)
+        assert some, f"backend_options.{name} takes anything: {', '.join(map(repr, taken))}"
+
+
+@check(
+    "options and facets are those of one instance, and instances leave each other as they are",
+    part="basic",
+    means="a second run in one process has the options of the first; a mutable default, a class's "
+    "own dictionary, or a constructor that changes the class",
+)
+def options_are_its_own(paper: Paper) -> None:
+    given = copy.deepcopy(dict(paper.options))
+    first = paper.registry.create_backend(paper.name, given)
+    assert given == paper.options, f"making it changed the options that were given: {given}"
+    assert dict(first.options) == given, f"options {given} became {dict(first.options)}"
+    second = paper.backend()
+    assert first.options is not given, "the options are the dictionary that was given"
+    for facet in ("options", "placement", "graph", "collectives"):
+        shared = getattr(first, facet) is getattr(second, facet)
+        assert not shared, f"two instances share {facet}"
+    before = _description(paper, first)
+    for name, value in [("", 0), *((n, v) for n in first.known_options for v in OTHER_VALUES)]:
+        with contextlib.suppress(AnygaugeError):
+            paper.backend(**({name: value} if name else {}))
+        for what, one in (("an instance that was there", first), ("a new one", paper.backend())):
+            for key, text in _description(paper, one).items():
+                assert text == before[key], (
+                    f"after another was made{f' with {name} = {value!r}' if name else ''}, {what} "
+                    f"has other {key}: {before[key]}, then {text}"
+                )
+
+
+def _description(paper: Paper, backend: Backend) -> dict[str, str]:
+    engines = [provided.spec.engine for provided in paper.registry.strategies]
+    found: dict[str, Any] = {
+        "capabilities": {name: str(backend.support(name)) for name in CAPABILITIES},
+        "engine_settings": {engine: backend.engine_settings(engine) for engine in engines},
+    }
+    for name in (
+        *("options", "known_options", "launch", "kernels", "packed_kernels", "attention"),
+        *("unsupported_engines", "libraries", "variables", "files", "readings", "device_type"),
+    ):
+        found[name] = getattr(backend, name)
+    for name in ("limit", "accumulates", "shapes", "compiler"):
+        found[f"graph.{name}"] = getattr(backend.graph, name)
+    return {name: repr(value) for name, value in found.items()}
+
+
+@check(
+    "shapes are padded upwards, and never beyond the maximum",
+    part="basic",
+    means="rows are cut, or a batch does not fit the model; rounding up past the maximum, or down",
+)
+def shapes_are_sound(paper: Paper) -> None:
+    shapes = paper.backend().graph.shapes
+    for maximum in (64, 100, 1024):
+        for longest in (1, 7, maximum // 2, maximum):
+            padded = shapes.padded_length(longest, maximum)
+            assert longest <= padded <= maximum, f"{longest} of {maximum} tokens became {padded}"
+
+
+@check(
+    "the checks of `doctor` have names and verdicts",
+    part="basic",
+    means="`anygauge doctor` reports a problem without saying what to do",
+)
+def diagnostics_are_sound(paper: Paper) -> None:
+    for line in paper.backend().diagnostics():
+        assert line.name and line.seen, f"a check without words: {line}"
+        known = line.outcome in ("pass", "skip", "warn", "fail")
+        assert known, f"{line.name}: outcome {line.outcome!r}"
+        assert line.outcome == "pass" or line.remedy, f"{line.name}: no remedy"
+
+
+@check(
+    "the process had the backend's environment, and ended with status 0",
+    part="basic",
+    of_the_end=True,
+    means="commands end with a failure after they have done their work; what a library does at "
+    "exit, or an environment that cannot be made",
+)
+def ends_on_paper(trouble: str) -> None:
+    assert not trouble, trouble
