@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 import traceback
@@ -27,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from anygauge.interface import HOST_DEVICE, Job
-from anygauge.testing.process import Subject, environments, last_lines
+from anygauge.testing.process import Subject, environments, last_lines, start
 
 if TYPE_CHECKING:
     from anygauge.training.setup import PreparedRun
@@ -79,20 +78,15 @@ def cause_of(
 
 def _ask(request: Any, answers: Sequence[Path], environment: Sequence[Any]) -> str:
     """Have a process for each rank answer; why one did not, empty if all did."""
-    processes = []
-    for answer, variables in zip(answers, environment, strict=True):
-        with answer.with_suffix(".log").open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "anygauge.testing.bisect"],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                env=variables,
-            )
-        assert process.stdin is not None
-        with process.stdin:
-            process.stdin.write(json.dumps({**request, "answer": str(answer)}).encode())
-        processes.append(process)
+    processes = [
+        start(
+            ["anygauge.testing.bisect"],
+            {**request, "answer": str(answer)},
+            variables,
+            answer.with_suffix(".log"),
+        )
+        for answer, variables in zip(answers, environment, strict=True)
+    ]
     deadline = time.monotonic() + TIMEOUT_S
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         if any(process.poll() is not None for process in processes):

@@ -98,25 +98,23 @@ class ProcessState:
         }
 
     def changes(self, kind: str) -> list[str]:
-        """What its steps have changed, in words."""
-        found = []
-        pairs = list(pairwise(self.notes))
-        if USED in self.notes:
-            pairs = [(START, OPENED), (USED, CLOSED)]
-            if kind == "processors":  # opening may bind the process, and closing gives them back
-                pairs = [(START, CLOSED)]
+        """What its steps have changed, in words: each once, at the first step that did."""
+        pairs, closed = list(pairwise(self.notes)), USED in self.notes
+        if closed:
+            # Opening may bind the process, and closing gives it back.
+            pairs = [(START, CLOSED)] if kind == "processors" else [(START, OPENED), (USED, CLOSED)]
+        more = kind in ("settings", "processors") or (kind == "variables" and closed)
+        found: dict[str, str] = {}
         for first, second in pairs:
             before, after = (self.notes[step][kind] for step in (first, second))
-            more = kind in ("settings", "processors") or (
-                kind == "variables" and USED in self.notes
-            )
             for name in [*before, *(() if more else after)]:
                 values = [each.get(name, "not there") for each in (before, after)]
                 if values[0] != values[1]:
                     title = f"asking whether {CHECKS[second].title}" if second in CHECKS else second
                     step = STEPS.get(second) or title
-                    found.append(f"{step}: {name} was {values[0]!r}, and is {values[1]!r}")
-        return list(dict.fromkeys(found))
+                    told = f"{step}: {name} was {values[0]!r}, and is {values[1]!r}"
+                    found.setdefault(name, told)
+        return list(found.values())
 
     def left_running(self) -> list[str]:
         """Threads that keep the process from ending and processes, in words, once they had time."""

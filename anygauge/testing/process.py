@@ -144,27 +144,14 @@ def ask(part: str, subject: Subject, folder: Path, *, ranks: int = 1) -> PartAns
     troubles = [trouble] if trouble else []
     processes = []
     for rank, environment in enumerate(found):
-        log = (folder / f"{part}{ranks}.rank{rank}.log").open("wb")
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "anygauge.testing.process", part],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-            )
-        )
-        log.close()
         request = {
             "backend": subject.name,
             "options": dict(subject.options),
             "rendezvous": f"file://{rendezvous}",
             "answers": str(folder / f"{part}{ranks}.rank{rank}.json"),
         }
-        pipe = processes[-1].stdin
-        assert pipe is not None
-        pipe.write(json.dumps(request).encode())
-        pipe.close()
+        log = folder / f"{part}{ranks}.rank{rank}.log"
+        processes.append(start(["anygauge.testing.process", part], request, environment, log))
     files = [folder / f"{part}{ranks}.rank{rank}.json" for rank in range(ranks)]
     limits = {each.name: each.limit_s for each in CHECKS.values()}
     where = {"basic": "on paper", "device": "on a device"}.get(part, f"on {ranks} ranks")
@@ -184,6 +171,24 @@ def ask(part: str, subject: Subject, folder: Path, *, ranks: int = 1) -> PartAns
             troubles.append(f"rank {rank} ended with status {status}: {said}")
     trouble = "; ".join(troubles)
     return PartAnswers(answers={**merged_answers(files), **watch.broken(trouble)}, trouble=trouble)
+
+
+def start(
+    module: Sequence[str], request: Any, environment: Mapping[str, str], log: Path
+) -> subprocess.Popen[bytes]:
+    """Run a module of the kit with a request on its standard input."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *module],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            env=environment,
+        )
+    assert process.stdin is not None
+    with process.stdin:
+        process.stdin.write(json.dumps(request).encode())
+    return process
 
 
 def _read(path: Path) -> dict[str, Answer]:

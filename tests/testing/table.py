@@ -116,15 +116,6 @@ PROBES: Mapping[str, Mapping[str, Change]] = {
         "probe varies": lambda u: replace(u(), notes=(str(random.random()),)),
         "probe raises": lambda u: fail(RuntimeError, "no driver"),
     },
-    "probe_says_no": {
-        "the probe takes the driver's folder for granted": lambda u: then(
-            list(Path("/dev").iterdir()), u()
-        ),
-        "the probe takes the vendor's tool for granted": lambda u: then(
-            subprocess.run(["true"], check=True), u()
-        ),
-        "the probe is None without devices": lambda u: u() if Path("/dev/null").exists() else None,
-    },
     "probe_answers": {
         "finding without words": lambda u: replace(u(), software=Finding.yes("")),
         "four of what is missing": lambda u: replace(u(), devices=Finding.no("no card")),
@@ -204,24 +195,11 @@ def _shared(on: Wrong, backend: Backend, name: str) -> None:
     setattr(backend, name, kept[0])
 
 
-def _class_option(on: Wrong, backend: Backend) -> None:
-    if backend.options.get("bind_cores") is False:
-        off = capability("float16", Level.SWITCHED_OFF, "bind_cores is false")
-        on.backend.capabilities = off(on.backend.capabilities)
-
-
-def _class_kernel(on: Wrong, backend: Backend) -> None:
-    kept.append(backend)
-    on.backend.kernels = {**on.backend.kernels, f"operation{len(kept)}": "mutant"}
-
-
 OWN = "options_are_its_own"
 MADE: Mapping[str, tuple[str, Change]] = {
     "opens when it is made": ("light_construction", lambda on, b: b.placement.open(0)),
     "a class has one dictionary of options": (OWN, lambda on, b: _shared(on, b, "options")),
     "instances share a placement": (OWN, lambda on, b: _shared(on, b, "placement")),
-    "an option of one instance changes the class": (OWN, _class_option),
-    "each instance adds a kernel to the class": (OWN, _class_kernel),
 }
 for _name, (_check, _change) in MADE.items():
     mutant(_name, part="basic", check=_check)(
@@ -1053,11 +1031,8 @@ def _too_late(usual: Any, output: Any, mine: Any, *args: Any, **kwargs: Any) -> 
     return work
 
 
-def _of_all(usual: Any, group: Any = None, **kwargs: Any) -> Any:
-    import torch.distributed as dist
-
-    own = group is not None and dist.get_backend(group) == "simccl"
-    return usual(None if own else group, **kwargs)
+def _on_device(usual: Any, group: Any = None, **kwargs: Any) -> Any:
+    return None if group is None else usual(group, **kwargs)
 
 
 def _float_sums(usual: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
@@ -1089,11 +1064,7 @@ for _name, _check, _function, _change in (
         lambda u, out, *a, **k: then(out.zero_(), u(out, *a, **k)),
     ),
     ("a staging buffer is left too late", GATHER, GATHER, _too_late),
-    (
-        *("a subgroup's barrier returns at once", "group_barriers", "barrier"),
-        lambda u, group=None, **k: None if in_group({"group": group}) else u(group, **k),
-    ),
-    ("a subgroup's barrier is one of all ranks", "group_barriers", "barrier", _of_all),
+    ("the device's barrier does not wait", "barrier_waits", "barrier", _on_device),
     (
         *("a group's own limit is that of all", "limits_hold", "new_group"),
         lambda u, ranks=None, timeout=None, **k: u(ranks, **k),

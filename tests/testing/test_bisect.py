@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -112,19 +113,23 @@ def test_a_search_that_fails_says_so(tmp_path: Path) -> None:
 def test_ranks_do_not_wait_long_for_one_that_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def started(command: list[str], **options: Any) -> Any:
+    def started(module: list[str], request: Any, environment: Any, log: Path) -> Any:
         answer = "{'rank': 1, 'place': 'aten::mm, step 1: 2 where', 'number': 7}"
         code = (
             "import json, sys, time; asked = json.load(sys.stdin);"
             "time.sleep(600 * (asked['answer'][-6] == '0'));"
             f"open(asked['answer'], 'w').write(json.dumps({answer}))"
         )
-        return run_process([sys.executable, "-c", code], **options)
+        given = json.dumps(request).encode()
+        process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+        assert process.stdin is not None
+        with process.stdin:
+            process.stdin.write(given)
+        return process
 
-    run_process = bisect.subprocess.Popen
     monkeypatch.setattr(bisect, "ALONE_S", 0.5)
     monkeypatch.setattr(bisect, "environments", lambda *_: ([{}, {}], ""))
-    monkeypatch.setattr(bisect.subprocess, "Popen", started)
+    monkeypatch.setattr(bisect, "start", started)
     said = bisect.cause_of(Subject(name="cpu"), tmp_path, tmp_path / "run", 1, ranks=2)
     assert said == "the device leaves the host first on rank 1 in aten::mm, step 1: 2 where"
 

@@ -42,9 +42,7 @@ def test_a_check_that_hangs_is_named(
     for check in CHECKS:
         limited(monkeypatch, check, 15)
     found = ask("device", of_mutation(subject, "a new peak never begins"), tmp_path)
-    said = re.fullmatch(
-        r"(\w+) had not ended after 15 s \(in never, table.py:\d+\)", found.trouble
-    )
+    said = re.fullmatch(r"(\w+) had not ended after 15 s \(in never, table.py:\d+\)", found.trouble)
     assert said is not None, found.trouble
     assert verdict(found.of(CHECKS[said[1]])) == ("failed", found.trouble)
     assert any(answer.holds for answer in found.answers.values()), "what was before it is kept"
