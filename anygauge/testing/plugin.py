@@ -59,11 +59,11 @@ def pytest_configure(config: pytest.Config) -> None:
         for option in ("--anygauge-backend", "--anygauge-strategy")
         if config.getoption(option)
     }
+    if len(chosen) > 1:
+        raise pytest.UsageError(f"{' and '.join(chosen)}: a run of pytest takes one of them")
     if chosen or config.getoption("--anygauge-report"):
         config.pluginmanager.register(_Reporter(), "anygauge-reporter")
         PROGRESS[:] = [_show_progress(config)]
-    if len(chosen) > 1:
-        raise pytest.UsageError(f"{' and '.join(chosen)}: a run of pytest takes one of them")
     for option, name in chosen.items():
         _choose(config, option, name)
 

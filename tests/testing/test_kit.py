@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from anygauge.registry import Registry
 from anygauge.testing import BackendContract
 from anygauge.testing.check import Answer, verdict
 from anygauge.testing.plugin import CONFORMANCE, contents
+from anygauge.testing.trials import is_beside
 from tests.testing.odd import odd_site
 from tests.testing.test_mutations import mutant_site
 
@@ -87,6 +91,11 @@ def asked_for(folder: Path, name: str = "page.json") -> Any:
     ("arguments", "said"),
     [
         (("--anygauge-backend", "nobody"), "there is no backend named 'nobody'"),
+        (("--anygauge-strategy", "nobody"), "there is no strategy named 'nobody'"),
+        (
+            ("--anygauge-backend", "cpu", "--anygauge-strategy", "ddp"),
+            "--anygauge-backend and --anygauge-strategy: a run of pytest takes one of them",
+        ),
         (
             ("--anygauge-backend", "cpu", "--anygauge-report", "page.txt"),
             "must end in .md or .json",
@@ -161,6 +170,27 @@ def test_without_a_device_the_contract_is_not_fully_tried(tmp_path: Path) -> Non
     }
     assert "is not fully tried" in done.stdout
     assert "on a device (all " in done.stdout
+
+
+@pytest.mark.slow
+def test_a_strategy_has_a_kit_of_its_own(tmp_path: Path) -> None:
+    done = kit(tmp_path, "--anygauge-strategy", "ddp")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 passed" in done.stdout
+    assert "cpu in the loop: device-adapter-ddp2-float32" in done.stdout
+
+
+def test_a_strategy_of_another_distribution_decides_no_verdict() -> None:
+    specs = {plugin.spec.name: plugin.spec for plugin in Registry.load().strategies}
+    assert not is_beside(specs["ddp"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "anygauge.registry.Registry.find_strategy",
+            lambda self, name: types.SimpleNamespace(distribution="their-own"),
+        )
+        assert is_beside(specs["ddp"])
+        patch.undo()
+    assert is_beside(dataclasses.replace(specs["ddp"], tolerance=0.01))
 
 
 # -- what is reported -----------------------------------------------------------------------------
