@@ -1,7 +1,8 @@
 """The page of the repository's own devices, made from the kit's reports of them.
 
 ``python -m docs.conformance_table cpu.json sim.json lazy.json`` writes the page anew; the reports
-are those of ``pytest --anygauge-backend NAME --anygauge-report NAME.json``.
+are those of ``pytest --anygauge-backend NAME --anygauge-report NAME.json``. Of several reports of a
+device, which were made of some parts each (``-k``), the later one of a check holds.
 """
 
 from __future__ import annotations
@@ -28,6 +29,20 @@ What the [conformance kit](../plugins.md#the-conformance-kit) found of this repo
 def row(name: str, values: Sequence[str]) -> str:
     """One line of a table."""
     return f"| {name} | {' | '.join(values)} |\n"
+
+
+def merged(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A report for each device."""
+    found: dict[str, dict[str, Any]] = {}
+    for report in reports:
+        one = found.setdefault(report["backend"], {**report, "checks": {}, "figures": {}})
+        one["checks"] |= {line["name"]: line for line in report["checks"]}
+        one["figures"] |= report["figures"]
+    for one in found.values():
+        one["checks"] = list(one["checks"].values())
+        results = {line["result"] for line in one["checks"]}
+        one["conforms"] = not results & {"failed", "untried"}
+    return list(found.values())
 
 
 def page(reports: Sequence[dict[str, Any]]) -> str:
@@ -58,4 +73,4 @@ def page(reports: Sequence[dict[str, Any]]) -> str:
 
 if __name__ == "__main__":
     given = [json.loads(Path(name).read_text(encoding="utf-8")) for name in sys.argv[1:]]
-    PAGE.write_text(page(given), encoding="utf-8")
+    PAGE.write_text(page(merged(given)), encoding="utf-8")
