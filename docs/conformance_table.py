@@ -73,4 +73,5 @@ def page(reports: Sequence[dict[str, Any]]) -> str:
 
 if __name__ == "__main__":
     given = [json.loads(Path(name).read_text(encoding="utf-8")) for name in sys.argv[1:]]
+    PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page(merged(given)), encoding="utf-8")
