@@ -478,7 +478,7 @@ def _make(on: RankContext, function: Function, call: Call, ask: Asked | None) ->
         asks()
         on.backend.placement.synchronize()
         return ""
-    refused = on.attempt(asks, call.what)
+    refused = on.attempt(asks, call.what, call.ranks)
     if refused:
         call.made.clear()
         call.given.clear()
@@ -524,7 +524,10 @@ HANDLED = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "bro
 )
 def handles(on: RankContext) -> None:
     on.asked_by_engines()
-    begun = _begin(on, MANY, (*HANDLED, "all_reduce_mean"))
+    names = [*HANDLED]
+    if not on.attempt(lambda: _begin(on, 1, ("all_reduce_mean",))[0][1].wait(), "a mean"):
+        names.append("all_reduce_mean")
+    begun = _begin(on, MANY, names)
     # 7 and their number have no common divisor: each is waited for once, the first not first.
     for n in range(MANY):
         call, work = begun[7 * (n + 1) % MANY]

@@ -108,8 +108,13 @@ class RankContext:
             f"should be {wanted[first].item()!r} and is {got[first].item()!r}"
         )
 
-    def attempt(self, action: Callable[[], Any], what: str) -> str:
-        """Do what a library may refuse; all ranks must refuse it, or none.
+    def attempt(
+        self, action: Callable[[], Any], what: str, ranks: Sequence[int] | None = None
+    ) -> str:
+        """Do what a library may refuse; all ranks that are asked must refuse it, or none.
+
+        Args:
+            ranks: those that are; None for all. The others come along.
 
         Returns:
             What was raised, in words; empty if it was done.
@@ -121,10 +126,11 @@ class RankContext:
         except Exception as error:
             refused = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         everyone = self.collectives.gather_objects(refused)
-        some = [rank for rank in self.ranks if everyone[rank]]
+        asked = self.ranks if ranks is None else ranks
+        some = [rank for rank in asked if everyone[rank]]
         reason = next(filter(None, everyone), "")
         self.hold(
-            len(some) in (0, self.world_size),
+            len(some) in (0, len(asked)),
             f"{what}: ranks {some} refuse it, the others do not: {reason}",
         )
         return reason
