@@ -587,6 +587,8 @@ class StrategySpec:
         options: ``"package.module:Class"``: derives from `Options`; the section's fields other
             than ``name``. Empty: there are none.
         reference: the conformance kit compares a strategy that shards with it, on one rank.
+        tolerance: largest relative difference of a loss from the reference's that it makes by
+            design, such as by compressing what ranks exchange; 0 where rounding explains all.
         world_sizes: the numbers of ranks that it runs on; empty: any.
         needs_process_group: whether ranks must have joined one before `Strategy.build`; a rank
             that is alone joins one, too.
@@ -621,6 +623,7 @@ class StrategySpec:
     summary: str = ""
     options: str = ""
     reference: bool = False
+    tolerance: float = 0.0
     world_sizes: tuple[int, ...] = ()
     needs_process_group: bool = True
     needs: tuple[Requirement, ...] = ()

@@ -1,166 +1,109 @@
-"""Why the loop fails: the first operation, module, gradient or update that leaves the host.
+"""Why the loop fails: the first operation whose result is not what float64 gives on the host.
 
-A process of its own trains a run that was found wrong once more, with the backend's environment:
-``python -m anygauge.testing.bisect`` reads a request from standard input as JSON, and writes the
-cause, in words, to the file that it names. It looks for
-
-1. the first operation whose result is not what float64 gives on the host for the same inputs;
-2. else, in the first step, the first module whose output differs from the host's, the first
-   parameter whose gradient does, and the first that is updated otherwise.
+A process for each rank trains a run that was found wrong once more, with the backend's environment,
+up to the step that differs: ``python -m anygauge.testing.bisect`` reads a request from standard
+input as JSON, and writes what it found, in words, to the file that it names. It repeats every
+operation of the device on the host, from the device's own inputs: the first whose result is out of
+its bound had inputs that were still what they should be, or what earlier rounding explains.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anygauge.interface import Backend, Job
-from anygauge.testing.process import Subject, environments, last_lines
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from anygauge.interface import HOST_DEVICE, Job
+from anygauge.testing.process import Subject, environments, last_lines, start
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from anygauge.training.setup import PreparedRun
 
-TIMEOUT_S = 300.0
-ALONE_S = 15.0
-"""How long the other ranks may take once one has ended without having searched."""
-POLL_S = 0.1
+TIMEOUT_S, ALONE_S, POLL_S = 300.0, 15.0, 0.1
+"""How long all may take; how long the other ranks may once one has ended; how often to look."""
 NOT_FOUND = "the cause was not found"
 
 
 def cause_of(
-    subject: Subject, folder: Path, found: Path, wanted: Path, step: int, *, dtype: str
+    subject: Subject,
+    folder: Path,
+    found: Path,
+    step: int,
+    *,
+    ranks: int = 1,
+    checkpoint: Path | None = None,
 ) -> str:
     """Where the device first leaves the host, as a sentence without its end; never raises.
 
     Args:
-        folder: for the answer and logs.
-        found: folder of the device's run, on one rank.
-        wanted: folder of the host's.
-        step: the first whose loss differs, from 1; later ones are not looked at.
-    """
-    request = {
-        "question": "training",
-        "found": str(found),
-        "wanted": str(wanted),
-        "steps": step,
-        "dtype": dtype,
-    }
-    return _answer(subject, folder, f"cause-{found.name}", request)
-
-
-def cause_of_resume(subject: Subject, folder: Path, whole: Path, checkpoint: Path) -> str:
-    """The first operation of a resumed run that gives other values than the undisturbed one.
-
-    Args:
-        whole: folder of the undisturbed run, on one rank.
-    """
-    request = {"question": "resume", "found": str(whole), "checkpoint": str(checkpoint)}
-    return _answer(subject, folder, f"cause-{whole.name}-resumed", request)
-
-
-def cause_of_ranks(
-    subject: Subject, folder: Path, found: Path, ranks: int, step: int, checkpoint: Path | None
-) -> str:
-    """The first collective, or operation of a rank, that is wrong in a run on several ranks.
-
-    Args:
-        found: folder of the run.
+        folder: for answers and logs.
+        found: folder of the device's run.
         step: the first whose loss differs, from 1; later ones are not looked at.
         checkpoint: that the run was resumed from.
     """
-    base = folder / f"cause-{found.name}"
+    name = f"cause-{found.name}"
     request = {
-        "question": "ranks",
         "found": str(found),
         "steps": step,
         "checkpoint": None if checkpoint is None else str(checkpoint),
-        "rendezvous": f"file://{base}.rendezvous",
-        "exchanged": str(base),
+        "rendezvous": None if ranks == 1 else f"file://{folder / name}.rendezvous",
     }
-    trouble = _asked(subject, folder, base.name, request, ranks=ranks)
-    # A rank that could not search says why; the others then wait for it in vain.
-    answers = [_read(folder / f"{base.name}.{rank}.json") for rank in range(ranks)]
-    failed = [f"{said} (rank {rank})" for rank, said in enumerate(answers) if _is_none(said)]
-    if failed or trouble:
-        return failed[0] if failed else trouble
-    request = {"question": "exchanged", "exchanged": str(base), "ranks": ranks}
-    return _answer(subject, folder, f"{base.name}-exchanged", request)
-
-
-def _answer(subject: Subject, folder: Path, name: str, request: Mapping[str, Any]) -> str:
-    """The cause that a process found, or why it found none."""
-    trouble = _asked(subject, folder, name, request)
-    if trouble:
-        return trouble
-    return _read(folder / f"{name}.0.json")
-
-
-def _read(answer: Path) -> str:
-    """What a process answered; empty where it did not."""
-    return str(json.loads(answer.read_text(encoding="utf-8"))["cause"]) if answer.exists() else ""
-
-
-def _is_none(cause: str) -> bool:
-    return cause.startswith(NOT_FOUND)
-
-
-def _asked(
-    subject: Subject, folder: Path, name: str, request: Mapping[str, Any], ranks: int = 1
-) -> str:
-    """Have a process for each rank answer; returns why one did not, empty if all did."""
-    part = "device" if ranks == 1 else "ranks"
+    answers = [folder / f"{name}.{rank}.json" for rank in range(ranks)]
     try:
-        found, trouble = environments(part, subject, ranks, folder)
-        if trouble:
-            return f"{NOT_FOUND}: {trouble}"
-        answers = [folder / f"{name}.{rank}.json" for rank in range(ranks)]
-        processes = []
-        for answer, environment in zip(answers, found, strict=True):
-            with answer.with_suffix(".log").open("wb") as output:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "anygauge.testing.bisect"],
-                    stdin=subprocess.PIPE,
-                    stdout=output,
-                    stderr=output,
-                    env=environment,
-                )
-            assert process.stdin is not None
-            process.stdin.write(json.dumps({**request, "answer": str(answer)}).encode())
-            process.stdin.close()
-            processes.append(process)
-        troubles = []
-        begun = time.monotonic()
-        deadline = begun + TIMEOUT_S
-        while any(process.poll() is None for process in processes):
-            ended = [a for a, p in zip(answers, processes, strict=True) if p.poll() is not None]
-            if any(not answer.exists() or _is_none(_read(answer)) for answer in ended):
-                deadline = min(deadline, time.monotonic() + ALONE_S)
-            if time.monotonic() > deadline:
-                break
-            time.sleep(POLL_S)
-        for answer, process in zip(answers, processes, strict=True):
-            status = process.poll()
-            if status is None:
-                process.kill()
-                process.wait()
-                took = time.monotonic() - begun
-                troubles.append(f"{NOT_FOUND} within {took:.0f} s")
-            elif not answer.exists():
-                said = last_lines(answer.with_suffix(".log"))
-                troubles.append(f"{NOT_FOUND}: the search ended with status {status}: {said}")
+        part = "device" if ranks == 1 else "ranks"
+        environment, trouble = environments(part, subject, ranks, folder)
+        if not trouble:
+            trouble = _ask(request, answers, environment)
+        said = [json.loads(each.read_text()) for each in answers if each.exists()]
     except Exception as error:  # the failure that is explained must be reported all the same
         return f"{NOT_FOUND}: {type(error).__name__}: {error}"
-    return troubles[0] if troubles else ""
+    first = min((each for each in said if each["place"]), key=lambda e: e["number"], default=None)
+    if first is not None:
+        where = f" on rank {first['rank']}" if ranks > 1 else ""
+        return f"the device leaves the host first{where} in {first['place']}"
+    return f"{NOT_FOUND}: {trouble or said[0]['seen']}"
+
+
+def _ask(request: Any, answers: Sequence[Path], environment: Sequence[Any]) -> str:
+    """Have a process for each rank answer; why one did not, empty if all did."""
+    processes = [
+        start(
+            ["anygauge.testing.bisect"],
+            {**request, "answer": str(answer)},
+            variables,
+            answer.with_suffix(".log"),
+        )
+        for answer, variables in zip(answers, environment, strict=True)
+    ]
+    deadline = time.monotonic() + TIMEOUT_S
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        if any(process.poll() is not None for process in processes):
+            # Whoever has found something, or failed, leaves the others waiting in vain.
+            deadline = min(deadline, time.monotonic() + ALONE_S)
+        time.sleep(POLL_S)
+    trouble = ""
+    for answer, process in zip(answers, processes, strict=True):
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+            trouble = trouble or "the search did not end"
+        elif not answer.exists():
+            trouble = f"the search ended with status {process.poll()}: " + last_lines(
+                answer.with_suffix(".log")
+            )
+    return trouble
 
 
 # -- in the process -------------------------------------------------------------------------------
@@ -169,32 +112,19 @@ def _asked(
 def main() -> None:
     """Answer the request on standard input."""
     request = json.loads(sys.stdin.read())
+    answer = {"rank": int(os.environ["RANK"]), "place": "", "number": 0}
     try:
-        cause = QUESTIONS[request["question"]](request)
+        run = prepared(Path(request["found"]), request["checkpoint"], request["rendezvous"])
+        answer |= first_operation(run, run.loop.backend.device_type, request["steps"])
     except Exception as error:
         traceback.print_exc()
         lines = str(error).strip().splitlines() or [""]
-        cause = f"{NOT_FOUND}: looking for it raised {type(error).__name__}: {lines[0]}"
-    Path(request["answer"]).write_text(json.dumps({"cause": cause}), encoding="utf-8")
+        answer["seen"] = f"looking for it raised {type(error).__name__}: {lines[0]}"
+    Path(request["answer"]).write_text(json.dumps(answer), encoding="utf-8")
 
 
-def prepared(
-    folder: Path,
-    name: str,
-    *,
-    backend: Backend | None = None,
-    checkpoint: str | None = None,
-    rendezvous: str | None = None,
-) -> PreparedRun:
-    """A run, ready for its first step once more, in a folder beside its own.
-
-    Args:
-        folder: of the run.
-        name: what is added to the folder's.
-        backend: an open one, of an earlier call; None opens the run's.
-        checkpoint: resume from it.
-        rendezvous: where its ranks meet; None for one rank.
-    """
+def prepared(folder: Path, checkpoint: str | None, rendezvous: str | None) -> PreparedRun:
+    """A run, ready for its first step once more, in a folder beside its own."""
     from anygauge.config.resolved import read_run
     from anygauge.registry import Registry
     from anygauge.training.checkpoints.manager import NEVER
@@ -207,7 +137,7 @@ def prepared(
     run = read_run(folder / "run.json")
     resumed = run.checkpoint.model_copy(update={"resume": checkpoint or NEVER})
     run = run.model_copy(update={"checkpoint": resumed})
-    home = folder.with_name(f"{folder.name}-{name}")
+    home = folder.with_name(f"{folder.name}-again")
     home.mkdir(exist_ok=True)
     job = Job.load(folder / "job.json")
     job = replace(job, run_directory=str(home), run_file=str(home / "run.json"), resume=False)
@@ -221,188 +151,247 @@ def prepared(
         events=events,
         progress=Progress(events),
     )
-    if backend is None:
-        backend = open_device(job, rank, run, registry)
+    backend = open_device(job, rank, run, registry)
     return prepare_run(job, run, rank, registry, backend, create_strategy(registry, run))
 
 
-def one_step(run: PreparedRun, index: int) -> None:
+def _one_step(run: PreparedRun, index: int) -> None:
     """Forward, backward and update of a step, as the loop does them."""
     from anygauge.training.moving import LazyBatches
     from anygauge.training.schedule import learning_rate
 
     loop = run.loop
     batches = LazyBatches(loop.batches.step(index), loop.to_device)
-    tokens = loop.batches.num_loss_tokens(index)
-    loop.engine.run_step(batches, loop.loss_function, tokens)
+    loop.engine.run_step(batches, loop.loss_function, loop.batches.num_loss_tokens(index))
     section = loop.settings
     lr = learning_rate(index, loop.batches.steps, section.optimizer.lr, section.schedule)
     loop.engine.update(lr, section.max_grad_norm)
 
 
-def evaluate_if_due(run: PreparedRun, done: int) -> None:
+def _evaluate_if_due(run: PreparedRun, done: int) -> None:
     """Evaluate where the loop would after so many steps."""
     loop = run.loop
-    if done % loop.settings.eval_every:
-        return
-    for batches, _ in loop.evaluations.values():
-        loop.engine.evaluate(map(loop.to_device, batches), loop.loss_function)
+    if done % loop.settings.eval_every == 0:
+        for batches, _ in loop.evaluations.values():
+            loop.engine.evaluate(map(loop.to_device, batches), loop.loss_function)
 
 
-def _training(request: Mapping[str, Any]) -> str:
-    """The first operation, or what else of the first step."""
-    folder = Path(request["found"])
-    found = prepared(folder, "again")
-    backend = found.loop.backend
-    place, seen = first_operation(found, backend.device_type, request["steps"])
-    if place:
-        return place
-    from anygauge.testing.compare import first_difference, recorded
-
-    mine = prepared(folder, "compared", backend=backend)
-    theirs = prepared(Path(request["wanted"]), "compared")
-    # The host pads rows as the device does, so that each value has one of the host's beside it.
-    theirs = replace(theirs, loop=replace(theirs.loop, batches=mine.loop.batches))
-    here, there = recorded(mine, one_step), recorded(theirs, one_step)
-    return first_difference(here, there, request["dtype"]) or f"{NOT_FOUND}: {seen}"
-
-
-def first_operation(run: PreparedRun, device_type: str, steps: int) -> tuple[str, str]:
-    """(The first operation that leaves the host, what was compared): the first empty if none does.
-
-    Args:
-        steps: to look at.
-    """
-    from anygauge.testing.place import place_in
-    from anygauge.testing.replay import Replay
-
-    with place_in(run.engine.model) as place:
-        for index in range(steps):
-            with Replay(device_type, place) as replay:
-                evaluate_if_due(run, index)
-                evaluating = replay.found is not None
-                one_step(run, index)
-                if index + 1 == steps:
-                    evaluate_if_due(run, steps)
-            if replay.found is not None:
-                departure, module = replay.found
-                when = "the evaluation before step" if evaluating else "step"
-                return (
-                    f"the device leaves the host first in {departure}{module}, {when} {index + 1}: "
-                    f"{departure.why}"
-                ), ""
+def first_operation(run: PreparedRun, device_type: str, steps: int) -> dict[str, Any]:
+    """``place``: the first operation that leaves the host, empty if none does; ``number``: how many
+    were repeated before it; ``seen``: what was compared."""
+    replay = Replay(device_type)
+    for index in range(run.loop.start, steps):
+        with replay:
+            _evaluate_if_due(run, index)
+            evaluating = replay.found
+            _one_step(run, index)
+            if index + 1 == steps:
+                _evaluate_if_due(run, steps)
+        if replay.found:
+            when = "the evaluation before step" if evaluating else "step"
+            place = f"{replay.found[0]}, {when} {index + 1}: {replay.found[1]}"
+            return {"place": place, "number": replay.compared}
     unknown = ", ".join(f"aten::{name}" for name in sorted(replay.unknown))
     seen = (
-        f"of step {steps} the host repeated {replay.compared} operations in float64 from the "
-        "device's inputs, and each agrees"
+        f"the host repeated {replay.compared} operations in float64 from the device's inputs, and "
+        "each agrees; what ranks exchange, compiled graphs and random numbers it cannot repeat"
     )
-    return "", seen + (f"; it cannot repeat {unknown}" if unknown else "")
+    return {"seen": seen + (f", nor {unknown}" if unknown else "")}
 
 
-# -- a resumed run beside the undisturbed one ------------------------------------------------------
+# -- the same operation in float64 -----------------------------------------------------------------
 
-
-def _resume(request: Mapping[str, Any]) -> str:
-    """The first operation that gives other values after the resume."""
-    folder, checkpoint = Path(request["found"]), Path(request["checkpoint"])
-    whole = prepared(folder, "again")
-    backend = whole.loop.backend
-    done = int(json.loads((checkpoint / "checkpoint.json").read_text(encoding="utf-8"))["step"])
-    for index in range(done):
-        one_step(whole, index)
-    state = _state(whole)
-    undisturbed = _values(whole, backend.device_type, done)
-    resumed = prepared(folder, "resumed", backend=backend, checkpoint=str(checkpoint))
-    for (name, key), value in _state(resumed).items():
-        if not state[name, key].equal(value):
-            what = "the parameter" if key == "parameter" else f"the optimizer's {key} of"
-            return f"what is restored differs first in {what} {name}"
-    again = _values(resumed, backend.device_type, done)
-    for number, (before, after) in enumerate(zip(undisturbed, again, strict=False), start=1):
-        if before != after:
-            return (
-                f"after the resume the first values that differ are those of {after[0]}"
-                f"{after[1]}, step {done + 1}, operation {number}"
-            )
-    return f"{NOT_FOUND}: in one process the resumed step {done + 1} is the undisturbed one"
-
-
-def _state(run: PreparedRun) -> dict[tuple[str, str], Tensor]:
-    return {
-        (name, key): value for name, key, value in run.engine.export_state() if value is not None
-    }
-
-
-def _values(run: PreparedRun, device_type: str, index: int) -> list[tuple[str, str, bytes]]:
-    """(Operation, where, digest of what it gave) of all of a step."""
-    from anygauge.testing.compare import Digests
-    from anygauge.testing.place import place_in
-
-    with place_in(run.engine.model) as place, Digests(device_type, place) as digests:
-        one_step(run, index)
-    return digests.found
-
-
-# -- ranks side by side ---------------------------------------------------------------------------
-
-
-def _ranks(request: Mapping[str, Any]) -> str:
-    """Record what this rank exchanges, and its first operation that leaves the host."""
-    import torch
-
-    from anygauge.testing.exchanged import recorded
-    from anygauge.testing.place import place_in
-    from anygauge.testing.replay import Replay
-
-    run = prepared(
-        Path(request["found"]),
-        "again",
-        checkpoint=request["checkpoint"],
-        rendezvous=request["rendezvous"],
-    )
-    backend = run.loop.backend
-    first, wrong, after = run.loop.start, "", -1
-    with recorded() as exchanges, place_in(run.engine.model) as place:
-        for index in range(first, request["steps"]):
-            with Replay(backend.device_type, place) as replay:
-                one_step(run, index)
-            if replay.found is not None:
-                departure, module = replay.found
-                wrong = f"{departure}{module}, step {index + 1}: {departure.why}"
-                after = len(exchanges)
-                break
-    path = f"{request['exchanged']}.{os.environ['RANK']}.pt"
-    torch.save({"exchanges": exchanges, "place": wrong, "after": after}, path)
-    backend.close()
-    return wrong
-
-
-def _exchanged(request: Mapping[str, Any]) -> str:
-    """The first wrong collective or operation of what ranks recorded."""
-    import torch
-
-    from anygauge.testing.exchanged import first_wrong
-
-    found = [
-        torch.load(f"{request['exchanged']}.{rank}.pt", weights_only=False)
-        for rank in range(request["ranks"])
-    ]
-    number, wrong = first_wrong([each["exchanges"] for each in found])
-    for rank, each in enumerate(found):
-        if each["place"] and (not wrong or each["after"] <= number):
-            return f"the device leaves the host first on rank {rank} in {each['place']}"
-    if wrong:
-        return f"the ranks leave the host first in {wrong}"
-    count = len(found[0]["exchanges"])
-    return f"{NOT_FOUND}: each of {count} collectives gives what the host makes of its inputs"
-
-
-QUESTIONS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "training": _training,
-    "resume": _resume,
-    "ranks": _ranks,
-    "exchanged": _exchanged,
+ROUNDINGS = 8.0
+"""Roundings of the accumulator's type that an operation may make for each term's square root."""
+LIKE_THE_HOST = 4.0
+"""How many times as far from float64 as the host's own kernel of the same type."""
+PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "mv", "dot", "convolution"})
+LINEAR = PRODUCTS | {
+    *("sum", "mean", "cumsum", "add", "add_", "addcmul", "addcmul_", "lerp", "lerp_", "index_add"),
+    *("scatter_add", "scatter_add_", "index_add_", "index_put_", "embedding_dense_backward"),
+    *("_foreach_add_", "_foreach_addcmul_", "_foreach_lerp_", "_foreach_add", "_foreach_addcmul"),
 }
+"""Their largest terms are the same operation of absolute values."""
+NOT_REPEATED = frozenset(
+    {
+        *("as_strided", "as_strided_", "set_", "resize_", "_reshape_alias", "record_stream"),
+        *("detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+    }
+)
+"""What they give depends on more than their inputs' values, or they compute nothing."""
+ORDERS = frozenset({"sort", "topk", "argmax", "argmin", "argsort", "max", "min", "mode", "median"})
+"""Their indices among equal values are free."""
+
+
+class Replay(TorchDispatchMode):
+    """Repeats what runs within it.
+
+    Attributes:
+        found: (the first operation that leaves the host, why); None as long as there is none.
+        compared: operations that were repeated.
+        unknown: those that the host cannot repeat in float64, by name: how often.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self._device_type = device_type
+        self.found: tuple[str, str] | None = None
+        self.compared = 0
+        self.unknown: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run it, then repeat it."""
+        kwargs = kwargs or {}
+        if self.found is not None or not self._is_asked(func, args, kwargs):
+            return func(*args, **kwargs)
+        before = tree_map(_on_host, (args, kwargs))
+        result = func(*args, **kwargs)
+        try:
+            departure = departed(func, before, [*_written(func, args, kwargs), *_tensors(result)])
+        except Exception:  # whatever the host has no kernel for, in float64
+            self.unknown[func.overloadpacket.__name__] += 1
+            return result
+        self.compared += 1
+        self.found = departure
+        return result
+
+    def _is_asked(self, func: Any, args: Any, kwargs: Any) -> bool:
+        if func.namespace != "aten" or func.overloadpacket.__name__ in NOT_REPEATED:
+            return False
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return False
+        tensors = _tensors((args, kwargs))
+        if any(type(each) not in (Tensor, nn.Parameter) for each in tensors):
+            return False
+        made = torch.device(kwargs.get("device") or HOST_DEVICE).type
+        return self._device_type in {made, *(each.device.type for each in tensors)}
+
+
+def departed(func: Any, before: Any, found: Sequence[Tensor]) -> tuple[str, str] | None:
+    """(The operation in words, why) if a result is out of its bound.
+
+    Args:
+        before: (args, kwargs) as they were, on the host.
+        found: what the operation wrote to and returned, on the device.
+    """
+    name = func.overloadpacket.__name__
+    inputs = _tensors(before)
+    exact = _again(func, before, _in_float64)
+    exactly = name in ("_to_copy", "copy_") or not any(t.is_floating_point() for t in inputs)
+    usual = exact if exactly else _again(func, before, lambda leaf: leaf)
+    linear = name in LINEAR and bool(inputs)
+    terms = _again(func, before, lambda t: _absolute(_in_float64(t))) if linear else exact
+    for got, wanted, host, size in zip(found, exact, usual, terms, strict=True):
+        if name in ORDERS and not got.is_floating_point():
+            continue
+        why = out_of_bound(got, wanted, host, size, _terms(name, inputs, wanted) if linear else 1.0)
+        if why:
+            shown = max([*inputs[:1], wanted], key=Tensor.numel)
+            shape = " x ".join(map(str, shown.shape)) or "a number"
+            dtype = str(got.dtype).removeprefix("torch.")
+            return f"{func.namespace}::{name} ({dtype}, {shape})", why
+    return None
+
+
+def out_of_bound(found: Tensor, exact: Tensor, host: Tensor, terms: Tensor, count: float) -> str:
+    """Why a result is wrong; empty if rounding explains it.
+
+    The bound of each element is two roundings of the result's type u, those of a sum of `count`
+    terms that is kept in float32 at least, ``8 sqrt(count) 2^-24`` of the terms' size, and four
+    times what the host's kernel of the same type is away from float64.
+
+    Args:
+        found: on the device.
+        exact: in float64.
+        host: of the host's kernel in the device's type.
+        terms: the size of the terms that each element is summed from.
+    """
+    here = found.detach().to(HOST_DEVICE)
+    if here.shape != exact.shape:
+        return f"its shape is {tuple(here.shape)}, not {tuple(exact.shape)}"
+    if not here.numel() or here.is_complex():
+        return ""
+    if not here.is_floating_point():
+        wrong = int((here != exact.to(here.dtype)).sum())
+        return f"{wrong} of {here.numel()} values are wrong" if wrong else ""
+    limits = torch.finfo(here.dtype)
+    wide = here.double()
+    finite = exact.isfinite() & (exact.abs() < limits.max)
+    lost = int((~wide.isfinite() & finite).sum())
+    if lost or not bool(finite.any()):
+        return f"{lost} values are not finite" if lost else ""
+    error = torch.where(finite, wide - exact, 0.0).abs()
+    accumulator = min(torch.finfo(torch.float32).eps, limits.eps) / 2
+    own = torch.where(finite & host.double().isfinite(), host.double() - exact, 0.0).abs().max()
+    size = torch.where(terms.isfinite(), terms, 0.0).abs()
+    if count == 1.0:
+        size = size.max().expand_as(size)
+    bound = (
+        2 * limits.eps / 2 * exact.abs()
+        + ROUNDINGS * count**0.5 * accumulator * size
+        + LIKE_THE_HOST * own
+        + limits.smallest_normal
+    )
+    if not bool(((error > bound) & finite).any()):
+        return ""
+    at = int((error / bound.clamp(min=1e-300)).argmax())
+    return (
+        f"{wide.flatten()[at]:.6g} where float64 gives {exact.flatten()[at]:.6g}; rounding "
+        f"explains {bound.flatten()[at]:.1g}"
+    )
+
+
+def _again(func: Any, before: Any, change: Callable[[Any], Any]) -> list[Tensor]:
+    """Run an operation on the host: the arguments that it wrote to, and what it returned."""
+    copies = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, before)
+    args, kwargs = tree_map(change, copies)
+    if func.overloadpacket.__name__ in ("_softmax", "_log_softmax"):
+        args = (*args[:2], False)  # a type of its own for the result: here both have one
+    result = func(*args, **kwargs)
+    return [*_written(func, args, kwargs), *_tensors(result)]
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that an operation writes to."""
+    found: list[Tensor] = []
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += _tensors(args[at] if at < len(args) else kwargs.get(argument.name))
+    return found
+
+
+def _on_host(leaf: Any) -> Any:
+    """A value as it is now, on the host; other devices become the host."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach().to(HOST_DEVICE, copy=True)
+    return torch.device(HOST_DEVICE) if isinstance(leaf, torch.device) else leaf
+
+
+def _in_float64(leaf: Any) -> Any:
+    """A number, or the type of one, in float64; whole numbers stay."""
+    if isinstance(leaf, Tensor):
+        return leaf.double() if leaf.is_floating_point() else leaf
+    if isinstance(leaf, torch.dtype) and leaf.is_floating_point:
+        return torch.float64
+    return leaf
+
+
+def _absolute(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.abs() if leaf.is_floating_point() else leaf
+    return abs(leaf) if isinstance(leaf, float) else leaf
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _terms(name: str, inputs: Sequence[Tensor], result: Tensor) -> float:
+    """How many terms each element of a result is summed from, at most."""
+    if name in PRODUCTS and inputs[-1].dim() >= 2:
+        return max(2.0, float(inputs[-1].shape[-2]))
+    return max(2.0, inputs[0].numel() / max(1, result.numel()), inputs[-1].numel() ** 0.5)
+
 
 if __name__ == "__main__":
     # Under its own name, as what it imports knows it.

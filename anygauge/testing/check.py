@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 CHOSEN = "ANYGAUGE_CONFORMANCE_BACKEND"
 """Passes the name of ``--anygauge-backend`` to the contract."""
+CHOSEN_STRATEGY = "ANYGAUGE_CONFORMANCE_STRATEGY"
+"""Likewise, of ``--anygauge-strategy``."""
 DECLARED = "declared: "
 """The reason of a skip begins with it where the backend declares the capability missing."""
 NOT_ASKED = "not asked: "
@@ -56,7 +58,7 @@ class ConformanceCheck:
             not hold.
         of_the_end: it is about how the part's processes ended, which they cannot report themselves:
             its function gets a description of that, empty if all was in order.
-        of_the_close: it is asked after the backend was closed, and gets the process's `Course`.
+        of_the_close: it is asked after the backend was closed, and gets its `ProcessState`.
     """
 
     name: str
@@ -121,6 +123,16 @@ class Opened:
     def placement(self) -> Any:
         """The backend's."""
         return self.backend.placement
+
+
+PROGRESS: list[Callable[[str], None]] = []
+"""Show a line while the kit runs: what it is at. The pytest plugin adds one."""
+
+
+def progress(text: str) -> None:
+    """Say what is being tried, such as ``cpu on 2 ranks: broadcast``."""
+    for show in PROGRESS:
+        show(text)
 
 
 CHECKS: dict[str, ConformanceCheck] = {}

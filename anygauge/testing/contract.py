@@ -19,14 +19,6 @@ import pytest
 
 from anygauge.interface import StrategySpec, Support
 from anygauge.registry import Registry
-from anygauge.testing import basic as _basic  # noqa: F401  (for its checks, as the next ones)
-from anygauge.testing import device as _device  # noqa: F401
-from anygauge.testing import ends as _ends  # noqa: F401
-from anygauge.testing import figures as _figures  # noqa: F401
-from anygauge.testing import paper_ends as _paper_ends  # noqa: F401
-from anygauge.testing import paper_rules as _paper_rules  # noqa: F401
-from anygauge.testing import paper_spec as _paper_spec  # noqa: F401
-from anygauge.testing import ranks as _ranks  # noqa: F401
 from anygauge.testing.check import (
     CHECKS,
     CHOSEN,
@@ -36,16 +28,18 @@ from anygauge.testing.check import (
     sharding,
     verdict,
 )
-from anygauge.testing.loop import RunFailed, prepare, run_when_overruled
-from anygauge.testing.process import PartAnswers, Subject, ask
+from anygauge.testing.loop import prepare
+from anygauge.testing.process import PartAnswers, Subject, ask, import_checks
 from anygauge.testing.trials import (
     LoopTrials,
     every,
+    is_beside,
     others,
     ranks_of,
-    refused_engines,
 )
 
+for _part in ("basic", "device", "ranks"):
+    import_checks(_part)
 BEST_FIRST = ("passed", "skipped", "declared", "failed")
 
 
@@ -140,12 +134,6 @@ class BackendContract:
         prepare(folder)
         return LoopTrials(subject=subject, folder=folder, stated=cls.loss_noise)
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def refusals(cls) -> dict[int, str]:
-        """What is wrong with the refusal of ZeRO, by ranks; empty where nothing is."""
-        return {}
-
     # -- without hardware -----------------------------------------------------------------------
 
     @_of("basic")
@@ -211,18 +199,11 @@ class BackendContract:
         ranks: int,
         subject: Subject,
         runs: LoopTrials,
-        refusals: dict[int, str],
         devices: int,
     ) -> None:
         """ZeRO-3 + LoRA on several ranks: the same losses as one process on the host."""
         declared = _refused_engine(subject)
         if declared:
-            most = min(ranks, devices, max(self.rank_counts))
-            tried = max(count for count in (1, 2, 4) if count <= most)  # they divide the batch
-            if tried not in refusals:
-                refusals[tried] = self._wrong_refusal(subject, runs, sharding(), tried)
-            if refusals[tried]:
-                pytest.fail(refusals[tried], pytrace=False)
             pytest.skip(f"{DECLARED}{declared}")
         if ranks not in self.rank_counts:
             pytest.skip(f"rank_counts asks for {', '.join(map(str, self.rank_counts))} alone")
@@ -234,18 +215,17 @@ class BackendContract:
     def test_every_strategy_trains_as_one_process_does(
         self, subject: Subject, runs: LoopTrials, devices: int
     ) -> None:
-        """Each other installed strategy whose needs the device meets: the losses of one process.
-        One whose engine is refused does not work."""
+        """Each other strategy of anygauge whose needs the device meets: the losses of one process.
+        Those of other plugins are reported beside the verdict."""
         specs, refused = others(subject)
         ranks = self._ranks(devices)
-        why = every(
-            refused_engines(subject),
-            lambda spec: self._wrong_refusal(subject, runs, spec, ranks_of(spec, ranks)),
-        )
-        assert not why, why
         if not specs and refused:
             pytest.skip(DECLARED + "; ".join(f"{name}: {why}" for name, why in refused.items()))
-        why = every(specs, lambda spec: runs.spread(spec, ranks_of(spec, ranks)))
+        for spec in filter(is_beside, specs):
+            why = every([spec], lambda each: runs.spread(each, ranks_of(each, ranks)))
+            runs.figures[f"beside the verdict: strategy {spec.name}"] = why or "as one process"
+        own = [spec for spec in specs if not is_beside(spec)]
+        why = every(own, lambda spec: runs.spread(spec, ranks_of(spec, ranks)))
         assert not why, why
         if ranks < 2:
             pytest.skip("tried on one rank alone: there is one device, or rank_counts asks for it")
@@ -272,29 +252,6 @@ class BackendContract:
     def _ranks(self, devices: int) -> int:
         """How many ranks a strategy is tried on."""
         return min((n for n in (2, 4) if n in self.rank_counts and n <= devices), default=1)
-
-    def _wrong_refusal(
-        self, subject: Subject, runs: LoopTrials, spec: StrategySpec, ranks: int
-    ) -> str:
-        """Why a strategy must not be refused as it is; empty if it may."""
-        declared = _refused_engine(subject, spec)
-        try:
-            refused = runs.run("spread", "float32", strategy=spec.name, ranks=ranks)
-        except RunFailed as error:
-            if declared not in str(error):
-                return f"a refusal must give the declared reason; it says: {error}"
-        else:
-            return f"refused ({declared}), but the run was not: {refused.folder}"
-        # It stands on collectives; whether those are missing is a question of its own.
-        if not _declared(subject, "collectives"):
-            return ""
-        made = run_when_overruled(subject, runs.folder, spec.name, ranks)
-        if made is None or runs.compared("spread", "float32", made, "overruled", spread=True):
-            return ""
-        return (
-            f"refused ({declared}), but it works: a run on {ranks} ranks that was not refused has "
-            "the losses of one process on the host"
-        )
 
 
 def _ask_type(dtype: str, on_device: PartAnswers) -> None:

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +27,7 @@ from anygauge.interface import (
     MemoryStats,
     NotAvailableError,
 )
+from anygauge.registry import Registry
 from anygauge.testing import (  # noqa: F401  (their checks are of this part, too)
     arithmetic,
     blocks,
@@ -29,23 +37,39 @@ from anygauge.testing import (  # noqa: F401  (their checks are of this part, to
     elementwise,
     extremes,
     fp8,
-    given,
     gradients,
     graphs,
     products,
     products_of_views,
-    resources,
 )
 from anygauge.testing.check import TOLERANCE, NotAsked, Opened, check
 
-MIB = 2**20
+MIB, LARGEST_MEMORY, MOST_OF_THE_HOST = 2**20, 2**50, 2**30
+"""Bytes: a unit; what no device of today has; what is exhausted though it is the host's."""
+PIECES = 64
+"""Allocations by which memory is exhausted, and as many again of a 64th of their size."""
+FASTEST = 1e17
+"""Operations per second that no device reaches yet."""
+TIMES = 3
+"""How often the same is computed where it must have the same bits."""
+SEEN = """
+import json, os, sys
+from anygauge.registry import Registry
+name, options, answer = json.load(sys.stdin)
+backend = Registry.load(os.environ).create_backend(name, options)
+backend.open(0)
+found = backend.placement.device_count()
+backend.close()
+with open(answer, "w") as file:
+    json.dump(found, file)
+"""
 ALLOCATOR = "allocator"
 PROCESS = "process"
 """`MemoryStats.kind` of a device with an allocator of its own, and of one without."""
 UNITS = {
     "percent": (0.0, 100.0),
-    "w": (0.0, 20_000.0),
-    "c": (-50.0, 200.0),
+    "w": (0.0, 5000.0),
+    "c": (-50.0, 150.0),
     "bytes": (0.0, 2.0**50),
     "mhz": (0.0, 20_000.0),
 }
@@ -125,41 +149,85 @@ def synchronizes(on: Opened) -> None:
 
 
 @check(
-    "only an exhausted memory counts as out of memory",
+    "exhausted memory, and nothing else, counts as out of memory; the device works after it",
     part="device",
-    means="each error would be reported as missing memory; look at is_out_of_memory, which "
-    "must know the driver's words alone",
+    means="the batch size that fits would not be found, or a run would end in an unknown error; "
+    "look at the driver's errors of small and huge requests, and at what a failed one leaves",
 )
-def out_of_memory_is_told_apart(on: Opened) -> None:
-    for error in (ValueError("shape"), RuntimeError("mat1 and mat2 shapes cannot be multiplied")):
-        assert not on.placement.is_out_of_memory(error), f"{error!r} counts as out of memory"
-
-
-@check(
-    "more memory than the device has is refused, and counts as out of memory",
-    part="device",
-    means="a run that needs a smaller batch would end in an unknown error; look at "
-    "is_out_of_memory and at the errors of the driver",
-)
-def out_of_memory_is_recognised(on: Opened) -> None:
-    if on.placement.memory().kind != ALLOCATOR:
+def out_of_memory(on: Opened) -> None:
+    for other in (ValueError("shape"), RuntimeError("mat1 and mat2 shapes cannot be multiplied")):
+        assert not on.placement.is_out_of_memory(other), f"{other!r} counts as out of memory"
+    stats = on.placement.memory()
+    if stats.kind.split(",")[0] != ALLOCATOR:
         raise NotAsked("it shares the host's memory, and exhausting that would harm others")
-    limit = on.placement.memory().limit
-    if limit is None:
+    if stats.limit is None:
         raise NotAsked("memory().limit is unknown, so exhaustion cannot be tried")
-    try:
-        torch.empty(limit * 2, dtype=torch.uint8, device=on.device)
-        on.placement.synchronize()  # which some devices have errors wait for
-    except Exception as error:
-        assert on.placement.is_out_of_memory(error), (
-            f"{type(error).__name__}: {error} does not count as out of memory"
-        )
-    else:
-        raise AssertionError(
-            f"{limit * 2} bytes were given, of {limit}: memory().limit is None where a device "
+    before = stats.in_use
+    for size in (2 * stats.limit, 16 * stats.limit, 2**60):
+        assert _refused(on, size) is None, (
+            f"{size} bytes were given, of {stats.limit}: memory().limit is None where a device "
             "moves to the host what it has no room for"
         )
-    assert float(torch.ones(2, device=on.device).sum()) == 2, "nothing works after it"
+        _works(on, f"after {size} bytes were refused")
+    piece = max(stats.limit // PIECES, MIB)
+    if stats.limit > MOST_OF_THE_HOST and _grows(on, piece):
+        return  # it lives in the host's memory, and exhausting that would harm others
+    held: list[torch.Tensor] = []
+    for size in (piece, max(piece // PIECES, MIB)):
+        for _ in range(2 * PIECES):
+            found = _refused(on, size)
+            if found is None:
+                break
+            held.append(found)
+        else:
+            held.clear()
+            raise AssertionError(
+                f"{2 * PIECES * size} bytes in pieces of {size} were given, of {stats.limit}"
+            )
+    given, taken = sum(each.numel() for each in held), on.placement.memory().in_use - before
+    assert given <= taken <= stats.limit, (
+        f"{len(held)} pieces hold {given} bytes of {stats.limit}, but memory in use grew by {taken}"
+    )
+    held.clear()
+    del found
+    left = _memory(on).in_use - before
+    assert left <= MIB, f"{left} bytes stay in use after memory was exhausted and freed"
+    _works(on, "after memory was exhausted and freed")
+    assert _refused(on, piece) is not None, f"{piece} bytes are refused after all was freed"
+
+
+def _refused(on: Opened, size: int) -> torch.Tensor | None:
+    """Memory of `size` bytes, or None where it was refused in the right way."""
+    try:
+        held = torch.empty(size, dtype=torch.uint8, device=on.device)
+        held[-1:].fill_(1)
+        on.placement.synchronize()  # some report only now
+        return held
+    except Exception as error:
+        assert on.placement.is_out_of_memory(error), (
+            f"{size} bytes: {type(error).__name__}: {str(error).splitlines()[0]} does not count as "
+            "out of memory"
+        )
+        return None
+
+
+def _grows(on: Opened, size: int) -> bool:
+    """Whether the device's memory is the process's own."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+
+    before = resident()
+    held = torch.empty(size, dtype=torch.uint8, device=on.device).fill_(1)
+    on.placement.synchronize()
+    grown = (resident() - before) * resource.getpagesize()
+    del held
+    return grown > size // 2
+
+
+def _works(on: Opened, when: str) -> None:
+    found = torch.ones(64, 64, device=on.device) @ torch.ones(64, 64, device=on.device)
+    assert bool(found.to(HOST_DEVICE).eq(64).all()), f"{when} a product of ones is wrong"
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -211,17 +279,29 @@ def peak_is_kept_and_reset(on: Opened) -> None:
 
 
 @check(
-    "the numbers of memory are in order, and say what was counted",
+    "memory is counted in whole bytes, in order, of a known kind, and its limit stays the same",
     part="device",
-    means="reports would contradict themselves; look at memory(), for numbers of several "
-    "devices or of another unit",
+    means="reports contradict themselves; the vendor's tool gives mebibytes, a share, -1 for "
+    "unknown, or numbers of several devices",
 )
-def memory_numbers_are_sound(on: Opened) -> None:
+def memory_is_counted(on: Opened) -> None:
     stats = _memory(on)
     assert stats.kind.split(",")[0] in (ALLOCATOR, PROCESS), f"kind is {stats.kind!r}"
-    assert 0 <= stats.in_use <= stats.peak
+    for name in ("in_use", "peak", "reserved", "limit"):
+        value = getattr(stats, name)
+        if value is not None or name in ("in_use", "peak"):
+            whole = type(value) is int and 0 <= value < LARGEST_MEMORY
+            assert whole, f"{name} is {value!r}, not a number of bytes that a device has"
+    assert stats.in_use <= stats.peak
     assert stats.reserved is None or stats.reserved >= stats.in_use
-    assert stats.limit is None or stats.limit >= stats.in_use
+    assert stats.limit is None or stats.limit >= max(stats.in_use, MIB), (
+        f"limit is {stats.limit} bytes; it is not counted in larger units, and None where unknown"
+    )
+    held = torch.ones(MIB, device=on.device)
+    again = _memory(on)
+    del held
+    assert again.limit == stats.limit, f"the limit was {stats.limit}, then {again.limit}"
+    assert again.kind == stats.kind, f"kind was {stats.kind!r}, then {again.kind!r}"
 
 
 # -- randomness -----------------------------------------------------------------------------------
@@ -293,38 +373,121 @@ def capabilities_are_settled(on: Opened) -> None:
 
 
 @check(
-    "a peak rate comes with its source",
+    "peak rates have a source, are those of a device, stay the same, and are higher in lower types",
     part="device",
-    means="the share of the peak would be nonsense; look at peak_flops, for TFLOPS instead of "
-    "operations per second",
+    means="the share of the peak that a run reports would be nonsense; look for rates in TFLOPS "
+    "instead of operations per second, with sparsity counted, or of another card",
 )
-def peak_rate(on: Opened) -> None:
-    found = [on.placement.peak_flops(name) for name in TOLERANCE]
-    if not any(found):
+def peak_rates(on: Opened) -> None:
+    found = {name: on.placement.peak_flops(name) for name in TOLERANCE}
+    known = {name: peak.value for name, peak in found.items() if peak is not None}
+    if not known:
         raise NotAsked("peak_flops gives None: no rate is known of the opened device")
-    for peak in filter(None, found):
-        plausible = 1e9 < peak.value < 1e18
-        assert plausible, f"{peak.value} operations per second is not a device's rate"
-        assert peak.source.strip(), "no source"
-
-
-# -- the end --------------------------------------------------------------------------------------
+    for name, value in known.items():
+        plausible = math.isfinite(value) and 1e9 < value < FASTEST
+        assert plausible, f"{value} operations per second in {name} is not a device's rate"
+        again = on.placement.peak_flops(name)
+        assert found[name] == again, f"peak_flops({name!r}) was {found[name]}, then {again}"
+        assert found[name].source.strip(), f"{name}: no source"
+        least = known.get("float32", 0.0)
+        assert value >= least, (
+            f"{value:.3g} operations per second in {name}, {least:.3g} in float32"
+        )
+    for unknown in ("no type", "", "int3"):
+        rate = on.placement.peak_flops(unknown)
+        assert rate is None, f"a rate of the type {unknown!r}, which does not exist: {rate}"
 
 
 @check(
-    "how busy the device is comes as finite numbers with their unit in the name",
+    "how busy the device is comes as plausible numbers with their unit in the name",
     part="device",
-    means="dashboards would mix units; look at utilisation(), whose names must end in one",
+    means="dashboards would show nonsense; look for what a driver gives where it has no counter, "
+    "and for units: milliwatts, kelvin, fractions instead of percent",
 )
 def utilisation_is_sound(on: Opened) -> None:
     for name, value in on.placement.utilisation().items():
-        assert name.rsplit("_", 1)[-1] in UNITS, f"{name}: the name does not end in a unit"
         unit = name.rsplit("_", 1)[-1]
+        assert unit in UNITS, f"{name}: the name does not end in a unit"
         least, most = UNITS[unit]
         # A comparison with what is not a number is false, too.
-        assert isinstance(value, float) and least <= value <= most, (
-            f"{name}: {value!r}, of {least:g} to {most:g}"
-        )
+        sound = isinstance(value, float) and least <= value <= most
+        assert sound, f"{name}: {value!r}, not a number from {least:g} to {most:g}"
+
+
+@check(
+    "as many devices are probed as can be opened, and the visibility variable hides the others",
+    part="device",
+    means="`--devices auto` starts too few ranks or too many, or jobs that share a machine take "
+    "each other's devices; the probe counts files, or the variable has another name or form",
+    limit_s=120,
+)
+def devices_are_counted(on: Opened) -> None:
+    if on.device.index is None:
+        raise NotAsked("its device bears no number, and any number of ranks share it")
+    variable = on.backend.launch.visibility_variable
+    probed = Registry.load(os.environ).probe(on.backend.name).device_count
+    if probed is not None:
+        # The probe looks at the machine, also where this process may see some of its devices alone.
+        fits = probed >= on.visible if (variable or "") in os.environ else probed == on.visible
+        assert fits, f"the probe counts {probed}, the placement {on.visible}"
+    if variable is None or on.visible < 2:
+        return
+    named = os.environ.get(variable, ",".join(map(str, range(on.visible)))).split(",")[-1]
+    answer = Path(f"{variable}.json").absolute()
+    done = subprocess.run(
+        [sys.executable, "-c", SEEN],
+        input=json.dumps(
+            [on.backend.name, on.backend.options.model_dump(exclude_unset=True), str(answer)]
+        ),
+        env={**os.environ, variable: named},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    said = done.stderr.strip().splitlines()
+    assert done.returncode == 0, f"with {variable}={named}: {said[-1] if said else ''}"
+    found = json.loads(answer.read_text(encoding="utf-8"))
+    answer.unlink()
+    assert found == 1, f"with {variable}={named} a process sees {found} devices"
+
+
+@check(
+    "the same operations on the same values give the same bits, unless `sums_vary` says otherwise",
+    part="device",
+    means="a resumed run has other losses than an undisturbed one, and nobody is warned; sums "
+    "whose order threads decide",
+)
+def same_bits_again(on: Opened) -> None:
+    reason = on.backend.sums_vary
+    assert isinstance(reason, str), f"sums_vary is {reason!r}; it gives the reason in words"
+    if reason:
+        raise NotAsked(f"sums vary: {reason}")
+    host = torch.Generator().manual_seed(11)
+    a, b = torch.randn(256, 512, generator=host), torch.randn(512, 128, generator=host)
+    rows = torch.randint(0, 16, (512,), generator=host)
+
+    def computed() -> list[torch.Tensor]:
+        left, right, index = (each.to(on.device, copy=True) for each in (a, b, rows))
+        left.requires_grad_()
+        table = torch.zeros(16, 256, device=on.device).index_add(0, index, left.t())
+        loss = torch.softmax(left @ right, dim=-1).square().mean() + table.square().mean()
+        loss.backward()
+        assert left.grad is not None
+        return [each.detach().to(HOST_DEVICE) for each in (table, loss, left.grad)]
+
+    first = computed()
+    for _ in range(TIMES):
+        for what, one, other in zip(
+            ("a sum of rows", "a loss", "a gradient"), first, computed(), strict=True
+        ):
+            assert torch.equal(one, other), (
+                f"{what} differs from the same before by {float((one - other).abs().max()):.1e}; "
+                "if that is how the device adds, say why in Backend.sums_vary"
+            )
+
+
+# -- the end --------------------------------------------------------------------------------------
 
 
 @check(

@@ -6,26 +6,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from anygauge.config.strategies import section_of
-from anygauge.interface import (
-    API_VERSION,
-    HOST_DEVICE,
-    Backend,
-    BackendSpec,
-    Options,
-    Probe,
-    hookimpl,
-)
+from anygauge.interface import HOST_DEVICE, Backend
 from anygauge.kernels.choose import choose_kernels
 from anygauge.registry import Registry
-from anygauge.testing.check import COLLECTIVE_TIMEOUT_S
+from anygauge.testing.check import progress
 from anygauge.testing.counterparts import counterparts
 from anygauge.testing.noise import Bounds
 from anygauge.testing.process import Subject
@@ -49,39 +41,11 @@ MODEL: Mapping[str, Any] = {
 RANK_OF_ADAPTER = 4
 ODD_LENGTH = 83
 """Most tokens of a packed row: a prime, so that neither pairs nor blocks of any kind divide it."""
-WORDS = [
-    "a",
-    "device",
-    "is",
-    "a",
-    "plugin",
-    "and",
-    "the",
-    "loop",
-    "asks",
-    "it",
-    "for",
-    "properties;",
-    "rows",
-    "of",
-    "several",
-    "lengths",
-    "make",
-    "batches",
-    "of",
-    "several",
-    "shapes,",
-    "and",
-    "every",
-    "rank",
-    "has",
-    "its",
-    "part",
-    "of",
-    "them",
-]
-
-
+TEXT = (
+    "a device is a plugin and the loop asks it for properties; rows of several lengths make batches"
+    " of several shapes, and every rank has its part of them"
+)
+WORDS = TEXT.split()
 ON_HOST = ("eager", "sdpa")
 """Attention of the model library that the host has too: both sides run the same one."""
 
@@ -229,6 +193,7 @@ def train(
     }
     if host:
         run["kernels"] = _kernels_for_both(subject, backend, adapter=run["adapter"] is not None)
+    progress(f"{subject.name} in the loop: {name}")
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(run), encoding="utf-8")
     done = subprocess.run(
@@ -319,83 +284,3 @@ def differences(found: Trained, wanted: Trained, bounds: Bounds) -> Sequence[Dif
 def first_beyond(pairs: Sequence[Difference]) -> Difference | None:
     """The first that is further away than is allowed, or is not a number."""
     return next((each for each in pairs if not each.relative <= each.allowed), None)
-
-
-def largest_difference(found: Sequence[float], wanted: Sequence[float]) -> float:
-    """The largest difference of two runs' losses, relative to the second's."""
-    assert len(found) == len(wanted), f"{len(found)} steps, not {len(wanted)}"
-    return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
-
-
-# -- a run that is refused, made nevertheless: is the refusal true? --------------------------------
-# This module is also a plugin with a backend: the one under test under another name, which refuses
-# no engine. It is found as any plugin is, so command, agent and ranks do what they always do.
-
-OVERRULED = "overruled"
-OVERRULED_VARIABLE = "ANYGAUGE_OVERRULED"
-"""Names the backend under test to the plugin below."""
-
-
-def run_when_overruled(subject: Subject, folder: Path, strategy: str, ranks: int) -> Trained | None:
-    """A run that would be refused, made nevertheless; None if it fails.
-
-    Args:
-        folder: `prepare` has filled it.
-    """
-    site = folder / "site"
-    info = site / "anygauge_overruled-1.0.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: anygauge-overruled\nVersion: 1.0\n"
-    )
-    (info / "entry_points.txt").write_text(f"[anygauge]\n{OVERRULED} = {__name__}\n")
-    inherited = subject.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    path = os.pathsep.join(filter(None, [str(site), inherited]))
-    environment = {**subject.environment, "PYTHONPATH": path, OVERRULED_VARIABLE: subject.name}
-    # A short limit: what is missing may hang.
-    launch = {"devices": ranks, "collective_timeout_s": COLLECTIVE_TIMEOUT_S}
-    try:
-        return train(
-            replace(subject, environment=environment),
-            folder,
-            f"{OVERRULED}-{strategy}{ranks}",
-            strategy=strategy,
-            ranks=ranks,
-            dtype="float32",
-            changes={"backend": OVERRULED, "launch": launch},
-        )
-    except (RunFailed, subprocess.TimeoutExpired):
-        return None
-
-
-def overruled_probe() -> Probe:
-    """The probe of the backend under test."""
-    return Registry.load().find_backend(os.environ[OVERRULED_VARIABLE]).spec.probe()
-
-
-class AnyOptions(Options, extra="allow"):
-    """Any options: the backend under test checks its own."""
-
-
-def overruled_backend(options: AnyOptions) -> Backend:
-    """The backend under test, refusing no engine."""
-    given = options.model_dump()
-    backend = Registry.load().create_backend(os.environ[OVERRULED_VARIABLE], given)
-    backend.name = OVERRULED
-    backend.unsupported_engines = {}
-    return backend
-
-
-@hookimpl
-def anygauge_provide_backends() -> Iterable[BackendSpec]:
-    """Announce the overruled backend."""
-    return [
-        BackendSpec(
-            name=OVERRULED,
-            factory=f"{__name__}:overruled_backend",
-            options=f"{__name__}:AnyOptions",
-            probe=overruled_probe,
-            api_version=API_VERSION,
-            priority=-1000,
-        )
-    ]

@@ -5,10 +5,12 @@ Every pytest run loads it where anygauge is installed, so it imports little unti
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,12 @@ from typing import Any
 import pytest
 
 from anygauge.interface import API_VERSION
-from anygauge.testing.check import CHOSEN, DECLARED, NOT_ASKED
+from anygauge.testing.check import CHOSEN, CHOSEN_STRATEGY, DECLARED, NOT_ASKED, PROGRESS
 
 CONFORMANCE = Path(__file__).with_name("contract.py")
 """Collected by ``--anygauge-backend``; its `TestBackend` is the backend of that name."""
+OF_STRATEGIES = Path(__file__).with_name("strategy_contract.py")
+"""Likewise, of ``--anygauge-strategy``."""
 PROPERTY = "anygauge_conformance"
 
 
@@ -30,6 +34,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--anygauge-backend",
         metavar="NAME",
         help="run the conformance kit on the installed backend NAME",
+    )
+    group.addoption(
+        "--anygauge-strategy",
+        metavar="NAME",
+        help="run the kit of strategies on the installed strategy NAME, on the host",
     )
     group.addoption(
         "--anygauge-report",
@@ -45,28 +54,57 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in config.getoption("--anygauge-report"):
         if Path(name).suffix not in (".md", ".json"):
             raise pytest.UsageError(f"--anygauge-report {name}: the name must end in .md or .json")
-    backend = config.getoption("--anygauge-backend")
-    if backend or config.getoption("--anygauge-report"):
+    chosen = {
+        option: config.getoption(option)
+        for option in ("--anygauge-backend", "--anygauge-strategy")
+        if config.getoption(option)
+    }
+    if len(chosen) > 1:
+        raise pytest.UsageError(f"{' and '.join(chosen)}: a run of pytest takes one of them")
+    if chosen or config.getoption("--anygauge-report"):
         config.pluginmanager.register(_Reporter(), "anygauge-reporter")
-    if not backend:
-        return
+        PROGRESS[:] = [_show_progress(config)]
+    for option, name in chosen.items():
+        _choose(config, option, name)
+
+
+def _choose(config: pytest.Config, option: str, name: str) -> None:
+    """Have pytest collect the kit, for the backend or strategy of that name."""
     from anygauge.interface import AnygaugeError
     from anygauge.registry import Registry
 
+    is_backend = option == "--anygauge-backend"
+    registry = Registry.load()
     try:
-        Registry.load().find_backend(backend)
+        (registry.find_backend if is_backend else registry.find_strategy)(name)
     except AnygaugeError as error:
-        raise pytest.UsageError(f"--anygauge-backend: {error}") from error
-    os.environ[CHOSEN] = backend
+        raise pytest.UsageError(f"{option}: {error}") from error
+    os.environ[CHOSEN if is_backend else CHOSEN_STRATEGY] = name
+    kit = CONFORMANCE if is_backend else OF_STRATEGIES
     if config.args_source is not pytest.Config.ArgsSource.ARGS:
-        config.args = [str(CONFORMANCE)]
+        config.args = [str(kit)]
     for given in config.args:
         path = config.invocation_params.dir / given.split("::")[0]
-        if path.resolve() != CONFORMANCE.resolve():
+        if path.resolve() != kit.resolve():
             raise pytest.UsageError(
-                f"--anygauge-backend {backend} runs the kit and takes no other tests: leave out "
-                f"{given}, or --anygauge-backend if a class there derives from BackendContract"
+                f"{option} {name} runs the kit and takes no other tests: leave out {given}, or "
+                f"{option} if a class there derives from BackendContract"
             )
+
+
+def _show_progress(config: pytest.Config) -> Callable[[str], None]:
+    """Lines on the terminal as the kit goes, with the seconds since it began."""
+    began = time.monotonic()
+
+    def show(text: str) -> None:
+        reporter = config.pluginmanager.getplugin("terminalreporter")
+        capture = config.pluginmanager.getplugin("capturemanager")
+        if reporter is None:  # a process of xdist
+            return
+        with contextlib.nullcontext() if capture is None else capture.global_and_fixture_disabled():
+            reporter.write_line(f"{time.monotonic() - began:6.0f} s  {text}")
+
+    return show
 
 
 class _Reporter:
@@ -79,7 +117,7 @@ class _Reporter:
     def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Any:
         outcome = yield
         contract = getattr(item, "cls", None)
-        if contract is None or not hasattr(contract, "loss_noise"):
+        if contract is None or not hasattr(contract, "rank_counts"):
             return outcome
         # A test ends with its call, or earlier where it was skipped or could not start.
         if call.when == "call" or (call.when == "setup" and not outcome.passed):
@@ -312,7 +350,9 @@ class ConformanceReport:
             for line in self.lines:
                 if line.part == part:
                     why = f": {line.why}" if line.why else ""
-                    lines.append(f"| {_cell(line.title)} | {MARKS[line.result]}{_cell(why)} |")
+                    lines.append(
+                        f"| {table_cell(line.title)} | {MARKS[line.result]}{table_cell(why)} |"
+                    )
             lines.append("")
         return "\n".join(lines)
 
@@ -374,5 +414,6 @@ def written(reports: Sequence[ConformanceReport], suffix: str) -> str:
     return json.dumps(records if len(records) > 1 else records[0], indent=2) + "\n"
 
 
-def _cell(text: str) -> str:
+def table_cell(text: str) -> str:
+    """Text that does not end its cell."""
     return text.replace("|", "\\|").replace("\n", " ")

@@ -8,6 +8,7 @@ for ``basic``, ``device`` or ``ranks`` the answers of that part's checks. Ranks 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -22,7 +23,6 @@ from typing import Any
 from anygauge.agent.environment import inspect_node
 from anygauge.interface import AnygaugeError, Backend, LaunchSettings, Level
 from anygauge.registry import BLOCK_VARIABLE, Registry, applied, resolve_environment
-from anygauge.testing.basic import JOB, Paper
 from anygauge.testing.check import (
     CHECKS,
     COLLECTIVE_TIMEOUT_S,
@@ -31,7 +31,9 @@ from anygauge.testing.check import (
     NotAsked,
     Opened,
 )
-from anygauge.testing.surroundings import ANNOUNCED, CLOSED, OPENED, USED, Course
+from anygauge.testing.leaks import ANNOUNCED, CLOSED, OPENED, USED, ProcessState
+from anygauge.testing.paper import Paper
+from anygauge.testing.rules import JOB, NODE, jobs
 from anygauge.testing.watch import (
     BEGUN,
     CLOSING,
@@ -142,30 +144,19 @@ def ask(part: str, subject: Subject, folder: Path, *, ranks: int = 1) -> PartAns
     troubles = [trouble] if trouble else []
     processes = []
     for rank, environment in enumerate(found):
-        log = (folder / f"{part}{ranks}.rank{rank}.log").open("wb")
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "anygauge.testing.process", part],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-            )
-        )
-        log.close()
         request = {
             "backend": subject.name,
             "options": dict(subject.options),
             "rendezvous": f"file://{rendezvous}",
             "answers": str(folder / f"{part}{ranks}.rank{rank}.json"),
         }
-        pipe = processes[-1].stdin
-        assert pipe is not None
-        pipe.write(json.dumps(request).encode())
-        pipe.close()
+        log = folder / f"{part}{ranks}.rank{rank}.log"
+        processes.append(start(["anygauge.testing.process", part], request, environment, log))
     files = [folder / f"{part}{ranks}.rank{rank}.json" for rank in range(ranks)]
     limits = {each.name: each.limit_s for each in CHECKS.values()}
-    watch = ProcessWatch(files, [process.pid for process in processes], limits)
+    where = {"basic": "on paper", "device": "on a device"}.get(part, f"on {ranks} ranks")
+    pids = [process.pid for process in processes]
+    watch = ProcessWatch(files, pids, limits, f"{subject.name} {where}")
     running = {rank: process.poll for rank, process in enumerate(processes)}
     ended, late = wait(running, watch, TIMEOUTS_S[part])
     if late:
@@ -180,6 +171,24 @@ def ask(part: str, subject: Subject, folder: Path, *, ranks: int = 1) -> PartAns
             troubles.append(f"rank {rank} ended with status {status}: {said}")
     trouble = "; ".join(troubles)
     return PartAnswers(answers={**merged_answers(files), **watch.broken(trouble)}, trouble=trouble)
+
+
+def start(
+    module: Sequence[str], request: Any, environment: Mapping[str, str], log: Path
+) -> subprocess.Popen[bytes]:
+    """Run a module of the kit with a request on its standard input."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *module],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            env=environment,
+        )
+    assert process.stdin is not None
+    with process.stdin:
+        process.stdin.write(json.dumps(request).encode())
+    return process
 
 
 def _read(path: Path) -> dict[str, Answer]:
@@ -218,17 +227,17 @@ def main(part: str) -> None:
     request = json.loads(sys.stdin.read())
     path = Path(request["answers"])
     answers = Answers(path)
-    course = Course(path.with_suffix(".folder"), path.with_suffix(".out"))
-    {"basic": _basic, "device": _device, "ranks": _ranks}[part](request, answers, course)
+    state = ProcessState(path.with_suffix(".folder"), path.with_suffix(".out"))
+    {"basic": _basic, "device": _device, "ranks": _ranks}[part](request, answers, state)
     answers.begin(ENDING)
 
 
 def import_checks(part: str) -> None:
     """Register the checks of a part; those of `basic` import no torch."""
     modules = {
-        "basic": ("basic", "paper_spec", "paper_rules", "paper_ends"),
-        "device": ("device", "figures", "ends"),
-        "ranks": ("ranks", "ends"),
+        "basic": ("paper", "rules", "leaks"),
+        "device": ("device", "leaks"),
+        "ranks": ("collectives", "ranks", "leaks"),
     }
     for name in modules.get(part, ()):
         importlib.import_module(f"anygauge.testing.{name}")
@@ -248,15 +257,15 @@ def _ask_all(
             answers.write(check.name, given(check))
 
 
-def _close(part: str, backend: Backend, answers: Answers, course: Course) -> None:
+def _close(part: str, backend: Backend, answers: Answers, state: ProcessState) -> None:
     """Close the backend, and ask what that leaves behind, whether or not it raises."""
-    course.note(USED)
+    state.note(USED)
     answers.begin(CLOSING)
     try:
         backend.close()
     finally:
-        course.note(CLOSED)
-        _ask_all(part, answers, lambda each: _asked(each, course, backend), of_the_close=True)
+        state.note(CLOSED)
+        _ask_all(part, answers, lambda each: _asked(each, state, backend), of_the_close=True)
 
 
 def _asked(check: ConformanceCheck, subject: Any, backend: Any) -> Answer:
@@ -284,22 +293,32 @@ def _asked(check: ConformanceCheck, subject: Any, backend: Any) -> Answer:
     return Answer(holds=True, declared=declared, supported=supported, switched_off=switched_off)
 
 
-def _basic(request: Any, answers: Answers, course: Course) -> None:
+def _basic(request: Any, answers: Answers, state: ProcessState) -> None:
     registry = Registry.load(os.environ)
-    course.note(ANNOUNCED)
-    paper = Paper(
-        name=request["backend"], options=request["options"], registry=registry, course=course
-    )
+    state.note(ANNOUNCED)
+    paper = Paper(name=request["backend"], options=request["options"], registry=registry)
 
     def given(check: ConformanceCheck) -> Answer:
         found = _asked(check, paper, None)
-        course.note(check.name)
+        state.note(check.name)
         return found
 
     _ask_all("basic", answers, given)
+    steps: dict[str, Callable[[], object]] = {
+        "probing it": paper.spec.probe,
+        "making one": paper.backend,
+        "asking for its environment": lambda: [
+            list(paper.backend().environment(job, NODE, 0)) for job in jobs(paper)
+        ],
+    }
+    for step, take in steps.items():
+        with contextlib.suppress(Exception):  # the other checks are about what it raises
+            take()
+        state.note(step)
+    _ask_all("basic", answers, lambda each: _asked(each, state, None), of_the_close=True)
 
 
-def _device(request: Any, answers: Answers, course: Course) -> None:
+def _device(request: Any, answers: Answers, state: ProcessState) -> None:
     answers.begin(OPENING)
     registry = Registry.load(os.environ)
 
@@ -308,17 +327,17 @@ def _device(request: Any, answers: Answers, course: Course) -> None:
 
     backend = fresh()
     device = backend.open(0)
-    course.note(OPENED)
-    course.fresh = fresh
+    state.note(OPENED)
+    state.fresh = fresh
     subject = Opened(
         backend=backend, device=device, visible=backend.placement.device_count(), fresh=fresh
     )
     _ask_all("device", answers, lambda each: _asked(each, subject, backend))
-    _close("device", backend, answers, course)
+    _close("device", backend, answers, state)
 
 
-def _ranks(request: Any, answers: Answers, course: Course) -> None:
-    from anygauge.testing.ranks import Together  # which imports torch
+def _ranks(request: Any, answers: Answers, state: ProcessState) -> None:
+    from anygauge.testing.rank_context import RankContext  # which imports torch
 
     answers.begin(OPENING)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -339,13 +358,13 @@ def _ranks(request: Any, answers: Answers, course: Course) -> None:
             raise
         traceback.print_exc()
         refused = error
-    course.note(OPENED)
+    state.note(OPENED)
     if declared:
-        subject = Together(backend=backend, device=device, rank=rank, world_size=world_size)
+        subject = RankContext(backend=backend, device=device, rank=rank, world_size=world_size)
         _ask_all("ranks", answers, lambda each: _asked(each, subject, backend))
     else:
         _ask_all("ranks", answers, lambda each: _missing(each, backend, refused))
-    _close("ranks", backend, answers, course)
+    _close("ranks", backend, answers, state)
 
 
 def _missing(check: ConformanceCheck, backend: Any, refused: Exception | None) -> Answer:

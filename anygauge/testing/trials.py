@@ -10,7 +10,7 @@ from typing import Any
 from anygauge.interface import StrategySpec
 from anygauge.registry import Registry, missing_of
 from anygauge.testing import noise
-from anygauge.testing.bisect import cause_of, cause_of_ranks, cause_of_resume
+from anygauge.testing.bisect import cause_of
 from anygauge.testing.check import sharding
 from anygauge.testing.loop import (
     EVALUATION,
@@ -101,16 +101,17 @@ class LoopTrials:
         return self.made[name]
 
     def allowed(
-        self, kind: str, dtype: str, host: Trained, *, spread: bool = False
+        self, kind: str, dtype: str, host: Trained, *, spread: bool = False, tolerance: float = 0.0
     ) -> noise.Bounds:
         """Largest relative differences from the host's run.
 
         Args:
             spread: over ranks, whose sums are in another order: what is stated does not lower what
                 is derived.
+            tolerance: of the strategy, which is never lower than it.
         """
         trained = _elements() if kind == "whole" else _adapter_elements()
-        derived = noise.bounds(dtype, host.metrics, trained)
+        derived = noise.bounds(dtype, host.metrics, trained).at_least(tolerance)
         if dtype not in self.stated:
             return derived
         stated = self.stated[dtype]
@@ -122,23 +123,30 @@ class LoopTrials:
         Raises:
             AssertionError: says the first that is not, and the cause.
         """
-        host = self.run(kind, dtype, host=True)
+        self.run(kind, dtype, host=True)
         try:
             found = self.run(kind, dtype)
         except RunFailed as error:
             if error.folder is None or not (error.folder / "run.json").exists():
                 raise
-            paths = (error.folder, host.folder, STEPS)
-            cause = cause_of(self.subject, self.folder, *paths, dtype=dtype)
-            raise AssertionError(f"{error}; {cause}") from error
+            raise AssertionError(f"{error}; {self._cause(error.folder, STEPS)}") from error
         wrong = self.compared(kind, dtype, found, f"{kind}, {dtype}")
         if wrong:
-            paths = (found.folder, host.folder, max(1, wrong.step))
-            cause = cause_of(self.subject, self.folder, *paths, dtype=dtype)
-            raise AssertionError(f"{wrong}; {cause}")
+            raise AssertionError(f"{wrong}; {self._cause(found.folder, wrong.step)}")
+
+    def _cause(self, found: Path, step: int, ranks: int = 1, checkpoint: Path | None = None) -> str:
+        step = max(1, step)
+        return cause_of(self.subject, self.folder, found, step, ranks=ranks, checkpoint=checkpoint)
 
     def compared(
-        self, kind: str, dtype: str, found: Trained, what: str, *, spread: bool = False
+        self,
+        kind: str,
+        dtype: str,
+        found: Trained,
+        what: str,
+        *,
+        spread: bool = False,
+        tolerance: float = 0.0,
     ) -> Difference | None:
         """The first loss that is too far from that of one process on the host.
 
@@ -146,7 +154,7 @@ class LoopTrials:
             what: for the report.
         """
         host = self.run("adapter" if kind == "spread" else kind, dtype, host=True)
-        bounds = self.allowed(kind, dtype, host, spread=spread)
+        bounds = self.allowed(kind, dtype, host, spread=spread, tolerance=tolerance)
         pairs = differences(found, host, bounds)
         how = "stated" if dtype in self.stated and not spread else "derived"
         for kinds, title in (((LOSS, EVALUATION), "losses"), ((NORM,), "gradients' norms")):
@@ -166,31 +174,34 @@ class LoopTrials:
         except RunFailed as error:
             if error.folder is None or not (error.folder / "run.json").exists():
                 raise
-            cause = cause_of_ranks(self.subject, self.folder, error.folder, ranks, STEPS, None)
-            return f"{error}; {cause}"
-        return self._cause_of_ranks(ranks, found, f"{spec.name} on {ranks}")
+            return f"{error}; {self._cause(error.folder, STEPS, ranks)}"
+        return self._cause_of_ranks(spec, ranks, found, f"{spec.name} on {ranks}")
 
     def resumed_on(self, spec: StrategySpec, ranks: int) -> str:
         """Likewise, of a run that one process began."""
         middle = self.run("adapter", "float32").checkpoints[0]
         found = self.run("adapter", "float32", strategy=spec.name, ranks=ranks, resume=middle)
-        return self._cause_of_ranks(ranks, found, f"resumed with {spec.name} on {ranks}", middle)
+        what = f"resumed with {spec.name} on {ranks}"
+        return self._cause_of_ranks(spec, ranks, found, what, middle)
 
     def _cause_of_ranks(
-        self, ranks: int, found: Trained, what: str, checkpoint: Path | None = None
+        self,
+        spec: StrategySpec,
+        ranks: int,
+        found: Trained,
+        what: str,
+        checkpoint: Path | None = None,
     ) -> str:
-        wrong = self.compared("spread", "float32", found, what, spread=True)
+        tolerance = spec.tolerance
+        wrong = self.compared("spread", "float32", found, what, spread=True, tolerance=tolerance)
         if wrong is None:
             return ""
-        alone, host = self.run("adapter", "float32"), self.run("adapter", "float32", host=True)
+        alone = self.run("adapter", "float32")
         of_one = self.compared("adapter", "float32", alone, "adapter, float32", spread=True)
         if of_one is not None:
-            paths = (alone.folder, host.folder, max(1, of_one.step))
-            cause = cause_of(self.subject, self.folder, *paths, dtype="float32")
+            cause = self._cause(alone.folder, of_one.step)
             return f"{wrong}; one process on the device is wrong, too: {cause}"
-        cause = cause_of_ranks(
-            self.subject, self.folder, found.folder, ranks, max(1, wrong.step), checkpoint
-        )
+        cause = self._cause(found.folder, wrong.step, ranks, checkpoint)
         return f"{wrong}; one process on the device is as on the host; {cause}"
 
     def resumed(self) -> None:
@@ -219,8 +230,7 @@ class LoopTrials:
         step = len(whole.losses) - len(wanted) + at + 1
         raise AssertionError(
             f"the loss of step {step} is {found!r} after a resume from step {MIDDLE}, and {due!r} "
-            f"in the undisturbed run; "
-            + cause_of_resume(self.subject, self.folder, whole.folder, middle)
+            "in the undisturbed run: a state, a generator or the place in the data is not restored"
         )
 
 
@@ -253,18 +263,11 @@ def others(subject: Subject) -> tuple[list[StrategySpec], dict[str, str]]:
     return found, refused
 
 
-def refused_engines(subject: Subject) -> list[StrategySpec]:
-    """Those of the others that are refused for their engine alone."""
-    backend = Registry.load().create_backend(subject.name, subject.options)
-    specs = [plugin.spec for plugin in Registry.load().strategies]
-    return [
-        spec
-        for spec in specs
-        if spec.engine in backend.unsupported_engines
-        and spec.name not in (sharding().name, AUTO)
-        and not missing_of(spec)
-        and all(backend.support(need.capability) for need in spec.needs)
-    ]
+def is_beside(spec: StrategySpec) -> bool:
+    """Whether a strategy says nothing of a device: one of another distribution than anygauge's, or
+    one that is approximate by design. Its own kit is ``--anygauge-strategy``."""
+    plugin = Registry.load().find_strategy(spec.name)
+    return spec.tolerance > 0 or plugin.distribution != "anygauge"
 
 
 def every(specs: Sequence[StrategySpec], trial: Callable[[StrategySpec], str]) -> str:

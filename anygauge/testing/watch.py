@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from anygauge.testing.check import LIMIT_S, Answer
+from anygauge.testing.check import LIMIT_S, Answer, progress
 
 BEGUN = "begun"
 """Field of a line that says which check, or other step, has begun."""
@@ -75,17 +75,23 @@ class ProcessWatch:
 
     Args:
         files: of answers, by rank.
+        what: is asked, for `progress`.
         processes: their numbers, by rank.
         limits: name of a check -> seconds, where it is not `LIMIT_S`.
     """
 
     def __init__(
-        self, files: Sequence[Path], processes: Sequence[int], limits: Mapping[str, float]
+        self,
+        files: Sequence[Path],
+        processes: Sequence[int],
+        limits: Mapping[str, float],
+        what: str = "",
     ) -> None:
         self._files = files
         self._processes = processes
         self._limits = {**STEPS_S, **limits}
         self._since: dict[int, tuple[int, float]] = {}
+        self._what, self._shown = what, ""
 
     def overdue(self, ranks: Iterable[int]) -> str:
         """What hangs, in words; empty if nothing does.
@@ -100,6 +106,9 @@ class ProcessWatch:
             if size != self._since.setdefault(rank, (size, now))[0]:
                 self._since[rank] = (size, now)
             name = begun(self._files[rank])
+            if rank == 0 and name not in ("", self._shown):
+                self._shown = name
+                progress(f"{self._what}: {name}")
             limit = self._limits.get(name, LIMIT_S)
             if name and now - self._since[rank][1] > limit:
                 late[rank] = name, limit

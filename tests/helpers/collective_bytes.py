@@ -61,6 +61,21 @@ class CollectiveBytes(TorchDispatchMode):
         return result
 
 
+class CalledOperators(TorchDispatchMode):
+    """While it is entered: the names of the operators by which ranks exchange something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func._schema.name.startswith(NAMESPACES):
+            self.names.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
 def _bytes_of(name: str, namespace: str, args: tuple[Any, ...], result: Any) -> int:
     """Of one call: the larger side of gathers and scatters, either side of the others."""
     if name in ("all_gather", "reduce_scatter"):

@@ -140,6 +140,7 @@ CARDS = [
     ParityCase(strategy="zero", options={"stage": 3, "offload": "optimizer"}),
     ParityCase(strategy="zero", options=STAGE3, offloaded=True, **ALL, **SGD),
 ]
+RECORD = Path(__file__).with_name("collectives.json")
 A_FEW_NUMBERS = 64
 """Bytes of norms and flags in a step, which no footprint speaks of."""
 
@@ -249,12 +250,34 @@ def table(steps: int) -> list[str]:
     return lines
 
 
+def recorded() -> dict[str, list[str]]:
+    """The strategies that call an operator, by its name, as it was recorded."""
+    found: dict[str, list[str]] = json.loads(RECORD.read_text(encoding="utf-8"))
+    return found
+
+
+def record() -> None:
+    """Run the whole matrix, and write what it calls."""
+    found: dict[str, set[str]] = {}
+    for world, cases in ((2, [*TWO, *MORE_ON_TWO]), (4, FOUR)):
+        with tempfile.TemporaryDirectory() as folder:
+            for case, result in zip(cases, results(world, cases, Path(folder)), strict=True):
+                for name in result["operators"]:
+                    found.setdefault(name, set()).add(case.strategy)
+    text = json.dumps({name: sorted(found[name]) for name in sorted(found)}, indent=1)
+    RECORD.write_text(text + "\n", encoding="utf-8")
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the table, or write the record."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--record", action="store_true")
     parser.add_argument("--rows", type=Path)
     parser.add_argument("--steps", type=int, default=20)
     asked = parser.parse_args()
+    if asked.record:
+        record()
+        return
     os.environ["PARITY_WEIGHTS"] = "no"
     if asked.rows is not None:
         os.environ["PARITY_ROWS"] = str(asked.rows.resolve())

@@ -34,7 +34,7 @@ from anygauge.strategies.activations import offload_activations
 from anygauge.strategies.flat import FLAT
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.build import build_context, open_rank
-from tests.helpers.collective_bytes import CollectiveBytes
+from tests.helpers.collective_bytes import CalledOperators, CollectiveBytes
 
 CONFIG = {
     "model_type": "llama",
@@ -234,6 +234,12 @@ def built(case: ParityCase, backend: Backend, rank: int, world: int) -> tuple[En
 
 def trained(case: ParityCase, backend: Backend, rank: int, world: int) -> dict[str, Any]:
     """Train; losses are summed over all ranks, as the loop does."""
+    with CalledOperators() as called:
+        found = _trained(case, backend, rank, world)
+    return {**found, "operators": sorted(called.names)}
+
+
+def _trained(case: ParityCase, backend: Backend, rank: int, world: int) -> dict[str, Any]:
     engine, footprint, share = built(case, backend, rank, world)
     device = backend.placement.device
     losses, norms = [], []

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from tests.strategies.matrix import A_FEW_NUMBERS, CARDS, FOUR, MORE_ON_TWO, TWO, Matrix, Result
+from anygauge.registry import Registry
+from anygauge.testing.collectives import FUNCTIONS, WITHOUT_LINE
+from anygauge.training.auto import AUTO
+from tests.strategies.matrix import (
+    A_FEW_NUMBERS,
+    CARDS,
+    FOUR,
+    MORE_ON_TWO,
+    TWO,
+    Matrix,
+    Result,
+    recorded,
+)
 from tests.strategies.parity_rank import ParityCase
 
 
@@ -58,6 +70,8 @@ def sends_what_it_says(case: ParityCase, found: Result) -> None:
 
 def is_right(case: ParityCase, matrix: Matrix) -> None:
     found, wanted = matrix.pair(case)
+    new = [name for name in found["operators"] if case.strategy not in recorded().get(name, ())]
+    assert not new, f"{new}: python -m tests.strategies.matrix --record, and see the kit's table"
     is_the_references(case, found, wanted)
     sends_what_it_says(case, found)
     if case.strategy != "zero":  # whose parameters show no shards
@@ -89,3 +103,15 @@ def test_on_simulated_cards(case: ParityCase, cards: Matrix) -> None:
     found, wanted = cards.pair(case)
     is_the_references(case, found, wanted)
     sends_what_it_says(case, found)
+
+
+def test_the_kit_has_a_line_for_each_operator_that_strategies_call_and_for_no_other() -> None:
+    lines = {name for function in FUNCTIONS for name in function.operators.split()}
+    assert lines == recorded().keys() - WITHOUT_LINE
+
+
+def test_the_matrix_runs_each_strategy_that_is_installed() -> None:
+    specs = [plugin.spec for plugin in Registry.load().strategies if plugin.spec.name != AUTO]
+    several = {spec.name for spec in specs if not spec.reference}
+    assert {case.strategy for case in (*TWO, *MORE_ON_TWO, *FOUR)} == several
+    assert {name for names in recorded().values() for name in names} == several

@@ -87,10 +87,6 @@ def make(options: Any) -> Backend:
         collectives_class = OddCollectives
         if ODD in ("no collectives", "collectives declared missing"):
             capabilities = {**CpuBackend.capabilities, "collectives": MISSING}
-        if ODD == "an engine declared missing":
-            unsupported_engines = {"deepspeed": MISSING.reason}
-        if ODD == "another engine declared missing":
-            unsupported_engines = {"fsdp2": MISSING.reason}
 
         def diagnostics(self) -> Any:
             return ()  # the processors' own import torch, which takes seconds

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from anygauge.registry import Registry
 from anygauge.testing import BackendContract
 from anygauge.testing.check import Answer, verdict
 from anygauge.testing.plugin import CONFORMANCE, contents
+from anygauge.testing.trials import is_beside
 from tests.testing.odd import odd_site
 from tests.testing.test_mutations import mutant_site
 
@@ -62,7 +66,7 @@ def test_a_failure_is_reported_in_both_forms_and_ends_in_status_1(tmp_path: Path
     record = json.loads((tmp_path / "page.json").read_text())
     assert record["conforms"] is False
     (failed,) = [check for check in record["checks"] if check["result"] == "failed"]
-    assert failed["name"] == "test_on_paper[settings_explain_themselves]"
+    assert failed["name"] == "test_on_paper[settings_are_sound]"
     assert "MUTANT_LEVEL: no reason" in failed["why"]
     page = (tmp_path / "page.md").read_text()
     assert page.startswith("# `mutant` does NOT conform")
@@ -87,6 +91,11 @@ def asked_for(folder: Path, name: str = "page.json") -> Any:
     ("arguments", "said"),
     [
         (("--anygauge-backend", "nobody"), "there is no backend named 'nobody'"),
+        (("--anygauge-strategy", "nobody"), "there is no strategy named 'nobody'"),
+        (
+            ("--anygauge-backend", "cpu", "--anygauge-strategy", "ddp"),
+            "--anygauge-backend and --anygauge-strategy: a run of pytest takes one of them",
+        ),
         (
             ("--anygauge-backend", "cpu", "--anygauge-report", "page.txt"),
             "must end in .md or .json",
@@ -164,26 +173,24 @@ def test_without_a_device_the_contract_is_not_fully_tried(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("odd", "tried", "said"),
-    [
-        ("an engine declared missing", "zero_trains", ""),
-        ("another engine declared missing", "every_strategy", "fsdp: "),
-    ],
-)
-def test_an_engine_that_works_though_refused_fails(
-    tmp_path: Path, odd: str, tried: str, said: str
-) -> None:
-    done = kit(
-        tmp_path,
-        *("--anygauge-backend", "odd", "--anygauge-report", "page.json", "-k", tried),
-        PYTHONPATH=str(odd_site(tmp_path)),
-        ANYGAUGE_ODD=odd,
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    for line in asked_for(tmp_path)["checks"]:
-        assert line["result"] == "failed"
-        assert line["why"].startswith(f"{said}refused (so it says), but it works")
+def test_a_strategy_has_a_kit_of_its_own(tmp_path: Path) -> None:
+    done = kit(tmp_path, "--anygauge-strategy", "ddp")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 passed" in done.stdout
+    assert "cpu in the loop: device-adapter-ddp2-float32" in done.stdout
+
+
+def test_a_strategy_of_another_distribution_decides_no_verdict() -> None:
+    specs = {plugin.spec.name: plugin.spec for plugin in Registry.load().strategies}
+    assert not is_beside(specs["ddp"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "anygauge.registry.Registry.find_strategy",
+            lambda self, name: types.SimpleNamespace(distribution="their-own"),
+        )
+        assert is_beside(specs["ddp"])
+        patch.undo()
+    assert is_beside(dataclasses.replace(specs["ddp"], tolerance=0.01))
 
 
 # -- what is reported -----------------------------------------------------------------------------

@@ -9,12 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.interface import Backend
-from anygauge.registry import BLOCK_VARIABLE, Registry
-from anygauge.testing import loop
+from anygauge.registry import BLOCK_VARIABLE
 from anygauge.testing.check import Answer, verdict
 from anygauge.testing.contract import CHECKS
-from anygauge.testing.loop import run_when_overruled
 from anygauge.testing.process import PartAnswers, Subject, ask, environments, merged_answers
 from tests.testing.odd import odd_site
 
@@ -73,7 +70,7 @@ def test_an_environment_that_cannot_be_made_is_held_against_the_backend(
     result, why = found.pop("ends_on_paper")
     assert result == "failed"
     assert said in why
-    assert found["settings_explain_themselves"] == ("passed", ""), "the others are asked, too"
+    assert found["settings_are_sound"] == ("passed", ""), "the others are asked, too"
 
 
 def test_what_another_plugin_imports_is_not_held_against_the_backend(
@@ -138,23 +135,4 @@ def test_collectives_that_open_though_declared_missing_fail(odd: Odd, tmp_path: 
     found = results("ranks", ask("ranks", odd("collectives declared missing"), tmp_path, ranks=2))
     assert found.pop("ends_on_ranks") == ("passed", "")
     assert {result for result, _ in found.values()} == {"failed"}
-    assert "declared as not written yet (so it says), but it works" in found["all_gathers"][1]
-
-
-def test_a_run_that_fails_without_the_refusal_has_no_losses(tmp_path: Path) -> None:
-    # There are no rows in the folder.
-    assert run_when_overruled(Subject(name="cpu"), tmp_path, "zero", 1) is None
-
-
-def test_a_backend_without_its_refusals_is_otherwise_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv(loop.OVERRULED_VARIABLE, "cpu")
-    monkeypatch.setattr(Backend, "unsupported_engines", {"one": "so it says"})
-    cpu = Registry.load().create_backend("cpu", {"bind_cores": False})
-    assert cpu.unsupported_engines
-    backend = loop.overruled_backend({"bind_cores": False})
-    assert type(backend) is type(cpu)
-    assert (backend.name, backend.options) == ("overruled", cpu.options)
-    assert backend.unsupported_engines == {}
-    assert loop.overruled_probe() == Registry.load().find_backend("cpu").spec.probe()
+    assert "declared as not written yet (so it says), but it works" in found["contract_sum"][1]

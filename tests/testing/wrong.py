@@ -16,6 +16,7 @@ the host's, with which the kit compares.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -259,6 +260,47 @@ def _mode(operations: Mapping[str, Callable[..., Any]], device_type: str) -> Any
     return Mode()
 
 
+def line(
+    name: str,
+    part: str,
+    check: str,
+    target: str,
+    change: Callable[..., Any],
+    *,
+    base: str = "cpu",
+    ranks: int = 2,
+    limit_s: float | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """A mutant of which one thing is replaced.
+
+    Args:
+        target: ``probe`` or ``settings`` (as of `Wrong`); ``spec.FIELD``, whose value `change`
+            gives; ``at import`` or ``at make``, when it is called; ``class OWNER.ATTRIBUTE``, which
+            it gets; or ``OWNER.METHOD``, which it gets, bound, before the arguments.
+    """
+
+    def make(on: Wrong) -> None:
+        os.environ.update(environment or {})
+        first, _, rest = target.partition(" ")
+        owner, _, attribute = (rest or first).partition(".")
+        if target in ("probe", "settings"):
+            getattr(on, target)(change)
+        elif owner == "spec":
+            on.spec(**{attribute: change()})
+        elif target == "at import":
+            on.when_announced(change)
+        elif target == "at make":
+            on.made(lambda backend: change())
+        elif first == "class":
+            kind = getattr(on, owner)
+            setattr(kind, attribute, change(getattr(kind, attribute)))
+        else:
+            on.method(target)(lambda self, usual, *args, **kwargs: change(usual, *args, **kwargs))
+
+    mutant(name, part=part, check=check, base=base, ranks=ranks, limit_s=limit_s)(make)
+
+
 @functools.cache
 def changed(found: Mutant) -> Wrong:
     """The mutant's backend as it is changed, once in a process."""
@@ -276,35 +318,23 @@ def changed(found: Mutant) -> Wrong:
     return on
 
 
-def mutant_named(name: str, *, on_paper: bool = False) -> Mutant | None:
-    """One of the table, or a sound one of `tests.testing.unusual`; None if it is in neither.
-
-    Args:
-        on_paper: only those of the part `basic`, which import no torch.
-    """
-    from tests.testing import unusual, wrong_ends, wrong_paper  # noqa: F401
-
-    if name not in MUTANTS and name not in SOUND and not on_paper:
-        table()
+def mutant_named(name: str) -> Mutant | None:
+    """One of the table, or a sound one of `tests.testing.unusual`; None if it is in neither."""
+    table()
     return MUTANTS.get(name) or SOUND.get(name)
 
 
 def table() -> Sequence[Mutant]:
-    """All of them, in the order of the parts."""
+    """All of them; importing them imports no torch, which backends of the part `basic` must not."""
     from tests.testing import (  # noqa: F401
+        table,
+        unusual,
         wrong_chance,
         wrong_device,
-        wrong_ends,
-        wrong_exchanges,
         wrong_fp8,
-        wrong_groups,
-        wrong_handles,
         wrong_loop,
         wrong_operations,
-        wrong_paper,
         wrong_products,
-        wrong_ranks,
-        wrong_tensors,
         wrong_views,
     )
 

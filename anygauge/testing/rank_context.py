@@ -20,24 +20,20 @@ import torch
 from anygauge.interface import HOST_DEVICE, Backend
 from anygauge.testing.check import NotAsked, check, sharding
 
-BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
+BITS = {torch.float64: 53, torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 """Significant bits of a type, with the one that is not stored; its unit roundoff is 2**-bits."""
 WHOLE = {torch.int64: 2**54, torch.int32: 2**28, torch.uint8: 60}
 """Largest integers that are tried: float64, float32 and a signed byte cannot hold their sums."""
 SCALE = 2.0**-7
 """Of exact values, so that most are fractions."""
-LARGE = 2**21 + 5
-"""Elements beyond the buffers of any library: 8 MiB of float32 and a little more."""
 PERIOD = 8191
 """Elements after which values repeat."""
-GUARD = 3
-"""Elements before and after a view: its start is not aligned, and 16 does not divide its size."""
 Shape = Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Together:
-    """One of several ranks, each with its device.
+class RankContext:
+    """One of several ranks, with its device.
 
     Attributes:
         complaints: what was wrong so far in the check that runs.
@@ -49,7 +45,7 @@ class Together:
     rank: int
     world_size: int
     complaints: list[str] = field(default_factory=list)
-    kept: dict[str, Any] = field(default_factory=dict)
+    kept: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def collectives(self) -> Any:
@@ -63,49 +59,22 @@ class Together:
 
     def dtypes(self) -> list[torch.dtype]:
         """Types that a reduction must serve here."""
-        found = [torch.float32]
-        if self.backend.support("bfloat16"):
-            found.append(torch.bfloat16)
-        if self.backend.support("float16"):
-            found.append(torch.float16)
-        return found
-
-    # -- values -------------------------------------------------------------------------------
+        lower = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+        return [torch.float32, *(d for name, d in lower.items() if self.backend.support(name))]
 
     def exact(self, shape: Shape, dtype: torch.dtype, rank: int, salt: int = 0) -> torch.Tensor:
         """A rank's values, in float64 on the host; those of all ranks have an exact sum."""
         span = 2 ** BITS[dtype] >> (self.world_size - 1).bit_length()
         return _drawn(shape, rank, salt, span).double() * SCALE
 
-    def fractions(self, shape: Shape, dtype: torch.dtype, rank: int) -> torch.Tensor:
-        """A rank's values in float64, rounded to the type: each sum of them is rounded, too."""
-        return (_drawn(shape, rank, 7, 2**12).double() / 3).to(dtype).double()
-
-    def whole(self, shape: Shape, dtype: torch.dtype, rank: int) -> torch.Tensor:
+    def whole(self, shape: Shape, dtype: torch.dtype, rank: int, salt: int = 3) -> torch.Tensor:
         """A rank's integers in int64; odd ones, of which no shorter type holds the sum."""
-        span = WHOLE[dtype]
-        found = _drawn(shape, rank, 3, span // 2) * 2 + 1
+        found = _drawn(shape, rank, salt, WHOLE[dtype] // 2) * 2 + 1
         return found if dtype.is_signed else found.abs() % (256 // self.world_size)
 
     def put(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Values of the host on this device, in a memory of their own."""
         return values.to(dtype, copy=True).to(self.device)
-
-    def empty(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor for a result; it holds what no result is."""
-        # NaN, where there is one: what is left of it cannot pass for a result.
-        unlike = math.nan if dtype.is_floating_point else 77
-        if dtype is torch.bool:
-            unlike = True
-        return self.put(torch.full(tuple(shape), unlike), dtype)
-
-    def guarded(self, shape: Shape, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """(memory, a contiguous view into it that begins at an odd place, with more behind it)."""
-        size = math.prod(shape)
-        memory = self.put(torch.full((size + 2 * GUARD,), 5.0), dtype)
-        return memory, memory[GUARD : GUARD + size].view(tuple(shape))
-
-    # -- results ------------------------------------------------------------------------------
 
     def hold(self, condition: bool, complaint: str) -> None:
         """Note the complaint unless the condition holds."""
@@ -117,47 +86,38 @@ class Together:
         found: torch.Tensor,
         wanted: torch.Tensor,
         what: str,
-        *,
-        within: torch.Tensor | None = None,
+        within: torch.Tensor | float = 0.0,
     ) -> None:
-        """Note unless `found`, on the device, holds the values `wanted`, float64 or int64.
+        """Note unless `found` holds the values `wanted`, float64 or int64.
 
         Args:
-            within: largest error of each element; without it none may have any.
+            within: largest error, of each element or of all.
         """
-        if found.device.type != self.device.type:
-            self.complaints.append(f"{what}: the result is on {found.device}")
-            return
         got = found.detach().to(HOST_DEVICE).to(wanted.dtype)
         if got.shape != wanted.shape:
             self.complaints.append(f"{what}: shape {tuple(got.shape)}, not {tuple(wanted.shape)}")
             return
         fits = (got == wanted) | ((got != got) & (wanted != wanted))
-        if within is not None:
-            fits |= (got - wanted).abs() <= within
+        fits |= (got - wanted).abs() <= within
         if bool(fits.all()):
             return
         got, wanted, wrong = got.reshape(-1), wanted.reshape(-1), (~fits).reshape(-1)
         first = int(wrong.nonzero()[0])
         self.complaints.append(
-            f"{what}, {tuple(found.shape)} of {found.dtype}: {int(wrong.sum())} of "
-            f"{wanted.numel()} elements are wrong; number {first} should be "
-            f"{wanted[first].item()!r} and is {got[first].item()!r}"
+            f"{what}: {int(wrong.sum())} of {wanted.numel()} elements are wrong; number {first} "
+            f"should be {wanted[first].item()!r} and is {got[first].item()!r}"
         )
 
-    def unharmed(self, memory: torch.Tensor, what: str) -> None:
-        """Note unless what lies around the view of `guarded` is as it was."""
-        found = memory.to(HOST_DEVICE)
-        around = torch.cat([found[:GUARD], found[-GUARD:]]).tolist()
-        self.hold(
-            around == [5.0] * (2 * GUARD), f"{what} wrote beside its tensor: {around}, not all 5"
-        )
+    def attempt(
+        self, action: Callable[[], Any], what: str, ranks: Sequence[int] | None = None
+    ) -> str:
+        """Do what a library may refuse; all ranks that are asked must refuse it, or none.
 
-    def attempt(self, action: Callable[[], Any], what: str) -> str:
-        """Do what a library may refuse; all ranks must refuse it, or none.
+        Args:
+            ranks: those that are; None for all. The others come along.
 
         Returns:
-            What it raised, in words; empty if it did it.
+            What was raised, in words; empty if it was done.
         """
         refused = ""
         try:
@@ -166,23 +126,14 @@ class Together:
         except Exception as error:
             refused = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         everyone = self.collectives.gather_objects(refused)
-        some = [rank for rank in self.ranks if everyone[rank]]
+        asked = self.ranks if ranks is None else ranks
+        some = [rank for rank in asked if everyone[rank]]
         reason = next(filter(None, everyone), "")
         self.hold(
-            len(some) in (0, self.world_size),
+            len(some) in (0, len(asked)),
             f"{what}: ranks {some} refuse it, the others do not: {reason}",
         )
-        return refused
-
-    def required_or_not_asked(self, action: Callable[[], Any], what: str) -> None:
-        """The same for what not every library has.
-
-        Raises:
-            NotAsked: it has not.
-        """
-        refused = self.attempt(action, what)
-        if refused:
-            raise NotAsked(f"the library refuses {what}: {refused}")
+        return reason
 
     def asked_by_engines(self) -> None:
         """Raises: NotAsked: this backend does not run the engine that is tried most."""
@@ -210,16 +161,6 @@ def total(values: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(list(values)).sum(0)
 
 
-def bound(values: Sequence[torch.Tensor], dtype: torch.dtype, roundings: int) -> torch.Tensor:
-    """Largest error of a sum of the values in a type whose partial results are rounded that often.
-
-    |error| <= roundings * u * the sum of magnitudes, u the type's unit roundoff; the 1.1 covers
-    products of roundings.
-    """
-    magnitude = torch.stack([each.abs() for each in values]).sum(0)
-    return 1.1 * roundings * 2.0 ** -BITS[dtype] * magnitude
-
-
 def limits_of(group: Any) -> Iterator[tuple[str, float]]:
     """(library, how many seconds its collectives may wait) of a group, as far as it can be read."""
     for kind in group._device_types:
@@ -233,13 +174,13 @@ def limits_of(group: Any) -> Iterator[tuple[str, float]]:
 
 
 def check_on_ranks(
-    title: str, *, means: str
-) -> Callable[[Callable[[Together], None]], Callable[[Together], None]]:
+    title: str, *, means: str, name: str = "", limit_s: float = 60.0
+) -> Callable[[Callable[[RankContext], None]], Callable[[RankContext], None]]:
     """Decorator: a check of the part ``ranks``, which fails with the first complaint."""
 
-    def register(function: Callable[[Together], None]) -> Callable[[Together], None]:
+    def register(function: Callable[[RankContext], None]) -> Callable[[RankContext], None]:
         @functools.wraps(function)
-        def asked(on: Together) -> None:
+        def asked(on: RankContext) -> None:
             on.complaints.clear()
             try:
                 function(on)
@@ -250,6 +191,9 @@ def check_on_ranks(
                 raise AssertionError(on.complaints[0]) from error
             assert not on.complaints, on.complaints[0]
 
-        return check(title, part="ranks", capability="collectives", means=means)(asked)
+        asked.__name__ = name or function.__name__
+        return check(title, part="ranks", capability="collectives", means=means, limit_s=limit_s)(
+            asked
+        )
 
     return register

@@ -1,0 +1,375 @@
+"""Checks that need no device: what a backend announces and says of itself before it is opened.
+
+They run in a process of their own, since one of them is that torch is not imported there. Those of
+the environment are in `rules`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import math
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from anygauge.interface import (
+    API_VERSION,
+    CAPABILITIES,
+    AnygaugeError,
+    Backend,
+    BackendSpec,
+    Finding,
+    LaunchProfile,
+    Level,
+    Presence,
+    Probe,
+    Support,
+    read_hardware,
+)
+from anygauge.registry import Registry
+from anygauge.testing.check import NotAsked, check
+
+HEAVY = ("torch", "transformers", "tensorflow", "jax", "numpy.distutils")
+PROBE_S = 2.0
+"""Seconds: commands that only list backends wait for every probe."""
+WRONG_VALUES = ({"no": "such value"}, ["no such value"], "no such value", -(10**9), math.nan)
+EMPTY_WORDS = ("todo", "tbd", "fixme", "n/a", "none", "unknown", "reason", "xxx")
+UNPICKLED = """
+import pickle, sys
+spec = pickle.load(sys.stdin.buffer)
+spec.probe(), spec.this_machine()
+sys.stdout.buffer.write(pickle.dumps((spec.name, "torch" in sys.modules)))
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Paper:
+    """A backend as it stands on paper: nothing is open.
+
+    Attributes:
+        name: as users write it.
+        options: the run file's ``backend_options``.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    registry: Registry
+
+    @property
+    def spec(self) -> BackendSpec:
+        """What the plugin announced."""
+        return self.registry.find_backend(self.name).spec
+
+    def backend(self, **options: Any) -> Backend:
+        """A new one, not opened, with further options."""
+        return self.registry.create_backend(self.name, {**self.options, **options})
+
+
+def process_state() -> tuple[dict[str, str], str, int]:
+    """What asking a backend must leave alone."""
+    return dict(os.environ), str(Path.cwd()), os.umask(os.umask(0o22))
+
+
+def _heavy() -> set[str]:
+    return {name for name in HEAVY if name in sys.modules}
+
+
+# -- the spec -------------------------------------------------------------------------------------
+
+
+@check(
+    "the plugin announces exactly one backend of this name",
+    part="basic",
+    means="users cannot name the backend, or get another one; the entry point announces none, two, "
+    "or another name",
+)
+def announced(paper: Paper) -> None:
+    name = paper.spec.name
+    assert name == paper.name
+    plain = name.replace("-", "").replace("_", "").isalnum() and name == name.lower()
+    assert plain, f"{name!r} is not a plain name in lower case"
+
+
+@check(
+    "it was written for this version of the contract",
+    part="basic",
+    means="anygauge refuses the plugin; it takes its number from anygauge, or is older",
+)
+def api_version(paper: Paper) -> None:
+    assert paper.spec.api_version == API_VERSION, (
+        f"written for version {paper.spec.api_version} of the contract, this is {API_VERSION}"
+    )
+
+
+@check(
+    "announcing it imports neither torch nor anything else heavy",
+    part="basic",
+    means="every command takes seconds, also where the device is not used; the announcing module "
+    "imports the backend's own",
+)
+def light_import(paper: Paper) -> None:
+    _ = paper.spec
+    assert not _heavy(), f"importing the plugin imported {', '.join(sorted(_heavy()))}"
+
+
+@check(
+    "the spec can be pickled, and used in another process without torch",
+    part="basic",
+    means="commands that probe in processes of their own find no device; a probe that is a lambda, "
+    "a local function or made by code that only this process has run",
+)
+def spec_pickles(paper: Paper) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", UNPICKLED],
+        input=pickle.dumps(paper.spec),
+        capture_output=True,
+        check=False,
+        timeout=50,
+    )
+    error = done.stderr.decode(errors="replace").strip().splitlines()
+    assert done.returncode == 0, error[-1] if error else f"status {done.returncode}"
+    name, heavy = pickle.loads(done.stdout)
+    assert name == paper.name
+    assert not heavy, "reading it, its probe or this_machine imports torch"
+
+
+@check(
+    "the description of its cards can be read, and what it leaves to the machine is given",
+    part="basic",
+    means="plans of runs on its cards are refused; a figure without source, a wrong unit or a file "
+    "that is not in the package",
+)
+def hardware_file_is_sound(paper: Paper) -> None:
+    spec = paper.spec
+    given = spec.this_machine()
+    for name, value in given.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        assert number and math.isfinite(value) and value > 0, f"this_machine: {name} = {value!r}"
+    assert spec.this_machine() == given, "two calls of this_machine differ"
+    if not spec.hardware:
+        raise NotAsked("it describes no cards")
+    package, _, file = spec.hardware.partition(":")
+    assert package and file, f"hardware is {spec.hardware!r}, not 'package:file.toml'"
+    try:
+        text = importlib.resources.files(package).joinpath(file).read_text(encoding="utf-8")
+    except (ImportError, OSError) as error:
+        raise AssertionError(f"{spec.hardware} cannot be read: {error}") from error
+    cards, machines = read_hardware(text, spec.hardware, backend=spec.name)
+    assert cards or machines, f"{spec.hardware} describes nothing"
+
+
+# -- the probe ------------------------------------------------------------------------------------
+
+
+@check(
+    "the probe is cheap, imports nothing heavy and changes nothing",
+    part="basic",
+    means="commands that only list backends are slow, or change what they run in; a driver's "
+    "library that the probe loads",
+)
+def probe_is_pure(paper: Paper) -> None:
+    before, loaded = process_state(), _heavy()
+    began = time.perf_counter()
+    first = paper.spec.probe()
+    took = time.perf_counter() - began
+    second = paper.spec.probe()
+    assert process_state() == before, "the probe changed the process's environment, folder or umask"
+    imported = sorted(_heavy() - loaded)
+    assert not imported, f"the probe imported {', '.join(imported)}"
+    assert first == second, "two probes of the same machine differ"
+    assert took < PROBE_S, f"the probe took {took:.1f} s"
+
+
+@check(
+    "the probe answers the three questions in words, and what it finds fits together",
+    part="basic",
+    means="`anygauge backends` cannot say why a device is missing, or `auto` chooses one that "
+    "cannot run; an empty detail, a count that is guessed, a driver that counts as a device",
+)
+def probe_answers(paper: Paper) -> None:
+    _fits_together(paper.spec.probe())
+
+
+def _fits_together(probe: Any, where: str = "") -> None:
+    assert isinstance(probe, Probe), f"{where}the probe gave {type(probe).__name__}"
+    for name in ("devices", "driver", "software"):
+        finding = getattr(probe, name)
+        assert isinstance(finding, Finding), f"{name}: {type(finding).__name__} is not a Finding"
+        words = finding.detail.strip() and "\n" not in finding.detail
+        assert words, f"{name}: not a line of words: {finding.detail!r}"
+        assert isinstance(finding.presence, Presence), f"{name}: {finding.presence!r}"
+        _texts(f"{name}.looked_at", finding.looked_at)
+    count = probe.device_count
+    whole = count is None or (type(count) is int and count >= 0)
+    assert whole, f"device_count is {count!r}, not a whole number"
+    if probe.devices.presence is Presence.NO:
+        assert not count, f"there are no devices ({probe.devices.detail}), and {count} of them"
+    if probe.available:
+        assert count != 0, f"it is available ({probe.reason}), with 0 devices"
+    _texts("cards", probe.cards)
+    _texts("notes", probe.notes)
+    named = len(set(probe.cards)) == len(probe.cards) and all(c.strip() for c in probe.cards)
+    assert named, f"cards names one twice, or without a name: {probe.cards}"
+
+
+def _texts(what: str, values: Any) -> None:
+    fit = isinstance(values, tuple) and all(isinstance(each, str) for each in values)
+    assert fit, f"{what} is {values!r}, not a tuple of texts"
+
+
+# -- the object -----------------------------------------------------------------------------------
+
+
+@check(
+    "constructing it has no side effect and imports no torch",
+    part="basic",
+    means="a command takes the device, or seconds, only to ask a question; what belongs into "
+    "open() is done in the constructor",
+)
+def light_construction(paper: Paper) -> None:
+    before, loaded = process_state(), _heavy()
+    backend = paper.backend()
+    assert process_state() == before, "constructing it changed the environment, folder or umask"
+    imported = sorted(_heavy() - loaded)
+    assert not imported, f"constructing it imported {', '.join(imported)}"
+    assert not backend.placement.is_open, "constructing it opened a device"
+
+
+@check(
+    "name, type, capabilities, refusals and lists are filled in, with reasons in words",
+    part="basic",
+    means="runs are refused without a reason that a user can read, or an option is never found; a "
+    "placeholder that was left, or a comma missing after the only name",
+)
+def described(paper: Paper) -> None:
+    backend = paper.backend()
+    assert backend.name == paper.name, f"the class says {backend.name!r}"
+    assert isinstance(backend.device_type, str) and backend.device_type
+    unknown = sorted(set(backend.capabilities) - set(CAPABILITIES))
+    assert not unknown, (
+        f"capabilities that nobody asks about: {', '.join(unknown)}; those that are asked about: "
+        f"{', '.join(CAPABILITIES)}"
+    )
+    reasons = {f"unsupported_engines[{n!r}]": why for n, why in backend.unsupported_engines.items()}
+    reasons["attention_why"] = backend.attention_why
+    for name in CAPABILITIES:
+        support = backend.support(name)
+        assert isinstance(support, Support), f"support({name!r}) gave {type(support).__name__}"
+        if support.level is not Level.FULL:
+            reasons[f"capabilities[{name!r}]"] = support.reason
+        if support.level is Level.SWITCHED_OFF:
+            options = type(backend.options).model_fields
+            assert any(option in support.reason for option in options), (
+                f"{name} is switched off, and its reason, {support.reason!r}, names none of "
+                f"the backend's options ({', '.join(options) or 'it has none'})"
+            )
+    for where, reason in reasons.items():
+        plain = reason.strip().lower().rstrip(".!:")
+        words = len(plain) > 2 and any(letter.isalpha() for letter in plain) and "\n" not in plain
+        assert words and plain not in EMPTY_WORDS, f"{where}: {reason!r} gives no reason"
+    for name in ("libraries", "variables", "files", "readings"):
+        _texts(name, getattr(backend, name))
+    for file in backend.files:
+        full = file.startswith("/") or "/" not in file
+        assert full, f"files: {file!r} is neither an absolute path nor the bare name of a library"
+    launch = backend.launch
+    assert isinstance(launch, LaunchProfile), f"launch is {type(launch).__name__}"
+    for name in ("container_flags", "capabilities"):
+        _texts(f"launch.{name}", getattr(launch, name))
+    variable = launch.visibility_variable
+    named = variable is None or (isinstance(variable, str) and variable.isidentifier())
+    assert named, f"launch.visibility_variable is {variable!r}"
+    assert launch.binding in ("cores", "none"), f"launch.binding: {launch.binding!r}"
+
+
+@check(
+    "a device that is not open says so",
+    part="basic",
+    means="code that asks too early computes on the wrong device; a default in place of an error",
+)
+def closed_device_says_so(paper: Paper) -> None:
+    try:
+        _ = paper.backend().placement.device
+    except RuntimeError as error:
+        assert "open" in str(error), f"the error does not say what to do: {error}"
+    else:
+        raise AssertionError("placement.device gave a device before open()")
+
+
+@check(
+    "an unknown option, and a value that an option cannot have, are refused in words",
+    part="basic",
+    means="a slip of the pen in `backend_options` changes nothing, or ends the run later without a "
+    "cause; a field of its options takes any value",
+)
+def options_are_checked(paper: Paper) -> None:
+    for name in ("no_such_option_of_any_backend", *type(paper.backend().options).model_fields):
+        taken = []
+        for value in WRONG_VALUES:
+            try:
+                paper.backend(**{name: value})
+            except AnygaugeError as error:
+                assert name in str(error), f"the error does not name {name}: {error}"
+            except Exception as error:
+                raise AssertionError(
+                    f"{name} = {value!r}: {type(error).__name__}: {error}, which says nothing of "
+                    "the option"
+                ) from error
+            else:
+                taken.append(value)
+        some = len(taken) < len(WRONG_VALUES)
+        assert some, f"backend_options.{name} takes anything: {', '.join(map(repr, taken))}"
+
+
+@check(
+    "an instance shares its facets with no other",
+    part="basic",
+    means="a second run in one process changes the first; a facet is made once, with the class",
+)
+def facets_are_its_own(paper: Paper) -> None:
+    first, second = paper.backend(), paper.backend()
+    for facet in ("placement", "graph", "collectives"):
+        assert getattr(first, facet) is not getattr(second, facet), f"two instances share {facet}"
+
+
+@check(
+    "shapes are padded upwards, and never beyond the maximum",
+    part="basic",
+    means="rows are cut, or a batch does not fit the model; rounding up past the maximum, or down",
+)
+def shapes_are_sound(paper: Paper) -> None:
+    shapes = paper.backend().graph.shapes
+    for maximum in (64, 100, 1024):
+        for longest in (1, 7, maximum // 2, maximum):
+            padded = shapes.padded_length(longest, maximum)
+            assert longest <= padded <= maximum, f"{longest} of {maximum} tokens became {padded}"
+
+
+@check(
+    "the checks of `doctor` have names and verdicts",
+    part="basic",
+    means="`anygauge doctor` reports a problem without saying what to do",
+)
+def diagnostics_are_sound(paper: Paper) -> None:
+    for line in paper.backend().diagnostics():
+        assert line.name and line.seen, f"a check without words: {line}"
+        known = line.outcome in ("pass", "skip", "warn", "fail")
+        assert known, f"{line.name}: outcome {line.outcome!r}"
+        assert line.outcome == "pass" or line.remedy, f"{line.name}: no remedy"
+
+
+@check(
+    "the process had the backend's environment, and ended with status 0",
+    part="basic",
+    of_the_end=True,
+    means="commands end with a failure after they have done their work; what a library does at "
+    "exit, or an environment that cannot be made",
+)
+def ends_on_paper(trouble: str) -> None:
+    assert not trouble, trouble

@@ -1,0 +1,256 @@
+"""Checks of a backend's environment: what its rules may read, and which values are the same."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import platform
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from anygauge.interface import (
+    AnygaugeError,
+    Job,
+    LaunchSettings,
+    NetworkInterface,
+    Node,
+    RdmaDevice,
+    Scope,
+    Setting,
+)
+from anygauge.testing.check import check, sharding
+from anygauge.testing.paper import Paper, process_state
+
+VALUES = (None, "", "0", "1", "7", "another")
+"""What a variable that was read is set to in turn; None removes it."""
+RANKS = 8
+OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that anygauge sets for each rank."""
+JOB = Job(
+    name="conformance",
+    run_directory="/nowhere/conformance",
+    run_file="/nowhere/conformance/run.yaml",
+    backend="any",
+    launch=LaunchSettings(devices=2),
+    rendezvous="file:///nowhere/rendezvous",
+)
+NODE = Node(
+    hostname="node0",
+    cores=tuple(range(8)),
+    physical_cores=4,
+    memory_bytes=2**36,
+    interfaces=(
+        NetworkInterface(name="lo", up=True, physical=False, loopback=True),
+        NetworkInterface(name="eth0", up=True, physical=True),
+    ),
+    libraries={"torch": "2.13.0"},
+)
+OTHER_NODE = dataclasses.replace(
+    NODE,
+    rank=1,
+    hostname="another-node",
+    cores=tuple(range(100, 148)),
+    physical_cores=24,
+    memory_bytes=2**40,
+    interfaces=(
+        NetworkInterface(name="lo0", up=True, physical=False, loopback=True),
+        NetworkInterface(name="ens9f1", up=True, physical=True),
+        NetworkInterface(name="ib7", up=True, physical=True),
+    ),
+    rdma_devices=(RdmaDevice(name="mlx5_7", driver="mlx5_core", link_layer="InfiniBand"),),
+)
+"""Another machine of a job: nothing but the versions of libraries and the user's variables are as
+on the first, which users have the same everywhere."""
+VERSIONS = ("2.15.0a0+git1a2b3c4", "2.15.0.dev20260801+vendor9", "1", "unknown", "")
+
+
+def jobs(paper: Paper) -> list[Job]:
+    """Of one machine, of two, and of two with eight devices each."""
+    own: dict[str, Any] = {
+        "backend": paper.name,
+        "backend_options": paper.options,
+        "strategy": sharding().name,
+    }
+    one = dataclasses.replace(JOB, **own)
+    two = dataclasses.replace(one, rendezvous="tcp://node0:29400")
+    launches = (LaunchSettings(nodes=2, devices=devices) for devices in (2, RANKS))
+    return [one, *(dataclasses.replace(two, launch=launch) for launch in launches)]
+
+
+def _settings(paper: Paper) -> list[list[Setting]]:
+    """For each job, without and with a local rank."""
+    backend = paper.backend()
+    return [
+        list(backend.environment(job, NODE, rank)) for job in jobs(paper) for rank in (None, 0, 1)
+    ]
+
+
+def _difference(before: Sequence[Sequence[Setting]], after: Sequence[Sequence[Setting]]) -> str:
+    """The first setting that is not the same in both, in words; empty if there is none."""
+    for first, second in zip(before, after, strict=True):
+        was, now = ({each.name: each for each in settings} for settings in (first, second))
+        for name in {**was, **now}:
+            if was.get(name) != now.get(name):
+                values = [each[name].value if name in each else "not set" for each in (was, now)]
+                return f"{name} was {values[0]!r}, and is {values[1]!r}"
+    return ""
+
+
+@check(
+    "the environment is pure: the same for the same arguments, and nothing changed",
+    part="basic",
+    means="ranks of one job get different environments; a rule that draws numbers, reads clocks or "
+    "sets variables itself",
+)
+def environment_is_pure(paper: Paper) -> None:
+    before = process_state()
+    found = _difference(_settings(paper), _settings(paper))
+    assert process_state() == before, "asking for the environment changed it"
+    assert not found, f"two calls with the same arguments differ: {found}"
+
+
+@check(
+    "every setting has a name, a value of text, a reason and a source, and is set once",
+    part="basic",
+    means="users see a variable without knowing why, or ranks get another value than is explained; "
+    "a rule without reason, a number in place of text, or two rules for one variable",
+)
+def settings_are_sound(paper: Paper) -> None:
+    for settings in _settings(paper):
+        for setting in settings:
+            assert isinstance(setting, Setting), f"{type(setting).__name__} is not a Setting"
+            name = setting.name
+            assert name and "=" not in name, f"{name!r} is not a variable"
+            text = setting.value is None or isinstance(setting.value, str)
+            assert text, f"{name}: a value of type {type(setting.value).__name__}, not text"
+            assert setting.reason.strip(), f"{name}: no reason"
+            assert setting.source.strip(), f"{name}: no source"
+        names = [setting.name for setting in settings]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        assert not twice, f"set twice: {', '.join(twice)}"
+        taken = sorted(set(names) & set(OWN))
+        assert not taken, f"anygauge sets {', '.join(taken)} for each rank"
+
+
+@check(
+    "a value has its scope: the job's is one on every machine, a node's one for all its ranks",
+    part="basic",
+    means="machines or ranks of one job run with contradicting settings, and collectives hang; a "
+    "value that is made of the node or the local rank has that scope",
+)
+def scopes_hold(paper: Paper) -> None:
+    backend = paper.backend()
+    for job in jobs(paper)[1:]:
+        of_job: dict[str, Any] = {}
+        for node in (NODE, OTHER_NODE):
+            of_node: dict[str, Any] = {}
+            for rank in (None, *range(job.launch.devices)):
+                found = {each.name: each for each in backend.environment(job, node, rank)}
+                who = f"on {node.hostname} for {'no rank' if rank is None else f'rank {rank}'}"
+                ranked = [name for name, each in found.items() if each.scope is Scope.RANK]
+                assert rank is not None or not ranked, f"{ranked} {who} has scope rank"
+                for scopes, first in (
+                    ((Scope.NODE, Scope.JOB), of_node),
+                    ((Scope.JOB,), of_job),
+                ):
+                    own = {n: each.value for n, each in found.items() if each.scope in scopes}
+                    first.setdefault("all", own)
+                    for name in {**first["all"], **own}:
+                        values = [each.get(name, "not set") for each in (first["all"], own)]
+                        assert values[0] == values[1], (
+                            f"{name} has scope {scopes[-1].value}, and is {values[1]!r} {who}, "
+                            f"{values[0]!r} before"
+                        )
+
+
+@contextlib.contextmanager
+def _recorded() -> Iterator[set[str]]:
+    """The names of variables that are read meanwhile."""
+    read: set[str] = set()
+    usual = type(os.environ).__getitem__
+
+    def note(self: Any, name: str) -> str:
+        read.add(name)
+        return usual(self, name)
+
+    with mock.patch.object(type(os.environ), "__getitem__", note):
+        yield read
+
+
+@contextlib.contextmanager
+def _elsewhere() -> Iterator[None]:
+    """Another host name, number of processors and working folder."""
+    count, before = (os.cpu_count() or 1) + 3, Path.cwd()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(socket, "gethostname", lambda: "elsewhere"),
+        mock.patch.object(socket, "getfqdn", lambda name="": "elsewhere.example"),
+        mock.patch.object(platform, "node", lambda: "elsewhere"),
+        mock.patch.object(os, os.cpu_count.__name__, lambda: count),
+        mock.patch.object(os, "sched_getaffinity", lambda process: set(range(count))),
+    ):
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(before)
+
+
+@check(
+    "rules read the job and the node that they are given, not the process or its machine",
+    part="basic",
+    means="`anygauge env` shows other settings than the job gets, since a node's agent has other "
+    "variables than the command; name them in `Backend.variables` and read `Node.variables`",
+)
+def rules_read_the_node_alone(paper: Paper) -> None:
+    with _recorded() as read:
+        usual = _settings(paper)
+    with _elsewhere():
+        found = _difference(usual, _settings(paper))
+    assert not found, f"with another host name, number of processors and folder: {found}"
+    for name in sorted(read):
+        for value in VALUES:
+            with mock.patch.dict(os.environ, {} if value is None else {name: value}):
+                if value is None:
+                    os.environ.pop(name, None)
+                try:
+                    found = _difference(usual, _settings(paper))
+                except Exception as error:
+                    found = f"{type(error).__name__}: {error}"
+            assert not found, f"with os.environ[{name!r}] = {value!r}: {found}"
+
+
+@check(
+    "rules have an answer for a machine that shows nothing, and for any version",
+    part="basic",
+    means="the run ends with a KeyError before it begins, on a new release or in a small "
+    "container; a rule takes for granted what `Node` may lack",
+)
+def rules_hold_on_any_machine(paper: Paper) -> None:
+    backend = paper.backend()
+    libraries = ("torch", *backend.libraries)
+    nodes: Mapping[str, Node] = {
+        "that shows nothing": Node(),
+        "without network": dataclasses.replace(NODE, interfaces=()),
+        **{
+            f"with version {version!r} of {', '.join(libraries)}": dataclasses.replace(
+                NODE, libraries=dict.fromkeys(libraries, version)
+            )
+            for version in VERSIONS
+        },
+    }
+    for what, node in nodes.items():
+        for job in jobs(paper):
+            for rank in (None, 0, job.launch.devices - 1):
+                try:
+                    list(backend.environment(job, node, rank))
+                except AnygaugeError:
+                    pass  # a refusal in words
+                except Exception as error:
+                    said = f"on a machine {what}: {type(error).__name__}: {error}"
+                    raise AssertionError(said) from error

@@ -1,0 +1,83 @@
+"""The kit of a strategy: losses, state and resume, against whole models on one rank.
+
+``pytest --anygauge-strategy NAME`` runs it on the host's processors. A spec whose losses differ by
+design declares how far, in `StrategySpec.tolerance`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from anygauge.interface import HOST_DEVICE, StrategySpec
+from anygauge.registry import Registry
+from anygauge.testing.check import CHOSEN_STRATEGY
+from anygauge.testing.loop import prepare
+from anygauge.testing.process import Subject
+from anygauge.testing.trials import LoopTrials, ranks_of
+
+if CHOSEN_STRATEGY in os.environ:  # set by ``pytest --anygauge-strategy``, which collects this file
+
+    class TestStrategy:
+        """The strategy that the command line names."""
+
+        name = os.environ[CHOSEN_STRATEGY]
+
+        @pytest.fixture(scope="class")
+        @classmethod
+        def spec(cls) -> StrategySpec:
+            """Of the strategy."""
+            return Registry.load().find_strategy(cls.name).spec
+
+        @pytest.fixture(scope="class")
+        @classmethod
+        def runs(cls, spec: StrategySpec, tmp_path_factory: pytest.TempPathFactory) -> LoopTrials:
+            """Runs on the host, each made once."""
+            folder: Path = tmp_path_factory.mktemp(f"strategy-{spec.name}")
+            prepare(folder)
+            return LoopTrials(subject=Subject(name=HOST_DEVICE), folder=folder, stated={})
+
+        @pytest.fixture
+        def ranks(self, spec: StrategySpec) -> int:
+            """Two, or what it runs on."""
+            return ranks_of(spec, 2)
+
+        def test_losses(self, spec: StrategySpec, runs: LoopTrials, ranks: int) -> None:
+            """Losses, norms and evaluations are those of one process, within its tolerance."""
+            why = runs.spread(spec, ranks)
+            assert not why, why
+
+        def test_state(self, spec: StrategySpec, runs: LoopTrials, ranks: int) -> None:
+            """Its checkpoint is neutral: the tensors that one process writes, whole, in float32."""
+            found = runs.run("adapter", "float32", strategy=spec.name, ranks=ranks)
+            wanted = runs.run("adapter", "float32")
+            mine, theirs = (_tensors(run.checkpoints[0]) for run in (found, wanted))
+            assert mine == theirs, sorted(set(mine.items()) ^ set(theirs.items()))[:4]
+
+        def test_resume(self, spec: StrategySpec, runs: LoopTrials, ranks: int) -> None:
+            """From one process's checkpoint and from its own it goes on where they were."""
+            why = runs.resumed_on(spec, ranks)
+            assert not why, why
+            whole = runs.run("adapter", "float32", strategy=spec.name, ranks=ranks)
+            middle = whole.checkpoints[0]
+            rest = runs.run("adapter", "float32", strategy=spec.name, ranks=ranks, resume=middle)
+            wanted = list(whole.losses)[-len(rest.losses) :]
+            allowed = max(spec.tolerance, 1e-6)
+            for step, (loss, due) in enumerate(zip(rest.losses, wanted, strict=True), start=1):
+                assert abs(loss - due) <= allowed * abs(due), (
+                    f"step {step} after its own checkpoint: the loss is {loss!r}, not {due!r}"
+                )
+
+
+def _tensors(checkpoint: Path) -> dict[str, str]:
+    """Name of each tensor of a checkpoint's state -> its type and shape."""
+    found: dict[str, str] = {}
+    for path in checkpoint.glob("state-*.safetensors"):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        header.pop("__metadata__", None)
+        found |= {name: f"{each['dtype']} {each['shape']}" for name, each in header.items()}
+    return found
