@@ -23,6 +23,7 @@ from anygauge.testing import basic as _basic  # noqa: F401  (for its checks, as 
 from anygauge.testing import device as _device  # noqa: F401
 from anygauge.testing import ends as _ends  # noqa: F401
 from anygauge.testing import figures as _figures  # noqa: F401
+from anygauge.testing import operators as _operators  # noqa: F401
 from anygauge.testing import paper_ends as _paper_ends  # noqa: F401
 from anygauge.testing import paper_forks as _paper_forks  # noqa: F401
 from anygauge.testing import paper_rules as _paper_rules  # noqa: F401
@@ -126,6 +127,12 @@ class BackendContract:
 
     @pytest.fixture(scope="class")
     @classmethod
+    def on_operators(cls, subject: Subject, folder: Path, devices: int) -> PartAnswers:
+        """Answers of torch's own operator tests, in a process whose flags they change."""
+        return ask("operators", subject, folder)
+
+    @pytest.fixture(scope="class")
+    @classmethod
     def on_ranks(cls, subject: Subject, folder: Path, devices: int) -> dict[int, PartAnswers]:
         """Answers of several ranks, as far as there are devices."""
         return {
@@ -160,6 +167,11 @@ class BackendContract:
     def test_on_device(self, check: ConformanceCheck, on_device: PartAnswers) -> None:
         """Placement, memory, random numbers, arithmetic, graphs."""
         _judge(check, on_device)
+
+    @_of("operators")
+    def test_operators(self, check: ConformanceCheck, on_operators: PartAnswers) -> None:
+        """Operators that a LoRA step calls, by torch's own samples."""
+        _judge(check, on_operators)
 
     @_of("ranks")
     def test_on_ranks(

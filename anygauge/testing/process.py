@@ -45,7 +45,7 @@ from anygauge.testing.watch import (
 
 ENVIRONMENTS = "environments"
 ENVIRONMENT_TIMEOUT_S = 60.0
-TIMEOUTS_S = {"basic": 120.0, "device": 600.0, "ranks": 600.0}
+TIMEOUTS_S = {"basic": 120.0, "device": 600.0, "operators": 600.0, "ranks": 600.0}
 NO_ANSWER = Answer(holds=False, detail="gave no answer")
 
 
@@ -134,7 +134,7 @@ def ask(part: str, subject: Subject, folder: Path, *, ranks: int = 1) -> PartAns
     """Run every check of a part; returns once all processes have ended.
 
     Args:
-        part: ``basic``, ``device`` or ``ranks``.
+        part: ``basic``, ``device``, ``operators`` or ``ranks``.
         folder: for answers, logs and the meeting point.
     """
     rendezvous = folder / f"{part}{ranks}.rendezvous"
@@ -219,7 +219,8 @@ def main(part: str) -> None:
     path = Path(request["answers"])
     answers = Answers(path)
     course = Course(path.with_suffix(".folder"), path.with_suffix(".out"))
-    {"basic": _basic, "device": _device, "ranks": _ranks}[part](request, answers, course)
+    kinds = {"basic": _basic, "device": _device, "operators": _operators, "ranks": _ranks}
+    kinds[part](request, answers, course)
     answers.begin(ENDING)
 
 
@@ -228,7 +229,8 @@ def import_checks(part: str) -> None:
     modules = {
         "basic": ("basic", "paper_spec", "paper_rules", "paper_forks", "paper_ends"),
         "device": ("device", "figures", "ends"),
-        "ranks": ("ranks", "ends"),
+        "operators": ("operators",),
+        "ranks": ("ranks", "ends", "memory"),
     }
     for name in modules.get(part, ()):
         importlib.import_module(f"anygauge.testing.{name}")
@@ -315,6 +317,17 @@ def _device(request: Any, answers: Answers, course: Course) -> None:
     )
     _ask_all("device", answers, lambda each: _asked(each, subject, backend))
     _close("device", backend, answers, course)
+
+
+def _operators(request: Any, answers: Answers, course: Course) -> None:
+    from anygauge.testing.operators import infos  # which imports torch
+
+    answers.begin(OPENING)
+    infos()  # their import takes longer than a check
+    backend = Registry.load(os.environ).create_backend(request["backend"], request["options"])
+    subject = Opened(backend=backend, device=backend.open(0), visible=1, fresh=lambda: backend)
+    _ask_all("operators", answers, lambda each: _asked(each, subject, backend))
+    _close("operators", backend, answers, course)
 
 
 def _ranks(request: Any, answers: Answers, course: Course) -> None:

@@ -44,7 +44,7 @@ def wrong() -> Any:
     """The mutant of `tests.testing.wrong`; None if this is one of this file."""
     # One of this file must not import the others, of which some import torch.
     own = f'"{MUTATION}"' in Path(__file__).read_text(encoding="utf-8")
-    if own or MUTATION.startswith(("drawn: ", "none, on")):
+    if own:
         return None
     from tests.testing.wrong import changed, mutant_named
 
@@ -109,8 +109,6 @@ if MUTATION == "a kernel is wrong":
 
 
 def make(options: Mapping[str, Any] | None = None) -> Backend:
-    if MUTATION.startswith(("drawn: ", "none, on")):
-        return _drawn()
     if wrong() is not None:
         return wrong().backend(options)
     from anygauge_cpu.backend import CpuBackend, CpuCollectives
@@ -268,29 +266,6 @@ def make(options: Mapping[str, Any] | None = None) -> Backend:
             return found + change()
 
     return Mutant(options)
-
-
-def _drawn() -> Backend:
-    """A simulated card with the defect that was drawn."""
-    from anygauge_sim.backend import SimBackend, SimPlacement
-
-    from tests.testing.drawn import install
-
-    class DrawnPlacement(SimPlacement):
-        def open(self, local_rank: int) -> Any:
-            device = super().open(local_rank)
-            world = int(os.environ.get("WORLD_SIZE", "1"))
-            install(MUTATION, int(os.environ.get("RANK", "0")), world)
-            return device
-
-    class DrawnBackend(SimBackend):
-        name = NAME
-        placement_class = DrawnPlacement
-
-        def diagnostics(self) -> Sequence[Any]:
-            return ()
-
-    return DrawnBackend(None)
 
 
 def unnormalised() -> Callable[..., Any]:

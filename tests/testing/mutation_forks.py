@@ -19,14 +19,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from anygauge.testing.check import CHECKS, Answer, verdict
+from anygauge.testing.check import CHECKS, Answer
 from anygauge.testing.process import PartAnswers, import_checks, merged_answers
-from anygauge.testing.watch import ENDING, Answers, ProcessWatch, wait
+from anygauge.testing.watch import ENDING, ProcessWatch, wait
 from tests.testing.wrong import mutant_named
 
-RANKS = {"basic": 1, "device": 1, "ranks": 2}
+RANKS = {"basic": 1, "device": 1, "operators": 1, "ranks": 2}
 ROOT = Path(__file__).parents[2]
-FIRST_FAILURE = "all, until one fails"
 LIMIT_S = 300.0
 """Seconds that all processes of one mutant may take."""
 
@@ -79,6 +78,10 @@ def main() -> None:
     asked = json.load(sys.stdin)
     part = asked["part"]
     import_checks(part)
+    if part == "operators":
+        from anygauge.testing.operators import infos
+
+        infos()  # once, and not in each fork
     for number, (mutation, check) in enumerate(asked["mutations"].items()):
         world = ranks_of(part, mutation)
         base = Path(asked["folder"]) / f"{part}{number}"
@@ -115,18 +118,6 @@ def limits(part: str, mutation: str) -> dict[str, float]:
     return found
 
 
-def stop_at_a_failure() -> None:
-    """End this process once a check has failed; only where no other waits for it."""
-    usual = Answers.write
-
-    def write(self: Answers, name: str, answer: Answer) -> None:
-        usual(self, name, answer)
-        if verdict(answer)[0] == "failed":
-            os._exit(0)
-
-    Answers.write = write  # type: ignore[method-assign]
-
-
 def ended_with(child: int) -> int | None:
     """A child's exit status; None while it runs."""
     pid, status = os.waitpid(child, os.WNOHANG)
@@ -152,9 +143,7 @@ def fork(part: str, mutation: str, check: str | None, base: Path, rank: int, wor
         }
         sys.stdin = io.StringIO(json.dumps(request))
         # How a process ends on paper depends on all that it was asked.
-        if check == FIRST_FAILURE:
-            stop_at_a_failure()
-        elif check is not None and not (part == "basic" and CHECKS[check].of_the_end):
+        if check is not None and not (part == "basic" and CHECKS[check].of_the_end):
             for other in CHECKS.keys() - {check}:
                 del CHECKS[other]
         from anygauge.testing.process import main as answer

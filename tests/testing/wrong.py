@@ -291,7 +291,6 @@ def mutant_named(name: str, *, on_paper: bool = False) -> Mutant | None:
 def table() -> Sequence[Mutant]:
     """All of them, in the order of the parts."""
     from tests.testing import (  # noqa: F401
-        wrong_chance,
         wrong_device,
         wrong_ends,
         wrong_exchanges,
@@ -299,9 +298,8 @@ def table() -> Sequence[Mutant]:
         wrong_groups,
         wrong_handles,
         wrong_loop,
-        wrong_operations,
+        wrong_operators,
         wrong_paper,
-        wrong_products,
         wrong_ranks,
         wrong_tensors,
         wrong_views,
