@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from anygauge.interface import HOST_DEVICE
+
 OWN = "our own case"
 """`anygauge.testing.real_sizes`, `arithmetic`, `chance` or `copies` tests it."""
 LOOP = "only through the loop"
@@ -31,12 +33,11 @@ _OPINFO = (
     "rsub scalar_tensor scatter select sin slice sqrt squeeze stack sub sum t transpose tril "
     "unsqueeze view where zero_ zeros zeros_like"
 )
+_ATTENTION = "nn.functional.scaled_dot_product_attention"
 _OTHER_NAMES = {
     "_safe_softmax": "torch.ops.aten._safe_softmax.default",
-    "_scaled_dot_product_flash_attention_for_cpu": "nn.functional.scaled_dot_product_attention",
-    "_scaled_dot_product_flash_attention_for_cpu_backward": (
-        "nn.functional.scaled_dot_product_attention"
-    ),
+    f"_scaled_dot_product_flash_attention_for_{HOST_DEVICE}": _ATTENTION,
+    f"_scaled_dot_product_flash_attention_for_{HOST_DEVICE}_backward": _ATTENTION,
     "_softmax": "softmax",
     "_unsafe_view": "view",
     "add_": "add",

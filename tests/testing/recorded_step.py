@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.helpers.runs import run_file, trained_here
 
 
-class Recorder(TorchDispatchMode):
+class OperatorRecorder(TorchDispatchMode):
     """Notes the name of each operator that is called while it is active."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Recorder(TorchDispatchMode):
 
 def recorded(backend: str, folder: Path) -> set[str]:
     """Of two steps with dropout, clipping and an evaluation, in each type and kind of attention."""
-    recorder = Recorder()
+    recorder = OperatorRecorder()
     for dtype in ("float32", "bfloat16"):
         for attention in ("eager", "sdpa"):
             path = run_file(
