@@ -1,7 +1,8 @@
-"""How far a result may be from float64: from its type's roundoff and the number of its terms.
+"""Values, how they stand in memory, and how far a result may be from float64.
 
-The bounds hold for every order in which a sound device may add, and for one that rounds to either
-neighbour; what rounds always to the same side shows in the mean (`unbiased`).
+Bounds follow from the type's roundoff and the number of terms. They hold for every order in which a
+sound device may add, and for one that rounds to either neighbour; what rounds always to the same
+side shows in the mean (`unbiased`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,13 @@ from anygauge.testing.check import TOLERANCE, Opened
 Bound = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 """From the wanted float64 values and the type: the largest error of each."""
 
+View = Callable[[torch.Tensor], torch.Tensor]
+Arrange = Callable[[torch.Tensor], tuple[torch.Tensor, View]]
+"""From values: a tensor that holds them, and how to see them in it."""
+OUTSIDE = 77
+"""What stands in memory around a view: it must be neither read nor written."""
+WIDE = 2**40 + 1
+"""Times a small integer it is one that neither 32 bits nor a float32 hold."""
 BIASED = 0.25
 """Largest mean error in roundoffs: rounding to nearest gives 0, truncation about 0.7."""
 ENOUGH = 2**12
@@ -162,3 +170,49 @@ def drawn(*shape: int, seed: int, low: float = 0.5, high: float = 1.5) -> torch.
     """Float64 values evenly between two bounds, the same each time."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low) + low
+
+
+# -- layouts --------------------------------------------------------------------------------------
+
+
+def _whole(values: torch.Tensor) -> tuple[torch.Tensor, View]:
+    return values, lambda whole: whole
+
+
+def _transposed(values: torch.Tensor) -> tuple[torch.Tensor, View]:
+    return values.transpose(0, -1).contiguous(), lambda whole: whole.transpose(0, -1)
+
+
+def _sliced(values: torch.Tensor) -> tuple[torch.Tensor, View]:
+    def view(whole: torch.Tensor) -> torch.Tensor:
+        for dim, size in enumerate(values.shape):
+            whole = whole.narrow(dim, dim + 1, size)
+        return whole
+
+    sizes = [size + dim + 2 for dim, size in enumerate(values.shape)]
+    whole = torch.full(sizes, OUTSIDE).to(values.dtype)
+    view(whole).copy_(values)
+    return whole, view
+
+
+def _stepped(values: torch.Tensor) -> tuple[torch.Tensor, View]:
+    whole = torch.full((*values.shape[:-1], 2 * values.shape[-1]), OUTSIDE).to(values.dtype)
+    whole[..., 1::2] = values
+    return whole, lambda whole: whole[..., 1::2]
+
+
+def _expanded(values: torch.Tensor) -> tuple[torch.Tensor, View]:
+    shape = values.shape
+    return values[:1].clone(), lambda whole: whole.expand(shape)
+
+
+LAYOUTS: dict[str, tuple[Arrange, ...]] = {
+    "contiguous": (_whole,),
+    "transposed": (_transposed,),
+    "sliced": (_sliced,),
+    "every second": (_stepped,),
+    "expanded": (_expanded,),
+    "contiguous with transposed": (_whole, _transposed),
+    "sliced with expanded": (_sliced, _expanded),
+}
+"""How inputs stand in memory: of several, each takes the next."""

@@ -17,6 +17,8 @@ from anygauge.testing.bounds import compare, on_host, rounded, types
 from anygauge.testing.check import Opened, check
 
 DRAWN = 2**17 + 3
+MANY = 2**22
+"""Elements of a layer's activations, of which a generator counts blocks."""
 SIGMAS = 6.0
 LAGS = (1, 2, 3, 4, 8, 32, 64, 128, 256, 1024, 4096, 2**16)
 """Distances at which numbers are compared: blocks of a device often begin anew at one of them."""
@@ -87,32 +89,31 @@ def random_numbers_are_sound(on: Opened) -> None:
     def made() -> torch.Tensor:
         return torch.zeros(DRAWN, device=on.device)
 
-    uniform = torch.rand(DRAWN, device=on.device)
-    shifted = (made().uniform_(-1, 3) + 1) / 4
-    for what, drawn in (("rand", uniform), ("uniform_(-1, 3)", shifted)):
+    # Means of the powers of even numbers from 0 to 1, and of normal ones.
+    even = [1 / (power + 1) for power in range(9)]
+    normal = [1.0, 0, 1, 0, 3, 0, 15, 0, 105]
+    trials: list[tuple[str, torch.Tensor, list[float]]] = [
+        ("rand", torch.rand(DRAWN, device=on.device), even),
+        ("uniform_(-1, 3)", (made().uniform_(-1, 3) + 1) / 4, even),
+        ("randn", torch.randn(DRAWN, device=on.device), normal),
+        ("normal_(2, 3)", (made().normal_(2, 3) - 2) / 3, normal),
+        *(
+            (f"randn in {each}", torch.randn(DRAWN, device=on.device, dtype=each), normal[:5])
+            for each in types(on)[1:]
+        ),
+    ]
+    for what, drawn, means in trials:
         values = on_host(drawn).double()
-        assert float(values.min()) >= 0 and float(values.max()) <= 1, f"{what} leaves its bounds"
-        for power in (1, 2, 3, 4):
-            mean = 1 / (power + 1)
-            deviation = math.sqrt(1 / (2 * power + 1) - mean**2)
-            _close(float((values**power).mean()), mean, deviation, DRAWN, f"{what}^{power}")
+        for power in range(1, (len(means) + 1) // 2):
+            deviation = math.sqrt(means[2 * power] - means[power] ** 2)
+            _close(float((values**power).mean()), means[power], deviation, DRAWN, f"{what}^{power}")
         for lag in LAGS:
             _unrelated(values[lag:], values[:-lag], f"{what}, {lag} apart")
-        assert len(values.unique()) > 0.98 * DRAWN, f"{what} repeats itself"
-    normal = torch.randn(DRAWN, device=on.device)
-    moved = (made().normal_(2, 3) - 2) / 3
-    for what, drawn in (("randn", normal), ("normal_(2, 3)", moved)):
-        values = on_host(drawn).double()
-        for power, mean, square in ((1, 0, 1), (2, 1, 3), (3, 0, 15), (4, 3, 105)):
-            deviation = math.sqrt(square - mean**2)
-            _close(float((values**power).mean()), mean, deviation, DRAWN, f"{what}^{power}")
-        assert 4 < float(values.abs().max()) < 7, f"the largest of {what}: {values.abs().max()}"
-        for lag in LAGS:
-            _unrelated(values[lag:], values[:-lag], f"{what}, {lag} apart")
-    for dtype in types(on)[1:]:
-        values = on_host(torch.randn(DRAWN, device=on.device, dtype=dtype)).double()
-        _close(float(values.mean()), 0, 1, DRAWN, f"the mean of randn in {dtype}")
-        _close(float(values.pow(2).mean()), 1, 2, DRAWN, f"the square of randn in {dtype}")
+        if means is even:
+            assert 0 <= float(values.min()) <= float(values.max()) <= 1, f"{what} leaves its bounds"
+            assert len(values.unique()) > 0.98 * DRAWN, f"{what} repeats itself"
+        elif len(means) > 5:
+            assert 4 < float(values.abs().max()) < 7, f"the largest of {what}: {values.abs().max()}"
     dice = on_host(torch.randint(-2, 5, (DRAWN,), device=on.device))
     for number in range(-2, 5):
         share = float((dice == number).double().mean())
@@ -123,12 +124,6 @@ def random_numbers_are_sound(on: Opened) -> None:
     assert int((order == torch.arange(1009)).sum()) < 12, "randperm leaves its numbers in place"
     truths = on_host(torch.bernoulli(torch.full((DRAWN,), 0.3, device=on.device)))
     _close(float(truths.double().mean()), 0.3, 0.46, DRAWN, "bernoulli of 0.3")
-    weights = torch.tensor([1.0, 0.0, 3.0], device=on.device)
-    chosen = on_host(torch.multinomial(weights, 5000, replacement=True))
-    _close(float((chosen == 2).double().mean()), 0.75, 0.44, 5000, "multinomial of 1, 0, 3")
-    assert not bool((chosen == 1).any()), "multinomial chose what has no weight"
-    few = on_host(torch.multinomial(torch.ones(40, device=on.device), 40)).tolist()
-    assert sorted(few) == list(range(40)), "multinomial without replacement repeats itself"
 
 
 @check(
@@ -149,7 +144,7 @@ def seeds_of_ranks_differ(on: Opened) -> None:
     }
     for name, draw in draws.items():
         for base in (0, 42 * 100_003, 2**62):
-            seeds = [base + rank for rank in range(5)]
+            seeds = [base + rank for rank in range(4)]
             found = [drawn(seed, draw) for seed in seeds]
             for (s, a), (t, b) in itertools.combinations(zip(seeds, found, strict=True), 2):
                 for lag in (0, 1, 2, 4):
@@ -169,24 +164,19 @@ def _draws(on: Opened) -> Mapping[str, Callable[[], torch.Tensor]]:
 
     return {
         "rand": lambda: torch.rand(37, device=on.device),
-        "rand_like": lambda: torch.rand_like(ones(5, 7)),
         "randn": lambda: torch.randn(37, device=on.device),
         "randint": lambda: torch.randint(0, 10**6, (37,), device=on.device),
         "randperm": lambda: torch.randperm(101, device=on.device),
         "normal_": lambda: ones(37).normal_(1, 2),
-        "normal": lambda: torch.normal(ones(37), ones(37)),
         "uniform_": lambda: ones(37).uniform_(2, 4),
-        "bernoulli": lambda: torch.bernoulli(ones(101) / 2),
         "bernoulli_": lambda: ones(101).bernoulli_(0.5),
         "multinomial": lambda: torch.multinomial(ones(50), 37, replacement=True),
-        "multinomial without replacement": lambda: torch.multinomial(ones(50), 37),
         "exponential_": lambda: ones(37).exponential_(),
         "dropout": lambda: nn.dropout(ones(101), 0.5),
         "dropout of a view": lambda: nn.dropout(ones(11, 13).t()[2:], 0.5),
-        "dropout of many": lambda: nn.dropout(ones(70_001), 0.5),
-        "rand of many": lambda: torch.rand(70_001, device=on.device),
+        f"dropout of {MANY} elements": lambda: nn.dropout(ones(MANY), 0.5),
+        f"rand of {MANY} elements": lambda: torch.rand(MANY, device=on.device),
         "the host's rand": lambda: torch.rand(37),
-        "the host's randperm": lambda: torch.randperm(101),
         "the host's dropout": lambda: nn.dropout(torch.ones(101), 0.5),
     }
 
@@ -206,8 +196,9 @@ def every_generator_is_saved(on: Opened) -> None:
         state = {key: value.clone() for key, value in on.placement.rng_state().items()}
         first, second = on_host(draw()), on_host(draw())
         assert not torch.equal(first, second), f"{name} gives the same twice in a row"
-        for other in draws.values():
-            other()
+        for other in draws:  # the large ones are slow, and as good as each other
+            if "elements" not in other:
+                draws[other]()
         on.placement.set_rng_state(state)
         again = on_host(draw()), on_host(draw())
         assert torch.equal(again[0], first), f"{name}: other numbers after the state was put back"

@@ -52,7 +52,7 @@ class ConformanceCheck:
         means: what users would see if it fails, and where vendors usually have the cause: one
             sentence.
         limit_s: seconds after which it counts as hanging; its part then ends.
-        part: where it is asked: ``basic``, ``device`` or ``ranks``.
+        part: where it is asked: ``basic``, ``device``, ``operators`` or ``ranks``.
         capability: what it tests; None where every backend must pass.
         function: gets what the part is about (`Paper`, `Opened`, `Together`); raises where it does
             not hold.

@@ -38,7 +38,7 @@ from anygauge.testing.trials import (
     ranks_of,
 )
 
-for _part in ("basic", "device", "ranks"):
+for _part in ("basic", "device", "operators", "ranks"):
     import_checks(_part)
 BEST_FIRST = ("passed", "skipped", "declared", "failed")
 
@@ -119,6 +119,12 @@ class BackendContract:
 
     @pytest.fixture(scope="class")
     @classmethod
+    def on_operators(cls, subject: Subject, folder: Path, devices: int) -> PartAnswers:
+        """Answers of torch's own operator tests, in a process whose flags they change."""
+        return ask("operators", subject, folder)
+
+    @pytest.fixture(scope="class")
+    @classmethod
     def on_ranks(cls, subject: Subject, folder: Path, devices: int) -> dict[int, PartAnswers]:
         """Answers of several ranks, as far as there are devices."""
         return {
@@ -147,6 +153,11 @@ class BackendContract:
     def test_on_device(self, check: ConformanceCheck, on_device: PartAnswers) -> None:
         """Placement, memory, random numbers, arithmetic, graphs."""
         _judge(check, on_device)
+
+    @_of("operators")
+    def test_operators(self, check: ConformanceCheck, on_operators: PartAnswers) -> None:
+        """Operators that a LoRA step calls, by torch's own samples."""
+        _judge(check, on_operators)
 
     @_of("ranks")
     def test_on_ranks(

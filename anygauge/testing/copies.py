@@ -8,9 +8,8 @@ from collections.abc import Callable
 import torch
 
 from anygauge.interface import HOST_DEVICE
-from anygauge.testing.bounds import types
+from anygauge.testing.bounds import WIDE, types
 from anygauge.testing.check import Opened, check
-from anygauge.testing.operations import WIDE
 
 MANY = 64
 """Copies that are queued at once."""
@@ -163,32 +162,3 @@ def copies_are_ordered(on: Opened) -> None:
     for number, result in enumerate(results):
         wanted = torch.full((size,), 2.0 * number)
         _is(result.to(HOST_DEVICE), wanted, f"work {number} after a copy that waits")
-
-
-@check(
-    "tensors that are alive do not share memory, whatever is freed and taken between",
-    part="device",
-    means="weights would change where nobody writes; look for an allocator that gives memory out "
-    "twice, or rounds sizes down",
-)
-def memory_is_not_given_twice(on: Opened) -> None:
-    held: dict[int, torch.Tensor] = {}
-    for number in range(120):
-        size = (number * 7919) % 40_000 + 1
-        held[number] = torch.full((size,), number, dtype=torch.int32, device=on.device)
-        if number % 3 == 2:
-            del held[number - 1]
-        if number % 7 == 6:
-            held.pop(number - 4, None)
-    for number, each in held.items():
-        got = each.to(HOST_DEVICE)
-        assert bool((got == number).all()), (
-            f"tensor {number} of {got.numel()} elements holds {got.unique().tolist()[:4]}"
-        )
-    for size in range(1, 40):
-        first, second = (
-            torch.full((size,), n, dtype=torch.uint8, device=on.device) for n in (1, 2)
-        )
-        first.add_(4)
-        both = [first.to(HOST_DEVICE).tolist(), second.to(HOST_DEVICE).tolist()]
-        assert both == [[5] * size, [2] * size], f"two tensors of {size} bytes hold {both}"

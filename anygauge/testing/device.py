@@ -33,14 +33,10 @@ from anygauge.testing import (  # noqa: F401  (their checks are of this part, to
     blocks,
     chance,
     copies,
-    dimensions,
-    elementwise,
-    extremes,
     fp8,
-    gradients,
     graphs,
-    products,
-    products_of_views,
+    memory,
+    real_sizes,
 )
 from anygauge.testing.check import TOLERANCE, NotAsked, Opened, check
 

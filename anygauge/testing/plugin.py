@@ -229,6 +229,7 @@ MARKS = {
 PARTS = {
     "test_on_paper": "on paper",
     "test_on_device": "on a device",
+    "test_operators": "torch's operators",
     "test_on_ranks": "on several ranks",
 }
 """Part of the report by the contract's test; all others are of the loop."""

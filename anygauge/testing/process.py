@@ -47,7 +47,7 @@ from anygauge.testing.watch import (
 
 ENVIRONMENTS = "environments"
 ENVIRONMENT_TIMEOUT_S = 60.0
-TIMEOUTS_S = {"basic": 120.0, "device": 600.0, "ranks": 600.0}
+TIMEOUTS_S = {"basic": 120.0, "device": 600.0, "operators": 600.0, "ranks": 600.0}
 NO_ANSWER = Answer(holds=False, detail="gave no answer")
 
 
@@ -136,7 +136,7 @@ def ask(part: str, subject: Subject, folder: Path, *, ranks: int = 1) -> PartAns
     """Run every check of a part; returns once all processes have ended.
 
     Args:
-        part: ``basic``, ``device`` or ``ranks``.
+        part: ``basic``, ``device``, ``operators`` or ``ranks``.
         folder: for answers, logs and the meeting point.
     """
     rendezvous = folder / f"{part}{ranks}.rendezvous"
@@ -228,7 +228,8 @@ def main(part: str) -> None:
     path = Path(request["answers"])
     answers = Answers(path)
     state = ProcessState(path.with_suffix(".folder"), path.with_suffix(".out"))
-    {"basic": _basic, "device": _device, "ranks": _ranks}[part](request, answers, state)
+    kinds = {"basic": _basic, "device": _device, "operators": _operators, "ranks": _ranks}
+    kinds[part](request, answers, state)
     answers.begin(ENDING)
 
 
@@ -237,7 +238,8 @@ def import_checks(part: str) -> None:
     modules = {
         "basic": ("paper", "rules", "leaks"),
         "device": ("device", "leaks"),
-        "ranks": ("collectives", "ranks", "leaks"),
+        "operators": ("operators",),
+        "ranks": ("collectives", "ranks", "memory", "leaks"),
     }
     for name in modules.get(part, ()):
         importlib.import_module(f"anygauge.testing.{name}")
@@ -334,6 +336,17 @@ def _device(request: Any, answers: Answers, state: ProcessState) -> None:
     )
     _ask_all("device", answers, lambda each: _asked(each, subject, backend))
     _close("device", backend, answers, state)
+
+
+def _operators(request: Any, answers: Answers, state: ProcessState) -> None:
+    from anygauge.testing.operators import infos  # which imports torch
+
+    answers.begin(OPENING)
+    infos()  # their import takes longer than a check
+    backend = Registry.load(os.environ).create_backend(request["backend"], request["options"])
+    subject = Opened(backend=backend, device=backend.open(0), visible=1, fresh=lambda: backend)
+    _ask_all("operators", answers, lambda each: _asked(each, subject, backend))
+    _close("operators", backend, answers, state)
 
 
 def _ranks(request: Any, answers: Answers, state: ProcessState) -> None:

@@ -24,7 +24,7 @@ from anygauge.testing.process import PartAnswers, import_checks, merged_answers
 from anygauge.testing.watch import ENDING, ProcessWatch, wait
 from tests.testing.wrong import mutant_named
 
-RANKS = {"basic": 1, "device": 1, "ranks": 2}
+RANKS = {"basic": 1, "device": 1, "operators": 1, "ranks": 2}
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 300.0
 """Seconds that all processes of one mutant may take."""
@@ -78,6 +78,10 @@ def main() -> None:
     asked = json.load(sys.stdin)
     part = asked["part"]
     import_checks(part)
+    if part == "operators":
+        from anygauge.testing.operators import infos
+
+        infos()  # once, and not in each fork
     for number, (mutation, check) in enumerate(asked["mutations"].items()):
         world = ranks_of(part, mutation)
         base = Path(asked["folder"]) / f"{part}{number}"

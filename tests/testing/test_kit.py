@@ -166,7 +166,7 @@ def test_without_a_device_the_contract_is_not_fully_tried(tmp_path: Path) -> Non
     record = asked_for(tmp_path)
     assert record["conforms"] is False
     assert {part for part, _ in map(contents(BackendContract).get, record["not_tried"])} == {
-        *("on a device", "on several ranks", "the loop")
+        *("on a device", "torch's operators", "on several ranks", "the loop")
     }
     assert "is not fully tried" in done.stdout
     assert "on a device (all " in done.stdout

@@ -329,13 +329,10 @@ def table() -> Sequence[Mutant]:
     from tests.testing import (  # noqa: F401
         table,
         unusual,
-        wrong_chance,
         wrong_device,
         wrong_fp8,
         wrong_loop,
-        wrong_operations,
-        wrong_products,
-        wrong_views,
+        wrong_operators,
     )
 
     return tuple(MUTANTS.values())
