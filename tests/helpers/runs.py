@@ -197,9 +197,8 @@ def called(
         enter(mock.patch.dict(os.environ, environment or {}))
         enter(mock.patch("anygauge.cli.preflight.ask", ask))
         enter(mock.patch.object(sys, "argv", ["anygauge", *words]))
-        # This process is not the command's own: nothing takes its place, and it does not end.
+        # This process is not the command's own: nothing takes its place.
         enter(mock.patch.object(cli, "run", lambda given, **_: run(given)))
-        enter(mock.patch.object(cli, "end_process", sys.exit))
         out = enter(contextlib.redirect_stdout(io.StringIO()))
         err = enter(contextlib.redirect_stderr(io.StringIO()))
         with pytest.raises(SystemExit) as ending:
