@@ -41,7 +41,7 @@ class Timed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class KernelCase:
     """One size, measured.
 
     Attributes:
@@ -244,7 +244,7 @@ def _backend(registry: Registry, device: torch.device) -> Backend:
     return next(each for each in backends if each.device_type == device.type)
 
 
-def table_rows(case: Case, copy: float = 0.0) -> list[TableRow]:
+def table_rows(case: KernelCase, copy: float = 0.0) -> list[TableRow]:
     """A row for each contender; ratios are the first one's time to theirs.
 
     Args:

@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from anygauge.util.files import write_text
 from benchmarks.kernel_timing import (
-    Case,
+    KernelCase,
     chosen_device,
     chosen_kernel,
     compare,
@@ -47,7 +47,7 @@ Kernel = Callable[..., Tensor]
 def softmax(
     device: torch.device, dtype: torch.dtype, kernel: Kernel, *, columns: Sequence[int],
     elements: int, rounds: int,
-) -> Iterator[Case]:  # fmt: skip
+) -> Iterator[KernelCase]:  # fmt: skip
     """Rows of each length, plain and with scale and additive mask; so many elements in all.
 
     Bytes are those that must be read and written: input and output forward; output, gradient and
@@ -63,7 +63,7 @@ def softmax(
         for masked in (False, True):
             torch.compiler.reset()  # sizes are compiled for one by one
             ways = _softmaxes(kernel, device, masked=masked)
-            yield Case(
+            yield KernelCase(
                 name=f"{count:,} columns" + (", scaled and masked" if masked else ""),
                 forward_bytes=x.nbytes * (3 if masked else 2),
                 backward_bytes=x.nbytes * 3,
@@ -107,7 +107,7 @@ def loss(
     device: torch.device, dtype: torch.dtype, kernel: Kernel, *, classes: Sequence[int],
     tokens: int, width: int, rounds: int,
     cases: Sequence[tuple[bool, float]] = ((False, 0.0), (False, 0.5), (True, 0.0)),
-) -> Iterator[Case]:  # fmt: skip
+) -> Iterator[KernelCase]:  # fmt: skip
     """The loss of an output layer.
 
     Args:
@@ -126,7 +126,7 @@ def loss(
             ways = {name: functools.partial(way, hidden, weight, targets) for name, way in
                     _losses(kernel, device).items()}  # fmt: skip
             kind = "trained" if trained else "frozen"
-            yield Case(
+            yield KernelCase(
                 name=f"{count:,} classes, {kind}, {ignored:.0%} ignored",
                 timed=compare(
                     ways, torch.ones_like, [hidden, weight], rounds=rounds, device=device
@@ -156,7 +156,7 @@ def _losses(kernel: Kernel, device: torch.device) -> dict[str, Kernel]:
 def attention(
     device: torch.device, dtype: torch.dtype, *, lengths: Sequence[int], rounds: int,
     rows: int = 2, heads: int = 16, groups: int = 4, width: int = 64,
-) -> Iterator[Case]:  # fmt: skip
+) -> Iterator[KernelCase]:  # fmt: skip
     """Padded rows, and rows of eight documents; `groups` heads of keys and values.
 
     The contenders are the model library's, each with masks of the form that it takes, and the
@@ -184,7 +184,7 @@ def attention(
                 return output.transpose(1, 2)
 
             kind = "padded" if documents == 1 else f"{documents} documents"
-            yield Case(
+            yield KernelCase(
                 name=f"{length:,} tokens, {kind}",
                 timed=compare(
                     {
@@ -228,7 +228,7 @@ class Side(nn.ModuleList):
 def lora(
     device: torch.device, dtype: torch.dtype, kernel: Any, *, tokens: int, rounds: int,
     sizes: Sequence[tuple[int, Sequence[int]]] = LORA_SIZES,
-) -> Iterator[Case]:  # fmt: skip
+) -> Iterator[KernelCase]:  # fmt: skip
     """Frozen linear layers of one input with factors of rank 16: as peft computes them, with fused
     products, and without their factors."""
     from peft import LoraConfig, get_peft_model
@@ -256,7 +256,7 @@ def lora(
             trained = [p for m in (fused, plain) for p in m.parameters() if p.requires_grad]
             ways = {"anygauge": fused, "peft": plain, "frozen layer alone": base}
             shown = ", ".join(f"{out:,}" for out in outs)
-            yield Case(
+            yield KernelCase(
                 name=f"{str(dtype)[6:]}, {width:,} to {shown}, dropout {dropout:g}",
                 timed=compare(
                     {name: functools.partial(way, x) for name, way in ways.items()},

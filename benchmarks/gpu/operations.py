@@ -13,7 +13,7 @@ from benchmarks import kernels
 from benchmarks.gpu.context import Clock, Context
 from benchmarks.gpu.result import Report
 from benchmarks.kernel_timing import (
-    Case,
+    KernelCase,
     chosen_kernel,
     copy_bandwidth,
     kernel_names,
@@ -49,7 +49,7 @@ def _half(context: Context) -> torch.dtype:
 
 
 def _add_all(
-    report: Report, clock: Clock, cases: Iterator[Case], copy: float = 0.0, prefix: str = ""
+    report: Report, clock: Clock, cases: Iterator[KernelCase], copy: float = 0.0, prefix: str = ""
 ) -> bool:
     """Add what is measured case by case; whether all was, before the time was over."""
     for case in cases:

@@ -46,7 +46,7 @@ def test_a_plan_is_written_for_reading_without_secrets(tmp_path: Path) -> None:
     assert "the same command without --render" in done.stdout
     job = Job.load(folder / "job.json")
     assert (job.launch.nodes, job.token, job.environment) == (2, "", {})
-    assert job.launch.pass_environment == ("HF_TOKEN",)
+    assert job.launch.pass_environment == ["HF_TOKEN"]
     assert not (tmp_path / "out").exists()
     again = called(["launch", path, "--render", folder])
     assert again.returncode == 2 and "not an empty folder" in again.stderr

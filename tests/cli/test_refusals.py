@@ -83,7 +83,7 @@ LINES = {
     "train RUN --devices many": "Invalid value for '--devices': .*a valid integer",
     "train RUN --devices 3": "train.global_batch_size 4 .*6",
     "train RUN --devices 2 --set strategy=single": ".*--devices 1.*zero",
-    "train RUN --nodes 2": ".*--nodes: launch.launcher: 'local' starts ranks on this machine only, .*ssh",
+    "train RUN --nodes 2": ".*--nodes: launch.launcher: 'local' starts ranks on this machine .*ssh",
     "train RUN --set train.stepz=1": ".*--set train.stepz=1: train.stepz: .*did you mean 'steps'",
     "train RUN --set strategy.name=zerro": ".*no strategy named 'zerro'; did you mean 'zero'",
     "train RUN --set strategy.stage=9": ".*it is a field of strategy 'zero'; add strategy.name",

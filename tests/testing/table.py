@@ -526,7 +526,7 @@ for _name, _rate in RATES.items():
     )
 lines(
     *("device", "devices_are_counted", "probe"),
-    {"the probe counts halves of devices": lambda u: replace(u(), device_count=8)},
+    {"the probe counts halves of devices": lambda u: replace(u(), device_count=16)},
     base="sim",
 )
 hidden = {
