@@ -77,9 +77,16 @@ def _samples(on: Opened, info: Any, dtype: torch.dtype) -> Sequence[Any]:
         sample
         for sample in info.sample_inputs(HOST_DEVICE, dtype, requires_grad=grads)
         if not any(each in UNKNOWN_TO_DEVICES for each in (*sample.args, *sample.kwargs.values())
-                   if isinstance(each, torch.dtype))
+                   if isinstance(each, torch.dtype)) and _is_meant(info.name, sample)
     ]  # fmt: skip
     return made[:: -(-len(made) // most)] if made else made
+
+
+def _is_meant(name: str, sample: Any) -> bool:
+    """Whether models call it so: rows are taken of what has rows, a mask fits what it fills."""
+    if name.startswith("index_"):
+        return bool(sample.input.dim())
+    return name != "masked_fill" or not sample.broadcasts_input
 
 
 @dataclass(slots=True)
@@ -212,7 +219,8 @@ def _try(on: Opened, name: str) -> None:
     for dtype in (*types(on), *WHOLE):
         for info in found:
             lower = dtype in (torch.bfloat16, torch.float16)
-            if dtype in info.dtypes and not (lower and name in COUNTED):
+            whole_gradient = dtype in WHOLE and "backward" in name
+            if dtype in info.dtypes and not (lower and name in COUNTED) and not whole_gradient:
                 queued = list(_queued(on, name, info, dtype))
                 on.placement.synchronize()
                 for each in queued:
