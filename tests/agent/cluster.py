@@ -54,8 +54,7 @@ class Cluster:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=as_in_a_terminal,
-            **popen,
+            **{"preexec_fn": as_in_a_terminal, **popen},
         )
 
     def run(self, ranks: dict[int, list[Any]], nodes: int = 2, **options: Any) -> None:
