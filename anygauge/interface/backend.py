@@ -286,8 +286,8 @@ class Backend:
     """How far each of `CAPABILITIES` reaches; `open` settles what depends on the device."""
 
     unsupported_engines: Mapping[str, str] = {}
-    """Engines that this device cannot run, such as ``deepspeed`` or ``fsdp2``, and why. Those that
-    are not named are taken to run."""
+    """Engines that this device cannot run, by the names that strategies give them
+    (`StrategySpec.engine`), and why. Those that are not named are taken to run."""
 
     sums_vary: str = ""
     """Why the same operations on the same values may differ in their last bits from one time to the
@@ -427,7 +427,7 @@ class Backend:
     def engine_settings(self, engine: str) -> Sequence[Setting]:
         """Fields of an engine's own configuration that this device needs.
 
-        For ``deepspeed``, the setting ``accelerator`` names the accelerator it must use.
+        docs/backends.md lists what each engine takes.
         """
         return ()
 
