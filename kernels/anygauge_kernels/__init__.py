@@ -27,8 +27,8 @@ def why_no_triton() -> str | None:
     return None
 
 
-# Those in Triton are defaults: an H200 ran them faster than plain torch, and as exactly. No card has
-# trained with what torch compiles.
+# Those in Triton are defaults: an H200 ran them faster than plain torch, and as exactly. No card
+# has trained with what torch compiles.
 @hookimpl
 def anygauge_provide_kernels() -> Iterable[KernelSpec]:
     """Announce the kernels."""
