@@ -151,7 +151,7 @@ class _Machine(_Table):
     price: _Price = None
 
 
-class _File(_Table):
+class _HardwareFile(_Table):
     card: dict[_Name, _Card] = {}
     machine: dict[_Name, _Machine] = {}
 
@@ -188,7 +188,7 @@ def read_hardware(
     """
     try:
         document = tomllib.loads(text.removeprefix("\ufeff"))
-        file = _File.model_validate(document, context=(where, sourced))
+        file = _HardwareFile.model_validate(document, context=(where, sourced))
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{where}: not TOML: {error}") from None
     except ValidationError as error:
@@ -232,8 +232,9 @@ def _figures(table: BaseModel) -> tuple[dict[str, Any], dict[str, str]]:
     sources: dict[str, str] = {}
     for name, value in zip(_keys(type(table)), dict(table).values(), strict=True):
         if name in BY_TYPE:
-            numbers[name] = {kind: figure.number for kind, figure in value.items()}
-            sources |= {f"{name}.{kind}": figure.source for kind, figure in value.items()}
+            types = [kind for kind in FLOPS_TYPES if kind in value]
+            numbers[name] = {kind: value[kind].number for kind in types}
+            sources |= {f"{name}.{kind}": value[kind].source for kind in types}
         elif name not in _NO_FIGURES:
             numbers[name] = value and value.number
             sources |= {name: value.source} if value else {}
@@ -269,7 +270,7 @@ def _unknown(loc: list[str], value: Any) -> str:
     place = ".".join(above)
     valid: Iterable[str] = _keys(_Card if above[:1] == ["card"] else _Machine)
     if not above:
-        valid = _keys(_File)
+        valid = _keys(_HardwareFile)
     elif above[-1] in BY_TYPE:
         valid = FLOPS_TYPES
     elif len(above) > 2:
