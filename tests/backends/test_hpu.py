@@ -17,7 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from anygauge.agent.environment import inspect_node
-from anygauge.interface import Outcome, Phase, RdmaDevice, RunFileError, Scope, UnsupportedError
+from anygauge.interface import Outcome, Phase, RdmaDevice, RunFileError, UnsupportedError
 from anygauge.registry import Registry
 from anygauge.training.strategy import check_backend
 from anygauge_hpu.backend import HpuBackend
@@ -28,7 +28,7 @@ from anygauge_hpu.modules import look, modules_here
 from anygauge_hpu.options import LAZY_ONLY
 from anygauge_hpu.probe import probe
 from anygauge_hpu.software import PLUGIN, RELEASES, installed_version, is_fork, release_of
-from tests.helpers.machines import BRIDGE, ETH0, ETH1, LO, assert_pure, by_name, job, machine
+from tests.helpers.machines import BRIDGE, ETH0, ETH1, LO, by_name, job, machine
 from tests.helpers.options import backend_with
 from tests.helpers.tree import write_tree
 
@@ -225,15 +225,6 @@ def test_adapted_models_are_refused_with_packed_rows() -> None:
 # -- environment -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("local_rank", [None, 0, 1])
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_environment_is_pure(
-    nodes: int, local_rank: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend, the_job = backend_with("hpu", LAZY), job(nodes=nodes, devices=2, backend_options=LAZY)
-    assert_pure(lambda: backend.environment(the_job, machine(), local_rank), monkeypatch)
-
-
 def test_graph_settings_in_lazy_mode() -> None:
     options = LAZY | {
         "graph_limit": 10,
@@ -399,12 +390,6 @@ def test_what_goes_together_is_not_refused() -> None:
     backend_with("hpu", {"mode": "eager"}).check_environment(
         {"PT_HPU_LAZY_MODE": "0", "HCCL_GAUDI_DIRECT": "1", "HCCL_OVER_OFI": "1"}
     )
-
-
-def test_rules_have_scopes_and_sources() -> None:
-    assert {rule.scope for rule in RULES} == set(Scope)
-    for rule in RULES:
-        assert rule.reason and rule.source and rule.value
 
 
 # -- names that exist ------------------------------------------------------------------------
