@@ -44,6 +44,12 @@ def test_the_kits_checks_on_paper(name: str, check: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
+def test_every_rule_has_a_reason_and_a_source(name: str) -> None:
+    for rule in backend_with(name, OPTIONS[name]).environment_rules:
+        assert rule.reason and rule.source and rule.value
+
+
+@pytest.mark.parametrize("name", OPTIONS)
 def test_rules_open_no_file(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = backend_with(name, OPTIONS[name])
     for nodes in (1, 2):

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from anygauge.config.schema import DataSection, SourceSection, TrainSection
@@ -111,18 +111,22 @@ def check_widths(step, shapes, packing, alone):
         assert batch.input_ids.shape[1] == (MAX if one and packing else bucket(own))
 
 
-@settings(max_examples=25, deadline=None)
+@pytest.mark.parametrize(
+    "shapes", [ShapePolicy(), ShapePolicy(multiple=8), BUCKETED, STATIC], ids=str
+)
+@settings(max_examples=6, deadline=None)
+@example(world=1, micro=1, turns=3, rows="shuffled", epochs=1.0, seed=5)
+@example(world=5, micro=1, turns=2, rows="shuffled", epochs=1.0, seed=5)
 @given(
     world=st.integers(1, 5),
     micro=st.integers(1, 3),
     turns=st.integers(1, 3),
     rows=st.sampled_from(["shuffled", "grouped", "packed"]),
-    shapes=st.sampled_from([ShapePolicy(), ShapePolicy(multiple=8), BUCKETED, STATIC]),
     epochs=st.floats(0.05, 2.5),
     seed=st.integers(0, 5),
 )
 def test_ranks_divide_a_step_and_do_not_decide_what_is_in_it(
-    tokenized, world, micro, turns, rows, shapes, epochs, seed
+    tokenized, shapes, world, micro, turns, rows, epochs, seed
 ):
     packing = rows == "packed"
     options = {"global_batch": world * micro * turns, "epochs": epochs, "seed": seed}
