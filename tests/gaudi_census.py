@@ -27,6 +27,7 @@ import yaml
 
 from tests.helpers.gaudi import calls, standin_environment, standin_site
 from tests.helpers.runs import merged, train
+from tests.helpers.sizes import LLAMA_8B, LLAMA_70B
 from tests.helpers.tokenizer import make_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -35,25 +36,6 @@ STEPS = 4
 MORE_STEPS = 8
 """Of each run, and of one whose steps have several widths; the last has too few rows for all
 ranks."""
-
-LLAMA_70B = {
-    "model_type": "llama",
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-}
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-}
 
 LORA: dict[str, Any] = {
     "adapter": {"r": 16},

@@ -76,21 +76,27 @@ def test_the_licence_is_in_it(unpacked):
     assert "Apache License" in licence.read_text(encoding="utf-8")
 
 
-def test_it_works_from_where_it_was_unpacked(unpacked, tmp_path):
-    program = (
-        "import anygauge, anygauge.cli as cli; print(anygauge.__file__);"
-        "raise SystemExit(cli.run(['backends', '--json']))"
-    )
+def printed(program: str, unpacked: Path, folder: Path) -> str:
+    """What a program prints whose packages are those of the wheel."""
     result = subprocess.run(
         [sys.executable, "-c", program],
-        cwd=tmp_path,
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(unpacked)},
         capture_output=True,
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith(str(unpacked))
-    assert '"name": "cpu"' in result.stdout
+    return result.stdout
+
+
+def test_it_works_from_where_it_was_unpacked(unpacked, tmp_path):
+    program = (
+        "import anygauge, anygauge.cli as cli; print(anygauge.__file__);"
+        "raise SystemExit(cli.run(['backends', '--json']))"
+    )
+    said = printed(program, unpacked, tmp_path)
+    assert said.startswith(str(unpacked))
+    assert '"name": "cpu"' in said
 
 
 def test_descriptions_of_hardware_are_read_from_it(unpacked, tmp_path):
@@ -98,12 +104,5 @@ def test_descriptions_of_hardware_are_read_from_it(unpacked, tmp_path):
         "from anygauge.registry import Hardware, Registry; found = Hardware.load(Registry.load());"
         "print(found.failures, found.machine('p5').cards, found.card('gaudi2').origin)"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(unpacked)},
-        capture_output=True,
-        text=True,
-    )
     version = project()["project"]["version"]
-    assert result.stdout == f"() 8 cards.toml of anygauge {version}\n", result.stderr
+    assert printed(program, unpacked, tmp_path) == f"() 8 cards.toml of anygauge {version}\n"

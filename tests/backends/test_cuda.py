@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +15,14 @@ from anygauge.interface import (
     NotAvailableError,
     RdmaDevice,
     RunFileError,
-    Scope,
     Skip,
 )
 from anygauge.kernels.choose import choose_kernels
 from anygauge.registry import Registry
-from anygauge_cuda import anygauge_provide_backends
 from anygauge_cuda.backend import CudaBackend
 from anygauge_cuda.diagnostics import _compatibility, _surprises, checks
 from anygauge_cuda.peaks import published_peak
-from anygauge_cuda.placement import CudaPlacement, hardware_dtypes, without_kernels
+from anygauge_cuda.placement import CudaPlacement, without_kernels
 from anygauge_cuda.probe import driver_version, probe, torch_cuda_version
 from anygauge_cuda.versions import driver_serves
 from tests.helpers.machines import (
@@ -36,7 +31,6 @@ from tests.helpers.machines import (
     ETH1,
     LO,
     VIRTUAL,
-    assert_pure,
     by_name,
     job,
     machine,
@@ -189,50 +183,7 @@ def test_torch_without_cuda_is_named_as_the_cause(tmp_path: Path) -> None:
     assert "without CUDA" in found.reason
 
 
-def test_torch_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    write_tree(tmp_path, FILES)
-    assert "torch is not installed" in probe(tmp_path).reason
-
-
-def test_nothing_imports_torch_before_open() -> None:
-    code = (
-        "import sys, anygauge_cuda; from anygauge_cuda.backend import CudaBackend; "
-        "from tests.helpers.machines import job, machine; "
-        "(spec,) = anygauge_cuda.anygauge_provide_backends(); spec.probe(); "
-        "backend = CudaBackend(); backend.environment(job(nodes=2), machine(), 0); "
-        "backend.support('bfloat16'); sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
-
-
-def test_auto_prefers_it_to_the_host() -> None:
-    (spec,) = anygauge_provide_backends()
-    assert (spec.name, spec.factory) == ("cuda", "anygauge_cuda.backend:CudaBackend")
-    assert spec.priority == 100
-
-
 # -- environment -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("local_rank", [None, 0, 1])
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_environment_is_pure(
-    nodes: int, local_rank: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend = CudaBackend()
-    the_job, node = job(nodes=nodes, devices=2), machine(rdma_devices=(EFA,))
-    assert_pure(lambda: backend.environment(the_job, node, local_rank), monkeypatch)
-
-
-def test_every_setting_has_a_reason_and_a_source() -> None:
-    node = machine(interfaces=(LO, ETH0, ETH1), rdma_devices=(EFA,))
-    settings = CudaBackend().environment(job(nodes=2, devices=2), node, 0)
-    assert len(settings) == 9
-    for setting in settings:
-        assert setting.reason
-        assert setting.source
-        assert isinstance(setting.value, str)
 
 
 def test_a_single_node_needs_no_fabric() -> None:
@@ -380,19 +331,7 @@ def test_collectives_are_recorded_under_the_name_that_torch_reads(torch: str, na
     assert not any(each.startswith("TORCH_") for each in alone)
 
 
-def test_without_a_rank_there_are_no_settings_of_a_rank() -> None:
-    scopes = {s.scope for s in CudaBackend().environment(job(nodes=2), machine(), None)}
-    assert Scope.RANK not in scopes
-    with_rank = {s.scope for s in CudaBackend().environment(job(nodes=2), machine(), 0)}
-    assert Scope.RANK in with_rank
-
-
 # -- options, capabilities and peaks ---------------------------------------------------------
-
-
-def test_options_are_refused() -> None:
-    with pytest.raises(RunFileError, match=r"backend_options\.tf32"):
-        backend_with("cuda", {"tf32": True})
 
 
 @pytest.mark.parametrize("value", [0, -64, "64", True, 1.5])
@@ -416,12 +355,6 @@ def test_rounded_widths_are_few() -> None:
 
 def test_its_sums_vary() -> None:
     assert CudaBackend().sums_vary
-
-
-def test_deepspeed_is_told_its_accelerator() -> None:
-    settings = by_name(CudaBackend().engine_settings("deepspeed"))
-    assert settings["accelerator"].value == "cuda"
-    assert CudaBackend().engine_settings("another") == ()
 
 
 def test_what_the_card_decides_is_open_until_one_is_opened() -> None:
@@ -661,76 +594,6 @@ def test_exhausted_memory_is_recognised() -> None:
         )
     )
     assert not placement.is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
-
-
-def _gpu_is_missing() -> bool:
-    import torch
-
-    return not torch.cuda.is_available()
-
-
-@pytest.fixture
-def opened() -> Any:
-    if _gpu_is_missing():
-        pytest.skip("needs a GPU that CUDA can use")
-    backend = CudaBackend()
-    backend.open(0)
-    yield backend
-    backend.close()
-
-
-def test_memory_follows_tensors(opened: CudaBackend) -> None:
-    import torch
-
-    placement = opened.placement
-    placement.reset_peak()
-    before = placement.memory()
-    block = torch.ones(2**24, device=placement.device)
-    held = placement.memory()
-    del block
-    freed = placement.memory()
-    placement.reset_peak()
-    assert held.in_use - before.in_use == 2**26
-    assert freed.in_use == before.in_use
-    assert freed.peak == held.in_use
-    assert placement.memory().peak == freed.in_use
-    assert held.limit is not None
-    assert held.limit > held.in_use
-
-
-def test_seeds_reproduce_and_states_resume(opened: CudaBackend) -> None:
-    import torch
-
-    placement = opened.placement
-
-    def draw() -> list[float]:
-        return torch.rand(3, device=placement.device).tolist()
-
-    placement.seed(7)
-    first = draw()
-    state = placement.rng_state()
-    second = draw()
-    placement.seed(7)
-    assert draw() == first
-    placement.set_rng_state(state)
-    assert draw() == second
-    assert first != second
-
-
-def test_types_and_capabilities_agree(opened: CudaBackend) -> None:
-    found = hardware_dtypes(opened.placement.device)
-    assert "float32" in found
-    for dtype in ("bfloat16", "float16"):
-        assert bool(opened.support(dtype)) is (dtype in found)
-
-
-def test_too_high_a_rank_is_refused(opened: CudaBackend) -> None:
-    with pytest.raises(NotAvailableError, match="local rank 99"):
-        CudaBackend().open(99)
-
-
-def test_all_checks_pass_or_warn(opened: CudaBackend) -> None:
-    assert not [check for check in opened.diagnostics() if check.outcome == "fail"]
 
 
 @pytest.mark.parametrize("packing", [False, True])

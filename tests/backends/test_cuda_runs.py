@@ -42,9 +42,7 @@ class EndedJob:
     """A job of two machines that ended well: its steps, and what each rank called."""
 
     def __init__(self, folder: Path, strategy: str) -> None:
-        site, self._record = folder / "cuda-standin", folder / f"{strategy}-record"
-        if not site.exists():
-            standin_site(folder)
+        site, self._record = standin_site(folder), folder / f"{strategy}-record"
         path = run_file(folder, **fields(name=strategy, strategy={"name": strategy}))
         self.run = folder / strategy
         self.run.mkdir()
@@ -168,9 +166,7 @@ def test_sharded_strategies_open_and_join_alike(folder: Path, job: EndedJob, str
 
 
 def test_the_probe_finds_the_cards_and_auto_takes_them(folder: Path) -> None:
-    site = folder / "cuda-standin"
-    if not site.exists():
-        standin_site(folder)
+    site = standin_site(folder)
     done = anygauge(["backends"], environment=standin_environment(site, folder / "asked"))
     assert done.returncode == 0, done.stderr
     text = " ".join(done.stdout.split())
@@ -182,9 +178,7 @@ def test_the_probe_finds_the_cards_and_auto_takes_them(folder: Path) -> None:
 
 def printed_on_standin(folder: Path, code: str, name: str) -> list[str]:
     """What Python code prints on the stand-in; its argument is the machine's root."""
-    site = folder / "cuda-standin"
-    if not site.exists():
-        standin_site(folder)
+    site = standin_site(folder)
     done = subprocess.run(
         [sys.executable, "-c", code, str(site / "machine")],
         env={**os.environ, **standin_environment(site, folder / name)},

@@ -17,18 +17,25 @@ import pytest
 from packaging.requirements import Requirement
 
 from anygauge.agent.environment import inspect_node
-from anygauge.interface import Outcome, Phase, RdmaDevice, RunFileError, Scope, UnsupportedError
+from anygauge.interface import (
+    Outcome,
+    Phase,
+    RdmaDevice,
+    RunFileError,
+    Setting,
+    UnsupportedError,
+)
 from anygauge.registry import Registry
 from anygauge.training.strategy import check_backend
 from anygauge_hpu.backend import HpuBackend
 from anygauge_hpu.diagnostics import checks
 from anygauge_hpu.environment import RULES
 from anygauge_hpu.mode import Mode, choose_mode
-from anygauge_hpu.modules import look, modules_here
+from anygauge_hpu.modules import look
 from anygauge_hpu.options import LAZY_ONLY
 from anygauge_hpu.probe import probe
 from anygauge_hpu.software import PLUGIN, RELEASES, installed_version, is_fork, release_of
-from tests.helpers.machines import BRIDGE, ETH0, ETH1, LO, assert_pure, by_name, job, machine
+from tests.helpers.machines import BRIDGE, ETH0, ETH1, LO, by_name, job, machine
 from tests.helpers.options import backend_with
 from tests.helpers.tree import write_tree
 
@@ -108,10 +115,20 @@ def test_the_run_file_chooses_the_mode() -> None:
 
 
 @pytest.mark.parametrize(("mode", "value"), [("lazy", "1"), ("compile", "0"), ("eager", "0")])
-def test_the_mode_is_always_set(mode: str, value: str) -> None:
-    the_job = job(backend_options={"mode": mode})
-    found = by_name(backend_with("hpu", {"mode": mode}).environment(the_job, machine(), None))
-    assert found["PT_HPU_LAZY_MODE"].value == value
+def test_what_follows_the_mode(mode: str, value: str) -> None:
+    backend = backend_with("hpu", {"mode": mode})
+    settings = by_name(backend.environment(job(backend_options={"mode": mode}), machine(), None))
+    assert settings["PT_HPU_LAZY_MODE"].value == value
+    graph, lazy = backend.graph, mode == "lazy"
+    assert (graph.accumulates, graph.limit) == (lazy, None)
+    assert ("reentrant form alone" in graph.reentrant_only) is lazy
+    compiler = (graph.compiler.backend, graph.compiler.regions) if graph.compiler else None
+    assert compiler == (("hpu_backend", "layer") if mode == "compile" else None)
+    # Intel's DeepSpeed waits up to release 1.15.1; anygauge takes releases from 1.20 on.
+    assert not graph.sync_on_release
+    assert backend_with("hpu", {"mode": mode, "sync_on_release": True}).graph.sync_on_release
+    for phase in Phase if not lazy else ():
+        graph.mark_step(phase)  # the software is not installed here: a call would raise
 
 
 @pytest.mark.parametrize("name", LAZY_ONLY)
@@ -121,35 +138,6 @@ def test_what_cuts_a_graph_is_refused_where_there_is_none(mode: str, name: str) 
     said = f"{name}: it acts on accumulated graphs, and {mode} mode accumulates none"
     with pytest.raises(RunFileError, match=said):
         backend_with("hpu", options)
-
-
-def test_graphs_follow_the_mode() -> None:
-    lazy = backend_with("hpu", LAZY | {"graph_limit": 10})
-    compiled = backend_with("hpu", {"mode": "compile"})
-    assert lazy.graph.accumulates and not compiled.graph.accumulates
-    assert (lazy.graph.limit, compiled.graph.limit) == (10, None)
-    assert compiled.graph.compiler is not None and lazy.graph.compiler is None
-    assert (compiled.graph.compiler.backend, compiled.graph.compiler.regions) == (
-        "hpu_backend",
-        "layer",
-    )
-
-
-@pytest.mark.parametrize("mode", Mode)
-def test_weights_are_released_without_waiting_unless_that_is_asked_for(mode: Mode) -> None:
-    # Intel's DeepSpeed waits up to release 1.15.1; anygauge takes releases from 1.20 on.
-    assert not backend_with("hpu", {"mode": mode.value}).graph.sync_on_release
-    assert backend_with("hpu", {"mode": mode.value, "sync_on_release": True}).graph.sync_on_release
-
-
-def test_mark_step_outside_lazy_mode_calls_nothing() -> None:
-    for phase in Phase:  # the software is not installed here: a call would raise
-        backend_with("hpu", {"mode": "compile"}).graph.mark_step(phase)
-
-
-def test_layers_are_recomputed_by_one_form_in_lazy_mode() -> None:
-    assert "reentrant form alone" in backend_with("hpu", LAZY).graph.reentrant_only
-    assert not backend_with("hpu", {"mode": "compile"}).graph.reentrant_only
 
 
 # -- options ---------------------------------------------------------------------------------
@@ -225,15 +213,6 @@ def test_adapted_models_are_refused_with_packed_rows() -> None:
 # -- environment -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("local_rank", [None, 0, 1])
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_environment_is_pure(
-    nodes: int, local_rank: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend, the_job = backend_with("hpu", LAZY), job(nodes=nodes, devices=2, backend_options=LAZY)
-    assert_pure(lambda: backend.environment(the_job, machine(), local_rank), monkeypatch)
-
-
 def test_graph_settings_in_lazy_mode() -> None:
     options = LAZY | {
         "graph_limit": 10,
@@ -263,18 +242,6 @@ def test_what_deepspeed_sets_is_set_where_it_may_be_used(strategy: str, known: b
     assert ("PT_HPU_LAZY_ACC_PAR_MODE" in by_name(found)) is known
 
 
-def test_the_module_is_the_place_among_the_visible_ones() -> None:
-    node = machine(variables={"HABANA_VISIBLE_MODULES": "4,5,6,7"})
-    found = by_name(HpuBackend().environment(job(devices=4), node, 2))
-    assert found["HLS_MODULE_ID"].value == "6"
-    with pytest.raises(RunFileError, match=r"allows 4 cards, but local rank 4"):
-        HpuBackend().environment(job(devices=8), node, 4)
-    in_run_file = job(devices=2, environment={"HABANA_VISIBLE_MODULES": "1,0"})
-    assert (
-        by_name(HpuBackend().environment(in_run_file, machine(), 0))["HLS_MODULE_ID"].value == "1"
-    )
-
-
 CONTAINER = {
     **{f"dev/accel/accel{number}": "" for number in range(4)},
     # A container sees every card of the machine here, whichever were handed to it.
@@ -286,57 +253,59 @@ CONTAINER = {
 """Four of eight cards; the kernel numbers them in another order than their modules."""
 
 
-def test_ranks_take_the_modules_of_the_cards_that_are_here(tmp_path: Path) -> None:
-    backend = HpuBackend()
-    node = inspect_node(root=write_tree(tmp_path, CONTAINER), backend=backend, environ={})
-    the_job = job(devices=4)
-    found = [
-        by_name(backend.environment(the_job, node, rank))["HLS_MODULE_ID"] for rank in range(4)
-    ]
-    assert [setting.value for setting in found] == ["2", "3", "6", "7"]
-    assert "the modules here: 2,3,6,7" in found[0].reason
-    with pytest.raises(RunFileError, match=r"has device files of 4 Gaudi cards \(modules 2,3,6,7"):
-        backend.environment(job(devices=8), node, 4)
+TWICE = {"sys/class/accel/accel0/device/module_id": "3\n"}
+SILENT = dict.fromkeys((name for name in CONTAINER if name.endswith("module_id")), "\n")
 
 
-def test_visible_modules_must_be_here(tmp_path: Path) -> None:
-    backend, root = HpuBackend(), write_tree(tmp_path, CONTAINER)
-
-    def modules(text: str) -> list[str | None]:
-        environ = {"HABANA_VISIBLE_MODULES": text}
-        node = inspect_node(root=root, backend=backend, environ=environ)
-        the_job = job(devices=2)
-        return [
-            by_name(backend.environment(the_job, node, rank))["HLS_MODULE_ID"].value
-            for rank in range(2)
-        ]
-
-    assert modules("7,2") == ["7", "2"]
-    with pytest.raises(RunFileError, match=r"names module 0, but .* has modules 2,3,6,7"):
-        modules("7,0")
-    name = "visible modules"
-    assert outcomes(root, {"HABANA_VISIBLE_MODULES": "2,3"})[name] != Outcome.FAIL
-    assert outcomes(root, {"HABANA_VISIBLE_MODULES": "2,0"})[name] == Outcome.FAIL
+def modules(root: Path, visible: str | None, ranks: int, devices: int = 8) -> list[Setting]:
+    """The settings of the module of the first ranks of a machine."""
+    environ = {} if visible is None else {"HABANA_VISIBLE_MODULES": visible}
+    node = inspect_node(root=root, backend=HpuBackend(), environ=environ)
+    of_ranks = (HpuBackend().environment(job(devices=devices), node, r) for r in range(ranks))
+    return [by_name(settings)["HLS_MODULE_ID"] for settings in of_ranks]
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("tree", "visible", "found", "why"),
     [
-        {"sys/class/accel/accel0/device/module_id": "3\n"},
-        dict.fromkeys((name for name in CONTAINER if name.endswith("module_id")), "\n"),
+        ({}, "4,5,6,7", "4567", ""),
+        (CONTAINER, None, "2367", "the modules here: 2,3,6,7"),
+        (CONTAINER, "7,2", "72", ""),
+        (CONTAINER | TWICE, None, "0123", "nor the driver says more"),
+        (CONTAINER | SILENT, None, "0123", "nor the driver says more"),
     ],
-    ids=["one module twice", "a driver that does not say"],
+    ids=["visible", "here", "both", "one module twice", "a driver that does not say"],
 )
-def test_without_sound_module_numbers_the_local_rank_is_taken(
-    changes: dict[str, str], tmp_path: Path
+def test_a_rank_takes_a_module_that_is_visible_and_here(
+    tree: dict[str, str], visible: str | None, found: str, why: str, tmp_path: Path
 ) -> None:
-    tree = write_tree(tmp_path, CONTAINER | changes)
-    assert modules_here(look(tree)) is None
-    node = inspect_node(root=tree, backend=HpuBackend(), environ={})
-    (setting,) = (
-        s for s in HpuBackend().environment(job(devices=4), node, 3) if s.name == "HLS_MODULE_ID"
-    )
-    assert setting.value == "3" and "nor the driver says more" in setting.reason
+    settings = modules(write_tree(tmp_path, tree), visible, len(found), len(found))
+    assert [setting.value for setting in settings] == list(found)
+    assert why in settings[0].reason
+
+
+@pytest.mark.parametrize(
+    ("tree", "visible", "said"),
+    [
+        ({}, "4,5,6,7", "allows 4 cards, but local rank 4"),
+        (CONTAINER, None, r"has device files of 4 Gaudi cards \(modules 2,3,6,7"),
+        (CONTAINER, "7,0", "names module 0, but .* has modules 2,3,6,7"),
+    ],
+)
+def test_a_module_that_is_not_there_is_refused(
+    tree: dict[str, str], visible: str | None, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RunFileError, match=said):
+        modules(write_tree(tmp_path, tree), visible, 5)
+
+
+def test_the_run_files_modules_count_and_the_doctor_compares_them(tmp_path: Path) -> None:
+    in_run_file = job(devices=2, environment={"HABANA_VISIBLE_MODULES": "1,0"})
+    found = by_name(HpuBackend().environment(in_run_file, machine(), 0))
+    assert found["HLS_MODULE_ID"].value == "1"
+    root, name = write_tree(tmp_path, CONTAINER), "visible modules"
+    assert outcomes(root, {"HABANA_VISIBLE_MODULES": "2,3"})[name] != Outcome.FAIL
+    assert outcomes(root, {"HABANA_VISIBLE_MODULES": "2,0"})[name] == Outcome.FAIL
 
 
 def test_a_loop_of_ones_own_takes_the_same_modules(
@@ -399,12 +368,6 @@ def test_what_goes_together_is_not_refused() -> None:
     backend_with("hpu", {"mode": "eager"}).check_environment(
         {"PT_HPU_LAZY_MODE": "0", "HCCL_GAUDI_DIRECT": "1", "HCCL_OVER_OFI": "1"}
     )
-
-
-def test_rules_have_scopes_and_sources() -> None:
-    assert {rule.scope for rule in RULES} == set(Scope)
-    for rule in RULES:
-        assert rule.reason and rule.source and rule.value
 
 
 # -- names that exist ------------------------------------------------------------------------

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.backends.test_hpu_standin import needs_cards, printed
 from tests.gaudi_census import parts
-from tests.helpers.gaudi import standin_environment, standin_site
+from tests.helpers.gaudi import calls
 from tests.standins.gaudi_operators import TABLE, read
-
-needs_cards = pytest.mark.skipif(
-    importlib.util.find_spec("anygauge_sim") is None,
-    reason="the stand-in's tensors live on simulated cards (make plugins)",
-)
 
 SCRIPT = """
 import json, os, torch
@@ -88,21 +81,8 @@ print(json.dumps(found))
 
 def run(tmp_path: Path, **variables: str) -> tuple[dict[str, Any], list[list[Any]]]:
     """The script's findings, and the record."""
-    record = tmp_path / "record"
-    environment = {
-        **os.environ,
-        **standin_environment(standin_site(tmp_path), record),
-        "PT_HPU_LAZY_MODE": "1",
-        **variables,
-    }
-    extra = os.environ.get("PYTHONPATH", "")
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment["PYTHONPATH"], extra)))
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    lines = Path(f"{record}.0").read_text(encoding="utf-8").splitlines()
-    return json.loads(done.stdout.splitlines()[-1]), [json.loads(line) for line in lines]
+    lines = printed(SCRIPT, tmp_path, **variables)
+    return json.loads(lines[-1]), calls(tmp_path / "record", 0)
 
 
 @pytest.fixture(scope="module")

@@ -1,24 +1,26 @@
 """Products in FP8 on the stand-in for Gaudi: what is called, in optimum-habana's order.
 
-The stand-in multiplies in rounded numbers as Intel's published tests show; its speed and Gaudi's
-own rounding are not shown.
+The stand-in multiplies in rounded numbers; its speed and Gaudi's own rounding are not shown.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from anygauge_hpu.fp8 import RECIPE
-from tests.backends.test_hpu_runs import ACCUMULATION, RANKS, STEPS, TrainedOnStandIn, trained
+from tests.backends.test_hpu_runs import (
+    ACCUMULATION,
+    RANKS,
+    STEPS,
+    TrainedOnStandIn,
+    refused,
+    trained,
+)
 from tests.helpers.gaudi import standin_environment, standin_site
 from tests.helpers.runs import merged, run_file, train
 
@@ -114,46 +116,21 @@ def test_other_stages_multiply_in_fp8_too(lazy: TrainedOnStandIn, folder: Path, 
     assert run.run.steps("loss") == pytest.approx(lazy.run.steps("loss"), rel=1e-3)
 
 
-def test_the_stand_in_rounds_as_intels_tests_show(folder: Path, lazy: TrainedOnStandIn) -> None:
-    """The numbers of test_te_linear_fp8 and test_te_linear_out_of_scale of the bridge."""
-    code = """
-        import habana_frameworks.torch, torch
-        import habana_frameworks.torch.hpex.experimental.transformer_engine as te
-        def product(layer, x, w):
-            x = torch.full((2, 8), x, device="hpu", requires_grad=True)
-            layer.weight = torch.nn.Parameter(torch.full((4, 8), w, device="hpu"))
-            with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
-                out = layer(x)
-            out.sum().backward()
-            return [float(t.detach().cpu().flatten()[0]) for t in (out, x.grad, layer.weight.grad)]
-        recipe = te.recipe.DelayedScaling(
-            margin=0, interval=1, fp8_format=te.recipe.Format.HYBRID, amax_history_len=1,
-            amax_compute_algo="max", reduce_amax=False,
-        )
-        def layer():
-            return te.Linear(8, 4, bias=False, skip_weight_param_allocation=True)
-        # In E4M3 0.47 is 0.46875 and 3.26 is 3.25; in E5M2 0.5 and 3.5.
-        assert product(layer(), 0.47, 3.26) == [8 * 0.46875 * 3.25, 4 * 3.5, 2 * 0.5]
-        large = layer()
-        first = product(large, 109000.0, 3.26)
-        assert first[0] < 8 * 240 * 3.26, first  # without a scale, cut at the largest number
-        assert product(large, 109000.0, 3.26) == [8 * 106496 * 3.25, 4 * 3.5, 2 * 114688]
-    """
-    site = folder / "standin-1.20.0"
-    environment = {**os.environ, **standin_environment(site, folder / "rounding")}
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**environment, "PT_HPU_LAZY_MODE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-
-
 @pytest.mark.slow
 def test_compile_mode_multiplies_in_fp8_too(lazy: TrainedOnStandIn, folder: Path) -> None:
     run = trained(folder, "compiled", mode="compile", changes=FP8)
     assert run.count("fp8_gemm") == lazy.count("fp8_gemm") == [2 * FORWARDS * LINEAR_LAYERS] * RANKS
+
+
+def run_fields(ranks: int) -> dict[str, Any]:
+    """Of a run that is refused, or goes on."""
+    return {
+        "backend_options": {"mode": "lazy"},
+        "launch": {"devices": ranks},
+        "precision": {"param_dtype": "bfloat16", "fp8": True},
+        "strategy": {"name": "zero", "reentrant": True},
+        "train": {"steps": STEPS, "global_batch_size": ranks * ACCUMULATION, "micro_batch_size": 1},
+    }
 
 
 @pytest.mark.slow
@@ -166,62 +143,35 @@ def test_all_weights_train_in_fp8_and_a_checkpoint_goes_on(folder: Path) -> None
     }
     run = trained(folder, "all", changes=whole)
     (first, *_) = sorted((run.run.folder / "checkpoints").iterdir())
-    path = run_file(folder, **merged(run_fields(folder, "all-resumed", 2), whole))
-    site, record = folder / "standin-1.20.0", folder / "resumed-record"
-    environment = standin_environment(site, record)
+    fields = {"name": "all-resumed", "backend": "hpu", **merged(run_fields(2), whole)}
+    path = run_file(folder, **fields)
+    environment = standin_environment(standin_site(folder), folder / "resumed-record")
     again = train(path, "--resume", str(first), environment=environment)
     assert again.status == 0, again.out + again.err
     # Scales begin anew.
     assert again.steps("loss") == pytest.approx(run.run.steps("loss")[2:], rel=1e-2)
 
 
-def run_fields(folder: Path, name: str, ranks: int, **more: Any) -> dict[str, Any]:
-    """Of a run that is refused, or goes on."""
-    fields: dict[str, Any] = {
-        "name": name,
-        "backend": "hpu",
-        "backend_options": {"mode": "lazy"},
-        "launch": {"devices": ranks},
-        "precision": {"param_dtype": "bfloat16", "fp8": True},
-        "strategy": {"name": "zero", "reentrant": True},
-        "train": {"steps": STEPS, "global_batch_size": ranks * ACCUMULATION, "micro_batch_size": 1},
-    }
-    return merged(fields, more)
-
-
-def refused(folder: Path, site: Path, name: str, **more: Any) -> str:
-    """What a run prints that is refused."""
-    path = run_file(folder, **run_fields(folder, name, 1, **more))
-    run = train(path, environment=standin_environment(site, folder / f"{name}-record"))
-    assert run.status == 1, run.out + run.err
-    assert "Traceback" not in run.out + run.err
-    return " ".join((run.out + run.err).split())
-
-
 def test_it_is_refused_where_the_library_is_missing(tmp_path: Path) -> None:
-    site = standin_site(tmp_path)
-    shutil.rmtree(site / "intel_transformer_engine")
-    said = refused(tmp_path, site, "missing")
+    shutil.rmtree(standin_site(tmp_path) / "intel_transformer_engine")
+    said = refused(tmp_path, "missing", **run_fields(1))
     assert "lacks 'fp8_products'" in said and "intel_transformer_engine is not installed" in said
 
 
 @pytest.mark.slow
 def test_another_form_of_recomputation_is_refused(folder: Path, lazy: TrainedOnStandIn) -> None:
-    fields = run_fields(folder, "other-form", 1)
-    fields["strategy"] = {"name": "single"}
-    path = run_file(folder, **merged(fields, {"train": {"gradient_checkpointing": True}}))
-    environment = standin_environment(folder / "standin-1.20.0", folder / "other-record")
-    run = train(path, environment=environment)
-    assert run.status == 1 and "reentrant form of recomputation alone" in run.out + run.err
+    single = {"strategy": {"name": "single"}}
+    recomputes = {"train": {"gradient_checkpointing": True}}
+    said = refused(folder, "other-form", **merged({**run_fields(1), **single}, recomputes))
+    assert "reentrant form of recomputation alone" in said
 
 
 @pytest.mark.slow
 def test_a_card_of_the_first_generation_is_refused(tmp_path: Path) -> None:
     site = standin_site(tmp_path)
     asked = site / "habana_frameworks/torch/utils/experimental/__init__.py"
-    text = asked.read_text()
-    assert "return synDeviceType.synDeviceGaudi2" in text
-    asked.write_text(
-        text.replace("return synDeviceType.synDeviceGaudi2", "return synDeviceType.synDeviceGaudi")
-    )
-    assert "first generation, which has no FP8" in refused(tmp_path, site, "first")
+    text, second = asked.read_text(), "return synDeviceType.synDeviceGaudi2"
+    assert second in text
+    asked.write_text(text.replace(second, second.removesuffix("2")))
+    said = refused(tmp_path, "first", **run_fields(1))
+    assert "first generation, which has no FP8" in said

@@ -1,11 +1,8 @@
-"""Gaudi's kernels: what the library is given, by position, beside its published signatures."""
+"""Gaudi's kernels: what the library is given, by position."""
 
 from __future__ import annotations
 
-import ast
-import os
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,43 +14,12 @@ from anygauge.kernels.rope import rotated
 from anygauge.registry import Registry
 from anygauge.registry.registry import load_factory
 from anygauge_hpu.kernels import fused_attention, fused_rms_norm, fused_rope
+from tests.helpers.gaudi import STANDIN
 from tests.helpers.options import backend_with
+from tests.standins.signatures import Tree
 
-SOURCE = os.environ.get("ANYGAUGE_GAUDI_SOURCE")
-"""A checkout of HabanaAI/gaudi-pytorch-bridge of release 1.19."""
 KERNELS = "habana_frameworks.torch.hpex.kernels"
 NORMS = "habana_frameworks.torch.hpex.normalization"
-
-PUBLISHED = {
-    ("hpex/kernels/FusedSDPA.py", "FusedSDPA", "forward"): [
-        *("ctx", "q", "k", "v", "attn_mask", "dropout_p", "is_causal", "scale", "softmax_mode"),
-        *("recompute_mode", "valid_seq_len", "seq_padding_type", "return_dropout_mask"),
-        "return_attn_probs",
-    ],
-    ("hpex/kernels/RotaryPosEmbeddingHelper.py", "RotaryPosEmbeddingHelperV2", "forward"): [
-        *("ctx", "p", "cos", "sin", "position_ids"),
-    ],
-    ("hpex/normalization/FusedRMSNorm.py", "FusedRMSNorm", "forward"): [
-        *("ctx", "data_in", "gamma", "eps", "use_stages", "bwd_mode", "fast_math"),
-    ],
-}
-"""(file, class, method) -> names of its arguments, in release 1.19."""
-
-
-@pytest.mark.skipif(not SOURCE, reason="ANYGAUGE_GAUDI_SOURCE names no gaudi-pytorch-bridge")
-@pytest.mark.parametrize("place", PUBLISHED, ids=lambda place: place[1])
-def test_the_names_below_are_the_published_ones(place: tuple[str, str, str]) -> None:
-    assert SOURCE
-    file, kind, method = place
-    path = Path(SOURCE) / "python_packages/habana_frameworks/torch" / file
-    (found,) = (
-        function
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef) and node.name == kind
-        for function in node.body
-        if isinstance(function, ast.FunctionDef) and function.name == method
-    )
-    assert [argument.arg for argument in found.args.args] == PUBLISHED[place]
 
 
 def offer(monkeypatch: pytest.MonkeyPatch, module: str, **names: Any) -> None:
@@ -65,9 +31,12 @@ def offer(monkeypatch: pytest.MonkeyPatch, module: str, **names: Any) -> None:
         setattr(sys.modules[module], name, value)
 
 
-def recorder(file: str, kind: str, calls: list[dict[str, Any]], result: Any) -> Any:
-    """A function of the library's: takes arguments by position, and notes each under its name."""
-    names = PUBLISHED[file, kind, "forward"][1:]
+def recorder(module: str, kind: str, calls: list[dict[str, Any]], result: Any) -> Any:
+    """A function of the library's: takes arguments by position, and notes each under its name, as
+    in the stand-in, which is held against the published source."""
+    forward = Tree(STANDIN).function(module, f"{kind}.forward")
+    assert forward is not None
+    names = [argument.arg for argument in forward.args.args][1:]
 
     def apply(*args: Any) -> Any:
         calls.append(dict(zip(names, args, strict=False)))
@@ -79,7 +48,7 @@ def recorder(file: str, kind: str, calls: list[dict[str, Any]], result: Any) -> 
 @pytest.fixture
 def attention_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
-    fake = recorder("hpex/kernels/FusedSDPA.py", "FusedSDPA", calls, lambda q, *_: q)
+    fake = recorder(KERNELS, "FusedSDPA", calls, lambda q, *_: q)
     offer(monkeypatch, KERNELS, FusedSDPA=fake)
     return calls
 
@@ -189,9 +158,7 @@ def test_the_fused_norm_gets_one_type_and_gives_that_of_its_input(
     x: torch.dtype, weight: torch.dtype, inside: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[dict[str, Any]] = []
-    fake = recorder(
-        "hpex/normalization/FusedRMSNorm.py", "FusedRMSNorm", calls, lambda a, b, eps: a * b
-    )
+    fake = recorder(NORMS, "FusedRMSNorm", calls, lambda a, b, eps: a * b)
     offer(monkeypatch, NORMS, FusedRMSNorm=fake)
     found = fused_rms_norm()(torch.ones(3, 4, dtype=x), torch.ones(4, dtype=weight), 1e-5)
     (call,) = calls
@@ -209,8 +176,7 @@ def test_the_fused_rotation_reads_its_rows_from_a_table(
         return rotated(p, *turns)
 
     calls: list[dict[str, Any]] = []
-    file = "hpex/kernels/RotaryPosEmbeddingHelper.py"
-    fake = recorder(file, "RotaryPosEmbeddingHelperV2", calls, published)
+    fake = recorder(KERNELS, "RotaryPosEmbeddingHelperV2", calls, published)
     offer(monkeypatch, KERNELS, RotaryPosEmbeddingHelperV2=fake)
     query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
     angles = torch.randn(rows, 6, 8)

@@ -4,6 +4,7 @@ declares and does not do. Of Gaudi's own arithmetic and speed it can say nothing
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,26 +39,6 @@ class OnStandIn(BackendContract):
     rank_counts = (2,)
     version: ClassVar[str]
 
-    test_trains_as_the_host_does = pytest.mark.slow(BackendContract.test_trains_as_the_host_does)
-    test_zero_trains_as_one_process_does = pytest.mark.slow(
-        BackendContract.test_zero_trains_as_one_process_does
-    )
-    test_a_resumed_run_goes_on_where_it_was = pytest.mark.slow(
-        BackendContract.test_a_resumed_run_goes_on_where_it_was
-    )
-    test_trains_packed_rows_as_the_host_does = pytest.mark.slow(
-        BackendContract.test_trains_packed_rows_as_the_host_does
-    )
-    test_trains_all_weights_as_the_host_does = pytest.mark.slow(
-        BackendContract.test_trains_all_weights_as_the_host_does
-    )
-    test_every_strategy_trains_as_one_process_does = pytest.mark.slow(
-        BackendContract.test_every_strategy_trains_as_one_process_does
-    )
-    test_a_run_is_resumed_on_other_ranks = pytest.mark.slow(
-        BackendContract.test_a_run_is_resumed_on_other_ranks
-    )
-
     @pytest.fixture(scope="class")
     @classmethod
     def subject(cls, tmp_path_factory: pytest.TempPathFactory) -> Subject:
@@ -71,6 +52,11 @@ class OnStandIn(BackendContract):
     def devices(cls) -> int:
         """The stand-in's; this process itself has not got it."""
         return 8
+
+
+for name, test in vars(BackendContract).items():
+    if name.startswith("test_") and "runs" in inspect.signature(test).parameters:
+        setattr(OnStandIn, name, pytest.mark.slow(test))
 
 
 class TestLazy(OnStandIn):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -101,26 +102,18 @@ def test_an_unknown_field_of_an_override(folder, minimal):
     assert line.startswith("--set train.foo=1: train.foo: no such field; valid here: steps, ")
 
 
+IN_RANGE = {
+    "train.steps": st.integers(1, 2**31 - 1) | st.none(),
+    "train.optimizer.lr": st.floats(min_value=0, exclude_min=True, max_value=1e6),
+    "data.packing": st.booleans(),
+    "trackers": st.lists(st.text(st.characters(codec="ascii")), max_size=4),
+}
+
+
+@pytest.mark.parametrize("path", IN_RANGE)
 @SHARED
-@given(value=st.integers(1, 2**31 - 1) | st.none())
-def test_any_whole_number_of_its_range_can_be_set(reload, minimal, value):
-    written = "null" if value is None else value
-    assert reload(minimal, [f"train.steps={written}"]).run.train.steps == value
-
-
-@SHARED
-@given(value=st.floats(min_value=0, exclude_min=True, max_value=1e6))
-def test_any_number_of_its_range_can_be_set_as_python_prints_it(reload, minimal, value):
-    assert reload(minimal, [f"train.optimizer.lr={value!r}"]).run.train.optimizer.lr == value
-
-
-@SHARED
-@given(value=st.booleans())
-def test_booleans_can_be_set(reload, minimal, value):
-    assert reload(minimal, [f"data.packing={str(value).lower()}"]).run.data.packing is value
-
-
-@SHARED
-@given(values=st.lists(st.text(st.characters(codec="ascii")), min_size=0, max_size=4))
-def test_any_list_of_text_can_be_set_as_json(reload, minimal, values):
-    assert reload(minimal, [f"trackers={json.dumps(values)}"]).run.trackers == values
+@given(data=st.data())
+def test_any_value_of_a_fields_range_can_be_set_as_json(reload, minimal, path, data):
+    value = data.draw(IN_RANGE[path])
+    run = reload(minimal, [f"{path}={json.dumps(value)}"]).run
+    assert attrgetter(path)(run) == value

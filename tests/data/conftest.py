@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data import Prepared, TokenizedRows, prepare
+from anygauge.config.schema import DataSection, SourceSection, TrainSection
+from anygauge.data import Layout, Prepared, TokenizedRows, prepare, training_batches
+from anygauge.data.cache import Cache
+from anygauge.interface import ShapePolicy, Share
 from tests.helpers.tokenizer import make_tokenizer
 
 # A busy machine is not a failure.
@@ -20,6 +22,12 @@ settings.load_profile("untimed")
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[Cache]:
+    with Cache(tmp_path / "cache") as cache:
+        yield cache
 
 
 @pytest.fixture
@@ -68,3 +76,42 @@ def tokenized(tokenizer: Any, counting: Path) -> TokenizedRows:
     rows = prepare(data, tokenizer, seed=0).train
     assert isinstance(rows, TokenizedRows)
     return rows
+
+
+@pytest.fixture
+def batches(tokenizer: Any, counting: Path) -> Callable[..., Any]:
+    """Batches of the counting rows, streamed or prepared; `settings` of the section train."""
+
+    def make(
+        *,
+        streaming: bool = True,
+        world: int = 1,
+        rank: int = 0,
+        micro: int = 2,
+        shapes: ShapePolicy = ShapePolicy(),  # noqa: B008
+        sums: Callable[[Any], Any] = lambda values: values,
+        settings: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> Any:
+        data = {"train": SourceSection(path=str(counting)), "max_length": 64, "cache": "off"}
+        section = DataSection(**{**data, **fields}, streaming=streaming)
+        train = TrainSection(**{"global_batch_size": 4, "seed": 5, **(settings or {})})
+        layout = Layout(
+            micro_batch=micro,
+            share=Share(rank, world),
+            max_length=section.max_length,
+            pad_id=2,
+            packing=section.packing,
+            shapes=shapes,
+        )
+        rows = prepare(section, tokenizer, seed=5).train
+        made: Any = training_batches(rows, section, train, layout, sums)
+        made.rows = rows
+        return made
+
+    return make
+
+
+def content(batches: Any, index: int) -> list[Any]:
+    """Of each micro-batch of a step: its tokens, labels and origins."""
+    return [(b.input_ids.tolist(), b.labels.tolist(), b.origins) for b in batches.step(index)]

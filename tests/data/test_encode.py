@@ -10,6 +10,7 @@ import pytest
 
 from anygauge.config.schema import DataSection, SourceSection
 from anygauge.data import Counts, Record, RowEncoder, prompt_ids
+from anygauge.data.encode import encode_texts, start_ids
 from anygauge.interface import ModelError
 from tests.helpers.chats import make_chat_tokenizer, template
 from tests.helpers.masks import encode, encoder, marked
@@ -61,6 +62,7 @@ def test_generation_reads_the_tokens_that_training_masked(tokenizer):
 
 def test_a_tokenizer_that_adds_no_start_token(tmp_path):
     tokenizer = make_tokenizer(tmp_path, adds_bos=False)
+    assert start_ids(tokenizer) == []
     sequences, counts = pairs(tokenizer, ("a", "b"), ("", "bc"))
     assert sequences[0].ids.tolist() == [*ids(tokenizer, "a"), *ids(tokenizer, "b"), 1]
     # Nothing stands before the first token of row 2, so it cannot be a loss token.
@@ -76,6 +78,30 @@ def test_loss_on_all_learns_the_prompt_too(tokenizer):
 def test_alpaca(tokenizer):
     [sequence], _ = encode(tokenizer, "alpaca", {"instruction": "Say hi.", "output": "hi"})
     assert marked(tokenizer, sequence).endswith("Say hi.\n\n### Response:\n⟦hi</s>⟧")
+
+
+# -- prompts alone -------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_the_start_token_and_its_text(tokenizer):
+    bare = tokenizer("Größe?\n", add_special_tokens=False)["input_ids"]
+    assert prompt_ids(tokenizer, "Größe?\n") == [tokenizer.bos_token_id, *bare]
+    assert prompt_ids(tokenizer, "") == start_ids(tokenizer) == [tokenizer.bos_token_id]
+    assert encode_texts(tokenizer, ["Größe?\n", ""]) == [bare, []]
+    assert encode_texts(tokenizer, []) == []
+
+
+def test_an_end_token_that_the_tokenizer_adds_is_not_part_of_a_prompt(tokenizer):
+    class AddsBoth:
+        bos_token_id, eos_token_id = 0, 1
+
+        def __call__(self, texts, add_special_tokens=True, verbose=True):
+            plain = tokenizer(texts, add_special_tokens=False)["input_ids"]
+            if not add_special_tokens:
+                return {"input_ids": plain}
+            return {"input_ids": [0, *plain, 1]}
+
+    assert prompt_ids(AddsBoth(), "Hi") == [0, *encode_texts(tokenizer, ["Hi"])[0]]
 
 
 # -- what is too long -----------------------------------------------------------------------------

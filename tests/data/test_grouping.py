@@ -1,16 +1,12 @@
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anygauge.data import Layout, RowBatches, Schedule
 from anygauge.data.order import DUMMY, GroupedOrder, Order
-from anygauge.interface import Share
 
 
 def grouped(lengths, batch, seed=0, epochs=None, weights=None, shuffle=True):
@@ -60,27 +56,3 @@ def test_steps_hold_like_lengths_and_the_longest_comes_first():
 def test_without_shuffling_only_blocks_are_sorted():
     groups, _ = grouped([3, 1, 2, 4], 2, shuffle=False)
     assert [groups.step(index).tolist() for index in range(2)] == [[3, 0], [2, 1]]
-
-
-@pytest.mark.parametrize("epochs", [0.4, 1.0, 2.0])
-def test_ranks_divide_grouped_steps(tokenized, epochs):
-    def batches(micro, world, rank):
-        layout = Layout(micro_batch=micro, share=Share(rank, world), max_length=64, pad_id=2)
-        schedule = Schedule(seed=1, global_batch=4, epochs=epochs, grouping=True)
-        return RowBatches(tokenized, schedule, layout)
-
-    whole = batches(4, 1, 0)
-    assert whole.steps == math.ceil(23 * epochs / 4)
-    assert whole.epoch(whole.steps - 1) == pytest.approx(epochs, abs=0.02)
-    ranks = [batches(1, 2, rank) for rank in range(2)]
-    seen = []
-    for index in range(whole.steps):
-        (together,) = whole.step(index)
-        first, second = (rank.step(index) for rank in ranks)
-        parts = [batch for turn in zip(first, second, strict=True) for batch in turn]
-        assert sum((part.origins for part in parts), ()) == together.origins
-        assert together.num_loss_tokens == whole.num_loss_tokens(index)
-        assert together.tokens == whole.real_tokens(index)
-        seen += together.origins
-    if epochs >= 1:
-        assert Counter(seen) == {tokenized.origin(row): int(epochs) for row in range(23)}

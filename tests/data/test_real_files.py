@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data import Layout, RowBatches, Schedule, peek, prepare
+from anygauge.data import Layout, Record, RowBatches, Schedule, first_records, peek, prepare
+from anygauge.data.formats import detect_format
 from anygauge.interface import DataError
+from tests.helpers.chats import make_chat_tokenizer, template
+from tests.helpers.masks import encode, stretches
 
 FOLDER = os.environ.get("ANYGAUGE_DATA", "")
 
@@ -56,3 +59,30 @@ def test_plain_text(tokenizer):
     whole = tokenizer([line for line in lines if line], add_special_tokens=False)["input_ids"]
     assert rows.report.num_loss_tokens == sum(len(ids) + 1 for ids in whole)
     assert rows.lengths.max() == 512
+
+
+def spoken(turn):
+    """What a turn of a ShareGPT file becomes in the template."""
+    if turn["from"] == "gpt":
+        return turn["value"]
+    call = json.loads(turn["value"])
+    arguments = json.dumps(call["arguments"], ensure_ascii=False)
+    return f'<tool_call>\n{{"name": "{call["name"]}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def test_tool_calls_of_a_sharegpt_file(tmp_path):
+    tokenizer = make_chat_tokenizer(tmp_path)
+    path = Path(FOLDER) / "toolcall_sharegpt.json"
+    source = SourceSection(path=str(path))
+    rows = [dict(one.values) for one in first_records(source, 40, "data.train")]
+    assert detect_format(Record(rows[0], "x"), source, "data.train") == "sharegpt"
+    sequences, counts = encode(
+        tokenizer, "sharegpt", *rows, chat_template=template("chatml"), max_length=10**5
+    )
+    assert counts.used == len(sequences) == 40
+    for row, sequence in zip(rows, sequences, strict=True):
+        turns = [turn for turn in row["conversations"] if turn["from"] in ("gpt", "function_call")]
+        expected = [f"{spoken(turn)}<|im_end|>" for turn in turns]
+        expected[-1] = f"<think>\n\n</think>\n\n{expected[-1]}"
+        loss_mask = [text for is_learned, text in stretches(tokenizer, sequence) if is_learned]
+        assert loss_mask == expected

@@ -16,14 +16,15 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from anygauge.config.schema import DataSection, SourceSection, TrainSection
-from anygauge.data import Layout, lines, peek, prepare, remote, streams, training_batches
+from anygauge.config.schema import DataSection, SourceSection
+from anygauge.data import lines, peek, prepare, remote, streams
 from anygauge.data.cache import Cache
 from anygauge.data.lines import FilledLines
 from anygauge.data.remote import open_remote, remote_identity
 from anygauge.data.sources import first_records, open_reader, open_stream
 from anygauge.data.streams import BlockOrder, Blocks
-from anygauge.interface import DataAccessError, DataError, RunFileError, Share
+from anygauge.interface import DataAccessError, DataError, RunFileError
+from tests.data.conftest import content
 from tests.standins.files import File, FileServer
 from tests.standins.hub import TOKEN, Hub, Repository, use_hub
 
@@ -61,35 +62,15 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Iterator[Cache]:
-    with Cache(tmp_path / "cache") as cache:
-        yield cache
+def streamed(batches: Callable[..., Any]) -> Callable[..., Any]:
+    """Batches of an address."""
 
-
-@pytest.fixture
-def batches(tokenizer: Any) -> Callable[..., Any]:
-    def make(path: str, *, world: int = 1, rank: int = 0, steps: int | None = 60, **fields: Any):
-        of_source = {k: fields.pop(k) for k in ("limit", "split") if k in fields}
-        data = {"train": {"path": path, **of_source}, "max_length": 64, "cache": "off"}
-        section = DataSection(**{**data, "streaming": True, "shuffle_buffer": 32, **fields})
-        train = TrainSection(global_batch_size=8, seed=5, steps=steps, epochs=1.0)
-        layout = Layout(
-            micro_batch=2,
-            share=Share(rank, world),
-            max_length=64,
-            pad_id=2,
-            packing=section.packing,
-        )
-        rows = prepare(section, tokenizer, seed=5).train
-        made = training_batches(rows, section, train, layout, lambda values: values)
-        made.rows = rows
-        return made
+    def make(path: str, *, steps: int | None = 60, limit: int | None = None, **fields: Any) -> Any:
+        settings = {"global_batch_size": 8, "steps": steps, "epochs": 1.0}
+        train = {"path": path, "limit": limit}
+        return batches(train=train, shuffle_buffer=32, settings=settings, **fields)
 
     return make
-
-
-def content(batches: Any, index: int) -> list[Any]:
-    return [(b.input_ids.tolist(), b.labels.tolist(), b.origins) for b in batches.step(index)]
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "lines.json", "rows.csv", "rows.parquet"])
@@ -187,9 +168,9 @@ def test_the_order_of_a_stream(size: int, length: int) -> None:
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 @pytest.mark.parametrize("packing", [False, True])
 def test_any_step_can_be_the_first_and_ranks_divide_it(
-    name: str, packing: bool, server: FileServer, batches: Callable[..., Any]
+    name: str, packing: bool, server: FileServer, streamed: Callable[..., Any]
 ) -> None:
-    make = lambda **more: batches(server.address(name), packing=packing, **more)  # noqa: E731
+    make = lambda **more: streamed(server.address(name), packing=packing, **more)  # noqa: E731
     straight = make()
     wanted = {index: content(straight, index) for index in range(60)}
     assert len({str(step) for step in wanted.values()}) == 60
@@ -205,10 +186,10 @@ def test_any_step_can_be_the_first_and_ranks_divide_it(
 
 
 def test_a_number_of_rows_that_shows_at_the_end(
-    server: FileServer, batches: Callable[..., Any]
+    server: FileServer, streamed: Callable[..., Any]
 ) -> None:
     """Whether it was known or not, a step reads the same rows, also in later epochs."""
-    of_lines, of_table = (batches(server.address(f"rows.{s}")) for s in ("jsonl", "parquet"))
+    of_lines, of_table = (streamed(server.address(f"rows.{s}")) for s in ("jsonl", "parquet"))
     assert of_lines.rows.blocks.length is None and of_table.rows.blocks.length == 230
     assert of_lines.rows.report.startswith(f"rows of {server.address('rows.jsonl')}, read and tok")
     assert of_table.rows.report.startswith("230 rows of ")
@@ -218,27 +199,27 @@ def test_a_number_of_rows_that_shows_at_the_end(
         ]
     assert of_lines.rows.blocks.length == 230
     assert of_table.epoch(59) == pytest.approx(480 / 230)
-    assert batches(server.address("rows.parquet"), steps=None).steps == 29
+    assert streamed(server.address("rows.parquet"), steps=None).steps == 29
 
 
-def test_epochs_need_a_number_of_rows(server: FileServer, batches: Callable[..., Any]) -> None:
+def test_epochs_need_a_number_of_rows(server: FileServer, streamed: Callable[..., Any]) -> None:
     address = server.address("rows.jsonl")
     said = r"does not know how many rows http.*has before it reaches the end.*train\.steps"
     with pytest.raises(RunFileError, match=said):
-        batches(address, steps=None)
-    limited = batches(address, steps=None, limit=100)
+        streamed(address, steps=None)
+    limited = streamed(address, steps=None, limit=100)
     assert limited.steps == 13
     read = [origin for index in range(13) for origin in limited.global_origins(index)]
     numbers = sorted(int(origin.rpartition(":")[2]) for origin in read)
     assert len(set(numbers)) == 100 and numbers[-1] == 102, "two lines are blank"
     with pytest.raises(DataError, match=r"ends after 230 rows, but its limit is 400; set lim"):
-        too_many = batches(address, steps=None, limit=400)
+        too_many = streamed(address, steps=None, limit=400)
         for index in range(too_many.steps):
             too_many.step(index)
 
 
 def test_no_more_than_two_blocks_are_held(
-    server: FileServer, batches: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    server: FileServer, streamed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held, most, lock = set(), [0], threading.Lock()
 
@@ -257,33 +238,33 @@ def test_no_more_than_two_blocks_are_held(
                 held.discard(id(self))
 
     monkeypatch.setattr(streams, "StreamedRow", Counted)
-    made = batches(server.address("rows.jsonl"))
+    made = streamed(server.address("rows.jsonl"))
     for index in range(made.steps):
         made.step(index)
     assert 32 < most[0] <= 3 * 32 + 1, "the block that is read, the next, and one in the making"
 
 
 def test_what_is_read_over_the_network(
-    server: FileServer, batches: Callable[..., Any], tmp_path: Path
+    server: FileServer, streamed: Callable[..., Any], tmp_path: Path
 ) -> None:
-    made = batches(server.address("rows.jsonl"), steps=28)
+    made = streamed(server.address("rows.jsonl"), steps=28)
     whole = len(server.files["rows.jsonl"].body)
     for index in range(28):
         made.step(index)
     assert server.sent <= 3 * whole + 1000, "once to train on; a beginning for the format"
 
 
-def test_wrong_rows_are_named(server: FileServer, batches: Callable[..., Any]) -> None:
+def test_wrong_rows_are_named(server: FileServer, streamed: Callable[..., Any]) -> None:
     rows = LINES.splitlines()
     rows[100] = '{"prompt": "x", "prompt": "y", "completion": ""}'
     server.files["bad.jsonl"] = File(body="\n".join(rows).encode())
-    made = batches(server.address("bad.jsonl") + "?signature=secret", steps=40)
+    made = streamed(server.address("bad.jsonl") + "?signature=secret", steps=40)
     with pytest.raises(DataError, match=r"/bad\.jsonl:101: the key 'prompt' is written twice"):
         for index in range(40):
             made.step(index)
     server.files["bad.csv"] = File(body=(csv_text(ROWS) + "a,b,c\n").encode())
     with pytest.raises(DataError, match=r"bad\.csv: not valid CSV \(.*Row #232: Expected 2"):
-        batches(server.address("bad.csv"), steps=40).step(0)
+        streamed(server.address("bad.csv"), steps=40).step(0)
 
 
 FAILURES: dict[str, tuple[File | None, str]] = {
@@ -347,12 +328,12 @@ def test_other_places_by_fsspec_and_redirects(
 
 
 def test_a_connection_that_breaks_is_tried_again(
-    server: FileServer, impatient: None, batches: Callable[..., Any]
+    server: FileServer, impatient: None, streamed: Callable[..., Any]
 ) -> None:
     file = server.files["rows.jsonl"]
-    expected = [content(batches(server.address("rows.jsonl")), index) for index in range(3)]
+    expected = [content(streamed(server.address("rows.jsonl")), index) for index in range(3)]
     file.cut, file.busy = [100, 0], 3
-    broken = batches(server.address("rows.jsonl"))
+    broken = streamed(server.address("rows.jsonl"))
     assert [content(broken, index) for index in range(3)] == expected
     assert (file.cut, file.busy) == ([], 0)
     file.cut = [100] * 6
@@ -450,7 +431,7 @@ def of_kind(tmp_path: Path, kind: str) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "csv"])
 def test_a_data_set_of_the_hub_is_streamed(
-    kind: str, hub: Hub, tmp_path: Path, batches: Callable[..., Any]
+    kind: str, hub: Hub, tmp_path: Path, streamed: Callable[..., Any]
 ) -> None:
     hub.repositories[f"datasets/{NAME}"] = Repository(files=of_kind(tmp_path, kind))
     reader, version = open_stream(SourceSection(path=NAME), 64, "f")
@@ -468,8 +449,7 @@ def test_a_data_set_of_the_hub_is_streamed(
     moved = Repository(files=of_kind(tmp_path, kind), commit="f00d" * 10)
     hub.repositories[f"datasets/{NAME}"] = moved
     assert open_stream(SourceSection(path=NAME), 64, "f")[1] != version
-    streamed = batches(NAME, steps=30)
-    assert content(streamed, 29) == content(batches(NAME, steps=30), 29)
+    assert content(streamed(NAME, steps=30), 29) == content(streamed(NAME, steps=30), 29)
 
 
 def test_an_address_on_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,18 +26,11 @@ from anygauge.interface import DataError, RunFileError
 
 
 def read(path: Path, cache: Cache) -> list[Record]:
-    import numpy as np
-
     source = SourceSection(path=str(path))
     reader = open_reader(source, cache, "data.train")
     records = reader.records(np.arange(len(reader)))
     assert first_records(source, 3, "data.train") == records[:3]
     return records
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Cache:
-    return Cache(tmp_path / "cache")
 
 
 @pytest.mark.parametrize(

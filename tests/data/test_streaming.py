@@ -9,16 +9,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from anygauge.config.schema import DataSection, SourceSection, TrainSection
-from anygauge.data import Layout, prepare, training_batches
+from anygauge.config.schema import SourceSection
 from anygauge.data.streams import Ahead
-from anygauge.interface import DataError, Share
-
-PAD = 2
-
-
-def alone(values):
-    return values
+from anygauge.interface import DataError
+from tests.data.conftest import content
 
 
 class RankThreads:
@@ -56,43 +50,12 @@ class RankThreads:
         return results
 
 
-@pytest.fixture
-def batches(tokenizer, counting):
-    """Batches of the counting rows, streamed or prepared; `settings` of the section train."""
-
-    def make(*, streaming=True, world=1, rank=0, micro=2, sums=alone, settings=None, **fields):
-        data = {"train": SourceSection(path=str(counting)), "max_length": 64, "cache": "off"}
-        section = DataSection(**{**data, **fields}, streaming=streaming)
-        train = TrainSection(**{"global_batch_size": 4, "seed": 5, **(settings or {})})
-        layout = Layout(
-            micro_batch=micro,
-            share=Share(rank, world),
-            max_length=section.max_length,
-            pad_id=PAD,
-            packing=section.packing,
-        )
-        rows = prepare(section, tokenizer, seed=5).train
-        made = training_batches(rows, section, train, layout, sums)
-        made.rows = rows
-        return made
-
-    return make
-
-
-def content(batches, index):
-    return [
-        (batch.input_ids.tolist(), batch.labels.tolist(), batch.origins)
-        for batch in batches.step(index)
-    ]
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_without_shuffling_rows_come_in_the_order_of_the_file(batches, streaming):
-    made = batches(streaming=streaming, shuffle=False, settings={"epochs": 2})
+def test_without_shuffling_rows_come_in_the_order_of_the_file(batches):
+    made = batches(shuffle=False, settings={"epochs": 2})
     read = [each for index in range(made.steps) for each in made.global_origins(index)]
     rows = [int(origin.rpartition(":")[2]) for origin in read]
     assert rows == sorted(set(rows)) * 2
-    assert made.fingerprint() != batches(streaming=streaming).fingerprint()
+    assert made.fingerprint() != batches().fingerprint()
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,12 @@
-"""Where each new shape is compiled, all ranks of a step have one width, and dummies have none of
-their own."""
+"""Widths of streams, of evaluations and of a whole run; those of steps are in `test_batches`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from anygauge.config.schema import DataSection, SourceSection, TrainSection
 from anygauge.data import (
     Batches,
     EvaluationBatches,
@@ -17,8 +14,6 @@ from anygauge.data import (
     MicroBatch,
     Schedule,
     TokenizedRows,
-    prepare,
-    training_batches,
 )
 from anygauge.data.row_batches import RowBatches, measure
 from anygauge.interface import ShapeKind, ShapePolicy, Share
@@ -37,24 +32,13 @@ def layouts(ranks: int, **changes: Any) -> Iterator[Layout]:
 
 
 @pytest.fixture
-def make(tokenizer: Any, counting: Path) -> Make:
+def make(batches: Callable[..., Any]) -> Make:
     """The training batches of each rank."""
 
     def made(ranks: int = RANKS, streaming: bool = False, **changes: Any) -> list[Batches]:
-        data = DataSection(
-            train=SourceSection(path=str(counting)),
-            max_length=MAX,
-            packing=changes.get("packing", False),
-            streaming=streaming,
-            cache="off",
-        )
-        train = TrainSection(global_batch_size=4 * ranks, seed=5)
-        return [
-            training_batches(
-                prepare(data, tokenizer, seed=5).train, data, train, layout, lambda values: values
-            )
-            for layout in layouts(ranks, **changes)
-        ]
+        settings = {"global_batch_size": 4 * ranks}
+        given = {"shapes": BUCKETED, "streaming": streaming, "settings": settings, **changes}
+        return [batches(world=ranks, rank=rank, **given) for rank in range(ranks)]
 
     return made
 
@@ -79,40 +63,17 @@ def longest_of(batches: list[MicroBatch]) -> int:
     return max(int(batch.attention_mask.sum(dim=1).max()) for batch in batches)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_all_ranks_of_a_step_have_the_bucket_of_its_longest_row(
-    make: Make, streaming: bool
+@pytest.mark.parametrize(
+    ("ranks", "micro", "packing"), [(3, 2, False), (5, 1, False), (3, 1, True)]
+)
+def test_streamed_steps_have_one_width_on_all_ranks(
+    make: Make, ranks: int, micro: int, packing: bool
 ) -> None:
-    every = steps(make(streaming=streaming))
-    assert len(every) == 2
+    every = steps(make(ranks, True, micro=micro, packing=packing))
     for batches in every:
-        assert {width(batch) for batch in batches} == {-(-longest_of(batches) // 8) * 8}
-    # 23 rows in steps of 12.
-    assert not dummies(every[0]) and len(every[1]) == 6
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_rank_without_rows_has_the_width_of_the_others(make: Make, streaming: bool) -> None:
-    *_, last = steps(make(ranks=5, streaming=streaming, micro_batch=1))
-    assert len(dummies(last)) == 17
-    assert {width(batch) for batch in last} == {-(-longest_of(last) // 8) * 8}
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_packs_have_one_width_in_the_whole_run(make: Make, streaming: bool) -> None:
-    every = steps(make(streaming=streaming, packing=True))
-    assert any(dummies(batches) for batches in every)
-    assert {width(batch) for batches in every for batch in batches} == {MAX}
-
-
-def test_a_rank_alone_pads_each_micro_batch_to_its_own_bucket(make: Make) -> None:
-    every = steps(make(ranks=1, micro_batch=1))
-    for batches in every:
-        for batch in batches:
-            of = batches if not batch.tokens else [batch]
-            assert width(batch) == -(-longest_of(of) // 8) * 8
-    assert any(len({width(batch) for batch in batches}) > 1 for batches in every)
-    assert len(dummies(every[-1])) == 1
+        longest = MAX if packing else -(-longest_of(batches) // 8) * 8
+        assert {width(batch) for batch in batches} == {longest}
+    assert any(dummies(batches) for batches in every) is (micro == 1), "some ranks have no rows"
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -130,11 +91,7 @@ def test_all_ranks_of_a_round_of_evaluation_have_one_width(
         assert widths == [{-(-longest_of(batches) // 8) * 8} for batches in every]
 
 
-def test_where_shapes_cost_nothing_each_micro_batch_is_as_narrow_as_it_can_be(
-    make: Make, tokenized: TokenizedRows
-) -> None:
-    for batches in steps(make(ranks=5, micro_batch=1, shapes=ShapePolicy())):
-        assert all(width(batch) == longest_of([batch]) for batch in batches)
+def test_where_shapes_cost_nothing_a_dummy_has_one_token(tokenized: TokenizedRows) -> None:
     held_out = [EvaluationBatches(tokenized, each) for each in layouts(5, shapes=ShapePolicy())]
     assert {width(batch) for batches in held_out for batch in dummies(list(batches))} == {1}
 

@@ -1,4 +1,4 @@
-"""The pages on devices list what the code has: releases, options, versions."""
+"""The pages on devices list what the code has: releases, options, versions, rules."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from anygauge.interface import ImageRelease
 from anygauge_cuda.versions import OLDEST_DRIVER, TORCH_BUILDS
 from anygauge_hpu.options import HpuOptions
 from anygauge_hpu.software import RELEASES
+from docs.rule_tables import page, shipped
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def rows(page: str, title: str) -> list[str]:
+def rows(name: str, title: str) -> list[str]:
     """The rows of the table whose first column has this title."""
-    lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
+    lines = (DOCS / name).read_text(encoding="utf-8").splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(f"| {title} |"))
     found = []
     for line in lines[start + 2 :]:
@@ -53,3 +54,8 @@ def test_every_build_of_torch_is_listed() -> None:
 
 def test_the_oldest_drivers_are_listed() -> None:
     assert rows("stacks.md", "CUDA") == [f"| {c} | {d} |" for c, d in OLDEST_DRIVER.items()]
+
+
+def test_the_page_of_the_environment_is_made_from_the_rules() -> None:
+    told = (DOCS / "environment.md").read_text(encoding="utf-8")
+    assert told == page(shipped()), "python docs/rule_tables.py docs/environment.md"

@@ -79,10 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def environment(folder: Path, release: str, record: Path, *, intels: Path | None) -> dict[str, str]:
     """Of a process that finds the stand-in, and in front of it Intel's DeepSpeed."""
-    site = folder / f"standin-{release}"
-    if not site.exists():
-        standin_site(folder, release)
-    found = standin_environment(site, record)
+    found = standin_environment(standin_site(folder, release), record)
     if intels is None:
         return found
     copy = folder / f"intels-deepspeed-{release}"

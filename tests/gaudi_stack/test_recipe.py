@@ -23,6 +23,7 @@ from anygauge.cli.preflight import preflight
 from tests.gaudi_stack import needs_optimum_habana
 from tests.helpers.gaudi import standin_environment, standin_site
 from tests.helpers.runs import FIXTURES, anygauge
+from tests.helpers.sizes import LLAMA_70B
 from tests.helpers.tokenizer import make_tokenizer
 
 pytestmark = needs_optimum_habana
@@ -35,18 +36,6 @@ TOOLS = {"PT_HPU_LAZY_MODE": "1", "PT_HPU_MAX_COMPOUND_OP_SIZE": "10"}
 
 SIDE_EFFECTS = ("KMP_", "TORCHINDUCTOR_", "_MLFLOW", "ANYGAUGE_SIM_", "_", "OLDPWD", "PWD", "SHLVL")
 """Left behind in the launcher's process by libraries, the stand-in and the shell."""
-
-LLAMA_70B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-}
 
 
 def theirs(what: str, folder: Path) -> Path:
@@ -80,7 +69,9 @@ def theirs(what: str, folder: Path) -> Path:
 def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Rows of the repository and the sizes of the model: neither hub can be reached by a test."""
     model = tmp_path_factory.mktemp("model")
-    (model / "config.json").write_text(json.dumps(LLAMA_70B), encoding="utf-8")
+    (model / "config.json").write_text(
+        json.dumps({**LLAMA_70B, "architectures": ["LlamaForCausalLM"]}), encoding="utf-8"
+    )
     make_tokenizer(model)
     torch.save({}, model / "pytorch_model.bin")  # weights that only ranks would open
     return [f"data.train.path={FIXTURES / 'alpaca.json'}", f"model.name={model}"]

@@ -16,8 +16,11 @@ STANDIN = Path(__file__).parents[1] / "standins/gaudi"
 
 
 def standin_site(folder: Path, version: str = "1.20.0") -> Path:
-    """A folder for ``PYTHONPATH`` that holds the stand-in as two installed distributions."""
+    """A folder for ``PYTHONPATH`` that holds the stand-in as two installed distributions; one that
+    is there already is taken."""
     site = folder / f"standin-{version}"
+    if site.exists():
+        return site
     shutil.copytree(STANDIN, site, ignore=shutil.ignore_patterns("__pycache__"))
     for name, number, group, point in (
         (

@@ -29,10 +29,13 @@ def built() -> Path | None:
 
 
 def standin_site(folder: Path) -> Path:
-    """A folder for ``PYTHONPATH`` that holds the stand-in as an installed distribution."""
+    """A folder for ``PYTHONPATH`` that holds the stand-in as an installed distribution; one that is
+    there already is taken."""
     cards = built()
     assert cards is not None, "make plugins builds the cards"
     site = folder / "cuda-standin"
+    if site.exists():
+        return site
     shutil.copytree(STANDIN / "site", site, ignore=shutil.ignore_patterns("__pycache__"))
     (site / cards.name).symlink_to(cards)
     write_tree(site / "machine", MACHINE)

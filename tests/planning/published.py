@@ -19,21 +19,11 @@ from anygauge.planning.fit import Fit, fit
 from anygauge.planning.memory import RunMemory
 from anygauge.planning.planner import Planner
 from anygauge.registry import Hardware, Registry
+from tests.helpers.sizes import LLAMA_70B
 
 GB, GIB = 10**9, 2**30
 LOGITS = {"linear_cross_entropy": "reference"}
 """Their losses hold all logits."""
-LLAMA_70B = {
-    "model_type": "llama",
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-}
 QWEN_7B = {
     "model_type": "qwen2",
     "hidden_size": 4096,
@@ -258,6 +248,8 @@ RUNS = [
         for suffix, model in (("", {}), ("-nf4", {"quantise": "nf4"}))
     ),
 ]
+
+BY_NAME = {of.name: of for of in RUNS}
 
 
 def planned(of: Published, folder: Path, registry: Registry) -> tuple[RunMemory, Fit]:

@@ -22,9 +22,10 @@ from anygauge.planning import time as times
 from anygauge.planning.planner import Planner
 from anygauge.planning.trials import Target, timed
 from anygauge.registry import Hardware, Registry
+from tests.helpers.sizes import LLAMA_8B, LLAMA_70B
 from tests.planning.published import (
     ALL,
-    LLAMA_70B,
+    BY_NAME,
     QWEN_7B,
     QWEN_14B,
     QWEN_72B,
@@ -38,15 +39,6 @@ QWEN_1_8B = {
     "num_hidden_layers": 24,
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
-}
-LLAMA_8B = {
-    **LLAMA_70B,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
 }
 LLAMA_7B = {
     **LLAMA_70B,
@@ -175,34 +167,8 @@ RUNS = [
         machine="hls-2",
         tokens_per_s=148 * 512 / 8,
     ),
-    TimedRun(
-        of=Published(
-            name="gaudi2-70b-lora",
-            config=LLAMA_70B,
-            card="gaudi2",
-            ranks=8,
-            where="the same: ZeRO-3, 10 rows of 2048",
-            micro_batch=10,
-            adapter={"r": 4, "targets": ATTENTION},
-        ),
-        machine="hls-2",
-        tokens_per_s=681,
-    ),
-    TimedRun(
-        of=Published(
-            name="torchtune-70b",
-            config={**LLAMA_70B, "vocab_size": 128256},
-            card="a100-80",
-            ranks=8,
-            where="torchtune's table: r 16, compiled, packed, 2 rows of 2048",
-            micro_batch=2,
-            adapter={"r": 16, "targets": ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]},
-            strategy={"name": "fsdp"},
-            kernels={},
-        ),
-        machine="a100-80:8",
-        tokens_per_s=3497 / 8,
-    ),
+    TimedRun(of=BY_NAME["gaudi2-70b-lora"], machine="hls-2", tokens_per_s=681),
+    TimedRun(of=BY_NAME["torchtune-70b"], machine="a100-80:8", tokens_per_s=3497 / 8),
     torchtitan(8, 5762),
     torchtitan(128, 5605),
 ]

@@ -11,10 +11,9 @@ import pytest
 from anygauge.planning.fit import Fit
 from anygauge.planning.memory import RunMemory
 from anygauge.registry import Registry
-from tests.planning.published import GB, GIB, RUNS, Published, planned
+from tests.planning.published import BY_NAME, GB, GIB, RUNS, Published, planned
 
 Plan = Callable[[str], tuple[RunMemory, Fit]]
-BY_NAME = {of.name: of for of in RUNS}
 OTHER_ENGINES = {
     "gaudi2-70b-lora": "its workspace of graphs has no formula, and is counted",
     "peft-70b-fsdp": "FSDP1, which gathers further ahead than FSDP2",

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from anygauge.registry import Registry
+from tests.helpers.sizes import LLAMA_8B
 from tests.planning.published import Published
-from tests.planning.speeds import FITTED, LLAMA_8B, REPORTED, Planned, TimedRun, planned
+from tests.planning.speeds import FITTED, REPORTED, Planned, TimedRun, planned
 
 pytestmark = pytest.mark.slow
 

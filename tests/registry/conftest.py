@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,6 +127,19 @@ def anygauge_provide_backends():
 """
 
     return source
+
+
+@pytest.fixture
+def have(install: Install, backend_source: Callable[..., str]) -> Callable[..., None]:
+    """``have("name", ...)`` installs one backend by that name, as version 1.0 of name-dist."""
+
+    def put(name: str, plugin: str = "", version: str = "1.0", **answers: Any) -> None:
+        plugin = plugin or name
+        module = f"fake_{plugin}"
+        source = backend_source(name, module=module, **answers)
+        install(f"{plugin}-dist", version, {plugin: module}, **{module: source})
+
+    return put
 
 
 def finding(answer: str, what: str) -> str:

@@ -29,20 +29,14 @@ def command(monkeypatch):
 
 
 @pytest.fixture
-def machine(install, backend_source):
+def machine(install, have):
     """A host backend, one without its device, a broken plugin, a doubled name, one to block."""
-
-    def put(name, **answers):
-        source = backend_source(name, **answers)
-        install(f"{name}-dist", "1.0", {name: f"fake_{name}"}, **{f"fake_{name}": source})
-
-    put("host", priority=0, devices="not_needed")
-    put("fast", devices="no")
-    put("shut")
+    have("host", priority=0, devices="not_needed")
+    have("fast", devices="no")
+    have("shut")
     install("gone-dist", "3.1", {"gone": "fake_gone"}, fake_gone="import no_such_module")
-    twin = {"devices": "no"}
-    install("one-dist", "1.0", {"one": "fake_one"}, fake_one=backend_source("twin", **twin))
-    install("two-dist", "2.0", {"two": "fake_two"}, fake_two=backend_source("twin", **twin))
+    have("twin", plugin="one", devices="no")
+    have("twin", plugin="two", version="2.0", devices="no")
 
 
 def test_json_holds_everything(machine, command):
@@ -83,20 +77,18 @@ def test_table_fits_and_tells(machine, command, width):
         assert text in flat
 
 
-def test_refusal_of_auto_is_shown_and_not_raised(install, backend_source, command):
-    source = backend_source("fast", software="no")
-    install("fast-dist", "1.0", {"fast": "fake_fast"}, fake_fast=source)
+def test_refusal_of_auto_is_shown_and_not_raised(have, command):
+    have("fast", software="no")
     assert json.loads(command("--json"))["auto"]["chosen"] is None
     output = command()
     assert "--backend auto would be refused" in output
     assert "software: library no" in output
 
 
-def test_text_of_plugins_is_no_markup(install, backend_source, command):
+def test_text_of_plugins_is_no_markup(have, command):
     probe = "return Probe(devices=Finding.no('[bold]x[/bold]'), "
     probe += "driver=Finding.not_needed(), software=Finding.not_needed())"
-    source = backend_source("odd", probe=probe)
-    install("odd-dist", "1.0", {"odd": "fake_odd"}, fake_odd=source)
+    have("odd", probe=probe)
     assert "[bold]x[/bold]" in command(width=120)
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from anygauge.cli.image import image, run_command
 from anygauge.interface import LaunchProfile, UnsupportedError
-from tests.registry.conftest import SHIPPED, Install
+from tests.registry.conftest import SHIPPED
 
 PROFILE = """
 Fake.launch = LaunchProfile(
@@ -52,14 +52,10 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, object]]
     return run
 
 
-def put(install: Install, source: str) -> None:
-    install("cards-dist", "1.0", {"cards": "fake_cards"}, fake_cards=source)
-
-
 def test_image_and_flags_are_the_profiles(
-    install: Install, backend_source: Callable[..., str], command: Callable[..., dict[str, object]]
+    have: Callable[..., None], command: Callable[..., dict[str, object]]
 ) -> None:
-    put(install, backend_source("cards", more=PROFILE))
+    have("cards", more=PROFILE)
     found = command("--backend", "cards", "--engine", "podman")
     run = found["run"]
     assert isinstance(run, list)
@@ -79,9 +75,9 @@ def test_podman_keeps_the_user_where_it_is_not_root(
 
 
 def test_a_table_of_its_own(
-    install: Install, backend_source: Callable[..., str], command: Callable[..., dict[str, object]]
+    have: Callable[..., None], command: Callable[..., dict[str, object]]
 ) -> None:
-    put(install, backend_source("cards", more=TABLE))
+    have("cards", more=TABLE)
     found = command("--backend", "cards")
     assert found == command("--backend", "cards", "--release", "b")
     # It is built elsewhere, in a way of its own.
@@ -95,8 +91,8 @@ def test_a_table_of_its_own(
 
 
 def test_without_one_it_says_so(
-    install: Install, backend_source: Callable[..., str], command: Callable[..., dict[str, object]]
+    have: Callable[..., None], command: Callable[..., dict[str, object]]
 ) -> None:
-    put(install, backend_source("cards"))
+    have("cards")
     with pytest.raises(UnsupportedError, match="the cards backend names no container image"):
         command("--backend", "cards")

@@ -22,10 +22,9 @@ class Recording(Fake):
 """
 
 
-def test_open_backend_opens_and_closes(install, backend_source, monkeypatch):
+def test_open_backend_opens_and_closes(have, monkeypatch):
     monkeypatch.setenv("ANYGAUGE_BLOCK_PLUGINS", ",".join(SHIPPED))
-    source = backend_source("mine", factory="fake_mine:Recording", more=RECORDING)
-    install("mine-dist", "1.0", {"mine": "fake_mine"}, fake_mine=source)
+    have("mine", factory="fake_mine:Recording", more=RECORDING)
     with anygauge.open_backend("auto", local_rank=3, options={"threads": 1}) as backend:
         assert backend.name == "mine"
         assert backend.options.threads == 1
@@ -33,10 +32,9 @@ def test_open_backend_opens_and_closes(install, backend_source, monkeypatch):
     assert backend.events == [("open", 3), "close"]
 
 
-def test_open_backend_needs_the_device(install, backend_source, monkeypatch):
+def test_open_backend_needs_the_device(have, monkeypatch):
     monkeypatch.setenv("ANYGAUGE_BLOCK_PLUGINS", ",".join(SHIPPED))
-    source = backend_source("mine", devices="no")
-    install("mine-dist", "1.0", {"mine": "fake_mine"}, fake_mine=source)
+    have("mine", devices="no")
     with pytest.raises(NotAvailableError, match="card no"):
         anygauge.open_backend("mine")
 
@@ -47,23 +45,7 @@ def test_version_and_unknown_attributes():
         _ = anygauge.no_such_thing
 
 
-def run(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import anygauge",
-        "import anygauge; anygauge.__version__",
-        "from anygauge.registry import Registry; r = Registry.load(); r.probe_all(); "
-        "import anygauge.kernels.choose",
-        "from anygauge.cli.listings import backends; backends(json_=True); backends(json_=False)",
-    ],
-)
-def test_nothing_heavy_is_imported(code):
-    heavy = "{'torch', 'transformers', 'deepspeed', 'peft'}"
-    if "registry" not in code and "cli" not in code:
-        heavy = "{'torch', 'transformers', 'deepspeed', 'peft', 'pydantic', 'pluggy', 'rich'}"
-    result = run(f"{code}\nimport sys\nfound = {heavy} & set(sys.modules)\nassert not found, found")
-    assert result.returncode == 0, result.stderr
+def test_importing_it_imports_nothing_heavy():
+    heavy = "{'torch', 'transformers', 'deepspeed', 'peft', 'pydantic', 'pluggy', 'rich'}"
+    code = f"import anygauge, sys; anygauge.__version__; assert not {heavy} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -63,34 +63,33 @@ def test_nothing_installed_gives_the_reference(load):
     assert load_kernel({}, "softmax") is None
 
 
-def test_preferred_comes_before_default(kernels):
-    registry = kernels("name='fast'", "name='usual', default=True")
-    assert choose_kernels(registry, Fussy(), {})["softmax"].name == "fast"
-    assert choose_kernels(registry, BareBackend(), {})["softmax"].name == "usual"
+OF_ANOTHER = f"name='far', default=True, {ELSEWHERE}"
 
 
-def test_preferred_that_cannot_run_gives_way_with_a_reason(kernels):
-    registry = kernels("name='fast', missing=lambda: 'no compiler'", "name='usual', default=True")
-    choice = choose_kernels(registry, Fussy(), {})["softmax"]
-    assert choice.name == "usual"
-    assert choice.rejected == (("fast", "preferred by the fussy backend, but no compiler"),)
-
-
-def test_default_made_for_the_device_comes_first(kernels):
-    registry = kernels(
-        "name='all', default=True",
-        f"name='far', default=True, {ELSEWHERE}",
-        f"name='ours', default=True, {META}",
-    )
-    assert choose_kernels(registry, BareBackend(), {})["softmax"].name == "ours"
-
-
-def test_default_of_another_device_is_passed_over(kernels):
-    registry = kernels(f"name='far', default=True, {ELSEWHERE}", "name='reference'")
-    choice = choose_kernels(registry, BareBackend(), {})["softmax"]
-    assert choice.name == "reference"
-    assert choice.provided is not None
-    assert choice.rejected == ()
+@pytest.mark.parametrize(
+    ("specs", "backend", "chosen", "rejected"),
+    [
+        (["name='fast'", "name='usual', default=True"], Fussy, "fast", ()),
+        (["name='fast'", "name='usual', default=True"], BareBackend, "usual", ()),
+        (
+            ["name='fast', missing=lambda: 'no compiler'", "name='usual', default=True"],
+            Fussy,
+            "usual",
+            (("fast", "preferred by the fussy backend, but no compiler"),),
+        ),
+        (
+            ["name='all', default=True", f"name='ours', default=True, {META}"],
+            BareBackend,
+            "ours",
+            (),
+        ),
+        ([OF_ANOTHER, "name='reference'"], BareBackend, "reference", ()),
+    ],
+    ids=["preferred", "default", "preferred cannot run", "made for the device", "for another"],
+)
+def test_without_a_request_one_is_chosen(kernels, specs, backend, chosen, rejected):
+    choice = choose_kernels(kernels(*specs), backend(), {})["softmax"]
+    assert (choice.name, choice.rejected) == (chosen, rejected)
     assert load_kernel({"softmax": choice}, "softmax") == "the kernel"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 
 import pytest
@@ -16,9 +17,9 @@ def names(registry):
 
 
 @pytest.fixture
-def good(install, backend_source):
+def good(have):
     """A sound plugin that must load whatever its neighbours do."""
-    install("good-dist", "1.2", {"good": "fake_good"}, fake_good=backend_source("good"))
+    have("good", version="1.2")
 
 
 def only_failure(registry, distribution="bad-dist"):
@@ -44,11 +45,8 @@ def test_blocked_plugin_is_recorded_and_never_imported(good, install, load, bloc
     registry = load(block)
     assert registry.failures == ()
     (blocked,) = [b for b in registry.blocked if b.distribution not in SHIPPED]
-    assert (blocked.distribution, blocked.version, blocked.entry_point) == (
-        "bad-dist",
-        "0.3",
-        "bad",
-    )
+    assert (blocked.distribution, blocked.version) == ("bad-dist", "0.3")
+    assert blocked.entry_point == "bad"
     assert blocked.blocked_by == block.strip()
 
 
@@ -65,6 +63,20 @@ def test_environment_of_the_process_is_read_by_default(good, monkeypatch):
     assert "good" in [b.entry_point for b in registry.blocked]
 
 
+HOOK = """
+from anygauge.interface import hookimpl
+
+@hookimpl
+def anygauge_provide_{}:
+    {}
+"""
+WHOLE_OR_NOT = """
+@hookimpl
+def anygauge_provide_launchers():
+    raise OSError("disk")
+"""
+
+
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
@@ -72,97 +84,39 @@ def test_environment_of_the_process_is_read_by_default(good, monkeypatch):
         ("1 +", "SyntaxError"),
         ("raise SystemExit(3)", "SystemExit: 3"),
         ("x = 1", "implements no hook"),
+        (HOOK.format("backend()", "return []"), "unknown hook 'anygauge_provide_backend'"),
+        (HOOK.format("backend()", "return []"), "did you mean 'anygauge_provide_backends'?"),
+        (HOOK.format("backends(color)", "return []"), "color"),
+        ("def anygauge_provide_backends(): ...", "'anygauge_provide_backends' is not marked"),
+        ("def anygauge_provide_backend(): ...", "'anygauge_provide_backend' is not marked"),
+        (HOOK.format("backends()", "raise KeyError('gone')"), "backends raised KeyError: 'gone'"),
+        (HOOK.format("backends()", "yield 1 / 0"), "ZeroDivisionError"),
+        (HOOK.format("backends()", "return None"), "gave None"),
+        (HOOK.format("backends()", "return 7"), "gave a bare int"),
+        (HOOK.format("backends()", "return ['a']"), "gave 'a', a str; it must give BackendSpec"),
     ],
 )
-def test_module_that_cannot_be_imported(good, install, load, source, reason):
+def test_a_plugin_that_cannot_be_taken_says_why(good, install, load, source, reason):
     install("bad-dist", "0.3", {"bad": "fake_bad"}, fake_bad=source)
     failure = only_failure(load())
     assert failure.entry_point == "bad"
     assert reason in failure.reason
 
 
-def test_missing_module(good, install, load):
-    install("bad-dist", "0.3", {"bad": "fake_nowhere"})
-    assert "fake_nowhere" in only_failure(load()).reason
-
-
-def test_entry_point_must_name_a_module(good, install, load):
-    install("bad-dist", "0.3", {"bad": "fake_bad:plugin"}, fake_bad="plugin = object()")
-    assert "names an object" in only_failure(load()).reason
-    assert "'fake_bad'" in only_failure(load()).reason
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [("fake_nowhere", "fake_nowhere"), ("fake_bad:plugin", "names an object"),
+     ("fake_bad:plugin", "'fake_bad'")],
+)  # fmt: skip
+def test_an_entry_point_names_a_module(good, install, load, module, reason):
+    install("bad-dist", "0.3", {"bad": module}, fake_bad="plugin = object()")
+    assert reason in only_failure(load()).reason
 
 
 def test_unreadable_entry_points(good, install, load, tmp_path):
     install("bad-dist", "0.3", {})
     (tmp_path / "site/bad_dist-0.3.dist-info/entry_points.txt").write_text("[anygauge]\nnonsense\n")
     assert "metadata cannot be read" in only_failure(load()).reason
-
-
-def test_misspelt_hook_is_an_error_with_a_suggestion(good, install, load):
-    install(
-        "bad-dist",
-        "0.3",
-        {"bad": "fake_bad"},
-        fake_bad="""
-            from anygauge.interface import hookimpl
-
-            @hookimpl
-            def anygauge_provide_backend():
-                return []
-        """,
-    )
-    reason = only_failure(load()).reason
-    assert "unknown hook 'anygauge_provide_backend'" in reason
-    assert "did you mean 'anygauge_provide_backends'?" in reason
-
-
-@pytest.mark.parametrize("name", ["anygauge_provide_backends", "anygauge_provide_backend"])
-def test_unmarked_hook_is_an_error(good, install, load, name):
-    install("bad-dist", "0.3", {"bad": "fake_bad"}, fake_bad=f"def {name}():\n    return []\n")
-    reason = only_failure(load()).reason
-    assert f"{name!r} is not marked" in reason
-
-
-def test_hook_with_an_unknown_argument(good, install, load):
-    install(
-        "bad-dist",
-        "0.3",
-        {"bad": "fake_bad"},
-        fake_bad="""
-            from anygauge.interface import hookimpl
-
-            @hookimpl
-            def anygauge_provide_backends(color):
-                return []
-        """,
-    )
-    assert "color" in only_failure(load()).reason
-
-
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ("raise KeyError('gone')", "anygauge_provide_backends raised KeyError: 'gone'"),
-        ("yield 1 / 0", "ZeroDivisionError"),
-        ("return None", "gave None"),
-        ("return 7", "gave a bare int"),
-        ("return ['good']", "gave 'good', a str; it must give BackendSpec"),
-    ],
-)
-def test_hook_that_gives_no_specs(good, install, load, body, reason):
-    install(
-        "bad-dist",
-        "0.3",
-        {"bad": "fake_bad"},
-        fake_bad=f"""
-            from anygauge.interface import hookimpl
-
-            @hookimpl
-            def anygauge_provide_backends():
-                {body}
-        """,
-    )
-    assert reason in only_failure(load()).reason
 
 
 @pytest.mark.parametrize(
@@ -176,6 +130,8 @@ def test_hook_that_gives_no_specs(good, install, load, body, reason):
         ({"name": "two words"}, "a name is letters"),
         ({"factory": "fake_bad.Fake"}, "must read 'package.module:name'"),
         ({"priority": "'high'"}, "priority 'high' is not an integer"),
+        # A plugin is taken whole or not at all.
+        ({"more": WHOLE_OR_NOT}, "anygauge_provide_launchers raised OSError: disk"),
     ],
 )
 def test_spec_of_the_wrong_form(good, install, load, backend_source, change, reason):
@@ -184,19 +140,9 @@ def test_spec_of_the_wrong_form(good, install, load, backend_source, change, rea
     assert reason in only_failure(load()).reason
 
 
-def test_a_plugin_is_taken_whole_or_not_at_all(good, install, load, backend_source):
-    launchers = """
-@hookimpl
-def anygauge_provide_launchers():
-    raise OSError("disk")
-"""
-    install("bad-dist", "0.3", {"bad": "fake_bad"}, fake_bad=backend_source("bad", more=launchers))
-    assert "anygauge_provide_launchers raised OSError: disk" in only_failure(load()).reason
-
-
-def test_one_name_of_two_distributions(good, install, load, backend_source):
-    install("one-dist", "1.0", {"one": "fake_one"}, fake_one=backend_source("twin"))
-    install("two-dist", "2.0", {"two": "fake_two"}, fake_two=backend_source("twin"))
+def test_one_name_of_two_distributions(good, have, load):
+    have("twin", plugin="one")
+    have("twin", plugin="two", version="2.0")
     registry = load()
     assert names(registry) == ["good"]
     (duplicate,) = registry.duplicates
@@ -216,8 +162,6 @@ def test_first_distribution_of_a_name_on_the_path_counts(
     later.mkdir(parents=True)
     (later / "METADATA").write_text("Metadata-Version: 2.1\nName: good.dist\nVersion: 9.9\n")
     (later / "entry_points.txt").write_text("[anygauge]\ngood = fake_good\n")
-    import sys
-
     monkeypatch.setattr(sys, "path", [*sys.path, str(later.parent)])
     registry = load()
     assert [p.version for p in registry.backends] == ["1.2"]

@@ -7,22 +7,6 @@ import pytest
 from anygauge.interface import NotAvailableError, PluginError, RunFileError
 from anygauge.registry import select_backend
 
-
-@pytest.fixture
-def have(install, backend_source):
-    """``have("name", ...)`` installs one backend by that name, as version 1.0 of name-dist."""
-
-    def put(name, **answers):
-        install(
-            f"{name}-dist",
-            "1.0",
-            {name: f"fake_{name}"},
-            **{f"fake_{name}": backend_source(name, **answers)},
-        )
-
-    return put
-
-
 # -- by name -------------------------------------------------------------------------------------
 
 
@@ -65,15 +49,11 @@ def test_unknown_name_lists_and_suggests(have, load):
     assert not isinstance(caught.value, NotAvailableError)
 
 
-def test_unknown_name_of_a_failed_plugin_says_why(have, install, load):
+def test_unknown_name_of_a_plugin_that_failed_or_is_blocked_says_so(have, install, load):
     have("host")
     install("gone-dist", "3.1", {"gone": "fake_gone"}, fake_gone="import no_such_module")
     with pytest.raises(PluginError, match=r"gone-dist 3.1 failed to load: .*no_such_module"):
         select_backend(load(), "gone")
-
-
-def test_unknown_name_of_a_blocked_plugin_says_so(have, load):
-    have("host")
     with pytest.raises(PluginError, match=r"host-dist 1\.0 is blocked by ANYGAUGE_BLOCK_PLUGINS"):
         select_backend(load("host"), "host")
 
@@ -81,38 +61,47 @@ def test_unknown_name_of_a_blocked_plugin_says_so(have, load):
 # -- auto ----------------------------------------------------------------------------------------
 
 
-def test_auto_takes_the_highest_priority_and_gives_reasons(have, load):
-    have("host", priority=0, devices="not_needed")
-    have("low", priority=10)
-    have("high", priority=20)
-    have("absent", priority=30, devices="no")
+HOST = {"priority": 0, "devices": "not_needed"}
+
+
+@pytest.mark.parametrize(
+    ("installed", "chosen", "reasons"),
+    [
+        (
+            {"host": HOST, "low": {}, "high": {"priority": 20}, "absent": {"devices": "no"}},
+            "high",
+            {
+                "low": "priority 10 is below the 20 of 'high'",
+                "host": "priority 0 is below the 20 of 'high'",
+                "absent": "device: card no",
+            },
+        ),
+        ({"beta": {}, "alpha": {}}, "alpha", {"beta": "same priority"}),
+        (
+            {"host": HOST, "fast": {"devices": "no", "driver": "no"}},
+            "host",
+            {"fast": "device: card no; driver: driver no"},
+        ),
+        (
+            {"host": HOST, "fast": {"priority": 20, "software": "no"}, "other": {}},
+            "other",
+            {"fast": "software: library no"},
+        ),
+    ],
+    ids=["the highest priority", "the first name", "the host", "a device that works"],
+)
+def test_auto_takes_one_and_gives_reasons(have, load, installed, chosen, reasons):
+    for name, answers in installed.items():
+        have(name, **answers)
     selection = select_backend(load(), "auto")
-    assert selection.spec.name == "high"
-    reasons = dict(selection.rejected)
-    assert "priority 10 is below the 20 of 'high'" in reasons["low"]
-    assert "priority 0 is below the 20 of 'high'" in reasons["host"]
-    assert reasons["absent"] == "device: card no"
-    assert set(reasons) >= {"low", "host", "absent"}
-
-
-def test_auto_of_equal_priorities_is_settled_and_said(have, load):
-    have("beta", priority=10)
-    have("alpha", priority=10)
-    selection = select_backend(load(), "auto")
-    assert selection.spec.name == "alpha"
-    assert "same priority" in dict(selection.rejected)["beta"]
-
-
-def test_auto_takes_the_host_where_no_device_is_seen(have, load):
-    have("host", priority=0, devices="not_needed")
-    have("fast", devices="no", driver="no")
-    selection = select_backend(load(), "auto")
-    assert selection.spec.name == "host"
-    assert dict(selection.rejected)["fast"] == "device: card no; driver: driver no"
+    assert selection.spec.name == chosen
+    rejected = dict(selection.rejected)
+    for name, reason in reasons.items():
+        assert reason in rejected[name]
 
 
 def test_auto_refuses_to_leave_devices_idle_silently(have, load):
-    have("host", priority=0, devices="not_needed")
+    have("host", **HOST)
     have("fast", software="no")
     with pytest.raises(NotAvailableError) as caught:
         select_backend(load(), "auto")
@@ -123,7 +112,7 @@ def test_auto_refuses_to_leave_devices_idle_silently(have, load):
 
 
 def test_auto_without_need_of_a_device_takes_the_idle_device(have, load):
-    have("host", priority=0, devices="not_needed")
+    have("host", **HOST)
     have("fast", software="no")
     selection = select_backend(load(), "auto", need_device=False)
     assert selection.spec.name == "fast"
@@ -131,38 +120,24 @@ def test_auto_without_need_of_a_device_takes_the_idle_device(have, load):
     assert "'fast' has devices" in dict(selection.rejected)["host"]
 
 
-def test_auto_prefers_another_device_that_works(have, load):
-    have("host", priority=0, devices="not_needed")
-    have("fast", priority=20, software="no")
-    have("other", priority=10)
-    selection = select_backend(load(), "auto")
-    assert selection.spec.name == "other"
-    assert dict(selection.rejected)["fast"] == "software: library no"
-
-
-def test_auto_counts_the_devices_of_a_name_claimed_twice(install, backend_source, have, load):
-    have("host", priority=0, devices="not_needed")
-    install("one-dist", "1.0", {"one": "fake_one"}, fake_one=backend_source("twin"))
-    install("two-dist", "2.0", {"two": "fake_two"}, fake_two=backend_source("twin"))
+def test_auto_counts_the_devices_of_a_name_claimed_twice(have, load):
+    have("host", **HOST)
+    have("twin", plugin="one")
+    have("twin", plugin="two", version="2.0")
     with pytest.raises(NotAvailableError, match=r"one-dist 1.0 .* and two-dist 2.0"):
         select_backend(load(), "auto")
 
 
-def test_auto_with_nothing_available(have, load):
+def test_auto_with_nothing_available_or_installed(have, load):
+    with pytest.raises(NotAvailableError, match="no backend"):
+        select_backend(load(), "auto")
     have("fast", devices="no")
     with pytest.raises(NotAvailableError, match="fast: device: card no"):
         select_backend(load(), "auto")
 
 
-def test_auto_with_nothing_installed(load):
-    registry = load()
-    assert list(registry.backends) == []
-    with pytest.raises(NotAvailableError, match="no backend"):
-        select_backend(registry, "auto")
-
-
 def test_auto_names_what_it_could_not_probe(have, install, load):
-    have("host", priority=0, devices="not_needed")
+    have("host", **HOST)
     have("shut")
     install("gone-dist", "3.1", {"gone": "fake_gone"}, fake_gone="import no_such_module")
     reasons = dict(select_backend(load("shut"), "auto").rejected)
@@ -182,7 +157,7 @@ def test_auto_names_what_it_could_not_probe(have, install, load):
     ],
 )
 def test_broken_probe_is_an_unavailable_backend(have, load, body, reason):
-    have("host", priority=0, devices="not_needed")
+    have("host", **HOST)
     have("fast", probe=body)
     registry = load()
     probe = registry.probe("fast")

@@ -53,10 +53,3 @@ def test_options_are_named_as_a_factory_is(install, load):
     install("a-dist", "1.0", {"a": "fake_a"}, fake_a=source("a", options="Options"))
     (failure,) = load().failures
     assert failure.reason == ("StrategySpec 'a': options 'Options' must read 'package.module:name'")
-
-
-def test_a_misspelt_hook_is_named(install, load):
-    misspelt = source("a").replace("provide_strategies", "provide_strategys")
-    install("a-dist", "1.0", {"a": "fake_a"}, fake_a=misspelt)
-    (failure,) = load().failures
-    assert "did you mean 'anygauge_provide_strategies'?" in failure.reason

@@ -10,16 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import socket
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
+
+from tests.standins.files import LocalServer, send
 
 LARGE = (".safetensors", ".bin", ".pth", ".gguf", ".onnx", ".model", ".parquet")
 """Files that the hub keeps beside git, and redirects to."""
@@ -57,8 +57,8 @@ class Request:
     end: int | None = None
 
 
-class Hub:
-    """Serves repositories until it is left.
+class Hub(LocalServer):
+    """Serves repositories.
 
     Attributes:
         requests: what was asked, in order.
@@ -67,31 +67,16 @@ class Hub:
     """
 
     def __init__(self, repositories: Mapping[str, Repository]) -> None:
+        super().__init__("GET", "HEAD", "POST")
         self.repositories = dict(repositories)
         self.requests: list[Request] = []
         self.strangers: list[str] = []
         self.sent = 0
-        hub = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                _answer(hub, self)
-
-            do_HEAD = do_POST = do_GET
-
-            def log_message(self, format: str, *args: Any) -> None:
-                """Nothing is printed."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
 
     @property
     def address(self) -> str:
         """For HF_ENDPOINT."""
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        return self.root
 
     @property
     def store(self) -> str:
@@ -109,14 +94,9 @@ class Hub:
                 found.append(match[1] or match[2])
         return sorted(found)
 
-    def __enter__(self) -> Hub:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+        """See `LocalServer`."""
+        _answer(self, handler)
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, hub: Hub, folder: Path) -> None:
@@ -140,7 +120,7 @@ def _answer(hub: Hub, handler: BaseHTTPRequestHandler) -> None:
     url = urlsplit(handler.path)
     path = unquote(url.path)
     if path == "/api/agent-harnesses":  # once a day by the library itself (`_detect_agent.py`)
-        return _send(handler, 404, {})
+        return send(handler, 404, {})
     posted = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
     span = re.fullmatch(r"bytes=(\d+)-(\d*)", handler.headers.get("Range") or "")
     start = int(span[1]) if span else 0
@@ -149,10 +129,10 @@ def _answer(hub: Hub, handler: BaseHTTPRequestHandler) -> None:
     if tree := re.fullmatch("/api/(datasets/[^/]+/[^/]+)/(tree|paths-info)/([^/]+)/?(.*)", path):
         repository = hub.repositories.get(tree[1])
         if refusal := _refusal(repository, handler.headers, tree[1]):
-            return _send(handler, *refusal)
+            return send(handler, *refusal)
         assert repository is not None
         if not _has(repository, tree[3]):
-            return _send(handler, 404, {"X-Error-Code": "RevisionNotFound"})
+            return send(handler, 404, {"X-Error-Code": "RevisionNotFound"})
         entries = _tree(repository)
         if tree[2] == "tree":
             recursive = parse_qs(url.query.lower()).get("recursive") == ["true"]
@@ -161,30 +141,30 @@ def _answer(hub: Hub, handler: BaseHTTPRequestHandler) -> None:
             asked = parse_qs(posted.decode()).get("paths") or json.loads(posted)["paths"]
             entries = [e for e in entries if e["path"] in asked]
         if not entries and tree[4]:
-            return _send(handler, 404, {"X-Error-Code": "EntryNotFound"})
-        return _send(handler, 200, {}, json.dumps(entries).encode())
+            return send(handler, 404, {"X-Error-Code": "EntryNotFound"})
+        return send(handler, 200, {}, json.dumps(entries).encode())
     if api := re.fullmatch("/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)(?:/revision/(.+))?", path):
         repository = hub.repositories.get(api[1])
         # Anybody may know that a gated model exists.
         refusal = _refusal(repository, handler.headers, api[1])
         if refusal and not (repository and repository.access == "gated"):
-            return _send(handler, *refusal)
+            return send(handler, *refusal)
         assert repository is not None
         if not _has(repository, api[2] or "main"):
-            return _send(handler, 404, {"X-Error-Code": "RevisionNotFound"})
+            return send(handler, 404, {"X-Error-Code": "RevisionNotFound"})
         blobs = parse_qs(url.query.lower()).get("blobs") == ["true"]
-        return _send(handler, 200, {}, json.dumps(_info(api[1], repository, blobs)).encode())
+        return send(handler, 200, {}, json.dumps(_info(api[1], repository, blobs)).encode())
     if file := re.fullmatch("/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
         return _file(hub, handler, file[1], file[2], file[3], start, end)
     if stored := re.fullmatch("/cdn/([0-9a-f]{64})/(.+)", path):
         if "Authorization" in handler.headers:
-            return _send(handler, 400, {})
+            return send(handler, 400, {})
         for repository in hub.repositories.values():
             body = repository.files.get(stored[2])
             if body is not None and hashlib.sha256(body).hexdigest() == stored[1]:
                 return _body(hub, handler, {}, body, start, end, repository.cut.get(stored[2]))
     hub.strangers.append(path)
-    return _send(handler, 404, {})
+    return send(handler, 404, {})
 
 
 def _file(
@@ -198,22 +178,22 @@ def _file(
 ) -> None:
     repository = hub.repositories.get(name)
     if refusal := _refusal(repository, handler.headers, name):
-        return _send(handler, *refusal)
+        return send(handler, *refusal)
     assert repository is not None
     if not _has(repository, revision):
-        return _send(handler, 404, {"X-Error-Code": "RevisionNotFound"})
+        return send(handler, 404, {"X-Error-Code": "RevisionNotFound"})
     headers = {"X-Repo-Commit": repository.commit}
     if file not in repository.files:
         script = f"{name.rpartition('/')[2]}.py"
         if not (name.startswith("datasets/") and file in (*ASKED_FOR, script)):
             hub.strangers.append(file)
-        return _send(handler, 404, {**headers, "X-Error-Code": "EntryNotFound"})
+        return send(handler, 404, {**headers, "X-Error-Code": "EntryNotFound"})
     body = repository.files[file]
     if file.endswith(LARGE):
         digest = hashlib.sha256(body).hexdigest()
         headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(body))}
         headers |= {"Location": f"{hub.store}/cdn/{digest}/{file}"}
-        return _send(handler, 302, headers)
+        return send(handler, 302, headers)
     headers["ETag"] = f'"{_git_id(body)}"'
     return _body(hub, handler, headers, body, start, end, repository.cut.get(file))
 
@@ -302,27 +282,6 @@ def _body(
         headers = {**headers, "Content-Range": f"bytes {start}-{last}/{len(body)}"}
     if handler.command == "GET":
         hub.sent += len(part)
-    _send(
+    send(
         handler, status, headers, part, cut=cut.pop(0) if cut and handler.command == "GET" else None
     )
-
-
-def _send(
-    handler: BaseHTTPRequestHandler,
-    status: int,
-    headers: Headers,
-    body: bytes = b"",
-    cut: int | None = None,
-) -> None:
-    handler.send_response(status)
-    for name, value in headers.items():
-        handler.send_header(name, value)
-    handler.send_header("Content-Length", str(len(body)))
-    handler.end_headers()
-    if handler.command == "HEAD":
-        return
-    handler.wfile.write(body if cut is None else body[:cut])
-    if cut is not None:
-        handler.close_connection = True
-        handler.wfile.flush()
-        handler.connection.shutdown(socket.SHUT_RDWR)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+EVERY_DAY = ("test_trains_as_the_host_does[float32]", "test_zero_trains_as_one_process_does[2]")
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the kit's runs one of each kind is for every day."""
+    """Of the kit, whatever trains, but for one run of each kind; graphs have runs of their own."""
     for item in items:
-        if item.name == "test_zero_trains_as_one_process_does[4]":
+        trains = "runs" in getattr(item, "fixturenames", ())
+        if item.path.name == "test_conformance.py" and trains and item.name not in EVERY_DAY:
             item.add_marker(pytest.mark.slow)

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+import anygauge
+from anygauge.testing.process import Subject
+
 HERE = Path(__file__).parent
+PACKAGE = Path(inspect.getfile(anygauge)).parent
+SIM = Subject(
+    name="sim",
+    environment={
+        "ANYGAUGE_SIM_LOCKS": tempfile.mkdtemp(),
+        "ANYGAUGE_SIM_CARDS": "8",
+        "ANYGAUGE_SIM_CAPACITY": str(2**33),
+    },
+)
+"""The cards that runs train on."""
 LOAD = "import torch; from anygauge_sim.device import load; sim = load(); "
 
 
@@ -49,3 +65,14 @@ def ranks(size: int, folder: Path, **environment: object) -> list[tuple[int, str
     return [
         (p.returncode, out) for p, (out, _) in ((p, p.communicate(timeout=300)) for p in processes)
     ]
+
+
+def patched(folder: Path, file: str, old: str, new: str) -> Path:
+    """A copy of the package with one change; it is to come first on the path."""
+    site = folder / "site"
+    shutil.copytree(PACKAGE, site / "anygauge", ignore=shutil.ignore_patterns("__pycache__"))
+    path = site / file
+    text = path.read_text()
+    assert text.count(old) == 1, f"{file}: {old!r} stands there {text.count(old)} times"
+    path.write_text(text.replace(old, new))
+    return site

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from anygauge.testing.loop import prepare
 
 os.environ.setdefault("ANYGAUGE_SIM_CARDS", "2")
 os.environ.setdefault("ANYGAUGE_SIM_CAPACITY", str(2**28))
@@ -29,9 +32,17 @@ def first_card(sim: Any) -> None:
     sim.reset_peak_memory_stats()
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With what runs need."""
+    folder = tmp_path_factory.mktemp("runs")
+    prepare(folder)
+    return folder
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the kit's runs one of each kind is for every day."""
+    """Of the kit, whatever trains: `test_training` compares cards with the host every day."""
     for item in items:
-        if item.name == "test_trains_as_the_host_does[bfloat16]":
+        if item.path.name == "test_conformance.py" and "runs" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)

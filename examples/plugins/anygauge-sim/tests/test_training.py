@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from children import SIM, patched
 
-import anygauge
-from anygauge.testing.loop import RunFailed, Trained, prepare, train
-from anygauge.testing.process import Subject
-
-SIM = Subject(
-    name="sim",
-    environment={
-        "ANYGAUGE_SIM_LOCKS": tempfile.mkdtemp(),
-        "ANYGAUGE_SIM_CARDS": "8",
-        "ANYGAUGE_SIM_CAPACITY": str(2**33),
-    },
-)
-PACKAGE = Path(inspect.getfile(anygauge)).parent
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("training")
-    prepare(folder)
-    return folder
+from anygauge.testing.loop import RunFailed, Trained, train
 
 
 def zero(folder: Path, name: str, ranks: int, **settings: Any) -> Trained:
@@ -84,17 +63,6 @@ def test_a_checkpoint_goes_from_cards_to_the_host_and_back(folder: Path) -> None
             arguments=("--resume", str(checkpoint)),
         )
         assert rest.losses == pytest.approx(whole.losses[-len(rest.losses) :], rel=1e-4)
-
-
-def patched(folder: Path, file: str, old: str, new: str) -> Path:
-    """A copy of the package with one change; it comes first on the path."""
-    site = folder / "site"
-    shutil.copytree(PACKAGE, site / "anygauge", ignore=shutil.ignore_patterns("__pycache__"))
-    path = site / file
-    text = path.read_text()
-    assert text.count(old) == 1, f"{file}: {old!r} stands there {text.count(old)} times"
-    path.write_text(text.replace(old, new))
-    return site
 
 
 CALL = "run_step(self.engine, index, batches, self.loss_function, tokens)"

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from children import SIM, patched
 
-import anygauge
-from anygauge.testing.loop import MODEL, prepare, train
-from anygauge.testing.process import Subject
+from anygauge.testing.loop import MODEL, train
 
-SIM = Subject(
-    name="sim",
-    environment={
-        "ANYGAUGE_SIM_LOCKS": tempfile.mkdtemp(),
-        "ANYGAUGE_SIM_CARDS": "8",
-        "ANYGAUGE_SIM_CAPACITY": str(2**33),
-    },
-)
-PACKAGE = Path(inspect.getfile(anygauge)).parent
 STEPS = 8
 WARM = 3
 """Steps that are not counted: an optimizer makes its state, and DeepSpeed learns what to fetch."""
@@ -49,22 +36,10 @@ class Counted:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("waits")
-    prepare(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the package that notes the card's counters when a step begins."""
-    site = tmp_path_factory.mktemp("site")
-    shutil.copytree(PACKAGE, site / "anygauge", ignore=shutil.ignore_patterns("__pycache__"))
-    path = site / "anygauge/training/pending.py"
-    text = path.read_text()
-    assert text.count(BEGINS) == 1
-    path.write_text(text.replace(BEGINS, BEGINS + NOTES))
-    return site
+    folder = tmp_path_factory.mktemp("noting")
+    return patched(folder, "anygauge/training/pending.py", BEGINS, BEGINS + NOTES)
 
 
 def counted(

@@ -1,0 +1,82 @@
+"""What holds for every backend that is shipped: the kit's checks on paper, and who names what."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.testing.check import CHECKS
+from anygauge.testing.paper import Paper
+from anygauge.testing.process import import_checks
+from tests.helpers.machines import assert_pure, by_name, job, machine
+from tests.helpers.options import backend_with, registry
+
+import_checks("basic")
+OPTIONS: dict[str, dict[str, Any]] = {"cpu": {}, "cuda": {}, "hpu": {"mode": "lazy"}}
+PRIORITIES = {"cpu": 0, "cuda": 100, "hpu": 100}
+ON_PAPER = (
+    *("announced", "api_version", "described", "options_are_checked", "hardware_file_is_sound"),
+    *("environment_is_pure", "settings_are_sound", "scopes_hold", "rules_hold_on_any_machine"),
+    *("probe_answers", "closed_device_says_so", "facets_are_its_own", "shapes_are_sound"),
+)
+"""Of the kit's checks those that take no time; all of them are for `make test-kit`."""
+IMPORTS = f"""
+import sys
+from tests.helpers.machines import job, machine
+from tests.helpers.options import backend_with, registry
+for name, options in {OPTIONS}.items():
+    registry().find_backend(name).spec.probe()
+    backend = backend_with(name, options)
+    backend.environment(job(nodes=2, devices=2), machine(), 0)
+    backend.engine_settings("deepspeed"), backend.support("bfloat16")
+sys.exit("torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("check", ON_PAPER)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_kits_checks_on_paper(name: str, check: str) -> None:
+    CHECKS[check].function(Paper(name=name, options=OPTIONS[name], registry=registry()))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_rule_has_a_reason_and_a_source(name: str) -> None:
+    for rule in backend_with(name, OPTIONS[name]).environment_rules:
+        assert rule.reason and rule.source and rule.value
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_rules_open_no_file(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = backend_with(name, OPTIONS[name])
+    for nodes in (1, 2):
+        two = job(nodes=nodes, devices=2, backend_options=OPTIONS[name])
+        for rank in (None, 0, 1):
+            assert_pure(lambda: backend.environment(two, machine(), rank), monkeypatch)  # noqa: B023
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_without_torch_the_probe_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = registry().find_backend(name).spec.probe
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = probe()
+    assert not found.available and "torch is not installed" in found.reason
+
+
+def test_nothing_imports_torch_before_open() -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=root, check=False)
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_auto_and_deepspeed_know_it_by_its_name(name: str) -> None:
+    spec = registry().find_backend(name).spec
+    assert spec.factory == f"anygauge_{name}.backend:{name.capitalize()}Backend"
+    assert spec.priority == PRIORITIES[name]
+    backend = backend_with(name, {})
+    assert by_name(backend.engine_settings("deepspeed"))["accelerator"].value == name
+    assert backend.engine_settings("another") == ()
