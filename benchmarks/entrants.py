@@ -153,6 +153,7 @@ def processes(entrant: Entrant, plan: ContenderPlan, environment: Mapping[str, s
             yaml.safe_dump(run_file(plan, entrant.strategy), sort_keys=False), encoding="utf-8"
         )
         argv = [sys.executable, "-m", "anygauge.cli", "train", str(path)]
+        argv += [] if plan.rehearses else ["--no-plan"]
         return Processes(
             argv=argv, environments=[dict(environment)], logs=[output / "anygauge.log"]
         )

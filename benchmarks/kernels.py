@@ -104,13 +104,14 @@ def _softmaxes(kernel: Kernel, device: torch.device, *, masked: bool) -> dict[st
 
 
 def loss(
-    device: torch.device, dtype: torch.dtype, kernel: Kernel, *, classes: Sequence[int],
-    tokens: int, width: int, rounds: int,
+    device: torch.device, dtype: torch.dtype, kernels: Mapping[str, Kernel], *,
+    classes: Sequence[int], tokens: int, width: int, rounds: int,
     cases: Sequence[tuple[bool, float]] = ((False, 0.0), (False, 0.5), (True, 0.0)),
 ) -> Iterator[KernelCase]:  # fmt: skip
     """The loss of an output layer.
 
     Args:
+        kernels: of ours, by name.
         cases: (whether the layer is trained, share of tokens without a loss).
     """
     for count in classes:
@@ -124,7 +125,7 @@ def loss(
             targets[torch.rand(tokens, **drawn) < ignored] = -100
             torch.compiler.reset()
             ways = {name: functools.partial(way, hidden, weight, targets) for name, way in
-                    _losses(kernel, device).items()}  # fmt: skip
+                    _losses(kernels, device).items()}  # fmt: skip
             kind = "trained" if trained else "frozen"
             yield KernelCase(
                 name=f"{count:,} classes, {kind}, {ignored:.0%} ignored",
@@ -134,18 +135,21 @@ def loss(
             )
 
 
-def _losses(kernel: Kernel, device: torch.device) -> dict[str, Kernel]:
+def plain_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """All logits, and the loss from them, in float32 at least, as model libraries have it."""
+    logits = linear(hidden, weight)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return cross_entropy(logits.to(wide), targets, reduction="sum")
+
+
+def _losses(kernels: Mapping[str, Kernel], device: torch.device) -> dict[str, Kernel]:
     """Ours first, as a run has it where shapes may change."""
-
-    def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        # All logits, and the loss from them in float32, as model libraries have it.
-        return cross_entropy(linear(hidden, weight).float(), targets, reduction="sum")
-
     found: dict[str, Kernel] = {
-        "anygauge": functools.partial(kernel, skip_ignored=True),
-        "torch": plain,
-        "torch.compile": torch.compile(plain, dynamic=False),
+        f"anygauge, {name}": functools.partial(kernel, skip_ignored=True)
+        for name, kernel in kernels.items()
     }
+    found["torch"] = plain_loss
+    found["torch.compile"] = torch.compile(plain_loss, dynamic=False)
     if device.type == "cuda" and find_spec("liger_kernel") is not None:
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
@@ -309,7 +313,8 @@ def main(
         given |= {"lengths": _numbers(lengths)}
     else:
         given |= {"tokens": tokens or (2048 if host else 16384)}
-    measured = globals()[operation](where, kind, *([kernel] if kernel else []), **given)
+    ours = {"loss": {name: kernel}}.get(operation, kernel)
+    measured = globals()[operation](where, kind, *([ours] if ours else []), **given)
     cases = list(measured)
     print(f"{where}: kernel {name}, {dtype}; {given}")
     if copy:

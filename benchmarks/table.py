@@ -122,7 +122,7 @@ def summarise(outcomes: Sequence[RunOutcome], entrants: Sequence[Entrant]) -> li
     ran = [each for each in entrants if any(o.name == each.name for o in outcomes)]
     rows = []
     for entrant in ran:
-        done = [o for o in outcomes if o.name == entrant.name and o.status == "ok"]
+        done = [o for o in outcomes if o.name == entrant.name and o.tokens_per_s]
         failed = [o for o in outcomes if o.name == entrant.name and o.status != "ok"]
         figures: dict[str, Figure] = {"tokens/s": middle(o.tokens_per_s for o in done)}
         for ours in (each for each in ran if each.module is None):

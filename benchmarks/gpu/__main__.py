@@ -16,12 +16,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from benchmarks.gpu.context import Context
 from benchmarks.gpu.machine import NoCardError, described, foreseen
-from benchmarks.gpu.page import write
-from benchmarks.gpu.parts import PARTS, names
-from benchmarks.gpu.result import OK, SKIPPED, Result
-from benchmarks.gpu.runner import run_parts
+from benchmarks.gpu.part import OK, PARTS, SKIPPED, Context, names
+from benchmarks.gpu.runner import Result, run_parts, write
 
 QUICK_S, FULL_S = 450.0, 5400.0
 """8 minutes with the start, and an hour and a half."""
