@@ -7,6 +7,7 @@ preparing data, building the model and saving lie outside, everything between tw
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,18 +44,12 @@ class StepCounts:
     slots: Sequence[float]
 
     @property
-    def mean_losses(self) -> list[float]:
-        """Mean loss of each step per loss token, nats."""
-        return [total / max(1, loss_tokens) for total, loss_tokens in self.losses]
-
-    @property
     def padding(self) -> float:
         """The share of all batches' places that held no token, from 0 to 1."""
         return 1 - sum(self.tokens) / sum(self.slots)
 
-    def rate(self, warmup: int, until: int | None = None) -> float:
-        """Tokens per second after the first `warmup` steps, at least 1, of the first `until`."""
-        last = len(self.times) if until is None else until
+    def rate(self, warmup: int, last: int) -> float:
+        """Tokens per second after the first `warmup` steps, at least 1, of the first `last`."""
         return sum(self.tokens[warmup:last]) / (self.times[last - 1] - self.times[warmup - 1])
 
 
@@ -125,38 +120,31 @@ def outcome(
                 f"{len(steps.times)} of {plan.steps} steps and {len(steps.losses)} losses recorded"
             )
     whole = merged(ranks)
-    total = sum(whole.tokens)
-    if plan.layout != "packed" and total != expected:
-        raise MeasureError(f"read {total} tokens in all, but its rows have {expected}")
-    first, warmup = ranks[0], plan.warmup
-    until = plan.steps - plan.watched
-    begin, end = first.times[warmup - 1], first.times[until - 1]
-    traffic, memory = traces(folder, plan.ranks, begin, end)
+    if plan.layout != "packed" and sum(whole.tokens) != expected:
+        raise MeasureError(f"read {sum(whole.tokens)} tokens in all, but its rows have {expected}")
+    times, first, last = ranks[0].times, plan.warmup, plan.steps - plan.watched
+    traffic, memory = traces(folder, plan.ranks, times[first - 1], times[last - 1])
     if plan.ranks > 1 and not entrant.independent and not traffic:
         raise MeasureError("no collective in any measured step: each rank trained by itself")
-    measured = until - warmup
+    apart = ranks if entrant.independent else [whole]
     trace = _json(folder / "traffic-rank0.json")
     peaks = [_json(folder / f"phases-rank{rank}.json") for rank in range(plan.ranks)]
     return RunOutcome(
         name=entrant.name,
         round=round_,
         status="ok",
-        tokens_per_s=sum(steps.rate(warmup, until) for steps in ranks)
-        if entrant.independent
-        else whole.rate(warmup, until),
-        tokens=total,
+        tokens_per_s=sum(steps.rate(first, last) for steps in apart),
+        tokens=sum(whole.tokens),
         padding=whole.padding,
-        step_seconds=[
-            after - before for before, after in zip(first.times, first.times[1:], strict=False)
-        ],
+        step_seconds=[after - before for before, after in itertools.pairwise(times)],
         peak_memory=memory,
-        sent={name: count / measured for name, count in traffic.items()},
-        losses=whole.mean_losses,
+        sent={name: count / (last - first) for name, count in traffic.items()},
+        losses=[total / max(1, loss_tokens) for total, loss_tokens in whole.losses],
         wall_seconds=wall_s,
         watched=_json(folder / "watched-rank0.json"),
-        first_step_s=first.times[0] - began,
-        cpu_seconds=trace and trace.get("cpu_seconds"),
-        modules=trace and trace.get("modules"),
+        first_step_s=times[0] - began,
+        cpu_seconds=trace.get("cpu_seconds"),
+        modules=trace.get("modules"),
         phases=[each for each in peaks if each is not None],
     )
 
@@ -190,17 +178,15 @@ def contender_steps(folder: Path, rank: int) -> StepCounts:
     path = folder / f"steps-rank{rank}.jsonl"
     if not path.is_file():
         raise MeasureError(f"no such file: {path}")
-    times, tokens, losses, slots = [], [], [], []
-    for record in _lines(path):
-        if "time" in record:
-            times.append(record["time"])
-            tokens.append(record["tokens"])
-            slots.append(record["slots"])
-        elif "loss_sum" in record:
-            losses.append((record["loss_sum"], record["loss_tokens"]))
-        else:
-            losses.append((record["loss"], 1))
-    return StepCounts(times=times, tokens=tokens, losses=losses, slots=slots)
+    records = _lines(path)
+    steps = [record for record in records if "time" in record]
+    losses = [record for record in records if "time" not in record]
+    return StepCounts(
+        times=[step["time"] for step in steps],
+        tokens=[step["tokens"] for step in steps],
+        losses=[(each["loss_sum"], each["loss_tokens"]) for each in losses],
+        slots=[step["slots"] for step in steps],
+    )
 
 
 def merged(ranks: Sequence[StepCounts]) -> StepCounts:

@@ -15,6 +15,10 @@ Layout = Literal["padded", "grouped", "packed"]
 Dtype = Literal["float32", "bfloat16"]
 
 
+class BenchmarkError(Exception):
+    """For the user: shown without a traceback; says what to do."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContenderPlan:
     """One run of one contender; first what `prepare` and `run_once` fill in.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
@@ -15,14 +17,15 @@ from typing import Any
 
 import typer
 
+from anygauge.util.files import write_text
 from benchmarks.entrants import Entrant, processes
-from benchmarks.errors import BenchmarkError
 from benchmarks.make_model import PARAMETERS
 from benchmarks.measure import MeasureError, RunOutcome, outcome
-from benchmarks.plan import ContenderPlan
+from benchmarks.plan import BenchmarkError, ContenderPlan
 from benchmarks.processes import ROOT, cause, last_lines, run, shared_environment
 from benchmarks.ratios import rotated
 from benchmarks.rows import WrittenRows, write_rows
+from benchmarks.table import TableRow, table
 from benchmarks.texts import source
 
 PACKAGES = ("torch", "transformers", "peft", "deepspeed", "accelerate", "trl", "datasets")
@@ -174,26 +177,50 @@ def all_of(runs: Iterable[RunOutcome]) -> list[RunOutcome]:
     return found
 
 
-def refuse_used(output: Path) -> None:
-    """Raises: typer.BadParameter: the folder has something in it."""
+@contextmanager
+def command(output: Path) -> Iterator[None]:
+    """Around a command that measures into a new folder.
+
+    Raises:
+        typer.BadParameter: the folder has something in it.
+        typer.Exit: with status 2 after a `BenchmarkError`, which is shown.
+    """
     if output.exists() and any(output.iterdir()):
         raise typer.BadParameter(f"--output {output} is not empty: name a new folder")
+    try:
+        yield
+    except BenchmarkError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error
+
+
+def write_all(
+    output: Path, plan: ContenderPlan, rows: Sequence[TableRow], runs: Sequence[Mapping[str, Any]]
+) -> None:
+    """Write ``table.md`` and ``results.json``, and show the table."""
+    shown = "\n".join(table(rows)) + "\n"
+    record = {**conditions(plan), "runs": runs}
+    write_text(output / "results.json", json.dumps(record, indent=1) + "\n")
+    write_text(output / "table.md", shown)
+    print(shown)
 
 
 def conditions(plan: ContenderPlan) -> dict[str, Any]:
     """Machine, versions and settings, for the record."""
-    versions = {}
-    for package in ("anygauge", *PACKAGES):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "not installed"
     return {
         "command": sys.argv,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "platform": platform.platform(),
         "processors": os.cpu_count(),
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": {name: version(name) for name in ("anygauge", *PACKAGES)},
         "settings": asdict(plan),
     }
+
+
+def version(package: str) -> str:
+    """Of a distribution, or that there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import kernels
-from benchmarks.gpu.part import FAILED, Clock, Context, PartError, Report
+from benchmarks.gpu.part import FAILED, LATE, Clock, Context, PartError, Report
 from benchmarks.kernel_timing import (
     KernelCase,
     chosen_kernel,
@@ -52,16 +52,24 @@ def _half(context: Context) -> torch.dtype:
 
 
 def _add_all(
-    report: Report, clock: Clock, cases: Iterator[KernelCase], copy: float = 0.0, prefix: str = ""
-) -> bool:
-    """Add what is measured case by case; whether all was, before the time was over."""
-    for case in cases:
+    context: Context,
+    report: Report,
+    cases: Iterator[KernelCase],
+    count: int,
+    copy: float = 0.0,
+    prefix: str = "",
+) -> None:
+    """Add what is measured case by case.
+
+    Raises:
+        PartError: the time was over before all `count` cases were timed.
+    """
+    clock = Clock(context.seconds)
+    for done, case in enumerate(cases, 1):
         for each in table_rows(replace(case, name=prefix + case.name), copy):
             report.add(each)
-        if not clock.left:
-            report.note(f"No case after `{prefix}{case.name}` was timed: the time was over.")
-            return False
-    return True
+        if not clock.left and done < count:
+            raise PartError(LATE, f"{done} of {count} cases were timed")
 
 
 def _say_liger(report: Report) -> None:
@@ -71,7 +79,7 @@ def _say_liger(report: Report) -> None:
 
 def softmax(context: Context, report: Report) -> None:
     """The Triton kernel where it can run, else the one that a run has."""
-    device, clock = _device(context), Clock(context.seconds)
+    device = _device(context)
     elements = 6000 if context.tiny else 2**28 if context.full else 2**26
     columns = (64,) if context.tiny else kernels.COLUMNS if context.full else (4096,)
     name = "triton" if "triton" in kernel_names("softmax", device) else None
@@ -82,24 +90,24 @@ def softmax(context: Context, report: Report) -> None:
     _say_liger(report)
     cases = kernels.softmax(device, _half(context), kernel, columns=columns, elements=elements,
                             rounds=_rounds(context))  # fmt: skip
-    _add_all(report, clock, cases, copy)
+    _add_all(context, report, cases, 2 * len(columns), copy)
 
 
 def loss(context: Context, report: Report) -> None:
     """Each kernel of ours that can run here beside all logits in memory, and Liger."""
-    device, clock = _device(context), Clock(context.seconds)
+    device = _device(context)
     tokens, width = (32, 16) if context.tiny else (8192, 4096)
     _say_liger(report)
     ours = {
         name: chosen_kernel("linear_cross_entropy", device, name)[1]
         for name in kernel_names("linear_cross_entropy", device)
     }
-    cases = kernels.loss(
-        device, _half(context), ours, classes=(90,) if context.tiny else (32_000, 131_072),
-        tokens=tokens, width=width, rounds=_rounds(context),
-        cases=((False, 0.0), (True, 0.0))[: 2 if context.full else 1],
-    )  # fmt: skip
-    _add_all(report, clock, cases, prefix=f"{tokens:,} x {width:,}, ")
+    classes = (90,) if context.tiny else (32_000, 131_072)
+    kinds = ((False, 0.0), (True, 0.0))[: 2 if context.full else 1]
+    cases = kernels.loss(device, _half(context), ours, classes=classes, tokens=tokens, width=width,
+                         rounds=_rounds(context), cases=kinds)  # fmt: skip
+    count = len(classes) * len(kinds)
+    _add_all(context, report, cases, count, prefix=f"{tokens:,} x {width:,}, ")
 
 
 def attention(context: Context, report: Report) -> None:
@@ -107,17 +115,17 @@ def attention(context: Context, report: Report) -> None:
     lengths = (64,) if context.tiny else (512, 2048, 8192)
     cases = kernels.attention(_device(context), _half(context), lengths=lengths,
                               rounds=_rounds(context))  # fmt: skip
-    _add_all(report, Clock(context.seconds), cases)
+    _add_all(context, report, cases, 2 * len(lengths))
 
 
 def lora(context: Context, report: Report) -> None:
     """Layers of one input, rank 16."""
     _, kernel = chosen_kernel("lora_linear", _device(context), "addmm")
-    cases = kernels.lora(
-        _device(context), _half(context), kernel, tokens=32 if context.tiny else 8192,
-        sizes=kernels.LORA_SIZES[: 1 if context.tiny else None], rounds=_rounds(context),
-    )  # fmt: skip
-    _add_all(report, Clock(context.seconds), cases)
+    sizes = kernels.LORA_SIZES[: 1 if context.tiny else None]
+    tokens = 32 if context.tiny else 8192
+    cases = kernels.lora(_device(context), _half(context), kernel, tokens=tokens, sizes=sizes,
+                         rounds=_rounds(context))  # fmt: skip
+    _add_all(context, report, cases, 2 * len(sizes))
 
 
 def accuracy(context: Context, report: Report) -> None:

@@ -1,4 +1,4 @@
-"""Peaks by phase: what the shim sees of a run, the table, and two contenders for real."""
+"""Peaks by phase: what the shim sees of a run, and two contenders for real."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.entrants import ENTRANTS
-from benchmarks.errors import BenchmarkError
 from benchmarks.measure import RunOutcome
-from benchmarks.memory_phases import PHASES, check, table_rows
-from benchmarks.processes import ROOT, SHIM, shared_environment
-from benchmarks.table import MIB, table
-from tests.benchmarks.test_measure import plan
+from benchmarks.memory_phases import PHASES, check
+from benchmarks.plan import BenchmarkError
+from benchmarks.processes import ROOT, SHIM
 
 sys.path.insert(0, str(SHIM))
 from benchmark_phases import Phases, peak, reset
@@ -80,26 +77,6 @@ def test_the_kernel_begins_a_new_peak() -> None:
     except OSError as error:
         pytest.skip(f"this kernel begins no new peak: {error}")
     assert peak() < before - 2**26
-
-
-def test_phases_are_seen_only_where_the_plan_evaluates(tmp_path: Path) -> None:
-    asked = plan(tmp_path, evaluates=True)
-    assert "ANYGAUGE_BENCHMARK_PHASES" in shared_environment(asked)
-    other = dataclasses.replace(asked, evaluates=False)
-    assert "ANYGAUGE_BENCHMARK_PHASES" not in shared_environment(other)
-
-
-def test_ratios_are_taken_within_a_round() -> None:
-    def run(name: str, round_: int, size: int) -> RunOutcome:
-        of_rank = dict.fromkeys(PHASES, size * MIB // 2)
-        return RunOutcome(name=name, round=round_, status="ok", phases=[of_rank] * 2)
-
-    found = [run("anygauge-fsdp", r, 100 * r) for r in (1, 2, 3)]
-    found += [run("trainer", r, 200 * r + 100 * (r == 3)) for r in (1, 2, 3)]
-    entrants = [ENTRANTS["anygauge-fsdp"], ENTRANTS["trainer"]]
-    ours, theirs = table(table_rows(1000, found, entrants))[2:]
-    assert ours == "| 1,000 classes | anygauge, fsdp |" + " 200 (1.00) |" * 4
-    assert theirs == "|  | HF Trainer + DeepSpeed |" + " 400 (2.00) |" * 4
 
 
 def test_a_run_without_a_phase_or_an_adapter_is_refused(tmp_path: Path) -> None:

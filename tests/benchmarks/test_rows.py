@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks.errors import BenchmarkError
+from benchmarks.plan import BenchmarkError
 from benchmarks.rows import WrittenRows, write_rows
 from benchmarks.texts import texts
 

@@ -14,11 +14,13 @@ import pytest
 import typer
 
 from anygauge.config.load import load_run_file
+from benchmarks import session
 from benchmarks.entrants import ENTRANTS, chosen, processes
 from benchmarks.plan import ContenderPlan
-from benchmarks.processes import ROOT, shared_environment
+from benchmarks.processes import ROOT, SHIM, Ended, Processes, shared_environment
+from benchmarks.rows import WrittenRows
 from benchmarks.train_vs_peers import chosen_workloads, named
-from tests.benchmarks.test_measure import plan
+from tests.benchmarks.test_measure import plan, two_ranks
 
 
 def test_all_stands_for_what_there_is_data_for(tmp_path: Path) -> None:
@@ -34,60 +36,99 @@ def test_full_rows_need_no_grouping_and_no_packing() -> None:
     assert chosen(named("all", "gsm8k")) == on_several
     assert chosen(named("trainer-single", "gsm8k")) == [ENTRANTS["trainer-single"]]
     assert chosen("trl, anygauge,trl") == [ENTRANTS["trl"], ENTRANTS["anygauge"]]
-    with pytest.raises(typer.BadParameter, match="choose from"):
+    with pytest.raises(typer.BadParameter, match="'torchtune': choose from anygauge, "):
         chosen("torchtune")
-
-
-def test_a_plan_is_read_back_as_written(tmp_path: Path) -> None:
-    written = plan(tmp_path, layout="packed", dtype="bfloat16")
-    written.save(tmp_path / "plan.json")
-    assert ContenderPlan.load(tmp_path / "plan.json") == written
-    assert dataclasses.replace(written, accumulation=3).global_batch == 6
 
 
 @pytest.mark.parametrize("name", [n for n, e in ENTRANTS.items() if e.module is None])
 def test_run_files_say_what_the_plan_says(tmp_path: Path, name: str) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     given = plan(
-        tmp_path, layout=ENTRANTS[name].layout, rows=str(tmp_path / "rows.jsonl"), accumulation=3
-    )
-    processes(ENTRANTS[name], given, {})
+        tmp_path, layout=ENTRANTS[name].layout, rows=str(tmp_path / "rows.jsonl"), accumulation=3,
+        hostfile="/hosts", nodes=2, ranks=4, watched=2, rehearses=False,
+    )  # fmt: skip
+    assert processes(ENTRANTS[name], given, {}).argv[-1] == "--no-plan"
     run = load_run_file(tmp_path / "run.yaml").run
     assert run.data.packing == (given.layout == "packed")
     assert run.data.group_by_length == (given.layout == "grouped")
-    assert run.train.global_batch_size == 6
+    assert run.train.global_batch_size == given.global_batch == 12
     assert run.train.optimizer.lr == given.lr
     assert run.adapter is not None
     assert (run.adapter.r, run.adapter.alpha) == (16, 32)
-
-
-def test_several_machines_are_those_of_the_host_file(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
-    given = plan(
-        tmp_path, has_prompts=False, rows=str(tmp_path / "rows.jsonl"), hostfile="/hosts", nodes=2,
-        ranks=4, watched=2,
-    )  # fmt: skip
-    processes(ENTRANTS["anygauge-ddp"], given, {})
-    launch = load_run_file(tmp_path / "run.yaml").run.launch
-    assert (launch.launcher, launch.nodes, launch.devices) == ("ssh", 2, 2)
-    assert launch.options == {"hostfile": "/hosts"}
-    # By which the ranks there are measured.
+    assert (run.launch.launcher, run.launch.nodes, run.launch.devices) == ("ssh", 2, 2)
+    assert run.launch.options == {"hostfile": "/hosts"}
+    # By which the ranks of another machine are measured.
     passed = shared_environment(given)
-    assert set(launch.pass_environment) <= set(passed)
+    assert set(run.launch.pass_environment) <= set(passed)
     assert passed["ANYGAUGE_BENCHMARK_WATCH"] == "2:1"
+    assert "ANYGAUGE_BENCHMARK_PHASES" not in passed
+    evaluated = dataclasses.replace(given, evaluates=True)
+    assert "ANYGAUGE_BENCHMARK_PHASES" in shared_environment(evaluated)
 
 
 def test_ranks_of_peers_are_told_who_they_are(tmp_path: Path) -> None:
-    started = processes(ENTRANTS["trainer"], plan(tmp_path), {"OMP_NUM_THREADS": "1"})
-    assert [environment["RANK"] for environment in started.environments] == ["0", "1"]
-    assert all(environment["OMP_NUM_THREADS"] == "1" for environment in started.environments)
-    assert ContenderPlan.load(started.argv[-2]) == plan(tmp_path)
+    given = plan(tmp_path, layout="packed", dtype="bfloat16")
+    started = processes(ENTRANTS["trainer"], given, {"OMP_NUM_THREADS": "1"})
+    assert ContenderPlan.load(started.argv[-2]) == given
     assert started.argv[-1] == "trainer"
+    first, second = started.environments
+    assert (first["RANK"], second["RANK"], first["WORLD_SIZE"]) == ("0", "1", "2")
+    assert first["MASTER_PORT"] == second["MASTER_PORT"]
+    assert first["OMP_NUM_THREADS"] == "1"
 
 
-def test_a_package_that_is_not_there_is_named() -> None:
+def test_our_own_contenders_run_an_older_checkout_too(tmp_path: Path) -> None:
+    found = chosen("anygauge-fsdp,trainer", tmp_path)
+    assert [each.checkout for each in found] == [None, tmp_path, None]
+    assert found[1].title == "before: anygauge, fsdp"
+    given = plan(tmp_path)
+    (variables,) = processes(found[1], given, shared_environment(given)).environments
+    assert variables["PYTHONPATH"].startswith(f"{SHIM}:{tmp_path}:{tmp_path}/kernels:")
+
+
+ROWS = WrittenRows(
+    exact=Path("exact"), pool=Path("pool"), has_prompts=False, vocabulary=8, tokens=80, dropped=0,
+    lengths=(1, 1.0, 1),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_run_that_failed_after_training_keeps_its_figures(
+    trained: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(started: Processes, timeout_s: float) -> Ended:
+        folder = started.logs[0].parent
+        if trained:
+            two_ranks(folder)
+        started.logs[0].write_text("loading\ntrl.Error: logits differ\n  at x.py\n")
+        return Ended(seconds=9.0, problem="process 0 ended with status 2", status=2)
+
+    monkeypatch.setattr(session, "run", run)
+    given = plan(tmp_path)
+    found = session.run_once(ENTRANTS["deepspeed"], given, ROWS, folder=tmp_path / "run", round_=1)
+    assert found.status == "failed" and found.wall_seconds == 9.0
+    assert found.problem.startswith("process 0 ended with status 2: trl.Error: logits differ; see")
+    assert (found.tokens_per_s is not None) == trained
+
+
+def test_a_package_that_is_not_there_is_named(tmp_path: Path) -> None:
     lacking = dataclasses.replace(ENTRANTS["trl"], needs=("json", "no_such_package"))
-    assert lacking.missing == ["no_such_package"]
+    found = session.run_once(lacking, plan(tmp_path), ROWS, folder=tmp_path / "run", round_=1)
+    assert found.status == "missing" and "no_such_package; pip install" in found.problem
+
+
+def test_weights_that_are_alike_are_drawn_once(tmp_path: Path) -> None:
+    drawn = []
+    for workload, positions in (("a", 8), ("b", 8), ("c", 16)):
+        model = tmp_path / workload
+        model.mkdir()
+        given = plan(
+            tmp_path, model=str(model), layers=1, hidden=8, intermediate=8, heads=2, classes=9,
+            max_length=positions,
+        )  # fmt: skip
+        assert session.make_model(given) == 2 * 9 * 8 + 4 * 64 + 3 * 64 + 3 * 8
+        drawn.append((model / "model.safetensors").stat().st_ino)
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def command(*arguments: Any) -> subprocess.CompletedProcess[str]:
