@@ -57,18 +57,14 @@ _ZERO: Mapping[str, Any] = {"name": "zero", "stage": 3}
 _FSDP: Mapping[str, Any] = {"name": "fsdp"}
 
 
+_SINGLE: Mapping[str, Any] = {"name": "single"}
+_ALONE = {"alone": True, "deepspeed": False}
+
+
 def _ours(name: str, title: str, strategy: Mapping[str, Any], layout: Layout = "padded") -> Entrant:
     needs = _ENGINE if strategy is _ZERO else _TORCH
-    alone = strategy["name"] == "single"
-    return Entrant(
-        name=name,
-        title=title,
-        module=None,
-        layout=layout,
-        needs=needs,
-        alone=alone,
-        strategy=strategy,
-    )
+    fields: dict[str, Any] = {"alone": strategy is _SINGLE, "strategy": strategy}
+    return Entrant(name=name, title=title, module=None, layout=layout, needs=needs, **fields)
 
 
 def _peer(name: str, title: str, script: str, needs: Sequence[str], **more: Any) -> Entrant:
@@ -76,7 +72,6 @@ def _peer(name: str, title: str, script: str, needs: Sequence[str], **more: Any)
     return Entrant(name=name, title=title, module=module, needs=needs, **more)
 
 
-_ALONE = {"alone": True, "deepspeed": False}
 ENTRANTS: Mapping[str, Entrant] = {
     entrant.name: entrant
     for entrant in (
@@ -94,22 +89,17 @@ ENTRANTS: Mapping[str, Entrant] = {
         _peer("trl", "TRL SFTTrainer + DeepSpeed", "trainers", _TRL),
         _peer("trl-grouped", "TRL, group_by_length", "trainers", _TRL, layout="grouped"),
         _peer("trl-packed", "TRL, packing", "trainers", _TRL, layout="packed"),
-        _ours("anygauge-single", "anygauge, single", {"name": "single"}),
-        _ours("anygauge-single-packed", "anygauge, single, packing", {"name": "single"}, "packed"),
+        _ours("anygauge-single", "anygauge, single", _SINGLE),
+        _ours("anygauge-single-packed", "anygauge, single, packing", _SINGLE, "packed"),
         _peer("trainer-single", "HF Trainer", "trainers", _HF_ALONE, **_ALONE),
-        _peer(
-            *("trainer-compiled", "HF Trainer, torch.compile", "trainers", _HF_ALONE),
-            **_ALONE,
-            compiled=True,
-        ),
+        _peer("trainer-compiled", "HF Trainer, torch.compile", "trainers", _HF_ALONE, **_ALONE,
+              compiled=True),
         _peer("accelerate", "Accelerate + DeepSpeed", "loops", _HF),
-        _peer(
-            *("unsharded", "unsharded, no communication (bound)", "loops", _TORCH),
-            independent=True,
-        ),
+        _peer("unsharded", "unsharded, no communication (bound)", "loops", _TORCH,
+              independent=True),
         _peer("sharded-bound", "unsharded, layers gathered in place (bound)", "loops", _TORCH),
     )
-}
+}  # fmt: skip
 
 
 OF_A_CHECKOUT = ("", "kernels", "backends", "launchers")
@@ -149,14 +139,12 @@ def processes(entrant: Entrant, plan: ContenderPlan, environment: Mapping[str, s
         environment = {**environment, **path}
     if entrant.module is None:
         path = output / "run.yaml"
-        path.write_text(
-            yaml.safe_dump(run_file(plan, entrant.strategy), sort_keys=False), encoding="utf-8"
-        )
+        text = yaml.safe_dump(run_file(plan, entrant.strategy), sort_keys=False)
+        path.write_text(text, encoding="utf-8")
         argv = [sys.executable, "-m", "anygauge.cli", "train", str(path)]
         argv += [] if plan.rehearses else ["--no-plan"]
-        return Processes(
-            argv=argv, environments=[dict(environment)], logs=[output / "anygauge.log"]
-        )
+        logs = [output / "anygauge.log"]
+        return Processes(argv=argv, environments=[dict(environment)], logs=logs)
     path = output / "plan.json"
     plan.save(path)
     return Processes(
@@ -174,6 +162,10 @@ def run_file(plan: ContenderPlan, strategy: Mapping[str, Any]) -> dict[str, Any]
         source |= {"format": "prompt_completion", "template": "{prompt}"}
     else:
         source |= {"format": "text"}
+    launch: dict[str, Any] = {"nodes": plan.nodes, "devices": plan.ranks // plan.nodes}
+    if plan.hostfile:
+        launch |= {"launcher": "ssh", "options": {"hostfile": plan.hostfile}}
+        launch["pass_environment"] = list(SHARED)
     return {
         "name": "run",
         "output": plan.output,
@@ -205,17 +197,5 @@ def run_file(plan: ContenderPlan, strategy: Mapping[str, Any]) -> dict[str, Any]
         },
         "precision": {"param_dtype": plan.dtype},
         "strategy": dict(strategy),
-        "launch": launch(plan),
+        "launch": launch,
     }
-
-
-def launch(plan: ContenderPlan) -> dict[str, Any]:
-    """The ranks of this machine, or of all that the host file lists."""
-    found: dict[str, Any] = {"nodes": plan.nodes, "devices": plan.ranks // plan.nodes}
-    if plan.hostfile:
-        found |= {
-            "launcher": "ssh",
-            "options": {"hostfile": plan.hostfile},
-            "pass_environment": list(SHARED),
-        }
-    return found

@@ -51,14 +51,9 @@ def prepare_rows(workload: str, plan: ContenderPlan) -> tuple[WrittenRows, Conte
     data = Path(plan.data) if plan.data else None
     length = plan.length if workload == "full" else plan.max_length
     rows = write_rows(
-        workload,
-        folder,
-        data=data,
-        count=plan.steps * plan.global_batch,
-        length=length,
-        vocabulary=plan.vocabulary,
-        seed=plan.seed,
-    )
+        workload, folder, data=data, count=plan.steps * plan.global_batch, length=length,
+        vocabulary=plan.vocabulary, seed=plan.seed,
+    )  # fmt: skip
     fewest, mean, most = rows.lengths
     about = (
         f"{workload}: {source(workload, data)}; {fewest} to {most} tokens a row, mean "

@@ -12,13 +12,7 @@ from torch import Tensor
 
 from benchmarks import kernels
 from benchmarks.gpu.part import FAILED, LATE, Clock, Context, PartError, Report
-from benchmarks.kernel_timing import (
-    KernelCase,
-    chosen_kernel,
-    copy_bandwidth,
-    kernel_names,
-    table_rows,
-)
+from benchmarks.kernel_timing import chosen_kernel, copy_bandwidth, kernel_names
 from benchmarks.kernels import plain_loss
 from benchmarks.table import Figure, TableRow
 
@@ -54,9 +48,8 @@ def _half(context: Context) -> torch.dtype:
 def _add_all(
     context: Context,
     report: Report,
-    cases: Iterator[KernelCase],
+    cases: Iterator[list[TableRow]],
     count: int,
-    copy: float = 0.0,
     prefix: str = "",
 ) -> None:
     """Add what is measured case by case.
@@ -66,8 +59,8 @@ def _add_all(
     """
     clock = Clock(context.seconds)
     for done, case in enumerate(cases, 1):
-        for each in table_rows(replace(case, name=prefix + case.name), copy):
-            report.add(each)
+        for row in case:
+            report.add(replace(row, case=prefix + row.case))
         if not clock.left and done < count:
             raise PartError(LATE, f"{done} of {count} cases were timed")
 
@@ -89,8 +82,8 @@ def softmax(context: Context, report: Report) -> None:
                 "GB/s; `of copy` is a kernel's share of that.")  # fmt: skip
     _say_liger(report)
     cases = kernels.softmax(device, _half(context), kernel, columns=columns, elements=elements,
-                            rounds=_rounds(context))  # fmt: skip
-    _add_all(context, report, cases, 2 * len(columns), copy)
+                            rounds=_rounds(context), copy=copy)  # fmt: skip
+    _add_all(context, report, cases, 2 * len(columns))
 
 
 def loss(context: Context, report: Report) -> None:
