@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.plan import BenchmarkError
 from benchmarks.session import version
 
 PACKAGES = (
@@ -27,10 +28,6 @@ print(json.dumps(found))
 """
 
 
-class NoCardError(Exception):
-    """There is no card that could be measured; says what to do."""
-
-
 REMEDY = (
     "`make gpu DEVICE=cpu` tries the parts on this machine's processor; "
     "`make gpu PREDICT=h100:1` shows what is predicted for a card"
@@ -41,12 +38,12 @@ def look() -> dict[str, Any]:
     """What torch sees, in a process of its own: the parts' memory is theirs alone.
 
     Raises:
-        NoCardError: torch is missing or cannot be imported.
+        BenchmarkError: torch is missing or cannot be imported.
     """
     argv = [sys.executable, "-c", LOOK]
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
-        raise NoCardError(f"torch cannot be used:\n{done.stderr.strip()[-1000:]}\n{REMEDY}")
+        raise BenchmarkError(f"torch cannot be used:\n{done.stderr.strip()[-1000:]}\n{REMEDY}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -55,7 +52,7 @@ def described(device: str, gpus: int) -> dict[str, Any]:
     """The page's first table.
 
     Raises:
-        NoCardError: there is no card, or not as many as asked for, or torch is too old.
+        BenchmarkError: there is no card, or not as many as asked for, or torch is too old.
     """
     found = look()
     card: dict[str, Any] = {"card": "This machine's processor"}
@@ -76,19 +73,19 @@ def described(device: str, gpus: int) -> dict[str, Any]:
 def _check(found: Mapping[str, Any], gpus: int) -> None:
     torch, cards = found["torch"], len(found["cards"])
     if tuple(map(int, torch.split(".")[:2])) < OLDEST_TORCH:
-        raise NoCardError(
+        raise BenchmarkError(
             f"torch {torch} is installed, and 2.11 or newer is needed: `rm -rf .venv` and "
             "`make gpu`, or `make gpu WHEELS=folder PYTHON=interpreter` beside a newer torch. "
             f"{REMEDY}"
         )
     if not cards:
         why = "is built without CUDA" if found["cuda"] is None else "sees no usable card"
-        raise NoCardError(
+        raise BenchmarkError(
             f"there is no NVIDIA card to measure: torch {torch} {why}. `anygauge doctor "
             f"--backend cuda` shows what is missing. {REMEDY}"
         )
     if gpus > cards:
-        raise NoCardError(f"GPUS={gpus}, but torch sees {cards}. {REMEDY}")
+        raise BenchmarkError(f"GPUS={gpus}, but torch sees {cards}. {REMEDY}")
 
 
 def foreseen(machine: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,18 +118,28 @@ def test_a_package_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert found.status == "missing" and "no_such_package; pip install" in found.problem
 
 
-def test_weights_that_are_alike_are_drawn_once(tmp_path: Path) -> None:
-    drawn = []
+def test_weights_that_are_alike_are_drawn_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[list[str]] = []
+
+    def draw(argv: list[str], **_: Any) -> Any:
+        drawn.append(argv[4:])
+        folder = Path(argv[3])
+        folder.mkdir()
+        (folder / "model.safetensors").write_text(argv[3])
+        (folder / session.PARAMETERS).write_text("7")
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(session.subprocess, "run", draw)
+    weights = []
     for workload, positions in (("a", 8), ("b", 8), ("c", 16)):
-        model = tmp_path / workload
-        model.mkdir()
-        given = plan(
-            tmp_path, model=str(model), layers=1, hidden=8, intermediate=8, heads=2, classes=9,
-            max_length=positions,
-        )  # fmt: skip
-        assert session.make_model(given) == 2 * 9 * 8 + 4 * 64 + 3 * 64 + 3 * 8
-        drawn.append((model / "model.safetensors").stat().st_ino)
-    assert drawn[0] == drawn[1] != drawn[2]
+        (tmp_path / workload).mkdir()
+        given = plan(tmp_path, model=str(tmp_path / workload), max_length=positions)
+        assert session.make_model(given) == 7
+        weights.append((tmp_path / workload / "model.safetensors").read_text())
+    assert weights[0] == weights[1] != weights[2]
+    assert ["--positions=8" in argv for argv in drawn] == [True, False]
 
 
 def command(*arguments: Any) -> subprocess.CompletedProcess[str]:

@@ -78,10 +78,10 @@ def test_a_kernel_is_as_exact_as_torchs_own_or_fails(
 
 RUN = """
 import json, sys, time
-dtype = sys.argv[1].partition("-")[2].partition("/")[0]
+folder, dtype, device, last = sys.argv[1:]
 time.sleep({"float32": 0, "bfloat16": 60}[dtype])
-losses = [3.0, 2.0 if "cpu" in sys.argv[1] else float(sys.argv[2])]
-with open(sys.argv[1] + "metrics.jsonl", "w") as file:
+losses = [3.0, 2.0 if device == "cpu" else float(last)]
+with open(folder + "/metrics.jsonl", "w") as file:
     file.writelines(json.dumps({"loss": loss, "grad_norm": 1.0}) + "\\n" for loss in losses)
 """
 
@@ -93,7 +93,7 @@ def test_parity_keeps_what_is_done_when_its_time_is_over(
     def command(folder: Path, plan: Any, dtype: str, device: str) -> Processes:
         where = folder / f"{device}-{dtype}"
         where.mkdir()
-        argv = [sys.executable, "-c", RUN, f"{where}/", last]
+        argv = [sys.executable, "-c", RUN, str(where), dtype, device, last]
         return Processes(argv=argv, environments=[{}], logs=[where / "run.log"])
 
     monkeypatch.setattr(parity, "command", command)
@@ -171,8 +171,8 @@ def test_a_card_that_is_not_there_is_one_message(tmp_path: Path) -> None:
         pytest.skip("there is a card")
     done = run(tmp_path / "gpu")
     assert done.returncode == 2
-    assert done.stdout.startswith("error: there is no NVIDIA card to measure")
-    assert "DEVICE=cpu" in done.stdout and "PREDICT=" in done.stdout
+    assert done.stderr.startswith("error: there is no NVIDIA card to measure")
+    assert "DEVICE=cpu" in done.stderr and "PREDICT=" in done.stderr
     assert not (tmp_path / "gpu").exists()
 
 
