@@ -15,6 +15,7 @@ from benchmarks.gpu.predict import Planner, Prediction, llama
 from benchmarks.measure import RunOutcome
 from benchmarks.plan import ContenderPlan, Dtype
 from benchmarks.ratios import paired, rotated
+from benchmarks.rows import WrittenRows
 from benchmarks.session import make_model, prepare_rows, run_once
 from benchmarks.table import Figure, TableRow
 
@@ -34,6 +35,8 @@ class Case:
     workload: str = "full"
 
 
+Place = tuple[Case, str]
+"""A contender in a case."""
 Size = Mapping[str, Any]
 """Fields of a plan: a Llama, and what it is given in a step; rows that differ have at most `length`
 tokens."""
@@ -145,28 +148,13 @@ def compare(
         report.note("Peers run on one machine only: on several, anygauge is measured alone.")
     plan = plan_of(context, TINY if context.tiny else size, ranks)
     if context.machine:
-        foresee(
-            context, report, cases, replace(plan, rows="rows.jsonl", max_length=plan.length), clock
-        )
+        plan = replace(plan, rows="rows.jsonl", max_length=plan.length)
+        foresee(context, report, cases, plan, clock)
         return
     places = [(case, name) for case in cases for name in case.contenders]
-    outcomes: dict[tuple[Case, str], list[RunOutcome]] = {place: [] for place in places}
+    outcomes: dict[Place, list[RunOutcome]] = {place: [] for place in places}
     written = {case.workload: prepare_rows(case.workload, plan) for case in cases}
-    with ExitStack() as stack:
-        planners = {
-            (case, name): planner(context, case, name, written[case.workload][1], stack)
-            for case, name in places
-            if _ours(name)
-        }
-        for _, on_rows, about in written.values():
-            about = f"{about}; model of {make_model(on_rows):,} parameters"
-            report.note(f"{about[:1].upper()}{about[1:]}. LoRA r16 on all linear layers.")
-        predictions = {place: each.read(clock.left / 2) for place, each in planners.items()}
-    for (_, name), prediction in predictions.items():
-        if prediction.problem:
-            report.note(f"No prediction of {ENTRANTS[name].title}: {prediction.problem}")
-    if context.device == "cpu":
-        report.note("Host waits are counted on a GPU only; `device busy` is then the GPU's.")
+    predictions = predict_and_draw(context, report, places, written, clock)
     longest: dict[str, float] = {}
     for round_ in range(1 if context.tiny else MOST_ROUNDS):
         for case, name in rotated(places, round_):
@@ -201,6 +189,36 @@ def compare(
                 if not outcomes[case, name]]  # fmt: skip
     if left_out:
         raise PartError(LATE, f"no time was left for {'; '.join(left_out)}")
+
+
+def predict_and_draw(
+    context: Context,
+    report: Report,
+    places: Sequence[Place],
+    written: Mapping[str, tuple[WrittenRows, ContenderPlan, str]],
+    clock: Clock,
+) -> dict[Place, Prediction]:
+    """What the planner predicts of our contenders; weights are drawn in the meantime.
+
+    Args:
+        written: workload -> what `prepare_rows` returned.
+    """
+    with ExitStack() as stack:
+        planners = {
+            (case, name): planner(context, case, name, written[case.workload][1], stack)
+            for case, name in places
+            if _ours(name)
+        }
+        for _, plan, about in written.values():
+            about = f"{about}; model of {make_model(plan):,} parameters"
+            report.note(f"{about[:1].upper()}{about[1:]}. LoRA r16 on all linear layers.")
+        predictions = {place: each.read(clock.left / 2) for place, each in planners.items()}
+    for (_, name), prediction in predictions.items():
+        if prediction.problem:
+            report.note(f"No prediction of {ENTRANTS[name].title}: {prediction.problem}")
+    if context.device == "cpu":
+        report.note("Host waits are counted on a GPU only; `device busy` is then the GPU's.")
+    return predictions
 
 
 def foresee(
@@ -250,8 +268,8 @@ def plan_of(context: Context, size: Size, ranks: int) -> ContenderPlan:
 
 def table(
     cases: Sequence[Case],
-    outcomes: Mapping[tuple[Case, str], Sequence[RunOutcome]],
-    predictions: Mapping[tuple[Case, str], Prediction],
+    outcomes: Mapping[Place, Sequence[RunOutcome]],
+    predictions: Mapping[Place, Prediction],
 ) -> list[TableRow]:
     """A row for each contender that has run: medians of its rounds. One that failed after it had
     trained has figures, too."""
