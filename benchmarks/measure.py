@@ -113,7 +113,7 @@ def outcome(
         ranks = [contender_steps(folder, rank) for rank in range(plan.ranks)]
     for steps in ranks:
         if len(steps) != plan.steps:
-            raise MeasureError(f"{len(steps)} of {plan.steps} steps recorded, each with its loss")
+            raise MeasureError(f"{len(steps)} of {plan.steps} steps recorded")
     whole = [Step(each[0].time, *map(sum, list(zip(*each, strict=True))[1:]))
              for each in zip(*ranks, strict=True)]  # fmt: skip
     tokens = sum(step.tokens for step in whole)
@@ -163,18 +163,12 @@ def anygauge_steps(folder: Path) -> list[Step]:
 
 
 def contender_steps(folder: Path, rank: int) -> list[Step]:
-    """Steps that a contender's rank recorded: losses have lines of their own.
+    """Steps that a contender's rank recorded.
 
     Raises:
         MeasureError: the file is not there.
     """
-    records = _lines(folder / f"steps-rank{rank}.jsonl")
-    steps = [record for record in records if "time" in record]
-    losses = [record for record in records if "time" not in record]
-    return [
-        Step(step["time"], step["tokens"], step["slots"], loss["loss_sum"], loss["loss_tokens"])
-        for step, loss in zip(steps, losses, strict=False)
-    ]
+    return [Step(**step) for step in _lines(folder / f"steps-rank{rank}.jsonl")]
 
 
 def traces(

@@ -32,9 +32,8 @@ class Recorder:
         self._tokens: list[Tensor | int] = []
         self._slots = 0
         self._losses: list[Tensor] = []
-        self._late_losses: list[Tensor] = []
-        self._late: list[tuple[float, list[Tensor | int], int]] = []
-        atexit.register(self._write_late)
+        self._steps: list[tuple[float, list[Tensor | int], int, Tensor | float, int]] = []
+        atexit.register(self._write)
 
     def watch(self, model: nn.Module) -> None:
         """Count real tokens and places for tokens in every forward of the outermost model."""
@@ -62,41 +61,27 @@ class Recorder:
 
         trainer.training_step = training_step
 
-    def step(self) -> None:
-        """An optimizer step has ended now."""
-        if self._losses:
-            loss, self._losses = torch.stack(self._losses).float().sum(), []
-            if loss.device.type == "cpu":
-                self.loss(float(loss))
-            else:
-                self._late_losses.append(loss)
-        step = (time.time(), self._tokens, self._slots)
-        if any(isinstance(each, Tensor) and each.device.type != "cpu" for each in self._tokens):
-            self._late.append(step)
-        else:
-            self._write_step(*step)
-        self._tokens, self._slots = [], 0
+    def step(self, loss_sum: float | None = None, loss_tokens: int = 1) -> None:
+        """An optimizer step has ended now.
 
-    def rank_loss(self, loss_sum: float, loss_tokens: int) -> None:
-        """Loss of the last step on this rank: the sum over loss tokens, and their number."""
-        self._write({"loss_sum": loss_sum, "loss_tokens": loss_tokens})
+        Args:
+            loss_sum: on this rank, over its `loss_tokens`; else the mean is that of
+                `watch_losses`.
+        """
+        loss = torch.stack(self._losses).float().sum() if loss_sum is None else loss_sum
+        self._steps.append((time.time(), self._tokens, self._slots, loss, loss_tokens))
+        on_device = any(isinstance(t, Tensor) and t.device.type != "cpu" for t in self._tokens)
+        self._tokens, self._slots, self._losses = [], 0, []
+        if not on_device:
+            self._write()
 
-    def loss(self, value: float) -> None:
-        """Mean loss of the last step on this rank."""
-        self.rank_loss(value, 1)
-
-    def _write_late(self) -> None:
-        for step in self._late:
-            self._write_step(*step)
-        for loss in self._late_losses:
-            self.loss(float(loss))
-
-    def _write_step(self, moment: float, tokens: Sequence[Tensor | int], slots: int) -> None:
-        self._write({"time": moment, "tokens": sum(map(int, tokens)), "slots": slots})
-
-    def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
+    def _write(self) -> None:
+        for moment, tokens, slots, loss, loss_tokens in self._steps:
+            step = {"time": moment, "tokens": sum(map(int, tokens)), "slots": slots}
+            step |= {"loss_sum": float(loss), "loss_tokens": loss_tokens}
+            self._file.write(json.dumps(step) + "\n")
         self._file.flush()
+        self._steps = []
 
 
 def start() -> tuple[ContenderPlan, Recorder]:

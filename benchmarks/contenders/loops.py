@@ -90,8 +90,7 @@ def train(build: Build, plan: ContenderPlan, device: torch.device, recorder: Rec
             loss_sum += float(loss.detach()) * count
             loss_tokens += count
         engine.update()
-        recorder.step()
-        recorder.rank_loss(loss_sum, loss_tokens)
+        recorder.step(loss_sum, loss_tokens)
     engine.close()
 
 

@@ -37,12 +37,15 @@ def write_lines(path: Path, records: Sequence[Any]) -> None:
 
 
 def write_rank(folder: Path, rank: int, *, seconds: float = 2.0, tokens: int = 10) -> None:
-    records: list[dict[str, float]] = []
-    for step in range(STEPS):
-        records.append({"time": 100 + seconds * (step + 1), "tokens": tokens, "slots": 2 * tokens})
-        # Rank 1 has three times the tokens to learn of rank 0, and twice the loss on each.
-        loss_tokens = (2, 6)[rank]
-        records.append({"loss_sum": loss_tokens * (rank + 1.0), "loss_tokens": loss_tokens})
+    # Rank 1 has three times the loss tokens of rank 0, and twice the loss on each.
+    loss_tokens = (2, 6)[rank]
+    records = [
+        {
+            **{"time": 100 + seconds * (step + 1), "tokens": tokens, "slots": 2 * tokens},
+            **{"loss_sum": loss_tokens * (rank + 1.0), "loss_tokens": loss_tokens},
+        }
+        for step in range(STEPS)
+    ]
     write_lines(folder / f"steps-rank{rank}.jsonl", records)
 
 
