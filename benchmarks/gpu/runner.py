@@ -20,7 +20,7 @@ from benchmarks.gpu.part import FAILED, LATE, OK, PARTS, Context, Part, Report
 from benchmarks.processes import Processes, run
 from benchmarks.table import TableRow, cell, line, shown, table
 
-GRACE_S = 10.0
+GRACE_S = 6.0
 """Of a part's time, for its last words."""
 LAST_LINES = 12
 LEAST_S = 5.0

@@ -14,10 +14,10 @@ from benchmarks.gpu.part import FAILED, LATE, SKIPPED, Clock, Context, PartError
 from benchmarks.gpu.predict import Planner, Prediction, llama
 from benchmarks.measure import RunOutcome
 from benchmarks.plan import ContenderPlan, Dtype
-from benchmarks.ratios import paired, rotated
+from benchmarks.ratios import rotated
 from benchmarks.rows import WrittenRows
 from benchmarks.session import make_model, prepare_rows, run_once
-from benchmarks.table import Figure, TableRow
+from benchmarks.table import Figure, TableRow, speed_ratio
 
 MOST_ROUNDS = 5
 WATCHED = 2
@@ -280,7 +280,7 @@ def table(
             for (other, _), each in predictions.items()
             if other.workload == case.workload and each.flops_per_token and each.peak
         ]
-        first = [o for o in outcomes[case, case.contenders[0]] if o.tokens_per_s]
+        first = outcomes[case, case.contenders[0]]
         for name in case.contenders:
             runs = outcomes[case, name]
             if not runs:
@@ -303,12 +303,9 @@ def _figures(
     done: Sequence[RunOutcome], first: Sequence[RunOutcome], counted: Prediction | None
 ) -> dict[str, Figure]:
     """Of a contender's rounds, beside those of its group's first."""
-    speeds = {o.round: o.tokens_per_s or 0.0 for o in done}
-    firsts = {o.round: o.tokens_per_s or 0.0 for o in first}
-    both = [round_ for round_ in speeds if round_ in firsts]
-    ratio = paired([firsts[r] for r in both], [speeds[r] for r in both]) if both else None
+    ratio = speed_ratio(first, done)
     watched = next((o.watched for o in reversed(done) if o.watched), {})
-    speed = median(speeds.values())
+    speed = median(o.tokens_per_s or 0.0 for o in done)
     return {
         "tokens/s": speed,
         "first / this": ratio.median if ratio else None,
