@@ -47,7 +47,9 @@ def test_contenders_are_compared_and_failures_named() -> None:
         copied=(1.0, 3.0),
     )
     for row in (ours, theirs):
-        forward, backward, both, memory, ratio, *shares = map(float, row.figures.values())
+        forward, backward, both, memory, ratio, *shares = (
+            float(str(f)) for f in row.figures.values()
+        )
         assert both == pytest.approx(forward + backward) and forward > 0 and memory > 0
         assert ratio == 1 if row is ours else ratio > 0
         assert shares == pytest.approx([1e3 / forward, 3e3 / backward])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +13,8 @@ import pytest
 from benchmarks.measure import RunOutcome
 from benchmarks.memory_phases import PHASES, check
 from benchmarks.plan import BenchmarkError
-from benchmarks.processes import ROOT, SHIM
+from benchmarks.processes import SHIM
+from tests.benchmarks.commands import run
 
 sys.path.insert(0, str(SHIM))
 from benchmark_phases import Phases, peak, reset
@@ -90,25 +89,17 @@ def test_a_run_without_a_phase_or_an_adapter_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_contenders_evaluate_and_save(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "benchmarks.memory_phases", "--classes", "5000"),
-            *("--rounds", "1", "--contenders", "anygauge-fsdp,trainer", "--layers", "1"),
-            *("--hidden", "32", "--length", "32", "--output", str(tmp_path / "out")),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env={name: v for name, v in os.environ.items() if name != "ANYGAUGE_DATA"},
-        stdin=subprocess.DEVNULL,
+    done = run(
+        *("benchmarks.memory_phases", "--classes", "5000"),
+        *("--rounds", "1", "--contenders", "anygauge-fsdp,trainer", "--layers", "1"),
+        *("--hidden", "32", "--length", "32", "--output", tmp_path / "out"),
     )
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert [run["name"] for run in record["runs"]] == ["anygauge-fsdp", "trainer"]
-    for run in record["runs"]:
-        assert len(run["phases"]) == 2
-        assert min(sum(rank[phase] for rank in run["phases"]) for phase in PHASES) > 2**27
+    assert [each["name"] for each in record["runs"]] == ["anygauge-fsdp", "trainer"]
+    for each in record["runs"]:
+        assert len(each["phases"]) == 2
+        assert min(sum(rank[phase] for rank in each["phases"]) for phase in PHASES) > 2**27
     text = (tmp_path / "out" / "table.md").read_text()
     assert "| 5,000 classes | anygauge, fsdp |" in text
     assert "|  | HF Trainer + DeepSpeed |" in text

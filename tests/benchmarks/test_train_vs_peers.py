@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +15,10 @@ from anygauge.config.load import load_run_file
 from benchmarks import session
 from benchmarks.entrants import ENTRANTS, chosen, processes
 from benchmarks.plan import ContenderPlan
-from benchmarks.processes import ROOT, SHIM, Ended, Processes, shared_environment
+from benchmarks.processes import SHIM, Ended, Processes, shared_environment
 from benchmarks.rows import WrittenRows
 from benchmarks.train_vs_peers import chosen_workloads, named
+from tests.benchmarks.commands import run
 from tests.benchmarks.test_measure import plan, two_ranks
 
 
@@ -49,18 +47,18 @@ def test_run_files_say_what_the_plan_says(tmp_path: Path, name: str) -> None:
         hostfile="/hosts", nodes=2, ranks=4, watched=2, rehearses=False,
     )  # fmt: skip
     assert processes(ENTRANTS[name], given, {}).argv[-1] == "--no-plan"
-    run = load_run_file(tmp_path / "run.yaml").run
-    assert run.data.packing == (given.layout == "packed")
-    assert run.data.group_by_length == (given.layout == "grouped")
-    assert run.train.global_batch_size == given.global_batch == 12
-    assert run.train.optimizer.lr == given.lr
-    assert run.adapter is not None
-    assert (run.adapter.r, run.adapter.alpha) == (16, 32)
-    assert (run.launch.launcher, run.launch.nodes, run.launch.devices) == ("ssh", 2, 2)
-    assert run.launch.options == {"hostfile": "/hosts"}
+    read = load_run_file(tmp_path / "run.yaml").run
+    assert read.data.packing == (given.layout == "packed")
+    assert read.data.group_by_length == (given.layout == "grouped")
+    assert read.train.global_batch_size == given.global_batch == 12
+    assert read.train.optimizer.lr == given.lr
+    assert read.adapter is not None
+    assert (read.adapter.r, read.adapter.alpha) == (16, 32)
+    assert (read.launch.launcher, read.launch.nodes, read.launch.devices) == ("ssh", 2, 2)
+    assert read.launch.options == {"hostfile": "/hosts"}
     # By which the ranks of another machine are measured.
     passed = shared_environment(given)
-    assert set(run.launch.pass_environment) <= set(passed)
+    assert set(read.launch.pass_environment) <= set(passed)
     assert passed["ANYGAUGE_BENCHMARK_WATCH"] == "2:1"
     assert "ANYGAUGE_BENCHMARK_PHASES" not in passed
     evaluated = dataclasses.replace(given, evaluates=True)
@@ -97,14 +95,14 @@ ROWS = WrittenRows(
 def test_a_run_that_failed_after_training_keeps_its_figures(
     trained: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(started: Processes, timeout_s: float) -> Ended:
+    def fail(started: Processes, timeout_s: float) -> Ended:
         folder = started.logs[0].parent
         if trained:
             two_ranks(folder)
         started.logs[0].write_text("loading\ntrl.Error: logits differ\n  at x.py\n")
         return Ended(seconds=9.0, problem="process 0 ended with status 2", status=2)
 
-    monkeypatch.setattr(session, "run", run)
+    monkeypatch.setattr(session, "run", fail)
     given = plan(tmp_path)
     found = session.run_once(ENTRANTS["deepspeed"], given, ROWS, folder=tmp_path / "run", round_=1)
     assert found.status == "failed" and found.wall_seconds == 9.0
@@ -142,22 +140,9 @@ def test_weights_that_are_alike_are_drawn_once(
     assert ["--positions=8" in argv for argv in drawn] == [True, False]
 
 
-def command(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    environment = {name: v for name, v in os.environ.items() if name != "ANYGAUGE_DATA"}
-    return subprocess.run(
-        [sys.executable, "benchmarks/train_vs_peers.py", *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-    )
-
-
 def test_an_output_that_is_in_use_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "table.md").write_text("mine")
-    done = command("--output", tmp_path)
+    done = run("benchmarks.train_vs_peers", "--output", tmp_path)
     assert done.returncode == 2
     # Where its box breaks a line depends on how long the path is.
     assert "not empty" in " ".join(done.stderr.replace("│", " ").split())
@@ -166,7 +151,8 @@ def test_an_output_that_is_in_use_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_contenders_in_two_rounds(tmp_path: Path) -> None:
-    done = command(
+    done = run(
+        "benchmarks.train_vs_peers",
         *("--workload", "generated", "--contenders", "anygauge,unsharded", "--rounds", 2),
         *("--steps", 3, "--warmup", 1, "--layers", 1, "--hidden", 32, "--heads", 2),
         *("--vocabulary", 400, "--max-length", 96, "--micro-batch", 1, "--accumulation", 2),
@@ -174,12 +160,12 @@ def test_two_contenders_in_two_rounds(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     record = json.loads((tmp_path / "out" / "results.json").read_text())["workloads"]["generated"]
-    order = [(run["round"], run["name"]) for run in record["runs"]]
+    order = [(each["round"], each["name"]) for each in record["runs"]]
     assert order == [(1, "anygauge"), (1, "unsharded"), (2, "unsharded"), (2, "anygauge")]
-    for run in record["runs"]:
-        assert run["tokens"] == record["runs"][0]["tokens"]
-        assert len(run["losses"]) == 3
-        assert run["peak_memory"] > 2**27
+    for each in record["runs"]:
+        assert each["tokens"] == record["runs"][0]["tokens"]
+        assert len(each["losses"]) == 3
+        assert each["peak_memory"] > 2**27
     ours, bound = record["runs"][:2]
     assert ours["sent"]["reduce_scatter"] > 0
     assert bound["sent"] == {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,24 +13,19 @@ import torch
 
 from benchmarks.gpu import operations, parity
 from benchmarks.gpu.part import FAILED, LATE, PARTS, Context, PartError, Report, names
-from benchmarks.processes import ROOT, Processes
+from benchmarks.processes import Processes
+from tests.benchmarks.commands import run
 from tests.helpers.nvidia import NAME, built, calls, standin_environment, standin_site
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", "--output", str(folder), *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(folder.parent)},
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
+def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """``make gpu``, without it."""
+    variables = {"OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(folder.parent)}
+    return run("benchmarks.gpu", "--output", folder, *arguments, **variables)
 
 
 def measured(folder: Path, parts: str, *arguments: str) -> dict[str, dict[str, Any]]:
-    done = run(folder, "--device", "cpu", "--parts", parts, "--seconds", "900", *arguments)
+    done = command(folder, "--device", "cpu", "--parts", parts, "--seconds", "900", *arguments)
     record = json.loads((folder / "results.json").read_text())
     found = {part["part"]: part for part in record["parts"]}
     assert done.returncode == 0, done.stdout + done.stderr + str(found)
@@ -90,13 +84,13 @@ with open(folder + "/metrics.jsonl", "w") as file:
 def test_parity_keeps_what_is_done_when_its_time_is_over(
     last: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def command(folder: Path, plan: Any, dtype: str, device: str) -> Processes:
+    def sleeper(folder: Path, plan: Any, dtype: str, device: str) -> Processes:
         where = folder / f"{device}-{dtype}"
         where.mkdir()
         argv = [sys.executable, "-c", RUN, str(where), dtype, device, last]
         return Processes(argv=argv, environments=[{}], logs=[where / "run.log"])
 
-    monkeypatch.setattr(parity, "command", command)
+    monkeypatch.setattr(parity, "command", sleeper)
     report = Report(tmp_path / "report.json")
     with pytest.raises(PartError) as raised:
         parity.run(Context(device="cuda", folder=str(tmp_path), seconds=8.0), report)
@@ -147,7 +141,8 @@ def test_the_parts_on_the_stand_in_for_cuda(
         monkeypatch.setenv(name, value)
     # Nothing is compiled for a card that is simulated.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    done = run(tmp_path / "gpu", "--tiny", "--seconds", "900", "--parts", "accuracy,loss,training")
+    parts = "accuracy,loss,training"
+    done = command(tmp_path / "gpu", "--tiny", "--seconds", "900", "--parts", parts)
     record_of = json.loads((tmp_path / "gpu" / "results.json").read_text())
     assert done.returncode == 0, done.stdout + done.stderr + str(record_of)
     assert record_of["machine"]["card"] == NAME
@@ -169,7 +164,7 @@ def test_the_parts_on_the_stand_in_for_cuda(
 def test_a_card_that_is_not_there_is_one_message(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a card")
-    done = run(tmp_path / "gpu")
+    done = command(tmp_path / "gpu")
     assert done.returncode == 2
     assert done.stderr.startswith("error: there is no NVIDIA card to measure")
     assert "DEVICE=cpu" in done.stderr and "PREDICT=" in done.stderr
@@ -178,7 +173,7 @@ def test_a_card_that_is_not_there_is_one_message(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_predictions_need_no_card(tmp_path: Path) -> None:
-    done = run(tmp_path / "gpu", "--predict", "h100:1", "--parts", "training,8b")
+    done = command(tmp_path / "gpu", "--predict", "h100:1", "--parts", "training,8b")
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((tmp_path / "gpu" / "results.json").read_text())
     rows = [row for part in record["parts"] for row in part["rows"]]
