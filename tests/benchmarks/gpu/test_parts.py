@@ -177,6 +177,7 @@ def test_predictions_need_no_card(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((tmp_path / "gpu" / "results.json").read_text())
     rows = [row for part in record["parts"] for row in part["rows"]]
-    assert [row["name"] for row in rows] == ["anygauge, single", "anygauge", "anygauge, single"]
+    single = "anygauge, single"
+    assert [row["name"] for row in rows] == [single, single, f"{single}, packing", single]
     for row in rows:
         assert row["figures"] == {} and 0 < row["predicted"]["MFU"] < 1
