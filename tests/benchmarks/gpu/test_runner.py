@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,20 @@ from typing import Any
 import pytest
 import typer
 
-from benchmarks.gpu import machine, runner, training
-from benchmarks.gpu.__main__ import chosen, hosts_of
-from benchmarks.gpu.part import FAILED, LATE, OK, PARTS, SKIPPED, Context, Part, PartError
-
-from benchmarks.gpu.part import Report, names  # isort: skip
+from benchmarks.gpu import machine, predict, runner, training
+from benchmarks.gpu.__main__ import QUICK_S, chosen, hosts_of
+from benchmarks.gpu.part import (
+    FAILED,
+    LATE,
+    OK,
+    PARTS,
+    SKIPPED,
+    Context,
+    Part,
+    PartError,
+    Report,
+    names,
+)
 from benchmarks.gpu.predict import Prediction, prediction
 from benchmarks.gpu.pytests import outcomes
 from benchmarks.gpu.runner import Result, page, write
@@ -95,8 +105,6 @@ def test_a_part_without_time_is_not_begun(probes: None, tmp_path: Path) -> None:
 
 
 def test_the_quick_parts_share_all_of_their_time() -> None:
-    from benchmarks.gpu.__main__ import QUICK_S
-
     shares = {name: PARTS[name].share for name in names(full=False)}
     assert sum(shares.values()) == QUICK_S and shares["kit"] >= 120
 
@@ -110,7 +118,7 @@ ROWS = (
 
 
 def test_predictions_stand_beside_figures() -> None:
-    assert markdown(ROWS)[0::1][0] == "| case | contender | tokens/s | planned | MFU | note |"
+    assert markdown(ROWS)[0] == "| case | contender | tokens/s | planned | MFU | note |"
     assert markdown(ROWS)[2:] == [
         "| one | anygauge | 1,234 | 2,000 | 25.0% |  |",
         "|  | trainer \\| x | 1,000 | - | - | slow very |",
@@ -211,10 +219,6 @@ def test_plans_become_predictions() -> None:
 def test_cards_are_planned_for_by_their_own_name(
     card: str, named: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from contextlib import ExitStack, nullcontext
-
-    from benchmarks.gpu import predict
-
     asked: list[Sequence[str]] = []
 
     def start(processes: Any) -> Any:
