@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,26 +144,3 @@ def tokenised_rows(plan: ContenderPlan, tokenizer: Any) -> list[dict[str, list[i
             {"input_ids": prompt + answer, "labels": [IGNORED] * len(prompt) + answer},
         )
     return rows
-
-
-def padding_collator(pad_id: int) -> Callable[[Sequence[dict[str, list[int]]]], dict[str, Tensor]]:
-    """Rows to (B, T) int64 tensors, padded on the right to the longest of them."""
-
-    def collate(rows: Sequence[dict[str, list[int]]]) -> dict[str, Tensor]:
-        width = max(len(row["input_ids"]) for row in rows)
-
-        def padded(name: str, value: int) -> Tensor:
-            return torch.tensor([row[name] + [value] * (width - len(row[name])) for row in rows])
-
-        return {
-            "input_ids": padded("input_ids", pad_id),
-            "labels": padded("labels", IGNORED),
-            "attention_mask": torch.tensor(
-                [
-                    [1] * len(row["input_ids"]) + [0] * (width - len(row["input_ids"]))
-                    for row in rows
-                ]
-            ),
-        }
-
-    return collate

@@ -22,13 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, DataCollatorForSeq2Seq
 
 from benchmarks.contenders.common import (
     IGNORED,
     Recorder,
     adapted_model,
-    padding_collator,
     skip_inference_kernel,
     start,
     tokenised_rows,
@@ -94,18 +93,21 @@ def train(build: Build, plan: ContenderPlan, device: torch.device, recorder: Rec
     engine.close()
 
 
-def batches(plan: ContenderPlan, device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """Padded micro-batches of this rank, in random order."""
+def loader_of(plan: ContenderPlan, rank: int = 0, ranks: int = 1) -> Any:
+    """Padded micro-batches, in random order, of this rank among so many."""
     tokenizer = AutoTokenizer.from_pretrained(plan.model)
     rows: Any = tokenised_rows(plan, tokenizer)
-    rank, ranks = int(os.environ["RANK"]), plan.ranks
-    loader = DataLoader(
+    return DataLoader(
         rows,
         batch_size=plan.micro_batch,
         sampler=DistributedSampler(rows, ranks, rank, shuffle=True, seed=plan.seed),
-        collate_fn=padding_collator(tokenizer.pad_token_id),
+        collate_fn=DataCollatorForSeq2Seq(tokenizer),
     )
-    for batch in loader:
+
+
+def batches(plan: ContenderPlan, device: torch.device) -> Iterator[dict[str, Tensor]]:
+    """This rank's, on its device."""
+    for batch in loader_of(plan, int(os.environ["RANK"]), plan.ranks):
         yield {name: each.to(device, non_blocking=True) for name, each in batch.items()}
 
 
@@ -230,17 +232,9 @@ def accelerate(plan: ContenderPlan, device: torch.device, recorder: Recorder) ->
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=True),
         kwargs_handlers=group,
     )
-    tokenizer = AutoTokenizer.from_pretrained(plan.model)
-    rows: Any = tokenised_rows(plan, tokenizer)
-    loader: Any = DataLoader(
-        rows,
-        batch_size=plan.micro_batch,
-        shuffle=True,
-        collate_fn=padding_collator(tokenizer.pad_token_id),
-    )
     model: Any = adapted_model(plan)
     optimizer: Any = optimizer_of(plan, model)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader_of(plan))
     recorder.watch(model.module)
 
     def backward(loss: Tensor) -> None:
