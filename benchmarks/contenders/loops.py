@@ -40,7 +40,7 @@ Around = Callable[[bool], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Engine:
+class PeerEngine:
     """What a loop drives.
 
     Attributes:
@@ -68,7 +68,7 @@ def take_device(plan: ContenderPlan) -> torch.device:
     return device
 
 
-Build = Callable[[ContenderPlan, torch.device, Recorder], Engine]
+Build = Callable[[ContenderPlan, torch.device, Recorder], PeerEngine]
 
 
 def train(build: Build, plan: ContenderPlan, device: torch.device, recorder: Recorder) -> None:
@@ -113,7 +113,7 @@ def batches(plan: ContenderPlan, device: torch.device) -> Iterator[dict[str, Ten
 
 def by_torch(
     plan: ContenderPlan, adapted: Any, called: Any, around: Around, close: Callable[[], Any]
-) -> Engine:
+) -> PeerEngine:
     """An engine that leaves backward and the update to torch."""
     optimizer = optimizer_of(plan, adapted)
 
@@ -122,7 +122,7 @@ def by_torch(
         optimizer.step()
         optimizer.zero_grad()
 
-    return Engine(
+    return PeerEngine(
         called=called,
         backward=lambda loss: (loss / plan.accumulation).backward(),
         around=around,
@@ -144,7 +144,7 @@ def unjoined(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> A
     return adapted
 
 
-def ddp(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> Engine:
+def ddp(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> PeerEngine:
     """The model in DDP."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -156,7 +156,7 @@ def ddp(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> Engine
     return by_torch(plan, model, wrapper, around, dist.destroy_process_group)
 
 
-def fsdp(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> Engine:
+def fsdp(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> PeerEngine:
     """FSDP2 as its tutorial has it: each layer, then the root."""
     from torch.distributed.fsdp import fully_shard
 
@@ -172,13 +172,13 @@ def fsdp(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> Engin
     return by_torch(plan, model, sharded, around, dist.destroy_process_group)
 
 
-def unsharded(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> Engine:
+def unsharded(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> PeerEngine:
     """The bound: each process trains the whole model alone, with no communication."""
     model = unjoined(plan, device, recorder)
     return by_torch(plan, model, model, lambda last: nullcontext(), lambda: None)
 
 
-def sharded_bound(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> Engine:
+def sharded_bound(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> PeerEngine:
     """The bound of what is sharded: the same, while its layers' weights are gathered."""
     model = joined(plan, device, recorder)
     gathers = Gathers(plan, list(model.get_base_model().model.layers))
@@ -190,7 +190,7 @@ def sharded_bound(plan: ContenderPlan, device: torch.device, recorder: Recorder)
     return by_torch(plan, model, model, lambda last: nullcontext(), close)
 
 
-def deepspeed(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> Engine:
+def deepspeed(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> PeerEngine:
     """DeepSpeed's ZeRO-3, with the settings that anygauge would give it."""
     import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
@@ -210,10 +210,10 @@ def deepspeed(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> 
         engine.backward(loss)
         engine.step()
 
-    return Engine(called=engine, backward=backward, close=engine.destroy)
+    return PeerEngine(called=engine, backward=backward, close=engine.destroy)
 
 
-def accelerate(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> Engine:
+def accelerate(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> PeerEngine:
     """Accelerate with its DeepSpeed plugin and the documented ZeRO-3 file."""
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.utils import InitProcessGroupKwargs
@@ -242,7 +242,7 @@ def accelerate(plan: ContenderPlan, device: torch.device, recorder: Recorder) ->
         optimizer.step()
         optimizer.zero_grad()
 
-    return Engine(
+    return PeerEngine(
         called=model,
         backward=backward,
         around=lambda last: accelerator.accumulate(model),

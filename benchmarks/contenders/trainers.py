@@ -36,7 +36,7 @@ from benchmarks.contenders.zero3 import documented
 from benchmarks.plan import ContenderPlan
 
 
-class Recording(TrainerCallback):
+class RecordingCallback(TrainerCallback):
     """Records the ends of steps."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -62,7 +62,7 @@ def hf_trainer(plan: ContenderPlan, recorder: Recorder) -> Trainer:
         eval_dataset=rows if plan.evaluates else None,
         data_collator=DataCollatorForSeq2Seq(tokenizer),
         processing_class=tokenizer,
-        callbacks=[Recording(recorder)],
+        callbacks=[RecordingCallback(recorder)],
     )
 
 
@@ -85,7 +85,7 @@ def trl_trainer(plan: ContenderPlan, recorder: Recorder) -> Trainer:
         eval_dataset=rows if plan.evaluates else None,
         processing_class=AutoTokenizer.from_pretrained(plan.model),
         peft_config=adapter(plan),
-        callbacks=[Recording(recorder)],
+        callbacks=[RecordingCallback(recorder)],
     )
     recorder.watch(trainer.model)
     return trainer

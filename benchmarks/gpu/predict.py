@@ -35,7 +35,7 @@ class Prediction:
     problem: str = ""
 
 
-class Planner:
+class PlanProcess:
     """``anygauge plan`` of one run, for this machine or the one that `context.machine` names.
 
     Begins at once, beside others; `read` waits for it.

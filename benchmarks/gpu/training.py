@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.entrants import ENTRANTS, run_file
 from benchmarks.gpu.part import FAILED, LATE, SKIPPED, Clock, Context, PartError, Report
-from benchmarks.gpu.predict import Planner, Prediction, llama
+from benchmarks.gpu.predict import PlanProcess, Prediction, llama
 from benchmarks.measure import RunOutcome
 from benchmarks.plan import ContenderPlan, Dtype
 from benchmarks.ratios import rotated
@@ -27,7 +27,7 @@ RESERVE = 1.2
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class TrainingCase:
     """Contenders, by name, that are compared with the first of them on the same rows."""
 
     name: str
@@ -35,7 +35,7 @@ class Case:
     workload: str = "full"
 
 
-Place = tuple[Case, str]
+Entry = tuple[TrainingCase, str]
 """A contender in a case."""
 Size = Mapping[str, Any]
 """Fields of a plan: a Llama, and what it is given in a step; rows that differ have at most `length`
@@ -69,24 +69,29 @@ def one_device(context: Context, report: Report) -> None:
     """`single` beside HF Trainer: rows of one length; rows that differ, padded and packed."""
     peers = () if context.tiny else ("trainer-single",)
     cases = [
-        Case("unsharded", ("anygauge-single", "trainer-single")),
-        Case("padded", ("anygauge-single", *peers), "generated"),
-        Case("packed", ("anygauge-single-packed",), "generated"),
+        TrainingCase("unsharded", ("anygauge-single", "trainer-single")),
+        TrainingCase("padded", ("anygauge-single", *peers), "generated"),
+        TrainingCase("packed", ("anygauge-single-packed",), "generated"),
     ]
     compare(context, report, cases, HALF_B)
 
 
 def compiled(context: Context, report: Report) -> None:
     """HF Trainer compiles the model with torch.compile; anygauge compiles no model on CUDA."""
-    compare(context, report, [Case("unsharded", ("anygauge-single", "trainer-compiled"))], HALF_B)
+    compare(
+        context,
+        report,
+        [TrainingCase("unsharded", ("anygauge-single", "trainer-compiled"))],
+        HALF_B,
+    )
 
 
 def trl(context: Context, report: Report) -> None:
     """Rows of different length: padded, grouped by length, packed."""
-    cases = [Case("padded", ("anygauge", "trl"), "generated")]
+    cases = [TrainingCase("padded", ("anygauge", "trl"), "generated")]
     if not context.tiny:
         cases += [
-            Case(layout, (f"anygauge-{layout}", f"trl-{layout}"), "generated")
+            TrainingCase(layout, (f"anygauge-{layout}", f"trl-{layout}"), "generated")
             for layout in ("grouped", "packed")
         ]
     compare(context, report, cases, HALF_B)
@@ -100,10 +105,10 @@ def sharded(context: Context, report: Report) -> None:
     """
     if context.gpus * context.nodes < 2:
         raise PartError(SKIPPED, "there is one device: GPUS=n or HOSTS=file asks for more")
-    cases = [Case("DDP", ("anygauge-ddp", "ddp"))]
+    cases = [TrainingCase("DDP", ("anygauge-ddp", "ddp"))]
     if not context.tiny:
-        cases.append(Case("FSDP", ("anygauge-fsdp", "fsdp")))
-        cases.append(Case("ZeRO-3", ("anygauge", "deepspeed", "trainer")))
+        cases.append(TrainingCase("FSDP", ("anygauge-fsdp", "fsdp")))
+        cases.append(TrainingCase("ZeRO-3", ("anygauge", "deepspeed", "trainer")))
     compare(context, report, cases, HALF_B, ranks=context.gpus * context.nodes)
 
 
@@ -127,15 +132,18 @@ def _large(context: Context, report: Report, size: Size) -> None:
                 f"({context.path}), and {free / 2**30:.0f} GiB are free: --output names another "
                 "place",
             )
-    cases = [Case("unsharded", ("anygauge-single", "trainer-single"))]
+    cases = [TrainingCase("unsharded", ("anygauge-single", "trainer-single"))]
     ranks = context.gpus * context.nodes
     if ranks > 1:
-        cases = [Case("ZeRO-3", ("anygauge", "trainer")), Case("FSDP", ("anygauge-fsdp", "fsdp"))]
+        cases = [
+            TrainingCase("ZeRO-3", ("anygauge", "trainer")),
+            TrainingCase("FSDP", ("anygauge-fsdp", "fsdp")),
+        ]
     compare(context, report, cases, size, ranks=ranks)
 
 
 def compare(
-    context: Context, report: Report, cases: Sequence[Case], size: Size, *, ranks: int = 1
+    context: Context, report: Report, cases: Sequence[TrainingCase], size: Size, *, ranks: int = 1
 ) -> None:
     """Run contenders in alternation until the time is over: each case once before any twice.
 
@@ -151,13 +159,13 @@ def compare(
         plan = replace(plan, rows="rows.jsonl", max_length=plan.length)
         foresee(context, report, cases, plan, clock)
         return
-    places = [(case, name) for case in cases for name in case.contenders]
-    outcomes: dict[Place, list[RunOutcome]] = {place: [] for place in places}
+    entries = [(case, name) for case in cases for name in case.contenders]
+    outcomes: dict[Entry, list[RunOutcome]] = {entry: [] for entry in entries}
     written = {case.workload: prepare_rows(case.workload, plan) for case in cases}
-    predictions = predict_and_draw(context, report, places, written, clock)
+    predictions = predict_and_draw(context, report, entries, written, clock)
     longest: dict[str, float] = {}
     for round_ in range(1 if context.tiny else MOST_ROUNDS):
-        for case, name in rotated(places, round_):
+        for case, name in rotated(entries, round_):
             # As long as this one's, or any other's.
             needed = RESERVE * longest.get(name, max(longest.values(), default=0.0))
             if clock.left < max(1.0, needed):
@@ -179,13 +187,13 @@ def compare(
                 report.add(each)
     problems = [
         f"{name}: {outcome.problem}"
-        for (_, name), of_place in outcomes.items()
-        for outcome in of_place
+        for (_, name), runs in outcomes.items()
+        for outcome in runs
         if outcome.status == "failed" and _ours(name)
     ]
     if problems:
         raise PartError(FAILED, "; ".join(problems))
-    left_out = [f"{case.name}: {ENTRANTS[name].title}" for case, name in places
+    left_out = [f"{case.name}: {ENTRANTS[name].title}" for case, name in entries
                 if not outcomes[case, name]]  # fmt: skip
     if left_out:
         raise PartError(LATE, f"no time was left for {'; '.join(left_out)}")
@@ -194,10 +202,10 @@ def compare(
 def predict_and_draw(
     context: Context,
     report: Report,
-    places: Sequence[Place],
+    entries: Sequence[Entry],
     written: Mapping[str, tuple[WrittenRows, ContenderPlan, str]],
     clock: Clock,
-) -> dict[Place, Prediction]:
+) -> dict[Entry, Prediction]:
     """What the planner predicts of our contenders; weights are drawn in the meantime.
 
     Args:
@@ -206,13 +214,13 @@ def predict_and_draw(
     with ExitStack() as stack:
         planners = {
             (case, name): planner(context, case, name, written[case.workload][1], stack)
-            for case, name in places
+            for case, name in entries
             if _ours(name)
         }
         for _, plan, about in written.values():
             about = f"{about}; model of {make_model(plan):,} parameters"
             report.note(f"{about[:1].upper()}{about[1:]}. LoRA r16 on all linear layers.")
-        predictions = {place: each.read(clock.left / 2) for place, each in planners.items()}
+        predictions = {entry: each.read(clock.left / 2) for entry, each in planners.items()}
     for (_, name), prediction in predictions.items():
         if prediction.problem:
             report.note(f"No prediction of {ENTRANTS[name].title}: {prediction.problem}")
@@ -222,13 +230,17 @@ def predict_and_draw(
 
 
 def foresee(
-    context: Context, report: Report, cases: Sequence[Case], plan: ContenderPlan, clock: Clock
+    context: Context,
+    report: Report,
+    cases: Sequence[TrainingCase],
+    plan: ContenderPlan,
+    clock: Clock,
 ) -> None:
     """What the planner predicts of our contenders on a machine that is not at hand."""
-    places = [(case, name) for case in cases for name in case.contenders if _ours(name)]
+    entries = [(case, name) for case in cases for name in case.contenders if _ours(name)]
     with ExitStack() as stack:
-        planners = [planner(context, case, name, plan, stack) for case, name in places]
-        for (case, name), each in zip(places, planners, strict=True):
+        planners = [planner(context, case, name, plan, stack) for case, name in entries]
+        for (case, name), each in zip(entries, planners, strict=True):
             found = each.read(clock.left)
             title = ENTRANTS[name].title
             row = TableRow(case=case.name, name=title, predicted=found.figures, note=found.problem)
@@ -236,14 +248,14 @@ def foresee(
 
 
 def planner(
-    context: Context, case: Case, name: str, plan: ContenderPlan, stack: ExitStack
-) -> Planner:
+    context: Context, case: TrainingCase, name: str, plan: ContenderPlan, stack: ExitStack
+) -> PlanProcess:
     """The planner of a contender of ours; it draws no weights."""
     entrant = ENTRANTS[name]
     plan = replace(plan, layout=entrant.layout)
     run = run_file(plan, entrant.strategy)
     run["model"] = {"config": llama(plan), "tokenizer": plan.model or "none"}
-    return Planner(context, f"{case.workload}-{name}", run, stack)
+    return PlanProcess(context, f"{case.workload}-{name}", run, stack)
 
 
 def plan_of(context: Context, size: Size, ranks: int) -> ContenderPlan:
@@ -267,9 +279,9 @@ def plan_of(context: Context, size: Size, ranks: int) -> ContenderPlan:
 
 
 def table(
-    cases: Sequence[Case],
-    outcomes: Mapping[Place, Sequence[RunOutcome]],
-    predictions: Mapping[Place, Prediction],
+    cases: Sequence[TrainingCase],
+    outcomes: Mapping[Entry, Sequence[RunOutcome]],
+    predictions: Mapping[Entry, Prediction],
 ) -> list[TableRow]:
     """A row for each contender that has run: medians of its rounds. One that failed after it had
     trained has figures, too."""

@@ -54,7 +54,7 @@ def test_a_step_ends_with_the_first_update_after_a_backward() -> None:
     assert seen == [1, 2]
 
 
-class Card:
+class WatchedCard:
     """What is called of ``torch.cuda``, as if there were a card."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: str = "") -> None:
@@ -91,7 +91,7 @@ def test_waits_are_counted_while_torch_warns_of_them(
         if number == 4:
             warnings.warn("another", stacklevel=1)
 
-    card = Card(monkeypatch)
+    card = WatchedCard(monkeypatch)
     shown: list[str] = []
     with warnings.catch_warnings():
         monkeypatch.setattr(warnings, "showwarning", lambda message, *_: shown.append(str(message)))
@@ -109,7 +109,7 @@ def test_without_a_card_there_are_no_waits_to_count(tmp_path: Path) -> None:
 def test_a_run_is_not_ended_where_it_cannot_be_watched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Card(monkeypatch, "no such mode")
+    WatchedCard(monkeypatch, "no such mode")
     with warnings.catch_warnings():
         show = warnings.showwarning
         found = watched(tmp_path, 1, 1, lambda number: None)

@@ -28,7 +28,7 @@ from benchmarks.gpu.part import (
 from benchmarks.gpu.predict import Prediction, prediction
 from benchmarks.gpu.pytests import outcomes
 from benchmarks.gpu.runner import Result, page, write
-from benchmarks.gpu.training import TINY, Case, foresee, plan_of, table
+from benchmarks.gpu.training import TINY, TrainingCase, foresee, plan_of, table
 from benchmarks.measure import RunOutcome
 from benchmarks.plan import BenchmarkError
 from benchmarks.processes import ROOT
@@ -229,7 +229,7 @@ def test_cards_are_planned_for_by_their_own_name(
     monkeypatch.setattr(predict, "started", start)
     where = context(tmp_path, card=card, gpus=2)
     with ExitStack() as stack:
-        found = predict.Planner(where, "x", {"name": "x"}, stack).read(5.0)
+        found = predict.PlanProcess(where, "x", {"name": "x"}, stack).read(5.0)
     if named is None:
         assert not asked and "no description of NVIDIA Unheard 1" in found.problem
     else:
@@ -255,7 +255,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
         asked.append(run)
         return SimpleNamespace(read=lambda timeout_s: Prediction(problem="unknown"))
 
-    monkeypatch.setattr(training, "Planner", planner)
+    monkeypatch.setattr(training, "PlanProcess", planner)
     return asked
 
 
@@ -266,7 +266,7 @@ def test_several_machines_are_planned_as_such(
     where = context(tmp_path, device="cuda", gpus=2, nodes=2, machine="dgx-h100")
     report = Report(tmp_path / "report.json")
     plan = plan_of(where, TINY, ranks=4)
-    foresee(where, report, [Case("DDP", ("anygauge-ddp", "ddp"))], plan, training.Clock(9))
+    foresee(where, report, [TrainingCase("DDP", ("anygauge-ddp", "ddp"))], plan, training.Clock(9))
     (run,) = asked
     assert (run["backend"], run["strategy"]) == ("cuda", {"name": "ddp"})
     assert run["launch"] == {"nodes": 2, "devices": 2}
@@ -316,7 +316,7 @@ def test_what_no_time_was_left_for_is_named(trained: list[str], tmp_path: Path) 
 
 
 def test_what_trained_and_failed_afterwards_has_figures() -> None:
-    case = Case("unsharded", ("anygauge-single", "trainer-single"))
+    case = TrainingCase("unsharded", ("anygauge-single", "trainer-single"))
     failed = RunOutcome(
         name="anygauge-single", round=1, status="failed", problem="not verified", tokens_per_s=5.0
     )
