@@ -130,6 +130,7 @@ def read_intent(
     from anygauge.data import peek
     from anygauge.models.hub import wanted
     from anygauge.registry import Registry, select_backend
+    from anygauge.registry.registry import read_options
     from anygauge.training.auto import AUTO
     from anygauge.training.checks import check_optimizer
     from anygauge.training.strategy import check_batch, check_ranks, check_strategy
@@ -142,7 +143,10 @@ def read_intent(
         loaded = as_launched(loaded, foreign)
     run = loaded.run
     registry = Registry.load()
-    launcher = registry.find_launcher(run.launch.launcher).spec
+    provided = registry.find_launcher(run.launch.launcher)
+    launcher = provided.spec
+    with loaded.placed():  # what the launcher is given; a wrong option need not wait for the model
+        read_options(provided, "launcher", run.launch.options)
     if launcher.shared_filesystem:
         check_paths(loaded)
         peek(run.data, run.train)

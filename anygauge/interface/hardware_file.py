@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, NamedTuple, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, ValidationInfo
+from pydantic_core import PydanticCustomError
 
 from anygauge.interface.hardware import Card, Machine, Rates
 from anygauge.util.errors import UsageError
+from anygauge.util.schema import Section
 from anygauge.util.text import did_you_mean
 
 __all__ = [
@@ -34,48 +38,137 @@ _FLOPS = {"GFLOPS": 1e9, "TFLOPS": 1e12, "PFLOPS": 1e15}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _PLAIN: Mapping[str, float] = {}
 
-CARD_FIGURES: Mapping[str, Mapping[str, float]] = {
-    "memory": _BYTES,
-    "reserved": _BYTES,
-    "bandwidth": _RATES,
-    "link": _RATES,
-    "host_link": _RATES,
-    "copy": _RATES,
-    "exchange": _RATES,
-    "call": _SECONDS,
-    "issue": _SECONDS,
-}
-"""Figures of a card other than those by type -> units that each may have, as bytes, bytes per
-second or seconds."""
-
-_MEASURED = ("copy", "exchange", "call", "issue")
-"""Of them, those that ranks which share a card may have of their own."""
-
-BY_TYPE = ("flops", "matmul")
-"""Rates of a card that have a figure for each type."""
-
-MACHINE_FIGURES: Mapping[str, Mapping[str, float]] = {
-    "cards": _PLAIN,
-    "link": _RATES,
-    "network": _RATES,
-    "host_memory": _BYTES,
-    "cores": _PLAIN,
-    "disk": _BYTES,
-    "disk_rate": _RATES,
-    "price": _PLAIN,
-}
-"""Figures of a machine -> units; a plain number where there are none."""
-
-_WHOLE = frozenset({"memory", "reserved", "cards", "host_memory", "cores", "disk"})
-_MAY_BE_0 = frozenset({"link", "price", "reserved"})
-
-FLOPS_TYPES = ("float32", "tf32", "bfloat16", "float16", "float8", "int8")
-
 THIS_MACHINE = "this machine"
 """Stands for a figure that `BackendSpec.this_machine` gives."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _QUANTITY = re.compile(r"([0-9]+(?:[.][0-9]+)?)\s*(\S+)")
+
+
+class _Figure(NamedTuple):
+    """A number, None where it is asked of the machine at hand, and its source."""
+
+    number: float | int | None
+    source: str
+
+
+def _refused(value: Any, valid: str) -> PydanticCustomError:
+    return PydanticCustomError("figure", "{valid}", {"value": value, "valid": valid})
+
+
+def _read(
+    units: Mapping[str, float], *, whole: bool = False, may_be_0: bool = False
+) -> PlainValidator:
+    """Of a figure in one of these units, or a plain number where there are none."""
+
+    def read(value: Any, info: ValidationInfo) -> _Figure:
+        source, sourced = info.context  # type: ignore[misc]
+        if isinstance(value, list):
+            if len(value) != 2 or not isinstance(value[1], str) or not value[1].strip():
+                raise _refused(value, 'a figure and its source: ["79.1 GiB", "measured"]')
+            value, source = value[0], value[1].strip()
+        elif sourced:
+            raise _refused(value, f'its source beside it: [{value!r}, "where from"]')
+        if units and value == THIS_MACHINE:
+            return _Figure(None, source)
+        if not units:
+            plain = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not plain or (whole and value % 1):
+                raise _refused(value, f"{'a whole' if whole else 'a'} number, without quotes")
+            number = float(value)
+        else:
+            found = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) else None
+            if found is None or found[2] not in units:
+                valid = f"a number and its unit in quotes, of {', '.join(units)}"
+                raise _refused(value, valid)
+            number = float(found[1]) * units[found[2]]
+        if not (0 <= number < 1e18) or (number == 0 and not may_be_0):
+            raise _refused(value, "a number above 0")
+        return _Figure(int(number) if whole else number, source)
+
+    return PlainValidator(read)
+
+
+def _count(text: str) -> int:
+    if not (text.isdecimal() and 0 < int(text) <= 1024):
+        raise _refused(text, "a number of ranks, 1 to 1024")
+    return int(text)
+
+
+_Bytes = Annotated[_Figure | None, _read(_BYTES, whole=True)]
+_Reserved = Annotated[_Figure | None, _read(_BYTES, whole=True, may_be_0=True)]
+_Rate = Annotated[_Figure | None, _read(_RATES)]
+_Link = Annotated[_Figure | None, _read(_RATES, may_be_0=True)]
+_Time = Annotated[_Figure | None, _read(_SECONDS)]
+_Number = Annotated[_Figure | None, _read(_PLAIN, whole=True)]
+_Price = Annotated[_Figure | None, _read(_PLAIN, may_be_0=True)]
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+_Type = Literal["float32", "tf32", "bfloat16", "float16", "float8", "int8"]
+_ByType = dict[_Type, Annotated[_Figure, _read(_FLOPS)]]
+
+
+class _Table(Section):
+    model_config = ConfigDict(strict=True)
+
+
+class _Rates(_Table):
+    """What ranks that share a card may have of their own."""
+
+    matmul: _ByType = {}
+    copied: _Rate = Field(None, alias="copy")
+    exchange: _Rate = None
+    call: _Time = None
+    issue: _Time = None
+
+
+class _Card(_Table):
+    names: list[str] = []
+    backend: str = ""
+    shared_memory: bool = False
+    memory: _Bytes = None
+    reserved: _Reserved = None
+    bandwidth: _Rate = None
+    link: _Link = None
+    host_link: _Rate = None
+    copied: _Rate = Field(None, alias="copy")
+    exchange: _Rate = None
+    call: _Time = None
+    issue: _Time = None
+    flops: _ByType = {}
+    matmul: _ByType = {}
+    ranks: dict[Annotated[int, PlainValidator(_count)], _Rates] = {}
+
+
+class _Machine(_Table):
+    names: list[str] = []
+    card: str = ""
+    cards: _Number = None
+    link: _Link = None
+    network: _Rate = None
+    host_memory: _Bytes = None
+    cores: _Number = None
+    disk: _Bytes = None
+    disk_rate: _Rate = None
+    price: _Price = None
+
+
+class _HardwareFile(_Table):
+    card: dict[_Name, _Card] = {}
+    machine: dict[_Name, _Machine] = {}
+
+
+FLOPS_TYPES: tuple[str, ...] = get_args(_Type)
+BY_TYPE = ("flops", "matmul")
+"""Rates of a card that have a figure for each type."""
+
+
+def _keys(table: type[BaseModel]) -> tuple[str, ...]:
+    return tuple(field.alias or name for name, field in table.model_fields.items())
+
+
+_NO_FIGURES = ("names", "backend", "shared_memory", "ranks", "card", *BY_TYPE)
+CARD_FIGURES = tuple(name for name in _keys(_Card) if name not in _NO_FIGURES)
+"""Figures of a card other than those by type, read as bytes, bytes per second or seconds."""
+MACHINE_FIGURES = tuple(name for name in _keys(_Machine) if name not in _NO_FIGURES)
 
 
 def read_hardware(
@@ -95,172 +188,95 @@ def read_hardware(
     """
     try:
         document = tomllib.loads(text.removeprefix("\ufeff"))
+        file = _HardwareFile.model_validate(document, context=(where, sourced))
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{where}: not TOML: {error}") from None
-    reader = _Reader(where, sourced)
-    reader.known(document, ("card", "machine"), "")
-    cards = [
-        reader.card(name, table, backend)
-        for name, table in reader.tables(document.get("card", {}), "card")
-    ]
-    machines = [
-        reader.machine(name, table)
-        for name, table in reader.tables(document.get("machine", {}), "machine")
-    ]
-    return tuple(cards), tuple(machines)
+    except ValidationError as error:
+        raise UsageError(f"{where}: {_complaint(error)}") from None
+    cards = tuple(_card(name, table, where, backend) for name, table in file.card.items())
+    return cards, tuple(_machine(name, table, where) for name, table in file.machine.items())
 
 
-class _Reader:
-    """Reads one file's tables; every message begins with the file and the place."""
+def _card(name: str, table: _Card, where: str, backend: str) -> Card:
+    figures, sources = _figures(table)
+    ranks: dict[int, Rates] = {}
+    for count, rates in table.ranks.items():
+        found, origins = _figures(rates)
+        ranks[count] = Rates(**found)
+        sources |= {f"ranks.{count}.{key}": source for key, source in origins.items()}
+    return Card(
+        name=name,
+        names=tuple(table.names),
+        backend=table.backend or backend,
+        shared_memory=table.shared_memory,
+        ranks=ranks,
+        asked=tuple(key for key in CARD_FIGURES if key in sources and figures[key] is None),
+        sources=sources,
+        origin=where,
+        **figures,
+    )
 
-    def __init__(self, where: str, sourced: bool) -> None:
-        self._where = where
-        self._sourced = sourced
 
-    def card(self, name: str, table: Mapping[str, Any], backend: str) -> Card:
-        place = f"card.{name}"
-        plain = ("names", "backend", "shared_memory", "ranks")
-        self.known(table, (*plain, *BY_TYPE, *CARD_FIGURES), place)
-        figures, sources, asked = self._figures(table, CARD_FIGURES, place)
-        for kind in BY_TYPE:
-            figures[kind] = self._by_type(table, kind, place, sources)
-        shared = table.get("shared_memory", False)
-        if not isinstance(shared, bool):
-            raise self._wrong(f"{place}.shared_memory", shared, "true or false")
-        return Card(
-            name=name,
-            names=self._names(table, place),
-            backend=self._text(table, "backend", place) or backend,
-            shared_memory=shared,
-            ranks=dict(self._ranks(table, place, sources)),
-            asked=asked,
-            sources=sources,
-            origin=self._where,
-            **figures,
+def _machine(name: str, table: _Machine, where: str) -> Machine:
+    figures, sources = _figures(table)
+    figures["cards"] = figures["cards"] or 0
+    names = tuple(table.names)
+    return Machine(
+        name=name, names=names, card=table.card, sources=sources, origin=where, **figures
+    )
+
+
+def _figures(table: BaseModel) -> tuple[dict[str, Any], dict[str, str]]:
+    """(figure -> number or numbers by type, figure -> source)."""
+    numbers: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for name, value in zip(_keys(type(table)), dict(table).values(), strict=True):
+        if name in BY_TYPE:
+            types = [kind for kind in FLOPS_TYPES if kind in value]
+            numbers[name] = {kind: value[kind].number for kind in types}
+            sources |= {f"{name}.{kind}": value[kind].source for kind in types}
+        elif name not in _NO_FIGURES:
+            numbers[name] = value and value.number
+            sources |= {name: value.source} if value else {}
+    return numbers, sources
+
+
+_VALID = {
+    "bool_type": "true or false",
+    "string_type": "a name in quotes",
+    "list_type": "a list of texts",
+}
+
+
+def _complaint(error: ValidationError) -> str:
+    """The first fault, by its place in the file."""
+    first = error.errors(include_url=False)[0]
+    loc = [str(part) for part in first["loc"] if part != "[key]"]
+    kind, place, value = first["type"], ".".join(loc), first["input"]
+    if kind in ("extra_forbidden", "literal_error"):
+        return _unknown(loc, value)
+    if kind == "string_pattern_mismatch":
+        return (
+            f"[{place}]: a name is letters, digits, '.', '_' and '-'; in quotes where it has a dot"
         )
+    valid = _VALID.get(kind, f"a table: [{place}], then a line for each figure")
+    if kind == "figure":
+        value, valid = first["ctx"]["value"], first["ctx"]["valid"]
+    return f"{place} is {value!r}; it must be {valid}"
 
-    def _by_type(
-        self, table: Mapping[str, Any], kind: str, place: str, sources: dict[str, str]
-    ) -> dict[str, float]:
-        """Type -> rate; sources are added."""
-        place = f"{place}.{kind}"
-        rates = self._table(table.get(kind, {}), place)
-        self.known(rates, FLOPS_TYPES, place)
-        numbers, origins, _ = self._figures(rates, dict.fromkeys(FLOPS_TYPES, _FLOPS), place)
-        sources |= {f"{kind}.{key}": text for key, text in origins.items()}
-        return numbers
 
-    def _ranks(
-        self, table: Mapping[str, Any], place: str, sources: dict[str, str]
-    ) -> Iterator[tuple[int, Rates]]:
-        place = f"{place}.ranks"
-        for count, rates in self._table(table.get("ranks", {}), place).items():
-            here = f"{place}.{count}"
-            if not (count.isdecimal() and 0 < int(count) <= 1024):
-                raise self._wrong(place, count, f"a number of ranks, 1 to 1024: [{place}.2]")
-            self.known(self._table(rates, here), ("matmul", *_MEASURED), here)
-            figures, found, _ = self._figures(
-                rates, {name: CARD_FIGURES[name] for name in _MEASURED}, here
-            )
-            matmul = self._by_type(rates, "matmul", here, found)
-            sources |= {f"ranks.{count}.{name}": text for name, text in found.items()}
-            yield int(count), Rates(matmul=matmul, **figures)
-
-    def machine(self, name: str, table: Mapping[str, Any]) -> Machine:
-        place = f"machine.{name}"
-        self.known(table, ("names", "card", *MACHINE_FIGURES), place)
-        figures, sources, _ = self._figures(table, MACHINE_FIGURES, place)
-        return Machine(
-            name=name,
-            names=self._names(table, place),
-            card=self._text(table, "card", place),
-            sources=sources,
-            origin=self._where,
-            **figures,
-        )
-
-    def known(self, table: Mapping[str, Any], valid: Iterable[str], place: str) -> None:
-        """Refuse keys that nobody reads."""
-        valid = tuple(valid)
-        for key in table:
-            if key not in valid:
-                hint = did_you_mean(key, valid) or ";"
-                here = f"[{place}] has" if place else "it has"
-                quotes = '. A name with a dot stands in quotes: [machine."a.b"]'
-                raise UsageError(
-                    f"{self._where}: {here} an unknown key {key!r}{hint} "
-                    f"valid keys: {', '.join(valid)}"
-                    + (quotes if isinstance(table[key], dict) else "")
-                )
-
-    def tables(self, value: Any, place: str) -> Iterable[tuple[str, Mapping[str, Any]]]:
-        for name, table in self._table(value, place).items():
-            if not _NAME.fullmatch(name):
-                raise UsageError(
-                    f"{self._where}: [{place}.{name}]: a name is letters, digits, '.', '_' and '-'"
-                    "; in quotes where it has a dot"
-                )
-            yield name, self._table(table, f"{place}.{name}")
-
-    def _table(self, value: Any, place: str) -> Mapping[str, Any]:
-        if not isinstance(value, dict):
-            raise self._wrong(place, value, f"a table: [{place}], then a line for each figure")
-        return value
-
-    def _text(self, table: Mapping[str, Any], key: str, place: str) -> str:
-        value = table.get(key, "")
-        if not isinstance(value, str):
-            raise self._wrong(f"{place}.{key}", value, "a name in quotes")
-        return value
-
-    def _names(self, table: Mapping[str, Any], place: str) -> tuple[str, ...]:
-        names = table.get("names", [])
-        if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
-            raise self._wrong(f"{place}.names", names, "a list of texts")
-        return tuple(names)
-
-    def _figures(
-        self, table: Mapping[str, Any], kinds: Mapping[str, Mapping[str, float]], place: str
-    ) -> tuple[dict[str, Any], dict[str, str], tuple[str, ...]]:
-        """(figure -> number, figure -> source, figures that are asked of the machine at hand)."""
-        numbers: dict[str, Any] = {}
-        sources: dict[str, str] = {}
-        asked: list[str] = []
-        for key, units in kinds.items():
-            if key not in table:
-                continue
-            value, sources[key] = self._pair(table[key], f"{place}.{key}")
-            if value == THIS_MACHINE:
-                asked.append(key)
-                continue
-            numbers[key] = self._number(value, units, key, f"{place}.{key}")
-        return numbers, sources, tuple(asked)
-
-    def _pair(self, value: Any, place: str) -> tuple[Any, str]:
-        """A figure and its source."""
-        if isinstance(value, list):
-            if len(value) == 2 and isinstance(value[1], str) and value[1].strip():
-                return value[0], value[1].strip()
-            raise self._wrong(place, value, 'a figure and its source: ["79.1 GiB", "measured"]')
-        if self._sourced:
-            raise self._wrong(place, value, f'its source beside it: [{value!r}, "where from"]')
-        return value, self._where
-
-    def _number(self, value: Any, units: Mapping[str, float], key: str, place: str) -> float | int:
-        if not units:
-            number = value if isinstance(value, (int, float)) else None
-            if number is None or isinstance(value, bool) or (key in _WHOLE and number % 1):
-                whole = "a whole number" if key in _WHOLE else "a number"
-                raise self._wrong(place, value, f"{whole}, without quotes")
-        else:
-            found = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) else None
-            if found is None or found[2] not in units:
-                valid = ", ".join(units)
-                raise self._wrong(place, value, f"a number and its unit in quotes, of {valid}")
-            number = float(found[1]) * units[found[2]]
-        if not (0 <= number < 1e18) or (number == 0 and key not in _MAY_BE_0):
-            raise self._wrong(place, value, "a number above 0")
-        return int(number) if key in _WHOLE else float(number)
-
-    def _wrong(self, place: str, value: Any, valid: str) -> UsageError:
-        return UsageError(f"{self._where}: {place} is {value!r}; it must be {valid}")
+def _unknown(loc: list[str], value: Any) -> str:
+    *above, key = loc
+    place = ".".join(above)
+    valid: Iterable[str] = _keys(_Card if above[:1] == ["card"] else _Machine)
+    if not above:
+        valid = _keys(_HardwareFile)
+    elif above[-1] in BY_TYPE:
+        valid = FLOPS_TYPES
+    elif len(above) > 2:
+        valid = _keys(_Rates)
+    hint = did_you_mean(key, tuple(valid)) or ";"
+    said = f"{f'[{place}]' if place else 'it'} has an unknown key {key!r}{hint} valid keys: "
+    said += ", ".join(valid)
+    quotes = '. A name with a dot stands in quotes: [machine."a.b"]'
+    return said + (quotes if isinstance(value, dict) else "")

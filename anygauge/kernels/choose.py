@@ -152,6 +152,8 @@ def _choose(
         name = provided.spec.name
         if not provided.spec.default or name in (preferred, REFERENCE):
             continue
+        if not serves(provided.spec, backend):
+            continue
         why_not = problem(name)
         if why_not is None:
             return choice(name, f"default for {backend.device_type!r} devices")
@@ -163,9 +165,14 @@ def _choose(
     return choice(REFERENCE, "no other kernel is preferred or default here")
 
 
+def serves(spec: KernelSpec, backend: Backend) -> bool:
+    """Whether a kernel is meant for a backend's device."""
+    return not spec.device_types or backend.device_type in spec.device_types
+
+
 def unfit(spec: KernelSpec, backend: Backend) -> str | None:
     """Why a kernel cannot run on a backend here, or None."""
-    if spec.device_types and backend.device_type not in spec.device_types:
+    if not serves(spec, backend):
         return f"it serves {listed(spec.device_types)} devices, not {backend.device_type!r}"
     return why_missing(spec.missing)
 

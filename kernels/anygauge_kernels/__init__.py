@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import sysconfig
 from collections.abc import Iterable
 from importlib.util import find_spec
+from pathlib import Path
 
 from anygauge.interface import KernelSpec, hookimpl
 
@@ -14,22 +16,19 @@ WRITTEN_FOR = 1
 
 
 def why_no_triton() -> str | None:
-    """Why kernels in Triton cannot run here, or None."""
-    if find_spec("triton") is not None:
-        return None
-    return "triton is not installed; it comes with the CUDA builds of torch"
-
-
-def why_no_compiler() -> str | None:
-    """Why nothing can be compiled for a GPU here, or None."""
-    if why_no_triton() is not None:
-        return why_no_triton()
+    """Why kernels that Triton or torch compiles for a GPU cannot run here, or None."""
+    if find_spec("triton") is None:
+        return "triton is not installed; it comes with the CUDA builds of torch"
+    # Triton builds what starts a kernel with them, on each machine.
     if not any(map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))):
-        return "there is no C compiler (CC, cc, gcc, clang), which torch.compile needs"
+        return "there is no C compiler (CC, cc, gcc, clang), which Triton needs"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        return "Python's headers (Python.h; Debian: python3-dev), which Triton needs, are not here"
     return None
 
 
-# None in Triton and none that torch compiles is a default: no card has run one yet.
+# Those in Triton are defaults: an H200 ran them faster than plain torch, and as exactly. No card
+# has trained with what torch compiles.
 @hookimpl
 def anygauge_provide_kernels() -> Iterable[KernelSpec]:
     """Announce the kernels."""
@@ -47,6 +46,7 @@ def anygauge_provide_kernels() -> Iterable[KernelSpec]:
             api_version=WRITTEN_FOR,
             device_types=frozenset({"cuda"}),
             missing=why_no_triton,
+            default=True,
         ),
         KernelSpec(
             operation="linear_cross_entropy",
@@ -55,6 +55,7 @@ def anygauge_provide_kernels() -> Iterable[KernelSpec]:
             api_version=WRITTEN_FOR,
             device_types=frozenset({"cuda"}),
             missing=why_no_triton,
+            default=True,
         ),
         KernelSpec(
             operation="attention",
@@ -69,7 +70,7 @@ def anygauge_provide_kernels() -> Iterable[KernelSpec]:
             factory="anygauge_kernels.blocks:compiled",
             api_version=WRITTEN_FOR,
             device_types=frozenset({"cuda"}),
-            missing=why_no_compiler,
+            missing=why_no_triton,
         ),
         KernelSpec(
             operation="lora_linear",

@@ -127,6 +127,33 @@ def test_what_a_difference_means() -> None:
         judge(float("nan"), None, dtype=single, name="model")
 
 
+def test_a_deep_model_may_differ_by_what_rounding_does_to_it() -> None:
+    """32 layers in bfloat16, of which no constant says how far their logits are rounded."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, num_hidden_layers=32, vocab_size=90)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    probe = verification.probe_tokens(90)
+    with torch.no_grad():
+        trained = model(input_ids=probe).logits.float()
+        rounded = model.float()(input_ids=probe).logits
+    model.to(torch.bfloat16).set_attn_implementation("eager")
+
+    def verified(logits: torch.Tensor) -> verification.Verification:
+        asked: Any = {"dtype": torch.bfloat16, "name": "model"}
+        model.set_attn_implementation("eager")
+        return verification.verify(logits, lambda: model, **asked)
+
+    with mock.patch.dict(verification.TOLERANCE, {torch.bfloat16: 1e-4}):
+        for logits in (trained, rounded):
+            found = verified(logits).logits
+            assert found is not None and found > 1e-4
+        with pytest.raises(VerificationError, match="and rounding alone moves them by"):
+            verified(1.2 * trained)
+
+
 def test_an_adapter_that_was_saved_wrongly_is_not_there_under_its_name(
     whole: Run, tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ from anygauge.kernels.plan import KernelPlan, plan_kernels
 from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
 from anygauge_cpu.backend import CpuBackend
-from anygauge_kernels import why_no_compiler
+from anygauge_kernels import why_no_triton
 from tests.helpers.build import model_factory
 from tests.helpers.runs import TINY, trained_here
 from tests.helpers.runs import run_file as write_run_file
@@ -168,9 +168,9 @@ def test_heads_that_a_kernel_does_not_serve_give_way(monkeypatch: pytest.MonkeyP
 
 def test_nothing_is_compiled_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda _: None)
-    assert "no C compiler" in str(why_no_compiler())
+    assert "no C compiler" in str(why_no_triton())
     monkeypatch.setattr("anygauge_kernels.find_spec", lambda _: None)
-    assert "triton is not installed" in str(why_no_compiler())
+    assert "triton is not installed" in str(why_no_triton())
 
 
 def test_what_cannot_drop_weights_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,9 @@ Pace::~Pace() {
 }
 
 at::Tensor Views::of(const at::Tensor& tensor) {
+  // One that is given twice stays one: kernels ask whether their result is their input.
+  const auto given = given_.find(tensor.unsafeGetTensorImpl());
+  if (given != given_.end()) return given->second;
   auto* storage = tensor.storage().unsafeGetStorageImpl();
   auto found = storages_.find(storage);
   if (found == storages_.end()) {
@@ -42,6 +45,7 @@ at::Tensor Views::of(const at::Tensor& tensor) {
   if (tensor.is_conj()) impl->_set_conj(true);
   if (tensor.is_neg()) impl->_set_neg(true);
   originals_.emplace(impl, tensor);
+  given_.emplace(tensor.unsafeGetTensorImpl(), view);
   kept_.push_back(view);  // so that no other tensor gets its address during the call
   keys_.emplace(found->second.unsafeGetStorageImpl(), tensor.storage());
   return view;

@@ -42,7 +42,8 @@ class Views {
  private:
   std::unordered_map<c10::StorageImpl*, c10::Storage> storages_;  // the card's -> the host's
   std::unordered_map<c10::StorageImpl*, c10::Storage> keys_;      // the host's -> the card's
-  std::unordered_map<c10::TensorImpl*, at::Tensor> originals_;
+  std::unordered_map<c10::TensorImpl*, at::Tensor> given_;        // the card's -> its view
+  std::unordered_map<c10::TensorImpl*, at::Tensor> originals_;    // a view -> the card's
   std::vector<at::Tensor> kept_;
 };
 

@@ -37,6 +37,7 @@ X = torch.linspace(-2, 2, 24).reshape(4, 6)
         lambda x: torch.einsum("ij,kj->ik", x, x),
         lambda x: x.sort(descending=True).indices,
         lambda x: torch.outer(x[0], x[1]).triu(),
+        lambda x: x.clone().reshape(2, 3, 2, 2).transpose(0, 1).tril_(),
         lambda x: torch.nn.functional.layer_norm(x, (6,)),
     ],
 )
