@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from anygauge.util.files import write_text
 from benchmarks.entrants import ENTRANTS, Entrant, chosen
@@ -26,8 +25,6 @@ from benchmarks.plan import ContenderPlan
 from benchmarks.session import command, conditions, each_run, prepare
 from benchmarks.table import as_json, markdown, summarise
 from benchmarks.texts import WORKLOADS
-
-console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
 
 
 def measure(
@@ -46,7 +43,7 @@ def measure(
         f"warm-up), checkpointing {'on' if plan.checkpointing else 'off'}"
     )
     rows, plan, about = prepare(workload, plan)
-    console.print(about, markup=False)
+    print(about, flush=True)
     output = Path(plan.output)
     table = output / "table.md"
     before = table.read_text(encoding="utf-8") + "\n" if table.exists() else ""
@@ -57,7 +54,7 @@ def measure(
         record = as_json(conditions(plan), results, entrants)
         write_text(output / "results.json", record)
         write_text(table, before + shown)
-    console.print(shown, markup=False)
+    print(shown, flush=True)
 
 
 def chosen_workloads(workload: str, data: str) -> list[str]:
@@ -161,7 +158,7 @@ def main(
     with command(output):
         for each in workloads:
             measure(each, chosen(named(contenders, each), before), plan, results)
-    console.print(f"written: {plan.output}/results.json and table.md", markup=False)
+    print(f"written: {plan.output}/results.json and table.md", flush=True)
     if any(result.status != "ok" for found in results.values() for result in found):
         raise typer.Exit(1)
 
