@@ -57,18 +57,14 @@ _ZERO: Mapping[str, Any] = {"name": "zero", "stage": 3}
 _FSDP: Mapping[str, Any] = {"name": "fsdp"}
 
 
+_SINGLE: Mapping[str, Any] = {"name": "single"}
+_ALONE = {"alone": True, "deepspeed": False}
+
+
 def _ours(name: str, title: str, strategy: Mapping[str, Any], layout: Layout = "padded") -> Entrant:
     needs = _ENGINE if strategy is _ZERO else _TORCH
-    alone = strategy["name"] == "single"
-    return Entrant(
-        name=name,
-        title=title,
-        module=None,
-        layout=layout,
-        needs=needs,
-        alone=alone,
-        strategy=strategy,
-    )
+    fields: dict[str, Any] = {"alone": strategy is _SINGLE, "strategy": strategy}
+    return Entrant(name=name, title=title, module=None, layout=layout, needs=needs, **fields)
 
 
 def _peer(name: str, title: str, script: str, needs: Sequence[str], **more: Any) -> Entrant:
@@ -76,7 +72,6 @@ def _peer(name: str, title: str, script: str, needs: Sequence[str], **more: Any)
     return Entrant(name=name, title=title, module=module, needs=needs, **more)
 
 
-_ALONE = {"alone": True, "deepspeed": False}
 ENTRANTS: Mapping[str, Entrant] = {
     entrant.name: entrant
     for entrant in (
@@ -84,32 +79,27 @@ ENTRANTS: Mapping[str, Entrant] = {
         _ours("anygauge-grouped", "anygauge, group_by_length", _ZERO, "grouped"),
         _ours("anygauge-packed", "anygauge, packing", _ZERO, "packed"),
         _ours("anygauge-ddp", "anygauge, ddp", {"name": "ddp"}),
-        _peer("ddp", "DDP, by hand", "torch_loop", _TORCH),
+        _peer("ddp", "DDP, by hand", "loops", _TORCH),
         _ours("anygauge-fsdp", "anygauge, fsdp", _FSDP),
         _ours("anygauge-fsdp-grouped", "anygauge, fsdp, group_by_length", _FSDP, "grouped"),
         _ours("anygauge-fsdp-packed", "anygauge, fsdp, packing", _FSDP, "packed"),
-        _peer("fsdp", "FSDP2, by hand", "torch_loop", _TORCH),
-        _peer("deepspeed", "DeepSpeed, by hand", "deepspeed_loop", _ENGINE),
-        _peer("trainer", "HF Trainer + DeepSpeed", "hf_trainer", _HF),
-        _peer("trl", "TRL SFTTrainer + DeepSpeed", "trl_sft", _TRL),
-        _peer("trl-grouped", "TRL, group_by_length", "trl_sft", _TRL, layout="grouped"),
-        _peer("trl-packed", "TRL, packing", "trl_sft", _TRL, layout="packed"),
-        _ours("anygauge-single", "anygauge, single", {"name": "single"}),
-        _ours("anygauge-single-packed", "anygauge, single, packing", {"name": "single"}, "packed"),
-        _peer("trainer-single", "HF Trainer", "hf_trainer", _HF_ALONE, **_ALONE),
-        _peer(
-            *("trainer-compiled", "HF Trainer, torch.compile", "hf_trainer", _HF_ALONE),
-            **_ALONE,
-            compiled=True,
-        ),
-        _peer("accelerate", "Accelerate + DeepSpeed", "accelerate_loop", _HF),
-        _peer(
-            *("unsharded", "unsharded, no communication (bound)", "torch_loop", _TORCH),
-            independent=True,
-        ),
-        _peer("sharded-bound", "unsharded, layers gathered in place (bound)", "torch_loop", _TORCH),
+        _peer("fsdp", "FSDP2, by hand", "loops", _TORCH),
+        _peer("deepspeed", "DeepSpeed, by hand", "loops", _ENGINE),
+        _peer("trainer", "HF Trainer + DeepSpeed", "trainers", _HF),
+        _peer("trl", "TRL SFTTrainer + DeepSpeed", "trainers", _TRL),
+        _peer("trl-grouped", "TRL, group_by_length", "trainers", _TRL, layout="grouped"),
+        _peer("trl-packed", "TRL, packing", "trainers", _TRL, layout="packed"),
+        _ours("anygauge-single", "anygauge, single", _SINGLE),
+        _ours("anygauge-single-packed", "anygauge, single, packing", _SINGLE, "packed"),
+        _peer("trainer-single", "HF Trainer", "trainers", _HF_ALONE, **_ALONE),
+        _peer("trainer-compiled", "HF Trainer, torch.compile", "trainers", _HF_ALONE, **_ALONE,
+              compiled=True),
+        _peer("accelerate", "Accelerate + DeepSpeed", "loops", _HF),
+        _peer("unsharded", "unsharded, no communication (bound)", "loops", _TORCH,
+              independent=True),
+        _peer("sharded-bound", "unsharded, layers gathered in place (bound)", "loops", _TORCH),
     )
-}
+}  # fmt: skip
 
 
 OF_A_CHECKOUT = ("", "kernels", "backends", "launchers")
@@ -149,13 +139,12 @@ def processes(entrant: Entrant, plan: ContenderPlan, environment: Mapping[str, s
         environment = {**environment, **path}
     if entrant.module is None:
         path = output / "run.yaml"
-        path.write_text(
-            yaml.safe_dump(run_file(plan, entrant.strategy), sort_keys=False), encoding="utf-8"
-        )
+        text = yaml.safe_dump(run_file(plan, entrant.strategy), sort_keys=False)
+        path.write_text(text, encoding="utf-8")
         argv = [sys.executable, "-m", "anygauge.cli", "train", str(path)]
-        return Processes(
-            argv=argv, environments=[dict(environment)], logs=[output / "anygauge.log"]
-        )
+        argv += [] if plan.rehearses else ["--no-plan"]
+        logs = [output / "anygauge.log"]
+        return Processes(argv=argv, environments=[dict(environment)], logs=logs)
     path = output / "plan.json"
     plan.save(path)
     return Processes(
@@ -173,6 +162,10 @@ def run_file(plan: ContenderPlan, strategy: Mapping[str, Any]) -> dict[str, Any]
         source |= {"format": "prompt_completion", "template": "{prompt}"}
     else:
         source |= {"format": "text"}
+    launch: dict[str, Any] = {"nodes": plan.nodes, "devices": plan.ranks // plan.nodes}
+    if plan.hostfile:
+        launch |= {"launcher": "ssh", "options": {"hostfile": plan.hostfile}}
+        launch["pass_environment"] = list(SHARED)
     return {
         "name": "run",
         "output": plan.output,
@@ -204,17 +197,5 @@ def run_file(plan: ContenderPlan, strategy: Mapping[str, Any]) -> dict[str, Any]
         },
         "precision": {"param_dtype": plan.dtype},
         "strategy": dict(strategy),
-        "launch": launch(plan),
+        "launch": launch,
     }
-
-
-def launch(plan: ContenderPlan) -> dict[str, Any]:
-    """The ranks of this machine, or of all that the host file lists."""
-    found: dict[str, Any] = {"nodes": plan.nodes, "devices": plan.ranks // plan.nodes}
-    if plan.hostfile:
-        found |= {
-            "launcher": "ssh",
-            "options": {"hostfile": plan.hostfile},
-            "pass_environment": list(SHARED),
-        }
-    return found

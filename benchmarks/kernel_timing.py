@@ -6,13 +6,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from anygauge.interface import Backend
 from anygauge.kernels.choose import choose_kernels, load_kernel, unfit
@@ -20,58 +20,30 @@ from anygauge.registry import Registry
 from benchmarks.ratios import paired, rotated
 from benchmarks.table import TableRow
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Timed:
-    """One contender on one size.
-
-    Attributes:
-        forward, backward: median seconds; None where it failed.
-        peak: bytes of all tensors that lived at once, beyond those that were given.
-        ratio: median over rounds of our forward and backward to its own; below 1, ours is faster.
-        problem: why there are no figures.
-    """
-
-    name: str
-    forward: float | None = None
-    backward: float | None = None
-    peak: int | None = None
-    ratio: float | None = None
-    problem: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KernelCase:
-    """One size, measured.
-
-    Attributes:
-        timed: of each contender.
-        forward_bytes, backward_bytes: that must be moved, where they are known.
-    """
-
-    name: str
-    timed: list[Timed]
-    forward_bytes: int = 0
-    backward_bytes: int = 0
-
-
 Operation = Callable[[], Tensor]
 
 
 def compare(
+    case: str,
     contenders: Mapping[str, Operation],
     upstream: Callable[[Tensor], Tensor],
     given: Sequence[Tensor],
     *,
     rounds: int,
     device: torch.device,
-) -> list[Timed]:
-    """Time forward and backward of all contenders, round by round.
+    copied: tuple[float, float] | None = None,
+) -> list[TableRow]:
+    """Time forward and backward of all contenders, round by round; a row for each.
+
+    The figures: medians of the times; bytes of all tensors that lived at once, beyond those that
+    were given; the median over rounds of the first contender's time to this one's (below 1, the
+    first is faster); and, with `copied`, shares of a copy's speed.
 
     Args:
         contenders: the first is ours. A call computes the result from `given`.
         upstream: of a result, the gradient to go back with.
         given: leaves whose gradients are cleared before each call.
+        copied: seconds that a copy of all that forward and backward must move would take.
     """
     problems: dict[str, str] = {}
     peaks: dict[str, int] = {}
@@ -85,30 +57,32 @@ def compare(
         except Exception as error:
             problems[name] = (str(error).splitlines() or [type(error).__name__])[0][:120]
         _clear(given)
-    able = [name for name in contenders if name not in problems]
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in able}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in peaks}
     for round_ in range(rounds + 1):
-        for name in rotated(able, round_):
+        for name in rotated(list(peaks), round_):
             times[name].append(_once(contenders[name], upstream, device))
             _clear(given)
-    found = []
-    ours = next(iter(contenders))
+    first = times.get(next(iter(contenders)))
+    rows = []
     for name in contenders:
         if name in problems:
-            found.append(Timed(name=name, problem=problems[name]))
+            rows.append(TableRow(case=case, name=name, note=problems[name]))
             continue
         kept = times[name][1:]  # the first is a warm-up
-        mine = [sum(pair) for pair in times.get(ours, times[name])[1:]]
-        found.append(
-            Timed(
-                name=name,
-                forward=median(f for f, _ in kept),
-                backward=median(b for _, b in kept),
-                peak=peaks[name],
-                ratio=paired(mine, [sum(pair) for pair in kept]).median,
-            )
-        )
-    return found
+        forward, backward = (median(times) for times in zip(*kept, strict=True))
+        figures: dict[str, Any] = {
+            "forward, ms": forward * 1e3,
+            "backward, ms": backward * 1e3,
+            "forward + backward, ms": (forward + backward) * 1e3,
+            "memory, MiB": peaks[name] / 2**20,
+            "first / its time": paired([sum(pair) for pair in (first or times[name])[1:]],
+                                       [sum(pair) for pair in kept]).median,
+        }  # fmt: skip
+        if copied is not None:
+            figures["of copy, forward"] = copied[0] / forward
+            figures["of copy, backward"] = copied[1] / backward
+        rows.append(TableRow(case=case, name=name, figures=figures))
+    return rows
 
 
 def _once(
@@ -198,14 +172,8 @@ class _Living(TorchDispatchMode):
         self.most = max(self.most, self.now)
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, dict):
-        yield from _tensors(list(values.values()))
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _tensors(value)
+def _tensors(values: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
 
 
 def chosen_device(name: str) -> torch.device:
@@ -242,28 +210,3 @@ def kernel_names(operation: str, device: torch.device) -> list[str]:
 def _backend(registry: Registry, device: torch.device) -> Backend:
     backends = (registry.create_backend(each.spec.name) for each in registry.backends)
     return next(each for each in backends if each.device_type == device.type)
-
-
-def table_rows(case: KernelCase, copy: float = 0.0) -> list[TableRow]:
-    """A row for each contender; ratios are the first one's time to theirs.
-
-    Args:
-        copy: bytes per second of a copy; else no share of it is told.
-    """
-    rows = []
-    for each in case.timed:
-        if each.forward is None or each.backward is None or each.peak is None:
-            rows.append(TableRow(case=case.name, name=each.name, note=each.problem))
-            continue
-        figures: dict[str, Any] = {
-            "forward, ms": each.forward * 1e3,
-            "backward, ms": each.backward * 1e3,
-            "forward + backward, ms": (each.forward + each.backward) * 1e3,
-            "memory, MiB": each.peak / 2**20,
-            "first / its time": each.ratio,
-        }
-        if copy:
-            figures["of copy, forward"] = case.forward_bytes / each.forward / copy
-            figures["of copy, backward"] = case.backward_bytes / each.backward / copy
-        rows.append(TableRow(case=case.name, name=each.name, figures=figures))
-    return rows

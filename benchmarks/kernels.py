@@ -27,14 +27,12 @@ from torch.nn.functional import cross_entropy, linear
 
 from anygauge.util.files import write_text
 from benchmarks.kernel_timing import (
-    KernelCase,
     chosen_device,
     chosen_kernel,
     compare,
     copy_bandwidth,
-    table_rows,
 )
-from benchmarks.table import table
+from benchmarks.table import TableRow, table
 
 COLUMNS = (128, 1024, 4096, 16384, 65536, 131072, 262144)
 SCALE = 0.3
@@ -46,12 +44,15 @@ Kernel = Callable[..., Tensor]
 
 def softmax(
     device: torch.device, dtype: torch.dtype, kernel: Kernel, *, columns: Sequence[int],
-    elements: int, rounds: int,
-) -> Iterator[KernelCase]:  # fmt: skip
+    elements: int, rounds: int, copy: float = 0.0,
+) -> Iterator[list[TableRow]]:  # fmt: skip
     """Rows of each length, plain and with scale and additive mask; so many elements in all.
 
-    Bytes are those that must be read and written: input and output forward; output, gradient and
-    result backward; and a mask.
+    Beside a copy stands what must be read and written: input and output forward; output, gradient
+    and result backward; and a mask.
+
+    Args:
+        copy: bytes per second that a copy reads and writes; 0: nothing is compared with it.
     """
     for count in columns:
         rows = max(1, elements // count)
@@ -63,17 +64,15 @@ def softmax(
         for masked in (False, True):
             torch.compiler.reset()  # sizes are compiled for one by one
             ways = _softmaxes(kernel, device, masked=masked)
-            yield KernelCase(
-                name=f"{count:,} columns" + (", scaled and masked" if masked else ""),
-                forward_bytes=x.nbytes * (3 if masked else 2),
-                backward_bytes=x.nbytes * 3,
-                timed=compare(
-                    {name: functools.partial(way, x, mask) for name, way in ways.items()},
-                    lambda _, upstream=upstream: upstream,
-                    [x],
-                    rounds=rounds,
-                    device=device,
-                ),
+            moved = (x.nbytes * (3 if masked else 2), x.nbytes * 3)
+            yield compare(
+                f"{count:,} columns" + (", scaled and masked" if masked else ""),
+                {name: functools.partial(way, x, mask) for name, way in ways.items()},
+                lambda _, upstream=upstream: upstream,
+                [x],
+                rounds=rounds,
+                device=device,
+                copied=(moved[0] / copy, moved[1] / copy) if copy else None,
             )
 
 
@@ -104,13 +103,14 @@ def _softmaxes(kernel: Kernel, device: torch.device, *, masked: bool) -> dict[st
 
 
 def loss(
-    device: torch.device, dtype: torch.dtype, kernel: Kernel, *, classes: Sequence[int],
-    tokens: int, width: int, rounds: int,
+    device: torch.device, dtype: torch.dtype, kernels: Mapping[str, Kernel], *,
+    classes: Sequence[int], tokens: int, width: int, rounds: int,
     cases: Sequence[tuple[bool, float]] = ((False, 0.0), (False, 0.5), (True, 0.0)),
-) -> Iterator[KernelCase]:  # fmt: skip
+) -> Iterator[list[TableRow]]:  # fmt: skip
     """The loss of an output layer.
 
     Args:
+        kernels: of ours, by name.
         cases: (whether the layer is trained, share of tokens without a loss).
     """
     for count in classes:
@@ -124,28 +124,29 @@ def loss(
             targets[torch.rand(tokens, **drawn) < ignored] = -100
             torch.compiler.reset()
             ways = {name: functools.partial(way, hidden, weight, targets) for name, way in
-                    _losses(kernel, device).items()}  # fmt: skip
+                    _losses(kernels, device).items()}  # fmt: skip
             kind = "trained" if trained else "frozen"
-            yield KernelCase(
-                name=f"{count:,} classes, {kind}, {ignored:.0%} ignored",
-                timed=compare(
-                    ways, torch.ones_like, [hidden, weight], rounds=rounds, device=device
-                ),
+            name = f"{count:,} classes, {kind}, {ignored:.0%} ignored"
+            yield compare(
+                name, ways, torch.ones_like, [hidden, weight], rounds=rounds, device=device
             )
 
 
-def _losses(kernel: Kernel, device: torch.device) -> dict[str, Kernel]:
+def plain_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """All logits, and the loss from them, in float32 at least, as model libraries have it."""
+    logits = linear(hidden, weight)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return cross_entropy(logits.to(wide), targets, reduction="sum")
+
+
+def _losses(kernels: Mapping[str, Kernel], device: torch.device) -> dict[str, Kernel]:
     """Ours first, as a run has it where shapes may change."""
-
-    def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        # All logits, and the loss from them in float32, as model libraries have it.
-        return cross_entropy(linear(hidden, weight).float(), targets, reduction="sum")
-
     found: dict[str, Kernel] = {
-        "anygauge": functools.partial(kernel, skip_ignored=True),
-        "torch": plain,
-        "torch.compile": torch.compile(plain, dynamic=False),
+        f"anygauge, {name}": functools.partial(kernel, skip_ignored=True)
+        for name, kernel in kernels.items()
     }
+    found["torch"] = plain_loss
+    found["torch.compile"] = torch.compile(plain_loss, dynamic=False)
     if device.type == "cuda" and find_spec("liger_kernel") is not None:
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
@@ -156,7 +157,7 @@ def _losses(kernel: Kernel, device: torch.device) -> dict[str, Kernel]:
 def attention(
     device: torch.device, dtype: torch.dtype, *, lengths: Sequence[int], rounds: int,
     rows: int = 2, heads: int = 16, groups: int = 4, width: int = 64,
-) -> Iterator[KernelCase]:  # fmt: skip
+) -> Iterator[list[TableRow]]:  # fmt: skip
     """Padded rows, and rows of eight documents; `groups` heads of keys and values.
 
     The contenders are the model library's, each with masks of the form that it takes, and the
@@ -184,18 +185,17 @@ def attention(
                 return output.transpose(1, 2)
 
             kind = "padded" if documents == 1 else f"{documents} documents"
-            yield KernelCase(
-                name=f"{length:,} tokens, {kind}",
-                timed=compare(
-                    {
-                        name: functools.partial(run, forward, MaskPlan(form).masks(segments, dtype))
-                        for name, (forward, form) in _attentions(device).items()
-                    },
-                    lambda _, upstream=upstream: upstream,
-                    given,
-                    rounds=rounds,
-                    device=device,
-                ),
+            ways = {
+                name: functools.partial(run, forward, MaskPlan(form).masks(segments, dtype))
+                for name, (forward, form) in _attentions(device).items()
+            }
+            yield compare(
+                f"{length:,} tokens, {kind}",
+                ways,
+                lambda _, upstream=upstream: upstream,
+                given,
+                rounds=rounds,
+                device=device,
             )
 
 
@@ -228,7 +228,7 @@ class Side(nn.ModuleList):
 def lora(
     device: torch.device, dtype: torch.dtype, kernel: Any, *, tokens: int, rounds: int,
     sizes: Sequence[tuple[int, Sequence[int]]] = LORA_SIZES,
-) -> Iterator[KernelCase]:  # fmt: skip
+) -> Iterator[list[TableRow]]:  # fmt: skip
     """Frozen linear layers of one input with factors of rank 16: as peft computes them, with fused
     products, and without their factors."""
     from peft import LoraConfig, get_peft_model
@@ -256,15 +256,13 @@ def lora(
             trained = [p for m in (fused, plain) for p in m.parameters() if p.requires_grad]
             ways = {"anygauge": fused, "peft": plain, "frozen layer alone": base}
             shown = ", ".join(f"{out:,}" for out in outs)
-            yield KernelCase(
-                name=f"{str(dtype)[6:]}, {width:,} to {shown}, dropout {dropout:g}",
-                timed=compare(
-                    {name: functools.partial(way, x) for name, way in ways.items()},
-                    lambda _, upstream=upstream: upstream,
-                    [x, *trained],
-                    rounds=rounds,
-                    device=device,
-                ),
+            yield compare(
+                f"{str(dtype)[6:]}, {width:,} to {shown}, dropout {dropout:g}",
+                {name: functools.partial(way, x) for name, way in ways.items()},
+                lambda _, upstream=upstream: upstream,
+                [x, *trained],
+                rounds=rounds,
+                device=device,
             )
 
 
@@ -301,7 +299,7 @@ def main(
     if operation == "softmax":
         count = elements or (2**24 if host else 2**28)
         copy = copy_bandwidth(where, count, kind, rounds)
-        given |= {"columns": _numbers(columns), "elements": count}
+        given |= {"columns": _numbers(columns), "elements": count, "copy": copy}
     elif operation == "loss":
         given |= {"classes": _numbers(classes), "tokens": tokens or (1024 if host else 16384)}
         given |= {"width": width or (512 if host else 4096)}
@@ -309,19 +307,19 @@ def main(
         given |= {"lengths": _numbers(lengths)}
     else:
         given |= {"tokens": tokens or (2048 if host else 16384)}
-    measured = globals()[operation](where, kind, *([kernel] if kernel else []), **given)
-    cases = list(measured)
+    ours = {"loss": {name: kernel}}.get(operation, kernel)
+    measured = globals()[operation](where, kind, *([ours] if ours else []), **given)
+    rows = [row for case in measured for row in case]
     print(f"{where}: kernel {name}, {dtype}; {given}")
     if copy:
         print(f"A copy of as many elements: {copy / 1e9:,.1f} GB/s")
-    print("\n".join(["", *table([row for case in cases for row in table_rows(case, copy)])]))
+    print("\n".join(["", *table(rows)]))
     record = {
         "command": sys.argv,
         "platform": platform.platform(),
         "torch": torch.__version__,
         "settings": {"device": str(where), "dtype": dtype, "kernel": name, **given},
-        "copy_bytes_per_s": copy,
-        "cases": [asdict(case) for case in cases],
+        "rows": [asdict(row) for row in rows],
     }
     write_text(output, json.dumps(record, indent=2))
     print(f"written: {output}")

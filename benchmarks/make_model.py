@@ -6,6 +6,10 @@ A process of its own, so that the parent of a benchmark never imports torch.
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+
+PARAMETERS = "parameters.txt"
+"""File beside the weights that has their number."""
 
 
 def main() -> None:
@@ -41,7 +45,8 @@ def main() -> None:
     with torch.device(given.device):
         model = LlamaForCausalLM(config)
     model.save_pretrained(given.folder)
-    print(sum(parameter.numel() for parameter in model.parameters()))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    (Path(given.folder) / PARAMETERS).write_text(str(count), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -7,12 +7,13 @@ preparing data, building the model and saving lie outside, everything between tw
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.entrants import Entrant
 from benchmarks.plan import ContenderPlan
@@ -25,37 +26,28 @@ class MeasureError(Exception):
     """A run ended well but what it wrote cannot be reported; says why."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepCounts:
-    """What every step took part in.
+class Step(NamedTuple):
+    """One optimizer step of a rank, or of all ranks together.
 
     Attributes:
-        times: end of each step, seconds since the epoch.
-        tokens: real tokens of each step.
-        losses: (summed loss in nats, loss tokens) of each step; (mean, 1) where the contender
-            tells the mean alone.
-        slots: places for tokens in the batches of each step, padding among them.
+        time: its end, seconds since the epoch.
+        tokens: real ones.
+        slots: places for tokens in its batches, padding among them.
+        loss_sum, loss_tokens: summed loss in nats, and of how many tokens; the mean and 1 where
+            the contender reports the mean alone.
     """
 
-    times: Sequence[float]
-    tokens: Sequence[int]
-    losses: Sequence[tuple[float, int]]
-    slots: Sequence[float]
+    time: float
+    tokens: int
+    slots: float
+    loss_sum: float
+    loss_tokens: int
 
-    @property
-    def mean_losses(self) -> list[float]:
-        """Mean loss of each step per loss token, nats."""
-        return [total / max(1, loss_tokens) for total, loss_tokens in self.losses]
 
-    @property
-    def padding(self) -> float:
-        """The share of all batches' places that held no token, from 0 to 1."""
-        return 1 - sum(self.tokens) / sum(self.slots)
-
-    def rate(self, warmup: int, until: int | None = None) -> float:
-        """Tokens per second after the first `warmup` steps, at least 1, of the first `until`."""
-        last = len(self.times) if until is None else until
-        return sum(self.tokens[warmup:last]) / (self.times[last - 1] - self.times[warmup - 1])
+def rate(steps: Sequence[Step], warmup: int, last: int) -> float:
+    """Tokens per second after the first `warmup` steps, at least 1, of the first `last`."""
+    tokens = sum(step.tokens for step in steps[warmup:last])
+    return tokens / (steps[last - 1].time - steps[warmup - 1].time)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,105 +112,63 @@ def outcome(
     else:
         ranks = [contender_steps(folder, rank) for rank in range(plan.ranks)]
     for steps in ranks:
-        if len(steps.times) != plan.steps or not steps.losses:
-            raise MeasureError(
-                f"{len(steps.times)} of {plan.steps} steps and {len(steps.losses)} losses recorded"
-            )
-    whole = merged(ranks)
-    total = sum(whole.tokens)
-    if plan.layout != "packed" and total != expected:
-        raise MeasureError(f"read {total} tokens in all, but its rows have {expected}")
-    first, warmup = ranks[0], plan.warmup
-    until = plan.steps - plan.watched
-    begin, end = first.times[warmup - 1], first.times[until - 1]
-    traffic, memory = traces(folder, plan.ranks, begin, end)
+        if len(steps) != plan.steps:
+            raise MeasureError(f"{len(steps)} of {plan.steps} steps recorded")
+    whole = [Step(each[0].time, *map(sum, list(zip(*each, strict=True))[1:]))
+             for each in zip(*ranks, strict=True)]  # fmt: skip
+    tokens = sum(step.tokens for step in whole)
+    if plan.layout != "packed" and tokens != expected:
+        raise MeasureError(f"read {tokens} tokens in all, but its rows have {expected}")
+    times, first, last = [step.time for step in whole], plan.warmup, plan.steps - plan.watched
+    traffic, memory = traces(folder, plan.ranks, times[first - 1], times[last - 1])
     if plan.ranks > 1 and not entrant.independent and not traffic:
         raise MeasureError("no collective in any measured step: each rank trained by itself")
-    measured = until - warmup
+    apart = ranks if entrant.independent else [whole]
     trace = _json(folder / "traffic-rank0.json")
     peaks = [_json(folder / f"phases-rank{rank}.json") for rank in range(plan.ranks)]
     return RunOutcome(
         name=entrant.name,
         round=round_,
         status="ok",
-        tokens_per_s=sum(steps.rate(warmup, until) for steps in ranks)
-        if entrant.independent
-        else whole.rate(warmup, until),
-        tokens=total,
-        padding=whole.padding,
-        step_seconds=[
-            after - before for before, after in zip(first.times, first.times[1:], strict=False)
-        ],
+        tokens_per_s=sum(rate(steps, first, last) for steps in apart),
+        tokens=tokens,
+        padding=1 - tokens / sum(step.slots for step in whole),
+        step_seconds=[after - before for before, after in itertools.pairwise(times)],
         peak_memory=memory,
-        sent={name: count / measured for name, count in traffic.items()},
-        losses=whole.mean_losses,
+        sent={name: count / (last - first) for name, count in traffic.items()},
+        losses=[step.loss_sum / max(1, step.loss_tokens) for step in whole],
         wall_seconds=wall_s,
         watched=_json(folder / "watched-rank0.json"),
-        first_step_s=first.times[0] - began,
-        cpu_seconds=trace and trace.get("cpu_seconds"),
-        modules=trace and trace.get("modules"),
+        first_step_s=times[0] - began,
+        cpu_seconds=trace.get("cpu_seconds"),
+        modules=trace.get("modules"),
         phases=[each for each in peaks if each is not None],
     )
 
 
-def anygauge_steps(folder: Path) -> StepCounts:
+def anygauge_steps(folder: Path) -> list[Step]:
     """Steps from ``metrics.jsonl``.
 
     Raises:
         MeasureError: the file is not there, or its steps carry no time.
     """
     path = folder / "run" / "metrics.jsonl"
-    if not path.is_file():
-        raise MeasureError(f"no such file: {path}")
     records = [record for record in _lines(path) if "loss" in record and "seconds" in record]
     if any("time" not in record for record in records):
         raise MeasureError(f"{path}: steps carry no 'time', the end of the step")
-    return StepCounts(
-        times=[record["time"] for record in records],
-        tokens=[record["tokens"] for record in records],
-        losses=[(record["loss"], 1) for record in records],
-        slots=[record["tokens"] / (1 - record["padding"]) for record in records],
-    )
+    return [
+        Step(each["time"], each["tokens"], each["tokens"] / (1 - each["padding"]), each["loss"], 1)
+        for each in records
+    ]
 
 
-def contender_steps(folder: Path, rank: int) -> StepCounts:
+def contender_steps(folder: Path, rank: int) -> list[Step]:
     """Steps that a contender's rank recorded.
 
     Raises:
         MeasureError: the file is not there.
     """
-    path = folder / f"steps-rank{rank}.jsonl"
-    if not path.is_file():
-        raise MeasureError(f"no such file: {path}")
-    times, tokens, losses, slots = [], [], [], []
-    for record in _lines(path):
-        if "time" in record:
-            times.append(record["time"])
-            tokens.append(record["tokens"])
-            slots.append(record["slots"])
-        elif "loss_sum" in record:
-            losses.append((record["loss_sum"], record["loss_tokens"]))
-        else:
-            losses.append((record["loss"], 1))
-    return StepCounts(times=times, tokens=tokens, losses=losses, slots=slots)
-
-
-def merged(ranks: Sequence[StepCounts]) -> StepCounts:
-    """Steps of all ranks together, on the first rank's clock."""
-    if len(ranks) == 1:
-        return ranks[0]
-    # Each rank of a trainer records its own mean.
-    told = [steps.losses for steps in ranks if steps.losses]
-    losses = [
-        (sum(total for total, _ in step), sum(loss_tokens for _, loss_tokens in step))
-        for step in zip(*told, strict=True)
-    ]
-    return StepCounts(
-        times=ranks[0].times,
-        tokens=[sum(step) for step in zip(*(steps.tokens for steps in ranks), strict=True)],
-        losses=losses,
-        slots=[sum(step) for step in zip(*(steps.slots for steps in ranks), strict=True)],
-    )
+    return [Step(**step) for step in _lines(folder / f"steps-rank{rank}.jsonl")]
 
 
 def traces(
@@ -249,4 +199,6 @@ def _json(path: Path) -> Any:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise MeasureError(f"no such file: {path}")
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]

@@ -12,8 +12,6 @@ compares it with the trained model, which no peer does: ``--no-verify`` leaves t
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,19 +20,11 @@ from typing import Annotated
 
 import typer
 
-from anygauge.util.files import write_text
 from benchmarks.entrants import Entrant, chosen
-from benchmarks.errors import BenchmarkError
 from benchmarks.measure import RunOutcome
-from benchmarks.plan import ContenderPlan
-from benchmarks.session import (
-    all_of,
-    conditions,
-    each_run,
-    prepare,
-    refuse_used,
-)
-from benchmarks.table import MIB, TableRow, table
+from benchmarks.plan import BenchmarkError, ContenderPlan
+from benchmarks.session import all_of, command, each_run, prepare, write_all
+from benchmarks.table import MIB, TableRow
 
 CONTENDERS = ("anygauge-fsdp", "anygauge", "trainer", "trl")
 PHASES = ("load", "training", "evaluation", "save")
@@ -88,7 +78,6 @@ def main(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds for one run.")] = 900,
 ) -> None:
     """Measure the peak of each phase side by side."""
-    refuse_used(output)
     entrants = chosen(names)
     plan = ContenderPlan(
         rounds=rounds,
@@ -108,7 +97,7 @@ def main(
     )
     rows_of_table: list[TableRow] = []
     runs = []
-    try:
+    with command(output):
         for count in map(int, classes.split(",")):
             folder = output.resolve() / str(count)
             rows, of_size, about = prepare("full", replace(plan, classes=count, output=str(folder)))
@@ -118,14 +107,7 @@ def main(
                 check(one, folder, plan.ranks)
                 runs.append({"classes": count, **asdict(one)})
             rows_of_table += table_rows(count, found, entrants)
-    except BenchmarkError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
-    shown = "\n".join(table(rows_of_table)) + "\n"
-    record = {**conditions(plan), "runs": runs}
-    write_text(output / "results.json", json.dumps(record, indent=1) + "\n")
-    write_text(output / "table.md", shown)
-    print(shown)
+        write_all(output, plan, rows_of_table, runs)
 
 
 if __name__ == "__main__":

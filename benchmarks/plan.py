@@ -15,6 +15,10 @@ Layout = Literal["padded", "grouped", "packed"]
 Dtype = Literal["float32", "bfloat16"]
 
 
+class BenchmarkError(Exception):
+    """For the user: shown without a traceback; says what to do."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContenderPlan:
     """One run of one contender; first what `prepare` and `run_once` fill in.
@@ -41,6 +45,7 @@ class ContenderPlan:
         evaluates: after training, evaluate on the same rows and save the adapter; the peak of each
             phase is recorded (see `shim/benchmark_phases.py`).
         verifies: anygauge checks the adapter that it saved.
+        rehearses: anygauge plans a run's memory before it starts its ranks.
         watched: last steps that are watched instead of measured (see `shim/benchmark_watch.py`).
         hostfile: of the machines where they are several, for anygauge's own launcher; else empty.
         nodes: machines, each with an equal part of `ranks`.
@@ -82,6 +87,7 @@ class ContenderPlan:
     device: str = "cpu"
     evaluates: bool = False
     verifies: bool = True
+    rehearses: bool = True
     watched: int = 0
     hostfile: str = ""
     nodes: int = 1

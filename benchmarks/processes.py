@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,18 +112,24 @@ def shares(processors: Sequence[int], ranks: int) -> list[list[int]] | None:
     return [list(processors[rank * each : (rank + 1) * each]) for rank in range(ranks)]
 
 
-def run(started: Processes, timeout_s: float) -> Ended:
+def run(processes: Processes, timeout_s: float) -> Ended:
     """Start, wait, and leave nothing running, whatever happens."""
-    began = time.monotonic()
+    with started(processes) as running:
+        return wait(running, timeout_s)
+
+
+@contextlib.contextmanager
+def started(processes: Processes) -> Iterator[Sequence[subprocess.Popen[bytes]]]:
+    """Processes that run until the block ends, at the latest."""
     running: list[subprocess.Popen[bytes]] = []
     parts = None
-    if started.bound and hasattr(os, "sched_setaffinity"):
-        parts = shares(sorted(os.sched_getaffinity(0)), len(started.environments))
+    if processes.bound and hasattr(os, "sched_setaffinity"):
+        parts = shares(sorted(os.sched_getaffinity(0)), len(processes.environments))
     try:
-        for index, environment in enumerate(started.environments):
-            with started.logs[index].open("wb") as log:
+        for index, environment in enumerate(processes.environments):
+            with processes.logs[index].open("wb") as log:
                 process = subprocess.Popen(
-                    list(started.argv),
+                    list(processes.argv),
                     cwd=ROOT,
                     env={**os.environ, **environment},
                     stdin=subprocess.DEVNULL,
@@ -134,29 +141,32 @@ def run(started: Processes, timeout_s: float) -> Ended:
             if parts is not None:
                 with contextlib.suppress(OSError):  # it has ended already
                     os.sched_setaffinity(process.pid, parts[index])
-        problem, status = _wait(running, began + timeout_s, timeout_s)
+        yield running
     finally:
         _end(running)
+
+
+def wait(running: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> Ended:
+    """Until all have succeeded, one has failed, or the time is over."""
+    began = time.monotonic()
+    problem, status = None, None
+    while problem is None and status is None:
+        codes = [process.poll() for process in running]
+        failed = next((index for index, code in enumerate(codes) if code), None)
+        if failed is not None:
+            status = codes[failed]
+            problem = f"process {failed} ended with {_status(status)}"
+        elif all(code == 0 for code in codes):
+            status = 0
+        elif time.monotonic() > began + timeout_s:
+            problem = f"not done after {timeout_s:.3g} s (--timeout)"
+        else:
+            time.sleep(POLL_S)
     return Ended(seconds=time.monotonic() - began, problem=problem, status=status)
 
 
-def _wait(
-    running: Sequence[subprocess.Popen[bytes]], deadline: float, limit_s: float
-) -> tuple[str | None, int | None]:
-    while True:
-        codes = [process.poll() for process in running]
-        for index, code in enumerate(codes):
-            if code:
-                return f"process {index} ended with {_status(code)}", code
-        if all(code == 0 for code in codes):
-            return None, 0
-        if time.monotonic() > deadline:
-            return f"not done after {limit_s:g} s (--timeout)", None
-        time.sleep(POLL_S)
-
-
-def _status(code: int) -> str:
-    return f"status {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+def _status(code: int | None) -> str:
+    return f"signal {signal.Signals(-code).name}" if code and code < 0 else f"status {code}"
 
 
 def _end(running: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -181,3 +191,9 @@ def last_lines(folder: Path, count: int = 15) -> list[str]:
     first = min(logs, key=lambda path: path.stat().st_mtime)
     text = first.read_text(encoding="utf-8", errors="replace")
     return text.rstrip().splitlines()[-count:]
+
+
+def cause(lines: Sequence[str]) -> str:
+    """The error that the end of a log names; empty where it names none."""
+    errors = [text for text in lines if re.match(r"(?i)(error|[\w.]+(Error|Exception))\b", text)]
+    return errors[-1] if errors else ""

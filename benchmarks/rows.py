@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.errors import BenchmarkError
+from benchmarks.plan import BenchmarkError
 from benchmarks.texts import Text, texts
 
 END, PAD = "</s>", "<pad>"

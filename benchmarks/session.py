@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
@@ -15,13 +17,15 @@ from typing import Any
 
 import typer
 
+from anygauge.util.files import write_text
 from benchmarks.entrants import Entrant, processes
-from benchmarks.errors import BenchmarkError
+from benchmarks.make_model import PARAMETERS
 from benchmarks.measure import MeasureError, RunOutcome, outcome
-from benchmarks.plan import ContenderPlan
-from benchmarks.processes import ROOT, last_lines, run, shared_environment
+from benchmarks.plan import BenchmarkError, ContenderPlan
+from benchmarks.processes import ROOT, cause, last_lines, run, shared_environment
 from benchmarks.ratios import rotated
 from benchmarks.rows import WrittenRows, write_rows
+from benchmarks.table import TableRow, table
 from benchmarks.texts import source
 
 PACKAGES = ("torch", "transformers", "peft", "deepspeed", "accelerate", "trl", "datasets")
@@ -33,47 +37,66 @@ def prepare(workload: str, plan: ContenderPlan) -> tuple[WrittenRows, ContenderP
     Raises:
         BenchmarkError: the workload cannot give the rows, or the model could not be made.
     """
+    rows, plan, about = prepare_rows(workload, plan)
+    return rows, plan, f"{about}; model of {make_model(plan):,} parameters"
+
+
+def prepare_rows(workload: str, plan: ContenderPlan) -> tuple[WrittenRows, ContenderPlan, str]:
+    """`prepare` without the model's weights.
+
+    Raises:
+        BenchmarkError: the workload cannot give the rows.
+    """
     folder = Path(plan.output) / workload
     data = Path(plan.data) if plan.data else None
     length = plan.length if workload == "full" else plan.max_length
     rows = write_rows(
-        workload,
-        folder,
-        data=data,
-        count=plan.steps * plan.global_batch,
-        length=length,
-        vocabulary=plan.vocabulary,
-        seed=plan.seed,
-    )
-    classes = max(rows.vocabulary, plan.classes)
-    sizes = {"vocabulary": classes, "kv-heads": plan.kv_heads, "positions": length}
-    names = ("layers", "hidden", "intermediate", "heads", "seed", "device")
-    sizes |= {name: getattr(plan, name) for name in names} | {"dtype": plan.stored}
-    model = folder / "model"
-    made = subprocess.run(
-        [sys.executable, "-m", "benchmarks.make_model", str(model)]
-        + [f"--{name}={value}" for name, value in sizes.items()],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
-    if made.returncode:
-        raise BenchmarkError(f"the model could not be made:\n{made.stderr[-2000:]}")
+        workload, folder, data=data, count=plan.steps * plan.global_batch, length=length,
+        vocabulary=plan.vocabulary, seed=plan.seed,
+    )  # fmt: skip
     fewest, mean, most = rows.lengths
     about = (
         f"{workload}: {source(workload, data)}; {fewest} to {most} tokens a row, mean "
-        f"{mean:.0f}; {rows.dropped} longer rows left out; model of "
-        f"{int(made.stdout.split()[-1]):,} parameters"
+        f"{mean:.0f}; {rows.dropped} longer rows left out"
     )
     on_them = replace(
         plan,
-        model=str(model),
+        model=str(folder / "model"),
         rows=str(rows.exact),
         has_prompts=rows.has_prompts,
         max_length=length,
+        classes=max(rows.vocabulary, plan.classes),
     )
     return rows, on_them, about
+
+
+def make_model(plan: ContenderPlan) -> int:
+    """Link random weights into ``plan.model``; returns how many parameters they are.
+
+    Workloads whose models are alike share a file: it is drawn once.
+
+    Raises:
+        BenchmarkError: they could not be made.
+    """
+    names = ("layers", "hidden", "intermediate", "heads", "seed", "device")
+    sizes = {name: getattr(plan, name) for name in names}
+    sizes |= {"vocabulary": plan.classes, "kv-heads": plan.kv_heads}
+    sizes |= {"positions": plan.max_length, "dtype": plan.stored}
+    folder = Path(plan.output) / "-".join(["weights", *map(str, sizes.values())])
+    if not folder.is_dir():
+        made = subprocess.run(
+            [sys.executable, "-m", "benchmarks.make_model", str(folder)]
+            + [f"--{name}={value}" for name, value in sizes.items()],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+        )
+        if made.returncode:
+            raise BenchmarkError(f"the model could not be made:\n{made.stderr[-2000:]}")
+    for file in folder.iterdir():
+        os.link(file, Path(plan.model) / file.name)
+    return int((folder / PARAMETERS).read_text(encoding="utf-8"))
 
 
 def run_once(
@@ -100,26 +123,19 @@ def run_once(
     began = time.time()
     ended = run(processes(entrant, plan, shared_environment(plan)), plan.timeout_s)
     problem = ended.problem
+    found = RunOutcome(name=entrant.name, round=round_, status="ok", wall_seconds=ended.seconds)
+    try:
+        # What has trained has figures, though it failed afterwards.
+        found = outcome(
+            entrant, plan, round_=round_, expected=rows.tokens, began=began, wall_s=ended.seconds
+        )
+    except (MeasureError, ValueError) as error:  # ValueError: a last line was cut off
+        problem = problem or str(error)
     if problem is None:
-        try:
-            return outcome(
-                entrant,
-                plan,
-                round_=round_,
-                expected=rows.tokens,
-                began=began,
-                wall_s=ended.seconds,
-            )
-        except MeasureError as error:
-            problem = str(error)
-    return RunOutcome(
-        name=entrant.name,
-        round=round_,
-        status="failed",
-        problem=f"{problem}; see {folder}",
-        log=last_lines(folder),
-        wall_seconds=ended.seconds,
-    )
+        return found
+    log = last_lines(folder)
+    said = ": ".join(filter(None, (problem, cause(log))))
+    return replace(found, status="failed", problem=f"{said}; see {folder}", log=log)
 
 
 def each_run(
@@ -156,26 +172,50 @@ def all_of(runs: Iterable[RunOutcome]) -> list[RunOutcome]:
     return found
 
 
-def refuse_used(output: Path) -> None:
-    """Raises: typer.BadParameter: the folder has something in it."""
+@contextmanager
+def command(output: Path) -> Iterator[None]:
+    """Around a command that measures into a new folder.
+
+    Raises:
+        typer.BadParameter: the folder has something in it.
+        typer.Exit: with status 2 after a `BenchmarkError`, which is shown.
+    """
     if output.exists() and any(output.iterdir()):
         raise typer.BadParameter(f"--output {output} is not empty: name a new folder")
+    try:
+        yield
+    except BenchmarkError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error
+
+
+def write_all(
+    output: Path, plan: ContenderPlan, rows: Sequence[TableRow], runs: Sequence[Mapping[str, Any]]
+) -> None:
+    """Write ``table.md`` and ``results.json``, and show the table."""
+    shown = "\n".join(table(rows)) + "\n"
+    record = {**conditions(plan), "runs": runs}
+    write_text(output / "results.json", json.dumps(record, indent=1) + "\n")
+    write_text(output / "table.md", shown)
+    print(shown)
 
 
 def conditions(plan: ContenderPlan) -> dict[str, Any]:
     """Machine, versions and settings, for the record."""
-    versions = {}
-    for package in ("anygauge", *PACKAGES):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "not installed"
     return {
         "command": sys.argv,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "platform": platform.platform(),
         "processors": os.cpu_count(),
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": {name: version(name) for name in ("anygauge", *PACKAGES)},
         "settings": asdict(plan),
     }
+
+
+def version(package: str) -> str:
+    """Of a distribution, or that there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

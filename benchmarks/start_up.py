@@ -9,8 +9,6 @@ modules are those of rank 0 from its start to its end.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,14 +16,12 @@ from typing import Annotated
 
 import typer
 
-from anygauge.util.files import write_text
 from benchmarks.entrants import Entrant, chosen
-from benchmarks.errors import BenchmarkError
 from benchmarks.measure import RunOutcome
 from benchmarks.plan import ContenderPlan
 from benchmarks.ratios import paired
-from benchmarks.session import all_of, each_run, prepare, refuse_used
-from benchmarks.table import TableRow, middle, table
+from benchmarks.session import all_of, command, each_run, prepare, write_all
+from benchmarks.table import TableRow, middle
 
 CONTENDERS = ("anygauge-fsdp", "anygauge", "trainer")
 
@@ -59,7 +55,6 @@ def main(
     ] = None,
 ) -> None:
     """Measure how long a run takes to begin."""
-    refuse_used(output)
     entrants = chosen(names, before)
     plan = ContenderPlan(
         rounds=rounds,
@@ -74,16 +69,10 @@ def main(
         micro_batch=2,
         output=str(output.resolve()),
     )
-    try:
+    with command(output):
         rows, plan, _ = prepare("full", plan)
         found = all_of(each_run(entrants, plan, rows, output.resolve()))
-    except BenchmarkError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
-    shown = "\n".join(table(table_rows(found, entrants))) + "\n"
-    write_text(output / "table.md", shown)
-    write_text(output / "results.json", json.dumps([asdict(one) for one in found], indent=1) + "\n")
-    print(shown)
+        write_all(output, plan, table_rows(found, entrants), [asdict(one) for one in found])
 
 
 if __name__ == "__main__":

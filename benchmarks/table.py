@@ -115,23 +115,27 @@ def middle(values: Iterable[float | None]) -> float | None:
     return float(median(known)) if known else None
 
 
+def speed_ratio(over: Iterable[RunOutcome], under: Iterable[RunOutcome]) -> Ratio | None:
+    """Of tokens per second, paired by round; None where there is no round in which both trained."""
+    first, second = ({o.round: o.tokens_per_s for o in runs if o.tokens_per_s}
+                     for runs in (over, under))  # fmt: skip
+    both = [round_ for round_ in first if round_ in second]
+    return paired([first[r] for r in both], [second[r] for r in both]) if both else None
+
+
 def summarise(outcomes: Sequence[RunOutcome], entrants: Sequence[Entrant]) -> list[TableRow]:
     """A row for each contender that has run: medians of its rounds, and the speed of each of ours
     as a multiple of its own, where both ran in a round."""
-    speeds = {(o.name, o.round): o.tokens_per_s for o in outcomes if o.tokens_per_s}
     ran = [each for each in entrants if any(o.name == each.name for o in outcomes)]
     rows = []
     for entrant in ran:
-        done = [o for o in outcomes if o.name == entrant.name and o.status == "ok"]
-        failed = [o for o in outcomes if o.name == entrant.name and o.status != "ok"]
+        runs = [o for o in outcomes if o.name == entrant.name]
+        done = [o for o in runs if o.tokens_per_s]
+        failed = [o for o in runs if o.status != "ok"]
         figures: dict[str, Figure] = {"tokens/s": middle(o.tokens_per_s for o in done)}
         for ours in (each for each in ran if each.module is None):
-            both = [o.round for o in done if o.tokens_per_s and (ours.name, o.round) in speeds]
-            figures[f"{ours.name} / this"] = None
-            if both and ours is not entrant:
-                figures[f"{ours.name} / this"] = paired(
-                    [speeds[ours.name, r] for r in both], [speeds[entrant.name, r] for r in both]
-                )
+            theirs = [] if ours is entrant else [o for o in outcomes if o.name == ours.name]
+            figures[f"{ours.name} / this"] = speed_ratio(theirs, runs)
         sent = [None if o.sent is None else sum(o.sent.values()) / MIB for o in done]
         figures |= {
             "padding": middle(o.padding for o in done),

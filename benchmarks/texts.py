@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from benchmarks.errors import BenchmarkError
+from benchmarks.plan import BenchmarkError
 
 WORKLOADS = ("full", "gsm8k", "alpaca", "generated")
 FILES = {"full": "wiki_demo.txt", "gsm8k": "gsm8k_train.jsonl", "alpaca": "alpaca_en_demo.json"}

@@ -17,23 +17,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from anygauge.util.files import write_text
 from benchmarks.entrants import ENTRANTS, Entrant, chosen
-from benchmarks.errors import BenchmarkError
 from benchmarks.measure import RunOutcome
 from benchmarks.plan import ContenderPlan
-from benchmarks.session import (
-    conditions,
-    each_run,
-    prepare,
-    refuse_used,
-)
+from benchmarks.session import command, conditions, each_run, prepare
 from benchmarks.table import as_json, markdown, summarise
 from benchmarks.texts import WORKLOADS
-
-console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
 
 
 def measure(
@@ -43,8 +34,6 @@ def measure(
     results: dict[str, list[RunOutcome]],
 ) -> None:
     """All rounds of one workload; `results` and the files grow with every run."""
-    rows, plan, about = prepare(workload, plan)
-    console.print(about, markup=False)
     outcomes = results.setdefault(workload, [])
     classes = f"{plan.classes:,} classes, " if plan.classes else ""
     title = (
@@ -53,21 +42,19 @@ def measure(
         f"{plan.accumulation} micro-batches, {plan.steps} steps ({plan.warmup} "
         f"warm-up), checkpointing {'on' if plan.checkpointing else 'off'}"
     )
+    rows, plan, about = prepare(workload, plan)
+    print(about, flush=True)
     output = Path(plan.output)
-    before = read(output / "table.md")
+    table = output / "table.md"
+    before = table.read_text(encoding="utf-8") + "\n" if table.exists() else ""
     shown = ""
     for outcome in each_run(entrants, plan, rows, output / workload):
         outcomes.append(outcome)
         shown = markdown(title, summarise(outcomes, entrants))
         record = as_json(conditions(plan), results, entrants)
         write_text(output / "results.json", record)
-        write_text(output / "table.md", before + shown)
-    console.print(shown, markup=False)
-
-
-def read(path: Path) -> str:
-    """What is in a file; nothing if there is none."""
-    return path.read_text(encoding="utf-8") + "\n" if path.exists() else ""
+        write_text(table, before + shown)
+    print(shown, flush=True)
 
 
 def chosen_workloads(workload: str, data: str) -> list[str]:
@@ -141,7 +128,6 @@ def main(
         raise typer.BadParameter(f"--warmup {warmup} leaves none of --steps {steps} to measure")
     if hidden % heads or hidden // heads % 2:
         raise typer.BadParameter(f"--hidden {hidden} is not an even multiple of --heads {heads}")
-    refuse_used(output)
     data = os.environ.get("ANYGAUGE_DATA", "")
     plan = ContenderPlan(
         rounds=rounds,
@@ -167,15 +153,12 @@ def main(
         output=str(output.resolve()),
         data=data,
     )
+    results: dict[str, list[RunOutcome]] = {}
     workloads = chosen_workloads(workload, data)
-    try:
-        results: dict[str, list[RunOutcome]] = {}
+    with command(output):
         for each in workloads:
             measure(each, chosen(named(contenders, each), before), plan, results)
-    except BenchmarkError as error:
-        console.print(f"error: {error}", style="red", markup=False)
-        raise typer.Exit(2) from error
-    console.print(f"written: {plan.output}/results.json and table.md", markup=False)
+    print(f"written: {plan.output}/results.json and table.md", flush=True)
     if any(result.status != "ok" for found in results.values() for result in found):
         raise typer.Exit(1)
 

@@ -16,12 +16,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from benchmarks.gpu.context import Context
-from benchmarks.gpu.machine import NoCardError, described, foreseen
-from benchmarks.gpu.page import write
-from benchmarks.gpu.parts import PARTS, names
-from benchmarks.gpu.result import OK, SKIPPED, Result
-from benchmarks.gpu.runner import run_parts
+from benchmarks.gpu.machine import described, foreseen
+from benchmarks.gpu.part import OK, PARTS, SKIPPED, Context, names
+from benchmarks.gpu.runner import Result, run_parts, write
+from benchmarks.session import command
 
 QUICK_S, FULL_S = 450.0, 5400.0
 """8 minutes with the start, and an hour and a half."""
@@ -80,15 +78,10 @@ def main(
     """Check a GPU and measure it, each figure beside its prediction."""
     if device not in ("cuda", "cpu"):
         raise typer.BadParameter(f"--device {device!r} is neither cuda nor cpu")
-    if output.exists() and any(output.iterdir()):
-        raise typer.BadParameter(f"--output {output} is not empty: name a new folder")
     hostfile, nodes = hosts_of(hosts)
     wanted = chosen(parts, full=full, predict=bool(predict))
-    try:
+    with command(output):
         machine = foreseen(predict) if predict else described(device, gpus)
-    except NoCardError as error:
-        console.print(f"error: {error}", style="red", markup=False)
-        raise typer.Exit(2) from error
     output.mkdir(parents=True, exist_ok=True)
     context = Context(
         device=device,

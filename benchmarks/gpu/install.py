@@ -37,9 +37,9 @@ class InstallError(Exception):
     """The environment cannot be made; says what to do."""
 
 
-def name_of(file: str) -> str:
-    """The distribution that a file of the folder holds, in its normal form."""
-    return re.sub(r"[-_.]+", "-", re.split(r"-\d", file, maxsplit=1)[0]).lower()
+def normal(name: str) -> str:
+    """The normal form of a distribution's name; of a file's, that of what it holds."""
+    return re.sub(r"[-_.]+", "-", re.split(r"-\d", name, maxsplit=1)[0]).lower()
 
 
 def check_interpreter(version: Sequence[int], torch: str | None) -> None:
@@ -76,8 +76,8 @@ def constraints(found: Iterable[tuple[str, str]]) -> str:
     Args:
         found: (name, version) of all distributions of the machine.
     """
-    normal = {(re.sub(r"[-_.]+", "-", name).lower(), version) for name, version in found}
-    return "".join(f"{name}=={version}\n" for name, version in sorted(normal) if KEPT.match(name))
+    named = {(normal(name), version) for name, version in found}
+    return "".join(f"{name}=={version}\n" for name, version in sorted(named) if KEPT.match(name))
 
 
 def extras(available: Iterable[str]) -> list[str]:
@@ -103,7 +103,7 @@ def main(wheels: Path, environment: Path) -> None:
     check_interpreter(sys.version_info, installed("torch"))
     if not wheels.is_dir():
         raise InstallError(f"WHEELS={wheels} is not a folder")
-    files = {name_of(path.name) for path in wheels.iterdir()}
+    files = {normal(path.name) for path in wheels.iterdir()}
     own = bool(importlib.util.find_spec("ensurepip"))
     if not own and not importlib.util.find_spec("pip"):
         raise InstallError(
@@ -116,22 +116,12 @@ def main(wheels: Path, environment: Path) -> None:
     kept = environment / "machine.txt"
     all_here = [(d.name, d.version) for d in metadata.distributions()]
     kept.write_text(constraints(all_here), encoding="utf-8")
-    here = {re.sub(r"[-_.]+", "-", name).lower() for name, _ in all_here}
     python = str(environment / "bin" / "python")
-    pip = [
-        *((python, "-m", "pip") if own else (sys.executable, "-m", "pip", "--python", python)),
-        *(
-            "--disable-pip-version-check",
-            "install",
-            "--quiet",
-            "--no-index",
-            "--find-links",
-            str(wheels),
-        ),
-        *("--constraint", str(kept), "--no-build-isolation"),
-    ]
+    pip = [python, "-m", "pip"] if own else [sys.executable, "-m", "pip", "--python", python]
+    pip += ["--disable-pip-version-check", "install", "--quiet", "--no-build-isolation"]
+    pip += ["--no-index", f"--find-links={wheels}", f"--constraint={kept}"]
     aside = [name for name in ASIDE if name in files]
-    chosen = f"{ROOT}[{','.join(extras(files | here))}]"
+    chosen = f"{ROOT}[{','.join(extras(files | {normal(name) for name, _ in all_here}))}]"
     for wanted in (BUILDERS, ("--editable", chosen, *aside)):
         built = {**os.environ, **WITHOUT_OPERATIONS}
         if subprocess.run([*pip, *wanted], check=False, env=built).returncode:

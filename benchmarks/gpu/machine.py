@@ -6,8 +6,11 @@ import json
 import platform
 import subprocess
 import sys
-from importlib import metadata
+from collections.abc import Mapping
 from typing import Any
+
+from benchmarks.plan import BenchmarkError
+from benchmarks.session import version
 
 PACKAGES = (
     "anygauge", "torch", "triton", "transformers", "peft", "accelerate", "deepspeed", "trl",
@@ -25,59 +28,36 @@ print(json.dumps(found))
 """
 
 
-class NoCardError(Exception):
-    """There is no card that could be measured; says what to do."""
-
-
-def look() -> dict[str, Any]:
-    """What torch sees, in a process of its own: the parts' memory is theirs alone.
-
-    Raises:
-        NoCardError: torch is missing or cannot be imported.
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", LOOK],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise NoCardError(f"torch cannot be used:\n{done.stderr.strip()[-1000:]}\n{REMEDY}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 REMEDY = (
     "`make gpu DEVICE=cpu` tries the parts on this machine's processor; "
     "`make gpu PREDICT=h100:1` shows what is predicted for a card"
 )
 
 
+def look() -> dict[str, Any]:
+    """What torch sees, in a process of its own: the parts' memory is theirs alone.
+
+    Raises:
+        BenchmarkError: torch is missing or cannot be imported.
+    """
+    argv = [sys.executable, "-c", LOOK]
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        raise BenchmarkError(f"torch cannot be used:\n{done.stderr.strip()[-1000:]}\n{REMEDY}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def described(device: str, gpus: int) -> dict[str, Any]:
     """The page's first table.
 
     Raises:
-        NoCardError: there is no card, or not as many as asked for, or torch is too old.
+        BenchmarkError: there is no card, or not as many as asked for, or torch is too old.
     """
     found = look()
-    major, minor = found["torch"].split(".")[:2]
-    if device != "cpu" and (int(major), int(minor)) < OLDEST_TORCH:
-        raise NoCardError(
-            f"torch {found['torch']} is installed, and 2.11 or newer is needed: `rm -rf .venv` and "
-            "`make gpu`, or `make gpu WHEELS=folder PYTHON=interpreter` beside a newer torch. "
-            f"{REMEDY}"
-        )
-    if device != "cpu" and not found["cards"]:
-        why = "is built without CUDA" if found["cuda"] is None else "sees no usable card"
-        raise NoCardError(
-            f"there is no NVIDIA card to measure: torch {found['torch']} {why}. `anygauge doctor "
-            f"--backend cuda` shows what is missing. {REMEDY}"
-        )
-    if device != "cpu" and gpus > len(found["cards"]):
-        raise NoCardError(f"GPUS={gpus}, but torch sees {len(found['cards'])}. {REMEDY}")
     card: dict[str, Any] = {"card": "This machine's processor"}
     if device != "cpu":
+        _check(found, gpus)
         name, memory, capability = found["cards"][0]
         card = {
             "card": name,
@@ -86,27 +66,33 @@ def described(device: str, gpus: int) -> dict[str, Any]:
             "compute capability": ".".join(map(str, capability)),
             "CUDA of torch": found["cuda"],
         }
-    return {
-        **card,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "command": " ".join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]]),
-        **{package: _version(package) for package in PACKAGES},
-    }
+    system = {"python": platform.python_version(), "platform": platform.platform()}
+    return {**card, **system, "command": _command(), **{name: version(name) for name in PACKAGES}}
+
+
+def _check(found: Mapping[str, Any], gpus: int) -> None:
+    torch, cards = found["torch"], len(found["cards"])
+    if tuple(map(int, torch.split(".")[:2])) < OLDEST_TORCH:
+        raise BenchmarkError(
+            f"torch {torch} is installed, and 2.11 or newer is needed: `rm -rf .venv` and "
+            "`make gpu`, or `make gpu WHEELS=folder PYTHON=interpreter` beside a newer torch. "
+            f"{REMEDY}"
+        )
+    if not cards:
+        why = "is built without CUDA" if found["cuda"] is None else "sees no usable card"
+        raise BenchmarkError(
+            f"there is no NVIDIA card to measure: torch {torch} {why}. `anygauge doctor "
+            f"--backend cuda` shows what is missing. {REMEDY}"
+        )
+    if gpus > cards:
+        raise BenchmarkError(f"GPUS={gpus}, but torch sees {cards}. {REMEDY}")
 
 
 def foreseen(machine: str) -> dict[str, Any]:
     """The first table of a page of predictions."""
-    return {
-        "card": f"Predictions for {machine}",
-        "command": " ".join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]]),
-        "anygauge": _version("anygauge"),
-        "torch": _version("torch"),
-    }
+    versions = {name: version(name) for name in ("anygauge", "torch")}
+    return {"card": f"Predictions for {machine}", "command": _command(), **versions}
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+def _command() -> str:
+    return " ".join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])

@@ -2,128 +2,129 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from benchmarks.gpu.context import Clock, Context
-from benchmarks.gpu.result import Report
+from benchmarks.entrants import run_file
+from benchmarks.gpu.part import FAILED, LATE, Clock, Context, PartError, Report
+from benchmarks.gpu.predict import llama
+from benchmarks.plan import ContenderPlan
+from benchmarks.processes import Processes, cause, last_lines, started, wait
 from benchmarks.rows import write_rows
 from benchmarks.table import TableRow
 
-STEPS = 6
 ALLOWED: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 3e-2}
 """Relative difference of a step's loss that is not a fault: rounding that grows with the steps."""
 NORMS = 3.0
 """Gradients' norms may differ by this multiple of it."""
-FIGURES = ("loss", "grad_norm")
+PLAN = ContenderPlan(
+    layers=4,
+    hidden=128,
+    intermediate=344,
+    heads=4,
+    kv_heads=2,
+    steps=6,
+    ranks=1,
+    micro_batch=2,
+    accumulation=2,
+    max_length=96,
+    has_prompts=True,
+    checkpointing=False,
+)
+"""A small Llama with random weights, all of them trained on one rank."""
 
 
 def run(context: Context, report: Report) -> None:
     """Losses and norms of gradients, in float32 and, where the device has it, bfloat16.
 
+    All runs are started at once: what a run of this size needs is the time to begin.
+
     Raises:
-        RuntimeError: a run failed, or differs by more than is allowed.
+        PartError: a run failed, differs by more than is allowed, or was not done in time.
     """
     clock = Clock(context.seconds)
     rows = write_rows(
-        "generated", context.path, data=None, count=STEPS * 4, length=96, vocabulary=400, seed=0
-    )
-    apart = []
-    for dtype in ("float32",) if context.tiny else ALLOWED:
-        found = {}
-        for device in dict.fromkeys((context.device, "cpu")):
-            fields = run_file(context.path, rows.pool, device, dtype, rows.vocabulary)
-            found[device] = steps(context.path, fields, clock.left)
-        mine = found[context.device]
-        for figure in FIGURES:
-            allowed = ALLOWED[dtype] * (NORMS if figure == "grad_norm" else 1.0)
-            off = max(
-                abs(a[figure] / b[figure] - 1) for a, b in zip(mine, found["cpu"], strict=True)
-            )
-            report.add(
-                TableRow(
-                    case=dtype,
-                    name=figure,
-                    figures={
-                        f"first on {context.device}": mine[0][figure],
-                        "first on the host": found["cpu"][0][figure],
-                        f"last on {context.device}": mine[-1][figure],
-                        "last on the host": found["cpu"][-1][figure],
-                        "largest difference": off,
-                        "allowed": allowed,
-                    },
-                )
-            )
-            if not off <= allowed:
-                apart.append(f"{dtype}, {figure}: {off:.1e} of {allowed:.0e}")
-    if apart:
-        raise RuntimeError(f"the device's run differs from the host's: {'; '.join(apart)}")
+        "generated", context.path, data=None, count=PLAN.steps * PLAN.global_batch,
+        length=PLAN.max_length, vocabulary=400, seed=0,
+    )  # fmt: skip
+    plan = replace(PLAN, rows=str(rows.pool), classes=rows.vocabulary, output=context.folder)
+    dtypes = ("float32",) if context.tiny else tuple(ALLOWED)
+    problems: dict[str, list[str]] = {FAILED: [], LATE: []}
+    devices = tuple(dict.fromkeys((context.device, "cpu")))
+    with ExitStack() as stack:
+        running = {
+            each: stack.enter_context(started(command(context.path, plan, *each)))
+            for each in itertools.product(dtypes, devices)
+        }
+        for dtype in dtypes:
+            found = {}
+            for device in devices:
+                name = f"{device}-{dtype}"
+                ended = wait(running[dtype, device], clock.left)
+                if ended.problem is None:
+                    found[device] = steps(context.path / name)
+                    continue
+                log = last_lines(context.path / name)
+                print(name, *log, sep="\n", flush=True)
+                said = LATE if ended.status is None else cause(log) or ended.problem
+                report.add(TableRow(case=dtype, name=f"run on {device}", note=said))
+                problems[LATE if ended.status is None else FAILED].append(f"{name}: {said}")
+            if len(found) == len(devices):
+                problems[FAILED] += compare(report, dtype, context.device, found)
+    for status, all_of in problems.items():
+        if all_of:
+            raise PartError(status, "; ".join(all_of))
 
 
-def run_file(folder: Path, rows: Path, device: str, dtype: str, vocabulary: int) -> dict[str, Any]:
-    """A small Llama with random weights, trained on one rank."""
-    return {
-        "name": f"{device}-{dtype}",
-        "output": str(folder),
-        "backend": device,
-        "model": {
-            "config": {
-                "model_type": "llama",
-                "hidden_size": 128,
-                "intermediate_size": 344,
-                "num_hidden_layers": 4,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "vocab_size": vocabulary,
-                "max_position_embeddings": 256,
-            },
-            "tokenizer": str(folder / "model"),
-        },
+def command(folder: Path, plan: ContenderPlan, dtype: Any, device: str) -> Processes:
+    """One run, in a folder of its own; writes its run file."""
+    name = f"{device}-{dtype}"
+    fields = run_file(replace(plan, device=device, dtype=dtype), {"name": "single"})
+    fields |= {
+        "name": name,
+        "model": {"config": llama(plan), "tokenizer": str(folder / "model")},
         "adapter": None,
-        "data": {
-            "train": {
-                "path": str(rows), "format": "prompt_completion", "template": "{prompt}"
-            },
-            "max_length": 96,
-            "cache": "off",
-        },
-        "train": {
-            "steps": STEPS,
-            "global_batch_size": 4,
-            "micro_batch_size": 2,
-            "optimizer": {"lr": 1e-3},
-        },
-        "precision": {"param_dtype": dtype},
-        "strategy": {"name": "single"},
-    }  # fmt: skip
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
+    argv = [sys.executable, "-m", "anygauge.cli", "train", str(path), "--no-plan"]
+    # One thread: several runs share the host's processors, and the model is small.
+    threads = {"OMP_NUM_THREADS": "1"}
+    return Processes(argv=argv, environments=[threads], logs=[folder / f"{name}.log"])
 
 
-def steps(folder: Path, fields: Mapping[str, Any], seconds: float) -> list[dict[str, Any]]:
-    """Train as a run file says; returns the records of its steps.
+def steps(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run's steps."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if "loss" in record]
 
-    Raises:
-        RuntimeError: the run failed.
-    """
-    path = folder / f"{fields['name']}.yaml"
-    path.write_text(yaml.safe_dump(dict(fields), sort_keys=False), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "anygauge.cli", "train", str(path), "--no-plan"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=max(1.0, seconds),
-        check=False,
-    )
-    print(done.stdout, flush=True)
-    if done.returncode:
-        raise RuntimeError(f"{path.name}: anygauge train ended with status {done.returncode}")
-    metrics = folder / str(fields["name"]) / "metrics.jsonl"
-    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    return [record for record in records if "loss" in record]
+
+def compare(
+    report: Report, dtype: str, device: str, found: Mapping[str, list[dict[str, Any]]]
+) -> list[str]:
+    """Add a row for each figure; returns what differs by more than is allowed."""
+    mine, host = found[device], found["cpu"]
+    differ = []
+    for figure in ("loss", "grad_norm"):
+        allowed = ALLOWED[dtype] * (NORMS if figure == "grad_norm" else 1.0)
+        off = max(abs(a[figure] / b[figure] - 1) for a, b in zip(mine, host, strict=True))
+        figures = {
+            f"first on {device}": mine[0][figure],
+            "first on the host": host[0][figure],
+            f"last on {device}": mine[-1][figure],
+            "last on the host": host[-1][figure],
+            "largest difference": off,
+            "allowed": allowed,
+        }
+        report.add(TableRow(case=dtype, name=figure, figures=figures))
+        if not off <= allowed:
+            differ.append(f"{dtype}, {figure} differs by {off:.1e} of {allowed:.0e}")
+    return differ

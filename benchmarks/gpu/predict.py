@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +13,9 @@ import yaml
 
 from anygauge.registry import Hardware, Registry
 from anygauge.registry.hardware import measured_files
-from benchmarks.gpu.context import Context
-
-PATIENCE_S = 120.0
+from benchmarks.gpu.part import Context
+from benchmarks.plan import ContenderPlan
+from benchmarks.processes import Processes, started, wait
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,36 +35,64 @@ class Prediction:
     problem: str = ""
 
 
-def predict(context: Context, run: Mapping[str, Any]) -> Prediction:
-    """Plan a run for this machine, or for the one that `context.machine` names."""
-    named = context.machine
-    if context.card:
-        known = Hardware.load(Registry.load(), measured_files()).of_devices([context.card])
-        if known is None:
-            return Prediction(
-                problem=f"no description of {context.card} is known (docs/hardware.md)"
-            )
-        named = f"{known.name}:{context.gpus}"
-    path = context.path / "predict.yaml"
-    path.write_text(yaml.safe_dump(dict(run), sort_keys=False), encoding="utf-8")
-    machine = ["--machine", named] if named else []
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "anygauge.cli", "plan", str(path), "--json", *machine],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
+class PlanProcess:
+    """``anygauge plan`` of one run, for this machine or the one that `context.machine` names.
+
+    Begins at once, beside others; `read` waits for it.
+
+    Args:
+        name: of its files.
+        run: a run file's fields.
+        stack: ends it at the latest.
+    """
+
+    def __init__(
+        self, context: Context, name: str, run: Mapping[str, Any], stack: ExitStack
+    ) -> None:
+        self._log = context.path / f"plan-{name}.json"
+        self._problem, machine = "", context.machine
+        if context.card:
+            known = Hardware.load(Registry.load(), measured_files()).of_devices([context.card])
+            if known is None:
+                self._problem = f"no description of {context.card} is known (docs/hardware.md)"
+                return
+            machine = f"{known.name}:{context.gpus}"
+        path = context.path / f"plan-{name}.yaml"
+        path.write_text(yaml.safe_dump(dict(run), sort_keys=False), encoding="utf-8")
+        argv = [sys.executable, "-m", "anygauge.cli", "plan", str(path), "--json"]
+        argv += ["--machine", machine] if machine else []
+        self._running = stack.enter_context(
+            started(Processes(argv=argv, environments=[{}], logs=[self._log]))
         )
-    except subprocess.TimeoutExpired:
-        return Prediction(problem=f"anygauge plan was not done after {PATIENCE_S:g} s")
-    try:
-        found = json.loads(done.stdout)
-    except ValueError:
-        said = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
-        return Prediction(problem=f"anygauge plan ended with {done.returncode}: {said[-1]}")
-    return prediction(found)
+
+    def read(self, timeout_s: float) -> Prediction:
+        """What was planned, or why nothing was."""
+        if self._problem:
+            return Prediction(problem=self._problem)
+        ended = wait(self._running, timeout_s)
+        if ended.problem is not None and ended.status is None:
+            return Prediction(problem=f"anygauge plan was not done after {timeout_s:.0f} s")
+        text = self._log.read_text(encoding="utf-8", errors="replace").strip()
+        try:
+            return prediction(json.JSONDecoder().raw_decode(text, text.index("{"))[0])
+        except ValueError:
+            last = (text.splitlines() or ["it printed nothing"])[-1]
+            return Prediction(problem=f"anygauge plan ended with {ended.status}: {last}")
+
+
+def llama(plan: ContenderPlan) -> dict[str, Any]:
+    """The plan's model as a run file's ``model.config``."""
+    return {
+        "model_type": "llama",
+        "vocab_size": plan.classes or plan.vocabulary,
+        "hidden_size": plan.hidden,
+        "intermediate_size": plan.intermediate,
+        "num_hidden_layers": plan.layers,
+        "num_attention_heads": plan.heads,
+        "num_key_value_heads": plan.kv_heads or plan.heads,
+        "max_position_embeddings": plan.max_length,
+        "tie_word_embeddings": False,
+    }
 
 
 def prediction(plan: Mapping[str, Any]) -> Prediction:

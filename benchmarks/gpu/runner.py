@@ -1,27 +1,50 @@
-"""Runs the parts one after the other, each in a process that is ended when its time is up.
+"""Runs the parts one after the other, each in a process that is ended when its time is up, and
+writes ``results.json`` and ``page.md``.
 
 A part that fails, or whose time is over, is named with its error; what it had found by then counts.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from benchmarks.gpu.context import Context
-from benchmarks.gpu.parts import PARTS, Part
-from benchmarks.gpu.result import FAILED, LATE, OK, SKIPPED, Result, read_report
-from benchmarks.gpu.run_part import SKIP_STATUS
+from anygauge.util.files import write_text
+from benchmarks.gpu.part import FAILED, LATE, OK, PARTS, Context, Part, Report
 from benchmarks.processes import Processes, run
+from benchmarks.table import TableRow, cell, line, shown, table
 
-GRACE_S = 10.0
+GRACE_S = 6.0
 """Of a part's time, for its last words."""
 LAST_LINES = 12
 LEAST_S = 5.0
 """A part with less time than this is not begun."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """One part, over.
+
+    Attributes:
+        status: ok, failed, skipped or out of time.
+        problem: why, with the end of the log.
+        seconds: that it took, of those that it was allowed.
+    """
+
+    part: str
+    title: str
+    status: str
+    seconds: float
+    allowed: float
+    rows: Sequence[TableRow] = ()
+    notes: Sequence[str] = ()
+    problem: str = ""
 
 
 def run_parts(
@@ -43,34 +66,42 @@ def run_parts(
         rest = sum(PARTS[each].share for each in names[place:])
         allowed = max(0.0, end - time.monotonic()) * PARTS[name].share / rest
         folder = context.path / name
-        result = run_part(PARTS[name], replace(context, folder=str(folder), seconds=allowed))
-        results.append(result)
-        ended(result)
+        results.append(run_part(PARTS[name], replace(context, folder=str(folder), seconds=allowed)))
+        ended(results[-1])
     return results
 
 
 def run_part(part: Part, context: Context) -> Result:
     """Run one part in a process of its own, and read what it found."""
     began = time.monotonic()
+    report, status = Report(context.path / "report.json"), LATE
     if context.seconds < LEAST_S:
-        return _result(part, context, began, LATE, "the parts before it left no time")
-    context.path.mkdir(parents=True)
-    task, log = context.path / "context.json", context.path / "log.txt"
-    # For its last rows and the end of what it has started itself.
-    replace(context, seconds=max(LEAST_S, context.seconds - GRACE_S)).save(task)
-    argv = [sys.executable, "-m", "benchmarks.gpu.run_part", part.name, str(task)]
-    ended = run(
-        Processes(argv=argv, environments=[environment(context)], logs=[log]), context.seconds
+        problem = "the parts before it left no time"
+    else:
+        context.path.mkdir(parents=True)
+        task, log = context.path / "context.json", context.path / "log.txt"
+        # For its last rows and the end of what it has started itself.
+        inside = replace(context, seconds=max(LEAST_S, context.seconds - GRACE_S))
+        task.write_text(json.dumps(dataclasses.asdict(inside), indent=2) + "\n", encoding="utf-8")
+        argv = [sys.executable, "-m", "benchmarks.gpu.part", part.run, str(task)]
+        processes = Processes(argv=argv, environments=[environment(context)], logs=[log])
+        done = run(processes, context.seconds)
+        report = Report.read(context.path / "report.json")
+        status, problem = report.status, report.problem
+        if done.status is None:
+            status, problem = LATE, f"not done after its {context.seconds:.0f} s\n{last_lines(log)}"
+        elif done.status:
+            status, problem = FAILED, f"ended with status {done.status}\n{last_lines(log)}"
+    return Result(
+        part=part.name,
+        title=part.title,
+        status=status,
+        seconds=time.monotonic() - began,
+        allowed=context.seconds,
+        rows=report.rows,
+        notes=report.notes,
+        problem=problem,
     )
-    if ended.problem is None:
-        return _result(part, context, began, OK, "")
-    if ended.status == SKIP_STATUS:
-        return _result(part, context, began, SKIPPED, last_lines(log, 1))
-    if ended.status is None:
-        said = f"not done after its {context.seconds:.0f} s\n{last_lines(log)}"
-        return _result(part, context, began, LATE, said)
-    said = f"ended with status {ended.status}\n{last_lines(log)}"
-    return _result(part, context, began, FAILED, said)
 
 
 def environment(context: Context) -> dict[str, str]:
@@ -83,26 +114,42 @@ def environment(context: Context) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "TRITON_CACHE_DIR": str(home / "triton"),
         "ANYGAUGE_CACHE": str(home / "cache"),
+        # A few kernels are compiled; processes that help with it are waited for at the end.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
         # torch.compile's speed on a host is not what is asked for.
         **({"TORCH_COMPILE_DISABLE": "1"} if context.tiny else {}),
     }
 
 
-def last_lines(log: Path, count: int = LAST_LINES) -> str:
+def last_lines(log: Path) -> str:
     """The end of what a part printed."""
     lines = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
-    return "\n".join(lines[-count:])
+    return "\n".join(lines[-LAST_LINES:])
 
 
-def _result(part: Part, context: Context, began: float, status: str, problem: str) -> Result:
-    rows, notes = read_report(context.path / "report.json")
-    return Result(
-        part=part.name,
-        title=part.title,
-        status=status,
-        seconds=time.monotonic() - began,
-        allowed=context.seconds,
-        rows=rows,
-        notes=notes,
-        problem=problem,
-    )
+def write(folder: Path, machine: Mapping[str, Any], results: Sequence[Result]) -> None:
+    """Write everything anew; called after every part, so that an end in between keeps the rest."""
+    record = {"machine": dict(machine), "parts": [dataclasses.asdict(each) for each in results]}
+    write_text(folder / "results.json", json.dumps(record, indent=2) + "\n")
+    write_text(folder / "page.md", page(machine, results))
+
+
+def page(machine: Mapping[str, Any], results: Sequence[Result]) -> str:
+    """The page in Markdown."""
+    lines = [f"# {machine['card']}", "", "| what | value |", "|---|---|"]
+    lines += [line([name, shown(name, value)]) for name, value in machine.items()]
+    lines += ["", "| part | result | seconds |", "|---|---|---:|"]
+    for result in results:
+        status = result.status if result.status == OK else f"**{result.status}**"
+        problem = result.problem.partition("\n")[0]
+        lines.append(
+            f"| {cell(result.title)} | {status}{f': {cell(problem)}' if problem else ''} | "
+            f"{result.seconds:.0f} of {result.allowed:.0f} |"
+        )
+    for result in results:
+        lines += ["", f"## {result.title}", ""]
+        if result.problem:
+            lines += [f"**{result.status}**", "", "```", result.problem, "```", ""]
+        lines += table(result.rows)
+        lines += ["", *(f"- {note}" for note in result.notes)] if result.notes else []
+    return "\n".join(lines) + "\n"

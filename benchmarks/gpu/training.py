@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 from benchmarks.entrants import ENTRANTS, run_file
-from benchmarks.gpu.context import Clock, Context
-from benchmarks.gpu.predict import Prediction, predict
-from benchmarks.gpu.result import Report, SkipPartError
+from benchmarks.gpu.part import FAILED, LATE, SKIPPED, Clock, Context, PartError, Report
+from benchmarks.gpu.predict import PlanProcess, Prediction, llama
 from benchmarks.measure import RunOutcome
 from benchmarks.plan import ContenderPlan, Dtype
-from benchmarks.ratios import paired, rotated
-from benchmarks.session import prepare, run_once
-from benchmarks.table import Figure, TableRow
-
-Groups = Mapping[str, Sequence[str]]
+from benchmarks.ratios import rotated
+from benchmarks.rows import WrittenRows
+from benchmarks.session import make_model, prepare_rows, run_once
+from benchmarks.table import Figure, TableRow, speed_ratio
 
 MOST_ROUNDS = 5
-WATCHED = 4
+WATCHED = 2
 """Last steps of each run: half of them in torch's mode that warns of waits, half profiled."""
 RESERVE = 1.2
-"""A round is begun where the longest so far, times this, is left."""
+"""A run is begun where what it took before, times this, is left."""
 
 
+@dataclass(frozen=True, slots=True)
+class TrainingCase:
+    """Contenders, by name, that are compared with the first of them on the same rows."""
+
+    name: str
+    contenders: tuple[str, ...]
+    workload: str = "full"
+
+
+Entry = tuple[TrainingCase, str]
+"""A contender in a case."""
 Size = Mapping[str, Any]
 """Fields of a plan: a Llama, and what it is given in a step; rows that differ have at most `length`
 tokens."""
@@ -34,7 +44,7 @@ _SIZE = {"steps": 14, "warmup": 4, "checkpointing": False}
 _LARGE = {**_SIZE, "checkpointing": True, "length": 2048, "classes": 128_256, "kv_heads": 8}
 TINY: Size = {
     **{"layers": 2, "hidden": 32, "intermediate": 64, "heads": 2, "vocabulary": 400},
-    **{"length": 32, "micro_batch": 1, "steps": 8, "warmup": 2, "checkpointing": False},
+    **{"length": 32, "micro_batch": 1, "steps": 6, "warmup": 2, "checkpointing": False},
 }
 HALF_B: Size = _SIZE | {
     **{"layers": 14, "hidden": 1536, "intermediate": 4096, "heads": 12, "kv_heads": 4},
@@ -57,49 +67,49 @@ def parameters(size: Size) -> int:
 
 def one_device(context: Context, report: Report) -> None:
     """`single` beside HF Trainer: rows of one length; rows that differ, padded and packed."""
-    clock = Clock(context.seconds)
-    peers = [] if context.tiny else ["trainer-single"]
-    first = {"unsharded": ["anygauge-single", "trainer-single"]}
-    compare(context, report, first, HALF_B, kept=0.6 * context.seconds)
-    groups = {"padded": ["anygauge-single", *peers], "packed": ["anygauge-single-packed"]}
-    rest = replace(context, seconds=clock.left)
-    compare(rest, report, groups, HALF_B, workload="generated")
+    peers = () if context.tiny else ("trainer-single",)
+    cases = [
+        TrainingCase("unsharded", ("anygauge-single", "trainer-single")),
+        TrainingCase("padded", ("anygauge-single", *peers), "generated"),
+        TrainingCase("packed", ("anygauge-single-packed",), "generated"),
+    ]
+    compare(context, report, cases, HALF_B)
 
 
 def compiled(context: Context, report: Report) -> None:
     """HF Trainer compiles the model with torch.compile; anygauge compiles no model on CUDA."""
-    compare(context, report, {"unsharded": ["anygauge-single", "trainer-compiled"]}, HALF_B)
+    compare(
+        context,
+        report,
+        [TrainingCase("unsharded", ("anygauge-single", "trainer-compiled"))],
+        HALF_B,
+    )
 
 
 def trl(context: Context, report: Report) -> None:
     """Rows of different length: padded, grouped by length, packed."""
-    groups = {"padded": ["anygauge", "trl"]}
+    cases = [TrainingCase("padded", ("anygauge", "trl"), "generated")]
     if not context.tiny:
-        groups |= {
-            "grouped": ["anygauge-grouped", "trl-grouped"],
-            "packed": ["anygauge-packed", "trl-packed"],
-        }
-    compare(context, report, groups, HALF_B, workload="generated")
+        cases += [
+            TrainingCase(layout, (f"anygauge-{layout}", f"trl-{layout}"), "generated")
+            for layout in ("grouped", "packed")
+        ]
+    compare(context, report, cases, HALF_B)
 
 
 def sharded(context: Context, report: Report) -> None:
     """`ddp`, `fsdp` and `zero` on several devices; on several machines, anygauge alone.
 
     Raises:
-        SkipPartError: there is one device.
+        PartError: there is one device.
     """
     if context.gpus * context.nodes < 2:
-        raise SkipPartError("there is one device: GPUS=n or HOSTS=file asks for more")
-    groups = {"DDP": ["anygauge-ddp", "ddp"]}
+        raise PartError(SKIPPED, "there is one device: GPUS=n or HOSTS=file asks for more")
+    cases = [TrainingCase("DDP", ("anygauge-ddp", "ddp"))]
     if not context.tiny:
-        groups |= {
-            "FSDP": ["anygauge-fsdp", "fsdp"],
-            "ZeRO-3": ["anygauge", "deepspeed", "trainer"],
-        }
-    if context.nodes > 1:
-        groups = {case: list(filter(_ours, names)) for case, names in groups.items()}
-        report.note("Peers run on one machine only: on several, anygauge is measured alone.")
-    compare(context, report, groups, HALF_B, ranks=context.gpus * context.nodes)
+        cases.append(TrainingCase("FSDP", ("anygauge-fsdp", "fsdp")))
+        cases.append(TrainingCase("ZeRO-3", ("anygauge", "deepspeed", "trainer")))
+    compare(context, report, cases, HALF_B, ranks=context.gpus * context.nodes)
 
 
 def llama_3b(context: Context, report: Report) -> None:
@@ -113,103 +123,139 @@ def llama_8b(context: Context, report: Report) -> None:
 
 
 def _large(context: Context, report: Report, size: Size) -> None:
-    free, needed = shutil.disk_usage(context.path).free, 3 * parameters(size)
-    if not context.tiny and free < needed:
-        raise SkipPartError(
-            f"the model's file needs {needed / 2**30:.0f} GiB where the results are written "
-            f"({context.path}), and {free / 2**30:.0f} GiB are free: --output names another place"
-        )
+    if not context.machine:
+        free, needed = shutil.disk_usage(context.path).free, 3 * parameters(size)
+        if not context.tiny and free < needed:
+            raise PartError(
+                SKIPPED,
+                f"the model's file needs {needed / 2**30:.0f} GiB where the results are written "
+                f"({context.path}), and {free / 2**30:.0f} GiB are free: --output names another "
+                "place",
+            )
+    cases = [TrainingCase("unsharded", ("anygauge-single", "trainer-single"))]
     ranks = context.gpus * context.nodes
-    if ranks == 1:
-        compare(context, report, {"unsharded": ["anygauge-single", "trainer-single"]}, size)
-        return
-    groups = {"ZeRO-3": ["anygauge", "trainer"], "FSDP": ["anygauge-fsdp", "fsdp"]}
-    if context.nodes > 1:
-        groups = {case: list(filter(_ours, names)) for case, names in groups.items()}
-    compare(context, report, groups, size, ranks=ranks)
+    if ranks > 1:
+        cases = [
+            TrainingCase("ZeRO-3", ("anygauge", "trainer")),
+            TrainingCase("FSDP", ("anygauge-fsdp", "fsdp")),
+        ]
+    compare(context, report, cases, size, ranks=ranks)
 
 
 def compare(
-    context: Context,
-    report: Report,
-    groups: Groups,
-    size: Size,
-    *,
-    ranks: int = 1,
-    workload: str = "full",
-    kept: float = 0.0,
+    context: Context, report: Report, cases: Sequence[TrainingCase], size: Size, *, ranks: int = 1
 ) -> None:
-    """Run contenders in alternation until the time is over, each at least once where it lasts.
-
-    Args:
-        groups: case -> contenders that are compared with its first.
-        kept: seconds that rounds after the first leave to others.
+    """Run contenders in alternation until the time is over: each case once before any twice.
 
     Raises:
-        RuntimeError: a contender of ours failed.
+        PartError: a contender of ours failed, or one did not get to run.
     """
     clock = Clock(context.seconds)
-    names = [name for group in groups.values() for name in group]
-    size = TINY if context.tiny else size
-    plan = plan_of(context, size, ranks)
+    if context.nodes > 1 and ranks > 1:
+        cases = [replace(case, contenders=tuple(filter(_ours, case.contenders))) for case in cases]
+        report.note("Peers run on one machine only: on several, anygauge is measured alone.")
+    plan = plan_of(context, TINY if context.tiny else size, ranks)
     if context.machine:
-        foresee(context, report, groups, plan)
+        plan = replace(plan, rows="rows.jsonl", max_length=plan.length)
+        foresee(context, report, cases, plan, clock)
         return
-    before = list(report.rows)
-    rows, plan, about = prepare(workload, plan)
-    report.note(f"{about[:1].upper()}{about[1:]}. LoRA r16 on all linear layers.")
-    outcomes: list[RunOutcome] = []
-    predictions = {
-        name: predict(context, our_run(name, replace(plan, output=context.folder)))
-        for name in names
-        if _ours(name)
-    }
-    rounds = 1 if context.tiny else MOST_ROUNDS
-    longest = 0.0
-    for round_ in range(rounds):
-        for name in rotated(names, round_):
-            if round_ and clock.left - kept < RESERVE * longest:
-                break
+    entries = [(case, name) for case in cases for name in case.contenders]
+    outcomes: dict[Entry, list[RunOutcome]] = {entry: [] for entry in entries}
+    written = {case.workload: prepare_rows(case.workload, plan) for case in cases}
+    predictions = predict_and_draw(context, report, entries, written, clock)
+    longest: dict[str, float] = {}
+    for round_ in range(1 if context.tiny else MOST_ROUNDS):
+        for case, name in rotated(entries, round_):
+            # As long as this one's, or any other's.
+            needed = RESERVE * longest.get(name, max(longest.values(), default=0.0))
+            if clock.left < max(1.0, needed):
+                continue
+            rows, on_rows, _ = written[case.workload]
             outcome = run_once(
                 ENTRANTS[name],
-                replace(plan, timeout_s=max(1.0, clock.left)),
+                replace(on_rows, timeout_s=clock.left),
                 rows,
-                folder=context.path / workload / f"round{round_ + 1}" / name,
+                folder=context.path / case.workload / f"round{round_ + 1}" / name,
                 round_=round_ + 1,
             )
             print(f"round {round_ + 1}, {name}: {outcome.status} {outcome.problem}", flush=True)
             print("\n".join(outcome.log), flush=True)
-            outcomes.append(outcome)
-            longest = max(longest, outcome.wall_seconds or 0.0)
-            report.rows[:] = before
-            for each in table(groups, outcomes, predictions):
+            outcomes[case, name].append(outcome)
+            longest[name] = max(longest.get(name, 0.0), outcome.wall_seconds or 0.0)
+            report.rows.clear()
+            for each in table(cases, outcomes, predictions):
                 report.add(each)
-    _notes(report, predictions, context)
-    failed = [o for o in outcomes if o.status == "failed" and _ours(o.name)]
-    if failed:
-        raise RuntimeError("; ".join(f"{o.name}: {o.problem}" for o in failed))
+    problems = [
+        f"{name}: {outcome.problem}"
+        for (_, name), runs in outcomes.items()
+        for outcome in runs
+        if outcome.status == "failed" and _ours(name)
+    ]
+    if problems:
+        raise PartError(FAILED, "; ".join(problems))
+    left_out = [f"{case.name}: {ENTRANTS[name].title}" for case, name in entries
+                if not outcomes[case, name]]  # fmt: skip
+    if left_out:
+        raise PartError(LATE, f"no time was left for {'; '.join(left_out)}")
 
 
-def foresee(context: Context, report: Report, groups: Groups, plan: ContenderPlan) -> None:
+def predict_and_draw(
+    context: Context,
+    report: Report,
+    entries: Sequence[Entry],
+    written: Mapping[str, tuple[WrittenRows, ContenderPlan, str]],
+    clock: Clock,
+) -> dict[Entry, Prediction]:
+    """What the planner predicts of our contenders; weights are drawn in the meantime.
+
+    Args:
+        written: workload -> what `prepare_rows` returned.
+    """
+    with ExitStack() as stack:
+        planners = {
+            (case, name): planner(context, case, name, written[case.workload][1], stack)
+            for case, name in entries
+            if _ours(name)
+        }
+        for _, plan, about in written.values():
+            about = f"{about}; model of {make_model(plan):,} parameters"
+            report.note(f"{about[:1].upper()}{about[1:]}. LoRA r16 on all linear layers.")
+        predictions = {entry: each.read(clock.left / 2) for entry, each in planners.items()}
+    for (_, name), prediction in predictions.items():
+        if prediction.problem:
+            report.note(f"No prediction of {ENTRANTS[name].title}: {prediction.problem}")
+    if context.device == "cpu":
+        report.note("Host waits are counted on a GPU only; `device busy` is then the GPU's.")
+    return predictions
+
+
+def foresee(
+    context: Context,
+    report: Report,
+    cases: Sequence[TrainingCase],
+    plan: ContenderPlan,
+    clock: Clock,
+) -> None:
     """What the planner predicts of our contenders on a machine that is not at hand."""
-    config = {
-        "model_type": "llama",
-        "vocab_size": plan.classes or plan.vocabulary,
-        "hidden_size": plan.hidden,
-        "intermediate_size": plan.intermediate,
-        "num_hidden_layers": plan.layers,
-        "num_attention_heads": plan.heads,
-        "num_key_value_heads": plan.kv_heads or plan.heads,
-        "max_position_embeddings": plan.length,
-        "tie_word_embeddings": False,
-    }
-    there = replace(plan, rows="rows.jsonl", max_length=plan.length)
-    for case, names in groups.items():
-        for name in filter(_ours, names):
-            run = {**our_run(name, there), "model": {"config": config, "tokenizer": "none"}}
-            found = predict(context, run)
+    entries = [(case, name) for case in cases for name in case.contenders if _ours(name)]
+    with ExitStack() as stack:
+        planners = [planner(context, case, name, plan, stack) for case, name in entries]
+        for (case, name), each in zip(entries, planners, strict=True):
+            found = each.read(clock.left)
             title = ENTRANTS[name].title
-            report.add(TableRow(case=case, name=title, predicted=found.figures, note=found.problem))
+            row = TableRow(case=case.name, name=title, predicted=found.figures, note=found.problem)
+            report.add(row)
+
+
+def planner(
+    context: Context, case: TrainingCase, name: str, plan: ContenderPlan, stack: ExitStack
+) -> PlanProcess:
+    """The planner of a contender of ours; it draws no weights."""
+    entrant = ENTRANTS[name]
+    plan = replace(plan, layout=entrant.layout)
+    run = run_file(plan, entrant.strategy)
+    run["model"] = {"config": llama(plan), "tokenizer": plan.model or "none"}
+    return PlanProcess(context, f"{case.workload}-{name}", run, stack)
 
 
 def plan_of(context: Context, size: Size, ranks: int) -> ContenderPlan:
@@ -219,6 +265,7 @@ def plan_of(context: Context, size: Size, ranks: int) -> ContenderPlan:
         **size,
         ranks=ranks,
         max_length=96 if context.tiny else size["length"],
+        rehearses=False,  # the planner has been asked already
         dtype=dtype,
         stored=dtype,
         lr=1e-4,
@@ -226,42 +273,41 @@ def plan_of(context: Context, size: Size, ranks: int) -> ContenderPlan:
         output=context.folder,
         device=context.device,
         watched=WATCHED,
-        hostfile=context.hostfile,
-        nodes=context.nodes,
+        hostfile=context.hostfile if ranks > 1 else "",
+        nodes=context.nodes if ranks > 1 else 1,
     )
 
 
-def our_run(name: str, plan: ContenderPlan) -> dict[str, Any]:
-    """The run file of a contender of ours."""
-    entrant = ENTRANTS[name]
-    return run_file(replace(plan, layout=entrant.layout), entrant.strategy)
-
-
 def table(
-    groups: Groups, outcomes: Sequence[RunOutcome], predictions: Mapping[str, Prediction]
+    cases: Sequence[TrainingCase],
+    outcomes: Mapping[Entry, Sequence[RunOutcome]],
+    predictions: Mapping[Entry, Prediction],
 ) -> list[TableRow]:
-    """A row for each contender that has run: medians of its rounds."""
+    """A row for each contender that has run: medians of its rounds. One that failed after it had
+    trained has figures, too."""
     rows = []
-    counted = [each for each in predictions.values() if each.flops_per_token and each.peak]
-    for case, names in groups.items():
-        for name in names:
-            runs = [o for o in outcomes if o.name == name]
+    for case in cases:
+        counted = [
+            each
+            for (other, _), each in predictions.items()
+            if other.workload == case.workload and each.flops_per_token and each.peak
+        ]
+        first = outcomes[case, case.contenders[0]]
+        for name in case.contenders:
+            runs = outcomes[case, name]
             if not runs:
                 continue
-            done = [o for o in runs if o.status == "ok" and o.tokens_per_s]
-            figures: dict[str, Figure] = {}
-            if done:
-                first = [o for o in outcomes if o.name == names[0] and o.tokens_per_s]
-                figures = _figures(done, first, counted[0] if counted else None)
-            rows.append(
-                TableRow(
-                    case=case,
-                    name=ENTRANTS[name].title,
-                    figures=figures,
-                    predicted=predictions[name].figures if name in predictions else {},
-                    note=_note(runs),
-                )
+            trained = [o for o in runs if o.tokens_per_s]
+            figures = _figures(trained, first, counted[0] if counted else None) if trained else {}
+            prediction = predictions.get((case, name), Prediction())
+            row = TableRow(
+                case=case.name,
+                name=ENTRANTS[name].title,
+                figures=figures,
+                predicted=prediction.figures,
+                note=_note(runs),
             )
+            rows.append(row)
     return rows
 
 
@@ -269,12 +315,9 @@ def _figures(
     done: Sequence[RunOutcome], first: Sequence[RunOutcome], counted: Prediction | None
 ) -> dict[str, Figure]:
     """Of a contender's rounds, beside those of its group's first."""
-    speeds = {o.round: o.tokens_per_s or 0.0 for o in done}
-    firsts = {o.round: o.tokens_per_s or 0.0 for o in first}
-    both = [round_ for round_ in speeds if round_ in firsts]
-    ratio = paired([firsts[r] for r in both], [speeds[r] for r in both]) if both else None
+    ratio = speed_ratio(first, done)
     watched = next((o.watched for o in reversed(done) if o.watched), {})
-    speed = median(speeds.values())
+    speed = median(o.tokens_per_s or 0.0 for o in done)
     return {
         "tokens/s": speed,
         "first / this": ratio.median if ratio else None,
@@ -296,14 +339,6 @@ def _note(runs: Sequence[RunOutcome]) -> str:
         if each.watched and "problem" in each.watched:
             problems.append(f"not watched to the end: {each.watched['problem']}")
     return problems[0] if problems else ""
-
-
-def _notes(report: Report, predictions: Mapping[str, Prediction], context: Context) -> None:
-    for name, prediction in predictions.items():
-        if prediction.problem:
-            report.note(f"No prediction of {ENTRANTS[name].title}: {prediction.problem}")
-    if context.device == "cpu":
-        report.note("Host waits are counted on a GPU only; `device busy` is then the GPU's.")
 
 
 def _ours(name: str) -> bool:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import kernels
 from benchmarks.kernel_timing import chosen_kernel, compare, copy_bandwidth, peak_bytes
-from tests.docs.pages import ROOT
 
 HOST = torch.device("cpu")
 
@@ -39,17 +37,23 @@ def test_contenders_are_compared_and_failures_named() -> None:
     def broken() -> torch.Tensor:
         raise RuntimeError("no such row\nsecond line")
 
-    found = compare(
+    ours, theirs, failed = compare(
+        "case",
         {"ours": lambda: x * 2, "theirs": lambda: x.exp(), "broken": broken},
         torch.ones_like,
         [x],
         rounds=3,
         device=HOST,
+        copied=(1.0, 3.0),
     )
-    ours, theirs, failed = found
-    assert ours.ratio == 1.0 and theirs.ratio is not None and theirs.ratio > 0
-    assert ours.forward is not None and ours.forward > 0
-    assert failed.forward is None and failed.problem == "no such row"
+    for row in (ours, theirs):
+        forward, backward, both, memory, ratio, *shares = (
+            float(str(f)) for f in row.figures.values()
+        )
+        assert both == pytest.approx(forward + backward) and forward > 0 and memory > 0
+        assert ratio == 1 if row is ours else ratio > 0
+        assert shares == pytest.approx([1e3 / forward, 3e3 / backward])
+    assert (failed.figures, failed.note) == ({}, "no such row")
     assert x.grad is None
 
 
@@ -59,64 +63,42 @@ def test_the_kernel_is_the_one_that_runs_have() -> None:
     assert copy_bandwidth(HOST, 1000, torch.float32, 2) > 0
 
 
+LOSS = ["anygauge, chunked", "torch", "torch.compile"]
+
+
 @pytest.mark.parametrize(
-    ("operation", "arguments", "cases", "contenders"),
+    ("operation", "settings", "cases", "contenders"),
     [
-        pytest.param(
-            "softmax",
-            ("--columns", "64,300", "--elements", "6000"),
-            4,
-            ["anygauge", "torch", None, "torch.compile"],
-            marks=pytest.mark.slow,
-        ),
         (
-            "loss",
-            ("--classes", "90", "--tokens", "32", "--width", "16"),
-            3,
-            ["anygauge", "torch", "torch.compile"],
+            *("softmax", {"columns": "64,300", "elements": 6000}, 4),
+            ["anygauge", "torch", None, "torch.compile"],
         ),
-        pytest.param(
-            "attention",
-            ("--lengths", "64", "--dtype", "float32"),
-            2,
-            ["sdpa", "eager", "softmax"],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "lora",
-            ("--tokens", "32", "--dtype", "float32"),
-            8,
+        ("loss", {"classes": "90", "tokens": 32, "width": 16}, 3, LOSS),
+        ("attention", {"lengths": "64", "dtype": "float32"}, 2, ["sdpa", "eager", "softmax"]),
+        (
+            *("lora", {"tokens": 32, "dtype": "float32"}, 8),
             ["anygauge", "peft", "frozen layer alone"],
-            marks=pytest.mark.slow,
         ),
     ],
 )
 def test_a_benchmark_runs(
-    operation: str,
-    arguments: tuple[str, ...],
+    operation: Any,
+    settings: dict[str, Any],
     cases: int,
     contenders: list[str | None],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    # What compiled code's speed is nobody asks here, and compiling takes ten seconds.
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     output = tmp_path / "out" / "figures.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "benchmarks.kernels", operation, *arguments, "--rounds", "2"),
-            *("--output", str(output), "--device", "cpu"),
-        ],
-        cwd=ROOT,
-        # What compiled code's speed is nobody asks here, and compiling takes ten seconds.
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TORCH_COMPILE_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    measured = json.loads(output.read_text())["cases"]
-    assert len(measured) == cases
-    for row in measured:
-        names = [each["name"] for each in row["timed"]]
-        assert len(names) == len(contenders)
-        assert all(name == wanted for name, wanted in zip(names, contenders, strict=True) if wanted)
-        assert all(each["forward"] for each in row["timed"]), row
-    assert str(contenders[0]) in done.stdout
+    kernels.main(operation, device="cpu", rounds=2, output=output, **settings)
+    rows = json.loads(output.read_text())["rows"]
+    assert len(rows) == cases * len(contenders)
+    assert len({row["case"] for row in rows}) == cases
+    for row, wanted in zip(rows, contenders * cases, strict=True):
+        assert row["name"] == wanted or wanted is None
+        assert row["figures"]["forward, ms"] > 0, row
+    assert str(contenders[0]) in capsys.readouterr().out

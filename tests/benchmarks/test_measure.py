@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,15 @@ def write_lines(path: Path, records: Sequence[Any]) -> None:
 
 
 def write_rank(folder: Path, rank: int, *, seconds: float = 2.0, tokens: int = 10) -> None:
-    records: list[dict[str, float]] = []
-    for step in range(STEPS):
-        records.append({"time": 100 + seconds * (step + 1), "tokens": tokens, "slots": 2 * tokens})
-        # Rank 1 has three times the tokens to learn of rank 0, and twice the loss on each.
-        loss_tokens = (2, 6)[rank]
-        records.append({"loss_sum": loss_tokens * (rank + 1.0), "loss_tokens": loss_tokens})
+    # Rank 1 has three times the loss tokens of rank 0, and twice the loss on each.
+    loss_tokens = (2, 6)[rank]
+    records = [
+        {
+            **{"time": 100 + seconds * (step + 1), "tokens": tokens, "slots": 2 * tokens},
+            **{"loss_sum": loss_tokens * (rank + 1.0), "loss_tokens": loss_tokens},
+        }
+        for step in range(STEPS)
+    ]
     write_lines(folder / f"steps-rank{rank}.jsonl", records)
 
 
@@ -76,19 +79,15 @@ def test_speed_is_that_after_warm_up_over_all_ranks(tmp_path: Path) -> None:
     assert result.first_step_s == pytest.approx(12.0)
     assert result.padding == pytest.approx(0.5)
     assert result.tokens == 80
+    # Losses of ranks are weighed by loss tokens.
+    assert result.losses == pytest.approx([(2 * 1.0 + 6 * 2.0) / 8] * STEPS)
+    assert result.final_loss == pytest.approx(1.75)
 
 
 def test_independent_ranks_have_speeds_of_their_own(tmp_path: Path) -> None:
     two_ranks(tmp_path)
     write_rank(tmp_path, 1, seconds=4.0)
     assert read(tmp_path, "unsharded").tokens_per_s == pytest.approx(10 / 2 + 10 / 4)
-
-
-def test_losses_of_ranks_are_weighed_by_learned_tokens(tmp_path: Path) -> None:
-    two_ranks(tmp_path)
-    result = read(tmp_path)
-    assert result.losses == pytest.approx([(2 * 1.0 + 6 * 2.0) / 8] * STEPS)
-    assert result.final_loss == pytest.approx(1.75)
 
 
 def test_only_traffic_of_measured_steps_counts(tmp_path: Path) -> None:
@@ -102,55 +101,58 @@ def test_only_traffic_of_measured_steps_counts(tmp_path: Path) -> None:
     assert result.peak_memory == 3000
 
 
-def test_other_tokens_than_the_rows_have_are_refused(tmp_path: Path) -> None:
-    two_ranks(tmp_path, tokens=9)
-    with pytest.raises(MeasureError, match="read 72 tokens in all, but its rows have 80"):
-        read(tmp_path)
-    assert read(tmp_path, "trl-packed", layout="packed").tokens == 72
+def fewer_tokens(folder: Path) -> None:
+    two_ranks(folder, tokens=9)
 
 
-def test_a_missing_step_is_refused(tmp_path: Path) -> None:
-    two_ranks(tmp_path)
-    with pytest.raises(MeasureError, match="4 of 5 steps"):
-        read(tmp_path, steps=5)
+def no_trace(folder: Path) -> None:
+    (folder / "traffic-rank1.json").unlink()
 
 
-def test_a_rank_without_a_trace_is_refused(tmp_path: Path) -> None:
-    two_ranks(tmp_path)
-    (tmp_path / "traffic-rank1.json").unlink()
-    with pytest.raises(MeasureError, match=r"traffic-rank1\.json"):
-        read(tmp_path)
-
-
-def test_ranks_that_never_spoke_are_refused(tmp_path: Path) -> None:
-    two_ranks(tmp_path)
+def silent(folder: Path) -> None:
     for rank in range(2):
-        write_traffic(tmp_path, rank, [(101.0, "broadcast", 8.0)])
-    with pytest.raises(MeasureError, match="each rank trained by itself"):
-        read(tmp_path)
-    assert read(tmp_path, "unsharded").sent == {}
+        write_traffic(folder, rank, [(101.0, "broadcast", 8.0)])
 
 
-def metrics(folder: Path, *, timed: bool = True) -> None:
+@pytest.mark.parametrize(
+    ("damage", "changes", "reported", "suits"),
+    [
+        (fewer_tokens, {}, "read 72 tokens in all, but its rows have 80", "trl-packed"),
+        (lambda folder: None, {"steps": 5}, "4 of 5 steps", None),
+        (no_trace, {}, r"traffic-rank1\.json", None),
+        (silent, {}, "each rank trained by itself", "unsharded"),
+    ],
+)
+def test_runs_that_cannot_be_reported(
+    damage: Callable[[Path], None],
+    changes: dict[str, Any],
+    reported: str,
+    suits: str | None,
+    tmp_path: Path,
+) -> None:
+    """Each is refused, but for the contender that it suits."""
+    two_ranks(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(MeasureError, match=reported):
+        read(tmp_path, **changes)
+    if suits is not None:
+        assert read(tmp_path, suits, layout=ENTRANTS[suits].layout).status == "ok"
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_anygauge_is_read_from_its_metrics(timed: bool, tmp_path: Path) -> None:
     records: list[dict[str, Any]] = [{"step": 0, "name": "eval", "eval_loss": 1.0}]
     for step in range(STEPS):
         record = {"step": step + 1, "loss": 3.0 - step, "tokens": 20, "padding": 0.2}
-        record["seconds"] = 1.0
-        records.append({**record, "time": 100.0 + 2 * step} if timed else record)
-    write_lines(folder / "run" / "metrics.jsonl", records)
+        records.append({**record, "seconds": 1.0, **({"time": 100.0 + 2 * step} if timed else {})})
+    write_lines(tmp_path / "run" / "metrics.jsonl", records)
     for rank in range(2):
-        write_traffic(folder, rank, [(101.0, "all_gather", 3.0)])
-
-
-def test_anygauge_is_read_from_its_metrics(tmp_path: Path) -> None:
-    metrics(tmp_path)
+        write_traffic(tmp_path, rank, [(101.0, "all_gather", 3.0)])
+    if not timed:
+        with pytest.raises(MeasureError, match="carry no 'time'"):
+            read(tmp_path, "anygauge")
+        return
     result = read(tmp_path, "anygauge")
     assert result.tokens_per_s == pytest.approx(10.0)
     assert result.losses == [3.0, 2.0, 1.0, 0.0]
     assert result.padding == pytest.approx(0.2)
-
-
-def test_metrics_without_the_end_of_steps_are_refused(tmp_path: Path) -> None:
-    metrics(tmp_path, timed=False)
-    with pytest.raises(MeasureError, match="carry no 'time'"):
-        read(tmp_path, "anygauge")

@@ -1,24 +1,20 @@
-"""Peaks by phase: what the shim sees of a run, the table, and two contenders for real."""
+"""Peaks by phase: what the shim sees of a run, and two contenders for real."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.entrants import ENTRANTS
-from benchmarks.errors import BenchmarkError
 from benchmarks.measure import RunOutcome
-from benchmarks.memory_phases import PHASES, check, table_rows
-from benchmarks.processes import ROOT, SHIM, shared_environment
-from benchmarks.table import MIB, table
-from tests.benchmarks.test_measure import plan
+from benchmarks.memory_phases import PHASES, check
+from benchmarks.plan import BenchmarkError
+from benchmarks.processes import SHIM
+from tests.benchmarks.commands import run
 
 sys.path.insert(0, str(SHIM))
 from benchmark_phases import Phases, peak, reset
@@ -82,26 +78,6 @@ def test_the_kernel_begins_a_new_peak() -> None:
     assert peak() < before - 2**26
 
 
-def test_phases_are_seen_only_where_the_plan_evaluates(tmp_path: Path) -> None:
-    asked = plan(tmp_path, evaluates=True)
-    assert "ANYGAUGE_BENCHMARK_PHASES" in shared_environment(asked)
-    other = dataclasses.replace(asked, evaluates=False)
-    assert "ANYGAUGE_BENCHMARK_PHASES" not in shared_environment(other)
-
-
-def test_ratios_are_taken_within_a_round() -> None:
-    def run(name: str, round_: int, size: int) -> RunOutcome:
-        of_rank = dict.fromkeys(PHASES, size * MIB // 2)
-        return RunOutcome(name=name, round=round_, status="ok", phases=[of_rank] * 2)
-
-    found = [run("anygauge-fsdp", r, 100 * r) for r in (1, 2, 3)]
-    found += [run("trainer", r, 200 * r + 100 * (r == 3)) for r in (1, 2, 3)]
-    entrants = [ENTRANTS["anygauge-fsdp"], ENTRANTS["trainer"]]
-    ours, theirs = table(table_rows(1000, found, entrants))[2:]
-    assert ours == "| 1,000 classes | anygauge, fsdp |" + " 200 (1.00) |" * 4
-    assert theirs == "|  | HF Trainer + DeepSpeed |" + " 400 (2.00) |" * 4
-
-
 def test_a_run_without_a_phase_or_an_adapter_is_refused(tmp_path: Path) -> None:
     whole = RunOutcome(name="trl", round=1, status="ok", phases=[dict.fromkeys(PHASES, 1)] * 2)
     with pytest.raises(BenchmarkError, match="saved no adapter"):
@@ -113,25 +89,17 @@ def test_a_run_without_a_phase_or_an_adapter_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_contenders_evaluate_and_save(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "benchmarks.memory_phases", "--classes", "5000"),
-            *("--rounds", "1", "--contenders", "anygauge-fsdp,trainer", "--layers", "1"),
-            *("--hidden", "32", "--length", "32", "--output", str(tmp_path / "out")),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env={name: v for name, v in os.environ.items() if name != "ANYGAUGE_DATA"},
-        stdin=subprocess.DEVNULL,
+    done = run(
+        *("benchmarks.memory_phases", "--classes", "5000"),
+        *("--rounds", "1", "--contenders", "anygauge-fsdp,trainer", "--layers", "1"),
+        *("--hidden", "32", "--length", "32", "--output", tmp_path / "out"),
     )
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert [run["name"] for run in record["runs"]] == ["anygauge-fsdp", "trainer"]
-    for run in record["runs"]:
-        assert len(run["phases"]) == 2
-        assert min(sum(rank[phase] for rank in run["phases"]) for phase in PHASES) > 2**27
+    assert [each["name"] for each in record["runs"]] == ["anygauge-fsdp", "trainer"]
+    for each in record["runs"]:
+        assert len(each["phases"]) == 2
+        assert min(sum(rank[phase] for rank in each["phases"]) for phase in PHASES) > 2**27
     text = (tmp_path / "out" / "table.md").read_text()
     assert "| 5,000 classes | anygauge, fsdp |" in text
     assert "|  | HF Trainer + DeepSpeed |" in text

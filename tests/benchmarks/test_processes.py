@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
 
-from benchmarks.processes import Processes, identities, last_lines, run, shares
-from tests.benchmarks.test_measure import plan
+import pytest
+
+from benchmarks.processes import Processes, cause, last_lines, run, shares
 
 CODE = """
 import os, sys, time
@@ -19,41 +21,32 @@ time.sleep(float(os.environ.get("SLEEP", "0")))
 """
 
 
-def two(folder: Path, *variables: dict[str, str]) -> Processes:
-    return Processes(
+@pytest.mark.parametrize(
+    ("variables", "seconds", "problem", "status"),
+    [
+        (({}, {}), 60, None, 0),
+        (({"SLEEP": "50"}, {"STATUS": "3"}), 60, "process 1 ended with status 3", 3),
+        (({"SLEEP": "50"}, {}), 1, "not done after 1 s (--timeout)", None),
+    ],
+)
+def test_all_end_when_one_fails_or_time_is_up(
+    variables: tuple[dict[str, str], ...],
+    seconds: float,
+    problem: str | None,
+    status: int | None,
+    tmp_path: Path,
+) -> None:
+    started = Processes(
         argv=[sys.executable, "-c", CODE],
-        environments=[
-            {**identity, **more}
-            for identity, more in zip(identities(plan(folder)), variables, strict=True)
-        ],
-        logs=[folder / f"rank{rank}.log" for rank in range(2)],
+        environments=[{"RANK": str(rank), **more} for rank, more in enumerate(variables)],
+        logs=[tmp_path / f"rank{rank}.log" for rank in range(2)],
         bound=True,
     )
-
-
-def test_all_succeed(tmp_path: Path) -> None:
-    ended = run(two(tmp_path, {}, {}), 60)
-    assert ended.problem is None
-    assert (tmp_path / "rank1.log").read_text() == "rank 1\n"
-
-
-def test_one_that_fails_ends_the_others(tmp_path: Path) -> None:
     began = time.monotonic()
-    ended = run(two(tmp_path, {"SLEEP": "50"}, {"STATUS": "3"}), 60)
-    assert ended.problem == "process 1 ended with status 3"
+    ended = run(started, seconds)
+    assert (ended.problem, ended.status) == (problem, status)
+    assert (tmp_path / "rank1.log").read_text() == "rank 1\n"
     assert time.monotonic() - began < 40
-
-
-def test_time_is_limited(tmp_path: Path) -> None:
-    ended = run(two(tmp_path, {"SLEEP": "50"}, {}), 1)
-    assert ended.problem is not None
-    assert "not done after 1 s" in ended.problem
-
-
-def test_ranks_meet_at_one_port() -> None:
-    first, second = identities(plan(Path()))
-    assert first["MASTER_PORT"] == second["MASTER_PORT"]
-    assert (first["RANK"], second["RANK"], first["WORLD_SIZE"]) == ("0", "1", "2")
 
 
 def test_processors_are_shared_equally_or_not_at_all() -> None:
@@ -62,11 +55,21 @@ def test_processors_are_shared_equally_or_not_at_all() -> None:
 
 
 def test_the_log_that_ended_first_is_shown(tmp_path: Path) -> None:
-    import os
-
     for rank, text in enumerate(("connection lost", "ValueError: the cause")):
         path = tmp_path / f"rank{rank}.log"
         path.write_text(f"start\n{text}\n")
         os.utime(path, (100 - rank, 100 - rank))
     assert last_lines(tmp_path, 1) == ["ValueError: the cause"]
     assert last_lines(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (["error: first", "error: adapter differs", "logs: /x"], "error: adapter differs"),
+        (["  File x", "torch.cuda.OutOfMemoryError: CUDA"], "torch.cuda.OutOfMemoryError: CUDA"),
+        (["step 1", "no errors so far"], ""),
+    ],
+)
+def test_the_cause_is_the_last_error_of_a_log(lines: list[str], found: str) -> None:
+    assert cause(lines) == found

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks.errors import BenchmarkError
+from benchmarks.plan import BenchmarkError
 from benchmarks.rows import WrittenRows, write_rows
 from benchmarks.texts import texts
 
@@ -28,45 +28,38 @@ def read(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def sizes(folder: Path, texts: list[str]) -> list[int]:
+    """Tokens of each."""
+    tokenizer = Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))
+    return [len(tokenizer.encode(text).ids) for text in texts]
+
+
 def test_full_rows_have_exactly_the_length(tmp_path: Path) -> None:
     rows = written(tmp_path, "full", length=48)
-    tokenizer = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
-    sizes = {len(tokenizer.encode(row["text"]).ids) + 1 for row in read(rows.exact)}
-    assert sizes == {48}
+    assert set(sizes(tmp_path, [row["text"] for row in read(rows.exact)])) == {47}  # and its end
     assert rows.tokens == 12 * 48
     assert not rows.has_prompts
 
 
 def test_ragged_rows_count_the_same_joined_and_apart(tmp_path: Path) -> None:
     rows = written(tmp_path, "generated")
-    tokenizer = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
-
-    def size(text: str) -> int:
-        return len(tokenizer.encode(text).ids)
-
-    found = read(rows.exact)
-    assert len(found) == 12
-    apart = [size(row["prompt"]) + size(row["completion"]) + 1 for row in found]
-    joined = [size(row["prompt"] + row["completion"]) + 1 for row in found]
-    assert apart == joined
-    assert sum(apart) == rows.tokens
-    assert max(apart) <= 128
-    assert rows.dropped > 0
-
-
-def test_the_pool_for_packing_goes_on_from_the_rows(tmp_path: Path) -> None:
-    rows = written(tmp_path, "generated")
-    exact, pool = read(rows.exact), read(rows.pool)
-    assert pool[: len(exact)] == exact
-    assert len(pool) > len(exact)
+    found, pool = read(rows.exact), read(rows.pool)
+    joined = sizes(tmp_path, [row["prompt"] + row["completion"] for row in found])
+    prompts = sizes(tmp_path, [row["prompt"] for row in found])
+    answers = sizes(tmp_path, [row["completion"] for row in found])
+    assert joined == [a + b for a, b in zip(prompts, answers, strict=True)]
+    assert len(found) == 12 and sum(joined) + 12 == rows.tokens
+    assert max(joined) < 128 and rows.dropped > 0
+    # The pool for packing begins with them.
+    assert pool[:12] == found and len(pool) > 12
 
 
 def test_the_same_seed_writes_the_same_rows(tmp_path: Path) -> None:
-    first = written(tmp_path / "a", "generated")
-    second = written(tmp_path / "b", "generated")
-    assert first.exact.read_bytes() == second.exact.read_bytes()
-    other = written(tmp_path / "c", "generated", seed=2)
-    assert other.exact.read_bytes() != first.exact.read_bytes()
+    first, again, other = (
+        written(tmp_path / str(run), "generated", seed=seed).exact.read_bytes()
+        for run, seed in enumerate((1, 1, 2))
+    )
+    assert first == again != other
 
 
 def test_too_few_rows_are_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.processes import SHIM
 
@@ -25,47 +26,19 @@ def shim() -> ModuleType:
     return module
 
 
-class SizedTensor:
-    """A tensor of so many 4-byte elements."""
-
-    def __init__(self, elements: int) -> None:
-        self.elements = elements
-
-    def numel(self) -> int:
-        return self.elements
-
-    def element_size(self) -> int:
-        return 4
-
-
-def group(shim: ModuleType) -> tuple[Any, list[Any]]:
-    class Group:
-        def size(self) -> int:
-            return 4
-
-        def allreduce(self, tensors: Any, options: Any = None) -> str:
-            return "work"
-
-        def all_gather_single(self, output: Any, input: Any, options: Any = None) -> str:
-            return "work"
-
-        def reduce_scatter_single(self, output: Any, input: Any, options: Any = None) -> str:
-            return "work"
-
-        def broadcast(self, tensors: Any, options: Any = None) -> str:
-            return "work"
-
-    calls: list[Any] = []
-    shim.count_calls(Group, calls)
-    return Group(), calls
-
-
 def test_bytes_are_those_of_a_ring(shim: ModuleType) -> None:
-    ranks, calls = group(shim)
-    whole, part = SizedTensor(400), SizedTensor(100)
+    def call(self: Any, *args: Any, **kwargs: Any) -> str:
+        return "work"
+
+    names = ("allreduce", "all_gather_single", "reduce_scatter_single", "broadcast")
+    group = type("Group", (), {"size": lambda self: 4, **dict.fromkeys(names, call)})
+    calls: list[Any] = []
+    shim.count_calls(group, calls)
+    ranks: Any = group()
+    whole, part = torch.empty(400), torch.empty(100)
     assert ranks.allreduce([whole]) == "work"
     ranks.all_gather_single(whole, part)
-    ranks.reduce_scatter_single(part, whole)
+    ranks.reduce_scatter_single(output=part, input=whole)
     ranks.broadcast([whole])
     assert [(operation, sent) for _, operation, sent in calls] == [
         ("all_reduce", 2400.0),
@@ -100,6 +73,20 @@ def test_a_process_that_is_no_rank_is_left_alone(tmp_path: Path) -> None:
     done = start("import sys; print(len(sys.meta_path))", ANYGAUGE_BENCHMARK_TRACE=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.iterdir())
+
+
+NEXT = """
+import importlib.util, sys
+print("next")
+spec = importlib.util.spec_from_file_location("first", {shim!r})
+spec.loader.exec_module(importlib.util.module_from_spec(spec))
+"""
+
+
+def test_what_it_hides_runs_once_though_it_runs_the_first_of_its_name(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NEXT.format(shim=str(SHIM / "sitecustomize.py")))
+    done = start("", PYTHONPATH=f"{SHIM}{os.pathsep}{tmp_path}")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "next\n", "")
 
 
 def test_a_module_is_seen_after_its_own_code_has_run(shim: ModuleType, tmp_path: Path) -> None:

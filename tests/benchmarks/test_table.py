@@ -1,37 +1,63 @@
-"""Tables: pairing by round, Markdown, JSON, failures."""
+"""Ratios by round, their interval, and the tables of contenders."""
 
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
 
 from benchmarks.entrants import ENTRANTS
 from benchmarks.measure import RunOutcome
-from benchmarks.ratios import Ratio
-from benchmarks.table import as_json, markdown, summarise
+from benchmarks.memory_phases import PHASES
+from benchmarks.memory_phases import table_rows as by_phase
+from benchmarks.ratios import Ratio, paired, rotated, t_quantile
+from benchmarks.start_up import table_rows as by_start
+from benchmarks.table import MIB, as_json, markdown, summarise, table
 
-ENTRANTS_HERE = [ENTRANTS[name] for name in ("anygauge", "deepspeed", "trl-packed")]
+CONTENDERS = [ENTRANTS[name] for name in ("anygauge", "deepspeed")]
 
 
 def ran(name: str, round_: int, speed: float, **changes: Any) -> RunOutcome:
     fields: dict[str, Any] = {
+        "status": "ok",
+        "tokens_per_s": speed,
         "peak_memory": 2**21,
         "sent": {"all_gather": 2.0**20, "all_reduce": 2.0**20},
         "losses": [9.0, 2.0, 2.0, 2.0, 2.0, 2.0],
         "tokens": 1234,
         "padding": 0.25,
     }
-    return RunOutcome(
-        name=name, round=round_, status="ok", tokens_per_s=speed, **{**fields, **changes}
-    )
+    return RunOutcome(name=name, round=round_, **{**fields, **changes})
 
 
 def failed(name: str, round_: int) -> RunOutcome:
-    return RunOutcome(
-        name=name, round=round_, status="failed", problem="process 1 ended", log=["x"]
-    )
+    return RunOutcome(name=name, round=round_, status="failed", problem="process 1 ended")
+
+
+def test_every_contender_takes_every_place() -> None:
+    orders = [rotated("abc", round_) for round_ in range(4)]
+    assert orders == [list("abc"), list("bca"), list("cab"), list("abc")]
+    assert rotated([], 3) == []
+
+
+@pytest.mark.parametrize(
+    ("degrees", "expected"), [(1, 12.7062), (2, 4.30265), (4, 2.77645), (30, 2.04227)]
+)
+def test_quantiles_are_those_of_printed_tables(degrees: int, expected: float) -> None:
+    assert t_quantile(degrees) == pytest.approx(expected, rel=1e-4)
+
+
+def test_ratios_are_paired_and_their_interval_is_students_on_logarithms() -> None:
+    # The machine was half as fast in the second round, for both.
+    assert paired([200.0, 100.0], [100.0, 50.0]).low == pytest.approx(2.0)
+    ratio = paired([1.0, 2.0, 4.0], [1.0, 1.0, 1.0])
+    reach = 4.30265 * math.log(2) / math.sqrt(3)
+    assert ratio.median == 2.0
+    assert ratio.low == pytest.approx(2 * math.exp(-reach), rel=1e-4)
+    assert ratio.high == pytest.approx(2 * math.exp(reach), rel=1e-4)
+    assert paired([3.0], [2.0]) == Ratio(1.5, None, None, 1)
 
 
 def test_ratios_pair_only_rounds_in_which_both_ran() -> None:
@@ -43,7 +69,7 @@ def test_ratios_pair_only_rounds_in_which_both_ran() -> None:
         ran("anygauge", 3, 300.0),
         ran("deepspeed", 3, 100.0),
     ]
-    ours, theirs = summarise(outcomes, ENTRANTS_HERE)
+    ours, theirs = summarise(outcomes, CONTENDERS)
     ratio = theirs.figures["anygauge / this"]
     assert isinstance(ratio, Ratio)
     assert (ratio.median, ratio.rounds) == (pytest.approx(2.5), 2)
@@ -52,24 +78,50 @@ def test_ratios_pair_only_rounds_in_which_both_ran() -> None:
     assert "process 1 ended" in ours.note
 
 
-def test_a_contender_that_only_failed_has_no_figures() -> None:
-    rows = summarise([ran("anygauge", 1, 9.0), failed("deepspeed", 1)], ENTRANTS_HERE)
-    assert rows[1].figures["tokens/s"] is None
+def test_a_contender_has_the_figures_of_what_it_trained() -> None:
+    rows = summarise([ran("anygauge", 1, 9.0), failed("deepspeed", 1)], CONTENDERS)
     line = "| DeepSpeed, by hand | - | - | - | - | - | - | - | 0 | failed: process 1 ended |"
     assert line in markdown("t", rows)
+    afterwards = ran("anygauge", 1, 9.0, status="failed", problem="not verified")
+    (ours,) = summarise([afterwards], CONTENDERS)
+    assert (ours.figures["tokens/s"], ours.note) == (9.0, "failed: not verified")
 
 
-def test_markdown_has_a_cell_for_every_heading() -> None:
-    rows = summarise([ran("anygauge", 1, 2000.0), ran("deepspeed", 1, 1000.0)], ENTRANTS_HERE)
-    lines = [line for line in markdown("A title", rows).splitlines() if line.startswith("|")]
+def test_markdown_and_json_have_every_run() -> None:
+    outcomes = [ran("anygauge", 1, 2000.0), ran("deepspeed", 1, 1000.0)]
+    shown = markdown("A title", summarise(outcomes, CONTENDERS))
+    lines = [line for line in shown.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in lines}) == 1
     assert "| DeepSpeed, by hand | 1,000 | 2.000 | 25.0% | 2 | 2.0 | 2.0000 | 1,234 | 1 |" in lines
+    record = json.loads(as_json({"python": "3"}, {"full": outcomes}, CONTENDERS))
+    found = record["workloads"]["full"]
+    assert [run["name"] for run in found["runs"]] == ["anygauge", "deepspeed"]
+    assert found["summary"][1]["figures"]["anygauge / this"]["median"] == 2.0
+    assert found["runs"][0]["final_loss"] == 2.0
 
 
-def test_json_has_every_run() -> None:
-    outcomes = [ran("anygauge", 1, 2.0), ran("deepspeed", 1, 1.0)]
-    record = json.loads(as_json({"python": "3"}, {"full": outcomes}, ENTRANTS_HERE))
-    assert [run["name"] for run in record["workloads"]["full"]["runs"]] == ["anygauge", "deepspeed"]
-    summary = record["workloads"]["full"]["summary"]
-    assert summary[1]["figures"]["anygauge / this"]["median"] == 2.0
-    assert record["workloads"]["full"]["runs"][0]["final_loss"] == 2.0
+def test_phases_are_compared_within_a_round() -> None:
+    def run(name: str, round_: int, size: int) -> RunOutcome:
+        return ran(name, round_, 1.0, phases=[dict.fromkeys(PHASES, size * MIB // 2)] * 2)
+
+    found = [run("anygauge", r, 100 * r) for r in (1, 2, 3)]
+    found += [run("deepspeed", r, 200 * r + 100 * (r == 3)) for r in (1, 2, 3)]
+    ours, theirs = table(by_phase(1000, found, CONTENDERS))[2:]
+    assert ours == "| 1,000 classes | anygauge |" + " 200 (1.00) |" * 4
+    assert theirs == "|  | DeepSpeed, by hand |" + " 400 (2.00) |" * 4
+
+
+def test_starts_are_compared_within_a_round() -> None:
+    found = [
+        ran(name, round_, 1.0, first_step_s=seconds, cpu_seconds=cpu, modules=modules)
+        for name, round_, seconds, cpu, modules in (
+            ("anygauge", 1, 2.0, 1.0, 1000),
+            ("deepspeed", 2, 4.0, 5.0, 2000),
+            ("deepspeed", 1, 6.0, 5.0, 2000),
+            ("anygauge", 2, 4.0, 3.0, 1000),
+        )
+    ]
+    ours, theirs = table(by_start(found, CONTENDERS))[2:]
+    assert ours == "| anygauge | 3.0 | 1.000 [1.000, 1.000] | 2.0 | 1,000 |"
+    assert theirs.startswith("| DeepSpeed, by hand | 5.0 | 2.000 [")
+    assert theirs.endswith("] | 5.0 | 2,000 |")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,55 +54,65 @@ def test_a_step_ends_with_the_first_update_after_a_backward() -> None:
     assert seen == [1, 2]
 
 
+class WatchedCard:
+    """What is called of ``torch.cuda``, as if there were a card."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: str = "") -> None:
+        self.modes: list[str] = []
+        self._error = error
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", self.set_mode)
+
+    def set_mode(self, mode: str) -> None:
+        if self._error:
+            raise RuntimeError(self._error)
+        self.modes.append(mode)
+
+
+def watched(folder: Path, first: int, count: int, step: Callable[[int], None]) -> dict[str, Any]:
+    """What a watch finds of a few steps."""
+    watch = StepWatch(folder / "watched.json", first=first, count=count)
+    for number in range(1, 8):
+        watch.after(number)
+        torch.ones(3).sum()
+        step(number)
+    found: dict[str, Any] = json.loads((folder / "watched.json").read_text())
+    return found
+
+
 def test_waits_are_counted_while_torch_warns_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    modes: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    watch = StepWatch(tmp_path / "watched.json", first=3, count=2)
+    def step(number: int) -> None:
+        for _ in range(3):
+            if 3 <= number < 5:
+                warnings.warn(f"{WAITS} (Triggered internally at x.cpp:1)", stacklevel=1)
+        if number == 4:
+            warnings.warn("another", stacklevel=1)
+
+    card = WatchedCard(monkeypatch)
     shown: list[str] = []
     with warnings.catch_warnings():
         monkeypatch.setattr(warnings, "showwarning", lambda message, *_: shown.append(str(message)))
-        watch._show = warnings.showwarning
-        for step in range(1, 8):
-            watch.after(step)
-            torch.ones(3).sum()
-            for _ in range(3):
-                if 3 <= step < 5:
-                    warnings.warn(f"{WAITS} (Triggered internally at x.cpp:1)", stacklevel=1)
-            if step == 4:
-                warnings.warn("another", stacklevel=1)
-    assert modes == ["warn", "default"]
+        found = watched(tmp_path, 3, 2, step)
+    assert card.modes == ["warn", "default"]
     assert shown == ["another"]
-    found = json.loads((tmp_path / "watched.json").read_text())
     assert found["host_waits"] == 3
     assert 0 < found["busy"] <= 1 and found["operations"] >= 2
 
 
 def test_without_a_card_there_are_no_waits_to_count(tmp_path: Path) -> None:
-    watch = StepWatch(tmp_path / "watched.json", first=1, count=1)
-    for step in (1, 2, 3):
-        watch.after(step)
-        torch.ones(3).sum()
-    assert json.loads((tmp_path / "watched.json").read_text())["host_waits"] is None
+    assert watched(tmp_path, 1, 1, lambda number: None)["host_waits"] is None
 
 
 def test_a_run_is_not_ended_where_it_cannot_be_watched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(mode: str) -> None:
-        raise RuntimeError("no such mode")
-
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", refuse)
-    watch = StepWatch(tmp_path / "watched.json", first=1, count=1)
+    WatchedCard(monkeypatch, "no such mode")
     with warnings.catch_warnings():
         show = warnings.showwarning
-        for step in (1, 2, 3):
-            watch.after(step)
+        found = watched(tmp_path, 1, 1, lambda number: None)
         assert warnings.showwarning is show
-    found = json.loads((tmp_path / "watched.json").read_text())
     assert found["problem"] == "RuntimeError: no such mode"
     assert "busy" not in found

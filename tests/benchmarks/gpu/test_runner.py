@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import typer
 
-from benchmarks.gpu import machine, runner
-from benchmarks.gpu.__main__ import chosen, hosts_of
-from benchmarks.gpu.context import Context
-from benchmarks.gpu.page import page, table, write
-from benchmarks.gpu.parts import PARTS, Part, names
-from benchmarks.gpu.predict import predict, prediction
+from benchmarks.gpu import machine, predict, runner, training
+from benchmarks.gpu.__main__ import QUICK_S, chosen, hosts_of
+from benchmarks.gpu.part import (
+    FAILED,
+    LATE,
+    OK,
+    PARTS,
+    SKIPPED,
+    Context,
+    Part,
+    PartError,
+    Report,
+    names,
+)
+from benchmarks.gpu.predict import Prediction, prediction
 from benchmarks.gpu.pytests import outcomes
-from benchmarks.gpu.result import Report, Result, TableRow, read_report
-from benchmarks.gpu.training import TINY, foresee, plan_of
+from benchmarks.gpu.runner import Result, page, write
+from benchmarks.gpu.training import TINY, TrainingCase, foresee, plan_of, table
+from benchmarks.measure import RunOutcome
+from benchmarks.plan import BenchmarkError
 from benchmarks.processes import ROOT
+from benchmarks.table import TableRow
+from benchmarks.table import table as markdown
 
 PROBE = """
-import sys, time
-from benchmarks.gpu.result import TableRow, SkipPartError
+import time
+from benchmarks.gpu.part import LATE, SKIPPED, PartError
+from benchmarks.gpu.runner import TableRow
 
 def well(context, report):
     report.add(TableRow(case="", name="x", figures={"seconds": context.seconds}))
@@ -39,38 +52,21 @@ def never(context, report):
     time.sleep(600)
 
 def not_here(context, report):
-    raise SkipPartError("one card only")
-"""
-ENTRY = """
-import sys
-sys.path.insert(0, {folder!r})
-from benchmarks.gpu import parts, run_part
-parts.PARTS = run_part.PARTS = {{
-    name: parts.Part(name=name, title=name, share=1, run="parts_of_a_test:" + name)
-    for name in ("well", "badly", "never", "not_here")
-}}
-sys.exit(run_part.main(sys.argv[1], sys.argv[2]))
+    raise PartError(SKIPPED, "one card only")
+
+def half(context, report):
+    report.add(TableRow(case="", name="x", figures={"a": 3}))
+    raise PartError(LATE, "no time was left for y")
 """
 
 
 @pytest.fixture
-def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Part]:
-    """Parts that end well, badly, never, or do not suit; each process knows them."""
-    (tmp_path / "parts_of_a_test.py").write_text(PROBE)
-    (tmp_path / "entry.py").write_text(ENTRY.format(folder=str(tmp_path)))
-    started = subprocess.Popen
-
-    def popen(argv: list[str], **options: Any) -> Any:
-        return started([sys.executable, str(tmp_path / "entry.py"), *argv[-2:]], **options)
-
-    monkeypatch.setattr("benchmarks.processes.subprocess.Popen", popen)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    found = {
-        name: Part(name=name, title=name, share=1, run="")
-        for name in ("well", "badly", "never", "not_here")
-    }
-    monkeypatch.setattr(runner, "PARTS", found)
-    return found
+def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that end in each way."""
+    (tmp_path / "probe.py").write_text(PROBE)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    ways = ("well", "badly", "never", "not_here", "half")
+    monkeypatch.setattr(runner, "PARTS", {way: Part(way, way, 1, f"probe:{way}") for way in ways})
 
 
 def context(folder: Path, **changes: Any) -> Context:
@@ -78,36 +74,39 @@ def context(folder: Path, **changes: Any) -> Context:
 
 
 def test_a_part_that_fails_leaves_the_others_standing(
-    probes: Mapping[str, Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    probes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "GRACE_S", 0.0)
     seen: list[str] = []
-    order = ["badly", "not_here", "never", "well"]
+    order = ["badly", "not_here", "half", "never", "well"]
     results = runner.run_parts(
-        order, context(tmp_path / "out"), 24.0, ended=lambda result: seen.append(result.part)
+        order, context(tmp_path / "out"), 30.0, ended=lambda result: seen.append(result.part)
     )
-    badly, skipped, never, well = results
+    badly, skipped, half, never, well = results
     assert seen == order
-    assert badly.status == "failed" and badly.rows[0].figures == {"a": 1}
-    assert badly.problem.endswith("ValueError: no such card")
-    assert (skipped.status, skipped.problem) == ("skipped", "one card only")
-    assert never.status == "out of time" and never.rows[0].figures == {"a": 2}
+    assert badly.status == FAILED and badly.rows[0].figures == {"a": 1}
+    assert badly.problem.endswith("ValueError: no such card") and "Traceback" in badly.problem
+    # A part that gives its reason shows no traceback.
+    assert (skipped.status, skipped.problem) == (SKIPPED, "one card only")
+    assert (half.status, half.problem) == (LATE, "no time was left for y")
+    assert half.rows[0].figures == {"a": 3}
+    assert never.status == LATE and never.rows[0].figures == {"a": 2}
     assert never.problem.startswith("not done after its")
-    assert well.status == "ok"
-    # A fourth of the time each; what a part leaves, later ones get.
-    assert 5 < badly.allowed <= 6 < skipped.allowed < never.allowed
-    assert sum(result.seconds for result in results) < 24
+    assert well.status == OK
+    # A fifth of the time each; what a part leaves, later ones get.
+    assert 5 < badly.allowed <= 6 < skipped.allowed < half.allowed < never.allowed
+    assert sum(result.seconds for result in results) < 30
 
 
-def test_a_part_without_time_is_not_begun(probes: Mapping[str, Part], tmp_path: Path) -> None:
+def test_a_part_without_time_is_not_begun(probes: None, tmp_path: Path) -> None:
     (result,) = runner.run_parts(["well"], context(tmp_path / "out"), 1.0)
-    assert (result.status, result.problem) == ("out of time", "the parts before it left no time")
+    assert (result.status, result.problem) == (LATE, "the parts before it left no time")
     assert not (tmp_path / "out").exists()
 
 
-def result(**changes: Any) -> Result:
-    fields = {"part": "a", "title": "A part", "status": "ok", "seconds": 1.0, "allowed": 2.0}
-    return Result(**{**fields, **changes})
+def test_the_quick_parts_share_all_of_their_time() -> None:
+    shares = {name: PARTS[name].share for name in names(full=False)}
+    assert sum(shares.values()) == QUICK_S and shares["kit"] >= 120
 
 
 ROWS = (
@@ -119,36 +118,40 @@ ROWS = (
 
 
 def test_predictions_stand_beside_figures() -> None:
-    lines = table(ROWS)
-    assert lines[0] == "| case | contender | tokens/s | planned | MFU | note |"
-    assert lines[2] == "| one | anygauge | 1,234 | 2,000 | 25.0% |  |"
-    assert lines[3] == "|  | trainer \\| x | 1,000 | - | - | slow very |"
-    assert lines[4] == "| two | trl | - | - | - | missing |"
-    assert table(()) == ["Nothing was found."]
+    assert markdown(ROWS)[0] == "| case | contender | tokens/s | planned | MFU | note |"
+    assert markdown(ROWS)[2:] == [
+        "| one | anygauge | 1,234 | 2,000 | 25.0% |  |",
+        "|  | trainer \\| x | 1,000 | - | - | slow very |",
+        "| two | trl | - | - | - | missing |",
+    ]
+    assert markdown(()) == ["Nothing was found."]
 
 
 def test_the_page_names_what_failed_with_its_error(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"seconds": 1.0, "allowed": 2.0}
     results = [
-        result(rows=ROWS, notes=("so it is",)),
-        result(part="b", title="B", status="failed", problem="ended with status 1\nTraceback"),
+        Result(part="a", title="A", status=OK, rows=ROWS, notes=("so it is",), **fields),
+        Result(part="b", title="B", status=FAILED, problem="status 1\nTraceback", **fields),
     ]
     write(tmp_path, {"card": "NVIDIA X", "cards": 1}, results)
     text = (tmp_path / "page.md").read_text()
     assert text == page({"card": "NVIDIA X", "cards": 1}, results)
-    assert "| B | **failed**: ended with status 1 | 1 of 2 |" in text
-    assert "```\nended with status 1\nTraceback\n```" in text
-    assert "- so it is" in text
+    assert "| B | **failed**: status 1 | 1 of 2 |" in text
+    assert "```\nstatus 1\nTraceback\n```" in text and "- so it is" in text
 
 
 def test_a_report_is_whole_after_every_row(tmp_path: Path) -> None:
-    report = Report(tmp_path / "report.json")
-    assert read_report(tmp_path / "report.json") == ((), ())
+    path = tmp_path / "report.json"
+    report = Report(path)
+    assert Report.read(path).rows == []
     for row in ROWS:
         report.add(row)
-        assert read_report(tmp_path / "report.json")[0][-1] == row
-    report.note("once")
-    report.note("once")
-    assert read_report(tmp_path / "report.json")[1] == ("once",)
+        assert Report.read(path).rows[-1] == row
+    for _ in range(2):
+        report.note("once")
+    report.end(PartError(LATE, "why"))
+    read = Report.read(path)
+    assert (read.notes, read.status, read.problem) == (["once"], LATE, "why")
 
 
 def test_parts_are_chosen_in_their_order() -> None:
@@ -165,32 +168,32 @@ def test_host_files_are_counted(tmp_path: Path) -> None:
     assert hosts_of(tmp_path / "hosts") == (str(tmp_path / "hosts"), 2)
     assert hosts_of(None) == ("", 1)
     (tmp_path / "none").write_text("# nobody\n")
-    for name, said in (("none", "lists no machine"), ("absent", "cannot be read")):
-        with pytest.raises(typer.BadParameter, match=said):
+    for name, reported in (("none", "lists no machine"), ("absent", "cannot be read")):
+        with pytest.raises(typer.BadParameter, match=reported):
             hosts_of(tmp_path / name)
 
 
+CARD = ["NVIDIA H200", 2**37, [9, 0]]
+
+
 @pytest.mark.parametrize(
-    ("found", "gpus", "said"),
+    ("torch", "cuda", "cards", "reported"),
     [
-        ({"torch": "2.13.0+cpu", "cuda": None, "cards": []}, 1, "is built without CUDA"),
-        ({"torch": "2.13.0", "cuda": "13.0", "cards": []}, 1, "sees no usable card"),
-        ({"torch": "2.9.1", "cuda": "12.8", "cards": [["X", 1, [8, 0]]]}, 1, "2.11 or newer"),
-        ({"torch": "2.13.0", "cuda": "13.0", "cards": [["X", 1, [8, 0]]]}, 2, "GPUS=2, but torch"),
+        ("2.13.0+cpu", None, [], "is built without CUDA"),
+        ("2.13.0", "13.0", [], "sees no usable card"),
+        ("2.9.1", "12.8", [CARD, CARD], "2.11 or newer"),
+        ("2.13.0", "13.0", [CARD], "GPUS=2, but torch"),
+        ("2.13.0+cu130", "13.0", [CARD, CARD], None),
     ],
 )
-def test_machines_that_cannot_be_measured(
-    found: dict[str, Any], gpus: int, said: str, monkeypatch: pytest.MonkeyPatch
+def test_machines_are_described_or_refused(
+    torch: str, cuda: str | None, cards: Any, reported: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "look", lambda: found)
-    with pytest.raises(machine.NoCardError, match=said):
-        machine.described("cuda", gpus)
-
-
-def test_a_card_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = ["NVIDIA H200", 2**37, [9, 0]]
-    found = {"torch": "2.13.0+cu130", "cuda": "13.0", "cards": [card, card]}
-    monkeypatch.setattr(machine, "look", lambda: found)
+    monkeypatch.setattr(machine, "look", lambda: {"torch": torch, "cuda": cuda, "cards": cards})
+    if reported:
+        with pytest.raises(BenchmarkError, match=reported):
+            machine.described("cuda", 2)
+        return
     described = machine.described("cuda", 2)
     assert described["card"] == "NVIDIA H200" and described["cards"] == 2
     assert (described["memory, GiB"], described["compute capability"]) == (128.0, "9.0")
@@ -216,18 +219,21 @@ def test_plans_become_predictions() -> None:
 def test_cards_are_planned_for_by_their_own_name(
     card: str, named: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[list[str]] = []
+    asked: list[Sequence[str]] = []
 
-    def run(argv: list[str], **_: Any) -> Any:
-        asked.append(argv)
-        return SimpleNamespace(stdout="", stderr="no\nplan", returncode=2)
+    def start(processes: Any) -> Any:
+        asked.append(processes.argv)
+        processes.logs[0].write_text("no\nplan")
+        return nullcontext([SimpleNamespace(poll=lambda: 2)])
 
-    monkeypatch.setattr("benchmarks.gpu.predict.subprocess.run", run)
-    found = predict(context(tmp_path, card=card, gpus=2), {"name": "x"})
+    monkeypatch.setattr(predict, "started", start)
+    where = context(tmp_path, card=card, gpus=2)
+    with ExitStack() as stack:
+        found = predict.PlanProcess(where, "x", {"name": "x"}, stack).read(5.0)
     if named is None:
         assert not asked and "no description of NVIDIA Unheard 1" in found.problem
     else:
-        assert asked[0][asked[0].index("--json") + 1 :] == named
+        assert asked[0][list(asked[0]).index("--json") + 1 :] == named
         assert found.problem == "anygauge plan ended with 2: plan"
 
 
@@ -241,20 +247,81 @@ def test_results_of_tests_are_counted_by_function(tmp_path: Path) -> None:
     assert counts == {"test_a": {"passed": 1, "failed": 1}, "test_b": {"skipped": 1}}
 
 
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
+    """Run files that the planner is asked about; it predicts nothing."""
+    asked: list[Mapping[str, Any]] = []
+
+    def planner(context: Context, name: str, run: Mapping[str, Any], stack: Any) -> Any:
+        asked.append(run)
+        return SimpleNamespace(read=lambda timeout_s: Prediction(problem="unknown"))
+
+    monkeypatch.setattr(training, "PlanProcess", planner)
+    return asked
+
+
 def test_several_machines_are_planned_as_such(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[Mapping[str, Any]] = []
-
-    def planned(context: Context, run: Mapping[str, Any]) -> Any:
-        seen.append(run)
-        return prediction({"ranks": 4, "device": {}, "time": None})
-
-    module: ModuleType = sys.modules["benchmarks.gpu.training"]
-    monkeypatch.setattr(module, "predict", planned)
+    asked = planned(monkeypatch)
     where = context(tmp_path, device="cuda", gpus=2, nodes=2, machine="dgx-h100")
+    report = Report(tmp_path / "report.json")
     plan = plan_of(where, TINY, ranks=4)
-    foresee(where, Report(tmp_path / "report.json"), {"DDP": ["anygauge-ddp", "ddp"]}, plan)
-    (run,) = seen
+    foresee(where, report, [TrainingCase("DDP", ("anygauge-ddp", "ddp"))], plan, training.Clock(9))
+    (run,) = asked
     assert (run["backend"], run["strategy"]) == ("cuda", {"name": "ddp"})
     assert run["launch"] == {"nodes": 2, "devices": 2}
+    assert report.rows[0].note == "unknown"
+    assert plan_of(where, TINY, ranks=1).nodes == 1  # on one device of this machine
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Contenders in the order in which they run, for no time at all; HF Trainer takes 100 s."""
+    order: list[str] = []
+
+    def run_once(entrant: Any, plan: Any, rows: Any, *, folder: Path, round_: int) -> RunOutcome:
+        order.append(f"{round_} {folder.parent.parent.name} {entrant.name}")
+        seconds = 100.0 if entrant.name == "trainer-single" else 1.0
+        return RunOutcome(
+            name=entrant.name, round=round_, status="ok", tokens_per_s=10.0, wall_seconds=seconds
+        )
+
+    planned(monkeypatch)
+    monkeypatch.setattr(training, "run_once", run_once)
+    monkeypatch.setattr(training, "prepare_rows", lambda workload, plan: (None, plan, workload))
+    monkeypatch.setattr(training, "make_model", lambda plan: 7)
+    return order
+
+
+def test_every_case_runs_once_before_any_runs_twice(trained: list[str], tmp_path: Path) -> None:
+    report = Report(tmp_path / "report.json")
+    training.one_device(context(tmp_path, seconds=1000.0), report)
+    assert trained[:6] == [
+        "1 full anygauge-single",
+        "1 full trainer-single",
+        "1 generated anygauge-single",
+        "1 generated trainer-single",
+        "1 generated anygauge-single-packed",
+        "2 full trainer-single",
+    ]
+    assert [row.case for row in report.rows] == ["unsharded"] * 2 + ["padded"] * 2 + ["packed"]
+
+
+def test_what_no_time_was_left_for_is_named(trained: list[str], tmp_path: Path) -> None:
+    report = Report(tmp_path / "report.json")
+    with pytest.raises(PartError, match="no time was left for padded: HF Trainer") as raised:
+        training.one_device(context(tmp_path, seconds=90.0), report)
+    assert raised.value.status == LATE
+    assert "2 full anygauge-single" in trained
+
+
+def test_what_trained_and_failed_afterwards_has_figures() -> None:
+    case = TrainingCase("unsharded", ("anygauge-single", "trainer-single"))
+    failed = RunOutcome(
+        name="anygauge-single", round=1, status="failed", problem="not verified", tokens_per_s=5.0
+    )
+    never = RunOutcome(name="trainer-single", round=1, status="failed", problem="no memory")
+    runs = {(case, "anygauge-single"): [failed], (case, "trainer-single"): [never]}
+    ours, theirs = table([case], runs, {})
+    assert (ours.figures["tokens/s"], ours.note) == (5.0, "not verified")
+    assert (theirs.figures, theirs.note) == ({}, "no memory")
