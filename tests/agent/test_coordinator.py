@@ -20,7 +20,8 @@ from anygauge.agent.listener import MOST_UNKNOWN, Listener
 from anygauge.agent.nodes import Outbox
 from anygauge.interface import AnygaugeError, Job
 from tests.agent.cluster import Cluster, free_port
-from tests.agent.fakes import FINISHED, PATIENCE_S, until
+from tests.agent.fakes import FINISHED
+from tests.helpers.processes import PATIENCE_S, until
 
 TOKEN = "of this job"
 

@@ -20,7 +20,8 @@ from anygauge.agent.nodes import Instruction, Nodes, Outbox, WorkerNode
 from anygauge.agent.outcome import JobFailure, JobOutcome, NodeReport
 from anygauge.interface import LOST, Job
 from tests.agent.cluster import Cluster
-from tests.agent.fakes import FINISHED, PATIENCE_S, until
+from tests.agent.fakes import FINISHED
+from tests.helpers.processes import PATIENCE_S, until
 
 TOKEN = "of this job"
 

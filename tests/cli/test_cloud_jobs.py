@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 
 from anygauge.interface import Job
-from tests.agent.fakes import until
 from tests.clouds.helpers import Client, events_text
-from tests.helpers.processes import as_in_a_terminal, end
+from tests.helpers.processes import as_in_a_terminal, end, until
 from tests.helpers.runs import called, run_file
 
 OPTIONS: dict[str, Any] = {
