@@ -26,7 +26,7 @@ LIMIT_S = 20.0
 """The job's `collective_timeout_s`; more than any other of its limits, which are defaults."""
 
 
-class Clock:
+class FakeClock:
     """Time that passes when it is told to."""
 
     now = 1000.0
@@ -40,7 +40,7 @@ class Clock:
         return f"{self.now:.1f}"
 
 
-class Selector(dict[Any, types.SimpleNamespace]):
+class FakeSelector(dict[Any, types.SimpleNamespace]):
     """Shows ranks that have written or ended; what nodes send is read at each turn anyway."""
 
     def register(self, file: Any, events: int, data: Any = None) -> None:
@@ -53,13 +53,13 @@ class Selector(dict[Any, types.SimpleNamespace]):
         return self
 
     def select(self, timeout: float) -> list[tuple[types.SimpleNamespace, int]]:
-        return [(k, 1) for k in self.values() if isinstance(k.data, Rank) and k.data.written]
+        return [(k, 1) for k in self.values() if isinstance(k.data, FakeRank) and k.data.written]
 
     def close(self) -> None:
         self.clear()
 
 
-class Rank(rank_process.RankProcess):
+class FakeRank(rank_process.RankProcess):
     """One rank without a process.
 
     Attributes:
@@ -137,7 +137,7 @@ class Rank(rank_process.RankProcess):
         pass
 
 
-class Agent:
+class SimulatedAgent:
     """What an agent's process does once the nodes have met."""
 
     def __init__(self, job: Job, node: int, made: nodes.Nodes) -> None:
@@ -165,7 +165,7 @@ class Agent:
         self.supervisor._start()
 
     @property
-    def ranks(self) -> list[Rank]:
+    def ranks(self) -> list[FakeRank]:
         return self.supervisor._ranks  # type: ignore[return-value]
 
     def turn(self) -> None:
@@ -204,13 +204,13 @@ class Simulation:
         self, nodes_count: int, devices: int, *, joins_every_s: float = 0.0, **launch: Any
     ) -> None:
         self._held = contextlib.ExitStack()
-        self.clock = Clock()
+        self.clock = FakeClock()
         patch = self._held.enter_context
         for module in (supervisor, nodes, coordinator, link, rank_process):
             patch(mock.patch.object(module, "time", self.clock))
-        fakes = types.SimpleNamespace(DefaultSelector=Selector, EVENT_READ=1)
+        fakes = types.SimpleNamespace(DefaultSelector=FakeSelector, EVENT_READ=1)
         patch(mock.patch.object(supervisor, "selectors", fakes))
-        patch(mock.patch.object(supervisor, "RankProcess", Rank))
+        patch(mock.patch.object(supervisor, "RankProcess", FakeRank))
         patch(mock.patch.object(link.Link, "own_address", "127.0.0.1"))
         self.events: dict[int, list[dict[str, Any]]] = {node: [] for node in range(nodes_count)}
         job = make_job(
@@ -218,7 +218,7 @@ class Simulation:
             **{"collective_timeout_s": LIMIT_S, "max_restarts": 0, **launch},
         )
         met = self._met(job, joins_every_s)
-        self.agents = [Agent(job, node, made) for node, made in enumerate(met)]
+        self.agents = [SimulatedAgent(job, node, made) for node, made in enumerate(met)]
 
     def _outbox(self, node: int) -> Any:
         def send(event: str, **fields: Any) -> None:
@@ -258,7 +258,7 @@ class Simulation:
         return made
 
     @property
-    def ranks(self) -> list[Rank]:
+    def ranks(self) -> list[FakeRank]:
         """All of them, by their numbers."""
         return [one for agent in self.agents for one in agent.ranks]
 

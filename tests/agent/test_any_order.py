@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from anygauge.interface import LOST, STOPPED
 from anygauge.util.processes import END_AT_ONCE
-from tests.agent.simulated import GRACE_S, LIMIT_S, TURN_S, Rank, Simulation
+from tests.agent.simulated import GRACE_S, LIMIT_S, TURN_S, FakeRank, Simulation
 
 BROKEN = {"error": "RuntimeError", "message": "Connection closed by peer"}
 CHECKPOINT = {"event": "stopped", "step": 7, "checkpoint": "/run/step-7"}
@@ -62,7 +62,7 @@ class AnyOrder(RuleBasedStateMachine):
     def because(self, state: str, status: int, cause: str) -> None:
         self.first = self.first or (state, status, cause)
 
-    def running(self, number: int) -> Rank | None:
+    def running(self, number: int) -> FakeRank | None:
         rank = self.job.ranks[number]
         return None if rank.ended or rank.state == "T" else rank
 
