@@ -17,15 +17,7 @@ FAKE_AGENT = str(Path(__file__).with_name("fake_agent.py"))
 
 def fake_plan(script: str, run_directory: str, ranks: int, grace_s: float) -> Plan:
     """What the local launcher plans, but for a fake agent."""
-    job = make_job(
-        name="t",
-        run_directory=run_directory,
-        run_file=str(Path(run_directory) / "run.yaml"),
-        backend="cpu",
-        strategy="single",
-        devices=ranks,
-        rendezvous="file:///nowhere",
-    )
+    job = make_job(run_directory=run_directory, devices=ranks)
     plan = render("local", job, {"grace_s": grace_s})
     (process,) = plan.processes
     assert process.argv[:3] == (sys.executable, "-m", "anygauge.agent")

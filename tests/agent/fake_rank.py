@@ -67,25 +67,11 @@ def main() -> None:
             (here / argument).touch()
         elif action == "wait":
             wait_for(here / argument)
-        elif action == "wait_for_stop":
-            wait_for(here / argument)
-            stat = Path("/proc") / (here / argument).read_text() / "stat"
-            while stat.read_text().rpartition(")")[2].split()[0] != "T":
-                time.sleep(0.01)
         elif action == "connect":
             held = os.open(here / argument, os.O_WRONLY)
             print("connected by descriptor", held)
         elif action == "wait_for_disconnection":
             (here / argument).read_bytes()
-        elif action == "work":
-            until = time.monotonic() + argument
-            while time.monotonic() < until:
-                pass
-        elif action == "report":
-            until = time.monotonic() + argument
-            while time.monotonic() < until:
-                writer.send("progress", doing="saving the result")
-                time.sleep(0.5)
         elif action == "sleep":
             time.sleep(argument)
         elif action == "close_events":

@@ -145,10 +145,7 @@ def test_torch_is_not_imported() -> None:
 
 
 def job(ranks: int, **fields: Any) -> Job:
-    return make_job(
-        name="t", run_directory="/r", run_file="/r/run.yaml", backend="x", strategy="zero",
-        devices=ranks, rendezvous="file:///x", **fields,
-    )  # fmt: skip
+    return make_job(run_directory="/r", devices=ranks, **fields)
 
 
 def test_a_gaudi_server_gives_each_rank_whole_cores_of_one_package() -> None:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import socket
-import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from anygauge.agent.__main__ import meet
 from anygauge.agent.coordinator import Coordinator
 from anygauge.agent.link import UNPROVEN, CoordinatorHandshake, Link, WorkerHandshake, key_of
-from anygauge.agent.nodes import Instruction, Nodes, Outbox, WorkerNode
+from anygauge.agent.nodes import Instruction, Nodes, WorkerNode
 from anygauge.agent.outcome import JobFailure, JobOutcome, NodeReport
-from anygauge.interface import LOST, Job
-from tests.agent.cluster import Cluster
-from tests.agent.fakes import FINISHED, PATIENCE_S, until
+from anygauge.interface import LOST
+from tests.agent.simulated import Simulation
+from tests.helpers.processes import until
 
 TOKEN = "of this job"
 
@@ -113,35 +108,14 @@ def test_a_link_keeps_what_the_other_end_does_not_take_yet() -> None:
     assert two.receive() == [] and two.closed
 
 
-@pytest.fixture(autouse=True)
-def without_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker need not wait for half a second where it was there before its coordinator."""
-    monkeypatch.setattr("anygauge.agent.nodes._RETRY_S", 0.02)
-
-
-@contextlib.contextmanager
-def met(cluster: Cluster) -> Iterator[tuple[Coordinator, WorkerNode]]:
-    """A coordinator and a worker that have met, both in this process."""
-    cluster.prepare({0: [FINISHED], 1: [FINISHED]}, 2)
-    job = Job.load(cluster.job)
-    found: dict[int, Nodes] = {}
-
-    def join(node: int) -> None:
-        silent = Outbox(os.open(os.devnull, os.O_WRONLY))
-        found[node] = meet(job, silent, node, f"host{node}", f"127.0.0.1:{cluster.port}", {})
-
-    threads = [threading.Thread(target=join, args=(node,), daemon=True) for node in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    coordinator, worker = found[0], found[1]
+@pytest.fixture
+def met() -> Iterator[tuple[Coordinator, WorkerNode]]:
+    """A coordinator and a worker that have met."""
+    job = Simulation(2, 1)
+    coordinator, worker = (agent.nodes for agent in job.agents)
     assert isinstance(coordinator, Coordinator) and isinstance(worker, WorkerNode)
-    try:
-        yield coordinator, worker
-    finally:
-        coordinator.close()
-        worker.close()
+    yield coordinator, worker
+    job.close()
 
 
 def instructions_of(nodes: Nodes) -> list[Instruction]:
@@ -188,19 +162,19 @@ def instructions_of(nodes: Nodes) -> list[Instruction]:
     ],
 )  # fmt: skip
 def test_a_worker_that_sends_nonsense_is_a_lost_node(
-    cluster: Cluster, kind: str, fields: dict[str, Any], said: str
+    met: tuple[Coordinator, WorkerNode], kind: str, fields: dict[str, Any], said: str
 ) -> None:
-    with met(cluster) as (coordinator, worker):
-        worker._link.send(kind, **fields)
-        assert instructions_of(coordinator) == [Instruction.END]
-        coordinator.report(NodeReport(node_rank=0, host="host0"))
-        coordinator.poll()
-        assert coordinator.outcome is not None and coordinator.outcome.exit_status == LOST
-        cause = str(coordinator.outcome.cause)
-        lost = "node 1 (host1) is lost: the coordinator cannot read what its agent sent ("
-        assert cause.startswith(lost)
-        assert f"('{kind}': " in cause and said in cause
-        cause.encode()
+    coordinator, worker = met
+    worker._link.send(kind, **fields)
+    assert instructions_of(coordinator) == [Instruction.END]
+    coordinator.report(NodeReport(node_rank=0, host="host0"))
+    coordinator.poll()
+    assert coordinator.outcome is not None and coordinator.outcome.exit_status == LOST
+    cause = str(coordinator.outcome.cause)
+    lost = "node 1 (host1) is lost: the coordinator cannot read what its agent sent ("
+    assert cause.startswith(lost)
+    assert f"('{kind}': " in cause and said in cause
+    cause.encode()
 
 
 @pytest.mark.parametrize(
@@ -223,54 +197,51 @@ def test_a_worker_that_sends_nonsense_is_a_lost_node(
     ],
 )  # fmt: skip
 def test_a_coordinator_that_sends_nonsense_is_lost(
-    cluster: Cluster, kind: str, fields: dict[str, Any], said: str
+    met: tuple[Coordinator, WorkerNode], kind: str, fields: dict[str, Any], said: str
 ) -> None:
-    with met(cluster) as (coordinator, worker):
-        coordinator._send_all(kind, **fields)
-        assert instructions_of(worker) == [Instruction.END]
-        worker.report(NodeReport(node_rank=1, host="host1"))
-        worker.poll()
-        assert worker.outcome is not None and worker.outcome.exit_status == LOST
-        cause = str(worker.outcome.cause)
-        assert "it sent what cannot be read here" in cause and said in cause
-        cause.encode()
+    coordinator, worker = met
+    coordinator._send_all(kind, **fields)
+    assert instructions_of(worker) == [Instruction.END]
+    worker.report(NodeReport(node_rank=1, host="host1"))
+    worker.poll()
+    assert worker.outcome is not None and worker.outcome.exit_status == LOST
+    cause = str(worker.outcome.cause)
+    assert "it sent what cannot be read here" in cause and said in cause
+    cause.encode()
 
 
-def test_half_characters_become_marks(cluster: Cluster) -> None:
+def test_half_characters_become_marks(met: tuple[Coordinator, WorkerNode]) -> None:
     """A path that is not a text has them, and its node is as good as any."""
     ending = JobFailure(time=1.0, text=f"/a/{HALF} \U0001f600", final=True)
-    with met(cluster) as (coordinator, worker):
-        worker.report(NodeReport(node_rank=1, host="host1", failures=(ending,)))
-        coordinator.report(NodeReport(node_rank=0, host="host0"))
-        until(lambda: coordinator.poll() or coordinator.over, "the report")
-        until(lambda: worker.poll() or worker.over, "the outcome")
-        assert coordinator.outcome == worker.outcome
-        assert coordinator.outcome == JobOutcome(
-            state="failed", exit_status=1, cause="/a/? \U0001f600"
-        )
+    coordinator, worker = met
+    worker.report(NodeReport(node_rank=1, host="host1", failures=(ending,)))
+    coordinator.report(NodeReport(node_rank=0, host="host0"))
+    until(lambda: coordinator.poll() or coordinator.over, "the report")
+    until(lambda: worker.poll() or worker.over, "the outcome")
+    assert coordinator.outcome == worker.outcome
+    assert coordinator.outcome == JobOutcome(state="failed", exit_status=1, cause="/a/? \U0001f600")
 
 
 def test_only_links_that_have_something_are_read_at_a_turn(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    met: tuple[Coordinator, WorkerNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each node's message wakes the coordinator: all links each time is the square of the nodes."""
-    with met(cluster) as (coordinator, worker):
-        coordinator.poll()
-        read: list[str] = []
-        receive = Link.receive
+    coordinator, worker = met
+    coordinator.poll()
+    read: list[str] = []
+    receive = Link.receive
 
-        def recorded(link: Link) -> list[dict[str, Any]]:
-            read.append(link.peer)
-            return receive(link)
+    def recorded(link: Link) -> list[dict[str, Any]]:
+        read.append(link.peer)
+        return receive(link)
 
-        monkeypatch.setattr(Link, "receive", recorded)
-        coordinator._heartbeat_at = time.monotonic() + PATIENCE_S  # when all of them are read
-        for _ in range(5):
-            coordinator.poll()
-        assert read == []
-        worker._link.send("ready")
-        until(lambda: coordinator.poll() or coordinator._ready == {1}, "the message")
-        assert read == ["node 1 (host1)"]
-        coordinator._heartbeat_at = 0.0
+    monkeypatch.setattr(Link, "receive", recorded)
+    for _ in range(5):
         coordinator.poll()
-        assert read == ["node 1 (host1)"] * 2
+    assert read == []
+    worker._link.send("ready")
+    until(lambda: coordinator.poll() or coordinator._ready == {1}, "the message")
+    assert read == ["node 1 (host1)"]
+    coordinator._heartbeat_at = 0.0
+    coordinator.poll()
+    assert read == ["node 1 (host1)"] * 2

@@ -15,7 +15,7 @@ from anygauge.agent.outcome import (
     resolve_outcome,
     tail,
 )
-from anygauge.interface import LOST, STOPPED
+from anygauge.interface import LOST
 
 FINE = [NodeReport(node_rank=rank, host=f"h{rank}", ok=True) for rank in range(3)]
 
@@ -52,21 +52,10 @@ def test_a_record_of_the_collectives_is_named_where_there_is_one(tmp_path: Path)
     assert f"what its collectives were doing: {record}" in cause()
 
 
-def test_a_kill_noticed_after_a_peers_report_is_still_the_cause() -> None:
-    killed = exit_of(1, -signal.SIGKILL, last_alive=10.0, observed=10.3)
-    assert earliest([report(0, 10.1), killed]) is killed
-
-
 def test_a_kill_that_can_only_have_come_after_a_report_is_not_the_cause() -> None:
     reported = report(0, 9.9)
     killed = exit_of(1, -signal.SIGKILL, last_alive=10.0, observed=10.3)
     assert earliest([killed, reported]) is reported
-
-
-def test_an_abort_counts_from_when_it_was_noticed() -> None:
-    reported = report(0, 10.1)
-    aborted = exit_of(1, -signal.SIGABRT, last_alive=10.0, observed=10.3)
-    assert earliest([aborted, reported]) is reported
 
 
 def test_a_death_by_signal_precedes_an_exit_seen_in_the_same_moment() -> None:
@@ -113,40 +102,11 @@ def test_all_must_have_done_their_work() -> None:
     assert outcome.cause is not None and "node 2 (h2)" in outcome.cause
 
 
-def test_the_earliest_is_the_cause_whichever_node_it_is_on() -> None:
-    outcome = resolve_outcome(
-        [failed(0, 10.2), failed(1, 10.1, exit_status=2, final=True), FINE[2]]
-    )
-    assert (outcome.cause, outcome.exit_status, outcome.final) == ("node 1 at 10.1", 2, True)
-
-
 def test_a_lost_node_is_a_state_of_its_own() -> None:
     outcome = resolve_outcome([failed(0, 10.2), failed(1, 10.1, lost=True, by_signal=True)])
     assert (outcome.state, outcome.exit_status, outcome.final) == ("lost", LOST, True)
     # What broke before was not caused by the loss.
     assert resolve_outcome([failed(0, 10.0), failed(1, 10.1, lost=True)]).state == "failed"
-
-
-def test_a_request_is_the_cause_of_what_comes_after_it() -> None:
-    asked = NodeReport(node_rank=1, host="h1", signalled_at=10.0, signum=signal.SIGINT)
-    outcome = resolve_outcome([failed(0, 10.1), asked])
-    assert (outcome.state, outcome.exit_status) == ("cancelled", 130)
-    assert outcome.cause == "ended by SIGINT"
-    assert resolve_outcome([failed(0, 9.9), asked]).state == "failed"
-
-
-def test_a_job_has_stopped_if_all_nodes_have() -> None:
-    event = {"event": "stopped", "step": 7, "checkpoint": "/c/7"}
-    reports = [
-        NodeReport(node_rank=0, host="h0", stopped=event, signalled_at=1.0, signum=15),
-        NodeReport(
-            node_rank=1, host="h1", stopped={"event": "stopped"}, signalled_at=1.1, signum=15
-        ),
-    ]
-    outcome = resolve_outcome(reports)
-    assert (outcome.state, outcome.exit_status) == ("stopped", STOPPED)
-    assert outcome.cause == "stopped at request after step 7; checkpoint: /c/7"
-    assert resolve_outcome([reports[0], replace(reports[1], stopped=None)]).state == "cancelled"
 
 
 def test_a_report_arrives_as_it_was_sent() -> None:

@@ -17,7 +17,7 @@ from anygauge.agent.rank import (
     bound_to,
     sample_process,
 )
-from tests.agent.fakes import until
+from tests.helpers.processes import until
 
 LIMIT_S = 100.0
 DOING = {"event": "progress", "doing": "step 7, update"}

@@ -18,7 +18,9 @@ from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, Job
 from anygauge.util.start import START, put_in_place, settled
 from tests.agent.cluster import Cluster
-from tests.agent.fakes import FINISHED, until
+from tests.agent.fakes import FINISHED
+from tests.helpers.jobs import make_job
+from tests.helpers.processes import until
 from tests.helpers.runs import run_file
 from tests.standins.hub import Hub, Repository
 
@@ -32,13 +34,8 @@ OURS, OTHER = text("ours"), text("other")
 
 
 def job(folder: Path, **fields: Any) -> Job:
-    return Job(
-        **{
-            "name": "t", "run_directory": str(folder / "run"), "backend": "x", "strategy": "zero",
-            "run_file": str(folder / "run" / "run.json"), "rendezvous": "file:///x",
-            "token": "one", "run_text": OURS, **fields,
-        }
-    )  # fmt: skip
+    own = {"run_file": str(folder / "run" / "run.json"), "token": "one", "run_text": OURS}
+    return make_job(run_directory=folder / "run", **{**own, **fields})
 
 
 def test_the_coordinator_claims_and_every_machine_has_the_run_file(tmp_path: Path) -> None:
@@ -146,7 +143,7 @@ def hub() -> Iterator[Hub]:
 def prepare(cluster: Cluster, nodes: int) -> None:
     path = run_file(cluster.folder, model={"name": "somebody/model"})
     cluster.prepare({rank: [FINISHED] for rank in range(nodes)}, nodes, fetch=True)
-    (cluster.job.parent / "run.yaml").write_text(run_json(load_run_file(path).run))
+    (cluster.directory / "run.yaml").write_text(run_json(load_run_file(path).run))
 
 
 def start(cluster: Cluster, node: int, endpoint: str) -> None:
@@ -156,7 +153,7 @@ def start(cluster: Cluster, node: int, endpoint: str) -> None:
 
 
 def started(cluster: Cluster) -> list[Path]:
-    return [*cluster.folder.glob("pid*"), *(cluster.job.parent / "logs").glob("rank*.log")]
+    return [*cluster.folder.glob("pid*"), *(cluster.directory / "logs").glob("rank*.log")]
 
 
 def test_each_node_fetches_once_before_its_ranks(cluster: Cluster, hub: Hub) -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from anygauge.cli.run_folder import claimed, merging
 from anygauge.interface import AnygaugeError
-from tests.agent.fakes import FOREVER, alive, read_pid, until, write_script
-from tests.helpers.processes import as_in_a_terminal
+from tests.agent.fakes import FOREVER, read_pid, write_script
+from tests.helpers.processes import alive, as_in_a_terminal, until
 
 ROOT = Path(__file__).parents[2]
 FAKE_TRAIN = str(Path(__file__).with_name("fake_train.py"))

@@ -7,7 +7,6 @@ import json
 import os
 import select
 import signal
-import subprocess
 import sys
 import termios
 import time
@@ -17,9 +16,8 @@ from typing import Any
 import pytest
 
 from anygauge.interface import Job
-from tests.agent.fakes import until
 from tests.clouds.helpers import Client, events_text
-from tests.helpers.processes import as_in_a_terminal, end
+from tests.helpers.processes import as_in_a_terminal, begin, end, running, until
 from tests.helpers.runs import called, run_file
 
 OPTIONS: dict[str, Any] = {
@@ -33,6 +31,19 @@ MADE = {
     "kind": "JobSet",
     "metadata": {"name": "tiny", "namespace": "default", "uid": "u"},
 }
+
+
+RUNS: dict[str, Any] = {"status": {"conditions": []}}
+POD = {"items": [{"metadata": {"name": "p"}, "status": {"phase": "Running"}}]}
+
+
+def willing(folder: Path) -> Client:
+    """A stand-in for kubectl that takes a job."""
+    client = Client("kubectl", folder, sys.executable)
+    client.answer("create", "-")
+    client.answer("create", "json", out=MADE)
+    client.answer("patch", "secret")
+    return client
 
 
 def there(folder: Path, **changes: Any) -> Path:
@@ -111,10 +122,7 @@ def test_a_network_that_the_backend_does_not_have_is_refused(tmp_path: Path) -> 
 
 
 def test_a_job_is_submitted_left_followed_and_its_logs_are_found(tmp_path: Path) -> None:
-    client = Client("kubectl", tmp_path, sys.executable)
-    client.answer("create", "-")
-    client.answer("create", "json", out=MADE)
-    client.answer("patch", "secret")
+    client = willing(tmp_path)
     shell = {"PATH": client.path}
     folder = tmp_path / "out" / "tiny"
     done = called(["launch", there(tmp_path), "--detach"], environment=shell)
@@ -126,9 +134,8 @@ def test_a_job_is_submitted_left_followed_and_its_logs_are_found(tmp_path: Path)
         in logs.stdout
     )
     assert "printed: kubectl --namespace default logs -f -l " in logs.stdout
-    client.answer("get", "jobset", out={"status": {"conditions": []}})
-    pod = {"metadata": {"name": "p"}, "status": {"phase": "Running"}}
-    client.answer("get", "pods", out={"items": [pod]})
+    client.answer("get", "jobset", out=RUNS)
+    client.answer("get", "pods", out=POD)
     name = json.loads((folder / "launched.json").read_text())["record"]["name"]
     assert name.startswith("tiny-")
     seen = called(["job", "status", folder], environment=shell)
@@ -139,8 +146,8 @@ def test_a_job_is_submitted_left_followed_and_its_logs_are_found(tmp_path: Path)
     )
     client.forget()
     client.answer("logs", "p", out=said)
-    client.answer("get", "pods", out={"items": [pod]})
-    client.answer("get", "jobset", out={"status": {"conditions": []}})
+    client.answer("get", "pods", out=POD)
+    client.answer("get", "jobset", out=RUNS)
     failed = {"type": "Failed", "status": "True", "reason": "FailedJobs"}
     client.answer("get", "jobset", out={"status": {"conditions": [failed]}})
     followed = called(["job", "follow", folder], environment=shell)
@@ -148,21 +155,19 @@ def test_a_job_is_submitted_left_followed_and_its_logs_are_found(tmp_path: Path)
     assert "hello from rank 0" in followed.stdout and "rank 1 ..." in followed.stderr
 
 
-def submitted(folder: Path, client: Client) -> Path:
-    client.answer("create", "-")
-    client.answer("create", "json", out=MADE)
-    client.answer("patch", "secret")
+def submitted(folder: Path) -> tuple[Path, Client]:
+    """The folder of a job whose pods do not exist yet."""
+    client = willing(folder)
     client.answer("get", "pods", out={"items": []})
-    client.answer("get", "jobset", out={"status": {"conditions": []}})
+    client.answer("get", "jobset", out=RUNS)
     done = called(["launch", there(folder), "--detach"], environment={"PATH": client.path})
     assert done.returncode == 0, done.stderr
-    return folder / "out" / "tiny"
+    return folder / "out" / "tiny", client
 
 
 def test_a_second_cancel_leaves_no_time_and_an_ended_job_needs_none(tmp_path: Path) -> None:
-    client = Client("kubectl", tmp_path, sys.executable)
+    folder, client = submitted(tmp_path)
     shell = {"PATH": client.path}
-    folder = submitted(tmp_path, client)
     client.answer("delete", "--cascade=foreground")
     client.answer("delete", "pods", "--force")
     first = called(["job", "cancel", folder], environment=shell)
@@ -180,9 +185,8 @@ def test_a_second_cancel_leaves_no_time_and_an_ended_job_needs_none(tmp_path: Pa
 
 
 def test_a_run_has_one_job_at_a_time(tmp_path: Path) -> None:
-    client = Client("kubectl", tmp_path, sys.executable)
+    folder, client = submitted(tmp_path)
     shell = {"PATH": client.path}
-    folder = submitted(tmp_path, client)
     again = called(["launch", there(tmp_path), "--resume", "auto"], environment=shell)
     assert again.returncode == 1
     assert f"{folder} has a job already: JobSet default/tiny-" in again.stderr
@@ -210,20 +214,13 @@ def test_a_submission_that_fails_leaves_no_folder(tmp_path: Path) -> None:
 def test_a_signal_during_submission_waits_until_the_job_is_known(
     tmp_path: Path, signum: int
 ) -> None:
-    client = Client("kubectl", tmp_path, sys.executable)
-    client.answer("create", "-")
-    client.answer("create", "json", out=MADE)
-    client.answer("patch", "secret")
+    client = willing(tmp_path)
     client.answer("get", "pods", out={"items": []})
-    client.answer("get", "jobset", out={"status": {"conditions": []}})
+    client.answer("get", "jobset", out=RUNS)
     client.answer("delete", "--cascade=foreground")
     client.slow("json", 2.0)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "anygauge.cli", "launch", str(there(tmp_path))],
-        env={**os.environ, "PATH": client.path},
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True, preexec_fn=as_in_a_terminal,
-    )  # fmt: skip
+    shell = {"PATH": client.path}
+    process = begin("launch", there(tmp_path), environment=shell, start_new_session=True)
     try:
         until(lambda: client.has_asked("create", "json"), "the submission")
         time.sleep(0.5)
@@ -254,14 +251,12 @@ def take_the_terminal() -> None:
 def test_at_the_question_another_ctrl_c_cancels_and_the_end_of_input_leaves(
     tmp_path: Path,
 ) -> None:
-    client = Client("kubectl", tmp_path, sys.executable)
-    folder = submitted(tmp_path, client)
+    folder, client = submitted(tmp_path)
     client.answer("delete", "--cascade=foreground")
     for keys, cancels in ((b"\x04", False), (b"\x03", True)):
         primary, secondary = os.openpty()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "anygauge.cli", "job", "follow", str(folder)],
-            env={**os.environ, "PATH": client.path, "TERM": "dumb"},
+        process = begin(
+            *("job", "follow", folder), environment={"PATH": client.path, "TERM": "dumb"},
             stdin=secondary, stdout=secondary, stderr=secondary, start_new_session=True,
             preexec_fn=take_the_terminal,
         )  # fmt: skip
@@ -295,27 +290,14 @@ def test_launchers_are_listed_with_what_they_can_and_their_proof() -> None:
 
 
 def test_who_leaves_leaves_no_process_behind(tmp_path: Path) -> None:
-    client = Client("kubectl", tmp_path, sys.executable)
-    folder = submitted(tmp_path, client)
+    folder, client = submitted(tmp_path)
     client.forget()
-    client.answer("get", "jobset", out={"status": {"conditions": []}})
-    pod = {"metadata": {"name": "p"}, "status": {"phase": "Running"}}
-    client.answer("get", "pods", out={"items": [pod]})
+    client.answer("get", "jobset", out=RUNS)
+    client.answer("get", "pods", out=POD)
     client.answer("logs", "p")
     client.slow("logs", 300.0)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "anygauge.cli", "job", "follow", str(folder)],
-        env={**os.environ, "PATH": client.path},
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-    def readers() -> list[int]:
-        program = f"{client.path.partition(':')[0]}/kubectl".encode()
-        return [
-            int(entry.name)
-            for entry in Path("/proc").iterdir()
-            if entry.name.isdigit() and program in read(entry / "cmdline")
-        ]
+    process = begin("job", "follow", folder, environment={"PATH": client.path})
+    program = f"{client.path.partition(':')[0]}/kubectl".encode()
 
     try:
         until(lambda: client.has_asked("logs"), "a reader")
@@ -324,11 +306,7 @@ def test_who_leaves_leaves_no_process_behind(tmp_path: Path) -> None:
     finally:
         end(process)
     assert process.returncode == 0 and "to follow it again: anygauge job follow" in out
-    until(lambda: not readers(), "the end of the reader")
-
-
-def read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
+    until(
+        lambda: not running(lambda entry: program in (entry / "cmdline").read_bytes()),
+        "the end of the reader",
+    )

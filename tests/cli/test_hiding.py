@@ -12,9 +12,10 @@ from anygauge.agent.environment import provenance, write_provenance
 from anygauge.agent.startup import place_run_file
 from anygauge.cli import dry_run, run
 from anygauge.config.load import load_run_file
-from anygauge.interface import AnygaugeError, Job, RunFileError
+from anygauge.interface import AnygaugeError, RunFileError
 from anygauge.registry import Registry
 from anygauge.util.files import write_text
+from tests.helpers.jobs import make_job
 from tests.helpers.runs import run_file
 
 VALUE = "hush-hush-hush"
@@ -60,11 +61,9 @@ def test_what_is_recorded_hides_it_and_is_for_its_owner(path: Path, tmp_path: Pa
     from anygauge.cli.env import _resolve
 
     loaded = load_run_file(path).run
-    job = Job(
-        name="tiny", run_directory=str(tmp_path), run_file=str(tmp_path / "run.yaml"),
-        backend="cpu", strategy="zero", rendezvous="file:///none",
-        environment=loaded.environment, run_text="environment: ...",
-    )  # fmt: skip
+    job = make_job(
+        run_directory=tmp_path, environment=loaded.environment, run_text="environment: ..."
+    )
     record = tmp_path / "environment-node0.json"
     for known in (record, Path(job.run_file)):
         known.write_text("of an earlier part of the run")

@@ -37,6 +37,9 @@ def calls(log: Path) -> list[list[str]]:
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
+RUN = ("image", "--backend", "cpu", "--run")
+
+
 def told(*arguments: str, **environment: str) -> dict[str, object]:
     done = called(["image", "--json", *arguments], environment=environment)
     assert done.returncode == 0, done.stderr
@@ -48,29 +51,21 @@ def told(*arguments: str, **environment: str) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("backend", "flags"),
     [
-        ("cpu", ["--shm-size=1g"]),
-        (
-            "cuda",
-            ["--gpus=all", "--ipc=host", "--ulimit=memlock=-1", "--ulimit=stack=67108864"],
-        ),
+        ("cpu", "--shm-size=1g"),
+        ("cuda", "--gpus=all --ipc=host --ulimit=memlock=-1 --ulimit=stack=67108864"),
         (
             "hpu",
-            [
-                "--runtime=habana",
-                "-e=HABANA_VISIBLE_DEVICES=all",
-                "-e=OMPI_MCA_btl_vader_single_copy_mechanism=none",
-                "--cap-add=sys_nice",
-                "--net=host",
-                "--ipc=host",
-            ],
+            "--runtime=habana -e=HABANA_VISIBLE_DEVICES=all "
+            "-e=OMPI_MCA_btl_vader_single_copy_mechanism=none "
+            "--cap-add=sys_nice --net=host --ipc=host",
         ),
     ],
 )
-def test_the_command_hands_the_devices_in(backend: str, flags: list[str]) -> None:
+def test_the_command_hands_the_devices_in(backend: str, flags: str) -> None:
     found = told("--backend", backend, "--engine", "docker", "--", "train", "a run.yaml")
     here = Path.cwd()
     assert found["run"] == [
-        *("docker", "run", "--rm", *flags),
+        *("docker", "run", "--rm", *flags.split()),
         f"--user={os.getuid()}:{os.getgid()}",
         f"--volume={here}:/work",
         "--workdir=/work",
@@ -104,10 +99,7 @@ def test_another_release_is_another_tag() -> None:
 def test_run_becomes_the_engine(tmp_path: Path) -> None:
     log = engine(tmp_path / "bin", "podman")
     done = anygauge(
-        [
-            *("image", "--backend", "cpu", "--run", "--engine", "podman"),
-            *("--volume", "/models:/models:ro", "--", "train", "run.yaml"),
-        ],
+        [*RUN, "--engine=podman", "--volume=/models:/models:ro", "--", "train", "run.yaml"],
         environment={"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"},
         cwd=tmp_path,
     )
@@ -121,13 +113,11 @@ def test_run_becomes_the_engine(tmp_path: Path) -> None:
 def test_an_image_that_is_not_built_is_said_before(tmp_path: Path) -> None:
     log = engine(tmp_path / "bin", "docker", knows_images=False)
     where = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-    done = anygauge(["image", "--backend", "cpu", "--run", "--engine", "docker"], environment=where)
+    done = anygauge([*RUN, "--engine=docker"], environment=where)
     assert done.returncode == 1 and "docker has no image anygauge:" in done.stderr
     # On a registry, it is fetched.
-    done = anygauge(
-        ["image", "--backend", "cpu", "--run", "--engine", "docker"],
-        environment={**where, "ANYGAUGE_REPOSITORY": "example.com/a/b"},
-    )
+    where["ANYGAUGE_REPOSITORY"] = "example.com/a/b"
+    done = anygauge([*RUN, "--engine=docker"], environment=where)
     assert done.returncode == 7
     assert [call[1] for call in calls(log)] == ["image", "run"]
 
@@ -135,17 +125,17 @@ def test_an_image_that_is_not_built_is_said_before(tmp_path: Path) -> None:
 def test_an_engine_that_answers_is_taken(tmp_path: Path) -> None:
     where = {"PATH": f"{tmp_path / 'bin'}:{tmp_path / 'more'}"}
     log = engine(tmp_path / "bin", "docker", answers=False)
-    done = anygauge(["image", "--backend", "cpu", "--run"], environment=where)
+    done = anygauge(RUN, environment=where)
     assert done.returncode == 1
     assert "docker does not answer: cannot connect to the daemon" in done.stderr
     engine(tmp_path / "bin", "podman")
-    done = anygauge(["image", "--backend", "cpu", "--run"], environment=where)
+    done = anygauge(RUN, environment=where)
     assert done.returncode == 7 and Path(calls(log)[-1][0]).name == "podman"
 
 
 def test_without_an_engine_the_command_is_still_told(tmp_path: Path) -> None:
     nothing = {"PATH": str(tmp_path)}
     assert told("--backend", "cpu", **nothing)["run"][0] == "docker"  # type: ignore[index]
-    done = anygauge(["image", "--backend", "cpu", "--run"], environment=nothing)
+    done = anygauge(RUN, environment=nothing)
     assert done.returncode == 1
     assert "docker is not installed here. The command would be: docker run" in done.stderr

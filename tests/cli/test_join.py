@@ -11,8 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from anygauge.agent.foreign import ForeignLaunch
 from anygauge.cli.joined import _agreed
 from anygauge.interface import STOPPED, AnygaugeError
 from tests.helpers.forked import RunPart, finished
-from tests.helpers.processes import as_in_a_terminal, end
+from tests.helpers.processes import alive, as_in_a_terminal, begin, end, free_port, until
 from tests.helpers.runs import Run, called, run_file, train
 
 PATIENCE_S = 120.0
@@ -33,11 +32,6 @@ def by_hand(rank: int, world: int, port: int) -> dict[str, str]:
         "RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
         "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world), "MASTER_PORT": str(port),
     }  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -91,14 +85,6 @@ def by_hand_together(
         end(*processes)
 
 
-def until(condition: Callable[[], object], process: subprocess.Popen[str], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert process.poll() is None, ended(process)
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.05)
-
-
 def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
     """Rank -> process id, of the ranks that torchrun's children have become."""
     found = {}
@@ -113,16 +99,18 @@ def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
     return found
 
 
-def alive(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
-    return False
-
-
 def steps_taken(folder: Path) -> int:
     with contextlib.suppress(OSError):
         return (folder / "metrics.jsonl").read_text().count('"loss"')
     return 0
+
+
+def wait_for_steps(process: subprocess.Popen[str], folder: Path, more_than: int = 3) -> None:
+    def come() -> bool:
+        assert process.poll() is None, ended(process)
+        return steps_taken(folder) > more_than
+
+    until(come, "steps", PATIENCE_S)
 
 
 def test_the_losses_under_torchrun_are_those_of_devices_2(tmp_path: Path) -> None:
@@ -240,7 +228,7 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
 def test_a_killed_rank_ends_the_others_and_torchrun_names_it(tmp_path: Path) -> None:
     path = run_file(tmp_path, strategy={"name": "ddp"}, train={"steps": 5000})
     with torchrun(path) as process:
-        until(lambda: steps_taken(tmp_path / "out" / "tiny") > 3, process, "steps")
+        wait_for_steps(process, tmp_path / "out" / "tiny")
         ranks = ranks_of(process)
         assert sorted(ranks) == [0, 1]
         os.kill(ranks[1], signal.SIGKILL)
@@ -255,14 +243,11 @@ def test_a_killed_rank_ends_the_others_and_torchrun_names_it(tmp_path: Path) -> 
 def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path: Path) -> None:
     path = run_file(tmp_path, strategy={"name": "ddp"}, train={"steps": 5000})
     with torchrun(path) as process:
-        until(lambda: steps_taken(tmp_path / "out" / "tiny") > 3, process, "steps")
+        wait_for_steps(process, tmp_path / "out" / "tiny")
         ranks = ranks_of(process)
         process.kill()
         process.wait(timeout=30)
-        deadline = time.monotonic() + 30
-        while any(map(alive, ranks.values())):
-            assert time.monotonic() < deadline, "a rank continues alone"
-            time.sleep(0.1)
+        until(lambda: not any(map(alive, ranks.values())), "the end of ranks that are alone")
 
 
 @pytest.mark.slow
@@ -272,14 +257,14 @@ def test_ctrl_c_saves_and_torchruns_restart_goes_on(tmp_path: Path) -> None:
     )
     folder = tmp_path / "out" / "tiny"
     with torchrun(path) as process:
-        until(lambda: steps_taken(folder) > 3, process, "steps")
+        wait_for_steps(process, folder)
         os.killpg(process.pid, signal.SIGINT)
         status, _, err = ended(process)
     assert status != 0
     assert "stopped at request after step" in err and "--resume auto" in err
     with torchrun("--max-restarts=1", path, "--resume", "auto") as process:
         before = steps_taken(folder)
-        until(lambda: steps_taken(folder) >= before + 15, process, "steps")
+        wait_for_steps(process, folder, before + 14)
         os.kill(ranks_of(process)[0], signal.SIGKILL)
         status, out, err = ended(process)
     assert status == 0, err
@@ -333,17 +318,10 @@ def test_what_terminals_and_schedulers_send_asks_for_a_checkpoint(
 ) -> None:
     path = run_file(tmp_path, strategy={"name": "single"}, train={"steps": 5000})
     folder = tmp_path / "out" / "tiny"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "anygauge", "train", path],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **by_hand(0, 1, free_port()), "OMP_NUM_THREADS": "3"},
-        preexec_fn=as_in_a_terminal,
-    )
+    variables = {**by_hand(0, 1, free_port()), "OMP_NUM_THREADS": "3"}
+    process = begin("train", path, environment=variables)
     try:
-        until(lambda: steps_taken(folder) > 3, process, "steps")
+        wait_for_steps(process, folder)
         process.send_signal(signum)
         status, _, err = ended(process)
     finally:

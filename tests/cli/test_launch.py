@@ -28,6 +28,21 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     return {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_TEST": str(tmp_path)}
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A run file for two machines of Slurm."""
+    return run_file(tmp_path, launch={"launcher": "slurm", "nodes": 2})
+
+
+@pytest.fixture
+def folder(path: Path, slurm: dict[str, str]) -> Path:
+    """Of a job that was submitted and left."""
+    done = called(["launch", path, "--detach"], environment=slurm)
+    assert done.returncode == 0, done.stderr
+    assert f"anygauge job follow {path.parent / 'out' / 'tiny'}" in done.stdout
+    return path.parent / "out" / "tiny"
+
+
 def test_a_plan_is_written_for_reading_without_secrets(tmp_path: Path) -> None:
     path = run_file(
         tmp_path,
@@ -61,13 +76,8 @@ def test_jobs_elsewhere_need_the_name_of_their_backend(tmp_path: Path) -> None:
 
 
 def test_a_job_is_submitted_left_seen_again_and_cancelled(
-    tmp_path: Path, slurm: dict[str, str]
+    tmp_path: Path, slurm: dict[str, str], folder: Path
 ) -> None:
-    path = run_file(tmp_path, launch={"launcher": "slurm", "nodes": 2})
-    folder = tmp_path / "out" / "tiny"
-    done = called(["launch", path, "--detach"], environment=slurm)
-    assert done.returncode == 0, done.stderr
-    assert f"anygauge job follow {folder}" in done.stdout
     assert str(folder / "slurm.sh") in (tmp_path / "asked").read_text()
     assert (folder / "job.json").stat().st_mode & 0o777 == 0o600
     assert len(Job.load(folder / "job.json").token) == 32
@@ -81,10 +91,9 @@ def test_a_job_is_submitted_left_seen_again_and_cancelled(
     assert "slurm job 42: the job was cancelled (Resources)" in followed.stdout + followed.stderr
 
 
-def test_what_the_head_wrote_is_what_is_followed(tmp_path: Path, slurm: dict[str, str]) -> None:
-    path = run_file(tmp_path, launch={"launcher": "slurm", "nodes": 2})
-    folder = tmp_path / "out" / "tiny"
-    assert called(["launch", path, "--detach"], environment=slurm).returncode == 0
+def test_what_the_coordinator_wrote_is_what_is_followed(
+    tmp_path: Path, slurm: dict[str, str], folder: Path
+) -> None:
     (tmp_path / "state").write_text("COMPLETED")
     events = [
         {"event": "message", "text": "hello from rank 0", "level": "info"},
@@ -96,27 +105,16 @@ def test_what_the_head_wrote_is_what_is_followed(tmp_path: Path, slurm: dict[str
     assert followed.returncode == 69 and "node 1 is lost" in followed.stderr
 
 
-def test_a_controller_that_is_away_is_told_of(tmp_path: Path, slurm: dict[str, str]) -> None:
-    path = run_file(tmp_path, launch={"launcher": "slurm", "nodes": 2})
-    folder = tmp_path / "out" / "tiny"
-    assert called(["launch", path, "--detach"], environment=slurm).returncode == 0
-    (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\necho 'no contact' >&2; exit 1\n")
-    seen = called(["job", "status", folder], environment=slurm)
-    assert seen.stdout == "slurm job 42: unreachable (no contact)\n"
-
-
-def test_a_refusal_of_sbatch_is_quoted(tmp_path: Path, slurm: dict[str, str]) -> None:
+def test_a_refusal_of_sbatch_is_quoted(tmp_path: Path, slurm: dict[str, str], path: Path) -> None:
     (tmp_path / "bin" / "sbatch").write_text(
         "#!/bin/sh\necho 'sbatch: error: invalid partition specified: gpuu' >&2; exit 1\n"
     )
-    path = run_file(tmp_path, launch={"launcher": "slurm", "nodes": 2})
     done = called(["launch", path], environment=slurm)
     assert done.returncode == 1
     assert "sbatch refused the job: sbatch: error: invalid partition" in done.stderr
 
 
-def test_without_slurm_its_absence_is_named(tmp_path: Path) -> None:
-    path = run_file(tmp_path, launch={"launcher": "slurm", "nodes": 2})
+def test_without_slurm_its_absence_is_named(tmp_path: Path, path: Path) -> None:
     done = called(["launch", path], environment={"PATH": str(tmp_path)})
     assert done.returncode == 1 and "sbatch is not installed here" in done.stderr
 

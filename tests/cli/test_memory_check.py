@@ -93,9 +93,7 @@ def expected(path: Path, *, asked: bool | None = None, **options: Any) -> memory
     return memory_check.checked(intent, lambda it: None, asked=asked)[2]
 
 
-@pytest.mark.parametrize("options", [["--dry-run"], []], ids=["dry run", "run"])
 def test_what_cannot_fit_is_refused_and_leaves_no_folder(
-    options: list[str],
     tmp_path: Path,
     planner: type[StandIn],
     monkeypatch: pytest.MonkeyPatch,
@@ -103,45 +101,46 @@ def test_what_cannot_fit_is_refused_and_leaves_no_folder(
 ) -> None:
     check_here(monkeypatch)
     planner.found = takes(200 * MIB)
-    path = wide(tmp_path, 100 * MIB, monkeypatch)
-    with pytest.raises(RunFileError) as refused:
-        command(["train", str(path), *options])
-    assert refused.value.exit_status == 2
-    assert (
-        "cannot fit: each rank needs 210.0 MiB in phase 'load' (200.0 MiB weights; 10.0 MiB in "
-        "addition to tensors), and sim has 100.0 MiB per rank. `anygauge plan RUN.yaml --suggest`"
-    ) in str(refused.value)
-    assert not (tmp_path / "out").exists() and capsys.readouterr().out == ""
-
-
-def test_force_goes_on_with_a_note(
-    tmp_path: Path,
-    planner: type[StandIn],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    check_here(monkeypatch)
-    planner.found = takes(200 * MIB)
-    path = wide(tmp_path, 100 * MIB, monkeypatch)
-    assert command(["train", str(path), "--dry-run", "--force"]) == 0
+    line = ["train", str(wide(tmp_path, 100 * MIB, monkeypatch))]
+    for options in ([], ["--dry-run"]):
+        with pytest.raises(RunFileError) as refused:
+            command([*line, *options])
+        assert refused.value.exit_status == 2
+        assert (
+            "cannot fit: each rank needs 210.0 MiB in phase 'load' (200.0 MiB weights; 10.0 MiB in "
+            "addition to tensors), and sim has 100.0 MiB per rank. `anygauge plan RUN.yaml "
+            "--suggest`"
+        ) in str(refused.value)
+        assert not (tmp_path / "out").exists() and capsys.readouterr().out == ""
+    assert command([*line, "--dry-run", "--force"]) == 0
     assert "note: the run cannot fit: each rank needs 210.0 MiB" in capsys.readouterr().out
 
 
-def test_what_is_short_by_an_estimate_alone_is_noted(
-    tmp_path: Path, planner: type[StandIn], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("found", "note"),
+    [
+        (80 * MIB, ""),
+        (99 * MIB, "the run may not fit: each rank needs 103.9 MiB"),  # by an estimate alone
+        (AnygaugeError("it broke\nthere"), "memory was not planned: it broke"),
+        (TooLongError("long"), "memory was not planned: the rehearsal takes longer than 30 s;"),
+    ],
+    ids=["fits", "may not fit", "fails", "takes long"],
+)
+def test_a_rehearsal_stops_no_run_that_may_fit(
+    found: int | AnygaugeError,
+    note: str,
+    tmp_path: Path,
+    planner: type[StandIn],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    planner.found = takes(99 * MIB)
-    found = expected(wide(tmp_path, 100 * MIB, monkeypatch))
-    assert found.note.startswith("the run may not fit: each rank needs 103.9 MiB")
-
-
-def test_what_fits_says_by_how_much(
-    tmp_path: Path, planner: type[StandIn], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planner.found = takes(80 * MIB)
-    found = expected(wide(tmp_path, 100 * MIB, monkeypatch))
-    assert found.lines == ("memory: needs 84.0 MiB, sim has 100.0 MiB per rank",)
-    assert found.note == "" and found.found == planner.found
+    planner.found = takes(found) if isinstance(found, int) else found
+    expectation = expected(wide(tmp_path, 100 * MIB, monkeypatch))
+    assert expectation.note.startswith(note) and bool(expectation.note) is bool(note)
+    if not note:
+        (line,) = expectation.lines
+        assert line == "memory: needs 84.0 MiB, sim has 100.0 MiB per rank"
+        assert expectation.found == planner.found
+    assert planner.ended == planner.started == 1, "left and ended"
 
 
 def test_a_small_run_starts_no_process(
@@ -197,23 +196,6 @@ def test_what_was_planned_is_kept_beside_what_was_measured(
     # The numbers of the step before, a few bytes, are read once the next step has begun.
     assert measured == max(run.steps("peak_memory")) <= predicted + 64
     assert " MiB (peak of rank 0)" in run.out and "memory: needs " in run.out
-
-
-def test_a_rehearsal_that_fails_stops_no_run(
-    tmp_path: Path, planner: type[StandIn], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planner.found = AnygaugeError("it broke\nthere")
-    path = wide(tmp_path, 100 * MIB, monkeypatch)
-    assert expected(path).note == "memory was not planned: it broke"
-
-
-def test_a_rehearsal_that_takes_long_is_left_and_ended(
-    tmp_path: Path, planner: type[StandIn], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planner.found = TooLongError("long")
-    note = expected(wide(tmp_path, 100 * MIB, monkeypatch)).note
-    assert note.startswith("memory was not planned: the rehearsal takes longer than 30 s;")
-    assert planner.ended == planner.started == 1
 
 
 # -- strategy: auto --------------------------------------------------------------------------------

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from anygauge.interface import STOPPED
-from tests.helpers.processes import as_in_a_terminal
+from tests.helpers.processes import begin, running
 from tests.helpers.runs import run_file
 
 MARK = "MARK_OF_THIS_TEST"
@@ -26,32 +25,23 @@ RANK, AGENT = "anygauge.training.worker", "anygauge.agent --job"
 class Command:
     """``anygauge train``; everything that it starts bears a mark."""
 
-    def __init__(self, path: Path, *arguments: str, **environment: str) -> None:
+    def __init__(self, path: Path, *arguments: str) -> None:
         self._mark = f"{MARK}={secrets.token_hex(8)}"
         name, text = self._mark.split("=")
         self.folder = path.parent / "out" / "tiny"
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "anygauge.cli", "train", str(path), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            preexec_fn=as_in_a_terminal,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment, name: text},
+        self.process = begin(
+            *("train", path, *arguments), environment={name: text}, start_new_session=True
         )
 
     def left(self) -> dict[int, str]:
-        """What bears the mark and still runs: process id -> command line."""
+        """What bears the mark and still runs, a zombie has none: process id -> command line."""
         found = {}
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                # A zombie has none.
-                if self._mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
-                    found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
-            except OSError:
-                continue
+
+        def is_one(entry: Path) -> None:
+            if self._mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+
+        running(is_one)
         return found
 
     def of(self, what: str) -> list[int]:
@@ -99,8 +89,8 @@ def test_a_command_that_ends_while_its_ranks_import_leaves_nothing(
     assert command.end()[0] == status
 
 
-@pytest.mark.parametrize("what", ["command", AGENT])
-def test_nothing_outlives_a_command_or_an_agent_that_is_killed(
+@pytest.mark.parametrize("what", ["command", AGENT, pytest.param(RANK, marks=pytest.mark.slow)])
+def test_nothing_outlives_a_command_an_agent_or_a_rank_that_is_killed(
     tmp_path: Path, commands: list[Command], what: str
 ) -> None:
     command = Command(run_file(tmp_path, train={"steps": 100_000}), "--devices", "2")
@@ -108,8 +98,12 @@ def test_nothing_outlives_a_command_or_an_agent_that_is_killed(
     command.until(command.steps, "a step")
     assert len(command.of(RANK)) == 2, command.left()
     (agent,) = command.of(AGENT)
-    os.kill(command.process.pid if what == "command" else agent, signal.SIGKILL)
-    assert command.end()[0] != 0
+    rank = max(command.of(RANK))
+    os.kill({"command": command.process.pid, AGENT: agent, RANK: rank}[what], signal.SIGKILL)
+    status, _, err = command.end()
+    assert status == (-signal.SIGKILL if what == "command" else 1) and "Traceback" not in err
+    if what == RANK:
+        assert re.search("rank [01] on .*signal 9", err)
 
 
 @pytest.mark.slow

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from anygauge import cli
 from anygauge.cli.trained import EMPTY
-from tests.helpers.processes import bounded
+from tests.helpers.processes import begin, bounded, running, until
 from tests.helpers.runs import anygauge, run_file, trained_here
 
 SSH = """#!/bin/sh
@@ -75,14 +74,7 @@ def test_another_pipe_that_breaks_is_told(
 
 def test_a_run_whose_reader_goes_away_ends(tmp_path: Path) -> None:
     path = run_file(tmp_path, train={"steps": 5000}, strategy={"name": "single"})
-    command = [sys.executable, "-m", "anygauge.cli", "train", str(path)]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    process = begin("train", path)
     assert process.stdout is not None
     with bounded(process):
         while not (line := process.stdout.readline()).startswith("step 2/"):
@@ -90,10 +82,11 @@ def test_a_run_whose_reader_goes_away_ends(tmp_path: Path) -> None:
         process.stdout.close()
         _, said = process.communicate(timeout=100)
     assert process.returncode != 0 and "Traceback" not in said
-    deadline = time.monotonic() + 60
-    while subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True).returncode == 0:
-        assert time.monotonic() < deadline, "processes are left"
-        time.sleep(0.2)
+    of_run = str(tmp_path).encode()
+    until(
+        lambda: not running(lambda entry: of_run in (entry / "cmdline").read_bytes()),
+        "the end of its processes",
+    )
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError
 from anygauge.planning.trials import Target, Trials
 from anygauge.registry import Hardware, Registry
-from tests.helpers.processes import as_in_a_terminal
+from tests.helpers.processes import begin, running
 from tests.helpers.runs import TINY, run_file
 from tests.standins.hub import Hub, Repository
 
@@ -218,15 +218,7 @@ def test_a_model_of_the_hub_needs_its_configuration_alone(tmp_path: Path) -> Non
 
 
 def test_ctrl_c_ends_it_at_once_and_leaves_no_process(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "anygauge.cli", "plan", str(run_file(tmp_path)), "--strategies"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=as_in_a_terminal,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    process = begin("plan", run_file(tmp_path), "--strategies", start_new_session=True)
     deadline = time.monotonic() + PATIENCE_S
     while len(group(process.pid)) < 2:
         assert time.monotonic() < deadline and process.poll() is None
@@ -243,13 +235,9 @@ def test_ctrl_c_ends_it_at_once_and_leaves_no_process(tmp_path: Path) -> None:
 
 def group(leader: int) -> list[int]:
     """Processes of a group that are alive."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue  # it ended meanwhile
-            if int(fields[2]) == leader and fields[0] != "Z":
-                found.append(int(entry.name))
-    return found
+
+    def is_one(entry: Path) -> bool:
+        fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        return int(fields[2]) == leader and fields[0] != "Z"
+
+    return running(is_one)

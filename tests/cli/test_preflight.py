@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import stat
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,52 +96,84 @@ def test_a_dry_run_notes_what_a_hub_that_is_switched_off_would_refuse(
         preflight.preflight(intent)
 
 
-def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """Put a shell script in the place of the process that checks."""
-    program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(preflight, "sys", SimpleNamespace(executable=str(program)))
-
-
-def test_a_check_that_hangs_is_ended_and_its_part_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    event = json.dumps({"event": "part", "name": "data"})
-    stub(tmp_path, monkeypatch, f"cat > /dev/null; echo '{event}'; exec sleep 120")
-    monkeypatch.setitem(preflight.LIMITS_S, "data", 0.2)
-    said = r"no progress for 0 s on the run file's 'data' section"
-    with pytest.raises(AnygaugeError, match=said):
-        preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
-
-
 RENDERING = {"event": "rendering", "template": "the chat template of t", "row": "x.jsonl:7"}
 RENDERED = {"event": "rendering", "template": "", "row": ""}
+HANGS, KILLED = "exec sleep 120", "kill -KILL $$"
 
 
-def test_a_rendering_has_its_own_limit_and_what_follows_has_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def refused(error: str) -> dict[str, str]:
+    return {"event": "refused", "error": error, "message": "no"}
+
+
+ENDINGS: dict[str, tuple[list[dict[str, Any]], str, type[Exception], str]] = {
+    "hangs": (
+        [{"event": "part", "name": "data"}],
+        HANGS, AnygaugeError, r"no progress for 0 s on the run file's 'data' section",
+    ),
+    "hangs at a row": (
+        [RENDERING],
+        HANGS, DataError,
+        r"^the chat template of t has not rendered x\.jsonl:7 within 0 s, and may loop",
+    ),
+    "is killed at a row": (
+        [RENDERING],
+        KILLED, DataError,
+        r"^the chat template of t was to render x\.jsonl:7, and its process ended with signal 9",
+    ),
+    "is killed": (
+        [],
+        "echo memory allocation failed >&2; kill -ABRT $$", AnygaugeError,
+        r"signal 6, SIGABRT: memory allocation failed",
+    ),
+    "says nothing more and does not end": (
+        [],
+        "exec >&-; " + HANGS, AnygaugeError,
+        r"checks the run file's 'model' section .* ended with signal 9, SIGKILL\. There",
+    ),
+    "refuses the model": ([refused("ModelError")], "", ModelError, "^no$"),
+    "refuses the run file": ([refused("RunFileError")], "", RunFileError, "^no$"),
+    "refuses for a plugin's reason": ([refused("ErrorOfAPlugin")], "", AnygaugeError, "^no$"),
+}  # fmt: skip
+"""What the process that checks reports, what its shell does then, and what is raised here."""
+
+
+@pytest.fixture
+def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Findings]:
+    """Asks a shell script in the place of the process that checks."""
+
+    def asked(*events: dict[str, Any], then: str = "", limit_s: float | None = None) -> Findings:
+        if limit_s is not None:
+            monkeypatch.setitem(preflight.LIMITS_S, "data", limit_s)
+            monkeypatch.setattr(preflight, "RENDERING_LIMIT_S", limit_s)
+            monkeypatch.setattr(preflight, "_END_S", limit_s)
+        program = tmp_path / "python"
+        lines = [f"echo '{json.dumps(event)}'" for event in events]
+        program.write_text("\n".join(["#!/bin/sh", "cat > /dev/null", *lines, then, ""]))
+        program.chmod(0o755)
+        monkeypatch.setattr(preflight, "sys", SimpleNamespace(executable=str(program)))
+        return preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
+
+    return asked
+
+
+@pytest.mark.parametrize("case", ENDINGS)
+def test_a_check_that(case: str, ask: Callable[..., Findings]) -> None:
+    events, then, error, said = ENDINGS[case]
+    with pytest.raises(error, match=said):
+        ask(*events, then=then, limit_s=0.2 if then.endswith(HANGS) else None)
+
+
+def test_what_follows_a_rendering_has_not_its_limit(ask: Callable[..., Findings]) -> None:
+    answered = {"event": "answered", "found": {}}
+    then = f"sleep 2; echo '{json.dumps(answered)}'"
+    assert ask(RENDERING, RENDERED, then=then, limit_s=1.5) == Findings()
+
+
+def test_what_a_check_could_not_do_is_told_and_the_run_goes_on(
+    ask: Callable[..., Findings],
 ) -> None:
-    monkeypatch.setattr(preflight, "RENDERING_LIMIT_S", 0.2)
-    event = json.dumps(RENDERING)
-    stub(tmp_path, monkeypatch, f"cat > /dev/null; echo '{event}'; exec sleep 120")
-    said = r"^the chat template of t has not rendered x\.jsonl:7 within 0 s, and may loop"
-    with pytest.raises(DataError, match=said):
-        preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
-    lines = [json.dumps(one) for one in (RENDERING, RENDERED, {"event": "answered", "found": {}})]
-    echoes = f"echo '{lines[0]}'; echo '{lines[1]}'; sleep 1; echo '{lines[2]}'"
-    stub(tmp_path, monkeypatch, f"cat > /dev/null; {echoes}")
-    assert preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"}) == Findings()
-
-
-def test_a_rendering_that_is_killed_names_its_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    event = json.dumps(RENDERING)
-    stub(tmp_path, monkeypatch, f"cat > /dev/null; echo '{event}'; kill -KILL $$")
-    said = r"^the chat template of t was to render x\.jsonl:7, and its process ended with signal 9"
-    with pytest.raises(DataError, match=said):
-        preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
+    found = ask({"event": "unchecked", "message": "torch is not installed here"})
+    assert found.notes == ["only the ranks will check model and rows: torch is not installed here"]
 
 
 @pytest.mark.slow
@@ -155,55 +187,10 @@ def test_an_expression_that_would_take_for_ever_is_such_a_check(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_check_that_is_killed_says_how_it_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stub(tmp_path, monkeypatch, "echo memory allocation failed >&2; kill -ABRT $$")
-    with pytest.raises(AnygaugeError, match=r"signal 6, SIGABRT: memory allocation failed"):
-        preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
-
-
-def test_a_check_that_says_nothing_more_and_does_not_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stub(tmp_path, monkeypatch, "cat > /dev/null; exec >&-; exec sleep 120")
-    monkeypatch.setattr(preflight, "_END_S", 0.2)
-    said = r"checks the run file's 'model' section .* ended with signal 9, SIGKILL\. There"
-    with pytest.raises(AnygaugeError, match=said):
-        preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
-
-
-def test_what_a_check_could_not_do_is_told_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    event = json.dumps({"event": "unchecked", "message": "torch is not installed here"})
-    stub(tmp_path, monkeypatch, f"cat > /dev/null; echo '{event}'")
-    found = preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
-    assert found.notes == ["only the ranks will check model and rows: torch is not installed here"]
-
-
-def test_the_class_of_a_refusal_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for error in (ModelError, RunFileError):
-        event = json.dumps({"event": "refused", "error": error.__name__, "message": "no"})
-        stub(tmp_path, monkeypatch, f"cat > /dev/null; echo '{event}'")
-        with pytest.raises(error, match="no"):
-            preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
-
-
-def test_a_refusal_of_an_unknown_class_is_one_of_the_project(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    event = json.dumps({"event": "refused", "error": "ErrorOfAPlugin", "message": "no"})
-    stub(tmp_path, monkeypatch, f"cat > /dev/null; echo '{event}'")
-    with pytest.raises(AnygaugeError, match=r"^no$"):
-        preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
-
-
 def test_a_dry_run_of_many_ranks_works_out_few_of_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from anygauge.cli import dry_run, env
-    from anygauge.training.checks import Findings
 
     asked: list[int] = []
     resolve = env._resolve

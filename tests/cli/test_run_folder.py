@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +26,9 @@ from anygauge.registry import Registry
 from anygauge.training.checkpoints.identity import identity_of_file
 from anygauge.util.start import START, put_in_place, settled
 from tests.helpers.checkpoints import RECORD, write
+from tests.helpers.jobs import make_job
 from tests.helpers.options import render
-from tests.helpers.processes import as_in_a_terminal
+from tests.helpers.processes import begin
 from tests.helpers.runs import anygauge, run_file
 
 TIMEOUT_S = 200
@@ -39,18 +37,11 @@ TIMEOUT_S = 200
 def failed_start(folder: Path) -> Path:
     """What is left of a run that failed while its ranks started."""
     for name in (
-        "run.yaml",
-        "run.json",
-        "job.json",
-        "environment-node0.json",
-        "versions.json",
-        "rendezvous",
+        *("run.yaml", "run.json", "job.json", "environment-node0.json", "versions.json"),
+        *("rendezvous", "logs/agent0.log", "logs/rank0.log", "ranks/rank0.json"),
     ):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("{}")
-    for name in ("logs/agent0.log", "logs/rank0.log", "ranks/rank0.json"):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text("why it failed")
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("why it failed" if "/" in name else "{}")
     (folder / ".lock").touch()
     (folder / "metrics.jsonl").write_text(
         '{"time": 1, "system": {}}\n{"step": 0, "eval_loss": 2}\n'
@@ -69,54 +60,25 @@ def test_a_start_without_a_step_is_used_again(tmp_path: Path) -> None:
         assert [path.name for path in folder.iterdir()] == [".lock"]
 
 
-def step(folder: Path) -> None:
-    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+LAUNCHED = '{"launcher": "kubernetes", "record": {}, "logs": "kubectl logs"}'
+MORE: dict[str, Callable[[Path], object]] = {
+    "a step": lambda folder: (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n'),
+    "half a line": lambda folder: (folder / "metrics.jsonl").write_text('{"step": '),
+    "a checkpoint": lambda folder: (folder / "checkpoints").mkdir(),
+    "a result": lambda folder: (folder / "adapter").mkdir(),
+    "a report": lambda folder: (folder / "report.json").write_text("{}"),
+    "notes": lambda folder: (folder / "notes.txt").write_text("mine"),
+    "a link": lambda folder: (folder / "tensorboard").symlink_to(folder.parent),
+    "a link to a file": lambda folder: (folder / "variables.json").symlink_to("/etc/hostname"),
+    "a job elsewhere": lambda folder: (folder / "launched.json").write_text(LAUNCHED),
+    "an unknown job": lambda folder: (folder / "launched.json").write_text("[]"),
+}
 
 
-def torn(folder: Path) -> None:
-    (folder / "metrics.jsonl").write_text('{"step": ')
-
-
-def checkpoint(folder: Path) -> None:
-    (folder / "checkpoints").mkdir()
-
-
-def result(folder: Path) -> None:
-    (folder / "adapter").mkdir()
-
-
-def report(folder: Path) -> None:
-    (folder / "report.json").write_text("{}")
-
-
-def notes(folder: Path) -> None:
-    (folder / "notes.txt").write_text("mine")
-
-
-def linked(folder: Path) -> None:
-    (folder / "tensorboard").symlink_to(folder.parent)
-
-
-def linked_file(folder: Path) -> None:
-    (folder / "variables.json").symlink_to("/etc/hostname")
-
-
-def elsewhere(folder: Path) -> None:
-    launched = {"launcher": "kubernetes", "record": {}, "logs": "kubectl logs"}
-    (folder / "launched.json").write_text(json.dumps(launched))
-
-
-def unknown_job(folder: Path) -> None:
-    (folder / "launched.json").write_text("[]")
-
-
-@pytest.mark.parametrize(
-    "left",
-    [step, torn, checkpoint, result, report, notes, linked, linked_file, elsewhere, unknown_job],
-)
-def test_a_folder_that_may_hold_more_is_left(left: Callable[[Path], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", MORE)
+def test_a_folder_that_may_hold_more_is_left(more: str, tmp_path: Path) -> None:
     folder = failed_start(tmp_path / "my-run")
-    left(folder)
+    MORE[more](folder)
     before = sorted(folder.rglob("*"))
     assert not took_no_step(folder)
     assert run_folder(folder, resume=False) == tmp_path / "my-run-2"
@@ -136,25 +98,18 @@ def test_a_run_that_is_starting_keeps_its_name(tmp_path: Path) -> None:
 
 def test_clearing_removes_nothing_else(tmp_path: Path) -> None:
     folder = failed_start(tmp_path / "my-run")
-    notes(folder)
+    MORE["notes"](folder)
     clear(folder)
     assert sorted(path.name for path in folder.iterdir()) == [".lock", "notes.txt"]
 
 
 def staged_job(folder: Path) -> Job:
-    return Job(
-        name="t",
-        run_directory=str(folder),
-        run_file=str(folder / START / "run.json"),
-        backend="cpu",
-        strategy="single",
-        rendezvous="file:///nowhere",
-    )
+    return make_job(run_directory=folder, run_file=str(folder / START / "run.json"))
 
 
 def test_the_files_of_a_start_wait_until_they_are_put_in_place(tmp_path: Path) -> None:
     folder = failed_start(tmp_path / "my-run")
-    step(folder)
+    MORE["a step"](folder)
     made_ready(folder, staged=True)
     job = staged_job(folder)
     start = folder / START
@@ -230,15 +185,7 @@ def test_after_a_start_that_failed_the_next_run_has_its_name(
 @pytest.mark.slow
 def test_ctrl_c_before_the_first_step_promises_nothing(tmp_path: Path) -> None:
     file = run_file(tmp_path, strategy={"name": "single"})
-    process = subprocess.Popen(
-        [sys.executable, "-m", "anygauge.cli", "train", str(file)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        preexec_fn=as_in_a_terminal,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    process = begin("train", file)
     assert process.stdout is not None
     for line in process.stdout:  # the first line of a rank: torch is loaded, the model is not
         if line.startswith("data: "):
@@ -253,22 +200,22 @@ def test_ctrl_c_before_the_first_step_promises_nothing(tmp_path: Path) -> None:
     assert took_no_step(tmp_path / "out/tiny")
 
 
+REMOTE = {"hosts": ["one"], "python": "/usr/bin/python3"}
+
+
 @pytest.mark.parametrize(
-    ("launcher", "options", "where"),
+    ("launcher", "options"),
     [
-        ("local", {}, START),
-        ("ssh", {"hosts": ["one"], "python": "/usr/bin/python3"}, START),
-        ("mpi", {"hosts": ["one"], "python": "/usr/bin/python3"}, START),
-        ("slurm", {"allocation": "new"}, START),
-        ("slurm", {"allocation": "current"}, START),
+        *(("local", {}), ("ssh", REMOTE), ("mpi", REMOTE)),
+        *(("slurm", {"allocation": where}) for where in ("new", "current")),
     ],
 )
 def test_launchers_stage_what_they_write(
-    launcher: str, options: dict[str, object], where: str, tmp_path: Path
+    launcher: str, options: dict[str, object], tmp_path: Path
 ) -> None:
     plan = render(launcher, staged_job(tmp_path), options)
     (job_file,) = [Path(file.path) for file in plan.files if file.path.endswith("job.json")]
-    assert job_file == tmp_path / where / "job.json"
+    assert job_file == tmp_path / START / "job.json"
     (process,) = plan.processes
     assert str(job_file) in (*process.argv, *process.arguments)
 
@@ -277,7 +224,7 @@ def test_a_submission_to_slurm_replaces_nothing_that_ranks_have_not_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = failed_start(tmp_path / "my-run")
-    step(folder)
+    MORE["a step"](folder)
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "sbatch").write_text("#!/bin/sh\necho 7\n")

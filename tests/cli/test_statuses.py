@@ -1,4 +1,4 @@
-"""Help of every command, the list that a wrong backend is answered with, and statuses of jobs."""
+"""Help of every command, and statuses of jobs."""
 
 from __future__ import annotations
 
@@ -34,17 +34,6 @@ def test_help_has_one_style(
     )
     assert "  -h, --help" in "\n".join(lines) and not any("bool" in line for line in lines)
     assert max(map(len, [*lines, *cli.help_text().splitlines()])) <= 80
-
-
-@pytest.mark.parametrize("name", ["gpu", "nvidia", "amd", "apple"])
-def test_a_word_for_devices_gets_the_list_of_backends(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert ended(["doctor", "--backend", name], monkeypatch) == 2
-    shown = capsys.readouterr().err
-    assert "did you mean" not in shown
-    assert "  cpu: this machine's processors; available here\n" in shown
-    assert "  hpu: Intel Gaudi cards; " in shown and "  cuda: NVIDIA GPUs; " in shown
 
 
 SCONTROL = {

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from anygauge.interface import Job, LaunchProfile, Plan, RunFileError
+from anygauge.interface import Job, LaunchProfile
 from anygauge_clouds import service_job
 from anygauge_clouds.service_job import Service
 from tests.helpers.jobs import make_job
@@ -28,9 +27,8 @@ def job(folder: Path | str = "/home/me/runs/Tiny_Run.1", **fields: Any) -> Job:
     """Two machines with eight cards each."""
     return make_job(
         **{
-            "name": "t", "run_directory": str(folder), "run_file": f"{folder}/run.json",
-            "backend": "cards", "strategy": "zero", "nodes": 2, "devices": 8,
-            "rendezvous": "file:///x", "token": "the token", "port": 4711,
+            "run_directory": folder, "run_file": f"{folder}/run.json", "backend": "cards",
+            "nodes": 2, "devices": 8, "token": "the token", "port": 4711,
             "pass_environment": ("HF_HOME",), "run_text": "name: t\n", "profile": CARDS,
             **fields,
         }
@@ -118,13 +116,6 @@ def client_for(
     patch.setattr(service_job, "POLL_S", 0.05)
     patch.setattr(service, "log_delay_s", 0.3)
     return client
-
-
-def assert_refused(render: Callable[[], Plan], said: str) -> None:
-    """A bad option is named in our words, not in those of a library."""
-    with pytest.raises(RunFileError) as caught:
-        render()
-    assert said in str(caught.value) and "Value error" not in str(caught.value)
 
 
 def events_text(*events: dict[str, Any]) -> str:

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from anygauge.interface import AnygaugeError, Plan, UnsupportedError
+from anygauge.interface import AnygaugeError, Plan
 from anygauge_clouds import azureml_node
 from anygauge_clouds.azureml import Azureml, AzureService
 from anygauge_clouds.service_job import ServiceJob
-from tests.clouds.helpers import Client, assert_refused, client_for, events_text, job, merged
-from tests.helpers.machines import assert_pure
+from tests.clouds.helpers import Client, client_for, events_text, job, merged
 from tests.helpers.options import render
 
 NAME = "tiny-run-1-d94772fd"
@@ -41,14 +40,6 @@ def rendered(change: dict[str, Any] | None = None, **fields: Any) -> Plan:
 
 def described(plan: Plan) -> dict[str, Any]:
     return dict(yaml.safe_load(plan.files[-1].text))
-
-
-def test_rendering_is_pure_and_the_yaml_holds_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_pure(rendered, monkeypatch)
-    plan = rendered(environment={"NAME": "it's $HOME"})
-    held = {Path(f.path).name: f.mode for f in plan.files if "the token" in f.text}
-    assert held == {"job.json": 0o600}
-    assert "it's $HOME" not in plan.files[-1].text
 
 
 def test_one_agent_starts_on_each_machine() -> None:
@@ -83,38 +74,6 @@ def test_the_job_is_described_as_its_machines_see_it() -> None:
     assert plan.folders == ("/anygauge/run", "/data", "/models/llama")
     assert plan.operations["status"][:6] == ("az", "ml", "job", "show", "--name", NAME)
     assert described(plan)["name"] == NAME
-
-
-@pytest.mark.parametrize(
-    ("change", "fields", "said"),
-    [
-        ({"compute": None}, {}, "launch.options.compute: the azureml launcher needs it"),
-        ({"workspace": "a b"}, {}, "launch.options.workspace: 'a b'"),
-        ({"compute": "azureml:x/y"}, {}, "launch.options.compute: 'azureml:x/y'"),
-        ({"output": "/mnt/runs"}, {}, "launch.options.output: '/mnt/runs'"),
-        ({"inputs": {"my-data": OPTIONS["inputs"]["data"]}}, {}, "inputs.my-data"),
-        ({"inputs": {"data": {"path": "./here", "at": "/data"}}}, {}, "what Azure can mount"),
-        ({"inputs": {"data": {"path": "azureml:a:1", "at": "data"}}}, {}, "an absolute folder"),
-        ({"inputs": {"data": {"path": "azureml:a:1", "at": "/a;b"}}}, {}, "an absolute folder"),
-        ({"inputs": {"a": {"path": "azureml:a:1", "at": "/anygauge/run"}}}, {}, "launcher's own"),
-        ({"shm": "64gb"}, {}, "launch.options.shm: '64gb'"),
-        ({"image": "a/b:1", "environment": "ours:4"}, {}, "image and environment: give one"),
-        ({"secrets": {"HF_TOKEN": "hf_abc"}}, {}, "secrets.HF_TOKEN: say where the secret is kept"),
-        ({"identity": None}, {}, "needs an identity that may read them"),
-        ({"identity": "me"}, {}, "launch.options.identity: 'me'"),
-        ({"time_limit_s": "60"}, {}, "launch.options.time_limit_s: '60'"),
-        ({"tags": {"cost": 3}}, {}, "launch.options.tags.cost: 3"),
-        ({"job_tier": "spot"}, {"max_restarts": 2}, "which a spot job loses"),
-        ({"python": "python3; rm"}, {}, "launch.options.python: 'python3; rm'"),
-        ({"subscription": "mine"}, {}, "launch.options.subscription: 'mine'"),
-        ({"inputz": {}}, {}, "launch.options.inputz: the azureml launcher has no such option"),
-        ({}, {"profile": job().profile.__class__()}, "names no image of its own"),
-    ],
-)
-def test_bad_options_are_caught_before_anything_is_submitted(
-    change: dict[str, Any], fields: dict[str, Any], said: str
-) -> None:
-    assert_refused(lambda: rendered(change, **fields), said)
 
 
 class TestAzureContainer:
@@ -269,14 +228,3 @@ def test_of_a_job_that_has_ended_the_log_is_fetched(
     ended = {"event": "ended", "time": 2.0, "state": "failed", "exit_status": 1, "cause": "rank 3"}
     (kept / "std_log_process_00.txt").write_text(events_text(ended))
     assert list(running.events())[-1]["cause"] == "rank 3"
-
-
-def test_refusals_are_quoted(az: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    az.answer("create", status=1, err="ERROR: Please run 'az login' to setup account.\n")
-    with pytest.raises(AnygaugeError, match="refused the job: ERROR: Please run 'az login'"):
-        Azureml().submit(rendered(folder=tmp_path / "r"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(AnygaugeError, match="az is not installed here"):
-        Azureml().submit(rendered(folder=tmp_path / "r"))
-    with pytest.raises(UnsupportedError, match="is not a record of an Azure ML job"):
-        Azureml().attach({"job": "42"}, tmp_path)

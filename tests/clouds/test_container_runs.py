@@ -24,10 +24,10 @@ import pytest
 import yaml
 
 from tests.clouds.helpers import Client
-from tests.helpers.runs import FIXTURES, TINY, Run, anygauge, run_file, trained
+from tests.helpers.processes import until
+from tests.helpers.runs import TINY, Run, anygauge, run_file, trained
 from tests.launchers.emulated import Machines, SshServers, why_not
-from tests.launchers.targets import until
-from tests.launchers.test_runs import losses
+from tests.launchers.targets import gsm8k, losses
 
 pytestmark = pytest.mark.launchers
 
@@ -107,18 +107,9 @@ def cluster(machines: ContainerCluster) -> Iterator[ContainerCluster]:
 
 def run_of(folder: Path, at: Path, launch: Mapping[str, Any] | None, **changes: Any) -> Path:
     """A run file whose data and model lie in `folder`, where machines have it as `at`."""
-    data: dict[str, Any] = {"train": {"path": str(at / "rows.jsonl")}}
-    real = os.environ.get("ANYGAUGE_DATA")
-    if real is None:
-        shutil.copy(FIXTURES / "rows.jsonl", folder / "rows.jsonl")
-    else:
-        rows = (Path(real) / "gsm8k_train.jsonl").read_text().splitlines()[:64]
-        (folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
-        data["train"] |= {"prompt": "question", "completion": "answer"}
-        data["max_length"] = 256
     section = {} if launch is None else {"launch": {"nodes": 2, "devices": 1, **launch}}
     return run_file(
-        folder, strategy={"name": "zero"}, data={**data, "cache": "off"},
+        folder, strategy={"name": "zero"}, data={**gsm8k(folder, at), "cache": "off"},
         model={"config": TINY, "tokenizer": str(at / "tokenizer")}, **section, **changes,
     )  # fmt: skip
 

@@ -74,95 +74,74 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("kind", test_kubernetes.KINDS)
-@pytest.mark.parametrize("full", [False, True], ids=["least", "full"])
-def test_kubernetes_objects_pass_the_published_models(
-    kind: str, full: bool, tmp_path: Path
-) -> None:
-    change = {"kind": kind, **(FULL_POD if full else {})}
-    if full and kind != "TrainJob":
-        change |= {**MORE, "restarts": 2}
-    assert problems("kubernetes", written(test_kubernetes.rendered(change), tmp_path)) == ""
-
-
-Change = Callable[[dict[str, Any]], Any]
+AZURE = {
+    "time_limit_s": 3600, "experiment": "tuning", "priority": "high", "job_tier": "spot",
+    "tags": {"team": "a"}, "instance_type": "gpu-large", "image": None, "environment": "ours:4",
+}  # fmt: skip
+SPOT = {"spot": True, "max_wait_s": 90000, "restarts": 2, "tags": {"a": "b"}, "volume_gb": 500}
+WARM = {"keep_alive_s": 600, "encrypt_traffic": True, "channel_mode": "FastFile"}
+RENDERED = {
+    "kubernetes": test_kubernetes.rendered,
+    "azureml": test_azureml.rendered,
+    "sagemaker": test_sagemaker.rendered,
+}
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "said"),
+    ("service", "change"),
     [
-        ("JobSet", lambda m: m["spec"].update(replicas=2), "JobSet.spec.replicas: unknown field"),
+        ("kubernetes", {"kind": "JobSet"}),
+        ("kubernetes", {"kind": "JobSet", **FULL_POD, **MORE, "restarts": 2}),
+        ("kubernetes", {"kind": "TrainJob"}),
+        ("kubernetes", {"kind": "TrainJob", **FULL_POD}),
+        *(("azureml", change) for change in ({}, AZURE)),
+        *(("sagemaker", change) for change in ({}, SPOT, WARM)),
+    ],
+)
+def test_a_rendered_job_passes_the_published_models(
+    service: str, change: dict[str, Any], tmp_path: Path
+) -> None:
+    assert problems(service, written(RENDERED[service](change), tmp_path)) == ""
+
+
+def of_job(made: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = made["spec"]["replicatedJobs"][0]["template"]["spec"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("service", "kind", "change", "said"),
+    [
+        ("kubernetes", "JobSet", lambda m: m["spec"].update(replicas=2), "JobSet.spec.replicas: u"),
+        ("kubernetes", "JobSet", lambda m: of_job(m).update(parallelism="2"), "parallelism"),
         (
-            "JobSet",
-            lambda m: m["spec"]["replicatedJobs"][0]["template"]["spec"].update(parallelism="2"),
-            "parallelism",
+            *("kubernetes", "TrainJob"),
+            *(lambda m: m["spec"]["trainer"].update(numProcPerNode="many"), "numProcPerNode"),
         ),
+        ("azureml", None, lambda m: m.update(sekrets={}), "Unknown field"),
+        ("azureml", None, lambda m: m["resources"].update(instance_count="two"), "instance_count"),
+        ("azureml", None, lambda m: m.update(command="train ${{inputs.nothing}}"), "nothing"),
         (
-            "TrainJob",
-            lambda m: m["spec"]["trainer"].update(numProcPerNode="many"),
-            "numProcPerNode",
+            *("sagemaker", None),
+            *(lambda r: r["ResourceConfig"].update(InstanceType="ml.p99.huge"), "is none of"),
         ),
+        ("sagemaker", None, lambda r: r.update(TrainingJobName="a_b"), "does not match"),
+        ("sagemaker", None, lambda r: r["HyperParameters"].update(a="x" * 2501), "is not within"),
+        ("sagemaker", None, lambda r: r.update(Foo=1), "Unknown parameter"),
     ],
 )
 def test_those_models_do_find_mistakes(
-    kind: str, change: Change, said: str, tmp_path: Path
+    service: str,
+    kind: str | None,
+    change: Callable[[dict[str, Any]], Any],
+    said: str,
+    tmp_path: Path,
 ) -> None:
-    path = written(test_kubernetes.rendered({"kind": kind}), tmp_path)
+    path = written(RENDERED[service]({"kind": kind}), tmp_path)
     made = yaml.safe_load(path.read_text())
     change(made)
-    path.write_text(yaml.safe_dump(made))
-    assert said in problems("kubernetes", path)
-
-
-def test_azures_sdk_takes_the_job(tmp_path: Path) -> None:
-    full = {
-        "time_limit_s": 3600, "experiment": "tuning", "priority": "high", "job_tier": "spot",
-        "tags": {"team": "a"}, "instance_type": "gpu-large", "image": None, "environment": "ours:4",
-    }  # fmt: skip
-    for number, change in enumerate(({}, full)):
-        plan = test_azureml.rendered(change)
-        assert problems("azureml", written(plan, tmp_path / str(number))) == ""
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda m: m.update(sekrets={}), "Unknown field"),
-        (lambda m: m["resources"].update(instance_count="two"), "instance_count"),
-        (lambda m: m.update(command="train ${{inputs.nothing}}"), "nothing"),
-    ],
-)
-def test_azures_sdk_does_find_mistakes(change: Change, said: str, tmp_path: Path) -> None:
-    path = written(test_azureml.rendered(), tmp_path)
-    made = yaml.safe_load(path.read_text())
-    change(made)
-    path.write_text(yaml.safe_dump(made))
-    assert said in problems("azureml", path)
-
-
-def test_a_training_job_passes_the_services_model(tmp_path: Path) -> None:
-    spot = {"spot": True, "max_wait_s": 90000, "restarts": 2, "tags": {"a": "b"}, "volume_gb": 500}
-    warm = {"keep_alive_s": 600, "encrypt_traffic": True, "channel_mode": "FastFile"}
-    for number, change in enumerate(({}, spot, warm)):
-        plan = test_sagemaker.rendered(change)
-        assert problems("sagemaker", written(plan, tmp_path / str(number))) == ""
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda r: r["ResourceConfig"].update(InstanceType="ml.p99.huge"), "is none of"),
-        (lambda r: r.update(TrainingJobName="a_b"), "does not match"),
-        (lambda r: r["HyperParameters"].update(a="x" * 2501), "is not within"),
-        (lambda r: r.update(Foo=1), "Unknown parameter"),
-    ],
-)
-def test_the_services_model_does_find_mistakes(change: Change, said: str, tmp_path: Path) -> None:
-    path = written(test_sagemaker.rendered(), tmp_path)
-    request = json.loads(path.read_text())
-    change(request)
-    path.write_text(json.dumps(request))
-    assert said in problems("sagemaker", path)
+    path.write_text(json.dumps(made))  # which YAML holds as well
+    assert said in problems(service, path)
 
 
 class TestRealAwsClient:

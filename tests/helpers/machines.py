@@ -22,15 +22,10 @@ VIRTUAL = NetworkInterface(name="veth0", up=True, physical=False)
 def job(nodes: int = 1, devices: int = 1, **fields: Any) -> Job:
     """A job of so many machines and ranks on each."""
     return make_job(
-        name="run",
         run_directory="/runs/run",
-        run_file="/runs/run/run.yaml",
-        backend="any",
-        strategy="zero",
         nodes=nodes,
         devices=devices,
-        rendezvous="tcp://head:29500",
-        **fields,
+        **{"backend": "any", "strategy": "zero", "rendezvous": "tcp://head:29500", **fields},
     )
 
 

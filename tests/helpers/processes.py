@@ -3,20 +3,73 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import socket
 import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 KILLED_S = 30.0
 """Seconds that a killed process may take until it is gone, and its pipes are closed."""
+PATIENCE_S = 120.0
+"""What is awaited comes sooner, on a loaded machine, too."""
 
 
 def as_in_a_terminal() -> None:
     """For `preexec_fn`: ends what a child of a background job or of nohup ignores, as they do."""
     for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(signum, signal.SIG_DFL)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def until(condition: Callable[[], object], what: str, within_s: float = PATIENCE_S) -> None:
+    """Wait for something that must come."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.02)
+
+
+def begin(
+    *arguments: object, environment: Mapping[str, str] | None = None, **options: Any
+) -> subprocess.Popen[str]:
+    """Start `anygauge` with these arguments, as from a terminal but without its input."""
+    own = {"OMP_NUM_THREADS": "1", **(environment or {})}
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(
+        [sys.executable, "-m", "anygauge.cli", *map(str, arguments)],
+        env={**os.environ, **own},
+        **{**pipes, "text": True, "preexec_fn": as_in_a_terminal, **options},
+    )
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+def running(is_one: Callable[[Path], object]) -> list[int]:
+    """Processes of this machine, by what is in their folders below /proc."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if entry.name.isdecimal() and is_one(entry):
+                found.append(int(entry.name))
+    return found
 
 
 def end(*processes: subprocess.Popen[Any]) -> None:

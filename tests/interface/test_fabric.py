@@ -31,10 +31,7 @@ ALL = CudaBackend.fabrics
 
 
 def job(nodes: int = 2, **fields: Any) -> Job:
-    return make_job(
-        name="t", run_directory="/r", run_file="/r/run.yaml", backend="x", strategy="zero",
-        nodes=nodes, rendezvous="file:///x", **fields,
-    )  # fmt: skip
+    return make_job(run_directory="/r", nodes=nodes, **fields)
 
 
 def machine(*found: RdmaDevice, interfaces: tuple[NetworkInterface, ...] = (ETH0,)) -> Node:

@@ -13,8 +13,10 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+from tests.helpers.processes import until
 
 LOGIN = "login"
 OF_JOB = (
@@ -309,7 +311,7 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=30 State=UP
                 *(f"--log-file={folder}/log/munged.log", f"--seed-file={run}/munged.seed"),
             ]
         )
-        _wait_for((run / "munge.sock").exists, "munged")
+        until((run / "munge.sock").exists, "munged")
         self._start(
             self._machines.command(
                 LOGIN, ["slurmctld", "-D", "-f", folder / "slurm.conf", "-c", "-i"]
@@ -317,9 +319,7 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=30 State=UP
         )
         for name in nodes:
             self.boot(name)
-        _wait_for(
-            lambda: self.ask("sinfo", "-h", "-t", "idle", "-o", "%D") == str(len(nodes)), "nodes"
-        )
+        until(lambda: self.ask("sinfo", "-h", "-t", "idle", "-o", "%D") == str(len(nodes)), "nodes")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -354,11 +354,3 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=30 State=UP
                     start_new_session=True,
                 )
             )  # fmt: skip
-
-
-def _wait_for(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"{what} did not come up")
-        time.sleep(0.1)

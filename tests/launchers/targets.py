@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.processes import as_in_a_terminal
+from tests.helpers.tokenizer import FIXTURES
 from tests.launchers.emulated import LOGIN, Machines, SlurmCluster, SshServers, why_not
 
 PROGRAMS = {
@@ -130,11 +132,23 @@ def brought_up(request: pytest.FixtureRequest, folder: Path) -> Iterator[LaunchT
         yield made
 
 
-def until(condition: Any, what: str, limit_s: float = 120) -> float:
-    """Wait for something that must come; seconds that it took."""
-    began = time.monotonic()
-    while not condition():
-        if time.monotonic() - began > limit_s:
-            raise AssertionError(f"waited {limit_s:g} s in vain for {what}")
-        time.sleep(0.05)
-    return time.monotonic() - began
+def losses(folder: Path) -> list[float]:
+    """Of the steps that a run has done."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+
+
+def gsm8k(folder: Path, at: Path | None = None) -> dict[str, Any]:
+    """The run file's data: real rows where there are some, otherwise the fixture's.
+
+    Args:
+        at: where machines have the folder, if that is elsewhere.
+    """
+    data, rows = os.environ.get("ANYGAUGE_DATA"), folder / "rows.jsonl"
+    train = {"path": str((at or folder) / rows.name)}
+    if data is None:
+        shutil.copy(FIXTURES / rows.name, rows)
+        return {"train": train}
+    lines = (Path(data) / "gsm8k_train.jsonl").read_text().splitlines()[:64]
+    rows.write_text("\n".join(lines) + "\n")
+    return {"train": {**train, "prompt": "question", "completion": "answer"}, "max_length": 256}

@@ -55,13 +55,8 @@ def through(up: LaunchTarget, name: str, value: str) -> None:
     shutil.rmtree(folder / "runs", ignore_errors=True)
     run.mkdir(parents=True)
     job = make_job(
-        name="odd",
-        run_directory=str(run),
-        run_file=str(run / "run.yaml"),
-        backend="cpu",
-        strategy="single",
+        run_directory=run,
         nodes=2,
-        rendezvous="file:///nowhere",
         token=value,
         working_directory=str(run),
         pass_environment=("ODD_VALUE", "PATH"),

@@ -11,15 +11,16 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from anygauge.interface import LOST, STOPPED
+from tests.helpers.processes import until
 from tests.helpers.runs import run_file
 from tests.launchers.emulated import LOGIN
-from tests.launchers.targets import NODES, PROGRAMS, LaunchTarget, brought_up, until
+from tests.launchers.targets import NODES, PROGRAMS, LaunchTarget, brought_up
 
 pytestmark = pytest.mark.launchers
 
@@ -106,10 +107,12 @@ class Hit:
             time.sleep(0.05)
         return found
 
-    def said(self) -> tuple[int, str]:
-        """Exit status and standard error of the command."""
+    def ended(self, fault: str, *, own: bool = False) -> tuple[int, str]:
+        """Exit status and standard error of the command, once nothing is left; for the table."""
+        seconds = self.ends(own=own)
         _, err = self.command.communicate(timeout=ENDS_WITHIN_S)
         assert "Traceback" not in err
+        kept(self.up, fault, seconds, err)
         return self.command.returncode, err
 
 
@@ -122,51 +125,30 @@ def kept(up: LaunchTarget, fault: str, seconds: dict[str, float], said: str) -> 
             lines.write(json.dumps(line) + "\n")
 
 
-def hurt(node: str, what: str, signum: int) -> Callable[[Hit], None]:
-    """A signal to the rank or the agent of a node."""
-
-    def do(hit: Hit) -> None:
-        os.kill(hit.rank(node) if what == "rank" else hit.agent(node), signum)
-
-    return do
+HURT = [
+    *((f"worker exits on {node}", node, "worker", signal.SIGRTMIN) for node in NODES),
+    *((f"worker killed on {node}", node, "worker", signal.SIGKILL) for node in NODES),
+    *((f"agent killed on {node}", node, "agent", signal.SIGKILL) for node in NODES),
+]
 
 
-@pytest.mark.parametrize("node", NODES)
-@pytest.mark.parametrize(
-    ("fault", "signum", "said"),
-    [
-        ("worker exits", signal.SIGRTMIN, "failed with RuntimeError: told to fail"),
-        ("worker killed", signal.SIGKILL, "was killed (signal 9, SIGKILL)"),
-    ],
-)
-def test_a_rank_fails(up: LaunchTarget, fault: str, signum: int, said: str, node: str) -> None:
-    hit = Hit(up, f"{fault.replace(' ', '-')}-{node}")
-    hurt(node, "rank", signum)(hit)
-    seconds = hit.ends()
-    status, err = hit.said()
-    kept(up, f"{fault} on {node}", seconds, err)
-    assert status == 1
-    assert f"rank {NODES.index(node)} on {node} {said}" in err
-    assert not up.machines.of_job(LOGIN)
-
-
-def test_an_agent_is_killed(up: LaunchTarget) -> None:
-    hit = Hit(up, "agent-killed")
-    hurt("node2", "agent", signal.SIGKILL)(hit)
-    seconds = hit.ends()
-    status, err = hit.said()
-    kept(up, "agent killed on node2", seconds, err)
-    assert status == LOST and "node 1 (node2) is lost" in err
-    assert not up.machines.of_job(LOGIN)
-
-
-def test_the_head_agent_is_killed(up: LaunchTarget) -> None:
-    hit = Hit(up, "head-killed")
-    hurt("node1", "agent", signal.SIGKILL)(hit)
-    seconds = hit.ends()
-    status, err = hit.said()
-    kept(up, "agent killed on node1", seconds, err)
-    assert status == LOST and ("coordinator is lost" in err or "node 0 (node1)" in err), err
+@pytest.mark.parametrize(("fault", "node", "what", "signum"), HURT)
+def test_a_process_fails(up: LaunchTarget, fault: str, node: str, what: str, signum: int) -> None:
+    hit = Hit(up, fault.replace(" ", "-"))
+    os.kill(hit.rank(node) if what == "worker" else hit.agent(node), signum)
+    status, err = hit.ended(fault)
+    if what == "worker":
+        how = "was killed (signal 9, SIGKILL)"
+        if signum != signal.SIGKILL:
+            how = "failed with RuntimeError: told to fail"
+        assert status == 1 and f"rank {NODES.index(node)} on {node} {how}" in err
+    elif node == "node2":
+        assert status == LOST and "node 1 (node2) is lost" in err
+    else:
+        assert status == LOST, err
+        assert "coordinator is lost" in err or "node 0 (node1)" in err, err
+    if fault != "agent killed on node1":
+        assert not up.machines.of_job(LOGIN)
 
 
 @pytest.mark.parametrize("node", NODES)
@@ -174,11 +156,9 @@ def test_a_host_is_powered_off(up: LaunchTarget, node: str) -> None:
     hit = Hit(up, f"power-{node}")
     up.machines.power_off(node)
     try:
-        seconds = hit.ends()
-        status, err = hit.said()
+        status, err = hit.ended(f"{node} powered off")
     finally:
         up.power_on(node)
-    kept(up, f"{node} powered off", seconds, err)
     assert status == LOST, err
     # ssh itself may tell of the first machine before the second one does.
     known = {"node1": ("the coordinator is lost", "node 0 (node1): ssh ended"), "node2": LOST_NODE2}
@@ -191,11 +171,9 @@ def test_a_link_is_cut(up: LaunchTarget, node: str) -> None:
     up.machines.cut(node)
     try:
         # Slurm's own processes on the first machine wait for its controller while it is cut off.
-        seconds = hit.ends(own=up.name == "slurm")
-        status, err = hit.said()
+        status, err = hit.ended(f"cable of {node} cut", own=up.name == "slurm")
     finally:
         up.machines.reconnect(node)
-    kept(up, f"cable of {node} cut", seconds, err)
     assert status == LOST, err
     who = {"node1": ("the coordinator is lost",), "node2": ("node 1 (node2) is lost",)}
     # The storage of emulated machines is on no cable: under Slurm both sides write their view.
@@ -238,9 +216,7 @@ def test_the_command_line_ends(up: LaunchTarget, fault: str, signum: int) -> Non
 def test_ctrl_c_writes_a_checkpoint_from_which_the_job_goes_on(up: LaunchTarget) -> None:
     hit = Hit(up, "ctrl-c")
     hit.command.send_signal(signal.SIGINT)
-    seconds = hit.ends()
-    status, err = hit.said()
-    kept(up, "Ctrl-C", seconds, err)
+    status, err = hit.ended("Ctrl-C")
     assert status == STOPPED, err
     assert "stopped at request after step" in err
 

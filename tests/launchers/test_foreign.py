@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.processes import until
 from tests.helpers.runs import Run, run_file, trained
-from tests.launchers.targets import NODES, LaunchTarget, brought_up, until
+from tests.launchers.targets import NODES, LaunchTarget, brought_up, losses
 
 pytestmark = pytest.mark.launchers
 
@@ -64,11 +65,6 @@ def ended(up: LaunchTarget, *argv: object) -> tuple[int, str, str]:
     process = up.start(*argv, cwd=up.machines.folder)
     out, err = process.communicate(timeout=PATIENCE_S)
     return process.returncode, out, err
-
-
-def losses(folder: Path) -> list[float]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

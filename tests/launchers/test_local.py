@@ -18,30 +18,14 @@ from anygauge.interface import AnygaugeError, Job, Plan, RunFileError, Unsupport
 from anygauge_launchers import anygauge_provide_launchers
 from anygauge_launchers.local import Local, LocalJob
 from tests.agent.fake_cli import fake_plan
-from tests.agent.fakes import (
-    FAKE_CLI,
-    FINISHED,
-    FOREVER,
-    alive,
-    read_pid,
-    sends,
-    until,
-    write_script,
-)
+from tests.agent.fakes import FAKE_CLI, FINISHED, FOREVER, read_pid, sends, write_script
 from tests.helpers.jobs import make_job
 from tests.helpers.options import render
+from tests.helpers.processes import alive, until
 
 
 def job(directory: Path, nodes: int = 1) -> Job:
-    return make_job(
-        name="t",
-        run_directory=str(directory),
-        run_file=str(directory / "run.yaml"),
-        backend="cpu",
-        strategy="single",
-        nodes=nodes,
-        rendezvous="file:///nowhere",
-    )
+    return make_job(run_directory=directory, nodes=nodes)
 
 
 @pytest.fixture

@@ -29,8 +29,7 @@ LAUNCHERS: dict[str, tuple[Launcher, dict[str, Any]]] = {
 def job(**fields: Any) -> Job:
     return make_job(
         **{
-            "name": "t", "run_directory": ODD, "run_file": f"{ODD}/run.yaml", "backend": "cpu",
-            "strategy": "zero", "nodes": 2, "devices": 8, "rendezvous": "file:///x",
+            "run_directory": ODD, "nodes": 2, "devices": 8,
             "token": "the token", "environment": {"HF_TOKEN": "the secret"}, "port": 4711,
             "pass_environment": ("PATH",),
             **fields,

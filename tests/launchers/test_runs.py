@@ -9,29 +9,18 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from anygauge.interface import LOST, STOPPED
+from tests.helpers.processes import until
 from tests.helpers.runs import Run, run_file, trained
 from tests.launchers.emulated import LOGIN
-from tests.launchers.targets import PROGRAMS, LaunchTarget, brought_up, until
+from tests.launchers.targets import PROGRAMS, LaunchTarget, brought_up, gsm8k, losses
 
 pytestmark = pytest.mark.launchers
 
 PATIENCE_S = 180.0
-
-
-def gsm8k(folder: Path) -> dict[str, Any]:
-    """Real rows where there are some, otherwise the fixture's."""
-    data = os.environ.get("ANYGAUGE_DATA")
-    if data is None:
-        return {}
-    rows = (Path(data) / "gsm8k_train.jsonl").read_text().splitlines()[:64]
-    (folder / "gsm8k.jsonl").write_text("\n".join(rows) + "\n")
-    train = {"path": str(folder / "gsm8k.jsonl"), "prompt": "question", "completion": "answer"}
-    return {"train": train, "max_length": 256}
 
 
 @pytest.fixture(scope="module", params=sorted(PROGRAMS))
@@ -53,11 +42,6 @@ def ended(up: LaunchTarget, path: Path, *prefix: object) -> tuple[int, str, str]
     process = up.start(*prefix, sys.executable, "-m", "anygauge.cli", "train", path)
     out, err = process.communicate(timeout=PATIENCE_S)
     return process.returncode, out, err
-
-
-def losses(folder: Path) -> list[float]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
 
 
 def test_the_losses_are_those_of_one_machine(up: LaunchTarget, here: Run) -> None:

@@ -17,7 +17,7 @@ from anygauge.cli.run_folder import claimed
 from anygauge.interface import AnygaugeError
 from anygauge.training.meter import MetricsLogger
 from anygauge.util.events import EventWriter
-from tests.agent.fakes import until
+from tests.helpers.processes import until
 from tests.helpers.runs import run_file, train, trained_here
 
 

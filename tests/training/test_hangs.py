@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.agent.fakes import alive, until
 from tests.helpers.forked import RunPart, finished
-from tests.helpers.processes import end
+from tests.helpers.processes import alive, end, until
 from tests.helpers.runs import run_file
 from tests.training.slow_ranks import SLOW_S
 

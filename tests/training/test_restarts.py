@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.agent.fakes import until
+from tests.helpers.processes import until
 from tests.helpers.runs import run_file
 
 STEPS = 30

@@ -14,9 +14,8 @@ import pytest
 
 from anygauge.cli.run_folder import write_run
 from anygauge.config.load import load_run_file
-from tests.agent.fakes import until
 from tests.helpers.jobs import make_job
-from tests.helpers.processes import end
+from tests.helpers.processes import end, until
 from tests.helpers.runs import run_file
 
 STEPS = 12
