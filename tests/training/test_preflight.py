@@ -19,7 +19,9 @@ from safetensors.torch import load_file, save
 from anygauge.config.load import load_run_file
 from anygauge.config.resolved import run_json
 from anygauge.data import described, prepare
-from anygauge.interface import ModelError
+from anygauge.interface import (
+    ModelError,
+)
 from anygauge.models.files import check_weights
 from anygauge.models.targets import surely_match
 from anygauge.models.tokenizer import load_tokenizer
@@ -159,21 +161,17 @@ def test_a_model_of_the_hub_is_not_asked_for(
     assert len(found.notes) == 2 and not found.data
 
 
-def in_a_process(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    run = load_run_file(run_file(folder)).run
+def test_the_usual_run_is_checked_without_torch(tmp_path: Path) -> None:
+    """torch, and what the model library imports with it, would be most of the cost."""
+    run = load_run_file(run_file(tmp_path)).run
     question = Question(run=run_json(run), backend="cpu", world_size=1)
-    return subprocess.run(
-        [sys.executable, *options],
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "anygauge.training.preflight"],
         input=json.dumps({"task": "check", "fields": asdict(question)}),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=120,
     )
-
-
-def test_the_usual_run_is_checked_without_torch(tmp_path: Path) -> None:
-    """torch, and what the model library imports with it, would be most of the cost."""
-    done = in_a_process(tmp_path, "-X", "importtime", "-m", "anygauge.training.preflight")
     last = json.loads(done.stdout.splitlines()[-1])
     assert last["event"] == "answered" and last["found"]["data"].startswith("40 of 40 rows")
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
@@ -201,7 +199,15 @@ def test_a_model_that_needs_torch_even_for_its_configuration_is_checked_with_it(
     tmp_path: Path,
 ) -> None:
     """What only the hidden torch explains is never a refusal: the process begins anew."""
-    done = in_a_process(tmp_path, "-c", IN_NEED)
+    run = load_run_file(run_file(tmp_path)).run
+    question = Question(run=run_json(run), backend="cpu", world_size=1)
+    done = subprocess.run(
+        [sys.executable, "-c", IN_NEED],
+        input=json.dumps({"task": "check", "fields": asdict(question)}),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     names = [json.loads(line)["event"] for line in done.stdout.splitlines()]
     assert names == ["part", "part", "part", "answered"], done.stderr
 
