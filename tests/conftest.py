@@ -29,8 +29,7 @@ LONGEST = (
     "benchmarks/test_kernels.py",
     "kernels/test_triton.py",
     "kernels/test_triton_compiles.py",
-    "models/test_adapter_zero.py",
-    "models/test_adapter_kinds.py",
+    "models/test_adapters.py",
     "agent/test_nodes.py",
     "agent/test_supervisor.py",
 )

@@ -20,10 +20,13 @@ from anygauge.interface.strategy import (
     DeviceBatch,
     ModelFactory,
     OptimizerFactory,
+    Strategy,
     Workload,
 )
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.inputs import shift_labels
+from anygauge.registry import Registry
+from anygauge.registry.registry import load_options
 from anygauge.strategies.materialise import materialise
 from anygauge.training.optimizer import optimizer_factory
 
@@ -36,7 +39,7 @@ def open_rank(backend: Backend, *, alone: bool = True) -> tuple[int, int]:
     Args:
         alone: a rank without others has a process group, too.
     """
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world = rank_of_world()
     device = backend.open(rank)
     if alone or world > 1:
         backend.collectives.open(
@@ -47,6 +50,21 @@ def open_rank(backend: Backend, *, alone: bool = True) -> tuple[int, int]:
             device=device,
         )
     return rank, world
+
+
+def rank_of_world() -> tuple[int, int]:
+    """Of this process, which `run_ranks` started."""
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def strategy_of(
+    name: str, options: Mapping[str, Any], rank: int, world: int
+) -> tuple[Strategy, Share]:
+    """An installed strategy with its options, and what a rank reads under it."""
+    registry = Registry.load()
+    provided = registry.find_strategy(name)
+    chosen = load_options(provided, "strategy")(**options)
+    return registry.strategy(name)(chosen), provided.spec.share(chosen, rank, world)
 
 
 def a_workload(backend: Backend, precision: Precision, **changes: Any) -> Workload:
@@ -91,9 +109,9 @@ def build_context(
     optimizer: OptimizerFactory | None = None,
     precision: Precision = FLOAT32,
     backend: Backend,
-    rank: int,
-    world_size: int,
-    micro_batch: int,
+    rank: int | None = None,
+    world_size: int | None = None,
+    micro_batch: int = 1,
     max_norm: float = 1.0,
     share: Share | None = None,
     accumulation: int = 1,
@@ -105,8 +123,11 @@ def build_context(
 
     Args:
         optimizer: None: what a run file gets that names none.
+        rank, world_size: None: those of this process, which `run_ranks` started.
         offload: of activations.
     """
+    if rank is None or world_size is None:
+        rank, world_size = rank_of_world()
     return BuildContext(
         factory=factory,
         optimizer=optimizer or optimizer_factory(OptimizerSection()),

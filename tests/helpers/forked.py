@@ -7,6 +7,8 @@ must not fork.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import random
@@ -14,7 +16,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from tests.helpers.runs import Run
 from tests.helpers.zygote import Fork, run_forks
 
 PATIENCE_S = 120.0
+Changes = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,19 +46,20 @@ class RunPart:
 
 
 def runs_of(
-    parts: Sequence[RunPart], *, timeout_s: float = 600, module: str = "tests.helpers.forked"
+    parts: Sequence[RunPart], *, timeout_s: float = 600, within: Changes | None = None
 ) -> list[Run]:
     """Do all parts, one after another; a rank's exit status is that of the first that failed.
 
     Args:
-        module: what to run; one that changes something first, and ends in `main`.
+        within: a module's function; ranks run within what it changes.
     """
     with tempfile.TemporaryDirectory(prefix="runs-") as folder:
         asked, told, log = (Path(folder) / name for name in ("parts.json", "runs.json", "log"))
         asked.write_text(json.dumps([asdict(part) for part in parts]))
+        named = [] if within is None else [within.__module__, within.__name__]
         fork = Fork(
-            module=module,
-            arguments=[str(asked), str(told)],
+            module=__name__,
+            arguments=[str(asked), str(told), *named],
             log=str(log),
             environment={"ANYGAUGE_BLOCK_PLUGINS": ""},
         )
@@ -69,20 +73,23 @@ def runs_of(
 
 
 def finished(
-    parts: Sequence[RunPart], *, timeout_s: float = 600, module: str = "tests.helpers.forked"
+    parts: Sequence[RunPart], *, timeout_s: float = 600, within: Changes | None = None
 ) -> list[Run]:
     """The same, and all of them must succeed."""
-    runs = runs_of(parts, timeout_s=timeout_s, module=module)
+    runs = runs_of(parts, timeout_s=timeout_s, within=within)
     for run in runs:
         assert run.status == 0, run.err
     return runs
 
 
-def main() -> None:
-    asked, told = map(Path, sys.argv[1:])
-    given = json.loads(asked.read_text())
+def main(asked: str, told: str, module: str = "", within: str = "") -> None:
+    given = json.loads(Path(asked).read_text())
     parts = [RunPart(**{**part, "overrides": tuple(part["overrides"])}) for part in given]
-    told.write_text(json.dumps([start(part) for part in parts]))
+    changes: Changes = contextlib.nullcontext
+    if module:
+        changes = getattr(importlib.import_module(module), within)
+    with changes():
+        Path(told).write_text(json.dumps([start(part) for part in parts]))
 
 
 def start(part: RunPart) -> dict[str, Any]:
@@ -166,4 +173,4 @@ def random_delays(seed: int, count: int, longest_s: float) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -89,13 +89,21 @@ def run_file(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def save_tiny(folder: Path, **options: Any) -> Path:
-    """A folder with a model of the sizes of TINY and its tokenizer; `save_pretrained` options."""
+def tiny_model(attention: str | None = None, **fields: Any) -> Any:
+    """A model of the sizes of TINY but for `fields`, float32, drawn from seed 0."""
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields: dict[str, Any] = dict(TINY)
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder, **options)
+    given: dict[str, Any] = {**TINY, **fields}
+    config = AutoConfig.for_model(given.pop("model_type"), **given)
+    asked = {} if attention is None else {"attn_implementation": attention}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, **asked)
+
+
+def save_tiny(folder: Path, fields: Mapping[str, Any] | None = None, **options: Any) -> Path:
+    """A folder with `tiny_model` and its tokenizer; `save_pretrained` options."""
+    tiny_model(**(fields or {})).save_pretrained(folder, **options)
     make_tokenizer(folder)
     return folder
 

@@ -32,13 +32,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 and one whose embedding is tied."""
 
 
-def saved(family: str, folder: Path) -> Path:
-    """A tiny model of a family, as transformers itself saves it."""
+def of_family(family: str, **fields: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family]})
-    model: Any = AutoModelForCausalLM.from_config(config).float()
+    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **fields})
+    return AutoModelForCausalLM.from_config(config).float()
+
+
+def saved(family: str, folder: Path) -> Path:
+    """A tiny model of a family, as transformers itself saves it."""
+    model = of_family(family)
     with torch.no_grad():
         for value in model.state_dict().values():
             value.add_(torch.rand_like(value) * 0.1)  # buffers begin with zeros, biases too

@@ -15,7 +15,7 @@ from anygauge.config.load import check_paths, load_run_file
 from anygauge.config.resolved import dump_run
 from anygauge.config.schema import AdapterSection
 from anygauge.config.sections import AdapterGroup
-from anygauge.interface import AnygaugeError, ModelError, RunFileError, UnsupportedError
+from anygauge.interface import ModelError, RunFileError, UnsupportedError
 from anygauge.models.adapter import adapted_layers
 from anygauge.models.targets import Factors
 from tests.helpers.build import model_factory, on_host
@@ -199,49 +199,41 @@ def test_the_path_is_relative_to_the_run_file_and_survives_the_resolved_one(
     assert again.adapter.given == frozenset(), "defaults are not written as if they were given"
 
 
-def test_training_goes_on_where_it_ended(tmp_path: Path) -> None:
+RSLORA = {"rslora": True, "alpha": 16, "groups": [{"targets": ["up_proj"], "r": 2, "alpha": 6}]}
+
+
+@pytest.mark.parametrize("asked", [{"dora": True}, {"init": "orthogonal"}, RSLORA], ids=str)
+def test_training_goes_on_where_it_ended(asked: dict[str, Any], tmp_path: Path) -> None:
     common: dict[str, Any] = {
         "data": {"eval_fraction": 0.2},
         "strategy": {"name": "single"},
         "train": {"steps": 2, "eval_at_start": True, "optimizer": {"lr": 2.0e-2}},
     }
-    first = trained_here(run_file(tmp_path, **common, adapter={"dora": True}))
-    path = run_file(
-        tmp_path,
-        **common,
-        name="second",
-        adapter={"start_from": str(first.folder / "adapter"), "dora": True},
-    )
-    second = trained_here(path)
+    first = trained_here(run_file(tmp_path, **common, adapter=asked))
+    folder = first.folder / "adapter"
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["init_lora_weights"] == asked.get("init", True)
+    given = {"start_from": str(folder), **asked}
+    given.pop("init", None)
+    second = trained_here(run_file(tmp_path, **common, name="second", adapter=given))
     assert second.evaluations()[0] == pytest.approx(first.evaluations()[-1], rel=1e-6)
     verified = json.loads((second.folder / "report.json").read_text())["verified"]
     assert verified["reloaded"] and verified["logits"] < 1e-5
     assert "adapter, trained on" in (second.folder / "adapter/README.md").read_text()
-    with pytest.raises(AnygaugeError, match=r"adapter\.r is 3, but .* has 4"):
-        trained_here(run_file(tmp_path, **common, name="third", adapter={
-            "start_from": str(first.folder / "adapter"), "r": 3}))  # fmt: skip
-
-
-def test_the_scale_of_its_training_is_known_again(tmp_path: Path) -> None:
-    groups = [{"targets": ["up_proj"], "r": 2, "alpha": 6}]
-    common: dict[str, Any] = {
-        "data": {"eval_fraction": 0.2},
-        "strategy": {"name": "single"},
-        "train": {"steps": 2, "eval_at_start": True, "optimizer": {"lr": 2.0e-2}},
-    }
-    asked = {"rslora": True, "alpha": 16, "groups": groups}
-    first = trained_here(run_file(tmp_path, **common, adapter=asked))
-    folder = first.folder / "adapter"
-    second = trained_here(
-        run_file(tmp_path, **common, name="second", adapter={"start_from": str(folder), **asked})
-    )
-    assert second.evaluations()[0] == pytest.approx(first.evaluations()[-1], rel=1e-6)
+    for wrong, said in (
+        ({"r": 3}, r"adapter\.r is 3, but .* has 4"),
+        ({"init": "gaussian"}, r"adapter\.init is gaussian, but"),
+    ):
+        with pytest.raises(ModelError, match=said):
+            adapted(AdapterSection(start_from=str(folder), **wrong))
     model = adapted(AdapterSection(start_from=str(folder)))
+    if asked is not RSLORA:
+        return
+    # The scale of its training is known again.
     layers = adapted_layers(model)
     assert model.peft_config["default"].use_rslora
     assert layers["model.layers.0.mlp.up_proj"] == Factors(2, 6.0)
     assert layers["model.layers.0.mlp.down_proj"] == Factors(4, 16.0)
-
     half = changed(folder, tmp_path, lora_alpha=16)  # of what every reader knows: alpha x sqrt(4)
     config = adapted(half).peft_config["default"]
     assert (config.use_rslora, config.lora_alpha) == (False, 16), "the configuration decides"

@@ -1,18 +1,24 @@
-"""Which layers an adapter goes beside: names, expressions, groups, and what is refused."""
+"""What an adapter goes beside and begins with: names, expressions, groups, and refusals."""
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from anygauge.cli import run as command
 from anygauge.config.schema import AdapterSection
 from anygauge.config.sections import AdapterGroup
-from anygauge.interface import ModelError
+from anygauge.interface import ModelError, UnsupportedError
+from anygauge.models.adapter import adapted_layers, load_adapter
+from anygauge.models.export import save_adapter
 from anygauge.models.targets import Factors, patterns, planned_layers, short_names
-from tests.helpers.build import model_factory
-from tests.helpers.runs import TINY
+from tests.helpers.build import model_factory, on_host
+from tests.helpers.runs import TINY, run_file
+from tests.models.families import adapted, saved
 from tests.models.zoo_configs import tiny_config
 
 
@@ -123,3 +129,107 @@ def test_all_linear_leaves_out_what_can_carry_no_adapter(
     assert any(f".{name}".endswith(f".{left_out}") for name, _ in model.named_modules())
     lasts = {name.rpartition(".")[2] for name in names(model)}
     assert taken in lasts and left_out not in lasts
+
+
+def factors(init: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    made = model_factory(TINY, AdapterSection(r=4, init=init))
+    name = "base_model.model.model.layers.0.mlp.up_proj"
+    layer: Any = made.adapt(on_host(made)).get_submodule(name)
+    return layer.lora_A["default"].weight, layer.lora_B["default"].weight
+
+
+def test_what_each_begins_with() -> None:
+    usual, zero = factors(True)
+    normal, also_zero = factors("gaussian")
+    assert not zero.any() and not also_zero.any() and not torch.equal(usual, normal)
+    assert normal.std().item() == pytest.approx(1 / 4, rel=0.3)
+    a, b = factors("orthogonal")
+    assert a.any() and b.any()
+    torch.testing.assert_close(b @ a, torch.zeros(64, 32), rtol=0, atol=1e-6)
+    a, b = factors(False)
+    assert a.any() and b.any() and (b @ a).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "message"),
+    [
+        *(
+            ({"init": init}, UnsupportedError, f"adapter.init: {init} is not supported: it")
+            for init in ("corda", "lora_ga", "mica", "eva", "loftq")
+        ),
+        ({"init": "other"}, ModelError, r"peft refused it: Unknown initialization.*'other'"),
+        ({"init": "orthogonal", "r": 3}, ModelError, "rank to be even, got 3"),
+        ({"modules_to_save": ["lm_haed"]}, ModelError, "'lm_haed'; did you mean 'lm_head'"),
+        (
+            {"modules_to_save": ["up_proj"]},
+            ModelError,
+            "'up_proj' would be trained whole, but .* also has factors",
+        ),
+    ],
+)
+def test_fields_that_cannot_be_are_refused(
+    fields: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    made = model_factory(TINY, AdapterSection(**{"r": 4, **fields}))
+    with pytest.raises(kind, match=message):
+        made.adapt(made.skeleton())
+
+
+def test_divided_models_take_no_modules_to_save(tmp_path: Path) -> None:
+    path = run_file(
+        tmp_path, adapter={"modules_to_save": ["lm_head"]}, strategy={"name": "ddp", "tp": 2}
+    )
+    with pytest.raises(UnsupportedError, match=r"modules_to_save: .*strategy\.tp: 1"):
+        command(["train", str(path), "--devices", "2"])
+
+
+# -- experts in one tensor ----------------------------------------------------------------------
+
+FUSED = pytest.mark.skipif(
+    importlib.util.find_spec("transformers.core_model_loading") is None,
+    reason="experts are layers before",
+)
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+@FUSED
+def test_the_experts_of_every_layer_are_named_once(tmp_path: Path) -> None:
+    model = adapted(saved("mixtral", tmp_path), targets=["q_proj"], target_parameters=EXPERTS)
+    assert sorted(adapted_layers(model)) == [
+        f"model.layers.{layer}.{name}"
+        for layer in range(2)
+        for name in ("mlp.experts.down_proj", "mlp.experts.gate_up_proj", "self_attn.q_proj")
+    ]
+    assert model.peft_config["default"].target_parameters == set(EXPERTS)
+
+
+@FUSED
+def test_layers_that_peft_takes_for_experts_carry_their_own_adapter(tmp_path: Path) -> None:
+    """`gate_proj` and its like: peft would adapt the routed experts in place of the shared ones."""
+    made = model_factory(saved("deepseek_v3", tmp_path / "base"), AdapterSection(r=4, init=False))
+    model: Any = made.adapt(on_host(made)).eval()
+    layers = adapted_layers(model)
+    assert "model.layers.1.mlp.shared_experts.gate_proj" in layers
+    assert "model.layers.0.mlp.up_proj" in layers
+    assert not any(".experts." in name for name in layers)
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    shapes = {name: tuple(tensor.shape) for name, tensor in trained.items()}
+    save_adapter(model, trained, tmp_path / "adapter", shapes=shapes, base=made.section)
+    again = load_adapter(on_host(made), tmp_path / "adapter")
+    assert adapted_layers(again) == layers
+    ids = torch.arange(3, 19)[None]
+    torch.testing.assert_close(again(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+@FUSED
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (["experts.gate_proj"], "no tensor is called 'experts.gate_proj'.*experts.gate_up_proj"),
+        (["q_proj.weight"], "belongs to the layer 'model.layers.0.self_attn.q_proj'; name that in"),
+        (EXPERTS, r"peft refused it: lora\.ParamWrapper .*lora_dropout"),
+    ],
+)
+def test_tensors_that_can_carry_none(fields: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        adapted(saved("mixtral", tmp_path), target_parameters=fields, dropout=0.1)

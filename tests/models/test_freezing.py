@@ -1,4 +1,4 @@
-"""Full weights in part: what is trained, what is saved, and what is refused."""
+"""Full weights in part: trained, saved, refused; on ranks: tests/training/test_one_file.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from anygauge.cli import run as command
@@ -20,9 +19,7 @@ from anygauge.models.freezing import Freezing
 from anygauge.models.verify import probe_tokens
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.build import model_factory
-from tests.helpers.forked import RunPart, finished
-from tests.helpers.runs import TINY, Run, check_here, run_file, trained_here
-from tests.helpers.tokenizer import make_tokenizer
+from tests.helpers.runs import TINY, check_here, run_file, save_tiny, trained_here
 
 SECOND = r"model\.layers\.1\..*"
 PLAIN: dict[str, Any] = {
@@ -34,17 +31,7 @@ PLAIN: dict[str, Any] = {
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    folder = tmp_path_factory.mktemp("base") / "model"
-    make_tokenizer(folder)
-    fields = {**TINY, "tie_word_embeddings": request.param}
-    torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(fields.pop("model_type"), **fields)
-    )
-    made.save_pretrained(folder)
-    return folder
+    return save_tiny(tmp_path_factory.mktemp("base"), {"tie_word_embeddings": request.param})
 
 
 def file(folder: Path, model: Path | None, train: dict[str, Any], **changes: Any) -> Path:
@@ -53,19 +40,15 @@ def file(folder: Path, model: Path | None, train: dict[str, Any], **changes: Any
     return run_file(folder, **{**PLAIN, **named, "train": train, **changes})
 
 
-def changed(run: Run, model: Path) -> set[str]:
-    before = load_file(model / "model.safetensors")
-    after = load_file(run.folder / "model" / "model.safetensors")
-    assert after.keys() == before.keys()
-    return {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
-
-
 def test_only_what_matches_is_trained_and_all_is_saved(model: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     train = {"trainable": [SECOND, r"lm_head\.weight"], "frozen": [r".*norm\.weight"]}
     run = trained_here(file(tmp_path / "run", model, train))
-    found = changed(run, model)
+    before = load_file(model / "model.safetensors")
+    after = load_file(run.folder / "model" / "model.safetensors")
+    assert after.keys() == before.keys()
+    found = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     tied = json.loads((model / "config.json").read_text())["tie_word_embeddings"]
     assert ("model.embed_tokens.weight" if tied else "lm_head.weight") in found
     assert all(n.startswith(("model.layers.1.", "lm_head", "model.embed_tokens")) for n in found)
@@ -77,55 +60,13 @@ def test_only_what_matches_is_trained_and_all_is_saved(model: Path, tmp_path: Pa
         assert loaded(input_ids=probe_tokens(512)).logits.isfinite().all()
 
 
-STRATEGIES = {
-    "ddp": {"name": "ddp"},
-    "fsdp": {"name": "fsdp"},
-    "zero2": {"name": "zero", "stage": 2},
-    "zero3": {"name": "zero", "stage": 3},
-    "tp": {"name": "ddp", "tp": 2},
-    "pp": {"name": "ddp", "pp": 2},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "train",
-    [{"trainable": [SECOND]}, {"frozen": [SECOND, r".*embed_tokens.*"]}],
-    ids=["the last layer", "all but the last layer"],
-)
-def test_ranks_have_the_losses_of_one(model: Path, tmp_path: Path, train: Any) -> None:
-    tied = json.loads((model / "config.json").read_text())["tie_word_embeddings"]
-    alone = trained_here(file(tmp_path / "one", model, train, name="one"))
-    expected = load_file(alone.folder / "model" / "model.safetensors")
-    parts = []
-    for name, strategy in STRATEGIES.items():
-        if tied and name == "pp":
-            continue
-        path = file(tmp_path / name, model, train, name=name)
-        fields = yaml.safe_load(path.read_text())
-        fields["strategy"], fields["launch"] = strategy, {"devices": 2}
-        path.write_text(yaml.safe_dump(fields))
-        parts.append(RunPart(file=str(path)))
-    for run in finished(parts):
-        assert run.steps("loss") == pytest.approx(alone.steps("loss"), abs=1e-5), run.folder
-        found = load_file(run.folder / "model" / "model.safetensors")
-        for name, tensor in found.items():
-            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-4, msg=name)
-        assert changed(run, model) == changed(alone, model)
-
-
 def test_a_run_goes_on_and_another_choice_is_another_run(tmp_path: Path) -> None:
     path = file(tmp_path / "run", None, {"trainable": [SECOND]}, checkpoint={"every": 2})
     whole = trained_here(path)
-    fields = yaml.safe_load(path.read_text())
-    step = whole.folder / "checkpoints" / "step-00000002"
-    fields["name"], fields["checkpoint"] = "on", {"resume": str(step)}
-    path.write_text(yaml.safe_dump(fields))
-    assert trained_here(path).steps("loss") == whole.steps("loss")[2:]
-    fields["train"]["trainable"], fields["name"] = [r".*mlp.*"], "other"
-    path.write_text(yaml.safe_dump(fields))
+    resume = {"checkpoint.resume": str(whole.folder / "checkpoints" / "step-00000002")}
+    assert trained_here(path, name="on", **resume).steps("loss") == whole.steps("loss")[2:]
     with pytest.raises(AnygaugeError, match=r"train\.trainable"):
-        trained_here(path)
+        trained_here(path, name="other", **resume, **{"train.trainable": [r".*mlp.*"]})
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from anygauge.interface import UnsupportedError
 from anygauge.models.inputs import model_inputs
 from anygauge.models.masks import MaskPlan, block_mask, plan_masks, visible
 from tests.helpers.operations import TRIANGLES, Operations
-from tests.helpers.runs import TINY
+from tests.helpers.runs import tiny_model
 from tests.helpers.tokenizer import FIXTURES, make_tokenizer
 
 LENGTH = 96
@@ -59,14 +59,8 @@ def losses_by_document(model: Any, tokenizer: Any, packing: bool) -> list[list[f
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_packed_and_padded_rows_have_equal_token_losses(attention: str, tmp_path: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     tokenizer = make_tokenizer(tmp_path)
-    torch.manual_seed(0)
-    fields = {k: v for k, v in TINY.items() if k != "model_type"}
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("llama", **fields), attn_implementation=attention
-    ).eval()
+    model = tiny_model(attention).eval()
     for parameter in model.parameters():  # sharper attention, so that a leak would show
         parameter.data.mul_(5)
     padded = losses_by_document(model, tokenizer, packing=False)

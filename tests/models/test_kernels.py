@@ -15,18 +15,13 @@ from anygauge_hpu.kernels import (
     attention_with_softmax_in_bfloat16,
     attention_with_softmax_in_float32,
 )
-from tests.helpers.runs import TINY
+from tests.helpers.runs import TINY, tiny_model
 
 GEMMA = {**TINY, "model_type": "gemma2", "head_dim": 8, "sliding_window": 64}
 
 
 def model(attention: str = "eager", **config: Any) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    fields = {**TINY, **config}
-    torch.manual_seed(0)
-    made = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    return AutoModelForCausalLM.from_config(made, attn_implementation=attention).eval()
+    return tiny_model(attention, **config).eval()
 
 
 def batch() -> dict[str, torch.Tensor]:

@@ -13,20 +13,17 @@ from anygauge.models.files import LazyTensor
 from anygauge.strategies.materialise import decoder_layers, materialise
 from tests.helpers.build import model_factory
 from tests.helpers.host_bytes import HostBytes
-from tests.models.families import FAMILIES, SIZES
+from tests.models.families import of_family
 from tests.models.formats import as_fp8_blocks, as_mxfp4
 
 pytest.importorskip("transformers.core_model_loading", reason="since transformers 5")
 
-WIDE = {
-    **SIZES,
-    **{"hidden_size": 128, "num_hidden_layers": 4, "vocab_size": 64, "intermediate_size": 256},
-}
-MANY_EXPERTS = {
+WIDE = {"hidden_size": 128, "num_hidden_layers": 4, "vocab_size": 64, "intermediate_size": 256}
+MANY_EXPERTS: dict[str, dict[str, int]] = {
     "mixtral": {"num_local_experts": 16},
-    "qwen3_moe": {**FAMILIES["qwen3_moe"], "num_experts": 32, "moe_intermediate_size": 64},
-    "gpt_oss": {**FAMILIES["gpt_oss"], "num_local_experts": 16},
-    "deepseek_v3": {**FAMILIES["deepseek_v3"], "n_routed_experts": 16},
+    "qwen3_moe": {"num_experts": 32, "moe_intermediate_size": 64},
+    "gpt_oss": {"num_local_experts": 16},
+    "deepseek_v3": {"n_routed_experts": 16},
 }
 
 
@@ -45,13 +42,6 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostBytes]:
     yield counter
 
 
-def written(family: str, folder: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(family, **{**WIDE, **MANY_EXPERTS[family]})
-    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
-
-
 @pytest.mark.parametrize(
     ("family", "as_published"),
     [
@@ -67,7 +57,7 @@ def test_at_most_one_layer_is_in_the_hosts_memory(
     family: str, as_published: Any, host: HostBytes, tmp_path: Path
 ) -> None:
     """Of a model that goes to a device, a layer at a time."""
-    written(family, tmp_path)
+    of_family(family, **WIDE, **MANY_EXPERTS[family]).save_pretrained(tmp_path)
     if as_published is not None:
         as_published(tmp_path)
     made = model_factory(tmp_path)

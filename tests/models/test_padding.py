@@ -6,23 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from anygauge.interface import AttentionKernel
 from anygauge.kernels.attention import register_attention
 from anygauge.models.padding import answer_from_host, state_padding
-from tests.helpers.runs import TINY
+from tests.helpers.runs import tiny_model
 
 SLIDING = {"model_type": "mistral", "sliding_window": 3}
 
 
 @pytest.fixture(params=[{}, SLIDING], ids=["all before", "a window"])
 def model(request: pytest.FixtureRequest) -> Any:
-    torch.manual_seed(0)
-    fields = {**TINY, **request.param}
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    return tiny_model("sdpa", **request.param).eval()
 
 
 @pytest.fixture
@@ -100,10 +96,7 @@ def test_padding_on_the_right_costs_neither_a_mask_nor_a_bit(
     fields: dict[str, Any], expected: set[Any], called: list[tuple[bool, bool, int]]
 ) -> None:
     """Torch's flash attention takes no mask, and grouped keys are repeated for one."""
-    torch.manual_seed(0)
-    fields = {**TINY, **fields}
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model = tiny_model("sdpa", **fields)
     ids = torch.arange(16).reshape(2, 8)
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0
@@ -124,7 +117,9 @@ def test_padding_on_the_right_costs_neither_a_mask_nor_a_bit(
     found = computed()
     assert set(called) == expected
     # Gradients of keys that are not repeated are summed over heads in another order.
-    tolerance = 1e-6 if config.num_key_value_heads < 4 and expected != {(True, False, 4)} else 0.0
+    tolerance = (
+        1e-6 if model.config.num_key_value_heads < 4 and expected != {(True, False, 4)} else 0.0
+    )
     for one, other in zip(found, wanted, strict=True):
         assert torch.allclose(one, other, rtol=0, atol=tolerance)
     assert torch.equal(found[0], wanted[0])
@@ -155,16 +150,12 @@ def test_a_kernel_that_is_causal_alone_gets_no_mask_where_all_before_is_seen(
     length: int, window: int | None
 ) -> None:
     attention = CausalAlone(f"causal_{length}_{window}")
-    fields = {**TINY, **({} if window is None else {**SLIDING, "sliding_window": window})}
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    fields = {} if window is None else {**SLIDING, "sliding_window": window}
     ids = torch.arange(2 * length).reshape(2, length)
     mask = torch.ones_like(ids)
     mask[1, length // 2 :] = 0
-    models = []
-    for name in ("eager", register_attention(attention.kernel)):
-        torch.manual_seed(0)
-        models.append(AutoModelForCausalLM.from_config(config, attn_implementation=name).eval())
-    plain, model = models
+    names = ("eager", register_attention(attention.kernel))
+    plain, model = (tiny_model(name, **fields).eval() for name in names)
     real = mask.bool()
     with torch.no_grad():
         wanted = plain(ids, attention_mask=mask).logits[real]

@@ -10,21 +10,14 @@ import torch
 
 from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.interface import UnsupportedError
-from anygauge.models.factory import CausalModelFactory
 from anygauge.models.files import WeightFiles
 from anygauge.strategies.materialise import units
 from tests.helpers.build import model_factory, on_host
 from tests.helpers.runs import TINY
 
-HOST = torch.device("cpu")
-
 
 def described(**changes: Any) -> ModelSection:
     return ModelSection(config={**TINY, **changes}, tokenizer="none")
-
-
-def factory(section: ModelSection, adapter: AdapterSection | None) -> CausalModelFactory:
-    return model_factory(section, adapter)
 
 
 def halves(name: str, shape: tuple[int, ...]) -> tuple[slice, ...] | None:
@@ -36,17 +29,15 @@ def halves(name: str, shape: tuple[int, ...]) -> tuple[slice, ...] | None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = factory(described(), None)
-    model = on_host(made)
     path = tmp_path_factory.mktemp("weights")
-    model.save_pretrained(path)
+    on_host(model_factory(described())).save_pretrained(path)
     return path
 
 
 @pytest.mark.parametrize("stored", [True, False], ids=["files", "drawn"])
 def test_a_part_of_the_values_is_a_part_of_them(stored: bool, folder: Path) -> None:
     section = ModelSection(name=str(folder)) if stored else described()
-    made = factory(section, None)
+    made = model_factory(section)
     whole, parts = made.skeleton(), made.skeleton()
     seen = 0
     for path, _ in units(whole):
@@ -70,7 +61,7 @@ def test_a_number_by_itself_is_read_too(tmp_path: Path) -> None:
 
 
 def test_the_adapter_is_real_and_drawn_as_ever_and_the_base_is_on_meta() -> None:
-    made = factory(described(), AdapterSection(r=4))
+    made = model_factory(described(), AdapterSection(r=4))
     model, names = made.adapted_on_meta()
     skeleton = {name for name, _ in made.skeleton().named_parameters()}
     assert set(names.values()) == skeleton
@@ -86,18 +77,18 @@ def test_the_adapter_is_real_and_drawn_as_ever_and_the_base_is_on_meta() -> None
 
 
 def test_tied_weights_stay_one() -> None:
-    made = factory(described(tie_word_embeddings=True), AdapterSection(r=4))
+    made = model_factory(described(tie_word_embeddings=True), AdapterSection(r=4))
     model, _ = made.adapted_on_meta()
     base = model.get_base_model()
     assert base.get_output_embeddings().weight is base.get_input_embeddings().weight
 
 
 def test_without_an_adapter_everything_is_on_meta_and_trained() -> None:
-    model, names = factory(described(), None).adapted_on_meta()
+    model, names = model_factory(described()).adapted_on_meta()
     assert all(p.is_meta and p.requires_grad for p in model.parameters())
     assert all(name == inner for name, inner in names.items())
 
 
 def test_magnitudes_that_need_the_base_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"adapter\.dora"):
-        factory(described(), AdapterSection(r=4, dora=True)).adapted_on_meta()
+        model_factory(described(), AdapterSection(r=4, dora=True)).adapted_on_meta()

@@ -9,15 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from anygauge.cli.intent import read_intent
+from anygauge.config.load import load_run_file
 from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.config.sections import QuantiseSection
+from anygauge.interface import AnygaugeError, ModelError, UnsupportedError
 from anygauge.models.factory import dtype_name
+from anygauge.models.formats import refuse_format
 from anygauge.models.generate import load_for_inference
 from anygauge.models.merge import merge
 from anygauge.models.quantisation import RECORD_FILE
 from anygauge.models.quantised import (
     QuantisedLinear,
+    _refuse_other_layers,
     keep_scales,
     quantised_layers,
     transformers_config,
@@ -25,8 +31,10 @@ from anygauge.models.quantised import (
 from anygauge.models.result_files import ResultFiles
 from anygauge.models.tokenizer import load_tokenizer
 from anygauge.models.verify import probe_tokens
+from anygauge.registry import Registry
+from anygauge.training.quantised import check_quantised
 from tests.helpers.build import model_factory, on_host
-from tests.helpers.runs import TINY, Run, anygauge, run_file, trained_here
+from tests.helpers.runs import TINY, Run, anygauge, run_file, tiny_model, trained_here
 
 HOST = torch.device("cpu")
 SECTIONS = [
@@ -39,15 +47,8 @@ SECTIONS = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny Llama in bfloat16."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    fields = dict(TINY)
-    made = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(fields.pop("model_type"), **fields)
-    )
     folder = tmp_path_factory.mktemp("model")
-    made.to(torch.bfloat16).save_pretrained(folder)
+    tiny_model().to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 
@@ -190,8 +191,6 @@ def test_merged_into_dequantised_weights(run: Run, model: Path, tmp_path: Path) 
     card = (tmp_path / "merged" / "README.md").read_text()
     assert "from the adapter on codes (nf4, double quantisation" in card
     # Without an adapter's share, what lies there is the codes' values, not the original's.
-    from safetensors.torch import load_file
-
     weights = load_file(tmp_path / "merged" / "model.safetensors")
     name = "model.layers.0.mlp.up_proj"
     layer: Any = ours(model, SECTIONS[1], torch.float32).get_submodule(name)
@@ -205,10 +204,7 @@ def test_merged_into_dequantised_weights(run: Run, model: Path, tmp_path: Path) 
 def test_a_merge_that_misses_the_codes_is_refused(
     run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from anygauge.interface import ModelError
-    from anygauge.models import merge as merging
-
-    monkeypatch.setattr(merging, "_on_codes", lambda *_: torch.ones(1, 16, 512))
+    monkeypatch.setattr("anygauge.models.merge._on_codes", lambda *_: torch.ones(1, 16, 512))
     section = section_of(run, model)
     with pytest.raises(ModelError, match=r"dequantised base .* went wrong"):
         files = ResultFiles(section, load_tokenizer(section))
@@ -240,9 +236,6 @@ REFUSED: list[tuple[dict[str, Any], Any, str]] = [
 def test_refused_before_ranks_start(
     model: Path, tmp_path: Path, changes: dict[str, Any], quantise: Any, said: str
 ) -> None:
-    from anygauge.cli.intent import read_intent
-    from anygauge.interface import AnygaugeError
-
     changes = {"strategy": {"name": "ddp"}, **changes}
     path = run_file(tmp_path, model=fields(tmp_path, model, quantise), **changes)
     with pytest.raises(AnygaugeError, match=said):
@@ -250,40 +243,28 @@ def test_refused_before_ranks_start(
 
 
 def test_a_device_without_it_says_why(model: Path, tmp_path: Path) -> None:
-    from anygauge.config.load import load_run_file
-    from anygauge.interface import UnsupportedError
-    from anygauge.registry import Registry
-    from anygauge.training.quantised import check_quantised
-
     backend = Registry.load().create_backend("hpu")
     run = load_run_file(run_file(tmp_path, model=fields(tmp_path, model, "int8"))).run
     with pytest.raises(UnsupportedError, match=r"lacks 'quantised_base_int8'.*for nf4 alone"):
         check_quantised(run, backend, ranks_run_here=True)
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq"])
-def test_a_folder_of_codes_is_refused(method: str) -> None:
-    from anygauge.interface import UnsupportedError
-    from anygauge.models.formats import refuse_format
-
+@pytest.mark.parametrize(
+    ("method", "quantise", "said"),
+    [
+        *((one, False, rf"format '{one}'.*set model.quantise") for one in ("gptq", "awq")),
+        ("bitsandbytes", False, "format 'bitsandbytes'.*set model.quantise"),
+        # A format that becomes plain numbers is not quantised again.
+        ("fp8", True, r"model.quantise: .*'fp8'.*Leave model.quantise"),
+    ],
+)
+def test_a_folder_of_codes_is_refused(method: str, quantise: bool, said: str) -> None:
     config = SimpleNamespace(quantization_config={"quant_method": method})
-    with pytest.raises(UnsupportedError, match=rf"format '{method}'.*set model.quantise"):
-        refuse_format(config)
-
-
-def test_a_format_that_becomes_plain_numbers_is_not_quantised_again() -> None:
-    from anygauge.interface import UnsupportedError
-    from anygauge.models.formats import refuse_format
-
-    config = SimpleNamespace(quantization_config={"quant_method": "fp8"})
-    with pytest.raises(UnsupportedError, match=r"model.quantise: .*'fp8'.*Leave model.quantise"):
-        refuse_format(config, quantise=True)
+    with pytest.raises(UnsupportedError, match=said):
+        refuse_format(config, quantise=quantise)
 
 
 def test_fused_experts_are_refused() -> None:
-    from anygauge.interface import UnsupportedError
-    from anygauge.models.quantised import _refuse_other_layers
-
     fused = torch.nn.Module()
     fused.gate_up_proj = torch.nn.Parameter(torch.zeros(2, 3, 4))
     with pytest.raises(UnsupportedError, match=r"gate_up_proj.*experts as one tensor"):

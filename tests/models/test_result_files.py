@@ -19,7 +19,7 @@ from anygauge.models.result_files import ResultFiles
 from anygauge.models.source import load_config
 from anygauge.models.tokenizer import load_tokenizer
 from tests.helpers.chats import make_chat_tokenizer, template
-from tests.helpers.runs import TINY, Run, run_file, trained_here
+from tests.helpers.runs import TINY, Run, run_file, tiny_model, trained_here
 
 QUESTION = "Say it."
 ASKED = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
@@ -44,13 +44,8 @@ def fields_of(path: Path) -> dict[str, Any]:
 
 def make_base(folder: Path, own_template: str | None, ends: list[str]) -> Path:
     """A base in the words of transformers 4, with what no library would write by itself."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     tokenizer: Any = make_chat_tokenizer(folder)
-    torch.manual_seed(0)
-    fields = dict(TINY)
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tiny_model().save_pretrained(folder)
     save_fields(
         folder / "config.json",
         **TINY,

@@ -7,20 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 from anygauge.kernels.rope import FUNCTION, plain_rotations, replace_rotations, rotated
-from tests.helpers.runs import TINY
+from tests.helpers.runs import TINY, tiny_model
 
 LAYERS = TINY["num_hidden_layers"]
 
 
 def model(**config: Any) -> Any:
-    fields = {**TINY, **config}
-    torch.manual_seed(0)
-    made = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    return AutoModelForCausalLM.from_config(made, attn_implementation="eager").eval()
+    return tiny_model("eager", **config).eval()
 
 
 class Counting:

@@ -12,13 +12,15 @@ import dataclasses
 import itertools
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from anygauge.strategies.zero_versions import needs_reentrant_checkpointing, offloads_gradients
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import on_ranks
+from tests.strategies import parity_rank
 from tests.strategies.parity_rank import ParityCase
 
 Result = dict[str, Any]
@@ -71,7 +73,49 @@ TWO = [
     ParityCase(strategy="zero", options=STAGE3, **EVERY_SECOND, **SGD),
     ParityCase(strategy="ddp", options=PIPELINE, recomputed=True, **ALL, **SGD),
 ]
+EVERYTHING = {"dora": True, "targets": ".*"}
+GPT2 = {
+    **{"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 256},
+    **{"n_positions": 64, "bos_token_id": 0, "eos_token_id": 1},
+    **{"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+}
+"""With biases, weights that are stored transposed, and one tensor for both embeddings."""
+GROUPED = {
+    "rslora": True,
+    "targets": ["q_proj"],
+    "groups": [{"targets": ["embed_tokens", "lm_head"], "r": 2, "alpha": 128}],
+}
+ADAPTERS = [
+    ParityCase(strategy="zero", options=STAGE3, recomputed=True, adapter=EVERYTHING, **SGD),
+    ParityCase(strategy="zero", options={"stage": 3}, adapter=EVERYTHING, recomputed=True, **SGD),
+    ParityCase(strategy="zero", options=STAGE3, adapter=EVERYTHING, **SGD),
+    ParityCase(strategy="zero", options={"stage": 2}, adapter=EVERYTHING, recomputed=True, **SGD),
+    ParityCase(
+        strategy="zero",
+        options=STAGE3,
+        recomputed=True,
+        adapter={**EVERYTHING, "dropout": 0.2},
+        **SGD,
+    ),
+    ParityCase(
+        strategy="zero",
+        options=STAGE3,
+        recomputed=True,
+        adapter=EVERYTHING,
+        model=GPT2,
+        attention="eager",
+        **SGD,
+    ),
+    ParityCase(strategy="zero", options=STAGE3, recomputed=True, adapter=GROUPED, **SGD),
+]
+RULE = {"loraplus_lr_ratio": 4.0, "weight_decay": 0.1}
 MORE_ON_TWO = [
+    *(
+        ParityCase(strategy="zero", options={"stage": stage}, optimizer=optimizer, rule=RULE)
+        for stage in (0, 1, 3)
+        for optimizer in ("adamw", "adamw_8bit", "lion", "sgd", "adafactor")
+        if optimizer != "adafactor" or stage == 0  # it needs matrices, which the others flatten
+    ),
     ParityCase(strategy="ddp", options=TENSOR, recomputed=True, **ALL, **SGD),
     *(
         ParityCase(strategy="ddp", options={"pp": 2, "schedule": s}, recomputed=True, **ALL, **SGD)
@@ -145,43 +189,64 @@ A_FEW_NUMBERS = 64
 """Bytes of norms and flags in a step, which no footprint speaks of."""
 
 
-def results(
-    world: int, cases: Sequence[ParityCase], folder: Path, backend: str = "cpu"
-) -> list[Result]:
-    output = folder / f"{backend}{world}.json"
-    run_ranks(
-        "tests.strategies.parity_rank",
-        [str(output), json.dumps([dataclasses.asdict(case) for case in cases])],
+def results(world: int, cases: Sequence[ParityCase], backend: str = "cpu") -> list[Result]:
+    found, *_ = on_ranks(
+        parity_rank.results,
+        [dataclasses.asdict(case) for case in cases],
         world=world,
-        folder=folder,
+        backend=backend,
+        alone=False,
         timeout_s=1800,
-        environment={
-            "PARITY_BACKEND": backend,
-            "ANYGAUGE_SIM_LOCKS": "",
-            "ANYGAUGE_SIM_CARDS": "4",
-        },
+        environment={"ANYGAUGE_SIM_LOCKS": "", "ANYGAUGE_SIM_CARDS": "4"},
     )
-    found: list[Result] = json.loads(output.read_text())
-    return found
+    return found  # type: ignore[no-any-return]
 
 
 class Matrix:
     """The results of cases, and those of the reference on the same rows."""
 
-    def __init__(
-        self, world: int, cases: Sequence[ParityCase], folder: Path, backend: str = "cpu"
-    ) -> None:
+    def __init__(self, world: int, cases: Sequence[ParityCase], backend: str = "cpu") -> None:
         alone = list(dict.fromkeys(json.dumps(dataclasses.asdict(c.alone())) for c in cases))
-        references = results(1, [ParityCase(**json.loads(each)) for each in alone], folder)
+        references = results(1, [ParityCase(**json.loads(each)) for each in alone])
         self._references = dict(zip(alone, references, strict=True))
-        self._found = dict(
-            zip([case.name for case in cases], results(world, cases, folder, backend), strict=True)
-        )
+        found = results(world, cases, backend)
+        self._found = dict(zip([case.name for case in cases], found, strict=True))
 
     def pair(self, case: ParityCase) -> tuple[Result, Result]:
-        """(Of the case, of the reference.)"""
+        """(Of the case, which is forgotten then; of the reference.)"""
         alone = json.dumps(dataclasses.asdict(case.alone()))
-        return self._found[case.name], self._references[alone]
+        return self._found.pop(case.name), self._references[alone]
+
+
+class CaseGroups:
+    """Matrices by name, each made when the first of its cases is asked for.
+
+    Args:
+        groups: ranks, cases, and the backend if it is not the host's.
+    """
+
+    def __init__(self, **groups: tuple[Any, ...]) -> None:
+        self._groups = groups
+        self._made: dict[str, Matrix] = {}
+
+    def cases(self, *slow: str) -> list[Any]:
+        """Parameters of a test: group and case."""
+        return [
+            pytest.param(name, case, id=f"{name}: {case.name}", marks=[SLOW] * (name in slow))
+            for name, (_, cases, *_) in self._groups.items()
+            for case in cases
+        ]
+
+    def pair(self, name: str, case: ParityCase) -> tuple[Result, Result]:
+        """(Of the case, of the reference.)"""
+        if name not in self._made:
+            if "sim" in self._groups[name]:
+                pytest.importorskip("anygauge_sim", reason="needs `make plugins`")
+            self._made[name] = Matrix(*self._groups[name])
+        return self._made[name].pair(case)
+
+
+SLOW = pytest.mark.slow
 
 
 def apart(found: Sequence[float], wanted: Sequence[float]) -> float:
@@ -235,8 +300,7 @@ def table(steps: int) -> list[str]:
     ]
     for world, given in CROSSED.items():
         rows = [variants(strategy, options, steps) for strategy, options in given]
-        with tempfile.TemporaryDirectory() as folder:
-            matrix = Matrix(world, [case for row in rows for case in row], Path(folder))
+        matrix = Matrix(world, [case for row in rows for case in row])
         for (strategy, options), row in zip(given, rows, strict=True):
             *pairs, (adamw, alone) = map(matrix.pair, row)
             columns = [
@@ -260,10 +324,9 @@ def record() -> None:
     """Run the whole matrix, and write what it calls."""
     found: dict[str, set[str]] = {}
     for world, cases in ((2, [*TWO, *MORE_ON_TWO]), (4, FOUR)):
-        with tempfile.TemporaryDirectory() as folder:
-            for case, result in zip(cases, results(world, cases, Path(folder)), strict=True):
-                for name in result["operators"]:
-                    found.setdefault(name, set()).add(case.strategy)
+        for case, result in zip(cases, results(world, cases), strict=True):
+            for name in result["operators"]:
+                found.setdefault(name, set()).add(case.strategy)
     text = json.dumps({name: sorted(found[name]) for name in sorted(found)}, indent=1)
     RECORD.write_text(text + "\n", encoding="utf-8")
 

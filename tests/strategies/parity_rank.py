@@ -1,8 +1,4 @@
-"""One rank that trains a tiny model under strategy after strategy, in one process group.
-
-``python -m tests.strategies.parity_rank OUTPUT CASES``: CASES is a JSON list of the fields of
-`ParityCase`; rank 0 writes what each case came to, in their order, to OUTPUT.
-"""
+"""One rank that trains a tiny model under strategy after strategy, in one process group."""
 
 from __future__ import annotations
 
@@ -10,30 +6,27 @@ import dataclasses
 import functools
 import json
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.schema import AdapterSection
 from anygauge.config.sections import CheckpointingSection, OptimizerSection
 from anygauge.data import MicroBatch
 from anygauge.interface import Backend, Precision, Share
 from anygauge.interface.strategy import DeviceBatch, Engine
 from anygauge.kernels.install import ModelKernels
 from anygauge.kernels.loss import model_loss
-from anygauge.models.factory import CausalModelFactory
 from anygauge.models.inputs import model_inputs, positions, shift_labels
 from anygauge.models.masks import MaskPlan
-from anygauge.registry import Registry
-from anygauge.registry.registry import load_options
 from anygauge.strategies.activations import offload_activations
 from anygauge.strategies.flat import FLAT
 from anygauge.training.optimizer import optimizer_factory
-from tests.helpers.build import build_context, open_rank
+from tests.helpers.build import build_context, model_factory, rank_of_world, strategy_of
 from tests.helpers.collective_bytes import CalledOperators, CollectiveBytes
 
 CONFIG = {
@@ -47,7 +40,8 @@ CONFIG = {
     "max_position_embeddings": 128,
 }
 GLOBAL, MICRO, LENGTH = 8, 2, 32
-RATE = {"adamw": 1e-2, "sgd": 1e-2}
+RATES = {"lion": 1e-3, "adafactor": 0.1, "adamw_8bit": 5e-3}
+"""Of optimizers, where it is not 1e-2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +55,9 @@ class ParityCase:
         offloaded: what layers keep for backward is on the host.
         packed: each row is several documents.
         model: fields of the model's configuration in place of those of `CONFIG`.
-        tensors: an adapter's `target_parameters`.
+        adapter: other fields of an adapter's section.
+        rule: other fields of the optimizer's section.
         routers: weight of the loss of a mixture's routers.
-        whole: an adapter's `modules_to_save`.
     """
 
     strategy: str
@@ -79,9 +73,9 @@ class ParityCase:
     steps: int = 4
     model: dict[str, Any] = field(default_factory=dict)
     attention: str = "sdpa"
-    tensors: list[str] = field(default_factory=list)
+    adapter: dict[str, Any] = field(default_factory=dict)
+    rule: dict[str, Any] = field(default_factory=dict)
     routers: float = 0.0
-    whole: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -93,9 +87,17 @@ class ParityCase:
         words += [self.optimizer] * (self.optimizer != "adamw")
         words += [self.dtype] * (self.dtype != "float32")
         words += [self.model["model_type"]] if self.model else []
-        words += ["experts"] * bool(self.tensors) + ["routers' loss"] * bool(self.routers)
-        words += ["whole modules"] * bool(self.whole)
+        words += ["routers' loss"] * bool(self.routers)
+        words += [f"{k}={v}" for k, v in {**self.adapter, **self.rule}.items()]
         return " ".join(words)
+
+    @property
+    def rate(self) -> float:
+        return RATES.get(self.optimizer, 1e-2)
+
+    @property
+    def section(self) -> AdapterSection | None:
+        return AdapterSection(**{"r": 4, **self.adapter}) if self.lora else None
 
     def alone(self) -> ParityCase:
         """The same run under the reference, on the host, where activations stay as they are."""
@@ -188,30 +190,23 @@ def micro_batches(
 
 def built(case: ParityCase, backend: Backend, rank: int, world: int) -> tuple[Engine, Any, Share]:
     """(engine, footprint, share) of a case on this rank."""
-    registry = Registry.load()
-    provided = registry.find_strategy(case.strategy)
-    kind = load_options(provided, "strategy")
-    options = kind(**case.options)
-    strategy = registry.strategy(case.strategy)(options)
-    share = provided.spec.share(options, rank, world)
+    strategy, share = strategy_of(case.strategy, case.options, rank, world)
     context = build_context(
-        factory=CausalModelFactory(
-            ModelSection(config=case.model or CONFIG, tokenizer="none"),
-            AdapterSection(r=4, target_parameters=case.tensors, modules_to_save=case.whole)
-            if case.lora
-            else None,
+        factory=model_factory(
+            case.model or CONFIG,
+            case.section,
             attention=case.attention,
             kernels=ModelKernels(),
             dtype=getattr(torch, case.dtype),
-            seed=0,
             gradient_checkpointing=case.checkpointing,
             router_aux_loss_coef=case.routers,
         ),
         optimizer=optimizer_factory(
             OptimizerSection(
                 name=case.optimizer,
-                lr=RATE[case.optimizer],
+                lr=case.rate,
                 eps=1e-6 if case.optimizer == "adamw" else None,
+                **case.rule,
             )
         ),
         precision=Precision(param_dtype=case.dtype, reduce_dtype="float32"),
@@ -243,6 +238,15 @@ def _trained(case: ParityCase, backend: Backend, rank: int, world: int) -> dict[
     engine, footprint, share = built(case, backend, rank, world)
     device = backend.placement.device
     losses, norms = [], []
+    if case.adapter.get("dropout"):
+        engine.model.register_forward_pre_hook(draw_by_rows, with_kwargs=True)
+    kept: set[str] = set()
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        values = [value for state in optimizer.state.values() for value in state.values()]
+        kept.update(str(value.dtype) for value in values if isinstance(value, torch.Tensor))
+
+    hook = register_optimizer_step_post_hook(note)
     counter = CollectiveBytes()
     for step in range(case.steps):
         tokens = num_loss_tokens(case, step)
@@ -250,10 +254,11 @@ def _trained(case: ParityCase, backend: Backend, rank: int, world: int) -> dict[
         with counter:
             batches = list(micro_batches(case, step, share, device))
             result = engine.run_step(batches, model_loss, tokens)
-            update = engine.update(RATE[case.optimizer], 1.0)
+            update = engine.update(case.rate, 1.0)
         mine = [float(sum(map(float, result.loss_sums)))]
         losses.append((backend.collectives.sum_on_host(mine) if world > 1 else mine)[0] / tokens)
         norms.append(float(update.grad_norm))
+    hook.remove()
     flat = getattr(engine.model, FLAT, None)  # its parameters are views of what is gathered
     held = sum(_local_bytes(p) for p in engine.model.parameters() if not (flat and p in flat))
     held += flat.held if flat else 0
@@ -267,6 +272,7 @@ def _trained(case: ParityCase, backend: Backend, rank: int, world: int) -> dict[
         "bytes": counter.bytes,
         "footprint": footprint,
         "held": held,
+        "kept": sorted(kept),
     }
     values = engine.export_trained()
     ids, labels = rows(5)
@@ -280,6 +286,11 @@ def _trained(case: ParityCase, backend: Backend, rank: int, world: int) -> dict[
     return found
 
 
+def draw_by_rows(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Dropout draws alike for the same rows, whichever rank has them."""
+    torch.manual_seed(int(kwargs["input_ids"].sum()))
+
+
 def num_loss_tokens(case: ParityCase, step: int) -> int:
     """Tokens to learn in a step."""
     whole = placed(case, *rows(step), Share(0, 1), torch.device("cpu"))
@@ -291,15 +302,8 @@ def _local_bytes(parameter: torch.Tensor) -> int:
     return 0 if local.is_meta else local.numel() * local.element_size()
 
 
-def main(output: Path, cases: list[ParityCase]) -> None:
-    """All cases, in one process group."""
-    backend = Registry.load().create_backend(os.environ.get("PARITY_BACKEND", "cpu"))
-    rank, world = open_rank(backend, alone=False)
-    found = [trained(case, backend, rank, world) for case in cases]
-    if rank == 0:
-        output.write_text(json.dumps(found))
-    backend.close()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), [ParityCase(**fields) for fields in json.loads(sys.argv[2])])
+def results(backend: Backend, cases: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """Of all cases, in one process group; rank 0 has them."""
+    rank, world = rank_of_world()
+    found = [trained(ParityCase(**fields), backend, rank, world) for fields in cases]
+    return found if rank == 0 else None

@@ -1,30 +1,23 @@
 """Puts a made-up state into engines and takes it out again, on several numbers of ranks.
 
-Run as a script: ``state_rank.py FOLDER CASE...``. Forks the ranks of each case, and writes what it
-found to ``FOLDER/<case>.json``. Sizes are odd on purpose: some divide by no number of ranks that is
-tried, so that shards are padded.
+Sizes are odd on purpose: some divide by no number of ranks that is tried, so shards are padded.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from anygauge.config.schema import AdapterSection
 from anygauge.config.sections import OptimizerSection
+from anygauge.interface import Backend
 from anygauge.interface.strategy import Counters, Engine, Precision, Strategy
 from anygauge.kernels.loss import model_loss
-from anygauge.registry import Registry
 from anygauge.strategies.common import trained_parameters
 from anygauge.strategies.ddp import Ddp
 from anygauge.strategies.degrees import Degrees
@@ -33,7 +26,8 @@ from anygauge.strategies.fsdp_options import FsdpOptions
 from anygauge.strategies.single import Single
 from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_options import ZeroOptions
-from tests.helpers.build import batch_of, build_context, model_factory
+from anygauge.training.optimizer import optimizer_factory
+from tests.helpers.build import batch_of, build_context, model_factory, rank_of_world
 from tests.helpers.gaudi import library_adamw
 
 CONFIG = {
@@ -82,6 +76,7 @@ class StateCase:
 
     def make(self) -> Strategy:
         name, stage = self.strategy.rstrip("0123"), self.strategy[-1:]
+        offload = "optimizer" if name == "zero-offloading" else "none"
         return {
             "single": Single,
             "ddp": lambda: Ddp(Degrees()),
@@ -89,9 +84,7 @@ class StateCase:
             "tensor-fsdp": lambda: Fsdp(FsdpOptions(tp=2)),
             "fsdp": lambda: Fsdp(FsdpOptions()),
             "hsdp": lambda: Fsdp(FsdpOptions(dp_replicate=2)),
-            "zero-offloading": lambda: Zero(ZeroOptions(stage=int(stage), offload="optimizer")),
-            "zero": lambda: Zero(ZeroOptions(stage=int(stage))),
-        }[name]()
+        }.get(name, lambda: Zero(ZeroOptions(stage=int(stage), offload=offload)))()
 
 
 CASES = (
@@ -147,21 +140,10 @@ class MadeUp:
         return self.tensors[name, key]
 
 
-def work(case: StateCase, rank: int, folder: Path) -> None:
-    """One rank of a case."""
-    from anygauge.training.optimizer import optimizer_factory
-
-    registry = Registry.load()
-    backend = registry.create_backend("cpu")
-    device = backend.open(rank)
-    if case.strategy != "single":
-        backend.collectives.open(
-            rendezvous=f"file://{folder / case.name}.rendezvous",
-            rank=rank,
-            world_size=case.ranks,
-            timeout_s=120,
-            device=device,
-        )
+def work(backend: Backend, fields: dict[str, Any]) -> dict[str, Any]:
+    """One rank of a case: what it found; rank 0 compares."""
+    case = StateCase(**fields)
+    rank, _ = rank_of_world()
     factory = model_factory(
         case.config,
         None if case.all_weights else AdapterSection(r=5),
@@ -176,10 +158,6 @@ def work(case: StateCase, rank: int, folder: Path) -> None:
             else optimizer_factory(OptimizerSection(name=case.optimizer)),
             precision=Precision(param_dtype=case.param_dtype, reduce_dtype="float32"),
             backend=backend,
-            rank=rank,
-            world_size=case.ranks,
-            micro_batch=1,
-            max_norm=1.0,
         )
     )
     ids = torch.arange(8).reshape(1, 8) + rank
@@ -206,14 +184,10 @@ def work(case: StateCase, rank: int, folder: Path) -> None:
         found["different"] = compare(first, state.tensors, torch.equal)
         # Codes of 8 bits have seven bits of mantissa at the largest, fewer for small values.
         found["far"] = compare(first, state.tensors, close_to_codes)
-    if rank == 0:
-        state = MadeUp(tensors=first)
-    else:
-        state = MadeUp(tensors=torch.load(wait_for(folder / f"{case.name}.pt"), weights_only=True))
-    if rank == 0:
-        partial = folder / f"{case.name}.pt.partial"
-        torch.save(first, partial)
-        partial.rename(folder / f"{case.name}.pt")
+    of_rank_0 = [first]
+    if case.strategy != "single":
+        dist.broadcast_object_list(of_rank_0, src=0)
+    state = MadeUp(tensors=of_rank_0[0])
     engine.import_state(state)
     second = exported(engine)
     result = engine.run_step([batch_of(ids)], model_loss, 8 * case.ranks)
@@ -232,10 +206,9 @@ def work(case: StateCase, rank: int, folder: Path) -> None:
             for each in (third, fourth)
         ]
         found["moved_by_infinity"] = compare(weights[1], weights[0], torch.equal)
-        torch.save(third, folder / f"{case.name}.moved.pt")
-        (folder / f"{case.name}.json").write_text(json.dumps(found))
+        found["third"] = {" ".join(key): value.tolist() for key, value in third.items()}
     engine.close()
-    backend.close()
+    return found
 
 
 def keys_of(optimizer: str) -> Sequence[str]:
@@ -262,37 +235,3 @@ def compare(
 
 def close_to_codes(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).abs().max() <= 0.02 * b.abs().max())
-
-
-def wait_for(path: Path) -> Path:
-    for _ in range(6000):
-        if path.exists():
-            return path
-        time.sleep(0.01)
-    raise TimeoutError(str(path))
-
-
-def main(folder: Path, *names: str) -> None:
-    for case in (case for case in CASES if case.name in names):
-        pids = []
-        for rank in range(case.ranks):
-            pid = os.fork()
-            if not pid:
-                status = 1
-                try:
-                    identity = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.ranks}
-                    os.environ.update({name: str(value) for name, value in identity.items()})
-                    work(case, rank, folder)
-                    status = 0
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    sys.stdout.flush()
-                    os._exit(status)
-            pids.append(pid)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        print(case.name, codes, flush=True)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,11 +20,18 @@ from anygauge.models.recompute import recompute
 from anygauge.registry import Registry
 from anygauge.strategies.activations import HostBuffers, Offload, offload_activations
 from anygauge.strategies.materialise import decoder_layers
-from tests.helpers.ranks import run_ranks
-from tests.strategies.activations_rank import WAYS
+from tests.helpers.ranks import on_ranks
 from tests.strategies.parity_rank import CONFIG, LENGTH, MICRO, ParityCase, built, placed, rows
 
 LAYERS = CONFIG["num_hidden_layers"]
+WAYS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "every second": {"recomputed": True, "every": 2},
+    "selective": {"recomputed": True, "selective": True},
+    "recomputed": {"recomputed": True},
+    "offloaded": {"offloaded": True},
+    "recomputed, offloaded": {"recomputed": True, "offloaded": True},
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +41,10 @@ def backend() -> Backend:
     return found
 
 
-def forward(engine: Engine) -> Tensor:
+def forward(engine: Engine, device: str = "cpu") -> Tensor:
     ids, labels = rows(0)
-    batch = placed(
-        ParityCase(strategy="single"), ids[:MICRO], labels[:MICRO], Share(0, 1), torch.device("cpu")
-    )
+    alone = ParityCase(strategy="single")
+    batch = placed(alone, ids[:MICRO], labels[:MICRO], Share(0, 1), torch.device(device))
     engine.model.train()
     return model_loss(engine.model(**batch.inputs))
 
@@ -131,18 +135,27 @@ def test_selective_recomputation_makes_no_attention_and_no_large_product_again(
     assert selective["aten::silu"] == LAYERS, "all else is recomputed"
 
 
+def bytes_kept(backend: Backend) -> dict[str, dict[str, int]]:
+    """Of each way: what layers keep on a card for backward, and what is left after it."""
+    found = {}
+    for name, way in WAYS.items():
+        engine, _, _ = built(ParityCase(strategy="single", **way), backend, 0, 1)
+        before = backend.placement.memory().in_use
+        loss = forward(engine, str(backend.placement.device))
+        kept = backend.placement.memory().in_use - before
+        loss.backward()
+        del loss
+        engine.model.zero_grad(set_to_none=True)
+        found[name] = {"kept": kept, "left": backend.placement.memory().in_use - before}
+        engine.close()
+    return found
+
+
 @pytest.mark.slow
-def test_a_card_keeps_less(tmp_path: Path) -> None:
+def test_a_card_keeps_less() -> None:
     pytest.importorskip("anygauge_sim", reason="needs `make plugins`")
-    output = tmp_path / "kept.json"
-    run_ranks(
-        "tests.strategies.activations_rank",
-        [str(output)],
-        world=1,
-        folder=tmp_path,
-        environment={"ANYGAUGE_SIM_LOCKS": "", "ANYGAUGE_SIM_CARDS": "1"},
-    )
-    found = json.loads(output.read_text())
+    cards = {"ANYGAUGE_SIM_LOCKS": "", "ANYGAUGE_SIM_CARDS": "1"}
+    (found,) = on_ranks(bytes_kept, world=1, backend="sim", alone=False, environment=cards)
     assert all(each["left"] == 0 for each in found.values()), "nothing outlives backward"
     kept = {name: each["kept"] for name, each in found.items()}
     one_input = MICRO * LENGTH * CONFIG["hidden_size"] * 4

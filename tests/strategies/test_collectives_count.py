@@ -1,29 +1,173 @@
-"""Communication of a ZeRO-3 + LoRA step, counted: no more than a hand-written loop's."""
+"""Communication of a ZeRO-3 + LoRA step, counted: no more than a hand-written loop's.
+
+The latter is the loop that DeepSpeed's own tutorial shows, on the same model with the same
+configuration. Counted are calls of torch.distributed's functions on tensors, in elements, so that
+the type does not matter.
+"""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from anygauge.config.schema import AdapterSection
+from anygauge.interface import Backend
+from anygauge.interface.strategy import BuildContext, Engine
+from anygauge.kernels.loss import model_loss
+from anygauge.strategies.common import trained_parameters
+from anygauge.strategies.materialise import materialise
+from anygauge.strategies.zero import Zero
+from anygauge.strategies.zero_options import ZeroOptions
+from anygauge.strategies.zero_runtime import import_deepspeed
+from anygauge.strategies.zero_settings import as_config
 from anygauge.strategies.zero_versions import needs_reentrant_checkpointing, skips_non_finite
-from tests.helpers.ranks import run_ranks
+from tests.helpers.build import batch_of, build_context, model_factory, rank_of_world
+from tests.helpers.ranks import on_ranks
+
+STEPS = 4
+LENGTH = 16
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "vocab_size": 2048,
+    "tie_word_embeddings": False,
+}
+FUNCTIONS = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "reduce_scatter",
+    "all_reduce",
+    "broadcast",
+    "reduce",
+)
 
 
-def counted(way: str, folder: Path, *, gather: str = "layer", **options: int) -> dict[str, Any]:
-    folder.mkdir(exist_ok=True)
-    output = folder / way
-    run_ranks(
-        "tests.strategies.count_rank",
-        [way, str(output)],
-        world=2,
-        folder=folder,
-        environment={"ZERO_OPTIONS": json.dumps({"gather": gather, "options": options})},
+class CountedCalls:
+    """Calls and elements by function, and the elements of each gather in the order of calls, while
+    `on`; a function that calls another counts once."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self._depth = 0
+        self.calls: Counter[str] = Counter()
+        self.elements: Counter[str] = Counter()
+        self.gathers: list[int] = []
+
+    def install(self) -> None:
+        for module in (dist, dist.distributed_c10d):
+            for name in FUNCTIONS:
+                if hasattr(module, name):
+                    setattr(module, name, self._counting(name, getattr(module, name)))
+
+    def _counting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if self.on and self._depth == 0:
+                # By their old names: torch renamed two of them.
+                known = name.replace("gather_single", "gather_into_tensor").replace(
+                    "scatter_single", "scatter_tensor"
+                )
+                first = args[0] if args else next(iter(kwargs.values()))
+                tensors = first if isinstance(first, list) else [first]
+                self.calls[known] += 1
+                elements = sum(t.numel() for t in tensors)
+                self.elements[known] += elements
+                if known == "all_gather_into_tensor":
+                    self.gathers.append(elements)
+            self._depth += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return counted
+
+
+def counted(backend: Backend, way: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What the last of a few steps handed to collectives, and what each gather was of."""
+    counters = CountedCalls()
+    counters.install()  # before DeepSpeed binds the functions
+    rank, _ = rank_of_world()
+    factory = model_factory(
+        CONFIG, AdapterSection(r=16), attention="sdpa", gradient_checkpointing=True
     )
-    found: dict[str, Any] = json.loads((folder / f"{way}.0.json").read_text())
-    return found
+    context = build_context(factory=factory, backend=backend)
+    strategy = Zero(ZeroOptions(**options))
+    engine = strategy.build(context) if way == "anygauge" else None
+    step = by_hand_step(strategy, context) if engine is None else anygauge_step(engine, context)
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.randint(0, CONFIG["vocab_size"], (STEPS, 1, LENGTH), generator=generator)
+    losses = []
+    for index in range(STEPS):
+        counters.on = index == STEPS - 1
+        losses.append(step(ids[index]))
+    found: dict[str, Any] = {"calls": dict(counters.calls), "elements": dict(counters.elements)}
+    found["gathers"] = counters.gathers
+    if engine is not None:
+        counters.on = False
+        engine.evaluate([batch_of(ids[0])], model_loss)
+        counters.on, counters.gathers = True, []
+        step(ids[0])
+        found["gathers after an evaluation"] = counters.gathers
+    parameters = sum(p.numel() for p in factory.skeleton().parameters())
+    return {**found, "losses": losses, "parameters": parameters}
+
+
+def anygauge_step(engine: Engine, context: BuildContext) -> Callable[[torch.Tensor], float]:
+    def step(ids: torch.Tensor) -> float:
+        batch = batch_of(ids)
+        tokens = context.workload.world_size * (LENGTH - 1)
+        result = engine.run_step([batch], model_loss, tokens)
+        engine.update(1e-4, context.workload.max_norm)
+        return float(result.loss_sums[0]) / (LENGTH - 1)
+
+    return step
+
+
+def by_hand_step(strategy: Zero, context: BuildContext) -> Callable[[torch.Tensor], float]:
+    """A plain DeepSpeed loop: its own context, its own engine, the model's own loss."""
+    deepspeed = import_deepspeed(context.backend)
+    skeleton = context.factory.adapt(context.factory.skeleton())
+    config = as_config(strategy.settings(dataclasses.replace(context.workload, skeleton=skeleton)))
+    deepspeed.init_distributed()
+    model = context.factory.skeleton()
+    materialise(model, context.factory, device=torch.device("cpu"), dtype=torch.float32)
+    deepspeed.zero.Init(module=model, config_dict_or_path=config)
+    model = context.factory.adapt(model)
+    del model.get_base_model().forward  # the model's own loss
+    model.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": needs_reentrant_checkpointing()}
+    )
+    if needs_reentrant_checkpointing():
+        model.enable_input_require_grads()
+    optimizer = torch.optim.AdamW([p for _, p in trained_parameters(model)], lr=1e-4)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine.train()
+
+    def step(ids: torch.Tensor) -> float:
+        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        return float(loss)
+
+    return step
+
+
+def count(way: str, *, gather: str = "layer", **options: int) -> dict[str, Any]:
+    found, _ = on_ranks(counted, way, {"gather": gather, "options": options}, world=2)
+    return found  # type: ignore[no-any-return]
 
 
 def gathered(found: dict[str, Any]) -> float:
@@ -33,8 +177,8 @@ def gathered(found: dict[str, Any]) -> float:
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return counted("anygauge", tmp_path_factory.mktemp("ours"))
+def ours() -> dict[str, Any]:
+    return count("anygauge")
 
 
 def test_a_frozen_weight_is_gathered_twice_at_most(ours: dict[str, Any]) -> None:
@@ -42,12 +186,11 @@ def test_a_frozen_weight_is_gathered_twice_at_most(ours: dict[str, Any]) -> None
     assert 1.0 < gathered(ours) <= 2.0
 
 
-def test_gathered_by_module_it_is_gathered_twice_too(ours: dict[str, Any], tmp_path: Path) -> None:
+def test_gathered_by_module_it_is_gathered_twice_too(ours: dict[str, Any]) -> None:
     # Room for less than the model: what is gathered for a forward is gone before its backward.
     layer = 1_800_000
-    found = counted(
+    found = count(
         "anygauge",
-        tmp_path,
         gather="module",
         stage3_max_live_parameters=3 * layer,
         stage3_max_reuse_distance=2 * layer,
@@ -57,10 +200,8 @@ def test_gathered_by_module_it_is_gathered_twice_too(ours: dict[str, Any], tmp_p
     assert found["losses"] == pytest.approx(ours["losses"], rel=1e-5)
 
 
-def test_as_many_elements_as_a_hand_written_loop_in_fewer_calls(
-    ours: dict[str, Any], tmp_path: Path
-) -> None:
-    by_hand = counted("by_hand", tmp_path)
+def test_as_many_elements_as_a_hand_written_loop_in_fewer_calls(ours: dict[str, Any]) -> None:
+    by_hand = count("by_hand")
     # A decoder layer is gathered as one piece; by hand, a module at a time. Where recomputation is
     # reentrant, a layer's recomputation finds the layer gathered for its backward either way.
     gathers = "all_gather_into_tensor"
@@ -86,8 +227,8 @@ def test_a_step_after_an_evaluation_gathers_in_the_same_pieces(ours: dict[str, A
 
 
 @pytest.mark.slow
-def test_a_setting_that_peers_ship_gathers_more(ours: dict[str, Any], tmp_path: Path) -> None:
-    worse = counted("anygauge", tmp_path, stage3_max_live_parameters=0, stage3_max_reuse_distance=0)
+def test_a_setting_that_peers_ship_gathers_more(ours: dict[str, Any]) -> None:
+    worse = count("anygauge", stage3_max_live_parameters=0, stage3_max_reuse_distance=0)
     # Ours stays at or below 2 (above), so the count can tell.
     assert gathered(worse) > 2.0
     assert gathered(worse) > 1.1 * gathered(ours)

@@ -22,7 +22,7 @@ from tests.strategies.matrix import (
     TENSOR,
     ULYSSES,
     WITHOUT_SP,
-    Matrix,
+    CaseGroups,
 )
 from tests.strategies.parity_rank import ParityCase
 from tests.strategies.test_loading import loaded
@@ -79,7 +79,10 @@ TENSORS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
 def of(model: dict[str, Any], strategy: str, **more: Any) -> ParityCase:
-    usual = ParityCase(strategy=strategy, model=model, attention="eager", tensors=TENSORS, **SGD)
+    adapter = {"modules_to_save": whole} if (whole := more.pop("whole", [])) else {}
+    if tensors := more.pop("tensors", TENSORS):
+        adapter["target_parameters"] = tensors
+    usual = ParityCase(strategy=strategy, model=model, attention="eager", adapter=adapter, **SGD)
     return dataclasses.replace(usual, **more)
 
 
@@ -134,40 +137,12 @@ FOUR = [
 ]
 
 
-@pytest.fixture(scope="module")
-def few(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return Matrix(2, FEW, tmp_path_factory.mktemp("few"))
+GROUPS = CaseGroups(few=(2, FEW), many=(2, MANY), four=(4, FOUR))
 
 
-@pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return Matrix(2, MANY, tmp_path_factory.mktemp("many"))
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return Matrix(4, FOUR, tmp_path_factory.mktemp("four"))
-
-
-@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
-def test_experts_train_as_on_one_rank(case: ParityCase, few: Matrix) -> None:
-    trains(case, few)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", MANY, ids=lambda case: case.name)
-def test_more_experts(case: ParityCase, many: Matrix) -> None:
-    trains(case, many)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", FOUR, ids=lambda case: case.name)
-def test_experts_on_four_ranks(case: ParityCase, four: Matrix) -> None:
-    trains(case, four)
-
-
-def trains(case: ParityCase, matrix: Matrix) -> None:
-    found, wanted = matrix.pair(case)
+@pytest.mark.parametrize(("group", "case"), GROUPS.cases("many", "four"))
+def test_experts_train_as_on_one_rank(group: str, case: ParityCase) -> None:
+    found, wanted = GROUPS.pair(group, case)
     is_the_references(case, found, wanted)
     sends_what_it_says(case, found)
     if "tp" in case.options:
@@ -196,5 +171,5 @@ def test_each_rank_of_a_group_reads_its_experts_alone(tmp_path: Path) -> None:
     sizes = {name: 4 * each.numel() for name, each in whole.named_parameters()}
     on_both = ("norm", "mlp.gate.", "lm_head")
     both = sum(size for name, size in sizes.items() if any(word in name for word in on_both))
-    read = [rank["read"] for rank in loaded(tmp_path, tmp_path / "model", "ddp", "cpu", 2, tp=2)]
+    read = [rank["read"] for rank in loaded(tmp_path / "model", "ddp", "cpu", 2, tp=2)]
     assert read == [(sum(sizes.values()) - both) / 2 + both] * 2

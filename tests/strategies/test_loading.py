@@ -5,12 +5,23 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from anygauge.config.schema import AdapterSection
+from anygauge.interface import Backend
+from anygauge.models.files import LazyTensor
 from anygauge.strategies.materialise import decoder_layers
-from tests.helpers.build import model_factory, on_host
-from tests.helpers.ranks import run_ranks
+from tests.helpers.build import (
+    build_context,
+    model_factory,
+    on_host,
+    rank_of_world,
+    strategy_of,
+)
+from tests.helpers.ranks import on_ranks
 from tests.strategies.parity_rank import CONFIG
 
 RANKS = 4
@@ -30,100 +41,92 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, int]:
     return folder, size, of_layer
 
 
+def held_while_loading(
+    backend: Backend, model: str, name: str, options: dict[str, Any]
+) -> dict[str, int]:
+    """Bytes that this rank read, held after it was built, and held at most."""
+    read = [0]
+
+    def counted(self: LazyTensor, part: tuple[Any, ...]) -> torch.Tensor:
+        value = self.source[part]
+        read[0] += value.numel() * value.element_size()
+        return value  # type: ignore[no-any-return]
+
+    strategy, _ = strategy_of(name, options, *rank_of_world())
+    factory = model_factory(Path(model), AdapterSection(r=4), attention="sdpa")
+    before = backend.placement.memory().in_use
+    backend.placement.reset_peak()
+    with mock.patch.object(LazyTensor, "read", counted):
+        engine = strategy.build(build_context(factory=factory, backend=backend))
+    stats = backend.placement.memory()
+    engine.close()
+    return {"read": read[0], "held": stats.in_use - before, "peak": stats.peak - before}
+
+
 def loaded(
-    folder: Path, model: Path, strategy: str, backend: str, ranks: int = RANKS, **options: Any
+    model: Path, strategy: str, backend: str, ranks: int = RANKS, **options: Any
 ) -> list[dict[str, Any]]:
-    output = folder / f"{strategy}-{backend}"
-    run_ranks(
-        "tests.strategies.loading_rank",
-        [str(output), str(model), strategy, backend, json.dumps(options)],
-        world=ranks,
-        folder=folder,
-        environment=SIM,
-    )
-    return [json.loads((folder / f"{output.name}.{r}.json").read_text()) for r in range(ranks)]
+    if backend == "sim":
+        pytest.importorskip("anygauge_sim", reason="needs `make plugins`")
+    given = (str(model), strategy, options)
+    return on_ranks(held_while_loading, *given, world=ranks, backend=backend, environment=SIM)
 
 
-def test_each_rank_of_fsdp_reads_its_part_of_the_files(
-    model: tuple[Path, int, int], tmp_path: Path
-) -> None:
+def test_each_rank_of_fsdp_reads_its_part_of_the_files(model: tuple[Path, int, int]) -> None:
     folder, size, layer = model
     whole = size - LAYERS * layer  # embedding and output layer, which a step reads whole
     a_row = 4 * 128  # the widest row of a layer, in bytes
-    for rank in loaded(tmp_path, folder, "fsdp", "cpu"):
+    for rank in loaded(folder, "fsdp", "cpu"):
         assert abs(rank["read"] - whole - LAYERS * layer / RANKS) <= 2 * LAYERS * a_row
-
-
-def test_each_rank_of_fsdp2_alone_reads_its_part_of_the_files(
-    model: tuple[Path, int, int], tmp_path: Path
-) -> None:
-    folder, size, _ = model
-    found = loaded(tmp_path, folder, "fsdp", "cpu", gather="step")
-    assert [rank["read"] for rank in found] == [size / RANKS] * RANKS
+    alone = loaded(folder, "fsdp", "cpu", gather="step")
+    assert [rank["read"] for rank in alone] == [size / RANKS] * RANKS
 
 
 @pytest.mark.slow
-def test_ranks_that_hold_everything_read_everything(
-    model: tuple[Path, int, int], tmp_path: Path
-) -> None:
+def test_ranks_that_hold_everything_read_everything(model: tuple[Path, int, int]) -> None:
     folder, size, _ = model
-    assert [rank["read"] for rank in loaded(tmp_path, folder, "ddp", "cpu")] == [size] * 4
+    assert [rank["read"] for rank in loaded(folder, "ddp", "cpu")] == [size] * 4
 
 
-def test_a_card_holds_its_part_of_the_model_and_never_much_more(
-    model: tuple[Path, int, int], tmp_path: Path
-) -> None:
-    pytest.importorskip("anygauge_sim", reason="needs `make plugins`")
-    folder, size, layer = model
-    factors = 2**16
-    for rank in loaded(tmp_path, folder, "fsdp", "sim", gather="step"):
-        assert rank["held"] <= 0.26 * size + factors
-        assert rank["peak"] <= 0.26 * size + 2 * layer + factors
-    whole = size - LAYERS * layer
-    for rank in loaded(tmp_path, folder, "fsdp", "sim"):
-        in_step = whole + 2 * layer  # and two layers, gathered in turn
-        assert rank["held"] <= 0.26 * size + in_step + factors
-        assert rank["peak"] <= 0.26 * size + in_step + layer + factors
-
-
-def whole_on_each(model: Path) -> int:
-    """Bytes of what tensor parallelism does not divide: norms and the output layer."""
-    config = json.loads((model / "config.json").read_text())
+def test_each_rank_of_a_group_reads_its_part_of_every_layer(model: tuple[Path, int, int]) -> None:
+    folder, size, _ = model
+    config = json.loads((folder / "config.json").read_text())
     norms = 2 * config["num_hidden_layers"] + 1
-    return 4 * config["hidden_size"] * (norms + config["vocab_size"])
-
-
-def test_each_rank_of_a_group_reads_its_part_of_every_layer(
-    model: tuple[Path, int, int], tmp_path: Path
-) -> None:
-    folder, size, _ = model
-    both = whole_on_each(folder)
-    read = [rank["read"] for rank in loaded(tmp_path, folder, "ddp", "cpu", 2, tp=2)]
+    # What tensor parallelism does not divide: norms and the output layer.
+    both = 4 * config["hidden_size"] * (norms + config["vocab_size"])
+    read = [rank["read"] for rank in loaded(folder, "ddp", "cpu", 2, tp=2)]
     assert read == [(size - both) / 2 + both] * 2
 
 
-def test_a_card_holds_its_part_of_every_layer(model: tuple[Path, int, int], tmp_path: Path) -> None:
-    pytest.importorskip("anygauge_sim", reason="needs `make plugins`")
-    folder, size, layer = model
-    for rank in loaded(tmp_path, folder, "ddp", "sim", 2, tp=2):
-        factors = 2**17
-        assert rank["held"] <= 0.53 * size + factors
-        assert rank["peak"] <= 0.53 * size + 2 * layer + factors
-
-
-def test_each_stage_reads_its_own_layers(model: tuple[Path, int, int], tmp_path: Path) -> None:
+def test_each_stage_reads_its_own_layers(model: tuple[Path, int, int]) -> None:
     folder, size, _ = model
-    read = [rank["read"] for rank in loaded(tmp_path, folder, "ddp", "cpu", 2, pp=2)]
+    read = [rank["read"] for rank in loaded(folder, "ddp", "cpu", 2, pp=2)]
     assert sum(read) == size
     assert max(read) < 0.6 * size
 
 
-def test_a_card_holds_its_stages(model: tuple[Path, int, int], tmp_path: Path) -> None:
-    pytest.importorskip("anygauge_sim", reason="needs `make plugins`")
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "options", "part", "ends", "layers"),
+    [
+        ("fsdp", RANKS, {"gather": "step"}, 0.26, 0, (0, 2)),
+        ("fsdp", RANKS, {}, 0.26, 2, (2, 3)),  # two layers, which are gathered in turn
+        ("ddp", 2, {"tp": 2}, 0.53, 0, (0, 2)),
+        ("ddp", 2, {"pp": 2}, 0.5, 1, (0, 2)),
+    ],
+)
+def test_a_card_holds_its_part_of_the_model_and_never_much_more(
+    strategy: str,
+    ranks: int,
+    options: dict[str, Any],
+    part: float,
+    ends: int,
+    layers: tuple[int, int],
+    model: tuple[Path, int, int],
+) -> None:
+    """A part of all weights, with so many of embedding and output layer, and whole layers."""
     folder, size, layer = model
-    config = json.loads((folder / "config.json").read_text())
-    embedding = 4 * config["vocab_size"] * config["hidden_size"]
-    for rank in loaded(tmp_path, folder, "ddp", "sim", 2, pp=2):
-        factors = 2**16
-        assert rank["held"] <= 0.5 * size + embedding + factors
-        assert rank["peak"] <= 0.5 * size + embedding + 2 * layer + factors
+    end = 4 * CONFIG["vocab_size"] * CONFIG["hidden_size"]
+    most = part * size + ends * end + 2 ** (17 if "tp" in options else 16)  # and the adapter
+    for rank in loaded(folder, strategy, "sim", ranks, **options):
+        assert rank["held"] <= most + layers[0] * layer
+        assert rank["peak"] <= most + layers[1] * layer

@@ -9,41 +9,31 @@ from anygauge.testing.collectives import FUNCTIONS, WITHOUT_LINE
 from anygauge.training.auto import AUTO
 from tests.strategies.matrix import (
     A_FEW_NUMBERS,
+    ADAPTERS,
     CARDS,
     FOUR,
     MORE_ON_TWO,
+    STAGE3,
     TWO,
-    Matrix,
+    CaseGroups,
     Result,
     recorded,
 )
 from tests.strategies.parity_rank import ParityCase
 
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return Matrix(2, TWO, tmp_path_factory.mktemp("two"))
-
-
-@pytest.fixture(scope="module")
-def more_on_two(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return Matrix(2, MORE_ON_TWO, tmp_path_factory.mktemp("more"))
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return Matrix(4, FOUR, tmp_path_factory.mktemp("four"))
-
-
-@pytest.fixture(scope="module")
-def cards(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    pytest.importorskip("anygauge_sim", reason="needs `make plugins`")
-    return Matrix(2, CARDS, tmp_path_factory.mktemp("cards"), "sim")
+GROUPS = CaseGroups(
+    two=(2, TWO),
+    adapters=(2, ADAPTERS),
+    more_on_two=(2, MORE_ON_TWO),
+    four=(4, FOUR),
+    cards=(2, CARDS, "sim"),
+)
 
 
 def is_the_references(case: ParityCase, found: Result, wanted: Result) -> None:
-    exact = case.dtype == "float32"
-    noise = 5e-3 if "tp" in case.options else 1e-3  # bfloat16 sums parts of sums
+    exact = case.dtype == "float32" and case.optimizer != "adamw_8bit"
+    # bfloat16 sums parts of sums; codes of 8 bits are made of other blocks.
+    noise = 5e-3 if "tp" in case.options else 2e-3 if case.optimizer == "adamw_8bit" else 1e-3
     assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5 if exact else noise)
     assert found["evaluation"] == pytest.approx(wanted["evaluation"], rel=1e-5 if exact else noise)
     assert found["norms"][0] == pytest.approx(wanted["norms"][0], rel=1e-6 if exact else 1e-2)
@@ -68,41 +58,22 @@ def sends_what_it_says(case: ParityCase, found: Result) -> None:
         assert least <= size <= said[name] + A_FEW_NUMBERS, name
 
 
-def is_right(case: ParityCase, matrix: Matrix) -> None:
-    found, wanted = matrix.pair(case)
-    new = [name for name in found["operators"] if case.strategy not in recorded().get(name, ())]
-    assert not new, f"{new}: python -m tests.strategies.matrix --record, and see the kit's table"
+@pytest.mark.parametrize(("group", "case"), GROUPS.cases("more_on_two", "four", "cards"))
+def test_it_trains_as_one_rank_does(group: str, case: ParityCase) -> None:
+    found, wanted = GROUPS.pair(group, case)
     is_the_references(case, found, wanted)
     sends_what_it_says(case, found)
+    if group == "cards":  # the reference is the host's
+        return
+    new = [name for name in found["operators"] if case.strategy not in recorded().get(name, ())]
+    assert not new, f"{new}: python -m tests.strategies.matrix --record, and see the kit's table"
     if case.strategy != "zero":  # whose parameters show no shards
         # What is kept whole from forward to backward is not held from step to step.
         assert found["held"] == found["footprint"]["weights"]
-
-
-@pytest.mark.parametrize("case", TWO, ids=lambda case: case.name)
-def test_on_two_ranks(case: ParityCase, two: Matrix) -> None:
-    is_right(case, two)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", MORE_ON_TWO, ids=lambda case: case.name)
-def test_more_on_two_ranks(case: ParityCase, more_on_two: Matrix) -> None:
-    is_right(case, more_on_two)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", FOUR, ids=lambda case: case.name)
-def test_on_four_ranks(case: ParityCase, four: Matrix) -> None:
-    is_right(case, four)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CARDS, ids=lambda case: case.name)
-def test_on_simulated_cards(case: ParityCase, cards: Matrix) -> None:
-    """The reference is the host's."""
-    found, wanted = cards.pair(case)
-    is_the_references(case, found, wanted)
-    sends_what_it_says(case, found)
+    if case.optimizer == "adamw_8bit" and case.options["stage"]:
+        assert "torch.uint8" in found["kept"], "also in flat vectors"
+    if group == "adapters" and case.options == STAGE3:
+        assert found["held"] == 0, "frozen weights are whole only while they are used"
 
 
 def test_the_kit_has_a_line_for_each_operator_that_strategies_call_and_for_no_other() -> None:

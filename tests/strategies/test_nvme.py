@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -11,15 +10,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from anygauge.interface import (
     AnygaugeError,
+    Backend,
     NotAvailableError,
     Precision,
     RunFileError,
+    Share,
     StrategyRun,
     UnsupportedError,
 )
+from anygauge.interface.strategy import Engine
+from anygauge.kernels.loss import model_loss
 from anygauge.strategies import zero_nvme, zero_versions
 from anygauge.strategies.zero_nvme import (
     folder_of_rank,
@@ -31,8 +35,10 @@ from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_settings import as_config, zero_settings
 from anygauge.strategies.zero_spec import ZERO
 from anygauge_cpu.backend import CpuBackend
-from tests.helpers.build import a_workload
-from tests.helpers.ranks import run_ranks
+from tests.helpers.build import a_workload, rank_of_world
+from tests.helpers.ranks import on_ranks
+from tests.strategies.parity_rank import CONFIG, ParityCase, built, micro_batches, num_loss_tokens
+from tests.strategies.state_rank import MadeUp
 
 
 @pytest.fixture(autouse=True)
@@ -86,25 +92,24 @@ def test_a_version_that_was_not_tried(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("operator_here")
-def test_the_folder_is_looked_at_where_ranks_run(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(RunFileError, match=r"'disk' is relative; give an absolute path"):
-        check("disk")
-    with pytest.raises(RunFileError, match=r"nothing does not exist on this machine; create it"):
-        check(tmp_path / "nothing")
-    with pytest.raises(RunFileError, match=r"file is not a folder"):
-        check(file)
-    check(tmp_path / "nothing", here=False)
-
-
-@pytest.mark.usefixtures("operator_here")
-def test_a_folder_that_cannot_be_written_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("", r"'disk' is relative; give an absolute path"),
+        ("nothing", "nothing does not exist on this machine; create it"),
+        ("file", "file is not a folder"),
+        ("closed", "cannot be written to; change its permissions"),
+    ],
+)
+def test_the_folder_is_looked_at_where_ranks_run(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "closed").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
-    with pytest.raises(RunFileError, match="cannot be written to; change its permissions"):
-        check(tmp_path)
+    with pytest.raises(RunFileError, match=said):
+        check(tmp_path / name if name else "disk")
+    check(tmp_path / (name or "nothing"), here=False)
 
 
 def test_a_missing_operator_is_told_with_its_remedy(
@@ -187,22 +192,70 @@ def test_deepspeed_is_told_where() -> None:
     assert config["zero_force_ds_cpu_optimizer"] is False
 
 
+WIDE = {"hidden_size": 256, "intermediate_size": 512}
+"""Each rank has megabytes of masters: of less than one, DeepSpeed leaves all in memory."""
+
+
+def steps(
+    case: ParityCase, engine: Engine, share: Share, first: int, backend: Backend
+) -> list[float]:
+    """Losses of this rank and norms of two steps."""
+    found = []
+    for step in (first, first + 1):
+        batches = list(micro_batches(case, step, share, backend.placement.device))
+        result = engine.run_step(batches, model_loss, num_loss_tokens(case, step))
+        norm = engine.update(1e-2, 1.0).grad_norm
+        found += [*map(float, result.loss_sums), float(norm)]
+    return found
+
+
+def resumed(case: ParityCase, folder: Path, backend: Backend) -> dict[str, Any]:
+    """Train, export, import into a new engine, and train on."""
+    rank, _ = rank_of_world()
+    engine, _, share = built(case, backend, rank, 2)
+    found: dict[str, Any] = {"first": steps(case, engine, share, 0, backend)}
+    dist.barrier()
+    found["files"] = sorted(file.stat().st_size for file in folder.rglob("*.swp"))
+    exported = {(name, key): tensor for name, key, tensor in engine.export_state()}
+    whole = [exported]
+    dist.broadcast_object_list(whole, src=0)
+    counters = engine.counters()
+    found["on"] = steps(case, engine, share, 2, backend)
+    trained = engine.export_trained()
+    engine.close()
+    engine, _, _ = built(case, backend, rank, 2)
+    engine.import_state(MadeUp(whole[0], counters))
+    again = {(name, key): tensor for name, key, tensor in engine.export_state()}
+    found["resumed"] = steps(case, engine, share, 2, backend)
+    engine.close()
+    dist.barrier()
+    found["left"] = [str(file) for file in folder.iterdir()]
+    found["updates"] = counters.updates
+    if rank == 0:
+        assert again.keys() == exported.keys()
+        found["same"] = all(bool((again[key] == exported[key]).all()) for key in exported)
+        found["state"] = {" ".join(key): float(t.double().norm()) for key, t in exported.items()}
+        found["trained"] = {name: float(t.double().norm()) for name, t in trained.items()}
+    return found
+
+
+def in_memory_and_on_a_disk(backend: Backend, folder: str) -> dict[str, Any]:
+    """What ZeRO-3 comes to with its optimizer in the host's memory, and in a folder."""
+    CONFIG.update(WIDE)
+    found = {}
+    for name, where in {"host": {}, "disk": {"nvme": folder}}.items():
+        options = {"stage": 3, "offload": "optimizer", **where}
+        case = ParityCase(strategy="zero", options=options, lora=False)
+        found[name] = resumed(case, Path(folder), backend)
+    return found
+
+
 @pytest.mark.slow
 def test_it_trains_and_resumes_as_in_the_hosts_memory(tmp_path: Path) -> None:
     missing = operator_lacks(os.environ)
     if missing:
         pytest.skip(f"to build DeepSpeed's async_io, {missing} missing")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    output = tmp_path / "found.json"
-    run_ranks(
-        "tests.strategies.nvme_rank",
-        [str(output), str(disk)],
-        world=2,
-        folder=tmp_path,
-        timeout_s=900,
-    )
-    found = json.loads(output.read_text())
+    found, _ = on_ranks(in_memory_and_on_a_disk, str(tmp_path), world=2, timeout_s=900)
     host, on_disk = found["host"], found["disk"]
     assert host.pop("files") == []
     sizes = on_disk.pop("files")

@@ -17,7 +17,7 @@ from anygauge.strategies.fsdp_spec import check as check_fsdp
 from anygauge.strategies.pipeline_cut import cut, rank_of_stage
 from anygauge.strategies.pipeline_stage import PipelineModel
 from tests.helpers.build import model_factory
-from tests.strategies.matrix import ALL, SGD, Matrix
+from tests.strategies.matrix import ALL, SGD, CaseGroups
 from tests.strategies.parity_rank import ParityCase
 from tests.strategies.test_matrix import is_the_references, sends_what_it_says
 from tests.strategies.test_tensor import MODELS
@@ -45,29 +45,12 @@ FEW = [case for case in CASES if case.model["model_type"] in USUAL]
 MANY = [case for case in CASES if case not in FEW]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return Matrix(2, FEW, tmp_path_factory.mktemp("models"))
+GROUPS = CaseGroups(few=(2, FEW), many=(2, MANY))
 
 
-@pytest.fixture(scope="module")
-def more_models(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return Matrix(2, MANY, tmp_path_factory.mktemp("more"))
-
-
-@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
-def test_architectures(case: ParityCase, models: Matrix) -> None:
-    is_cut(case, models)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", MANY, ids=lambda case: case.name)
-def test_more_architectures(case: ParityCase, more_models: Matrix) -> None:
-    is_cut(case, more_models)
-
-
-def is_cut(case: ParityCase, models: Matrix) -> None:
-    found, wanted = models.pair(case)
+@pytest.mark.parametrize(("group", "case"), GROUPS.cases("many"))
+def test_architectures(group: str, case: ParityCase) -> None:
+    found, wanted = GROUPS.pair(group, case)
     is_the_references(case, found, wanted)
     sends_what_it_says(case, found)
     assert found["held"] == found["footprint"]["weights"]
@@ -119,27 +102,20 @@ def a_run(options: Any, **changes: Any) -> StrategyRun:
     [
         (a_run(Degrees(pp=3)), r"not a multiple of 3\. Set strategy\.pp to one of 1, 2"),
         (a_run(Degrees(pp=2, tp=2)), "tp 2 and pp 2 cannot be combined yet"),
+        (a_run(Degrees(tp=2, cp=2), world_size=4), "cp 2 and tp 2 cannot be combined yet"),
         (a_run(Degrees(schedule="gpipe")), "nothing to order"),
         (a_run(Degrees(pp=2), micro_batches=1), "at least 2 micro-batches, but a rank has 1"),
         (
             a_run(Degrees(pp=2, schedule="interleaved"), micro_batches=5),
             "a multiple of 2, or fewer than 4 micro-batches",
         ),
+        (a_run(FsdpOptions(pp=2)), r"cannot shard .* yet\. Use strategy\.name: ddp"),
+        (a_run(Degrees(pp=2), adapter="dora"), r"DoRA.*strategy\.pp divides"),
     ],
 )
-def test_what_cannot_be_ordered_is_refused(run: StrategyRun, said: str) -> None:
-    with pytest.raises(RunFileError, match=said):
-        check(run)
-
-
-def test_adapters_that_read_whole_weights_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"DoRA.*strategy\.pp divides"):
-        check(a_run(Degrees(pp=2), adapter="dora"))
-
-
-def test_sharded_stages_are_refused_with_what_can() -> None:
-    with pytest.raises(RunFileError, match=r"cannot shard .* yet\. Use strategy\.name: ddp"):
-        check_fsdp(a_run(FsdpOptions(pp=2)))
+def test_what_cannot_be_ordered_or_divided_is_refused(run: StrategyRun, said: str) -> None:
+    with pytest.raises((RunFileError, UnsupportedError), match=said):
+        (check_fsdp if isinstance(run.options, FsdpOptions) else check)(run)
 
 
 def test_more_stages_than_layers_are_refused() -> None:
@@ -149,22 +125,19 @@ def test_more_stages_than_layers_are_refused() -> None:
         check_model(Degrees(pp=2, schedule="interleaved"), config)
 
 
-@pytest.mark.skipif(not SCALES_EMBEDDINGS_ITSELF, reason="this transformers scales them before")
-def test_embeddings_that_the_decoder_scales_would_be_scaled_by_every_stage() -> None:
-    factory = model_factory(MODELS["gemma2"], attention="eager")
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        # It adds positions to whatever embeddings it is given: each stage would do so again.
+        GPT2,
+        {**MODELS["gptj"], "embd_pdrop": 0.5},
+        *([MODELS["gemma2"]] if SCALES_EMBEDDINGS_ITSELF else []),
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_a_decoder_that_does_more_than_call_its_layers_is_refused(config: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match="changes its embeddings before its first layer"):
-        PipelineModel(factory.skeleton())
-
-
-def test_a_decoder_that_does_more_than_call_its_layers_is_refused() -> None:
-    """GPT-2 adds positions to whatever embeddings it is given: each stage would do so again."""
-    config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64}
-    factory = model_factory(config)
-    with pytest.raises(UnsupportedError, match="changes its embeddings before its first layer"):
-        PipelineModel(factory.skeleton())
-
-
-def test_dropout_of_embeddings_would_be_drawn_by_every_stage() -> None:
-    factory = model_factory({**MODELS["gptj"], "embd_pdrop": 0.5})
-    with pytest.raises(UnsupportedError, match="changes its embeddings before its first layer"):
-        PipelineModel(factory.skeleton())
+        PipelineModel(model_factory(config, attention="eager").skeleton())

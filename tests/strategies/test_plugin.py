@@ -75,44 +75,23 @@ def test_its_checkpoint_is_resumed_under_another_strategy(plain: Run, folder: Pa
     assert trained_here(path).steps("loss") == pytest.approx(plain.steps("loss")[2:], rel=1e-5)
 
 
+PLAIN = {"name": "plain"}
+
+
 @pytest.mark.parametrize(
-    ("strategy", "overrides", "error", "told"),
+    ("strategy", "override", "told"),
     [
-        ({"name": "plian"}, (), RunFileError, "did you mean 'plain'"),
-        (
-            {"name": "plain", "stage": 2},
-            (),
-            RunFileError,
-            "it is a field of strategy 'zero'; valid here: name, sums",
-        ),
-        ({"name": "plain", "sums": "float16"}, (), RunFileError, "one of float32, float64"),
-        (
-            {"name": "single", "sums": "float64"},
-            (),
-            RunFileError,
-            "it is a field of strategy 'plain'",
-        ),
-        (
-            {"name": "plain"},
-            ("launch.devices=2",),
-            RunFileError,
-            "in one process, but the run has 2 ranks",
-        ),
-        (
-            {"name": "plain"},
-            ("precision.param_dtype=bfloat16",),
-            UnsupportedError,
-            "plain computes in",
-        ),
+        ({"name": "plian"}, "", "did you mean 'plain'"),
+        ({**PLAIN, "stage": 2}, "", "it is a field of strategy 'zero'; valid here: name, sums"),
+        ({**PLAIN, "sums": "float16"}, "", "one of float32, float64"),
+        ({"name": "single", "sums": "float64"}, "", "it is a field of strategy 'plain'"),
+        (PLAIN, "launch.devices=2", "in one process, but the run has 2 ranks"),
+        (PLAIN, "precision.param_dtype=bfloat16", "plain computes in"),
     ],
 )
 def test_what_it_cannot_do_is_refused_when_the_run_is_read(
-    tmp_path: Path,
-    strategy: dict[str, Any],
-    overrides: tuple[str, ...],
-    error: type[Exception],
-    told: str,
+    tmp_path: Path, strategy: dict[str, Any], override: str, told: str
 ) -> None:
     path = run_file(tmp_path, strategy=strategy)
-    with pytest.raises(error, match=told):
-        read_intent(path, overrides, {}, need_device=False)
+    with pytest.raises((RunFileError, UnsupportedError), match=told):
+        read_intent(path, [override] if override else [], {}, need_device=False)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.util
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers.ranks import run_ranks
-from tests.strategies.state_rank import CASES, KERNEL, UPDATES, StateCase
+from tests.helpers.ranks import on_ranks
+from tests.strategies.state_rank import CASES, KERNEL, UPDATES, StateCase, work
 
 NEEDS = {"adamw_8bit": "bitsandbytes"}
 
@@ -28,22 +28,18 @@ SLOW = {
     "zero2-3-adamw_8bit",
 }
 
-Folder = Callable[[StateCase], Path]
+Results = Callable[[StateCase], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """Where a case's results are; the usual ones are run at once, and so are the slow ones."""
-    folders: dict[bool, Path] = {}
+def results() -> Results:
+    """What rank 0 found."""
 
-    def of(case: StateCase) -> Path:
-        slow = case.name in SLOW
-        if slow not in folders:
-            made = folders[slow] = tmp_path_factory.mktemp("state")
-            names = [each.name for each in CASES if (each.name in SLOW) == slow]
-            arguments = [str(made), *names]
-            run_ranks("tests.strategies.state_rank", arguments, world=1, folder=made)
-        return folders[slow]
+    @functools.cache
+    def of(case: StateCase) -> dict[str, Any]:
+        fields, alone = dataclasses.asdict(case), case.strategy != "single"
+        found: dict[str, Any] = on_ranks(work, fields, world=case.ranks, alone=alone)[0]
+        return found
 
     return of
 
@@ -53,13 +49,11 @@ def marked(case: StateCase) -> Any:
 
 
 @pytest.mark.parametrize("case", map(marked, CASES), ids=[case.name for case in CASES])
-def test_what_went_in_comes_out(case: StateCase, folder: Folder) -> None:
+def test_what_went_in_comes_out(case: StateCase, results: Results) -> None:
     package = NEEDS.get(case.optimizer)
     if package and importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    path = folder(case) / f"{case.name}.json"
-    assert path.exists(), path.with_name("rank0.log").read_text()[-4000:]
-    found: dict[str, Any] = json.loads(path.read_text())
+    found = results(case)
     assert found["after_a_step"] == found["tensors"] == found["expected"] > 0
     if case.ranks > 1 and case.strategy != "tensor":
         assert any(size % case.ranks for size in found["sizes"]), "so padding is among the cases"
@@ -80,15 +74,13 @@ def test_what_went_in_comes_out(case: StateCase, folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_devices_own_update_is_torchs(stage: int, folder: Folder) -> None:
+def test_a_devices_own_update_is_torchs(stage: int, results: Results) -> None:
     """From the same made-up state, in parts of flat vectors; but for where epsilon is added."""
-    of_torch, of_kernel = (
-        StateCase(strategy=f"zero{stage}", ranks=3, optimizer=optimizer, all_weights=True)
+    wanted, found = (
+        results(StateCase(strategy=f"zero{stage}", ranks=3, optimizer=optimizer, all_weights=True))
         for optimizer in ("adamw", KERNEL)
     )
-    moved = [
-        torch.load(folder(case) / f"{case.name}.moved.pt", weights_only=True)
-        for case in (of_torch, of_kernel)
-    ]
-    for key, wanted in moved[0].items():
-        torch.testing.assert_close(moved[1][key], wanted, rtol=1e-4, atol=1e-6)
+    for key, value in wanted["third"].items():
+        torch.testing.assert_close(
+            torch.tensor(found["third"][key]), torch.tensor(value), rtol=1e-4, atol=1e-6
+        )

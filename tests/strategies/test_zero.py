@@ -2,31 +2,126 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from anygauge.config.schema import AdapterSection
 from anygauge.config.sections import OptimizerSection
-from anygauge.interface import Activations, Backend, Precision, Setting, UnsupportedError
+from anygauge.interface import (
+    Activations,
+    Backend,
+    Graph,
+    Phase,
+    Precision,
+    Setting,
+    UnsupportedError,
+)
+from anygauge.kernels.loss import model_loss
 from anygauge.strategies import zero_versions
-from anygauge.strategies.zero import on_the_host
+from anygauge.strategies.zero import Zero, on_the_host
 from anygauge.strategies.zero_options import ZeroOptions
+from anygauge.strategies.zero_runtime import import_deepspeed, refuse_unserved_type
 from anygauge.strategies.zero_settings import ModelSizes, as_config, zero_settings
 from anygauge.training.optimizer import optimizer_factory
-from tests.helpers.build import a_workload
-from tests.helpers.ranks import run_ranks
+from tests.helpers.build import a_workload, batch_of, build_context, model_factory
+from tests.helpers.ranks import on_ranks
+from tests.helpers.runs import TINY
+
+
+class Recording(Graph):
+    """Cuts nothing; remembers what it was asked."""
+
+    sync_on_release = True
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+
+    def mark_step(self, phase: Phase) -> None:
+        self.phases.append(phase.value)
+
+
+def observed(backend: Backend) -> dict[str, Any]:
+    """Of ZeRO-3 on a device that wants its graph cut and its memory released in step."""
+    from deepspeed.accelerator import get_accelerator
+
+    graph, waits = Recording(), 0
+    backend.graph = graph
+
+    def synchronize() -> None:
+        nonlocal waits
+        waits += 1
+
+    backend.placement.synchronize = synchronize  # type: ignore[method-assign]
+    context = build_context(
+        factory=model_factory(
+            TINY,
+            AdapterSection(r=4),
+            attention="eager",
+            dtype=torch.bfloat16,
+            gradient_checkpointing=True,
+        ),
+        precision=Precision(param_dtype="bfloat16", reduce_dtype="float32"),
+        backend=backend,
+    )
+    # Nothing may stay resident, or nothing would be released.
+    engine = Zero(ZeroOptions(options={"stage3_param_persistence_threshold": 0})).build(context)
+    batch = batch_of(torch.arange(8)[None])
+    waits_in_step = []
+    for _ in range(2):
+        before = waits
+        engine.run_step([batch, batch], model_loss, 14)
+        waits_in_step.append(waits - before)
+        engine.update(1e-3, 1.0)
+    whole = context.factory.adapt(context.factory.skeleton())
+    result: dict[str, Any] = {
+        "whole": {n: engine.parameter_shape(p) for n, p in engine.model.named_parameters()}
+        == {n: tuple(p.shape) for n, p in whole.named_parameters()},
+        "phases": graph.phases,
+        "waits_in_step": waits_in_step,
+        "buffers": sorted({str(b.dtype) for b in engine.model.buffers()}),
+        "parameters": sorted({str(p.dtype) for p in engine.model.parameters()}),
+        "shards": sorted({p.numel() for p in engine.model.parameters() if not p.requires_grad}),
+        "exported": sorted({str(t.dtype) for t in engine.export_trained().values()}),
+    }
+    engine.close()
+
+    class Elsewhere(type(backend)):  # type: ignore[misc]
+        def engine_settings(self, engine: str) -> Any:
+            return [
+                type(s)(name=s.name, value="xpu", reason=s.reason, source=s.source)
+                for s in super().engine_settings(engine)
+            ]
+
+    try:
+        import_deepspeed(Elsewhere())
+    except UnsupportedError as error:
+        result["refusal"] = str(error)
+    # What DeepSpeed trains in is the processor's affair: some have instructions for float16.
+    accelerator = get_accelerator()
+    result["float16"] = refusal_of("float16")
+    result["float16 served"] = bool(accelerator.is_fp16_supported())
+    for name, answer in (("elsewhere", False), ("there", True)):
+        with mock.patch.object(accelerator, "is_fp16_supported", return_value=answer):
+            result[f"float16 {name}"] = refusal_of("float16")
+    return result
+
+
+def refusal_of(dtype: str) -> str | None:
+    try:
+        refuse_unserved_type(dtype)
+    except UnsupportedError as error:
+        return str(error)
+    return None
 
 
 @pytest.fixture(scope="module")
-def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("zero")
-    output = folder / "record.json"
-    run_ranks("tests.strategies.zero_rank", [str(output)], world=1, folder=folder)
-    found: dict[str, Any] = json.loads(output.read_text())
-    return found
+def record() -> dict[str, Any]:
+    (found,) = on_ranks(observed, world=1)
+    return found  # type: ignore[no-any-return]
 
 
 def test_the_graph_is_cut_after_each_phase(record: dict[str, Any]) -> None:

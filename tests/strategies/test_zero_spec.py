@@ -66,34 +66,6 @@ def test_a_stage_that_has_nothing_to_offload_is_refused(
     check(stage=3, offload=offload)
 
 
-@pytest.mark.parametrize(("version", "sound"), [("0.16.9", False), ("0.19.8+cpu", True)])
-def test_a_version_that_offloads_wrongly_is_refused(
-    version: str, sound: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(zero_versions.metadata, "version", lambda name: version)
-    check(stage=3, offload="optimizer")
-    if sound:
-        check(stage=2, offload="optimizer")
-    else:
-        said = r"in stage 2, DeepSpeed 0\.16\.9 trains with other losses"
-        with pytest.raises(UnsupportedError, match=said):
-            check(stage=2, offload="optimizer")
-
-
-@pytest.mark.parametrize(("version", "can"), [("0.16.9", False), ("0.19.6", True)])
-def test_a_version_that_recomputes_whole_layers_alone(
-    version: str, can: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(zero_versions.metadata, "version", lambda name: version)
-    check(activations=Activations(every=2))
-    selective = Activations(every=1, selective=True)
-    if can:
-        check(activations=selective)
-    else:
-        with pytest.raises(UnsupportedError, match=r"0\.16\.9 needs .*no longer from 0\.19\.6"):
-            check(activations=selective)
-
-
 def test_options_that_move_no_optimizer_pass() -> None:
     for options in (
         {},
@@ -129,10 +101,11 @@ def test_types_that_a_stage_does_not_combine() -> None:
         check(stage=0, precision=mixed)
 
 
-def test_this_needs_no_torch() -> None:
+def test_options_and_checks_of_strategies_need_no_torch() -> None:
     code = (
-        "import sys; import anygauge.strategies, anygauge.strategies.zero_options; "
-        "assert 'torch' not in sys.modules"
+        "import sys; import anygauge.strategies, anygauge.strategies.zero_spec, "
+        "anygauge.strategies.zero_options, anygauge.strategies.fsdp_spec, "
+        "anygauge.strategies.fsdp_options; assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
@@ -147,55 +120,56 @@ def test_a_devices_own_update_is_called_in_the_stages_that_were_tried() -> None:
 
 
 RECOMPUTED = Activations(every=1)
+SELECTIVE = Activations(every=1, selective=True)
+HOST = {"offload": "optimizer"}
+NOBODY = {"reentrant_only": "nobody has tried the other"}
+OTHER = {"reentrant": False, "activations": RECOMPUTED}
+ROUTED = {"reentrant": True, "activations": RECOMPUTED, "router_aux_loss": True}
 
 
 @pytest.mark.parametrize(
-    ("version", "reentrant", "every", "refused"),
+    ("version", "fields", "said"),
     [
-        ("0.19.8", False, 1, True),
-        ("0.19.8", True, 1, False),
-        ("0.19.8", False, 0, False),
-        ("0.19.5", False, 1, False),
-        ("0.16.1+hpu.synapse.v1.21.0", False, 1, False),
+        ("0.16.9", {"stage": 3, **HOST}, None),
+        (
+            "0.16.9",
+            {"stage": 2, **HOST},
+            r"stage 2, DeepSpeed 0\.16\.9 trains with other losses",
+        ),
+        ("0.19.8+cpu", {"stage": 3, **HOST}, None),
+        ("0.19.8+cpu", {"stage": 2, **HOST}, None),
+        ("0.16.9", {"activations": Activations(every=2)}, None),
+        (
+            "0.16.9",
+            {"activations": SELECTIVE},
+            r"DeepSpeed 0\.16\.9 needs .*no longer from 0\.19\.6.*Leave it out",
+        ),
+        ("0.19.6", {"activations": SELECTIVE}, None),
+        (
+            "0.19.8",
+            {"reentrant": True, "activations": SELECTIVE},
+            r"strategy\.reentrant asks for.*Leave strategy\.reentrant out",
+        ),
+        *((version, ROUTED, r"router_aux_loss_coef") for version in ("0.16.9", "0.19.8")),
+        # A device that recomputes by one form alone gets no other.
+        ("0.19.8", OTHER, None),
+        (
+            "0.19.8",
+            {**OTHER, **NOBODY},
+            r"reentrant: false: with DeepSpeed 0\.19\.8.*nobody has tried the other\. Set strat",
+        ),
+        ("0.19.8", {**OTHER, **NOBODY, "reentrant": True}, None),
+        ("0.19.8", {**NOBODY, "reentrant": False}, None),
+        ("0.19.5", {**OTHER, **NOBODY}, None),
+        ("0.16.1+hpu.synapse.v1.21.0", {**OTHER, **NOBODY}, None),
     ],
 )
-def test_a_device_that_recomputes_by_one_form_alone_gets_no_other(
-    version: str, reentrant: bool, every: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+def test_what_a_version_cannot_is_refused_with_who_asked_for_it(
+    version: str, fields: dict[str, Any], said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(zero_versions.metadata, "version", lambda package: version)
-
-    def asked() -> None:
-        check(
-            reentrant=reentrant,
-            reentrant_only="nobody has tried the other",
-            activations=Activations(every=every),
-        )
-
-    check(reentrant=reentrant, activations=Activations(every=every))
-    if not refused:
-        asked()
+    if said is None:
+        check(**fields)
         return
-    said = (
-        r"reentrant: false: with DeepSpeed 0\.19\.8.*nobody has tried the other\. Set strategy\.r"
-    )
     with pytest.raises(UnsupportedError, match=said):
-        asked()
-
-
-@pytest.mark.parametrize(
-    ("version", "why", "remedy"),
-    [
-        ("0.19.8", "strategy.reentrant asks for", "Leave strategy.reentrant out"),
-        ("0.16.9", "DeepSpeed 0.16.9 needs", "Leave it out"),
-    ],
-)
-def test_what_the_reentrant_form_cannot_is_refused_with_who_asked_for_it(
-    version: str, why: str, remedy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(zero_versions.metadata, "version", lambda package: version)
-    selective = Activations(every=1, selective=True)
-    with pytest.raises(UnsupportedError) as error:
-        check(reentrant=version == "0.19.8", activations=selective)
-    assert why in str(error.value) and remedy in str(error.value)
-    with pytest.raises(UnsupportedError, match=r"router_aux_loss_coef"):
-        check(reentrant=True, activations=RECOMPUTED, router_aux_loss=True)
+        check(**fields)

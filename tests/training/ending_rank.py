@@ -1,7 +1,8 @@
 """A rank as its agent starts it: ``ending_rank.py METRICS ARGUMENTS``, the worker's arguments.
 
-What Python does when a process ends would abort it. METRICS is ``-``, or the file of its steps:
-then it is asked to stop after the first.
+What Python does when a process ends would abort it, and so would the reader of YAML fail: the
+command alone reads that. METRICS is ``-``, or the file of its steps: then it is asked to stop after
+the first.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ def ask(metrics: Path) -> None:
 if __name__ == "__main__":
     metrics = sys.argv.pop(1)
     atexit.register(os.abort)
+    for name in ("document", "load"):
+        sys.modules[f"anygauge.config.{name}"] = None  # type: ignore[assignment]
     if metrics != "-":
         threading.Thread(target=ask, args=(Path(metrics),), daemon=True).start()
     print("not flushed", end="")

@@ -14,21 +14,13 @@ import yaml
 from anygauge.interface import RunFileError
 from anygauge.training.checkpoints.identity import check_length, finished_run
 from anygauge.util.start import START
-from tests.helpers.runs import Run, anygauge, hashes, run_file
+from tests.helpers.runs import Run, hashes, run_file, train
 
 SINGLE: dict[str, Any] = {"strategy": {"name": "single"}}
-TIMEOUT_S = 200
 
 
 def without_start(found: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if not name.startswith(f"{START}/")}
-
-
-def command(file: Path, *options: str) -> Run:
-    done = anygauge(["train", file, *options], timeout_s=TIMEOUT_S)
-    fields = yaml.safe_load(file.read_text())
-    folder = Path(fields["output"]) / fields["name"]
-    return Run(folder=folder, status=done.returncode, out=done.stdout, err=done.stderr)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +28,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
     """The run file and the run: finished, with a checkpoint of its middle alone."""
     folder = tmp_path_factory.mktemp("finished")
     file = run_file(folder, train={"steps": 4, "eval_at_start": False}, **SINGLE)
-    run = command(file, "--set", "checkpoint.every=2", "--set", "checkpoint.keep_last=9")
+    run = train(file, "--set", "checkpoint.every=2", "--set", "checkpoint.keep_last=9")
     assert run.status == 0, run.err
     assert f"run: {run.folder}\n" in run.out
     shutil.rmtree(run.folder / "checkpoints/step-00000004")
@@ -61,7 +53,7 @@ def test_a_refused_resume_changes_nothing(
 ) -> None:
     file, run = done
     before = without_start(hashes(run.folder))
-    refused = command(file, "--resume", "auto", *options)
+    refused = train(file, "--resume", "auto", *options)
     assert refused.status == 2, refused.out + refused.err
     assert named in refused.err
     assert without_start(hashes(run.folder)) == before
@@ -76,7 +68,7 @@ def test_ranks_too_say_that_it_is_finished(done: tuple[Path, Run]) -> None:
     """Settings that may change and leave nothing to do: only the ranks know that."""
     file, run = done
     before = without_start(hashes(run.folder))
-    again = command(file, "--resume", "auto", "--set", "train.optimizer.lr=0.5")
+    again = train(file, "--resume", "auto", "--set", "train.optimizer.lr=0.5")
     assert again.status == 0, again.err
     assert "finished: this run has already finished after 4 steps" in again.out
     assert hashes(run.folder) == before, "and what waited is removed"
@@ -86,8 +78,8 @@ def test_ranks_too_say_that_it_is_finished(done: tuple[Path, Run]) -> None:
 def test_more_steps_go_on_from_the_end_alone(done: tuple[Path, Run], tmp_path: Path) -> None:
     """The files of the accepted start take the place of those before; logs are kept."""
     file = run_file(tmp_path, train={"steps": 2}, checkpoint={"every": 1}, **SINGLE)
-    assert command(file).status == 0
-    longer = command(file, "--resume", "auto", "--set", "train.steps=3")
+    assert train(file).status == 0
+    longer = train(file, "--resume", "auto", "--set", "train.steps=3")
     assert longer.status == 0, longer.err
     assert "step-00000002 (2 steps done)" in longer.out
     assert json.loads((longer.folder / "report.json").read_text())["steps"] == 3
@@ -100,10 +92,9 @@ def test_more_steps_go_on_from_the_end_alone(done: tuple[Path, Run], tmp_path: P
     assert longer.steps("loss") and len(longer.steps("loss")) == 3
 
 
-def report(folder: Path, **fields: Any) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "adapter").mkdir(exist_ok=True)
-    text = json.dumps({"steps": 4, "saved": "/elsewhere/adapter", **fields})
+def report(folder: Path) -> Path:
+    (folder / "adapter").mkdir(parents=True)
+    text = json.dumps({"steps": 4, "saved": "/elsewhere/adapter"})
     (folder / "report.json").write_text(text)
     return folder
 
@@ -115,14 +106,15 @@ def test_a_report_that_is_sound_means_finished(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"steps": "4"}, {"steps": None}, {"saved": 3}, {"saved": "x/.."}, {"saved": "model"}]
+    "text",
+    [
+        *(json.dumps({"steps": n, "saved": "/elsewhere/adapter"}) for n in ("4", None)),
+        *(json.dumps({"steps": 4, "saved": saved}) for saved in (3, "x/..", "model")),
+        *("[]", "", "[" * 100_000, '{"steps": NaN}'),
+    ],
+    ids=range(9),
 )
-def test_a_report_that_is_not(fields: Mapping[str, Any], tmp_path: Path) -> None:
-    assert finished_run(report(tmp_path, **fields)) is None
-
-
-@pytest.mark.parametrize("text", ["[]", "", "[" * 100_000, '{"steps": NaN}'])
-def test_a_report_that_cannot_be_read(text: str, tmp_path: Path) -> None:
+def test_a_report_that_is_not(text: str, tmp_path: Path) -> None:
     (report(tmp_path) / "report.json").write_text(text)
     assert finished_run(tmp_path) is None
 

@@ -1,7 +1,9 @@
-"""One run file, tried with every strategy by a word on the command line: one adapter."""
+"""One run file, tried with every strategy by a word on the command line: one result."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from anygauge.models.initial import changes_base
 from tests.helpers.forked import RunPart, finished
-from tests.helpers.runs import TINY, Run, run_file
+from tests.helpers.runs import Run, run_file, save_tiny
+from tests.helpers.tokenizer import VOCABULARY
+from tests.models.test_new_tokens import MODEL, rows_of_text
 
 WORDS = {
+    "single": (1, ("strategy=single",)),
     "zero": (2, ("strategy=zero",)),
     "ddp": (2, ("strategy=ddp",)),
     "fsdp": (2, ("strategy=fsdp",)),
@@ -20,55 +26,57 @@ WORDS = {
     "pipeline": (2, ("strategy=pipeline",)),
     "mics": (2, ("strategy=mics",)),
     "auto": (2, ("strategy=auto",)),
+    "zero2": (2, ("strategy=zero", "strategy.stage=2")),
     "cp": (2, ("strategy=fsdp", "strategy.cp=2")),
     "hsdp": (4, ("strategy=fsdp", "strategy.dp_replicate=2")),
     "tensor x fsdp": (4, ("strategy=fsdp", "strategy.tp=2")),
     "pipeline x ddp": (4, ("strategy=ddp", "strategy.pp=2", "strategy.schedule=zero_bubble")),
 }
 USUAL = ("zero", "tensor", "pipeline")
-SLOW = [word for word in WORDS if word not in USUAL]
+SLOW = [word for word in WORDS if word not in (*USUAL, "single")]
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with weights in files, from which each strategy reads its parts."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    folder = tmp_path_factory.mktemp("base")
-    torch.manual_seed(3)
-    fields = {**TINY, "num_hidden_layers": 4, "tie_word_embeddings": True}
-    AutoModelForCausalLM.from_config(LlamaConfig(**fields)).save_pretrained(folder)
-    return folder
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Whether the embedding is the output layer, too -> a model with no row to spare, in files."""
+    sizes = {"num_hidden_layers": 4, "vocab_size": VOCABULARY}
+    return {
+        tied: save_tiny(tmp_path_factory.mktemp("base"), {**sizes, "tie_word_embeddings": tied})
+        for tied in (True, False)
+    }
 
 
-def trained(folder: Path, base: Path, words: dict[str, tuple[int, tuple[str, ...]]]) -> list[Run]:
-    file = run_file(
-        folder,
-        model={"name": str(base), "tokenizer": str(folder / "tokenizer")},
-        train={"optimizer": {"name": "sgd", "lr": 0.5}, "micro_batch_size": 1},
-    )
-    return finished(
-        [
-            RunPart(file=str(file), overrides=(f"launch.devices={devices}", *overrides))
-            for devices, overrides in words.values()
-        ],
-        timeout_s=1200,
-    )
+def trained(file: Path, words: Sequence[str]) -> list[Run]:
+    """By `single`, and by each word."""
+    given = [WORDS[word] for word in ("single", *words)]
+    parts = [
+        RunPart(file=str(file), overrides=(f"launch.devices={devices}", *overrides))
+        for devices, overrides in given
+    ]
+    return finished(parts, timeout_s=1200)
+
+
+def result_of(run: Run) -> dict[str, torch.Tensor]:
+    (file,) = run.folder.glob("*/*model.safetensors")
+    return load_file(file)
 
 
 @pytest.mark.parametrize(
     "words", [USUAL, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["usual", "slow"]
 )
-def test_the_adapter_is_that_of_single(words: list[str], base: Path, tmp_path: Path) -> None:
-    asked: dict[str, Any] = {"single": (1, ("strategy=single",))}
-    alone, *runs = trained(tmp_path, base, asked | {word: WORDS[word] for word in words})
-    wanted = load_file(alone.folder / "adapter" / "adapter_model.safetensors")
+def test_the_adapter_is_that_of_single(
+    words: list[str], bases: dict[bool, Path], tmp_path: Path
+) -> None:
+    base = bases[True]
+    train = {"optimizer": {"name": "sgd", "lr": 0.5}, "micro_batch_size": 1}
+    alone, *runs = trained(run_file(tmp_path, model={"name": str(base)}, train=train), words)
+    wanted = result_of(alone)
     ids = torch.arange(1, 60)[None]
     logits = in_peft(base, alone.folder / "adapter", ids)
     assert not torch.allclose(logits, in_peft(base, None, ids), atol=1e-3), "it did learn"
     for word, run in zip(words, runs, strict=True):
         assert run.steps("loss") == pytest.approx(alone.steps("loss"), rel=1e-5), word
-        found = load_file(run.folder / "adapter" / "adapter_model.safetensors")
+        found = result_of(run)
         assert found.keys() == wanted.keys(), word
         for name, value in wanted.items():
             assert found[name].shape == value.shape, (word, name)
@@ -88,3 +96,59 @@ def in_peft(base: Path, adapter: Path | None, ids: torch.Tensor) -> torch.Tensor
     with torch.no_grad():
         logits: torch.Tensor = model(ids).logits
     return logits
+
+
+LAST = r"model\.layers\.3\..*"
+SHARDED = ("ddp", "fsdp", "zero")
+DIVIDED = (*SHARDED, "zero2", "tensor", "pipeline")
+CASES: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
+    **{
+        f"init {init}": (
+            {"adapter": {"r": 4, "init": init}},
+            ("ddp", "zero") if changes_base(init) else SHARDED,
+        )
+        for init in ("gaussian", "orthogonal", False, "pissa", "olora")
+    },
+    "the last layer": ({"adapter": None, "train": {"trainable": [LAST]}}, DIVIDED),
+    "all but the last layer": (
+        {"adapter": None, "train": {"frozen": [LAST, r".*embed_tokens.*"]}},
+        DIVIDED,
+    ),
+    "new tokens": ({"model": MODEL}, SHARDED),
+    "new tokens, all weights": (
+        {"adapter": None, "model": MODEL},
+        (*SHARDED, "tensor", "pipeline"),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_learn_what_one_learns(
+    case: str, tied: bool, bases: dict[bool, Path], tmp_path: Path
+) -> None:
+    changes, words = CASES[case]
+    words = [word for word in words if not (word == "pipeline" and tied)]
+    base = bases[tied]
+    given = {"precision": {"param_dtype": "float32"}, **changes}
+    given["model"] = {"name": str(base), **changes.get("model", {})}
+    if "model" in changes:
+        given["data"] = {"train": {"path": rows_of_text(tmp_path)}, "max_length": 64}
+    alone, *runs = trained(run_file(tmp_path, **given), words)
+    report = json.loads((alone.folder / "report.json").read_text())
+    assert report["verified"]["logits"] < 1e-3
+    before, expected = load_file(base / "model.safetensors"), result_of(alone)
+
+    def changed(found: dict[str, torch.Tensor]) -> set[str]:
+        return {name for name, was in before.items() if not same(found.get(name), was)}
+
+    def same(found: torch.Tensor | None, was: torch.Tensor) -> bool:
+        return found is not None and found.shape == was.shape and torch.equal(found, was)
+
+    for word, run in zip(words, runs, strict=True):
+        assert run.steps("loss") == pytest.approx(alone.steps("loss"), abs=1e-5), word
+        found = result_of(run)
+        assert found.keys() == expected.keys() and changed(found) == changed(expected), word
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-4, msg=name)

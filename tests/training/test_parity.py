@@ -37,76 +37,38 @@ def on_ranks(path: Path, devices: int) -> Run:
     return run
 
 
-ZERO: dict[str, Any] = {"strategy": {"name": "zero"}}
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "zero on 2 ranks": (2, {**ZERO, "train": {"micro_batch_size": 2}}),
-    "zero on 2 ranks with accumulation": (2, {**ZERO, "train": {"micro_batch_size": 1}}),
-    **{
-        f"{name} on 2 ranks with accumulation": (
-            2,
-            {"strategy": {"name": name}, "train": {"micro_batch_size": 1}},
-        )
-        for name in ("ddp", "fsdp")
-    },
+def case(
+    devices: int,
+    name: str,
+    micro: int = 1,
+    *,
+    streamed: bool = False,
+    recomputed: bool = True,
+    **options: Any,
+) -> tuple[int, dict[str, Any]]:
+    train = {"micro_batch_size": micro, "max_grad_norm": 0.05, "gradient_checkpointing": recomputed}
+    strategy = {"name": name, **options}
+    return devices, {"strategy": strategy, "train": train, "data": {"streaming": streamed}}
+
+
+CASES = {
+    "zero on 2 ranks": case(2, "zero", 2),
+    "zero on 2 ranks with accumulation": case(2, "zero"),
+    "ddp on 2 ranks with accumulation": case(2, "ddp"),
+    "fsdp on 2 ranks with accumulation": case(2, "fsdp"),
 }
-SLOW_CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "zero on 1 rank with accumulation": (1, {**ZERO, "train": {"micro_batch_size": 1}}),
-    "no gradient checkpointing": (
-        2,
-        {**ZERO, "train": {"micro_batch_size": 2, "gradient_checkpointing": False}},
-    ),
-    **{
-        f"stage {stage}": (
-            2,
-            {"strategy": {"name": "zero", "stage": stage}, "train": {"micro_batch_size": 1}},
-        )
-        for stage in (0, 1, 2)
-    },
-    **{
-        f"{name}, streamed": (
-            2,
-            {
-                "strategy": {"name": name},
-                "train": {"micro_batch_size": 1},
-                "data": {"streaming": True},
-            },
-        )
-        for name in ("ddp", "fsdp")
-    },
-    **{
-        f"sequences over 2 ranks, {method}": (
-            2,
-            {
-                "strategy": {"name": "fsdp", "cp": 2, "cp_method": method},
-                "train": {"micro_batch_size": 1},
-                "data": {"streaming": method == "ulysses"},
-            },
-        )
-        for method in ("gather", "ulysses")
-    },
-    **{
-        f"layers over 2 ranks, {how}": (
-            2,
-            {
-                "strategy": {"name": name, "tp": 2},
-                "train": {"micro_batch_size": 1},
-                "data": {"streaming": how == "streamed"},
-            },
-        )
-        for name, how in (("ddp", "in memory"), ("ddp", "streamed"), ("fsdp", "alone in its group"))
-    },
-    "stages on 2 ranks, streamed": (
-        2,
-        {
-            "strategy": {"name": "ddp", "pp": 2},
-            "train": {"micro_batch_size": 1},
-            "data": {"streaming": True},
-        },
-    ),
-    "groups of ranks": (
-        4,
-        {"strategy": {"name": "fsdp", "dp_replicate": 2}, "train": {"micro_batch_size": 1}},
-    ),
+SLOW_CASES = {
+    "zero on 1 rank with accumulation": case(1, "zero"),
+    "no gradient checkpointing": case(2, "zero", 2, recomputed=False),
+    **{f"stage {stage}": case(2, "zero", stage=stage) for stage in (0, 1, 2)},
+    **{f"{name}, streamed": case(2, name, streamed=True) for name in ("ddp", "fsdp")},
+    "sequences over 2 ranks": case(2, "fsdp", cp=2, cp_method="gather"),
+    "sequences, ulysses": case(2, "fsdp", cp=2, cp_method="ulysses", streamed=True),
+    "layers over 2 ranks": case(2, "ddp", tp=2),
+    "layers over 2 ranks, streamed": case(2, "ddp", tp=2, streamed=True),
+    "layers over 2 ranks, alone in its group": case(2, "fsdp", tp=2),
+    "stages on 2 ranks, streamed": case(2, "ddp", pp=2, streamed=True),
+    "groups of ranks": case(4, "fsdp", dp_replicate=2),
 }
 
 
@@ -118,11 +80,10 @@ def test_accumulation_changes_nothing(reference: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(c, marks=pytest.mark.slow) for c in SLOW_CASES)]
+    "name", [*CASES, *(pytest.param(c, marks=pytest.mark.slow) for c in SLOW_CASES)]
 )
-def test_same_losses(case: str, reference: Run, tmp_path: Path) -> None:
-    devices, changes = {**CASES, **SLOW_CASES}[case]
-    changes["train"]["max_grad_norm"] = 0.05
+def test_same_losses(name: str, reference: Run, tmp_path: Path) -> None:
+    devices, changes = {**CASES, **SLOW_CASES}[name]
     run = on_ranks(run_file(tmp_path, **changes), devices)
     assert run.steps("loss") == pytest.approx(reference.steps("loss"), rel=TOLERANCE)
     assert run.steps("grad_norm") == pytest.approx(reference.steps("grad_norm"), rel=1e-3)
@@ -137,7 +98,7 @@ def test_all_weights_on_zero_and_single(compute: str, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     one = trained_here(run_file(tmp_path / "a", **shared, strategy={"name": "single"}))
-    two = on_ranks(run_file(tmp_path / "b", **shared, **ZERO), 2)
+    two = on_ranks(run_file(tmp_path / "b", **shared, strategy={"name": "zero"}), 2)
     # bfloat16 keeps 8 bits: sums over other parts of the batch round differently.
     close = TOLERANCE if compute == "float32" else 5e-4
     assert two.steps("loss") == pytest.approx(one.steps("loss"), rel=close)

@@ -16,7 +16,7 @@ from anygauge.training.meter import MetricsLogger
 from anygauge.training.pending import PendingSteps
 from anygauge_cpu.placement import CpuPlacement
 from tests.helpers.runs import Run, run_file, trained_here
-from tests.training.non_finite_ranks import HostEvent
+from tests.training.test_non_finite import HostEvent
 
 SINGLE = {"name": "single"}
 

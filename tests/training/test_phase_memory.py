@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -45,6 +48,70 @@ MORE = {
     **{f"zero{n}-all": _case(2, {"name": "zero", "stage": n}, **ALL) for n in (1, 2, 3)},
     "zero-offload": _case(2, {"name": "zero", "offload": "optimizer"}, **ALL),
 }
+TRAINING, EVALUATION, SAVE = "training", "evaluation", "save"
+PEAKS: dict[str, int] = {}
+
+
+@contextlib.contextmanager
+def within(phase: str, before: str | None, placement: Any) -> Iterator[None]:
+    """A phase, within another one or not."""
+
+    def see(name: str) -> None:
+        PEAKS[name] = max(placement.memory().peak, PEAKS.get(name, 0))
+        placement.reset_peak()
+
+    if before is not None:
+        see(before)
+    placement.reset_peak()
+    try:
+        yield
+    finally:
+        see(phase)
+
+
+def running(run: Any) -> Any:
+    def call(self: Any) -> Any:
+        assert self.backend.placement.memory().kind == "allocator"
+        with within(TRAINING, None, self.backend.placement):
+            return run(self)
+
+    return call
+
+
+def evaluating(evaluate: Any) -> Any:
+    def call(self: Any, done: int) -> Any:
+        with within(EVALUATION, TRAINING, self.backend.placement):
+            return evaluate(self, done)
+
+    return call
+
+
+def saving(save: Any) -> Any:
+    def call(job: Any, rank: Any, prepared: Any) -> Any:
+        with within(SAVE, None, prepared.loop.backend.placement):
+            found = save(job, rank, prepared)
+        file = Path(job.run_directory) / f"phases{os.environ['RANK']}.json"
+        file.write_text(json.dumps(PEAKS))
+        return found
+
+    return call
+
+
+@contextlib.contextmanager
+def noting_peaks() -> Iterator[None]:
+    """Each rank writes ``phases{rank}.json``, phase -> bytes of the device's allocator, into the
+    run's folder. Each phase begins a new peak with what is held then."""
+    from anygauge.training import save
+    from anygauge.training.loop import Loop
+
+    with (
+        mock.patch.object(Loop, "run", running(Loop.run)),
+        mock.patch.object(Loop, "evaluate", evaluating(Loop.evaluate)),
+        mock.patch.object(save, "save", saving(save.save)),
+    ):
+        yield
+
+
 Found = Mapping[str, Sequence[Mapping[str, int]]]
 
 
@@ -70,7 +137,7 @@ def peaks(folder: Path, cases: Mapping[str, Mapping[str, Any]]) -> Found:
             **{**case, "model": section},
         )
         parts.append(RunPart(file=str(file)))
-    runs = finished(parts, timeout_s=1800, module="tests.training.memory_ranks")
+    runs = finished(parts, timeout_s=1800, within=noting_peaks)
     return {
         name: [json.loads(each.read_text()) for each in sorted(run.folder.glob("phases*.json"))]
         for name, run in zip(cases, runs, strict=True)

@@ -243,25 +243,23 @@ def test_a_flipped_byte_is_found_and_the_checkpoint_before_it_taken(tmp_path: Pa
     assert resumed.steps("loss") == first.steps("loss")
 
 
-def test_a_run_that_is_complete_stays_so(tmp_path: Path) -> None:
-    file = run_file(tmp_path, train=lengths(2), checkpoint={"every": 2, "resume": "auto"}, **SINGLE)
-    first = trained_here(file)
-    again = trained_here(file)
-    assert again.folder == first.folder
-    assert again.steps("loss") == first.steps("loss")
-
-
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run file of a run that is complete."""
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """The run file of a run that is complete, and the run."""
     file = run_file(
         tmp_path_factory.mktemp("done"),
         train=lengths(2),
         checkpoint={"every": 2, "resume": "auto"},
         **SINGLE,
     )
-    trained_here(file)
-    return file
+    return file, trained_here(file)
+
+
+def test_a_run_that_is_complete_stays_so(done: tuple[Path, Run]) -> None:
+    file, first = done
+    losses = first.steps("loss")
+    again = trained_here(file)
+    assert again.folder == first.folder and again.steps("loss") == losses
 
 
 @pytest.mark.parametrize(
@@ -273,9 +271,9 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("data.max_length", 80, "data and its order"),
     ],
 )
-def test_another_run_is_refused(field: str, value: int, named: str, done: Path) -> None:
+def test_another_run_is_refused(field: str, value: int, named: str, done: tuple[Path, Run]) -> None:
     with pytest.raises(RunFileError, match=f"belongs to another run: .*{named}"):
-        trained_here(done, **{field: value})
+        trained_here(done[0], **{field: value})
 
 
 def test_the_command_line_stops_and_goes_on(tmp_path: Path) -> None:

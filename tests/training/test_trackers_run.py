@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from anygauge.interface import NonFiniteLossError
-from tests.helpers.runs import run_file, trained_here
+from tests.helpers.runs import Run, run_file, trained_here
+
+LINES = "lines.jsonl"
 
 
-def shipped(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def shipped(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / LINES).read_text().splitlines()]
 
 
 def background() -> list[str]:
@@ -22,20 +24,17 @@ def background() -> list[str]:
     return [name for name in names if name.startswith(("tracker-", "system-metrics"))]
 
 
+def tracked(folder: Path, **changes: Any) -> Run:
+    lines = {"jsonl": {"path": str(folder / LINES)}}
+    asked = {"strategy": {"name": "single"}, "trackers": ["jsonl"], "tracker_options": lines}
+    return trained_here(run_file(folder, **asked, **changes))
+
+
 def test_everything_reaches_a_tracker(tmp_path: Path) -> None:
-    lines = tmp_path / "lines.jsonl"
-    run = trained_here(
-        run_file(
-            tmp_path,
-            strategy={"name": "single"},
-            data={"eval_fraction": 0.2},
-            train={"system_every_s": 0.05, "optimizer": {"name": "lion", "loraplus_lr_ratio": 4}},
-            trackers=["jsonl"],
-            tracker_options={"jsonl": {"path": str(lines)}},
-        )
-    )
+    train = {"system_every_s": 0.05, "optimizer": {"name": "lion", "loraplus_lr_ratio": 4}}
+    run = tracked(tmp_path, data={"eval_fraction": 0.2}, train=train)
     assert not background()
-    *records, last = shipped(lines)
+    *records, last = shipped(tmp_path)
     assert [r["train/loss"] for r in records if "train/loss" in r] == run.steps("loss")
     assert [r["eval/loss"] for r in records if "eval/loss" in r] == run.evaluations()
     assert last["status"] == "finished"
@@ -49,24 +48,15 @@ def test_everything_reaches_a_tracker(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_is_closed_as_failed(tmp_path: Path) -> None:
-    lines = tmp_path / "lines.jsonl"
+    optimizer = {"name": "sgd", "lr": 1e6}
     with pytest.raises(NonFiniteLossError):
-        trained_here(
-            run_file(
-                tmp_path,
-                strategy={"name": "single"},
-                adapter=None,
-                train={
-                    "system_every_s": 0,
-                    "max_grad_norm": 0,
-                    "optimizer": {"name": "sgd", "lr": 1e6},
-                },
-                trackers=["jsonl"],
-                tracker_options={"jsonl": {"path": str(lines)}},
-            )
+        tracked(
+            tmp_path,
+            adapter=None,
+            train={"system_every_s": 0, "max_grad_norm": 0, "optimizer": optimizer},
         )
     assert not background()
-    *records, last = shipped(lines)
+    *records, last = shipped(tmp_path)
     assert (last["status"], last["summary"]) == ("failed", {})
     assert records and not any(key.startswith("system/") for r in records for key in r)
 
@@ -74,19 +64,10 @@ def test_a_run_that_fails_is_closed_as_failed(tmp_path: Path) -> None:
 def test_a_run_whose_result_cannot_be_saved_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = tmp_path / "lines.jsonl"
-
     def full_disk(*_: Any) -> None:
         raise OSError("no space left on device")
 
     monkeypatch.setattr("anygauge.training.save.save", full_disk)
     with pytest.raises(OSError, match="no space left"):
-        trained_here(
-            run_file(
-                tmp_path,
-                strategy={"name": "single"},
-                trackers=["jsonl"],
-                tracker_options={"jsonl": {"path": str(lines)}},
-            )
-        )
-    assert shipped(lines)[-1]["status"] == "failed"
+        tracked(tmp_path)
+    assert shipped(tmp_path)[-1]["status"] == "failed"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -12,9 +14,9 @@ from anygauge.interface import Graph, NonFiniteLossError, ShapeKind, ShapePolicy
 from anygauge.training.moving import ToDevice
 from tests.helpers.forked import RunPart, finished
 from tests.helpers.runs import Run, run_file, trained_here
-from tests.training.warm_up_ranks import COLD, WARM
 
-RANKS_MODULE = "tests.training.warm_up_ranks"
+COLD = ShapePolicy(kind=ShapeKind.BUCKETED, multiple=8, buckets=12)
+WARM = ShapePolicy(kind=ShapeKind.BUCKETED, multiple=8, buckets=12, warm_up=2)
 STEPS = 7
 CLOCKS = {"time", "seconds", "tokens_per_s", "peak_memory", "remaining_s"}
 DROPOUT: dict[str, Any] = {"adapter": {"r": 4, "dropout": 0.5}}
@@ -103,6 +105,25 @@ def test_what_is_not_finite_is_found_in_its_own_step_and_rows(
     assert messages[0] == messages[1] and "at step 1, with rows" in messages[0]
 
 
+def prepared(prepare_run: Any) -> Any:
+    """The processes of all runs begin alike; a run's name is the first that differs."""
+
+    def preparing(job: Any, run: Any, *args: Any) -> Any:
+        with mock.patch.object(Graph, "shapes", WARM if run.name == "warm" else COLD):
+            return prepare_run(job, run, *args)
+
+    return preparing
+
+
+@contextlib.contextmanager
+def buckets() -> Iterator[None]:
+    """Ranks of a device with buckets, which the run's name says whether it warms up."""
+    from anygauge.training import setup
+
+    with mock.patch.object(setup, "prepare_run", prepared(setup.prepare_run)):
+        yield
+
+
 STRATEGIES: Mapping[str, dict[str, Any]] = {
     "zero3": {"name": "zero"},
     "zero2": {"name": "zero", "stage": 2},
@@ -126,7 +147,7 @@ def test_no_strategy_has_other_losses_for_it(name: str, tmp_path: Path) -> None:
     files = [
         run_file(tmp_path, name=each, launch={"devices": 2}, **shared) for each in ("cold", "warm")
     ]
-    cold, warm = finished([RunPart(file=str(each)) for each in files], module=RANKS_MODULE)
+    cold, warm = finished([RunPart(file=str(each)) for each in files], within=buckets)
     assert numbers(warm, "shapes") == numbers(cold, "shapes")
     first = {each.folder.name: each.steps("shapes")[0] for each in (cold, warm)}
     # A schedule of stages has one width in a step, and all its micro-batches under way.
@@ -145,7 +166,7 @@ def test_a_resumed_run_has_it_again_and_goes_on_exactly(tmp_path: Path) -> None:
             RunPart(file=str(file), overrides=("train.steps=3",)),
             RunPart(file=str(file)),
         ],
-        module=RANKS_MODULE,
+        within=buckets,
     )
     assert "step 4 and 5" in resumed.out
     assert resumed.steps("loss") == reference.steps("loss")
