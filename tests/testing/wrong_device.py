@@ -7,7 +7,7 @@ from typing import Any
 from tests.testing.wrong import Wrong, mutant, torch
 
 
-@mutant("autocast lowers float32, too", part="device", check="autocast_to_float32", base="sim")
+@mutant("autocast lowers float32, too", part="device", check="autocast_casts", base="sim")
 def _(on: Wrong) -> None:
     @on.method("placement.autocast")
     def autocast(self: Any, usual: Any, dtype: Any) -> Any:

@@ -209,11 +209,10 @@ def truncated_sum(usual: Any, x: Any, y: Any, **kwargs: Any) -> Any:
 DIGITS, ROW, LIST = "products_keep_their_digits", "products_of_one_row", "lists_of_tensors"
 SUMS, LEAN, ROWS = "long_sums", "rounding_leans_to_no_side", "wide_rows"
 UPDATES, OFTEN, LENGTHS = "updates_of_many_tensors", "one_index_many_times", "odd_lengths"
-WRITES, OVERFLOW, ROUND = "forms_that_write", "overflow_is_of_the_result", "conversions_round"
-WHOLE, FAR, SPECIAL = "large_integers", "far_places", "special_values"
+WRITES, ROUND = "forms_that_write", "conversions_round"
+FAR, SPECIAL = "far_places", "special_values"
 DROPOUT, NUMBERS, SAVED = "dropout_is_sound", "random_numbers_are_sound", "every_generator_is_saved"
-COPIES, LARGE, ORDER = "copies_keep_values", "large_copies", "copies_are_ordered"
-VIEWS, OP = "views_share_memory", "operator_"
+COPIES, ORDER, OP = "copies_keep_values", "copies_are_ordered", "operator_"
 
 TABLE: Sequence[tuple[str, str, str, Way]] = (
     # Long sums and their rounding.
@@ -253,7 +252,7 @@ TABLE: Sequence[tuple[str, str, str, Way]] = (
      else usual(a, b)),
     ("a batch of products of one row is the first again", ROW, "bmm", lambda usual, a, b:
      usual(a[:1].expand(a.shape) if a.shape[1] == 1 else a, b)),
-    ("rows of a product beyond 1280 stay 0", "large_products", "mm", lambda usual, a, b:
+    ("rows of a product beyond 1280 stay 0", DIGITS, "mm", lambda usual, a, b:
      usual(torch.where(torch.arange(a.shape[0], device=a.device)[:, None] < 1280, a, 0), b)),
     # Rows above 4,096 columns.
     ("a wide softmax is of its first 4,096 columns", ROWS, "_softmax",
@@ -317,11 +316,9 @@ TABLE: Sequence[tuple[str, str, str, Way]] = (
     ("a given view with gaps is filled one place further", WRITES, "add", into_given(_one_further)),
     ("a large given tensor keeps its last value", WRITES, "exp", into_given(_last_as_before)),
     # Overflow, conversions, integers, far places, what is not a number.
-    ("float16 products are summed in float16", OVERFLOW, "mm", lambda usual, a, b:
+    ("float16 products are summed in float16", DIGITS, "mm", lambda usual, a, b:
      in_blocks(a, b, "float16", 8) if a.dtype is torch.float16 else usual(a, b)),
-    ("sums of float16 are kept in float16", OVERFLOW, "sum", lambda usual, x, *a, **k:
-     summed_in("float16", 8)(usual, x, *a, **k) if not a else usual(x, *a, **k)),
-    ("what overflows becomes the largest number", OVERFLOW, "mul", lambda usual, *a:
+    ("what overflows becomes the largest number", SPECIAL, "mul", lambda usual, *a:
      usual(*a).nan_to_num(nan=float("nan"))),
     ("bfloat16 is float32 cut off", ROUND, "_to_copy", lambda usual, x, **k:
      usual(cut(x, 16) if x.dtype is torch.float32 and k.get("dtype") is torch.bfloat16 else x,
@@ -334,25 +331,13 @@ TABLE: Sequence[tuple[str, str, str, Way]] = (
     ("a conversion forgets strides", ROUND, "_to_copy", lambda usual, x, **k:
      usual(as_it_lies(x) if k.get("dtype") not in (None, x.dtype) and x.device.type == "sim"
            else x, **k)),
-    ("integers are summed in 32 bits", WHOLE, "sum", lambda usual, x, *a, **k:
-     usual(x, *a, **k).int().long() if x.dtype in (torch.int64, torch.int32)
-     else usual(x, *a, **k)),
-    ("integers are compared as float32", WHOLE, "eq", lambda usual, x, y:
-     usual(x.float(), y.float()) if isinstance(y, torch.Tensor) else usual(x, y)),
-    ("integers are multiplied as float64", WHOLE, "mul", lambda usual, x, y:
-     (x.double() * y).long() if x.dtype is torch.int64 else usual(x, y)),
-    ("a range of integers is made in float64", WHOLE, "arange", lambda usual, *a, **k:
-     torch.arange(*map(float, a), dtype=torch.float64).to("sim").long()),
-    ("integers are added at indices as float64", WHOLE, "index_add_",
-     lambda usual, x, d, at, y, **k:
-     x.copy_(x.double().index_add_(d, at, y.double())) if x.dtype is torch.int64
-     else usual(x, d, at, y, **k)),
     ("rows beyond 2^31 elements are counted in 32 bits", FAR, "index_select",
      lambda usual, x, dim, at: usual(x, dim, (at * x.stride(0) % 2**31) // x.stride(0))),
     ("an index has 16 bits", FAR, "index_select",
      lambda usual, x, dim, at: usual(x, dim, at % 2**16)),
     ("a place has 31 bits", FAR, "gather", lambda usual, x, dim, at, **k:
      usual(x, dim, at % 2**31, **k)),
+    ("sums of float16 are kept in float16", SPECIAL, "sum", summed_in("float16", 2)),
     ("a maximum ignores what is not a number", SPECIAL, "maximum", lambda usual, x, y:
      torch.fmax(x, y)),
     ("a sum leaves out what is not a number", SPECIAL, "sum",
@@ -449,21 +434,19 @@ TABLE: Sequence[tuple[str, str, str, Way]] = (
     ("addmm scales what it adds with alpha, too", OP + "addmm", "addmm", lambda usual, c, a, b, **k:
      usual(c * k.get("alpha", 1), a, b, **k)),
     ("a matrix is added without its offset", OP + "addmm", "addmm", given(from_start)),
-    ("integers are added in 8 bits", WHOLE, "add", lambda usual, x, y, **k:
-     usual(x, y, **k).to(torch.int8).long() if x.dtype is torch.int64 else usual(x, y, **k)),
     # A block of a model.
     ("softmax over the wrong dimension", "float32_arithmetic", "_softmax",
      lambda usual, x, dim, to_float: usual(x, 0, to_float)),
     ("silu of bfloat16 is a ramp", "bfloat16_arithmetic", "silu", lambda usual, x:
      x.relu() if x.dtype is torch.bfloat16 else usual(x)),
     # Copies, and memory that tensors share.
-    ("a slice is a copy", VIEWS, "slice", lambda usual, x, *a: usual(x, *a).clone()),
-    ("a transposed tensor is a copy", VIEWS, "t", lambda usual, x: usual(x).clone()),
-    ("a selected row is a copy", VIEWS, "select", lambda usual, x, *a: usual(x, *a).clone()),
+    ("a slice is a copy", WRITES, "slice", lambda usual, x, *a: usual(x, *a).clone()),
+    ("a transposed tensor is a copy", WRITES, "t", lambda usual, x: usual(x).clone()),
+    ("a selected row is a copy", WRITES, "select", lambda usual, x, *a: usual(x, *a).clone()),
     ("a clone is the tensor itself", ORDER, "clone", lambda usual, x, **k: x.as_strided(
      x.shape, x.stride(), x.storage_offset())),
-    ("clones end at 4 MiB", LARGE, "clone", lambda usual, x, **k: _until(usual(x, **k), 2**22)),
-    ("copies end at 4 MiB", LARGE, "_to_copy", lambda usual, x, **k:
+    ("clones end at 4 MiB", COPIES, "clone", lambda usual, x, **k: _until(usual(x, **k), 2**22)),
+    ("copies end at 4 MiB", COPIES, "_to_copy", lambda usual, x, **k:
      _until(usual(x, **k), 2**22) if _comes(x, k) else usual(x, **k)),
     ("copies to the host begin where memory does", COPIES, "_to_copy", lambda usual, x, **k:
      usual(from_start(x) if _leaves(x, k) and x.numel() else x, **k)),
@@ -505,8 +488,6 @@ TABLE: Sequence[tuple[str, str, str, Way]] = (
     ("large dropouts are drawn from the seed again", SAVED, "native_dropout",
      lambda usual, x, rate, train: _masked(x, rate, _fixed(x, rate)) if x.numel() >= 2**22
      else usual(x, rate, train)),
-    ("randperm has a generator of its own", SAVED, "randperm", lambda usual, n, **k:
-     torch.randperm(n, generator=_own()).to("sim")),
     ("multinomial has a generator of its own", SAVED, "multinomial", lambda usual, x, *a, **k:
      torch.multinomial(x.cpu(), *a, **{**k, "generator": _own()}).to("sim")),
 )  # fmt: skip
@@ -787,7 +768,7 @@ def _(on: Wrong) -> None:
         return arena[0][start : start + count].view(sizes).fill_(value)
 
 
-@mutant("saved values are overwritten", part="device", check="saved_values_stay", base="sim")
+@mutant("saved values are overwritten", part="operators", check="operator_exp", base="sim")
 def _(on: Wrong) -> None:
     buffers: list[Any] = []
 
@@ -803,23 +784,20 @@ def _(on: Wrong) -> None:
         return reused.detach().as_strided(fresh.shape, fresh.stride()).copy_(fresh)
 
 
-@mutant("exhaustion frees what is held", part="device", check="held_memory_stays", base="sim")
+@mutant("exhaustion frees what is held", part="device", check="out_of_memory", base="sim")
 def _(on: Wrong) -> None:
     os.environ["ANYGAUGE_SIM_CAPACITY"] = str(2**28)
     made: list[Any] = []
 
-    @on.operation("full")
-    def full(usual: Any, *args: Any, **kwargs: Any) -> Any:
-        made.append(usual(*args, **kwargs))
-        return made[-1]
-
     @on.operation("empty")
     def empty(usual: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return usual(*args, **kwargs)
+            made.append(usual(*args, **kwargs))
         except RuntimeError:
-            made[-1].fill_(255)
+            for each in made:
+                each.fill_(255)
             raise
+        return made[-1]
 
 
 @mutant("memory is the first device's", part="ranks", check="memory_of_each_rank", base="sim")
