@@ -68,17 +68,6 @@ class BackendContract:
     rank_counts: ClassVar[Sequence[int]] = (2, 3, 4)
     loss_noise: ClassVar[Mapping[str, float]] = {}
 
-    def __init_subclass__(cls) -> None:
-        """Raises: ValueError: `rank_counts` are not numbers of ranks."""
-        counts: Any = cls.rank_counts
-        fit = isinstance(counts, Sequence) and len(counts) > 0
-        if not fit or not all(type(count) is int and count > 0 for count in counts):
-            raise ValueError(
-                f"{cls.__name__}.rank_counts = {counts!r}: give one or more numbers of ranks, each "
-                "at least 1, such as (2, 4). A backend without collectives declares them so in "
-                "its capabilities, and leaves rank_counts alone"
-            )
-
     # -- what tests share ---------------------------------------------------------------------
 
     @pytest.fixture(scope="class")
