@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -107,7 +107,7 @@ def sent_and_said(path: Path, ranks: int) -> tuple[dict[str, float], dict[str, i
     run, registry = read_run(path), Registry.load()
     backend = registry.create_backend(HOST_DEVICE)
     rehearsed = rehearse_run(run, registry, backend, ranks)
-    sent: Counter[str] = Counter()
+    sent: defaultdict[str, float] = defaultdict(float)
     for one in rehearsed.work.traffic:
         sent[one.operation] += one.bytes
     factory = factory_of(CausalModelFactory, run, rehearsed.precision)
