@@ -11,15 +11,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 PAGE = Path(__file__).with_name("plugins.md")
-HEAD = "| part | defect | check that fails |\n|---|---|---|\n"
+HEAD = "| part | check that fails | defects |\n|---|---|---|\n"
 
 
 def rows(caught_by: Mapping[str, Mapping[str, str]]) -> str:
-    """A line for each wrong backend."""
+    """A line for each check that finds wrong backends."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for part, mutations in caught_by.items():
+        for name, check in mutations.items():
+            found.setdefault((part, check), []).append(name)
     return "".join(
-        f"| {part} | {name} | `{check}` |\n"
-        for part, mutations in caught_by.items()
-        for name, check in mutations.items()
+        f"| {part} | `{check}` | {'; '.join(names)} |\n" for (part, check), names in found.items()
     )
 
 

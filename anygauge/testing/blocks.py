@@ -51,50 +51,38 @@ def _compare(on: Opened, dtype: str, *, autocast: bool = False) -> None:
         )
 
 
-@check(
-    "float32: a block with softmax and its gradients agree with float64",
-    part="device",
-    means="training would go another way than on other devices; the checks of operations and "
-    "products name the cause",
-)
-def float32_arithmetic(on: Opened) -> None:
-    _compare(on, "float32")
+def _register(dtype: str) -> None:
+    def compared(on: Opened) -> None:
+        _compare(on, dtype)
+
+    compared.__name__ = f"{dtype}_arithmetic"
+    check(
+        f"{dtype}: a block with softmax and its gradients agree with float64",
+        part="device",
+        capability=None if dtype == "float32" else dtype,
+        means=f"training in {dtype} would go another way than on other devices; the checks of "
+        "operations and products name the cause",
+    )(compared)
+
+
+for _dtype in TOLERANCE:
+    _register(_dtype)
 
 
 @check(
-    "bfloat16: a block with softmax and its gradients agree with float64",
-    part="device",
-    capability="bfloat16",
-    means="training in bfloat16 would go another way; the checks of operations and products "
-    "name the cause",
-)
-def bfloat16_arithmetic(on: Opened) -> None:
-    _compare(on, "bfloat16")
-
-
-@check(
-    "float16: a block with softmax and its gradients agree with float64",
-    part="device",
-    capability="float16",
-    means="training in float16 would go another way; the checks of operations and products "
-    "name the cause",
-)
-def float16_arithmetic(on: Opened) -> None:
-    _compare(on, "float16")
-
-
-@check(
-    "autocast computes in the lower type, gradients stay float32",
+    "autocast computes in the lower type, gradients stay float32; to float32 it changes nothing",
     part="device",
     means="a loop of one's own would compute in another type than it asked for; look at the "
     "device's list of operations for autocast",
 )
 def autocast_casts(on: Opened) -> None:
+    a = torch.randn(8, 8, device=on.device)
+    with on.placement.autocast(torch.float32):
+        assert (a @ a).dtype == torch.float32, "autocast to float32 lowers products"
     name = next((each for each in ("bfloat16", "float16") if on.backend.support(each)), None)
     if name is None:
         raise NotAsked("it has no lower type")
     lower = getattr(torch, name)
-    a = torch.randn(8, 8, device=on.device)
     try:
         context = on.placement.autocast(lower)
     except UnsupportedError as refusal:
@@ -105,15 +93,3 @@ def autocast_casts(on: Opened) -> None:
     assert inside.dtype == lower, f"a product under autocast has {inside.dtype}"
     assert outside.dtype == torch.float32, f"a product after autocast has {outside.dtype}"
     _compare(on, name, autocast=True)
-
-
-@check(
-    "autocast to float32 changes nothing",
-    part="device",
-    means="a loop of one's own could not switch autocast off; look at autocast(), which must "
-    "do nothing for float32",
-)
-def autocast_to_float32(on: Opened) -> None:
-    a = torch.randn(8, 8, device=on.device)
-    with on.placement.autocast(torch.float32):
-        assert (a @ a).dtype == torch.float32

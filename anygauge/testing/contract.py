@@ -38,7 +38,7 @@ from anygauge.testing.trials import (
     ranks_of,
 )
 
-for _part in ("basic", "device", "operators", "ranks"):
+for _part in ("device", "ranks", "operators", "basic"):
     import_checks(_part)
 BEST_FIRST = ("passed", "skipped", "declared", "failed")
 
@@ -67,17 +67,6 @@ class BackendContract:
     environment: ClassVar[Mapping[str, str]] = {}
     rank_counts: ClassVar[Sequence[int]] = (2, 3, 4)
     loss_noise: ClassVar[Mapping[str, float]] = {}
-
-    def __init_subclass__(cls) -> None:
-        """Raises: ValueError: `rank_counts` are not numbers of ranks."""
-        counts: Any = cls.rank_counts
-        fit = isinstance(counts, Sequence) and len(counts) > 0
-        if not fit or not all(type(count) is int and count > 0 for count in counts):
-            raise ValueError(
-                f"{cls.__name__}.rank_counts = {counts!r}: give one or more numbers of ranks, each "
-                "at least 1, such as (2, 4). A backend without collectives declares them so in "
-                "its capabilities, and leaves rank_counts alone"
-            )
 
     # -- what tests share ---------------------------------------------------------------------
 
@@ -140,24 +129,12 @@ class BackendContract:
         prepare(folder)
         return LoopTrials(subject=subject, folder=folder, stated=cls.loss_noise)
 
-    # -- without hardware -----------------------------------------------------------------------
-
-    @_of("basic")
-    def test_on_paper(self, check: ConformanceCheck, on_paper: PartAnswers) -> None:
-        """What the backend says of itself before anything is opened."""
-        _judge(check, on_paper)
-
     # -- with a device --------------------------------------------------------------------------
 
     @_of("device")
     def test_on_device(self, check: ConformanceCheck, on_device: PartAnswers) -> None:
         """Placement, memory, random numbers, arithmetic, graphs."""
         _judge(check, on_device)
-
-    @_of("operators")
-    def test_operators(self, check: ConformanceCheck, on_operators: PartAnswers) -> None:
-        """Operators that a LoRA step calls, by torch's own samples."""
-        _judge(check, on_operators)
 
     @_of("ranks")
     def test_on_ranks(
@@ -172,6 +149,11 @@ class BackendContract:
         _judge(check, *on_ranks.values())
         if max(on_ranks) < 2:
             pytest.skip("asked of one rank alone, which has nobody to talk to")
+
+    @_of("operators")
+    def test_operators(self, check: ConformanceCheck, on_operators: PartAnswers) -> None:
+        """Operators that a LoRA step calls, by torch's own samples."""
+        _judge(check, on_operators)
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -259,6 +241,13 @@ class BackendContract:
             pytest.skip("two ranks need as many devices, and rank_counts must ask for them")
         why = runs.resumed_on(several[0], 2)
         assert not why, why
+
+    # -- without hardware -----------------------------------------------------------------------
+
+    @_of("basic")
+    def test_on_paper(self, check: ConformanceCheck, on_paper: PartAnswers) -> None:
+        """What the backend says of itself before anything is opened."""
+        _judge(check, on_paper)
 
     def _ranks(self, devices: int) -> int:
         """How many ranks a strategy is tried on."""

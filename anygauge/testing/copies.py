@@ -53,61 +53,50 @@ def _is(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
 
 
 @check(
-    "copies to the device and back keep values, from views and pinned memory, queued or not",
+    "copies to the device and back keep values, from views and pinned memory, large or queued",
     part="device",
     means="batches and checkpoints would hold other numbers; look at copies of tensors that are "
-    "not contiguous or begin within a buffer, and at lengths that are no multiple of a block",
+    "not contiguous or begin within a buffer, at lengths that are no multiple of a block, at "
+    "copies in pieces, and at to_device, for mappings within mappings and what is no tensor",
 )
 def copies_keep_values(on: Opened) -> None:
     whole_types = (torch.int64, torch.int32, torch.uint8, torch.bool)
-    for dtype, name, waits in itertools.product((*types(on), *whole_types), VIEWS, (True, False)):
-        host = _different(1009, dtype)
+    small = itertools.product((1009,), (*types(on), *whole_types), VIEWS, (True, False))
+    large = itertools.product((LARGE,), (torch.int32,), VIEWS, (True,))
+    for size, dtype, name, waits in (*small, *large):
+        host = _different(size, dtype)
         if not waits and on.placement.pinned_memory:
             host = host.pin_memory()
-        what = f"{name} of {dtype}{'' if waits else ', queued'}"
+        what = f"{name} of {size} x {dtype}{'' if waits else ', queued'}"
         view = VIEWS[name]
         there = view(host).to(on.device, non_blocking=not waits, copy=True)
         back = there.to(HOST_DEVICE, non_blocking=not waits, copy=True)
         # A view of what is on the device goes back by another way.
-        other = view(host.to(on.device)).to(HOST_DEVICE, non_blocking=not waits)
+        seen = view(host.to(on.device))
+        other, cloned = seen.to(HOST_DEVICE, non_blocking=not waits), seen.clone()
         into = torch.zeros_like(view(host), memory_format=torch.contiguous_format)
         try:
-            into.copy_(view(host.to(on.device)), non_blocking=not waits)
+            into.copy_(seen, non_blocking=not waits)
         except RuntimeError:  # some refuse to write into the host's tensor, for all to see
             into.copy_(view(host))
-        target = torch.zeros(1009, dtype=dtype, device=on.device)
+        target = torch.zeros(size, dtype=dtype, device=on.device)
         if name != "expanded":
             view(target).copy_(view(host), non_blocking=not waits)
-        batch = on.placement.to_device({"host": view(host), "device": view(host.to(on.device))})
+        given = {"host": view(host), "within": {"device": seen}, "name": "kept as it is"}
+        batch = on.placement.to_device(given)
         on.placement.synchronize()
-        for where, given in batch.items():
-            _is(given.to(HOST_DEVICE), view(host), f"to_device of a tensor on the {where}, {what}")
+        assert batch["name"] == given["name"], f"to_device changes a text: {batch['name']!r}"
+        for where, each in (("host", batch["host"]), ("device", batch["within"]["device"])):
+            assert each.device.type == on.device.type, f"to_device left a tensor on the {where}"
+            _is(each.to(HOST_DEVICE), view(host), f"to_device of a tensor on the {where}, {what}")
         _is(back, view(host), f"to the device and back, {what}")
         _is(other, view(host), f"back from a view on the device, {what}")
+        _is(cloned.to(HOST_DEVICE), view(host), f"cloned on the device, {what}")
         _is(into, view(host), f"into a tensor of the host, {what}")
         if name != "expanded":
-            wanted = torch.zeros(1009, dtype=dtype)
+            wanted = torch.zeros(size, dtype=dtype)
             view(wanted).copy_(view(host))
             _is(target.to(HOST_DEVICE), wanted, f"into a view on the device, {what}")
-
-
-@check(
-    "copies of several MiB arrive whole, from each layout and in both directions",
-    part="device",
-    means="weights of a large model would be wrong from some place on; look for copies in pieces "
-    "of which the last or the second is forgotten",
-)
-def large_copies(on: Opened) -> None:
-    host = torch.arange(LARGE, dtype=torch.int32)
-    for name in ("whole", "with an offset", "every second", "transposed", "a column"):
-        view = VIEWS[name]
-        there = view(host).to(on.device)
-        batch = on.placement.to_device({"ids": view(host)})
-        _is(batch["ids"].to(HOST_DEVICE), view(host), f"{LARGE} elements by to_device, {name}")
-        _is(there.to(HOST_DEVICE), view(host), f"{LARGE} elements, {name}")
-        on_card = view(host.to(on.device))
-        _is(on_card.clone().to(HOST_DEVICE), view(host), f"{LARGE} elements cloned, {name}")
-        _is(on_card.to(HOST_DEVICE), view(host), f"{LARGE} elements back, {name}")
 
 
 @check(
@@ -130,7 +119,9 @@ def queued_copies_stay_apart(on: Opened) -> None:
     on.placement.synchronize()
     for number, (batch, wanted) in enumerate(zip(batches, hosts, strict=True)):
         _is(batch["ids"].to(HOST_DEVICE), wanted, f"batch {number} of {MANY}")
-        _is(batch["more"]["mask"].to(HOST_DEVICE), wanted > 7, f"mask {number} of {MANY}")
+        mask = batch["more"]["mask"]
+        assert mask.device.type == on.device.type, f"a mapping within one stays on {mask.device}"
+        _is(mask.to(HOST_DEVICE), wanted > 7, f"mask {number} of {MANY}")
 
 
 @check(

@@ -1,8 +1,8 @@
 """Checks of what a backend leaves behind: output, files, threads, processes, changed settings.
 
 A process of the kit has a folder of its own to work in and a file of its own as standard output.
-`ProcessState` notes all of it at each step of the backend's life, and the checks compare the notes
-once the backend was closed.
+`ProcessState` looks at all of it at each step of the backend's life; the checks are asked once the
+backend was closed.
 """
 
 from __future__ import annotations
@@ -13,21 +13,18 @@ import locale
 import logging
 import multiprocessing
 import os
-import resource
 import signal
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from itertools import pairwise
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from anygauge.interface import AnygaugeError, Backend
-from anygauge.testing.check import CHECKS, check
+from anygauge.testing.check import check
 
-START, ANNOUNCED, OPENED, USED, CLOSED = "start", "announced", "opened", "used", "closed"
 SIGNALS = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGUSR1", "SIGPIPE", "SIGALRM", "SIGTERM", "SIGCHLD")
 OF_TORCH = (
     *("get_default_dtype", "get_default_device", "is_grad_enabled", "is_anomaly_enabled"),
@@ -37,93 +34,75 @@ GRACE_S = 5.0
 """Seconds that what is about to end gets: threads and processes that were asked to."""
 NOT_ITS_OWN = ("multiprocessing.resource_tracker", "torch._inductor", "torch/_inductor")
 """Helper processes of Python and of torch, which no backend can close."""
-FIRST, MORE, MIB = 3, 6, 2**20
-"""Openings after which it is counted what they take, those that must not add any, and a unit."""
-KINDS: Mapping[str, tuple[str, str]] = {
-    "output": ("standard output", "commands with --json give what no program can read"),
-    "signals": ("the handlers of signals", "a run that is asked to end writes no checkpoint"),
-    "variables": ("variables that were set", "processes that start later get other settings"),
-    "settings": (
-        "folder, umask, locale, warnings, logging, number formats and torch's settings",
-        "files land elsewhere, warnings vanish, weights have another type",
-    ),
-    "processors": ("processors, threads and priority", "what the process does next is slow"),
-    "files": ("files of the working folder", "users find dumps and caches beside their run files"),
-    "running": ("threads and processes", "runs end and their processes stay, with the device"),
+KINDS: Mapping[str, str] = {
+    "output": "commands with --json give what no program can read",
+    "signals": "a run that is asked to end writes no checkpoint",
+    "variables": "processes that start later get other settings",
+    "settings": "files land elsewhere, warnings vanish, weights have another type",
+    "files": "users find dumps and caches beside their run files",
+    "running": "runs end and their threads or processes stay, with the device",
 }
-STEPS = {
-    START: "",
-    ANNOUNCED: "importing it",
-    OPENED: "importing and opening it",
-    CLOSED: "closing",
-}
+LIBC: Any = ctypes.CDLL(None)
 
 
 class ProcessState:
-    """The steps of one process.
+    """What the steps of a backend's life have changed in this process.
 
     Attributes:
-        fresh: another backend like the one under test; None before the first was made.
-        notes: what was so at each step, by kind.
+        changes: by kind: what was changed -> in words, at the first step that did.
     """
 
-    def __init__(self, folder: Path, output: Path) -> None:
-        self.folder, self._output = folder.absolute(), output.absolute()
-        self.fresh: Callable[[], Backend] | None = None
-        self.notes: dict[str, dict[str, dict[str, Any]]] = {}
+    def __init__(self, folder: Path, output: Path, *, opens: bool) -> None:
+        self.folder, self._output, self._opens = folder.absolute(), output.absolute(), opens
+        self.changes: dict[str, dict[str, str]] = defaultdict(dict)
         self.folder.mkdir(exist_ok=True)
         os.chdir(self.folder)
         sys.stdout.flush()
         number = os.open(self._output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
         os.dup2(number, 1)
         os.close(number)
-        with contextlib.suppress(OSError, AttributeError):  # the parent of orphans, as of helpers
-            ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-        self._before = set(self._running())
-        self.note(START)
+        with contextlib.suppress(AttributeError):  # the parent of orphans, as of helpers
+            LIBC.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+        self._running_before = set(self._running())
+        self._last = self._look()
 
-    def note(self, step: str) -> None:
-        """Remember how things are now."""
+    def note(self, step: str, *, judged: bool = True) -> None:
+        """Compare with how things were at the step before, if what it changed is the backend's."""
+        now = self._look()
+        for kind in now if judged else ():
+            before = self._last[kind]
+            # Torch, which a backend imports, brings settings and variables of its own.
+            added = kind == "files" or (kind == "variables" and not self._opens)
+            for name in {**before, **(now[kind] if added else {})}:
+                values = [each.get(name, "not there") for each in (before, now[kind])]
+                if values[0] != values[1]:
+                    told = f"{step}: {name} was {values[0]!r}, and is {values[1]!r}"
+                    self.changes[kind].setdefault(name, told)
+        self._last = now
+
+    def _look(self) -> dict[str, dict[str, Any]]:
         sys.stdout.flush()
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).fflush(None)  # what C code has printed waits in a buffer of its own
+        LIBC.fflush(None)  # what C code has printed waits in a buffer of its own
         printed = self._output.read_text(encoding="utf-8", errors="replace")
-        self.notes[step] = {
+        return {
             "output": {"what was printed": printed[-80:]},
-            "signals": _signals(),
+            "signals": {name: _handler(getattr(signal, name)) for name in SIGNALS},
             "variables": dict(os.environ),
             "settings": _settings(sys.modules.get("torch")),
-            "processors": _processors(sys.modules.get("torch")),
             "files": {str(each): "there" for each in self.folder.rglob("*")},
         }
 
-    def changes(self, kind: str) -> list[str]:
-        """What its steps have changed, in words: each once, at the first step that did."""
-        pairs, closed = list(pairwise(self.notes)), USED in self.notes
-        if closed:
-            # Opening may bind the process, and closing gives it back.
-            pairs = [(START, CLOSED)] if kind == "processors" else [(START, OPENED), (USED, CLOSED)]
-        more = kind in ("settings", "processors") or (kind == "variables" and closed)
-        found: dict[str, str] = {}
-        for first, second in pairs:
-            before, after = (self.notes[step][kind] for step in (first, second))
-            for name in [*before, *(() if more else after)]:
-                values = [each.get(name, "not there") for each in (before, after)]
-                if values[0] != values[1]:
-                    title = f"asking whether {CHECKS[second].title}" if second in CHECKS else second
-                    step = STEPS.get(second) or title
-                    told = f"{step}: {name} was {values[0]!r}, and is {values[1]!r}"
-                    found.setdefault(name, told)
-        return list(found.values())
-
-    def left_running(self) -> list[str]:
-        """Threads that keep the process from ending and processes, in words, once they had time."""
+    def left(self, kind: str) -> list[str]:
+        """What was left of a kind, in words."""
+        if kind != "running":
+            return list(self.changes[kind].values())
         until = time.monotonic() + GRACE_S
-        while set(self._running()) - self._before and time.monotonic() < until:
+        while set(self._running()) - self._running_before and time.monotonic() < until:
             time.sleep(0.05)
-        return sorted(set(self._running()) - self._before)
+        return sorted(set(self._running()) - self._running_before)
 
     def _running(self) -> list[str]:
+        """Threads that keep the process from ending, and processes."""
         found = [f"thread {t.name} ({t.ident})" for t in threading.enumerate() if not t.daemon]
         for path in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
@@ -135,16 +114,12 @@ class ProcessState:
         return found
 
 
-def _signals() -> dict[str, Any]:
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    found: dict[str, Any] = {}
-    for name in SIGNALS:
-        number = getattr(signal, name)
-        action = (ctypes.c_void_p * 64)()  # C code may have set it without Python's knowledge
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).sigaction(int(number), None, action)
-        found[name] = (str(signal.getsignal(number)), hex(action[0] or 0), number in blocked)
-    return found
+def _handler(number: signal.Signals) -> tuple[str, str, bool]:
+    """How a signal is handled: by Python, by C code without Python's knowledge, or blocked."""
+    action = (ctypes.c_void_p * 64)()
+    LIBC.sigaction(int(number), None, action)
+    blocked = number in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    return str(signal.getsignal(number)), hex(action[0] or 0), blocked
 
 
 def _settings(torch: Any) -> dict[str, Any]:
@@ -166,59 +141,24 @@ def _settings(torch: Any) -> dict[str, Any]:
     return found
 
 
-def _processors(torch: Any) -> dict[str, Any]:
-    found = {"processors": os.sched_getaffinity(0), "priority": os.getpriority(os.PRIO_PROCESS, 0)}
-    return found | ({} if torch is None else {"torch's threads": torch.get_num_threads()})
-
-
 def _register(part: str, kind: str) -> None:
     def asked(state: ProcessState) -> None:
-        found = state.left_running() if kind == "running" else state.changes(kind)
+        found = state.left(kind)
         assert not found, "; ".join(found[:4])
 
-    what, means = KINDS[kind]
-    when = {"basic": "imported, probed and asked", "device": "opened and closed"}
     asked.__name__ = f"{part}_leaves_{kind}"
+    when = {"basic": "imported, probed and asked", "device": "opened and closed"}
     check(
-        f"{when.get(part, 'in a group of ranks')}, it leaves {what} alone",
+        f"{when.get(part, 'in a group of ranks')}, it leaves {kind} as it was",
         part=part,
         of_the_close=True,
-        means=f"{means}; a vendor's library sets up the process as if it were its own",
+        means=f"{KINDS[kind]}; a vendor's library sets up the process as if it were its own",
     )(asked)
 
 
 for _part in ("basic", "device", "ranks"):
     for _kind in KINDS:
         _register(_part, _kind)
-
-
-@check(
-    "opening and closing again and again takes no more descriptors, threads and memory",
-    part="device",
-    of_the_close=True,
-    means="long processes that open devices run out of descriptors; `close` forgets what `open` "
-    "has made",
-    limit_s=120,
-)
-def opens_again_and_again(state: ProcessState) -> None:
-    assert state.fresh is not None
-    counts = []
-    for _ in range(FIRST + MORE):
-        backend = state.fresh()
-        try:
-            backend.open(0)
-        except AnygaugeError as error:
-            raise AssertionError(f"it cannot be opened after it was closed: {error}") from error
-        backend.close()
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        of = [len(list(Path(f"/proc/self/{name}").iterdir())) for name in ("fd", "task")]
-        counts.append((*of, pages * resource.getpagesize() // MIB))
-    names = ("descriptors", "threads", "MiB of memory")
-    for what, numbers in zip(names, zip(*counts, strict=True), strict=True):
-        steady = numbers[FIRST - 1 :]
-        # Caches may add a few now and then; what is forgotten adds some each time.
-        growing = all(after > before for before, after in pairwise(steady))
-        assert not growing, f"{what} grow with each opening: {', '.join(map(str, steady))}"
 
 
 @check(

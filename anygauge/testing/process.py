@@ -31,7 +31,7 @@ from anygauge.testing.check import (
     NotAsked,
     Opened,
 )
-from anygauge.testing.leaks import ANNOUNCED, CLOSED, OPENED, USED, ProcessState
+from anygauge.testing.leaks import ProcessState
 from anygauge.testing.paper import Paper
 from anygauge.testing.rules import JOB, NODE, jobs
 from anygauge.testing.watch import (
@@ -227,7 +227,8 @@ def main(part: str) -> None:
     request = json.loads(sys.stdin.read())
     path = Path(request["answers"])
     answers = Answers(path)
-    state = ProcessState(path.with_suffix(".folder"), path.with_suffix(".out"))
+    folder, output = path.with_suffix(".folder"), path.with_suffix(".out")
+    state = ProcessState(folder, output, opens=part != "basic")
     kinds = {"basic": _basic, "device": _device, "operators": _operators, "ranks": _ranks}
     kinds[part](request, answers, state)
     answers.begin(ENDING)
@@ -237,7 +238,11 @@ def import_checks(part: str) -> None:
     """Register the checks of a part; those of `basic` import no torch."""
     modules = {
         "basic": ("paper", "rules", "leaks"),
-        "device": ("device", "leaks"),
+        # Those first that say most of a device.
+        "device": (
+            *("device", "memory", "copies", "chance", "blocks", "graphs", "real_sizes"),
+            *("arithmetic", "fp8", "leaks"),
+        ),
         "operators": ("operators",),
         "ranks": ("collectives", "ranks", "memory", "leaks"),
     }
@@ -261,12 +266,12 @@ def _ask_all(
 
 def _close(part: str, backend: Backend, answers: Answers, state: ProcessState) -> None:
     """Close the backend, and ask what that leaves behind, whether or not it raises."""
-    state.note(USED)
+    state.note("the checks", judged=False)
     answers.begin(CLOSING)
     try:
         backend.close()
     finally:
-        state.note(CLOSED)
+        state.note("closing")
         _ask_all(part, answers, lambda each: _asked(each, state, backend), of_the_close=True)
 
 
@@ -297,12 +302,12 @@ def _asked(check: ConformanceCheck, subject: Any, backend: Any) -> Answer:
 
 def _basic(request: Any, answers: Answers, state: ProcessState) -> None:
     registry = Registry.load(os.environ)
-    state.note(ANNOUNCED)
+    state.note("importing it")
     paper = Paper(name=request["backend"], options=request["options"], registry=registry)
 
     def given(check: ConformanceCheck) -> Answer:
         found = _asked(check, paper, None)
-        state.note(check.name)
+        state.note(f"asking whether {check.title}")
         return found
 
     _ask_all("basic", answers, given)
@@ -329,8 +334,7 @@ def _device(request: Any, answers: Answers, state: ProcessState) -> None:
 
     backend = fresh()
     device = backend.open(0)
-    state.note(OPENED)
-    state.fresh = fresh
+    state.note("importing and opening it")
     subject = Opened(
         backend=backend, device=device, visible=backend.placement.device_count(), fresh=fresh
     )
@@ -371,7 +375,7 @@ def _ranks(request: Any, answers: Answers, state: ProcessState) -> None:
             raise
         traceback.print_exc()
         refused = error
-    state.note(OPENED)
+    state.note("importing and opening it")
     if declared:
         subject = RankContext(backend=backend, device=device, rank=rank, world_size=world_size)
         _ask_all("ranks", answers, lambda each: _asked(each, subject, backend))

@@ -1,4 +1,4 @@
-"""The kit of a strategy: losses, state and resume, against whole models on one rank.
+"""The kit of a strategy: losses, state, resume and bytes, against whole models on one rank.
 
 ``pytest --anygauge-strategy NAME`` runs it on the host's processors. A spec whose losses differ by
 design declares how far, in `StrategySpec.tolerance`.
@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,10 @@ from anygauge.testing.check import CHOSEN_STRATEGY
 from anygauge.testing.loop import prepare
 from anygauge.testing.process import Subject
 from anygauge.testing.trials import LoopTrials, ranks_of
+
+MODULE = "anygauge.testing.strategy_contract"
+A_FEW_NUMBERS = 64
+"""Bytes of norms and flags in a step, which no footprint speaks of."""
 
 if CHOSEN_STRATEGY in os.environ:  # set by ``pytest --anygauge-strategy``, which collects this file
 
@@ -71,6 +78,43 @@ if CHOSEN_STRATEGY in os.environ:  # set by ``pytest --anygauge-strategy``, whic
                     f"step {step} after its own checkpoint: the loss is {loss!r}, not {due!r}"
                 )
 
+        def test_bytes(self, spec: StrategySpec, runs: LoopTrials, ranks: int) -> None:
+            """A step of its engine sends what its footprint says, by collective."""
+            run = runs.run("spread", "float32", strategy=spec.name, ranks=ranks)
+            done = subprocess.run(
+                [sys.executable, "-m", MODULE, str(run.folder / "run.json"), str(ranks)],
+                capture_output=True,
+                text=True,
+                env={name: value for name, value in os.environ.items() if name != CHOSEN_STRATEGY},
+            )
+            assert not done.returncode, " | ".join(done.stderr.strip().splitlines()[-3:])
+            sent, said = json.loads(done.stdout.splitlines()[-1])
+            for name in {**sent, **said}:
+                found, due = sent.get(name, 0), said.get(name, 0)
+                assert abs(found - due) <= A_FEW_NUMBERS, (
+                    f"{name}: a rank gives {found:,.0f} bytes in a step; footprint() says {due:,}"
+                )
+
+
+def sent_and_said(path: Path, ranks: int) -> tuple[dict[str, float], dict[str, int]]:
+    """Collective -> bytes that the first rank gives to it in a step: as counted while its engine
+    steps on tensors without values, and by its footprint. In a process of its own."""
+    from anygauge.config.resolved import read_run
+    from anygauge.models.factory import CausalModelFactory
+    from anygauge.planning.run import factory_of, rehearse_run
+    from anygauge.training.strategy import create_strategy, workload_of
+
+    run, registry = read_run(path), Registry.load()
+    backend = registry.create_backend(HOST_DEVICE)
+    rehearsed = rehearse_run(run, registry, backend, ranks)
+    sent: defaultdict[str, float] = defaultdict(float)
+    for one in rehearsed.work.traffic:
+        sent[one.operation] += one.bytes
+    factory = factory_of(CausalModelFactory, run, rehearsed.precision)
+    adapted = factory.adapt(factory.skeleton())
+    workload = workload_of(run, registry, backend, rehearsed.precision, 0, ranks, adapted)
+    return dict(sent), dict(create_strategy(registry, run).footprint(workload).sent)
+
 
 def _tensors(checkpoint: Path) -> dict[str, str]:
     """Name of each tensor of a checkpoint's state -> its type and shape."""
@@ -81,3 +125,7 @@ def _tensors(checkpoint: Path) -> dict[str, str]:
         header.pop("__metadata__", None)
         found |= {name: f"{each['dtype']} {each['shape']}" for name, each in header.items()}
     return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(sent_and_said(Path(sys.argv[1]), int(sys.argv[2]))))

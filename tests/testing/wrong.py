@@ -329,7 +329,6 @@ def table() -> Sequence[Mutant]:
     from tests.testing import (  # noqa: F401
         table,
         unusual,
-        wrong_device,
         wrong_fp8,
         wrong_loop,
         wrong_operators,

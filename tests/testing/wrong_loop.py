@@ -12,8 +12,6 @@ from typing import Any
 from tests.testing.wrong import Wrong, mutant
 
 PART = "loop"
-ODD_LENGTH = 83
-"""Of a packed row, as the loop has it."""
 CAUSES: dict[str, str] = {}
 """What the message of the failing test says of where it is wrong, by the mutant's name."""
 
@@ -77,47 +75,6 @@ def _(on: Wrong) -> None:
     def equal(usual: Any, x: Any, y: Any) -> Any:
         broadcast = getattr(y, "shape", x.shape) != x.shape
         return usual(x.bool(), y.bool()) if broadcast and x.dim() == 3 else usual(x, y)
-
-
-@wrong_in_a_run(
-    "softmax leaves out the keys that are left of blocks of 16",
-    test=PACKED,
-    cause=f"aten::_softmax (float32, 2 x 4 x {ODD_LENGTH} x {ODD_LENGTH})",
-)
-def _(on: Wrong) -> None:
-    @on.operation("_softmax")
-    def softmax(usual: Any, x: Any, dim: int, half_to_float: bool) -> Any:
-        if x.shape[dim] != ODD_LENGTH:
-            return usual(x, dim, half_to_float)
-        x = x.clone()
-        x.narrow(dim, ODD_LENGTH // 16 * 16, ODD_LENGTH % 16).fill_(float("-inf"))
-        return usual(x, dim, half_to_float).nan_to_num(0.0)
-
-
-@wrong_in_a_run(
-    "cosines of large angles are off",
-    test=TRAINS,
-    cause="aten::cos",
-)
-def _(on: Wrong) -> None:
-    @on.operation("cos")
-    def cos(usual: Any, x: Any) -> Any:
-        return usual(x + (x.abs() > 40) * 0.05)
-
-
-@wrong_in_a_run(
-    "products are wrong once many were computed",
-    test=TRAINS,
-    cause="aten::mm",
-)
-def _(on: Wrong) -> None:
-    calls = 0
-
-    @on.operation("mm")
-    def mm(usual: Any, x: Any, y: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return usual(x, y, **kwargs) * (1.02 if calls > 2500 else 1.0)
 
 
 @wrong_in_a_run(
@@ -210,31 +167,6 @@ def _(on: Wrong) -> None:
         if tensor.numel() > 2048 and dist.get_rank() == dist.get_world_size() - 1:
             tensor.zero_()
         return usual(tensor, *args, **kwargs)
-
-
-@wrong_in_a_run(
-    "a gather of many elements gives what the last one of its size gave",
-    test=STRATEGIES,
-    cause="one process on the device is as on the host; the cause was not found: the host repeated",
-)
-def _(on: Wrong) -> None:
-    kept: dict[int, Any] = {}
-
-    def gather(usual: Any, output: Any, mine: Any, *args: Any, **kwargs: Any) -> Any:
-        if mine.numel() < 1000 or not mine.is_floating_point():
-            return usual(output, mine, *args, **kwargs)
-        before = kept.get(mine.numel(), mine)
-        kept[mine.numel()] = mine.clone()
-        return usual(output, before, *args, **kwargs)
-
-    @on.when_opened
-    def install() -> None:
-        import torch.distributed as dist
-
-        for name in ("all_gather_into_tensor", "all_gather_single"):  # torch's newer name
-            if hasattr(dist, name):
-                usual = getattr(dist, name)
-                setattr(dist, name, functools.wraps(usual)(functools.partial(gather, usual)))
 
 
 @wrong_in_a_run(
