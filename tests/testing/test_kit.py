@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 import types
@@ -13,9 +15,10 @@ from typing import Any
 
 import pytest
 
+import anygauge.testing
 from anygauge.registry import Registry
 from anygauge.testing import BackendContract
-from anygauge.testing.check import Answer, verdict
+from anygauge.testing.check import CHECKS, Answer, verdict
 from anygauge.testing.plugin import CONFORMANCE, contents
 from anygauge.testing.trials import is_beside
 from tests.testing.odd import odd_site
@@ -258,3 +261,11 @@ def test_pytest_without_the_kits_options_imports_nothing_of_it(tmp_path: Path) -
         "    assert 'torch' not in sys.modules\n"
     )
     assert kit(tmp_path).returncode == 0
+
+
+def test_every_check_of_the_kit_is_asked() -> None:
+    """Also those of a module that nothing but the kit's class imports."""
+    for module in pkgutil.iter_modules(anygauge.testing.__path__, "anygauge.testing."):
+        importlib.import_module(module.name)
+    asked = {name.partition("[")[2].removesuffix("]") for name in contents(BackendContract)}
+    assert CHECKS.keys() <= asked, CHECKS.keys() - asked
