@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import gc
 import itertools
 import json
 import math
@@ -395,6 +396,7 @@ MEMORY: Mapping[str, Mapping[str, Callable[[Any], dict[str, Any]]]] = {
     PEAK: {
         "memory never moves": lambda m: {"in_use": 2**30, "peak": 2**30},
         "peak is only now": lambda m: {"peak": m.in_use},
+        "peak is half of what came on top": lambda m: {"peak": (m.peak + m.in_use) // 2},
     },
     "memory_is_counted": {
         "memory of no known kind": lambda m: {"kind": "some"},
@@ -411,6 +413,23 @@ for _check, _memory in MEMORY.items():
 line(
     *("the limit is half of what is given", "device", EXHAUSTED, "placement.memory"),
     lambda u: replace(u(), limit=u().limit // 2 + 2**20),
+    base="sim",
+    environment=SMALL,
+)
+
+
+def spoil() -> None:
+    """Write over the first large piece that is held on a simulated card."""
+    for each in gc.get_objects():
+        if type(each) is torch.Tensor and each.device.type == "sim" and each.numel() >= LARGE:
+            each[: LARGE // 2].fill_(77)
+            return
+
+
+line(
+    *("what is refused takes the place of what is held", "device", EXHAUSTED),
+    "placement.is_out_of_memory",
+    lambda u, e: then(spoil(), u(e)),
     base="sim",
     environment=SMALL,
 )
