@@ -153,6 +153,8 @@ def _rounding(model: Any, inputs: dict[str, Any], logits: Tensor) -> float:
     0 where a model's attention has one form only.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(base, "set_attn_implementation"):
+        return 0.0
     with torch.no_grad(), contextlib.suppress(ValueError, ImportError):
         base.set_attn_implementation("sdpa")
         return relative_difference(model(**inputs).logits, logits)
