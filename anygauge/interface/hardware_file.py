@@ -90,7 +90,7 @@ def _read(
 
 def _count(text: str) -> int:
     if not (text.isdecimal() and 0 < int(text) <= 1024):
-        raise _refused(text, "a number of ranks, 1 to 1024")
+        raise _refused(text, "a number of ranks, 1 to 1024: [card.mine.ranks.2]")
     return int(text)
 
 

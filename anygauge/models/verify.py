@@ -202,7 +202,8 @@ def judge(
     Raises:
         VerificationError: see `verify`.
     """
-    tolerance = max(TOLERANCE[dtype], ROUNDINGS * rounding)
+    # Beyond the type's own limit it is no rounding: attention's two forms compute other things.
+    tolerance = max(TOLERANCE[dtype], ROUNDINGS * min(rounding, TOLERANCE[dtype]))
     said = str(dtype).removeprefix("torch.")
     advice = _advice(name)
     if not difference <= tolerance:

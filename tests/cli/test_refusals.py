@@ -175,6 +175,11 @@ EARLY: dict[str, tuple[dict[str, Any], int, str]] = {
         2,
         r".*tiny\.yaml:\d+: train\.stesp: .*did you mean 'steps'",
     ),
+    "an option that the launcher lacks": (
+        {"launch": {"options": {"grace": 3}}},
+        2,
+        r".*launch\.options\.grace: the local launcher has no such option; .*'grace_s'",
+    ),
     "an output that cannot be written": (
         {"output": "tokenizer/tokenizer.json/runs"},
         2,

@@ -125,6 +125,10 @@ def test_what_a_difference_means() -> None:
         judge(1.9e-2, 2e-2, dtype=half, name="adapter")
     with pytest.raises(VerificationError):
         judge(float("nan"), None, dtype=single, name="model")
+    assert judge(6e-2, 0.5, dtype=half, name="adapter", rounding=2e-2).reloaded
+    for difference, rounding in ((6e-2, 1e-2), (0.3, 1.0)):
+        with pytest.raises(VerificationError, match="and rounding alone moves them by"):
+            judge(difference, None, dtype=half, name="model", rounding=rounding)
 
 
 def test_a_deep_model_may_differ_by_what_rounding_does_to_it() -> None:
@@ -146,12 +150,13 @@ def test_a_deep_model_may_differ_by_what_rounding_does_to_it() -> None:
         model.set_attn_implementation("eager")
         return verification.verify(logits, lambda: model, **asked)
 
-    with mock.patch.dict(verification.TOLERANCE, {torch.bfloat16: 1e-4}):
-        for logits in (trained, rounded):
-            found = verified(logits).logits
-            assert found is not None and found > 1e-4
-        with pytest.raises(VerificationError, match="and rounding alone moves them by"):
-            verified(1.2 * trained)
+    for logits in (trained, rounded):
+        found = verified(logits).logits
+        assert found
+        with mock.patch.dict(verification.TOLERANCE, {torch.bfloat16: found / 2}):
+            assert verified(logits).logits == found
+            with pytest.raises(VerificationError, match="and rounding alone moves them by"):
+                verified(1.2 * logits)
 
 
 def test_an_adapter_that_was_saved_wrongly_is_not_there_under_its_name(

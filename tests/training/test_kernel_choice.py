@@ -166,7 +166,15 @@ def test_heads_that_a_kernel_does_not_serve_give_way(monkeypatch: pytest.MonkeyP
         attention_of(run, {**LLAMA, "head_dim": 8})
 
 
-def test_nothing_is_compiled_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compiled_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("anygauge_kernels.find_spec", lambda name: name)
+    monkeypatch.setattr("shutil.which", lambda program: program)
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+    assert "Python's headers (Python.h" in str(why_no_triton())
+    (tmp_path / "Python.h").touch()
+    assert why_no_triton() is None
     monkeypatch.setattr("shutil.which", lambda _: None)
     assert "no C compiler" in str(why_no_triton())
     monkeypatch.setattr("anygauge_kernels.find_spec", lambda _: None)
