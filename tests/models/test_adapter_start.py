@@ -202,7 +202,14 @@ def test_the_path_is_relative_to_the_run_file_and_survives_the_resolved_one(
 RSLORA = {"rslora": True, "alpha": 16, "groups": [{"targets": ["up_proj"], "r": 2, "alpha": 6}]}
 
 
-@pytest.mark.parametrize("asked", [{"dora": True}, {"init": "orthogonal"}, RSLORA], ids=str)
+OUT_OF_THE_BASE = {"init": "pissa", "groups": [{"targets": ["v_proj"], "r": 2, "alpha": 24}]}
+TWICE = {"r": 8, "alpha": 64, "groups": [{"targets": ["v_proj"], "r": 4, "alpha": 48}]}
+"""As which that is saved, for the base as it was."""
+
+
+@pytest.mark.parametrize(
+    "asked", [{"dora": True}, {"init": "orthogonal"}, RSLORA, OUT_OF_THE_BASE], ids=str
+)
 def test_training_goes_on_where_it_ended(asked: dict[str, Any], tmp_path: Path) -> None:
     common: dict[str, Any] = {
         "data": {"eval_fraction": 0.2},
@@ -212,8 +219,9 @@ def test_training_goes_on_where_it_ended(asked: dict[str, Any], tmp_path: Path) 
     first = trained_here(run_file(tmp_path, **common, adapter=asked))
     folder = first.folder / "adapter"
     config = json.loads((folder / "adapter_config.json").read_text())
-    assert config["init_lora_weights"] == asked.get("init", True)
-    given = {"start_from": str(folder), **asked}
+    whole = asked is OUT_OF_THE_BASE
+    assert config["init_lora_weights"] == (True if whole else asked.get("init", True))
+    given = {"start_from": str(folder), **(TWICE if whole else asked)}
     given.pop("init", None)
     second = trained_here(run_file(tmp_path, **common, name="second", adapter=given))
     assert second.evaluations()[0] == pytest.approx(first.evaluations()[-1], rel=1e-6)
@@ -221,7 +229,7 @@ def test_training_goes_on_where_it_ended(asked: dict[str, Any], tmp_path: Path) 
     assert verified["reloaded"] and verified["logits"] < 1e-5
     assert "adapter, trained on" in (second.folder / "adapter/README.md").read_text()
     for wrong, said in (
-        ({"r": 3}, r"adapter\.r is 3, but .* has 4"),
+        ({"r": 3}, r"adapter\.r is 3, but .* has [48]"),
         ({"init": "gaussian"}, r"adapter\.init is gaussian, but"),
     ):
         with pytest.raises(ModelError, match=said):

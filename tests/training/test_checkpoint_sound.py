@@ -108,6 +108,17 @@ def test_a_damaged_file_is_named_and_the_other_checkpoint_taken(
         find_checkpoint(str(torn), tmp_path, 0, ALONE)
 
 
+def test_a_folder_of_it_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    older, newest = two(tmp_path)
+    inner = newest / "adapter"
+    inner.mkdir()
+    reseal(newest, "adapter/adapter_config.json", b"{}")
+    inner.symlink_to(inner.rename(tmp_path / "elsewhere"))
+    found = find_checkpoint("auto", tmp_path, 0, ALONE)
+    assert found.checkpoint is not None and found.checkpoint.folder == older
+    assert f"{inner.name}: it is a link to {tmp_path}" in str(complaint_about(newest))
+
+
 HOSTILE = [
     *("[]", "7", '"x"', "null", "", "{", "{}", "[" * 200_000, '{"a":' * 200_000, "1" * 5000),
     *('{"files": {}}', '{"files": {"a": 1}}', '{"format": 1, "step": Infinity}'),
