@@ -102,8 +102,8 @@ ENTRANTS: Mapping[str, Entrant] = {
 }  # fmt: skip
 
 
-OF_A_CHECKOUT = ("", "kernels", "backends", "launchers")
-"""Its folders of import packages."""
+OF_A_CHECKOUT = ("benchmarks/shim", "", "kernels", "backends", "launchers")
+"""Its folders of import packages. Its own shim knows how its ranks begin and end."""
 
 
 def chosen(listed: str, before: Path | None = None) -> list[Entrant]:
@@ -132,10 +132,10 @@ def processes(entrant: Entrant, plan: ContenderPlan, environment: Mapping[str, s
     """
     output = Path(plan.output)
     if entrant.checkout is not None:
-        shim, *rest = environment["PYTHONPATH"].split(os.pathsep)
+        _, *rest = environment["PYTHONPATH"].split(os.pathsep)
         folders = [str(entrant.checkout / part) for part in OF_A_CHECKOUT]
         # Safe: or the folder that it is started in comes first.
-        path = {"PYTHONPATH": os.pathsep.join([shim, *folders, *rest]), "PYTHONSAFEPATH": "1"}
+        path = {"PYTHONPATH": os.pathsep.join([*folders, *rest]), "PYTHONSAFEPATH": "1"}
         environment = {**environment, **path}
     if entrant.module is None:
         path = output / "run.yaml"
