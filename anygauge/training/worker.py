@@ -170,33 +170,21 @@ def run_rank(
         except FinishedError as done:
             rank.log(str(done))
             return done.finished.summary
-        importing.close()
-        start_s = time.monotonic() - began
-        for library in backend.collectives.limit(limit):
-            rank.warn(
-                f"launch.collective_timeout_s: {library} cannot change the limit of its existing "
-                "groups; if a rank hangs in one of them, only its agent ends it"
-            )
-        opened.callback(prepared.engine.close)
-        # Until the end: a request that comes while the result is saved comes too late.
-        opened.enter_context(listening_if_it_can_stop(prepared))
-        if index == 0:
-            events.send(
-                "started",
-                steps=prepared.loop.batches.steps,
-                world_size=rank.world_size,
-                device=str(backend.placement.device),
-                done=prepared.loop.start,
-                stops=bool(prepared.engine.checkpoint_support()),
-                lines=[
-                    f"training: {prepared.loop.batches.steps} steps on {rank.world_size} "
-                    f"{'rank' if rank.world_size == 1 else 'ranks'}, backend {job.backend}, "
-                    f"strategy {prepared.choices['strategy']}"
-                ],
-            )
-            check_lock(folder, lock)
-            write_versions(folder, prepared.spec)
         try:
+            importing.close()
+            start_s = time.monotonic() - began
+            for library in backend.collectives.limit(limit):
+                rank.warn(
+                    f"launch.collective_timeout_s: {library} cannot change the limit of its "
+                    "existing groups; if a rank hangs in one of them, only its agent ends it"
+                )
+            opened.callback(prepared.engine.close)
+            # Until the end: a request that comes while the result is saved comes too late.
+            opened.enter_context(listening_if_it_can_stop(prepared))
+            if index == 0:
+                say_that_it_started(job, rank, prepared)
+                check_lock(folder, lock)
+                write_versions(folder, prepared.spec)
             complete = prepared.loop.run()
             summary = {}
             if complete:
@@ -223,6 +211,24 @@ def run_rank(
         check_lock(folder, lock)
         write_text(folder / REPORT, text + "\n")
     return summary
+
+
+def say_that_it_started(job: Job, rank: Any, prepared: Any) -> None:
+    """Tell whoever reads the events what trains, and how long."""
+    steps = prepared.loop.batches.steps
+    rank.events.send(
+        "started",
+        steps=steps,
+        world_size=rank.world_size,
+        device=str(prepared.loop.backend.placement.device),
+        done=prepared.loop.start,
+        stops=bool(prepared.engine.checkpoint_support()),
+        lines=[
+            f"training: {steps} steps on {rank.world_size} "
+            f"{'rank' if rank.world_size == 1 else 'ranks'}, backend {job.backend}, "
+            f"strategy {prepared.choices['strategy']}"
+        ],
+    )
 
 
 def listening_if_it_can_stop(prepared: Any) -> contextlib.AbstractContextManager[None]:

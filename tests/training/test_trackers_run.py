@@ -61,13 +61,16 @@ def test_a_run_that_fails_is_closed_as_failed(tmp_path: Path) -> None:
     assert records and not any(key.startswith("system/") for r in records for key in r)
 
 
-def test_a_run_whose_result_cannot_be_saved_has_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("function", ["save.save", "worker.write_versions"])
+def test_a_run_that_cannot_write_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
+    """Its result at the end; its versions before the first step."""
+
     def full_disk(*_: Any) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("anygauge.training.save.save", full_disk)
+    monkeypatch.setattr(f"anygauge.training.{function}", full_disk)
     with pytest.raises(OSError, match="no space left"):
         tracked(tmp_path)
     assert shipped(tmp_path)[-1]["status"] == "failed"
