@@ -92,11 +92,11 @@ def take_over(handover: Handover, *, own_process: bool) -> int:
         )
     timeout = datetime.timedelta(seconds=handover.join_timeout_s)
     store = _store(launch, timeout)
+    if handover.answer is not None and "refused" in handover.answer:
+        _refuse(handover.answer["refused"])
     answer = _agreed(store, launch, handover.answer, handover.join_timeout_s)
     if "refused" in answer:
         launch.report(answer["refused"])
-        if launch.rank == 0:
-            print(escaped(f"error: {answer['refused']}"), file=sys.stderr)
         return int(answer["exit_status"])
     if "done" in answer:
         if launch.rank == 0:
@@ -111,8 +111,6 @@ def take_over(handover: Handover, *, own_process: bool) -> int:
     refusal = _fetch_with_others(store, launch, job, quiet=handover.quiet)
     if refusal is not None:
         launch.report(refusal)
-        if launch.rank == 0:
-            print(escaped(f"error: {refusal}"), file=sys.stderr)
         return 1
     with _terminal(handover, job, own_process=own_process) as terminal:
         status = reported(job, launch.rank, terminal.events, answer["lock"])
@@ -149,6 +147,11 @@ def _store(launch: ForeignLaunch, timeout: datetime.timedelta) -> dist.Store:
         f"rank 0 cannot listen at {launch.host}: it is not an address of this machine. Set "
         "MASTER_ADDR to the address of rank 0's machine"
     )
+
+
+def _refuse(why: str) -> None:
+    """Say it on rank 0, before the others hear of it: a launcher ends all ranks with the first."""
+    print(escaped(f"error: {why}"), file=sys.stderr, flush=True)
 
 
 def _agreed(
@@ -259,6 +262,8 @@ def _fetch_with_others(
         _fetch(store, keys[launch.node_rank], launch, job, quiet)
     refusal = _wait(store, keys, job.launch.silence_s)
     if refusal is not None:
+        if launch.rank == 0:
+            _refuse(refusal)
         # Who serves the store leaves last.
         store.set(f"anygauge/model/{job.id}/heard/{launch.rank}", "")
         heard = [f"anygauge/model/{job.id}/heard/{rank}" for rank in range(launch.world_size)]

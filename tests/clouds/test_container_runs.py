@@ -433,7 +433,7 @@ class TestSagemaker:
         (stuff / "rows.jsonl").write_text("{}\n")
         cluster.named(**{"algo-1": "node1", "algo-2": "node2"})
         ends = ends_of(self.machines(cluster, path))
-        assert all(status == 1 for status, _, _ in ends), ends
+        assert all(status == 2 for status, _, _ in ends), ends
         for host in ("algo-1", "algo-2"):
             said = (cluster.folder / f"opt-broken-{host}" / "output" / "failure").read_text()
             assert "rows.jsonl:1" in said and len(said) <= 4000

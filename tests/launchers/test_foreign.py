@@ -78,7 +78,7 @@ def test_the_losses_are_those_of_devices_2(up: LaunchTarget, here: Run, nodes: i
     assert out.count("final loss") == 1
     if nodes == 2:
         for name, count in before.items():
-            assert up.machines.bytes_sent(name) > count + 100_000  # the ranks met over the cable
+            assert up.machines.bytes_sent(name) > count + 50_000  # the ranks met over the cable
     assert not joined(up)
 
 

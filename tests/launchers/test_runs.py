@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -139,7 +140,7 @@ class TestSlurm:
         self.ask(up, "scancel", "--signal=USR1", self.ask(up, "squeue", "-h", "-o", "%i"))
         out, err = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, f"{out}\n{err}"
-        assert "resumed: " in out and "steps         40" in out
+        assert "resumed: " in out and re.search(r"^steps +40$", out, re.MULTILINE)
         records = [json.loads(line) for line in metrics.read_text().splitlines()]
         steps = [record["step"] for record in records if "loss" in record]
         assert steps == list(range(1, 41))
@@ -157,7 +158,7 @@ class TestSlurm:
         up.power_on("node2")
         out, err = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, f"{out}\n{err}"
-        assert "resumed: " in out and "steps         60" in out
+        assert "resumed: " in out and re.search(r"^steps +60$", out, re.MULTILINE)
 
     def test_a_cancelled_job_is_not_started_again(self, up: LaunchTarget) -> None:
         folder = up.machines.folder

@@ -32,14 +32,17 @@ GROUPS = CaseGroups(
 
 def is_the_references(case: ParityCase, found: Result, wanted: Result) -> None:
     exact = case.dtype == "float32" and case.optimizer != "adamw_8bit"
-    # bfloat16 sums parts of sums; codes of 8 bits are made of other blocks.
-    noise = 5e-3 if "tp" in case.options else 2e-3 if case.optimizer == "adamw_8bit" else 1e-3
+    # bfloat16 sums parts of sums; codes of 8 bits are made of other blocks: flat vectors are long
+    # enough for codes, this model's factors are not. LoRA+ takes longer steps.
+    coded = 2e-3 * case.rule.get("loraplus_lr_ratio", 1.0)
+    noise = 5e-3 if "tp" in case.options else coded if case.optimizer == "adamw_8bit" else 1e-3
     assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5 if exact else noise)
     assert found["evaluation"] == pytest.approx(wanted["evaluation"], rel=1e-5 if exact else noise)
     assert found["norms"][0] == pytest.approx(wanted["norms"][0], rel=1e-6 if exact else 1e-2)
-    if exact or "tp" not in case.options:
+    if exact or not ("tp" in case.options or case.rule):
         # AdamW takes a full step wherever a sum's rounding has turned a small gradient's sign.
-        assert found["logits"] == pytest.approx(wanted["logits"], abs=1e-4 if exact else 2e-2)
+        near = (1e-4 if exact else 2e-2) * (10 if case.rule else 1)
+        assert found["logits"] == pytest.approx(wanted["logits"], abs=near)
     assert found["trained"].keys() == wanted["trained"].keys()
     if case.optimizer == "sgd":
         # AdamW divides a float32's noise by itself, so there norms and weights part slowly.
