@@ -1,4 +1,4 @@
-"""A command line over fake ranks: `fake_cli.py SCRIPT RUN_DIRECTORY RANKS GRACE`."""
+"""A command that claims its folder, over fake ranks: `fake_cli.py SCRIPT FOLDER RANKS GRACE`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from anygauge.cli.run_folder import claimed
 from anygauge.cli.terminal import follow
 from anygauge.interface import Plan
 from anygauge_launchers.local import Local
@@ -27,6 +28,7 @@ def fake_plan(script: str, run_directory: str, ranks: int, grace_s: float) -> Pl
 
 if __name__ == "__main__":
     plan = fake_plan(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))
-    running = Local().submit(plan)
-    (Path(sys.argv[1]).parent / "agent_pid").write_text(str(running.pid))
-    sys.exit(follow(running, run_directory=sys.argv[2]))
+    with claimed(Path(sys.argv[2])) as lock:
+        running = Local().submit(replace(plan, held=(lock,)))
+        (Path(sys.argv[1]).parent / "agent_pid").write_text(str(running.pid))
+        sys.exit(follow(running, run_directory=sys.argv[2]))

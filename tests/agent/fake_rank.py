@@ -37,20 +37,14 @@ def main() -> None:
             os.write(int(os.environ["ANYGAUGE_EVENTS_FD"]), argument.encode())
         elif action == "print":
             print(argument)
-        elif action == "fail":
-            raise RuntimeError(argument)
         elif action == "exit":
             os._exit(argument)
         elif action == "once":
             if not (here / argument).exists():
                 (here / argument).touch()
                 os._exit(7)
-        elif action == "die":
-            os.kill(os.getpid(), argument)
         elif action == "ignore":
             signal.signal(argument, signal.SIG_IGN)
-        elif action == "on_term_exit":
-            signal.signal(signal.SIGTERM, lambda *_, code=argument: os._exit(code))
         elif action == "on_term_stop":
 
             def stop(*_: object, event: dict[str, object] = argument) -> None:
@@ -67,11 +61,6 @@ def main() -> None:
             (here / argument).touch()
         elif action == "wait":
             wait_for(here / argument)
-        elif action == "connect":
-            held = os.open(here / argument, os.O_WRONLY)
-            print("connected by descriptor", held)
-        elif action == "wait_for_disconnection":
-            (here / argument).read_bytes()
         elif action == "sleep":
             time.sleep(argument)
         elif action == "close_events":

@@ -227,7 +227,8 @@ WORDS: dict[str, tuple[list[Step], str, int, str]] = {
     "what each was doing": (
         [rank(0, {"event": "progress", "doing": "step 3, update"}), rank(1, state="T")],
         "failed", 1,
-        r"rank 1 on .*neither worked .*rank 0: step 3, update.*rank 1: starting; stopped \(state T",
+        r"rank 1 on .*neither worked .*launch\.collective_timeout_s.*rank 0: step 3, update.*"
+        r"rank 1: starting; stopped \(state T",
     ),
     "one that fails because another is stopped": (
         [rank(1, state="T"), rank(0, failed(message="Timed out waiting for recv"))],
@@ -297,6 +298,7 @@ def test_only_a_second_request_takes_the_time_for_a_checkpoint(
     job.request(1)
     job.turns(5)
     assert [one.code for one in job.ranks] == [-signal.SIGKILL] * 2
+    assert [one.recorded for one in job.ranks] == ["cancelled"] * 2
     assert job.outcome()["state"] == "cancelled"
 
 

@@ -319,14 +319,3 @@ def test_a_job_without_a_token_does_not_meet(cluster: Cluster) -> None:
             "it has no token, and nodes cannot authenticate each other without one"
             in cluster.end(node)["cause"]
         )
-
-
-def test_the_coordinator_listens_at_its_address_alone(cluster: Cluster) -> None:
-    cluster.prepare({0: [FINISHED], 1: [FINISHED]}, 2)
-    cluster.start(0)
-    with connected(cluster.port), pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", cluster.port), timeout=5)
-    cluster.start(1)
-    assert cluster.end()["state"] == "ok"
-    log = (cluster.directory / "logs/agent0.log").read_text()
-    assert f"waiting for the other nodes at 127.0.0.1, port {cluster.port}" in log

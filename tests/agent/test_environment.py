@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -134,14 +132,6 @@ def test_this_machine() -> None:
     assert node.memory_bytes > 2**20
     assert node.hostname == os.uname().nodename
     assert node.libraries["torch"]
-
-
-def test_torch_is_not_imported() -> None:
-    code = (
-        "import sys; from anygauge.agent.environment import inspect_node; inspect_node(); "
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def job(ranks: int, **fields: Any) -> Job:

@@ -71,12 +71,6 @@ def test_a_report_without_a_usable_time_or_status_gets_those_of_its_arrival() ->
     assert (failure.time, failure.exit_status) == (5.0, 1)
 
 
-def test_the_user_reads_rank_and_host_of_their_error_in_a_larger_job(tmp_path: Path) -> None:
-    failure = Failure.from_event(1, {"message": "no such file", "for_user": True}, received=0.0)
-    text = failure.cause(host="h", world_size=2, log=tmp_path / "x.log", log_offset=0)
-    assert text == "no such file\n(rank 1 on h)"
-
-
 def test_the_tail_begins_with_this_run_and_shows_the_last_state_of_bars(tmp_path: Path) -> None:
     log = tmp_path / "rank0.log"
     log.write_bytes(b"old run\n")

@@ -60,12 +60,6 @@ def test_no_machine_writes_over_another_jobs_run_file(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "run.json").read_text() == OTHER
 
 
-def test_another_attempt_of_the_same_job_resumes(tmp_path: Path) -> None:
-    claim_run_directory(job(tmp_path), 0)
-    (tmp_path / "run" / "metrics.jsonl").touch()
-    claim_run_directory(job(tmp_path), 0)
-
-
 @pytest.mark.parametrize("left", ["claim", "metrics.jsonl", "checkpoints"])
 def test_the_run_of_another_job_is_not_written_over(tmp_path: Path, left: str) -> None:
     if left == "claim":

@@ -13,7 +13,6 @@ import pytest
 
 from anygauge.agent.nodes import Nodes, Outbox
 from anygauge.agent.supervisor import SIGNALS, Supervisor, collect_signals
-from anygauge.interface import STOPPED
 from anygauge.util.processes import END_AT_ONCE
 from tests.agent.cluster import Cluster
 from tests.agent.fakes import FINISHED, FOREVER, read_pid, sends
@@ -72,20 +71,6 @@ def test_a_rank_that_exits_takes_the_others_along_and_is_named(cluster: Cluster)
     assert not alive(*cluster.started(0))
 
 
-def test_a_killed_rank_wins_over_a_peer_that_reports_the_broken_connection(
-    cluster: Cluster,
-) -> None:
-    os.mkfifo(cluster.folder / "connection")
-    broken = sends("failed", error="RuntimeError", message="Connection closed by peer")
-    ended = cluster.run(
-        {
-            0: [["wait_for_disconnection", "connection"], broken, ["exit", 1]],
-            1: [["connect", "connection"], ["die", signal.SIGKILL]],
-        }
-    )
-    assert "rank 1" in ended["cause"] and "signal 9" in ended["cause"]
-
-
 def test_helpers_of_a_rank_end_with_it(cluster: Cluster) -> None:
     cluster.run(
         {0: [["helper", "helper0"], FINISHED], 1: [["helper", "helper1"], ["wait", "helper0"]]}
@@ -94,56 +79,9 @@ def test_helpers_of_a_rank_end_with_it(cluster: Cluster) -> None:
     until(lambda: not any(map(alive, helpers)), "the end of helpers")
 
 
-def test_a_stopped_rank_ends_the_run_and_each_ranks_doing_is_named(cluster: Cluster) -> None:
-    doing = [sends("progress", doing=f"step {step}, update") for step in (3, 2)]
-    ended = cluster.run(
-        {0: [doing[0], FOREVER], 1: [doing[1], ["die", signal.SIGSTOP]]}, collective_timeout_s=2.5
-    )
-    assert ended["state"] == "failed"
-    assert "neither worked nor reported anything for 3 s" in ended["cause"]
-    assert "launch.collective_timeout_s" in ended["cause"]
-    assert "rank 0: step 3, update" in ended["cause"]
-    assert "rank 1: step 2, update; stopped (state T in /proc)" in ended["cause"]
-    assert not any(map(alive, cluster.started(0, 1)))
-    assert "progress" not in {event["event"] for event in cluster.events}
-
-
 def test_a_rank_that_closes_its_events_is_still_watched(cluster: Cluster) -> None:
     ended = cluster.run({0: [["close_events", None], ["sleep", 0.5], ["exit", 4]]})
     assert "exit status 4" in ended["cause"]
-
-
-def test_a_signal_to_the_agent_cancels_the_run(cluster: Cluster) -> None:
-    cluster.begin(
-        {0: [["touch", "up0"], FOREVER], 1: [["on_term_exit", 0], ["touch", "up1"], FOREVER]}
-    )
-    cluster.wait("up0", "up1")
-    cluster.agents[0].send_signal(signal.SIGINT)
-    ended = cluster.end()
-    assert (ended["state"], ended["exit_status"]) == ("cancelled", 130)
-    assert [cluster.result(rank)["state"] for rank in (0, 1)] == ["cancelled", "cancelled"]
-    assert not any(map(alive, cluster.started(0, 1)))
-
-
-def test_ranks_that_stop_with_a_checkpoint_end_the_run_with_a_status_of_its_own(
-    cluster: Cluster,
-) -> None:
-    stops = ["on_term_stop", {"step": 7, "checkpoint": "/run/checkpoints/step-00000007"}]
-    cluster.begin({rank: [stops, ["touch", f"up{rank}"], FOREVER] for rank in (0, 1)})
-    cluster.wait("up0", "up1")
-    cluster.agents[0].terminate()
-    ended = cluster.end()
-    assert (ended["state"], ended["exit_status"]) == ("stopped", STOPPED)
-    assert "step 7" in ended["cause"] and "/run/checkpoints/step-00000007" in ended["cause"]
-    assert [cluster.result(rank)["state"] for rank in (0, 1)] == ["stopped", "stopped"]
-
-
-def test_an_agent_that_is_killed_leaves_no_rank(cluster: Cluster) -> None:
-    deaf = [["ignore", signal.SIGTERM], ["touch", "up1"], FOREVER]
-    cluster.begin({0: [["touch", "up0"], FOREVER], 1: deaf})
-    cluster.wait("up0", "up1")
-    cluster.agents[0].kill()
-    until(lambda: not any(map(alive, cluster.started(0, 1))), "the ranks' end")
 
 
 def test_a_follower_that_has_gone_does_not_stop_the_run(cluster: Cluster) -> None:

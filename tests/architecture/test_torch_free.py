@@ -76,7 +76,7 @@ def test_the_package_itself():
         ("--version",),
         ("backends",),
         ("backends", "--json"),
-        ("env", "--backend", "cpu"),
+        *(("env", "--backend", name) for name in ("cpu", "cuda", "hpu")),
         ("env", "--backend", "cpu", "--devices", "2", "--format", "json"),
         ("train", "--help"),
         ("env", "--help"),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -30,22 +29,16 @@ from tests.helpers.machines import (
     machine,
 )
 from tests.helpers.options import backend_with
+from tests.helpers.processes import printed
 from tests.helpers.tree import write_tree
 
 
 def in_process(code: str, **environment: str) -> Any:
     """Run code in a fresh interpreter; it prints one line of JSON."""
-    inherited = {k: v for k, v in os.environ.items() if k != "ANYGAUGE_CPU_CORES"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=Path(__file__).parents[2],
-        env=inherited | {"OMP_NUM_THREADS": "1"} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    with mock.patch.dict(os.environ):
+        os.environ.pop("ANYGAUGE_CPU_CORES", None)
+        lines = printed(textwrap.dedent(code), environment={"OMP_NUM_THREADS": "1", **environment})
+    return json.loads(lines[-1])
 
 
 # -- finding it ------------------------------------------------------------------------------

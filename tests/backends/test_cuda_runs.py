@@ -17,13 +17,11 @@ from anygauge.cli.run_folder import write_run
 from anygauge.config.load import load_run_file
 from anygauge.interface import LaunchSettings
 from tests.helpers.jobs import make_job
-from tests.helpers.nvidia import NAME, built, calls, standin_environment, standin_site
-from tests.helpers.processes import end
+from tests.helpers.nvidia import NAME, calls, needs_cards, standin_environment, standin_site
+from tests.helpers.processes import end, printed
 from tests.helpers.runs import anygauge, run_file, train
 
-pytestmark = pytest.mark.skipif(
-    built() is None, reason="the stand-in's tensors live on simulated cards (make plugins)"
-)
+pytestmark = needs_cards
 
 STEPS, NODES, DEVICES = 2, 2, 2
 WORLD = NODES * DEVICES
@@ -179,15 +177,8 @@ def test_the_probe_finds_the_cards_and_auto_takes_them(folder: Path) -> None:
 def printed_on_standin(folder: Path, code: str, name: str) -> list[str]:
     """What Python code prints on the stand-in; its argument is the machine's root."""
     site = standin_site(folder)
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(site / "machine")],
-        env={**os.environ, **standin_environment(site, folder / name)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    environment = standin_environment(site, folder / name)
+    return printed(code, site / "machine", environment=environment)
 
 
 def test_all_checks_of_the_doctor_pass(folder: Path) -> None:

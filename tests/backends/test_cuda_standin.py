@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.nvidia import STANDIN, built, standin_site
+from tests.helpers.nvidia import STANDIN, needs_cards, standin_site
+from tests.helpers.processes import printed
 from tests.standins.signatures import Function, arguments
-
-needs_cards = pytest.mark.skipif(
-    built() is None, reason="the stand-in's tensors live on simulated cards (make plugins)"
-)
 
 TORCH = Path(importlib.util.find_spec("torch").origin).parent  # type: ignore[union-attr, arg-type]
 SOURCE = (STANDIN / "site" / "cuda_standin.py").read_text(encoding="utf-8")
@@ -145,17 +139,10 @@ assert {{torch.cuda.get_device_properties(i).uuid for i in range({count})}} == {
     ],
 )
 def test_it_refuses_what_torch_and_cuda_refuse(
-    tmp_path: Path, visible: str | None, uuids: set[str]
+    visible: str | None, uuids: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(standin_site(tmp_path))}
-    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = visible
-    done = subprocess.run(
-        [sys.executable, "-c", STRICT.format(count=len(uuids), uuids=uuids)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    code = STRICT.format(count=len(uuids), uuids=uuids)
+    printed(code, environment={"PYTHONPATH": str(standin_site(tmp_path))})

@@ -5,7 +5,6 @@ The stand-in multiplies in rounded numbers; its speed and Gaudi's own rounding a
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,10 @@ from tests.backends.test_hpu_runs import (
     refused,
     trained,
 )
-from tests.helpers.gaudi import standin_environment, standin_site
+from tests.helpers.gaudi import needs_cards, standin_environment, standin_site
 from tests.helpers.runs import merged, run_file, train
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("anygauge_sim") is None,
-    reason="the stand-in's tensors live on simulated cards (make plugins)",
-)
+pytestmark = needs_cards
 
 FP8 = {"precision": {"fp8": True}}
 LINEAR_LAYERS = 2 * 7

@@ -3,7 +3,6 @@ declares and does not do. Of Gaudi's own arithmetic and speed it can say nothing
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,12 +13,9 @@ import pytest
 from anygauge.testing import BackendContract
 from anygauge.testing.counterparts import counterparts
 from anygauge.testing.process import Subject
-from tests.helpers.gaudi import standin_environment, standin_site
+from tests.helpers.gaudi import needs_cards, standin_environment, standin_site
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("anygauge_sim") is None,
-    reason="the stand-in's tensors live on simulated cards (make plugins)",
-)
+pytestmark = needs_cards
 
 
 def test_the_host_updates_by_the_formula_of_its_kernel(tmp_path: Path) -> None:

@@ -6,11 +6,8 @@ says nothing of Gaudi's speed or numerics.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,13 +16,11 @@ import pytest
 
 from anygauge.config.load import load_run_file
 from anygauge.strategies.zero_versions import needs_reentrant_checkpointing, skips_non_finite
-from tests.helpers.gaudi import calls, standin_environment, standin_site
+from tests.helpers.gaudi import calls, needs_cards, standin_environment, standin_site
+from tests.helpers.processes import printed
 from tests.helpers.runs import Run, merged, run_file, train
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("anygauge_sim") is None,
-    reason="the stand-in's tensors live on simulated cards (make plugins)",
-)
+pytestmark = needs_cards
 
 EAGER = Path(__file__).parents[2] / "examples/llama2-70b-lora-gaudi2-eager.yaml"
 STEPS = 2
@@ -160,8 +155,7 @@ def test_what_the_model_library_replaces_would_be_recorded(folder: Path) -> None
         "from transformers.utils import is_torch_hpu_available\n"
         "assert is_torch_hpu_available()"
     )
-    environment = {**os.environ, **standin_environment(site, record), "PT_HPU_LAZY_MODE": "1"}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    printed(code, environment={**standin_environment(site, record), "PT_HPU_LAZY_MODE": "1"})
     (patched,) = (call[1] for call in calls(record, 0) if call[0] == "patched")
     assert {"gather", "scatter", "compile"} <= set(patched)
 
@@ -211,8 +205,8 @@ def test_the_librarys_class_of_parameters_changes_no_loss(folder: Path, source: 
         trained(folder, f"sharing-{source}-{name}", attention="softmax", variables=variables)
         for name, variables in (("off", neither), ("on", {**given, "PT_HPU_WEIGHT_SHARING": "1"}))
     )
-    printed = [[f"{loss:.4f}" for loss in each.run.steps("loss")] for each in (without, shared)]
-    assert printed[0] == printed[1] and len(printed[0]) == STEPS
+    losses = [[f"{loss:.4f}" for loss in each.run.steps("loss")] for each in (without, shared)]
+    assert losses[0] == losses[1] and len(losses[0]) == STEPS
     loaded = {tuple(c) for each in shared.calls for c in each if c[0].startswith(("over", "weig"))}
     assert loaded == {("overwrites", source), ("weight_sharing", source)}
     assert without.count("weight_sharing") == [0] * RANKS

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.gaudi_census import SCENARIOS, CensusPart, counted
+from tests.helpers.gaudi import needs_cards
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("anygauge_sim") is None,
-    reason="the stand-in's tensors live on simulated cards (make plugins)",
-)
+pytestmark = needs_cards
 
 FIRST = ("step 1", "step 2", "evaluation 1")
 """DeepSpeed fetches weights ahead from the second step on."""

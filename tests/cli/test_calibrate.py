@@ -89,19 +89,6 @@ def test_an_undescribed_card_is_described_by_it() -> None:
     assert found.sources["copy"] == "measured, 8 ranks" and not found.ranks
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["RUN", "--calibrate"], "--calibrate measures this machine and takes no run file: leave"),
-        ([], "no run file is given"),
-    ],
-)
-def test_one_or_the_other(tmp_path: Path, options: list[str], expected: str) -> None:
-    path = str(run_file(tmp_path))
-    with pytest.raises(UsageError, match=expected):
-        cli.run(["plan", *(path if one == "RUN" else one for one in options)])
-
-
 def test_a_folder_that_cannot_be_written_is_said_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

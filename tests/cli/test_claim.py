@@ -13,11 +13,8 @@ import pytest
 
 from anygauge.cli.run_folder import claimed, merging
 from anygauge.interface import AnygaugeError
-from tests.agent.fakes import FOREVER, read_pid, write_script
+from tests.agent.fakes import FAKE_CLI, read_pid, write_script
 from tests.helpers.processes import alive, as_in_a_terminal, until
-
-ROOT = Path(__file__).parents[2]
-FAKE_TRAIN = str(Path(__file__).with_name("fake_train.py"))
 
 
 def is_claimed(folder: Path) -> bool:
@@ -106,33 +103,19 @@ def test_the_agent_keeps_the_claim_of_a_command_that_dies(tmp_path: Path, signum
     )
     folder = tmp_path / "run"
     command = subprocess.Popen(
-        [sys.executable, FAKE_TRAIN, script, folder],
-        cwd=ROOT,
-        preexec_fn=as_in_a_terminal,
+        [sys.executable, FAKE_CLI, script, folder, "1", "0.5"], preexec_fn=as_in_a_terminal
     )
     try:
         until((tmp_path / "up").exists, "the rank")
         command.send_signal(signum)
         command.wait(timeout=60)
         assert is_claimed(folder)
-        assert alive(read_pid(tmp_path / "pid0"))
+        rank = read_pid(tmp_path / "pid0")
+        assert alive(rank)
+        held = [each.readlink() for each in Path(f"/proc/{rank}/fd").iterdir() if each.is_symlink()]
+        assert folder / ".lock" not in held, "the agent alone has it"
     finally:
         command.kill()
         (tmp_path / "saved").touch()
     until(lambda: not alive(read_pid(tmp_path / "agent_pid")), "the agent's end")
     assert not is_claimed(folder)
-
-
-def test_ranks_do_not_inherit_the_claim(tmp_path: Path) -> None:
-    script = write_script(tmp_path, {0: [["touch", "up"], FOREVER]})
-    folder = tmp_path / "run"
-    command = subprocess.Popen([sys.executable, FAKE_TRAIN, script, folder], cwd=ROOT)
-    try:
-        until((tmp_path / "up").exists, "the rank")
-        open_there = Path(f"/proc/{read_pid(tmp_path / 'pid0')}/fd")
-        held = {each.readlink() for each in open_there.iterdir() if each.is_symlink()}
-        assert folder / ".lock" not in held
-    finally:
-        command.kill()
-        command.wait(timeout=60)
-    until(lambda: not alive(read_pid(tmp_path / "agent_pid")), "the agent's end")

@@ -78,12 +78,6 @@ def test_a_hub_that_does_not_answer_is_given_up_shortly() -> None:
     assert limits == [module.ANSWER_S] and limits[0] <= 5
 
 
-def test_a_hub_that_is_switched_off_is_not_asked(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "HF_HUB_OFFLINE is set, and this machine has no copy" in refused("nobody/no-such-model")
-    assert hub.requests == []
-
-
 @pytest.mark.parametrize("answer", ["", "yes"])
 def test_an_empty_answer_is_told(
     answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -110,22 +110,3 @@ def test_an_address_is_quoted_without_its_password(tmp_path: Path) -> None:
     assert "(hidden)@hub.example/rows.jsonl" in str(caught.value)
     assert VALUE not in str(caught.value)
     assert shown(address) == "nowhere://(hidden)@hub.example/rows.jsonl"
-
-
-@pytest.mark.parametrize(
-    "name", ["GITHUB_PAT", "MYSQL_PWD", "DB_PASSWD", "SAS", "MY_CREDS", "HTTPS_PROXY"]
-)
-def test_no_secret_is_handed_to_a_cluster(name: str, tmp_path: Path) -> None:
-    path = run_file(
-        tmp_path,
-        data={"train": {"path": "/data/rows.jsonl"}, "cache": "off"},
-        model={"name": "/data/model"},
-        environment={name: ADDRESS},
-        launch={
-            "launcher": "kubernetes",
-            "options": {"storage": {"claim": "runs"}, "image": "a/b:1"},
-        },
-    )
-    with pytest.raises(RunFileError, match=f"environment: {name} looks like a secret"):
-        run(["launch", str(path), "--render", str(tmp_path / "plan")])
-    assert not (tmp_path / "plan").exists()

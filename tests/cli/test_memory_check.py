@@ -20,6 +20,7 @@ from anygauge.planning.memory import PHASES, Peak, RunMemory
 from anygauge.planning.process import TooLongError
 from anygauge.planning.work import Work
 from anygauge.training.auto import candidates, in_words
+from tests.helpers.gaudi import without_driver
 from tests.helpers.runs import TINY, check_here, run_file, trained
 
 MIB = 2**20
@@ -170,13 +171,12 @@ def test_ranks_of_one_host_share_its_memory(
         expected(path, **{"launch.devices": 2})
 
 
+@without_driver
 def test_devices_that_nobody_describes_are_left_alone(
     tmp_path: Path, planner: type[StandIn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = wide(tmp_path, 100 * MIB, monkeypatch)
     found = expected(path, backend="hpu")
-    if Path("/sys/module/habanalabs").exists():
-        pytest.skip("this machine has Gaudi's driver")
     (line,) = found.lines
     assert line.startswith("memory: not planned, since no description covers the devices of hpu;")
     assert planner.started == 0
@@ -291,14 +291,13 @@ def test_auto_of_a_small_run_starts_no_process(tmp_path: Path, planner: type[Sta
         assert found.run is None and planner.started == 0
 
 
+@without_driver
 def test_the_ranks_decide_where_the_command_cannot(
     tmp_path: Path, planner: type[StandIn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_check, "SMALL", 0.0)
     path = auto(tmp_path, monkeypatch)
     intent = read_intent(path, [], {"backend": "hpu"}, need_device=False)
-    if Path("/sys/module/habanalabs").exists():
-        pytest.skip("this machine has Gaudi's driver")
     assert intent.run.strategy.name == "auto" and intent.job.strategy_why == UNDECIDED
     alone = read_intent(path, [], {"backend": "hpu", "launch.devices": 1}, need_device=False)
     assert (alone.job.strategy, alone.job.strategy_why) == ("single", "auto: there is one rank")

@@ -21,6 +21,7 @@ from anygauge.interface import (
     RunFileError,
 )
 from anygauge.training.checks import Findings, Question
+from tests.helpers.gaudi import without_driver
 from tests.helpers.runs import TINY, run_file
 
 QUESTION = Question(run="{}", backend="cpu", world_size=1)
@@ -64,14 +65,13 @@ def test_more_ranks_than_cores_are_one_line(
         assert [" share 3 processor cores " in note for note in notes] == [True] * lines
 
 
+@without_driver
 def test_a_device_that_is_not_here_is_told_by_a_dry_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from anygauge.cli import dry_run
 
     monkeypatch.setattr(dry_run, "preflight", lambda intent, engine: Findings(settings=[]))
-    if Path("/sys/module/habanalabs").exists():
-        pytest.skip("this machine has Gaudi's driver")
     path = str(run_file(tmp_path))
     assert command(["train", path, "--dry-run", "--backend", "hpu"]) == 0
     shown = capsys.readouterr().out

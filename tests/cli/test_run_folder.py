@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,6 @@ from anygauge.util.start import START, put_in_place, settled
 from tests.helpers.checkpoints import RECORD, write
 from tests.helpers.jobs import make_job
 from tests.helpers.options import render
-from tests.helpers.processes import begin
 from tests.helpers.runs import anygauge, run_file
 
 TIMEOUT_S = 200
@@ -180,24 +178,6 @@ def test_after_a_start_that_failed_the_next_run_has_its_name(
     assert [path.name for path in folder.parent.iterdir()] == ["tiny"]
     assert "SHA-256" in failed.stderr
     assert "SHA-256" not in (folder / "logs/rank0.log").read_text()
-
-
-@pytest.mark.slow
-def test_ctrl_c_before_the_first_step_promises_nothing(tmp_path: Path) -> None:
-    file = run_file(tmp_path, strategy={"name": "single"})
-    process = begin("train", file)
-    assert process.stdout is not None
-    for line in process.stdout:  # the first line of a rank: torch is loaded, the model is not
-        if line.startswith("data: "):
-            break
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 130, err
-    assert "no step has been taken, so there is nothing to save" in out
-    assert "checkpoint" not in out + err
-    assert "ended on request before the first step" in err and "Traceback" not in err
-    assert not (tmp_path / "out/tiny/checkpoints").exists()
-    assert took_no_step(tmp_path / "out/tiny")
 
 
 REMOTE = {"hosts": ["one"], "python": "/usr/bin/python3"}

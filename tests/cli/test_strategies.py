@@ -17,7 +17,9 @@ def test_every_strategy_is_listed_with_what_it_needs() -> None:
     assert {spec.name for spec in anygauge_provide_strategies()} <= found.keys()
     assert [name for name, one in found.items() if one["default"]] == ["auto"]
     assert found["single"]["ranks"] == "1" and not found["single"]["needs"]
-    assert "dp_replicate" in found["fsdp"]["fields"]
+    shared = {"tp", "sequence_parallel", "cp", "cp_method", "pp", "schedule"}
+    assert shared <= {*found["ddp"]["fields"]}
+    assert shared | {"dp_replicate"} <= {*found["fsdp"]["fields"]}
     assert (
         found["zero"]["packages"].keys() == {"deepspeed"} and found["zero"]["packages"]["deepspeed"]
     )

@@ -22,7 +22,7 @@ from anygauge.cli.lines import evaluation_line, size, step_line, summary_lines
 from anygauge.cli.terminal import follow
 from anygauge.interface import STOPPED
 from tests.agent.fakes import FAKE_CLI, FOREVER, read_pid, sends, write_script
-from tests.helpers.processes import PATIENCE_S, alive, as_in_a_terminal, bounded, until
+from tests.helpers.processes import PATIENCE_S, alive, as_in_a_terminal, until
 
 STEP = {
     "event": "step",
@@ -322,30 +322,50 @@ def test_one_ctrl_c_ends_the_ranks_in_order(tmp_path: Path, signum: int, status:
     assert not alive(read_pid(tmp_path / "pid0"))
 
 
+class Interrupted(Played):
+    """A job of this machine that has reported something when Ctrl-C comes, twice by a wrapper."""
+
+    def __init__(self, reported: list[Mapping[str, Any]], times: int, out: io.StringIO) -> None:
+        super().__init__(reported, 143)
+        self.times, self.out = times, out
+        self.cancelled = 0
+
+    def events(self) -> Iterator[Mapping[str, Any]]:
+        yield from self._events
+        if self._events:
+            until(self.out.getvalue, "what was reported")
+        for _ in range(self.times):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)  # the loop looks at signals meanwhile
+        yield {"event": "ended", "state": "cancelled", "exit_status": 143, "cause": ""}
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+
 @pytest.mark.parametrize(
-    ("sent", "promised", "ended"),
+    ("reported", "promised"),
     [
-        ([], "no step has been taken, so there is nothing to save", "before the first step"),
-        ([sends("message", text="loading")], "no step has been taken", "before the first step"),
-        ([sends("started", steps=4, stops=True)], "writing a checkpoint", ""),
-        ([sends("started", steps=4, stops=False)], "cannot write checkpoints", ""),
+        ([], "no step has been taken, so there is nothing to save"),
+        ([{"event": "message", "text": "loading"}], "no step has been taken"),
+        ([{"event": "started", "lines": ["tiny"], "stops": True}], "writing a checkpoint"),
+        ([{"event": "started", "lines": ["tiny"], "stops": False}], "cannot write checkpoints"),
     ],
 )
+@pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_promises_what_comes(
-    sent: list[Any], promised: str, ended: str, tmp_path: Path
+    times: int, reported: list[Mapping[str, Any]], promised: str
 ) -> None:
-    mark = sends("message", text="mark")
-    command = command_line(tmp_path, {0: [*sent, mark, FOREVER]}, "30")
-    assert command.stdout is not None
-    with bounded(command, PATIENCE_S):
-        while command.stdout.readline() not in ("mark\n", ""):
-            pass
-        command.send_signal(signal.SIGINT)
-        out, err = command.communicate(timeout=PATIENCE_S)
-    assert command.returncode == 130
-    assert promised in out
-    assert ("writing a checkpoint" in out) is (promised == "writing a checkpoint")
-    assert ("before the first step; there was nothing to save" in err) is bool(ended)
+    out, err = io.StringIO(), io.StringIO()
+    running = Interrupted(reported, times, out)
+    consoles = {"console": Console(file=out, width=120), "errors": Console(file=err, width=120)}
+    assert follow(running, run_directory="/runs/one", **consoles) == 130
+    assert running.cancelled == 1
+    shown = out.getvalue()
+    assert promised in shown and "killing" not in shown and shown.count("Ctrl-C again to kill") == 1
+    assert ("writing a checkpoint" in shown) is (promised == "writing a checkpoint")
+    begun = bool(reported) and "stops" in reported[0]
+    assert ("before the first step; there was nothing to save" in err.getvalue()) is not begun
 
 
 def test_a_signal_that_came_while_the_job_was_submitted_has_its_answer() -> None:
@@ -361,24 +381,6 @@ def test_a_signal_that_came_while_the_job_was_submitted_has_its_answer() -> None
     assert status == 130
     assert "nothing to save" in out.getvalue()
     assert "ended on request before the first step" in err.getvalue()
-
-
-def test_a_signal_that_a_wrapper_doubles_is_one_request() -> None:
-    class Doubled(Elsewhere):
-        record = None
-
-        def events(self) -> Iterator[Mapping[str, Any]]:
-            for _ in range(2):
-                os.kill(os.getpid(), self.signum)
-                time.sleep(0.3)  # the loop looks at signals meanwhile
-            yield {"event": "ended", "state": "cancelled", "exit_status": 143, "cause": ""}
-
-    out = io.StringIO()
-    running = Doubled(signal.SIGINT)
-    console = Console(file=out, width=120)
-    assert follow(running, run_directory="/runs/one", console=console, errors=console) == 130
-    assert running.cancelled == 1
-    assert out.getvalue().count("Ctrl-C again to kill") == 1 and "killing" not in out.getvalue()
 
 
 def test_a_second_ctrl_c_kills(tmp_path: Path) -> None:

@@ -287,19 +287,6 @@ class TestKubernetes:
         assert [status for status, _, _ in ends] == [75, 75], ends
         assert list((folder / "checkpoints").glob("step-*")), ends
 
-    def test_another_jobs_run_is_not_written_over(self, cluster: ContainerCluster) -> None:
-        taken = cluster.folder / "runs" / "taken"
-        taken.mkdir(parents=True)
-        (taken / "job.sha256").write_text("another job's\n")
-        (taken / "run.yaml").write_text("theirs")
-        pods = self.pods(cluster, "JobSet", "taken")
-        ends = ends_of(self.start(cluster, pods))
-        for status, out, err in ends:
-            assert status == 1 and "Traceback" not in err
-            assert "/anygauge/runs/taken holds another job's run" in out
-        assert "holds another job's run" in LEFT_BY_AGENTS.read_text()
-        assert (taken / "run.yaml").read_text() == "theirs"
-
     def test_a_pod_that_waits_for_others_ends_when_it_is_asked(
         self, cluster: ContainerCluster
     ) -> None:

@@ -201,11 +201,13 @@ def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Client:
     return client_for("kubectl", KubernetesService, tmp_path, monkeypatch)
 
 
-def submitted(client: Client, folder: Path) -> ServiceJob:
-    client.answer("create", "-")
-    client.answer("create", "json", out=MADE)
-    client.answer("patch", "secret")
-    return Kubernetes().submit(rendered(folder=folder / "Tiny_Run.1"))
+@pytest.fixture
+def running(kubectl: Client, tmp_path: Path) -> ServiceJob:
+    """A job that was handed over."""
+    kubectl.answer("create", "-")
+    kubectl.answer("create", "json", out=MADE)
+    kubectl.answer("patch", "secret")
+    return Kubernetes().submit(rendered(folder=tmp_path / "Tiny_Run.1"))
 
 
 def pod(phase: str, **status: Any) -> dict[str, Any]:
@@ -218,9 +220,8 @@ def jobset(*conditions: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_what_belongs_to_a_job_goes_into_a_secret_that_the_job_owns(
-    kubectl: Client, tmp_path: Path
+    kubectl: Client, running: ServiceJob, tmp_path: Path
 ) -> None:
-    running = submitted(kubectl, tmp_path)
     (_, given), (create, _), (patch, _) = kubectl.asked
     assert create[:4] == ["--namespace", "train", "create", "-f"]
     made = json.loads(given)
@@ -237,8 +238,9 @@ def test_what_belongs_to_a_job_goes_into_a_secret_that_the_job_owns(
     assert Kubernetes().attach(running.record, tmp_path).record == running.record
 
 
-def test_a_job_is_followed_from_the_queue_to_its_end(kubectl: Client, tmp_path: Path) -> None:
-    running = submitted(kubectl, tmp_path)
+def test_a_job_is_followed_from_the_queue_to_its_end(
+    kubectl: Client, running: ServiceJob, tmp_path: Path
+) -> None:
     unschedulable = {
         "type": "PodScheduled", "status": "False", "reason": "Unschedulable",
         "message": "0/3 nodes have enough example.com/card",
@@ -270,9 +272,8 @@ def test_a_job_is_followed_from_the_queue_to_its_end(kubectl: Client, tmp_path: 
 
 
 def test_a_failure_is_told_in_the_words_that_the_agent_left(
-    kubectl: Client, tmp_path: Path
+    kubectl: Client, running: ServiceJob
 ) -> None:
-    running = submitted(kubectl, tmp_path)
     failed = {"type": "Failed", "reason": "FailedJobs", "message": "jobset failed"}
     left = {"terminated": {"exitCode": 1, "message": "rank 3 on node-b failed with KeyError"}}
     kubectl.answer("get", "jobset", out=jobset(failed))
@@ -287,9 +288,8 @@ def test_a_failure_is_told_in_the_words_that_the_agent_left(
 
 
 def test_an_image_that_cannot_be_pulled_is_named_while_it_waits(
-    kubectl: Client, tmp_path: Path
+    kubectl: Client, running: ServiceJob
 ) -> None:
-    running = submitted(kubectl, tmp_path)
     waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "Back-off pulling x:1"}}
     kubectl.answer("get", "jobset", out=jobset())
     kubectl.answer("get", "pods", out={"items": [
@@ -301,9 +301,8 @@ def test_an_image_that_cannot_be_pulled_is_named_while_it_waits(
 
 
 def test_cancelling_gives_pods_time_for_a_checkpoint_and_then_none(
-    kubectl: Client, tmp_path: Path
+    kubectl: Client, running: ServiceJob
 ) -> None:
-    running = submitted(kubectl, tmp_path)
     kubectl.answer("delete")
     running.cancel()
     running.cancel()
@@ -321,15 +320,13 @@ def test_cancelling_gives_pods_time_for_a_checkpoint_and_then_none(
 
 
 def test_a_client_that_lacks_something_is_no_end_of_the_job(
-    kubectl: Client, tmp_path: Path
+    kubectl: Client, running: ServiceJob
 ) -> None:
-    running = submitted(kubectl, tmp_path)
     kubectl.answer("get", status=1, err="exec: executable auth-plugin not found")
     assert "does not answer: exec: executable auth-plugin not found" in running.status()
 
 
-def test_a_job_that_someone_else_removed_is_lost(kubectl: Client, tmp_path: Path) -> None:
-    running = submitted(kubectl, tmp_path)
+def test_a_job_that_someone_else_removed_is_lost(kubectl: Client, running: ServiceJob) -> None:
     kubectl.answer("get", "jobset", status=1, err="Error from server (NotFound): gone")
     kubectl.answer("get", "pods", out={"items": []})
     final = list(running.events())[-1]
@@ -337,9 +334,8 @@ def test_a_job_that_someone_else_removed_is_lost(kubectl: Client, tmp_path: Path
 
 
 def test_a_cancellation_that_fails_while_following_is_told_and_goes_on(
-    kubectl: Client, tmp_path: Path
+    kubectl: Client, running: ServiceJob, tmp_path: Path
 ) -> None:
-    running = submitted(kubectl, tmp_path)
     kubectl.answer("get", "jobset", out=jobset())
     kubectl.answer("get", "pods", out={"items": []})
     kubectl.answer("delete", status=1, err="Unable to connect to the server")
@@ -353,8 +349,7 @@ def test_a_cancellation_that_fails_while_following_is_told_and_goes_on(
         Kubernetes().attach(running.record, tmp_path).cancel()
 
 
-def test_a_cluster_that_does_not_answer_is_no_end(kubectl: Client, tmp_path: Path) -> None:
-    running = submitted(kubectl, tmp_path)
+def test_a_cluster_that_does_not_answer_is_no_end(kubectl: Client, running: ServiceJob) -> None:
     kubectl.answer("get", status=1, err="Unable to connect to the server: timeout")
     assert running.status() == (
         "the cluster does not answer: Unable to connect to the server: timeout"

@@ -10,9 +10,6 @@ import pytest
 from anygauge.config.load import load_run_file
 from anygauge.interface import RunFileError
 
-LISTS = "backend_options:\n  a0: &a0 [1]\n" + "".join(
-    f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)
-)
 MAPPINGS = "backend_options:\n  a0: &a0 {x: 1}\n" + "".join(
     f"  a{n}: &a{n} {{{', '.join(f'k{k}: *a{n - 1}' for k in range(10))}}}\n" for n in range(1, 12)
 )
@@ -24,7 +21,7 @@ MERGES = "backend_options:\n  a0: &a0 {x: 1, y: 2}\n" + "".join(
 )
 
 
-@pytest.mark.parametrize("text", [LISTS, MAPPINGS, MERGES], ids=["lists", "mappings", "merges"])
+@pytest.mark.parametrize("text", [MAPPINGS, MERGES], ids=["mappings", "merges"])
 def test_an_alias_bomb_is_refused_with_its_line(folder, minimal, text):
     (line,) = folder.refuse(minimal + text)
     place, _, said = line.partition(": not valid YAML: ")
@@ -88,7 +85,6 @@ def test_files_that_extend_each_other_many_times_are_refused(folder, minimal):
     ("text", "complaint"),
     [
         ("environment: {A=B: x}", "environment.A=B: 'A=B' cannot be the name of a variable"),
-        ("environment: {'': x}", "environment.: '' cannot be the name of a variable"),
         ('environment: {"A\\0": x}', "environment.A\0: 'A\\x00' cannot be the name of a variable"),
         ('environment: {A: "b\\0c"}', "environment.A: the value holds a NUL"),
         (
@@ -99,7 +95,6 @@ def test_files_that_extend_each_other_many_times_are_refused(folder, minimal):
         ("train: {epochs: .inf}", "train.epochs: got .inf (float), expected a number > 0; the la"),
         ("train: {epochs: .nan}", "train.epochs: got .nan (float), expected a number > 0"),
         ("launch: {collective_timeout_s: .inf}", "launch.collective_timeout_s: got .inf (float)"),
-        ("launch: {join_timeout_s: .inf}", "launch.join_timeout_s: got .inf (float), expected"),
         ("launch: {lost_after_s: 1e7}", "launch.lost_after_s: got 1e7 (float), expected a number"),
         ("checkpoint: {grace_s: 1e300}", "checkpoint.grace_s: got 1e300 (float), expected"),
         (

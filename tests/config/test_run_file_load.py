@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from anygauge.config.load import load_run_file
 from anygauge.interface import RunFileError
+from tests.helpers.processes import printed
 
 
 def test_a_minimal_file_gets_all_defaults(folder, minimal):
@@ -280,5 +278,4 @@ def test_reading_a_run_file_needs_no_torch(folder, minimal):
         "dump_run(load_run_file('run.yaml').run)\n"
         "print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False"]
+    assert printed(code) == ["False"]

@@ -54,11 +54,6 @@ ADAPTER = names(AdapterSection)
             "number >= 0 and <= 1 or null",
         ),
         (
-            "train: {optimizer: {betas: [0.9, 1, 1]}}",
-            "train.optimizer.betas: got a list of 3, expected a list of 2: number >= 0 and <= 1, "
-            "number >= 0 and <= 1 or null",
-        ),
-        (
             "train: {optimizer: {betas: [0.9, x]}}",
             "train.optimizer.betas[1]: got 'x' (str), expected a number >= 0 and <= 1",
         ),

@@ -64,10 +64,6 @@ def test_flags_and_overrides_must_not_contradict_each_other(folder, minimal):
     [
         ("train.steps", ": expected PATH=VALUE, such as --set train.steps=10"),
         (
-            "=3",
-            ": '' is not a path of names with dots between, such as --set train.steps=10",
-        ),
-        (
             "train..steps=3",
             ": 'train..steps' is not a path of names with dots between, "
             "such as --set train.steps=10",

@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
 STANDIN = Path(__file__).parents[1] / "standins/gaudi"
+needs_cards = pytest.mark.skipif(
+    importlib.util.find_spec("anygauge_sim") is None,
+    reason="the stand-in's tensors live on simulated cards (make plugins)",
+)
+without_driver = pytest.mark.skipif(
+    Path("/sys/module/habanalabs").exists(), reason="this machine has Gaudi's driver"
+)
 
 
 def standin_site(folder: Path, version: str = "1.20.0") -> Path:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.helpers.tree import write_tree
 
 STANDIN = Path(__file__).parents[1] / "standins/cuda"
@@ -26,6 +28,11 @@ MACHINE: Mapping[str, str] = {
 def built() -> Path | None:
     """The cards' module, where it was built (make plugins)."""
     return next(STANDIN.glob("cuda_cards*.so"), None)
+
+
+needs_cards = pytest.mark.skipif(
+    built() is None, reason="the stand-in's tensors live on simulated cards (make plugins)"
+)
 
 
 def standin_site(folder: Path) -> Path:

@@ -56,6 +56,22 @@ def begin(
     )
 
 
+def printed(
+    code: str, *arguments: object, environment: Mapping[str, str] | None = None
+) -> list[str]:
+    """The lines that Python code prints in a process of its own, which must end well."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
 def free_port() -> int:
     """A port of this machine that nobody listens at."""
     with socket.create_server(("127.0.0.1", 0)) as found:

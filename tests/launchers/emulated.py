@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.helpers.processes import until
@@ -234,18 +234,6 @@ MaxStartups 50
             if time.monotonic() > deadline:
                 raise RuntimeError((self._folder / f"sshd.{name}.log").read_text())
             time.sleep(0.1)
-
-
-@contextlib.contextmanager
-def machines_with_ssh(folder: Path, nodes: int = 2) -> Iterator[tuple[Machines, SshServers]]:
-    """Nodes that are up and can be reached."""
-    with Machines(folder, nodes) as machines:
-        yield machines, SshServers(machines, folder / "ssh")
-
-
-def quiet_environment(**more: str) -> Mapping[str, str]:
-    """This process's variables, with one thread for each rank."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", **more}
 
 
 def _run(*argv: str) -> None:

@@ -15,7 +15,6 @@ import pytest
 
 from anygauge.cli.run_folder import claimed
 from anygauge.interface import AnygaugeError, Job, Plan, RunFileError, UnsupportedError
-from anygauge_launchers import anygauge_provide_launchers
 from anygauge_launchers.local import Local, LocalJob
 from tests.agent.fake_cli import fake_plan
 from tests.agent.fakes import FAKE_CLI, FINISHED, FOREVER, read_pid, sends, write_script
@@ -50,11 +49,6 @@ def plan_of(folder: Path, ranks: dict[int, list[object]], grace_s: float = 0.5) 
     return fake_plan(str(script), str(folder / "run"), len(ranks), grace_s)
 
 
-def test_it_announces_itself_as_tested_on_one_machine() -> None:
-    (spec,) = [spec for spec in anygauge_provide_launchers() if spec.name == "local"]
-    assert (spec.tested_on, spec.max_nodes) == ("real", 1)
-
-
 def test_rendering_writes_nothing_and_names_every_file_and_argument(folder: Path) -> None:
     run = folder / "run"
     plan = render("local", job(run), {})
@@ -73,17 +67,6 @@ def test_rendering_writes_nothing_and_names_every_file_and_argument(folder: Path
 def test_the_grace_time_is_an_option(folder: Path) -> None:
     (process,) = render("local", job(folder), {"grace_s": 1.5}).processes
     assert process.argv[-2:] == ("--grace", "1.5")
-
-
-@pytest.mark.parametrize("value", [-1, "5", True, None])
-def test_a_grace_time_that_is_none_is_refused(folder: Path, value: object) -> None:
-    with pytest.raises(RunFileError, match=r"launch\.options\.grace_s"):
-        render("local", job(folder), {"grace_s": value})
-
-
-def test_an_unknown_option_is_refused_with_those_that_exist(folder: Path) -> None:
-    with pytest.raises(RunFileError, match=r"launch\.options\.hosts.*it has: grace_s"):
-        render("local", job(folder), {"hosts": "a,b"})
 
 
 def test_more_than_one_machine_is_refused(folder: Path) -> None:
@@ -123,16 +106,6 @@ def test_lines_that_are_no_events_go_to_the_agents_log(
     started.append(running)
     assert [event["event"] for event in running.events()] == ["message"]
     assert (folder / "run" / "logs" / "agent0.log").read_text() == "stray\n[1]\n"
-
-
-def test_cancelling_ends_the_ranks(folder: Path, started: list[LocalJob]) -> None:
-    running = Local().submit(plan_of(folder, {0: [["touch", "up"], FOREVER]}))
-    started.append(running)
-    until((folder / "up").exists, "the rank")
-    running.cancel()
-    assert list(running.events())[-1]["state"] == "cancelled"
-    assert running.wait() == 143
-    assert not alive(read_pid(folder / "pid0"))
 
 
 def test_a_killed_agent_ends_the_stream(folder: Path, started: list[LocalJob]) -> None:

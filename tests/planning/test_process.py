@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,15 +12,8 @@ import pytest
 from anygauge.planning import planner as planner_module
 from anygauge.planning.planner import Planner
 from anygauge.planning.process import FEW_BITS, Rehearser
+from tests.helpers.processes import alive
 from tests.planning.standins import memory, run
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_it_ends_with_what_started_it() -> None:

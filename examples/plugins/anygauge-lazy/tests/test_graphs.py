@@ -109,12 +109,3 @@ OPEN = (
     "backend = Registry.load().create_backend('lazy', {'graph_limit': 5})\n"
     "device = backend.open()\n"
 )
-
-
-@pytest.mark.parametrize("value", [0, -3, "many", True, 2.5])
-def test_a_limit_that_is_none_is_refused(value: object) -> None:
-    from anygauge.interface import RunFileError
-    from anygauge.registry import Registry
-
-    with pytest.raises(RunFileError, match="graph_limit"):
-        Registry.load().create_backend("lazy", {"graph_limit": value})

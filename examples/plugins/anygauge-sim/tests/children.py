@@ -44,7 +44,7 @@ def run(code: str, **environment: object) -> tuple[int, str]:
     return process.returncode, out
 
 
-def ranks(size: int, folder: Path, **environment: object) -> list[tuple[int, str]]:
+def ranks(size: int, folder: Path) -> list[tuple[int, str]]:
     processes = [
         subprocess.Popen(
             [sys.executable, str(HERE / "collective_rank.py"), f"file://{folder}/meet"],
@@ -57,7 +57,6 @@ def ranks(size: int, folder: Path, **environment: object) -> list[tuple[int, str
                 "WORLD_SIZE": str(size),
                 "ANYGAUGE_SIM_CARDS": str(size),
                 "OMP_NUM_THREADS": "1",
-                **{name: str(value) for name, value in environment.items()},
             },
         )
         for rank in range(size)

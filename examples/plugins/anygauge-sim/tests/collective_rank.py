@@ -1,4 +1,4 @@
-"""One rank that tries every collective of simccl; asserts what each must give."""
+"""One rank that calls every collective of simccl, and asserts what the kit's table does not."""
 
 from __future__ import annotations
 
@@ -21,18 +21,9 @@ def main(rendezvous: str) -> None:
     device = f"sim:{rank}"
     total = sum(range(size))
 
-    def mine(count: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.full((count,), float(rank), dtype=dtype, device=device)
+    def mine(count: int = 3) -> torch.Tensor:
+        return torch.full((count,), float(rank), device=device)
 
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for op, wanted in (
-            (dist.ReduceOp.SUM, total),
-            (dist.ReduceOp.AVG, total / size),
-            (dist.ReduceOp.MAX, size - 1),
-        ):
-            tensor = mine(dtype=dtype)
-            dist.all_reduce(tensor, op=op)
-            assert tensor.tolist() == [wanted] * 3, (dtype, op, tensor)
     tensor = mine()
     dist.broadcast(tensor, src=1)
     assert tensor.tolist() == [1] * 3
@@ -42,15 +33,10 @@ def main(rendezvous: str) -> None:
     whole = torch.empty(3 * size, device=device)
     dist.all_gather_into_tensor(whole, mine())
     part = torch.empty(3, device=device)
-    dist.reduce_scatter_tensor(part, whole, op=dist.ReduceOp.AVG)
-    assert part.tolist() == [rank] * 3
     dist.reduce_scatter_tensor(part, whole)
     assert part.tolist() == [rank * size] * 3
     dist.reduce_scatter(part, list(whole.chunk(size)))
     assert part.tolist() == [rank * size] * 3
-    exchanged = torch.empty(size, device=device)
-    dist.all_to_all_single(exchanged, torch.arange(float(size), device=device) + 10 * rank)
-    assert exchanged.tolist() == [10 * each + rank for each in range(size)]
     lists = [torch.empty(2, device=device) for _ in range(size)]
     dist.all_to_all(
         lists, [torch.full((2,), 10.0 * rank + to, device=device) for to in range(size)]
@@ -68,12 +54,6 @@ def main(rendezvous: str) -> None:
     dist.reduce(reduced, dst=0, op=dist.ReduceOp.AVG)
     if rank == 0:
         assert reduced.tolist() == [total / size] * 3
-    first = [mine(), mine(5)]
-    works = [dist.all_reduce(each, async_op=True) for each in first]
-    for work in works:
-        work.wait()
-    assert all(t.tolist() == [total] * len(t) for t in first)
-    assert works[0].get_future().wait()[0].tolist() == [total] * 3
     mean = mine()
     work = dist.all_reduce(mean, op=dist.ReduceOp.AVG, async_op=True)
     while not work.is_completed():

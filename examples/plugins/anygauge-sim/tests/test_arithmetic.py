@@ -44,30 +44,6 @@ def test_digits_are_the_hosts(function: Any) -> None:
     both(function, X)
 
 
-def test_autocast_computes_in_the_lower_type() -> None:
-    a = torch.ones(4, 4, device="sim")
-    with torch.autocast("sim", dtype=torch.bfloat16):
-        assert (a @ a).dtype == torch.bfloat16
-        assert a.sum().dtype == torch.float32
-    assert (a @ a).dtype == torch.float32
-
-
-def test_random_numbers_are_the_cards_own(sim: Any) -> None:
-    sim.manual_seed(3)
-    host = torch.get_rng_state()
-    first = torch.rand(5, device="sim"), torch.dropout(torch.ones(50, device="sim"), 0.5, True)
-    assert torch.equal(torch.get_rng_state(), host), "the host's generator was left alone"
-    state = sim.get_rng_state()
-    sim.manual_seed(3)
-    again = torch.rand(5, device="sim"), torch.dropout(torch.ones(50, device="sim"), 0.5, True)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert torch.equal(sim.get_rng_state(), state)
-    generator = torch.Generator("sim").manual_seed(9)
-    one = torch.randn(4, device="sim", generator=generator)
-    generator.manual_seed(9)
-    assert torch.equal(one, torch.randn(4, device="sim", generator=generator))
-
-
 def test_streams_and_events() -> None:
     stream = torch.Stream("sim")
     start, end = (torch.Event("sim", enable_timing=True) for _ in range(2))

@@ -1,4 +1,4 @@
-"""What takes processes of its own: collectives, locks, visible cards, traces, names, the exit."""
+"""What takes processes of its own: collectives, locks, visible cards."""
 
 from __future__ import annotations
 
@@ -76,28 +76,3 @@ def test_visible_cards_are_numbered_anew() -> None:
         ANYGAUGE_SIM_VISIBLE_CARDS="1,3",
     )
     assert (status, out.split("\n")[-2]) == (0, "2 simulated card 3")
-
-
-def test_a_trace_has_a_line_per_operation(tmp_path: Path) -> None:
-    path = tmp_path / "trace"
-    status, out = run(LOAD + "torch.ones(2, device='sim').exp()", ANYGAUGE_SIM_TRACE=path)
-    assert status == 0, out
-    assert path.read_text().splitlines() == ["0 aten::fill_", "0 aten::exp"]
-
-
-def test_it_can_bear_another_name() -> None:
-    status, out = run(
-        "import torch; from anygauge_sim.device import load; load('hpu'); "
-        "t = torch.ones(3, device='hpu', requires_grad=True); (t * 2).sum().backward(); "
-        "print(t.grad.device, t.grad.tolist())"
-    )
-    assert (status, out.splitlines()[-1]) == (0, "hpu:0 [2.0, 2.0, 2.0]")
-
-
-def test_a_process_that_trained_ends_without_an_abort() -> None:
-    code = LOAD + (
-        "w = torch.ones(64, 64, device='sim', requires_grad=True)\n"
-        "for _ in range(3): (w @ w).sum().backward()\n"
-    )
-    processes = [start(code) for _ in range(3)]
-    assert [p.wait(timeout=300) for p in processes] == [0] * 3

@@ -236,18 +236,6 @@ def _cuda_synchronize() -> None:
     record("synchronize")
 
 
-def _cuda_set_sync_debug_mode(warn_level: int | str) -> None:
-    record("set_sync_debug_mode", warn_level)
-
-
-def _cuda_get_sync_debug_mode() -> int:
-    return 0
-
-
-def _cuda_ipc_collect() -> None:
-    pass
-
-
 def _cuda_emptyCache() -> None:
     record("empty_cache")
 
@@ -270,10 +258,6 @@ def _cuda_memoryStats(device: int) -> dict[str, Any]:
 
 def _cuda_resetPeakMemoryStats(device: int) -> None:
     cards().reset_peak(_checked(device))
-
-
-def _cuda_resetAccumulatedMemoryStats(device: int) -> None:
-    _checked(device)
 
 
 def _cuda_getCurrentStream(device: int) -> tuple[int, int, int]:
@@ -301,10 +285,6 @@ def _cuda_isCurrentStreamCapturing() -> bool:
 
 def _cuda_cudaCachingAllocator_is_enabled() -> bool:
     return True
-
-
-def _cuda_getAllocatorBackend() -> str:
-    return "native"
 
 
 def _nccl_version() -> int:

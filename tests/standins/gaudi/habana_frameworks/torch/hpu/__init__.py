@@ -25,8 +25,6 @@ from .memory import (
     memory_cached,
     memory_reserved,
     memory_stats,
-    memory_summary,
-    reset_accumulated_memory_stats,
     reset_peak_memory_stats,
 )
 from .random import (
@@ -103,16 +101,6 @@ def get_device_name(device=None) -> str:
     init()
     _checked(device)
     return "GAUDI2"
-
-
-def get_device_capability(device=None) -> str:
-    init()
-    _checked(device)
-    return "standin"
-
-
-def is_bf16_supported():
-    return is_available()
 
 
 def synchronize() -> None:

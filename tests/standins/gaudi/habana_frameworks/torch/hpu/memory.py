@@ -65,15 +65,7 @@ def mem_get_info(device=None):
     return (found["Limit"] - found["InUse"], found["Limit"])
 
 
-def memory_summary(device=None):
-    return str(_stats(device))
-
-
 def reset_peak_memory_stats(device=None):
     _stats(device)
     _C = habana_standin.cards()
     _C.reset_peak(_C.current_device())
-
-
-def reset_accumulated_memory_stats(device=None):
-    _stats(device)
