@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,13 +25,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from anygauge.interface import HOST_DEVICE, Job
-from anygauge.testing.process import Subject, environments, last_lines, start
+from anygauge.testing.process import Subject, environments
+from anygauge.testing.watch import run_to_end, start
 
 if TYPE_CHECKING:
     from anygauge.training.setup import PreparedRun
 
-TIMEOUT_S, ALONE_S, POLL_S = 300.0, 15.0, 0.1
-"""How long all may take; how long the other ranks may once one has ended; how often to look."""
+MODULE = "anygauge.testing.bisect"
+TIMEOUT_S, ALONE_S = 300.0, 15.0
+"""How long all may take; and the other ranks once one has found something, or failed."""
 NOT_FOUND = "the cause was not found"
 
 
@@ -53,20 +54,23 @@ def cause_of(
         step: the first whose loss differs, from 1; later ones are not looked at.
         checkpoint: that the run was resumed from.
     """
-    name = f"cause-{found.name}"
+    home = folder / f"cause-{found.name}"
     request = {
         "found": str(found),
         "steps": step,
         "checkpoint": None if checkpoint is None else str(checkpoint),
-        "rendezvous": None if ranks == 1 else f"file://{folder / name}.rendezvous",
+        "rendezvous": None if ranks == 1 else f"file://{home}.rendezvous",
     }
-    answers = [folder / f"{name}.{rank}.json" for rank in range(ranks)]
+    files = [folder / f"{home.name}.{rank}.json" for rank in range(ranks)]
     try:
-        part = "device" if ranks == 1 else "ranks"
-        environment, trouble = environments(part, subject, ranks, folder)
+        variables, trouble = environments("device" if ranks == 1 else "ranks", subject, ranks)
         if not trouble:
-            trouble = _ask(request, answers, environment)
-        said = [json.loads(each.read_text()) for each in answers if each.exists()]
+            processes = [
+                start([MODULE], {**request, "answer": str(file)}, each, file.with_suffix(".log"))
+                for file, each in zip(files, variables, strict=True)
+            ]
+            trouble = run_to_end(processes, files, TIMEOUT_S, alone_s=ALONE_S)
+        said = [json.loads(each.read_text()) for each in files if each.exists()]
     except Exception as error:  # the failure that is explained must be reported all the same
         return f"{NOT_FOUND}: {type(error).__name__}: {error}"
     first = min((each for each in said if each["place"]), key=lambda e: e["number"], default=None)
@@ -74,36 +78,6 @@ def cause_of(
         where = f" on rank {first['rank']}" if ranks > 1 else ""
         return f"the device leaves the host first{where} in {first['place']}"
     return f"{NOT_FOUND}: {trouble or said[0]['seen']}"
-
-
-def _ask(request: Any, answers: Sequence[Path], environment: Sequence[Any]) -> str:
-    """Have a process for each rank answer; why one did not, empty if all did."""
-    processes = [
-        start(
-            ["anygauge.testing.bisect"],
-            {**request, "answer": str(answer)},
-            variables,
-            answer.with_suffix(".log"),
-        )
-        for answer, variables in zip(answers, environment, strict=True)
-    ]
-    deadline = time.monotonic() + TIMEOUT_S
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        if any(process.poll() is not None for process in processes):
-            # Whoever has found something, or failed, leaves the others waiting in vain.
-            deadline = min(deadline, time.monotonic() + ALONE_S)
-        time.sleep(POLL_S)
-    trouble = ""
-    for answer, process in zip(answers, processes, strict=True):
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-            trouble = trouble or "the search did not end"
-        elif not answer.exists():
-            trouble = f"the search ended with status {process.poll()}: " + last_lines(
-                answer.with_suffix(".log")
-            )
-    return trouble
 
 
 # -- in the process -------------------------------------------------------------------------------
