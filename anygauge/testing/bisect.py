@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from anygauge.interface import HOST_DEVICE, Job
+from anygauge.testing.bounds import compare, on_host, rounded, roundoff
 from anygauge.testing.process import Subject, environments
 from anygauge.testing.watch import run_to_end, start
 
@@ -142,29 +143,22 @@ def _one_step(run: PreparedRun, index: int) -> None:
     loop.engine.update(lr, section.max_grad_norm)
 
 
-def _evaluate_if_due(run: PreparedRun, done: int) -> None:
-    """Evaluate where the loop would after so many steps."""
-    loop = run.loop
-    if done % loop.settings.eval_every == 0:
-        for batches, _ in loop.evaluations.values():
-            loop.engine.evaluate(map(loop.to_device, batches), loop.loss_function)
-
-
 def first_operation(run: PreparedRun, device_type: str, steps: int) -> dict[str, Any]:
     """``place``: the first operation that leaves the host, empty if none does; ``number``: how many
     were repeated before it; ``seen``: what was compared."""
-    replay = Replay(device_type)
-    for index in range(run.loop.start, steps):
-        with replay:
-            _evaluate_if_due(run, index)
-            evaluating = replay.found
-            _one_step(run, index)
-            if index + 1 == steps:
-                _evaluate_if_due(run, steps)
+    replay, loop = Replay(device_type), run.loop
+    for index in range(loop.start, steps + 1):
+        if index % loop.settings.eval_every == 0:
+            replay.place = f"the evaluation before step {index + 1}"
+            for batches, _ in loop.evaluations.values():
+                with replay:
+                    loop.engine.evaluate(map(loop.to_device, batches), loop.loss_function)
+        if index < steps and not replay.found:
+            replay.place = f"step {index + 1}"
+            with replay:
+                _one_step(run, index)
         if replay.found:
-            when = "the evaluation before step" if evaluating else "step"
-            place = f"{replay.found[0]}, {when} {index + 1}: {replay.found[1]}"
-            return {"place": place, "number": replay.compared}
+            return {"place": ": ".join(replay.found), "number": replay.compared}
     unknown = ", ".join(f"aten::{name}" for name in sorted(replay.unknown))
     seen = (
         f"the host repeated {replay.compared} operations in float64 from the device's inputs, and "
@@ -201,14 +195,16 @@ class Replay(TorchDispatchMode):
     """Repeats what runs within it.
 
     Attributes:
-        found: (the first operation that leaves the host, why); None as long as there is none.
+        place: of the training, in words.
+        found: (the first operation that leaves the host, and its place; why); None as long as there
+            is none.
         compared: operations that were repeated.
         unknown: those that the host cannot repeat in float64, by name: how often.
     """
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
-        self._device_type = device_type
+        self._device_type, self.place = device_type, "here"
         self.found: tuple[str, str] | None = None
         self.compared = 0
         self.unknown: Counter[str] = Counter()
@@ -226,7 +222,7 @@ class Replay(TorchDispatchMode):
             self.unknown[func.overloadpacket.__name__] += 1
             return result
         self.compared += 1
-        self.found = departure
+        self.found = departure and (f"{departure[0]}, {self.place}", departure[1])
         return result
 
     def _is_asked(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -255,64 +251,43 @@ def departed(func: Any, before: Any, found: Sequence[Tensor]) -> tuple[str, str]
     usual = exact if exactly else _again(func, before, lambda leaf: leaf)
     linear = name in LINEAR and bool(inputs)
     terms = _again(func, before, lambda t: _absolute(_in_float64(t))) if linear else exact
-    for got, wanted, host, size in zip(found, exact, usual, terms, strict=True):
-        if name in ORDERS and not got.is_floating_point():
+    for got, wanted, host, size in zip(map(on_host, found), exact, usual, terms, strict=True):
+        if not got.numel() or got.is_complex() or (name in ORDERS and not got.is_floating_point()):
             continue
-        why = out_of_bound(got, wanted, host, size, _terms(name, inputs, wanted) if linear else 1.0)
-        if why:
-            shown = max([*inputs[:1], wanted], key=Tensor.numel)
-            shape = " x ".join(map(str, shown.shape)) or "a number"
-            dtype = str(got.dtype).removeprefix("torch.")
-            return f"{func.namespace}::{name} ({dtype}, {shape})", why
+        shown = max([*inputs[:1], wanted], key=Tensor.numel)
+        shape = " x ".join(map(str, shown.shape)) or "a number"
+        what = f"aten::{name} ({str(got.dtype).removeprefix('torch.')}, {shape})"
+        allowed = torch.zeros(())
+        if got.is_floating_point():
+            allowed = bound(wanted, host, size, _terms(name, inputs, wanted) if linear else 1.0)
+        else:
+            wanted = wanted.to(got.dtype)
+        try:
+            compare(got, wanted, allowed, what)
+        except AssertionError as error:
+            return what, str(error).removeprefix(f"{what}: ")
     return None
 
 
-def out_of_bound(found: Tensor, exact: Tensor, host: Tensor, terms: Tensor, count: float) -> str:
-    """Why a result is wrong; empty if rounding explains it.
+def bound(exact: Tensor, host: Tensor, terms: Tensor, count: float) -> Tensor:
+    """How far rounding may take each element.
 
-    The bound of each element is two roundings of the result's type u, those of a sum of `count`
-    terms that is kept in float32 at least, ``8 sqrt(count) 2^-24`` of the terms' size, and four
-    times what the host's kernel of the same type is away from float64.
+    Two roundings of the result's type, those of a sum of `count` terms that is kept in float32 at
+    least, ``8 sqrt(count) 2^-24`` of the terms' size, and four times what the host's kernel of the
+    same type is away from float64.
 
     Args:
-        found: on the device.
         exact: in float64.
         host: of the host's kernel in the device's type.
         terms: the size of the terms that each element is summed from.
     """
-    here = found.detach().to(HOST_DEVICE)
-    if here.shape != exact.shape:
-        return f"its shape is {tuple(here.shape)}, not {tuple(exact.shape)}"
-    if not here.numel() or here.is_complex():
-        return ""
-    if not here.is_floating_point():
-        wrong = int((here != exact.to(here.dtype)).sum())
-        return f"{wrong} of {here.numel()} values are wrong" if wrong else ""
-    limits = torch.finfo(here.dtype)
-    wide = here.double()
-    finite = exact.isfinite() & (exact.abs() < limits.max)
-    lost = int((~wide.isfinite() & finite).sum())
-    if lost or not bool(finite.any()):
-        return f"{lost} values are not finite" if lost else ""
-    error = torch.where(finite, wide - exact, 0.0).abs()
-    accumulator = min(torch.finfo(torch.float32).eps, limits.eps) / 2
-    own = torch.where(finite & host.double().isfinite(), host.double() - exact, 0.0).abs().max()
     size = torch.where(terms.isfinite(), terms, 0.0).abs()
     if count == 1.0:
         size = size.max().expand_as(size)
-    bound = (
-        2 * limits.eps / 2 * exact.abs()
-        + ROUNDINGS * count**0.5 * accumulator * size
-        + LIKE_THE_HOST * own
-        + limits.smallest_normal
-    )
-    if not bool(((error > bound) & finite).any()):
-        return ""
-    at = int((error / bound.clamp(min=1e-300)).argmax())
-    return (
-        f"{wide.flatten()[at]:.6g} where float64 gives {exact.flatten()[at]:.6g}; rounding "
-        f"explains {bound.flatten()[at]:.1g}"
-    )
+    accumulator = min(roundoff(torch.float32), roundoff(host.dtype))
+    own = torch.where(exact.isfinite() & host.isfinite(), host.double() - exact, 0.0).abs().max()
+    summed = ROUNDINGS * count**0.5 * accumulator * size
+    return rounded(exact, host.dtype) + summed + LIKE_THE_HOST * own
 
 
 def _again(func: Any, before: Any, change: Callable[[Any], Any]) -> list[Tensor]:
@@ -351,9 +326,8 @@ def _in_float64(leaf: Any) -> Any:
 
 
 def _absolute(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.abs() if leaf.is_floating_point() else leaf
-    return abs(leaf) if isinstance(leaf, float) else leaf
+    floating = leaf.is_floating_point() if isinstance(leaf, Tensor) else isinstance(leaf, float)
+    return abs(leaf) if floating else leaf
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -58,8 +58,8 @@ class ConformanceCheck:
         limit_s: seconds after which it counts as hanging; its part then ends.
         part: where it is asked: ``basic``, ``device``, ``operators`` or ``ranks``.
         capability: what it tests; None where every backend must pass.
-        function: gets what the part is about (`Paper`, `Opened`, `Together`); raises where it does
-            not hold.
+        function: gets what the part is about (`Paper`, `Opened`, `RankContext`); raises where it
+            does not hold.
         of_the_end: it is about how the part's processes ended, which they cannot report themselves:
             its function gets a description of that, empty if all was in order.
         of_the_close: it is asked after the backend was closed, and gets its `ProcessState`.

@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 
 import pytest
 
-from anygauge.interface import Backend
 from anygauge.registry import Registry
 from anygauge.testing.check import (
     CHECKS,
@@ -32,7 +31,7 @@ from anygauge.testing.check import (
 from anygauge.testing.loop import prepare
 from anygauge.testing.noise import EVALUATION
 from anygauge.testing.process import PARTS, PartAnswers, Subject, ask, import_checks
-from anygauge.testing.trials import LoopTrials, every, is_beside, others, ranks_of
+from anygauge.testing.trials import LoopTrials, every, is_beside, others, ranks_of, refusal
 
 for _part in PARTS:
     import_checks(_part)
@@ -119,7 +118,7 @@ class BackendContract:
         """Collectives, on as many ranks as there are devices."""
         counts = [ranks for ranks in self.rank_counts if ranks <= devices]
         if not counts:
-            declared = _created(subject).support(check.capability or "collectives")
+            declared = subject.create().support(check.capability or "collectives")
             if not declared:
                 pytest.skip(f"{DECLARED}{declared}")
             pytest.skip(f"fewer devices than the {min(self.rank_counts)} ranks that it takes")
@@ -165,7 +164,7 @@ class BackendContract:
         self, ranks: int, subject: Subject, runs: LoopTrials, devices: int
     ) -> None:
         """ZeRO-3 + LoRA on several ranks: the same losses as one process on the host."""
-        declared = _refused_engine(subject)
+        declared = refusal(subject, sharding())
         if declared:
             pytest.skip(f"{DECLARED}{declared}")
         if ranks not in self.rank_counts:
@@ -200,11 +199,12 @@ class BackendContract:
     ) -> None:
         """From a checkpoint of one rank, on two with another strategy: the same losses."""
         specs, _ = others(subject)
-        if not _refused_engine(subject):
+        refused = refusal(subject, sharding())
+        if not refused:
             specs = [sharding(), *specs]
         several = [spec for spec in specs if ranks_of(spec, 2) == 2]
         if not several:
-            pytest.skip(DECLARED + (_refused_engine(subject) or "no strategy for two ranks"))
+            pytest.skip(DECLARED + (refused or "no strategy for two ranks"))
         if self._ranks(devices) < 2:
             pytest.skip("two ranks need as many devices, and rank_counts must ask for them")
         _hold(runs.resumed_on(several[0], 2))
@@ -222,7 +222,8 @@ class BackendContract:
 
 
 def _hold(why: str) -> None:
-    assert not why, why
+    if why:
+        pytest.fail(why, pytrace=False)
 
 
 def _ask_type(dtype: str, answers: Ask) -> None:
@@ -242,18 +243,6 @@ def _judge(check: ConformanceCheck, *given: PartAnswers) -> None:
         pytest.skip(f"{NOT_ASKED}{why}")
     if result == "declared":
         pytest.skip(f"{DECLARED}{why}")
-
-
-def _created(subject: Subject) -> Backend:
-    return Registry.load().create_backend(subject.name, subject.options)
-
-
-def _refused_engine(subject: Subject) -> str:
-    """Why `sharding` cannot run on it, in the backend's words; empty where it can."""
-    backend = _created(subject)
-    collectives = backend.support("collectives")
-    missing = "" if collectives else collectives.reason
-    return backend.unsupported_engines.get(sharding().engine, missing)
 
 
 if CHOSEN in os.environ:  # set by ``pytest --anygauge-backend``, which collects this file

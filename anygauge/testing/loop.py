@@ -104,10 +104,8 @@ def prepare(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<pad>": 0, "<end>": 1}
-    for symbol in alphabet:
-        vocabulary[symbol] = len(vocabulary)
+    symbols = ("<pad>", "<end>", *sorted(pre_tokenizers.ByteLevel.alphabet()))
+    vocabulary = {symbol: number for number, symbol in enumerate(symbols)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -165,7 +163,7 @@ def train(
     Raises:
         RunFailed: with what the run printed.
     """
-    backend = Registry.load().create_backend(subject.name, subject.options)
+    backend = subject.create()
     given = dict(changes or {})
     run = {
         "name": name,

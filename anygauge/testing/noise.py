@@ -89,14 +89,13 @@ def bounds(dtype: str, records: Sequence[Mapping[str, Any]], trained: int) -> di
     found: dict[Key, float] = {}
     moved, updates = 0.0, 0
     for each in records:
-        step = each["step"]
         if "loss" in each:
-            tokens, updates = each["num_loss_tokens"], updates + 1
+            step, tokens, updates = each["step"], each["num_loss_tokens"], updates + 1
             found[LOSS, step] = loss_bound(dtype, each["loss"], tokens, moved)
             off = error_of_values(dtype, passes=2) / max(1, tokens) ** 0.5
             found[NORM, step] = MARGIN * off * updates
             moved += drift(dtype, each["lr"], each["grad_norm"], trained)
         elif "eval_loss" in each:
             loss, tokens = each["eval_loss"], each["eval_tokens"]
-            found[EVALUATION, step] = loss_bound(dtype, loss, tokens, moved)
+            found[EVALUATION, each["step"]] = loss_bound(dtype, loss, tokens, moved)
     return found

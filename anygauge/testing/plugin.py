@@ -256,20 +256,16 @@ class ConformanceReport:
         return [name for name in self.contents if name not in tried]
 
     @property
-    def conforms(self) -> bool:
-        """Whether nothing failed, and everything was tried."""
-        return not self._failed and not self.not_tried
-
-    @property
-    def _failed(self) -> bool:
-        return any(line.result == "failed" for line in self.lines)
-
-    @property
     def verdict(self) -> str:
         """``conforms``, ``does NOT conform`` or ``is not fully tried``."""
-        if self._failed:
+        if any(line.result == "failed" for line in self.lines):
             return "does NOT conform"
         return "is not fully tried" if self.not_tried else "conforms"
+
+    @property
+    def conforms(self) -> bool:
+        """Whether nothing failed, and everything was tried."""
+        return self.verdict == "conforms"
 
     def gaps(self) -> str:
         """``14 of 60 checks were not tried: on several ranks (all 14)``; empty if none."""

@@ -93,6 +93,10 @@ class Subject:
     options: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
 
+    def create(self) -> Backend:
+        """The backend, not opened, in this process."""
+        return Registry.load().create_backend(self.name, self.options)
+
 
 def environments(
     part: str, subject: Subject, ranks: int
@@ -205,8 +209,10 @@ def main(part: str) -> None:
     path = Path(request["answers"])
     answers = Answers(path, request["limits"])
     state = ProcessState(path, opens=part != "basic")
-    registry = Registry.load(os.environ)
-    (_on_paper if part == "basic" else _on_device)(part, request, registry, answers, state)
+    if part == "basic":
+        _on_paper(request, answers, state)
+    else:
+        _on_device(part, request, answers, state)
     answers.begin(ENDING)
 
 
@@ -220,7 +226,6 @@ def _ask_all(
     part: str,
     answers: Answers,
     given: Callable[[ConformanceCheck], Answer],
-    *,
     of_the_close: bool = False,
 ) -> None:
     for check in CHECKS.values():
@@ -250,9 +255,8 @@ def _asked(check: ConformanceCheck, subject: Any, backend: Backend | None) -> An
     return found
 
 
-def _on_paper(
-    part: str, request: Any, registry: Registry, answers: Answers, state: ProcessState
-) -> None:
+def _on_paper(request: Any, answers: Answers, state: ProcessState) -> None:
+    registry = Registry.load(os.environ)
     state.note("importing it")
     paper = Paper(name=request["backend"], options=request["options"], registry=registry)
 
@@ -261,7 +265,7 @@ def _on_paper(
         state.note(f"asking whether {check.title}")
         return found
 
-    _ask_all(part, answers, given)
+    _ask_all("basic", answers, given)
     steps: dict[str, Callable[[], object]] = {
         "probing it": paper.spec.probe,
         "making one": paper.backend,
@@ -273,15 +277,14 @@ def _on_paper(
         with contextlib.suppress(Exception):  # the other checks are about what it raises
             take()
         state.note(step)
-    _ask_all(part, answers, lambda each: _asked(each, state, None), of_the_close=True)
+    _ask_all("basic", answers, lambda each: _asked(each, state, None), of_the_close=True)
 
 
-def _on_device(
-    part: str, request: Any, registry: Registry, answers: Answers, state: ProcessState
-) -> None:
+def _on_device(part: str, request: Any, answers: Answers, state: ProcessState) -> None:
     """Open the backend, ask, close it, and ask what that leaves behind, also if it raises."""
     answers.begin(OPENING)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    registry = Registry.load(os.environ)
 
     def fresh() -> Backend:
         return registry.create_backend(request["backend"], request["options"])

@@ -147,7 +147,8 @@ class LoopTrials:
         bounds = self.allowed(kind, dtype, host, spread=spec is not None, tolerance=tolerance)
         pairs = differences(found, host, bounds)
         what = f"{spec.name} on {ranks}" if spec else f"{kind}, {dtype}"
-        self._note(f"{'resumed with ' if resume else ''}{what}", pairs, dtype in self.stated)
+        stated = spec is None and dtype in self.stated
+        self._note(f"{'resumed with ' if resume else ''}{what}", pairs, stated)
         wrong = first_beyond(pairs)
         if wrong is None:
             return ""
@@ -196,9 +197,8 @@ class LoopTrials:
         if len(losses) == len(whole.losses):
             return f"it trained {len(losses)} steps from the middle of as many"
         wrong = next((each for each in losses if each.found != each.wanted), None)
-        backend = Registry.load().create_backend(self.subject.name, self.subject.options)
         # It may say that its sums vary; then a resumed run differs no more than they do.
-        if wrong is None or (first_beyond(pairs) is None and backend.sums_vary):
+        if wrong is None or (first_beyond(pairs) is None and self.subject.create().sums_vary):
             return ""
         return (
             f"the loss of step {wrong.step} is {wrong.found!r} after a resume from step {MIDDLE}, "
@@ -219,21 +219,20 @@ def reference() -> StrategySpec:
     return next(p.spec for p in Registry.load().strategies if p.spec.reference)
 
 
+def refusal(subject: Subject, spec: StrategySpec) -> str:
+    """Why a strategy cannot run on the backend, or here; empty where it can."""
+    backend = subject.create()
+    lacking = [str(s) for s in (backend.support(n.capability) for n in spec.needs) if not s]
+    whys = (*lacking, backend.unsupported_engines.get(spec.engine), missing_of(spec))
+    return next(filter(None, whys), "")
+
+
 def others(subject: Subject) -> tuple[list[StrategySpec], dict[str, str]]:
     """(Installed strategies but those two whose needs the device meets, why not the rest)."""
-    backend = Registry.load().create_backend(subject.name, subject.options)
-    found, refused = [], {}
-    for plugin in Registry.load().strategies:
-        spec = plugin.spec
-        if spec.reference or spec.name in (sharding().name, AUTO):
-            continue
-        lacking = [str(s) for s in (backend.support(n.capability) for n in spec.needs) if not s]
-        lacking += filter(None, [backend.unsupported_engines.get(spec.engine), missing_of(spec)])
-        if lacking:
-            refused[spec.name] = lacking[0]
-        else:
-            found.append(spec)
-    return found, refused
+    specs = [plugin.spec for plugin in Registry.load().strategies]
+    specs = [s for s in specs if not s.reference and s.name not in (sharding().name, AUTO)]
+    refused = {spec.name: why for spec in specs if (why := refusal(subject, spec))}
+    return [spec for spec in specs if spec.name not in refused], refused
 
 
 def is_beside(spec: StrategySpec) -> bool:
