@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,13 +25,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from anygauge.interface import HOST_DEVICE, Job
-from anygauge.testing.process import Subject, environments, last_lines, start
+from anygauge.testing.bounds import compare, on_host, rounded, roundoff
+from anygauge.testing.process import Subject, environments
+from anygauge.testing.watch import run_to_end, start
 
 if TYPE_CHECKING:
     from anygauge.training.setup import PreparedRun
 
-TIMEOUT_S, ALONE_S, POLL_S = 300.0, 15.0, 0.1
-"""How long all may take; how long the other ranks may once one has ended; how often to look."""
+MODULE = "anygauge.testing.bisect"
+TIMEOUT_S, ALONE_S = 300.0, 15.0
+"""How long all may take; and the other ranks once one has found something, or failed."""
 NOT_FOUND = "the cause was not found"
 
 
@@ -53,20 +55,23 @@ def cause_of(
         step: the first whose loss differs, from 1; later ones are not looked at.
         checkpoint: that the run was resumed from.
     """
-    name = f"cause-{found.name}"
+    home = folder / f"cause-{found.name}"
     request = {
         "found": str(found),
         "steps": step,
         "checkpoint": None if checkpoint is None else str(checkpoint),
-        "rendezvous": None if ranks == 1 else f"file://{folder / name}.rendezvous",
+        "rendezvous": None if ranks == 1 else f"file://{home}.rendezvous",
     }
-    answers = [folder / f"{name}.{rank}.json" for rank in range(ranks)]
+    files = [folder / f"{home.name}.{rank}.json" for rank in range(ranks)]
     try:
-        part = "device" if ranks == 1 else "ranks"
-        environment, trouble = environments(part, subject, ranks, folder)
+        variables, trouble = environments("device" if ranks == 1 else "ranks", subject, ranks)
         if not trouble:
-            trouble = _ask(request, answers, environment)
-        said = [json.loads(each.read_text()) for each in answers if each.exists()]
+            processes = [
+                start([MODULE], {**request, "answer": str(file)}, each, file.with_suffix(".log"))
+                for file, each in zip(files, variables, strict=True)
+            ]
+            trouble = run_to_end(processes, files, TIMEOUT_S, alone_s=ALONE_S)
+        said = [json.loads(each.read_text()) for each in files if each.exists()]
     except Exception as error:  # the failure that is explained must be reported all the same
         return f"{NOT_FOUND}: {type(error).__name__}: {error}"
     first = min((each for each in said if each["place"]), key=lambda e: e["number"], default=None)
@@ -74,36 +79,6 @@ def cause_of(
         where = f" on rank {first['rank']}" if ranks > 1 else ""
         return f"the device leaves the host first{where} in {first['place']}"
     return f"{NOT_FOUND}: {trouble or said[0]['seen']}"
-
-
-def _ask(request: Any, answers: Sequence[Path], environment: Sequence[Any]) -> str:
-    """Have a process for each rank answer; why one did not, empty if all did."""
-    processes = [
-        start(
-            ["anygauge.testing.bisect"],
-            {**request, "answer": str(answer)},
-            variables,
-            answer.with_suffix(".log"),
-        )
-        for answer, variables in zip(answers, environment, strict=True)
-    ]
-    deadline = time.monotonic() + TIMEOUT_S
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        if any(process.poll() is not None for process in processes):
-            # Whoever has found something, or failed, leaves the others waiting in vain.
-            deadline = min(deadline, time.monotonic() + ALONE_S)
-        time.sleep(POLL_S)
-    trouble = ""
-    for answer, process in zip(answers, processes, strict=True):
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-            trouble = trouble or "the search did not end"
-        elif not answer.exists():
-            trouble = f"the search ended with status {process.poll()}: " + last_lines(
-                answer.with_suffix(".log")
-            )
-    return trouble
 
 
 # -- in the process -------------------------------------------------------------------------------
@@ -168,29 +143,22 @@ def _one_step(run: PreparedRun, index: int) -> None:
     loop.engine.update(lr, section.max_grad_norm)
 
 
-def _evaluate_if_due(run: PreparedRun, done: int) -> None:
-    """Evaluate where the loop would after so many steps."""
-    loop = run.loop
-    if done % loop.settings.eval_every == 0:
-        for batches, _ in loop.evaluations.values():
-            loop.engine.evaluate(map(loop.to_device, batches), loop.loss_function)
-
-
 def first_operation(run: PreparedRun, device_type: str, steps: int) -> dict[str, Any]:
     """``place``: the first operation that leaves the host, empty if none does; ``number``: how many
     were repeated before it; ``seen``: what was compared."""
-    replay = Replay(device_type)
-    for index in range(run.loop.start, steps):
-        with replay:
-            _evaluate_if_due(run, index)
-            evaluating = replay.found
-            _one_step(run, index)
-            if index + 1 == steps:
-                _evaluate_if_due(run, steps)
+    replay, loop = Replay(device_type), run.loop
+    for index in range(loop.start, steps + 1):
+        if index % loop.settings.eval_every == 0:
+            replay.place = f"the evaluation before step {index + 1}"
+            for batches, _ in loop.evaluations.values():
+                with replay:
+                    loop.engine.evaluate(map(loop.to_device, batches), loop.loss_function)
+        if index < steps and not replay.found:
+            replay.place = f"step {index + 1}"
+            with replay:
+                _one_step(run, index)
         if replay.found:
-            when = "the evaluation before step" if evaluating else "step"
-            place = f"{replay.found[0]}, {when} {index + 1}: {replay.found[1]}"
-            return {"place": place, "number": replay.compared}
+            return {"place": ": ".join(replay.found), "number": replay.compared}
     unknown = ", ".join(f"aten::{name}" for name in sorted(replay.unknown))
     seen = (
         f"the host repeated {replay.compared} operations in float64 from the device's inputs, and "
@@ -227,14 +195,16 @@ class Replay(TorchDispatchMode):
     """Repeats what runs within it.
 
     Attributes:
-        found: (the first operation that leaves the host, why); None as long as there is none.
+        place: of the training, in words.
+        found: (the first operation that leaves the host, and its place; why); None as long as there
+            is none.
         compared: operations that were repeated.
         unknown: those that the host cannot repeat in float64, by name: how often.
     """
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
-        self._device_type = device_type
+        self._device_type, self.place = device_type, "here"
         self.found: tuple[str, str] | None = None
         self.compared = 0
         self.unknown: Counter[str] = Counter()
@@ -252,7 +222,7 @@ class Replay(TorchDispatchMode):
             self.unknown[func.overloadpacket.__name__] += 1
             return result
         self.compared += 1
-        self.found = departure
+        self.found = departure and (f"{departure[0]}, {self.place}", departure[1])
         return result
 
     def _is_asked(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -281,64 +251,43 @@ def departed(func: Any, before: Any, found: Sequence[Tensor]) -> tuple[str, str]
     usual = exact if exactly else _again(func, before, lambda leaf: leaf)
     linear = name in LINEAR and bool(inputs)
     terms = _again(func, before, lambda t: _absolute(_in_float64(t))) if linear else exact
-    for got, wanted, host, size in zip(found, exact, usual, terms, strict=True):
-        if name in ORDERS and not got.is_floating_point():
+    for got, wanted, host, size in zip(map(on_host, found), exact, usual, terms, strict=True):
+        if not got.numel() or got.is_complex() or (name in ORDERS and not got.is_floating_point()):
             continue
-        why = out_of_bound(got, wanted, host, size, _terms(name, inputs, wanted) if linear else 1.0)
-        if why:
-            shown = max([*inputs[:1], wanted], key=Tensor.numel)
-            shape = " x ".join(map(str, shown.shape)) or "a number"
-            dtype = str(got.dtype).removeprefix("torch.")
-            return f"{func.namespace}::{name} ({dtype}, {shape})", why
+        shown = max([*inputs[:1], wanted], key=Tensor.numel)
+        shape = " x ".join(map(str, shown.shape)) or "a number"
+        what = f"aten::{name} ({str(got.dtype).removeprefix('torch.')}, {shape})"
+        allowed = torch.zeros(())
+        if got.is_floating_point():
+            allowed = bound(wanted, host, size, _terms(name, inputs, wanted) if linear else 1.0)
+        else:
+            wanted = wanted.to(got.dtype)
+        try:
+            compare(got, wanted, allowed, what)
+        except AssertionError as error:
+            return what, str(error).removeprefix(f"{what}: ")
     return None
 
 
-def out_of_bound(found: Tensor, exact: Tensor, host: Tensor, terms: Tensor, count: float) -> str:
-    """Why a result is wrong; empty if rounding explains it.
+def bound(exact: Tensor, host: Tensor, terms: Tensor, count: float) -> Tensor:
+    """How far rounding may take each element.
 
-    The bound of each element is two roundings of the result's type u, those of a sum of `count`
-    terms that is kept in float32 at least, ``8 sqrt(count) 2^-24`` of the terms' size, and four
-    times what the host's kernel of the same type is away from float64.
+    Two roundings of the result's type, those of a sum of `count` terms that is kept in float32 at
+    least, ``8 sqrt(count) 2^-24`` of the terms' size, and four times what the host's kernel of the
+    same type is away from float64.
 
     Args:
-        found: on the device.
         exact: in float64.
         host: of the host's kernel in the device's type.
         terms: the size of the terms that each element is summed from.
     """
-    here = found.detach().to(HOST_DEVICE)
-    if here.shape != exact.shape:
-        return f"its shape is {tuple(here.shape)}, not {tuple(exact.shape)}"
-    if not here.numel() or here.is_complex():
-        return ""
-    if not here.is_floating_point():
-        wrong = int((here != exact.to(here.dtype)).sum())
-        return f"{wrong} of {here.numel()} values are wrong" if wrong else ""
-    limits = torch.finfo(here.dtype)
-    wide = here.double()
-    finite = exact.isfinite() & (exact.abs() < limits.max)
-    lost = int((~wide.isfinite() & finite).sum())
-    if lost or not bool(finite.any()):
-        return f"{lost} values are not finite" if lost else ""
-    error = torch.where(finite, wide - exact, 0.0).abs()
-    accumulator = min(torch.finfo(torch.float32).eps, limits.eps) / 2
-    own = torch.where(finite & host.double().isfinite(), host.double() - exact, 0.0).abs().max()
     size = torch.where(terms.isfinite(), terms, 0.0).abs()
     if count == 1.0:
         size = size.max().expand_as(size)
-    bound = (
-        2 * limits.eps / 2 * exact.abs()
-        + ROUNDINGS * count**0.5 * accumulator * size
-        + LIKE_THE_HOST * own
-        + limits.smallest_normal
-    )
-    if not bool(((error > bound) & finite).any()):
-        return ""
-    at = int((error / bound.clamp(min=1e-300)).argmax())
-    return (
-        f"{wide.flatten()[at]:.6g} where float64 gives {exact.flatten()[at]:.6g}; rounding "
-        f"explains {bound.flatten()[at]:.1g}"
-    )
+    accumulator = min(roundoff(torch.float32), roundoff(host.dtype))
+    own = torch.where(exact.isfinite() & host.isfinite(), host.double() - exact, 0.0).abs().max()
+    summed = ROUNDINGS * count**0.5 * accumulator * size
+    return rounded(exact, host.dtype) + summed + LIKE_THE_HOST * own
 
 
 def _again(func: Any, before: Any, change: Callable[[Any], Any]) -> list[Tensor]:
@@ -377,9 +326,8 @@ def _in_float64(leaf: Any) -> Any:
 
 
 def _absolute(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.abs() if leaf.is_floating_point() else leaf
-    return abs(leaf) if isinstance(leaf, float) else leaf
+    floating = leaf.is_floating_point() if isinstance(leaf, Tensor) else isinstance(leaf, float)
+    return abs(leaf) if floating else leaf
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from anygauge.interface import Backend, StrategySpec
+from anygauge.util.schema import first_complaint
 
 if TYPE_CHECKING:
     import torch
@@ -54,8 +58,8 @@ class ConformanceCheck:
         limit_s: seconds after which it counts as hanging; its part then ends.
         part: where it is asked: ``basic``, ``device``, ``operators`` or ``ranks``.
         capability: what it tests; None where every backend must pass.
-        function: gets what the part is about (`Paper`, `Opened`, `Together`); raises where it does
-            not hold.
+        function: gets what the part is about (`Paper`, `Opened`, `RankContext`); raises where it
+            does not hold.
         of_the_end: it is about how the part's processes ended, which they cannot report themselves:
             its function gets a description of that, empty if all was in order.
         of_the_close: it is asked after the backend was closed, and gets its `ProcessState`.
@@ -96,15 +100,6 @@ class Answer:
     not_asked: str = ""
     switched_off: bool = False
 
-    def record(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
-    @classmethod
-    def load(cls, record: Mapping[str, Any]) -> Answer:
-        """What `record` gave."""
-        return cls(**record)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
@@ -139,36 +134,39 @@ CHECKS: dict[str, ConformanceCheck] = {}
 """Every check by name, in the order of definition; its part's module registers it when imported."""
 
 
-def check(
-    title: str,
-    *,
-    part: str,
-    capability: str | None = None,
-    of_the_end: bool = False,
-    of_the_close: bool = False,
-    means: str = "",
-    limit_s: float = LIMIT_S,
-) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-    """Decorator: register a function as a check under its own name."""
+def check(title: str, **fields: Any) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    """Decorator: register a function as a check under its own name.
+
+    Args:
+        fields: the others of `ConformanceCheck`.
+    """
 
     def register(function: Callable[[Any], None]) -> Callable[[Any], None]:
         name = function.__name__
         if name in CHECKS:
             raise ValueError(f"two checks are named {name!r}")
-        CHECKS[name] = ConformanceCheck(
-            name=name,
-            title=title,
-            part=part,
-            capability=capability,
-            function=function,
-            of_the_end=of_the_end,
-            of_the_close=of_the_close,
-            means=means,
-            limit_s=limit_s,
-        )
+        CHECKS[name] = ConformanceCheck(name=name, title=title, function=function, **fields)
         return function
 
     return register
+
+
+def of_type(what: str, value: Any, hint: Any) -> None:
+    """Fail unless a value has a type; of a dataclass of the contract, each of its fields.
+
+    Args:
+        what: the value in words.
+        hint: nothing is converted: a tuple of texts is neither a list of them nor a text.
+    """
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        assert isinstance(value, hint), f"{what}: a {type(value).__name__}, not a {hint.__name__}"
+        for name, each in get_type_hints(hint).items():
+            of_type(f"{what}.{name}", getattr(value, name), each)
+        return
+    try:
+        TypeAdapter(hint).validate_python(value, strict=True)
+    except ValidationError as error:
+        raise AssertionError(f"{what} is {value!r}: {first_complaint(error)}") from None
 
 
 def verdict(answer: Answer) -> tuple[str, str]:

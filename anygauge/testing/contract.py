@@ -10,14 +10,14 @@ Checks run in processes of their own; a test reads the answer of one.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from anygauge.interface import StrategySpec, Support
 from anygauge.registry import Registry
 from anygauge.testing.check import (
     CHECKS,
@@ -29,17 +29,14 @@ from anygauge.testing.check import (
     verdict,
 )
 from anygauge.testing.loop import prepare
-from anygauge.testing.process import PartAnswers, Subject, ask, import_checks
-from anygauge.testing.trials import (
-    LoopTrials,
-    every,
-    is_beside,
-    others,
-    ranks_of,
-)
+from anygauge.testing.noise import EVALUATION
+from anygauge.testing.process import PARTS, PartAnswers, Subject, ask, import_checks
+from anygauge.testing.trials import LoopTrials, every, is_beside, others, ranks_of, refusal
 
-for _part in ("device", "ranks", "operators", "basic"):
+for _part in PARTS:
     import_checks(_part)
+Ask = Callable[..., PartAnswers]
+"""Of a part, and a number of ranks if there are several."""
 BEST_FIRST = ("passed", "skipped", "declared", "failed")
 
 
@@ -84,9 +81,9 @@ class BackendContract:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def on_paper(cls, subject: Subject, folder: Path) -> PartAnswers:
-        """Answers that need no device."""
-        return ask("basic", subject, folder)
+    def answers(cls, subject: Subject, folder: Path) -> Ask:
+        """Asks the processes of a part, on so many ranks; each once."""
+        return functools.cache(lambda part, ranks=1: ask(part, subject, folder, ranks=ranks))
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -102,28 +99,6 @@ class BackendContract:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def on_device(cls, subject: Subject, folder: Path, devices: int) -> PartAnswers:
-        """Answers of one opened device."""
-        return ask("device", subject, folder)
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def on_operators(cls, subject: Subject, folder: Path, devices: int) -> PartAnswers:
-        """Answers of torch's own operator tests, in a process whose flags they change."""
-        return ask("operators", subject, folder)
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def on_ranks(cls, subject: Subject, folder: Path, devices: int) -> dict[int, PartAnswers]:
-        """Answers of several ranks, as far as there are devices."""
-        return {
-            ranks: ask("ranks", subject, folder, ranks=ranks)
-            for ranks in cls.rank_counts
-            if ranks <= devices
-        }
-
-    @pytest.fixture(scope="class")
-    @classmethod
     def runs(cls, subject: Subject, folder: Path, devices: int) -> LoopTrials:
         """Runs, each made once."""
         prepare(folder)
@@ -132,78 +107,71 @@ class BackendContract:
     # -- with a device --------------------------------------------------------------------------
 
     @_of("device")
-    def test_on_device(self, check: ConformanceCheck, on_device: PartAnswers) -> None:
+    def test_on_device(self, check: ConformanceCheck, answers: Ask, devices: int) -> None:
         """Placement, memory, random numbers, arithmetic, graphs."""
-        _judge(check, on_device)
+        _judge(check, answers("device"))
 
     @_of("ranks")
     def test_on_ranks(
-        self, check: ConformanceCheck, subject: Subject, on_ranks: dict[int, PartAnswers]
+        self, check: ConformanceCheck, subject: Subject, answers: Ask, devices: int
     ) -> None:
-        """Collectives."""
-        if not on_ranks:
-            declared = _declared(subject, check.capability or "collectives")
+        """Collectives, on as many ranks as there are devices."""
+        counts = [ranks for ranks in self.rank_counts if ranks <= devices]
+        if not counts:
+            declared = subject.create().support(check.capability or "collectives")
             if not declared:
                 pytest.skip(f"{DECLARED}{declared}")
             pytest.skip(f"fewer devices than the {min(self.rank_counts)} ranks that it takes")
-        _judge(check, *on_ranks.values())
-        if max(on_ranks) < 2:
+        _judge(check, *(answers("ranks", ranks) for ranks in counts))
+        if max(counts) < 2:
             pytest.skip("asked of one rank alone, which has nobody to talk to")
 
     @_of("operators")
-    def test_operators(self, check: ConformanceCheck, on_operators: PartAnswers) -> None:
+    def test_operators(self, check: ConformanceCheck, answers: Ask, devices: int) -> None:
         """Operators that a LoRA step calls, by torch's own samples."""
-        _judge(check, on_operators)
+        _judge(check, answers("operators"))
 
     # -- the loop -------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_trains_as_the_host_does(
-        self, dtype: str, runs: LoopTrials, on_device: PartAnswers
-    ) -> None:
+    def test_trains_as_the_host_does(self, dtype: str, runs: LoopTrials, answers: Ask) -> None:
         """One process: the losses of every step and evaluation are the host's, within the noise."""
-        _ask_type(dtype, on_device)
-        runs.as_the_host("adapter", dtype)
+        _ask_type(dtype, answers)
+        _hold(runs.trial("adapter", dtype))
         losses = runs.run("adapter", dtype).losses
         assert losses[-1] < losses[0], "the loss did not fall"
 
     def test_trains_packed_rows_as_the_host_does(self, runs: LoopTrials) -> None:
         """Packed rows of an odd length: the host's losses, and those of each document alone."""
-        runs.as_the_host("packed", "float32")
+        _hold(runs.trial("packed", "float32"))
         packed, alone = runs.run("packed", "float32"), runs.run("adapter", "float32")
         # Before the first step both are the base model; of an evaluation no row is cut.
-        found, wanted = packed.evaluations[0], alone.evaluations[0]
-        allowed = runs.allowed("packed", "float32", packed, spread=True).evaluations[0]
+        first = (EVALUATION, 0)
+        found, wanted = packed.numbers[first], alone.numbers[first]
+        allowed = runs.allowed("packed", "float32", packed, spread=True)[first]
         assert abs(found - wanted) <= allowed * abs(wanted), (
             f"documents see each other: evaluated in packed rows their loss is {found:.9g}, each "
             f"in a row of its own {wanted:.9g}"
         )
 
-    def test_trains_all_weights_as_the_host_does(
-        self, runs: LoopTrials, on_device: PartAnswers
-    ) -> None:
+    def test_trains_all_weights_as_the_host_does(self, runs: LoopTrials, answers: Ask) -> None:
         """All weights in bfloat16, without an adapter: the losses are the host's."""
-        _ask_type("bfloat16", on_device)
-        runs.as_the_host("whole", "bfloat16")
+        _ask_type("bfloat16", answers)
+        _hold(runs.trial("whole", "bfloat16"))
 
     @pytest.mark.parametrize("ranks", [2, 4])
     def test_zero_trains_as_one_process_does(
-        self,
-        ranks: int,
-        subject: Subject,
-        runs: LoopTrials,
-        devices: int,
+        self, ranks: int, subject: Subject, runs: LoopTrials, devices: int
     ) -> None:
         """ZeRO-3 + LoRA on several ranks: the same losses as one process on the host."""
-        declared = _refused_engine(subject)
+        declared = refusal(subject, sharding())
         if declared:
             pytest.skip(f"{DECLARED}{declared}")
         if ranks not in self.rank_counts:
             pytest.skip(f"rank_counts asks for {', '.join(map(str, self.rank_counts))} alone")
         if ranks > devices:
             pytest.skip(f"{ranks} ranks need as many devices; there are {devices}")
-        why = runs.spread(sharding(), ranks)
-        assert not why, why
+        _hold(runs.spread(sharding(), ranks))
 
     def test_every_strategy_trains_as_one_process_does(
         self, subject: Subject, runs: LoopTrials, devices: int
@@ -218,45 +186,49 @@ class BackendContract:
             why = every([spec], lambda each: runs.spread(each, ranks_of(each, ranks)))
             runs.figures[f"beside the verdict: strategy {spec.name}"] = why or "as one process"
         own = [spec for spec in specs if not is_beside(spec)]
-        why = every(own, lambda spec: runs.spread(spec, ranks_of(spec, ranks)))
-        assert not why, why
+        _hold(every(own, lambda spec: runs.spread(spec, ranks_of(spec, ranks))))
         if ranks < 2:
             pytest.skip("tried on one rank alone: there is one device, or rank_counts asks for it")
 
     def test_a_resumed_run_goes_on_where_it_was(self, runs: LoopTrials) -> None:
         """From a checkpoint in the middle, with dropout: the undisturbed run, to the last digit."""
-        runs.resumed()
+        _hold(runs.resumed())
 
     def test_a_run_is_resumed_on_other_ranks(
         self, subject: Subject, runs: LoopTrials, devices: int
     ) -> None:
         """From a checkpoint of one rank, on two with another strategy: the same losses."""
         specs, _ = others(subject)
-        if not _refused_engine(subject):
+        refused = refusal(subject, sharding())
+        if not refused:
             specs = [sharding(), *specs]
         several = [spec for spec in specs if ranks_of(spec, 2) == 2]
         if not several:
-            pytest.skip(DECLARED + (_refused_engine(subject) or "no strategy for two ranks"))
+            pytest.skip(DECLARED + (refused or "no strategy for two ranks"))
         if self._ranks(devices) < 2:
             pytest.skip("two ranks need as many devices, and rank_counts must ask for them")
-        why = runs.resumed_on(several[0], 2)
-        assert not why, why
+        _hold(runs.resumed_on(several[0], 2))
 
     # -- without hardware -----------------------------------------------------------------------
 
     @_of("basic")
-    def test_on_paper(self, check: ConformanceCheck, on_paper: PartAnswers) -> None:
+    def test_on_paper(self, check: ConformanceCheck, answers: Ask) -> None:
         """What the backend says of itself before anything is opened."""
-        _judge(check, on_paper)
+        _judge(check, answers("basic"))
 
     def _ranks(self, devices: int) -> int:
         """How many ranks a strategy is tried on."""
         return min((n for n in (2, 4) if n in self.rank_counts and n <= devices), default=1)
 
 
-def _ask_type(dtype: str, on_device: PartAnswers) -> None:
+def _hold(why: str) -> None:
+    if why:
+        pytest.fail(why, pytrace=False)
+
+
+def _ask_type(dtype: str, answers: Ask) -> None:
     # As the opened device declares it: some know only then.
-    asked = on_device.of(CHECKS[f"{dtype}_arithmetic"])
+    asked = answers("device").of(CHECKS[f"{dtype}_arithmetic"])
     if not asked.supported:
         pytest.skip(f"{DECLARED}{asked.declared}")
 
@@ -271,19 +243,6 @@ def _judge(check: ConformanceCheck, *given: PartAnswers) -> None:
         pytest.skip(f"{NOT_ASKED}{why}")
     if result == "declared":
         pytest.skip(f"{DECLARED}{why}")
-
-
-def _declared(subject: Subject, capability: str) -> Support:
-    return Registry.load().create_backend(subject.name, subject.options).support(capability)
-
-
-def _refused_engine(subject: Subject, spec: StrategySpec | None = None) -> str:
-    """Why a strategy, or `sharding`, cannot run on it, in the backend's words; empty where it
-    can."""
-    backend = Registry.load().create_backend(subject.name, subject.options)
-    collectives = backend.support("collectives")
-    missing = "" if collectives else collectives.reason
-    return backend.unsupported_engines.get((spec or sharding()).engine, missing)
 
 
 if CHOSEN in os.environ:  # set by ``pytest --anygauge-backend``, which collects this file

@@ -37,18 +37,10 @@ def _different(size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _is(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+    """Fail unless a tensor on the host is the other, to the last bit, in shape and type."""
     assert found.device.type == HOST_DEVICE, f"{what}: it is on {found.device}"
-    assert found.shape == wanted.shape and found.dtype == wanted.dtype, (
-        f"{what}: {tuple(found.shape)} of {found.dtype}, expected {tuple(wanted.shape)} of "
-        f"{wanted.dtype}"
-    )
-    if torch.equal(found, wanted):
-        return
-    wrong = (found != wanted).nonzero()
-    at = tuple(int(each) for each in wrong[0]) if wrong.numel() else ()
-    raise AssertionError(
-        f"{what}: {found[at].item()} at {list(at)}, expected {wanted[at].item()}; {len(wrong)} of "
-        f"{wanted.numel()} values are wrong"
+    torch.testing.assert_close(
+        found, wanted, rtol=0, atol=0, msg=lambda why: f"{what}: {' '.join(why.split())}"
     )
 
 
@@ -69,34 +61,37 @@ def copies_keep_values(on: Opened) -> None:
             host = host.pin_memory()
         what = f"{name} of {size} x {dtype}{'' if waits else ', queued'}"
         view = VIEWS[name]
-        there = view(host).to(on.device, non_blocking=not waits, copy=True)
-        back = there.to(HOST_DEVICE, non_blocking=not waits, copy=True)
+        wanted = view(host)
+        there = wanted.to(on.device, copy=True, non_blocking=not waits)
         # A view of what is on the device goes back by another way.
         seen = view(host.to(on.device))
-        other, cloned = seen.to(HOST_DEVICE, non_blocking=not waits), seen.clone()
-        into = torch.zeros_like(view(host), memory_format=torch.contiguous_format)
+        into = torch.zeros_like(wanted, memory_format=torch.contiguous_format)
         try:
             into.copy_(seen, non_blocking=not waits)
         except RuntimeError:  # some refuse to write into the host's tensor, for all to see
-            into.copy_(view(host))
-        target = torch.zeros(size, dtype=dtype, device=on.device)
-        if name != "expanded":
-            view(target).copy_(view(host), non_blocking=not waits)
-        given = {"host": view(host), "within": {"device": seen}, "name": "kept as it is"}
+            into.copy_(wanted)
+        given = {"host": wanted, "within": {"device": seen}, "name": "kept as it is"}
         batch = on.placement.to_device(given)
+        found = {
+            "to the device and back": there.to(HOST_DEVICE, copy=True, non_blocking=not waits),
+            "back from a view on the device": seen.to(HOST_DEVICE, non_blocking=not waits),
+            "cloned on the device": seen.clone(),
+            "into a tensor of the host": into,
+            "to_device of a tensor on the host": batch["host"],
+            "to_device of a tensor on the device": batch["within"]["device"],
+        }
+        if name != "expanded":
+            target, usual = (torch.zeros(size, dtype=dtype, device=d) for d in (on.device, None))
+            view(target).copy_(wanted, non_blocking=not waits)
+            view(usual).copy_(wanted)
         on.placement.synchronize()
         assert batch["name"] == given["name"], f"to_device changes a text: {batch['name']!r}"
-        for where, each in (("host", batch["host"]), ("device", batch["within"]["device"])):
-            assert each.device.type == on.device.type, f"to_device left a tensor on the {where}"
-            _is(each.to(HOST_DEVICE), view(host), f"to_device of a tensor on the {where}, {what}")
-        _is(back, view(host), f"to the device and back, {what}")
-        _is(other, view(host), f"back from a view on the device, {what}")
-        _is(cloned.to(HOST_DEVICE), view(host), f"cloned on the device, {what}")
-        _is(into, view(host), f"into a tensor of the host, {what}")
+        for how, each in found.items():
+            if how.startswith("to_device"):
+                assert each.device.type == on.device.type, f"{how} left it there"
+            _is(each.to(HOST_DEVICE), wanted, f"{how}, {what}")
         if name != "expanded":
-            wanted = torch.zeros(size, dtype=dtype)
-            view(wanted).copy_(view(host))
-            _is(target.to(HOST_DEVICE), wanted, f"into a view on the device, {what}")
+            _is(target.to(HOST_DEVICE), usual, f"into a view on the device, {what}")
 
 
 @check(

@@ -6,24 +6,15 @@ What is expected comes from the host in float64, never from the device itself.
 from __future__ import annotations
 
 import gc
-import json
 import math
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import torch
 
-from anygauge.interface import (
-    CAPABILITIES,
-    HOST_DEVICE,
-    Level,
-    MemoryStats,
-    NotAvailableError,
-)
+from anygauge.interface import CAPABILITIES, HOST_DEVICE, Level, MemoryStats, NotAvailableError
 from anygauge.registry import Registry
-from anygauge.testing.check import TOLERANCE, NotAsked, Opened, check
+from anygauge.testing.check import TOLERANCE, NotAsked, Opened, check, of_type
+from anygauge.testing.watch import answer_of
 
 MIB, LARGEST_MEMORY = 2**20, 2**50
 """Bytes: a unit, and what no device of today has."""
@@ -34,16 +25,13 @@ TIMES = 3
 SEEN = """
 import json, os, sys
 from anygauge.registry import Registry
-name, options, answer = json.load(sys.stdin)
-backend = Registry.load(os.environ).create_backend(name, options)
+from anygauge.testing.watch import answer
+backend = Registry.load(os.environ).create_backend(*json.load(sys.stdin))
 backend.open(0)
-found = backend.placement.device_count()
+answer(backend.placement.device_count())
 backend.close()
-with open(answer, "w") as file:
-    json.dump(found, file)
 """
-ALLOCATOR = "allocator"
-PROCESS = "process"
+ALLOCATOR, PROCESS = "allocator", "process"
 """`MemoryStats.kind` of a device with an allocator of its own, and of one without."""
 UNITS = {
     "percent": (0.0, 100.0),
@@ -131,10 +119,8 @@ def memory_is_counted(on: Opened) -> None:
     stats = _memory(on)
     assert stats.kind.split(",")[0] in (ALLOCATOR, PROCESS), f"kind is {stats.kind!r}"
     for name in ("in_use", "peak", "reserved", "limit"):
-        value = getattr(stats, name)
-        if value is not None or name in ("in_use", "peak"):
-            whole = type(value) is int and 0 <= value < LARGEST_MEMORY
-            assert whole, f"{name} is {value!r}, not a number of bytes that a device has"
+        value = getattr(stats, name) or 0
+        assert 0 <= value < LARGEST_MEMORY, f"{name} is {value!r}, which no device has in bytes"
     assert stats.in_use <= stats.peak
     assert stats.reserved is None or stats.reserved >= stats.in_use
     assert stats.limit is None or stats.limit >= max(stats.in_use, MIB), (
@@ -223,22 +209,10 @@ def devices_are_counted(on: Opened) -> None:
     if variable is None or on.visible < 2:
         return
     named = os.environ.get(variable, ",".join(map(str, range(on.visible)))).split(",")[-1]
-    answer = Path(f"{variable}.json").absolute()
-    done = subprocess.run(
-        [sys.executable, "-c", SEEN],
-        input=json.dumps(
-            [on.backend.name, on.backend.options.model_dump(exclude_unset=True), str(answer)]
-        ),
-        env={**os.environ, variable: named},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=110,
-    )
-    said = done.stderr.strip().splitlines()
-    assert done.returncode == 0, f"with {variable}={named}: {said[-1] if said else ''}"
-    found = json.loads(answer.read_text(encoding="utf-8"))
-    answer.unlink()
+    options = on.backend.options.model_dump(exclude_unset=True)
+    environment = {**os.environ, variable: named}
+    what = f"the devices with {variable}={named}"
+    found = answer_of(("-c", SEEN), [on.backend.name, options], environment, what, 110)
     assert found == 1, f"with {variable}={named} a process sees {found} devices"
 
 
@@ -315,5 +289,5 @@ def _memory(on: Opened) -> MemoryStats:
     gc.collect()
     on.placement.synchronize()
     found = on.placement.memory()
-    assert isinstance(found, MemoryStats), f"memory() gave {type(found).__name__}"
+    of_type("memory()", found, MemoryStats)
     return found

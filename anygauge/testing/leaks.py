@@ -1,8 +1,6 @@
 """Checks of what a backend leaves behind: output, files, threads, processes, changed settings.
 
-A process of the kit has a folder of its own to work in and a file of its own as standard output.
-`ProcessState` looks at all of it at each step of the backend's life; the checks are asked once the
-backend was closed.
+`ProcessState` looks at each step of the backend's life; the checks are asked once it was closed.
 """
 
 from __future__ import annotations
@@ -22,6 +20,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from anygauge.testing.check import check
 
@@ -46,38 +46,34 @@ LIBC: Any = ctypes.CDLL(None)
 
 
 class ProcessState:
-    """What the steps of a backend's life have changed in this process.
+    """What the steps of a backend's life have changed in this process, which gets a folder to work
+    in, and a file for its output, beside the one of its `answers`."""
 
-    Attributes:
-        changes: by kind: what was changed -> in words, at the first step that did.
-    """
-
-    def __init__(self, folder: Path, output: Path, *, opens: bool) -> None:
-        self.folder, self._output, self._opens = folder.absolute(), output.absolute(), opens
-        self.changes: dict[str, dict[str, str]] = defaultdict(dict)
-        self.folder.mkdir(exist_ok=True)
-        os.chdir(self.folder)
+    def __init__(self, answers: Path, *, opens: bool) -> None:
+        self._folder = answers.with_suffix(".folder").absolute()
+        self._output = answers.with_suffix(".out").absolute()
+        # Torch, with which a device is opened, brings variables of its own.
+        self._adds = {"files"} if opens else {"files", "variables"}
+        self._changes: dict[str, dict[str, str]] = defaultdict(dict)
+        self._folder.mkdir(exist_ok=True)
+        os.chdir(self._folder)
         sys.stdout.flush()
-        number = os.open(self._output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
-        os.dup2(number, 1)
-        os.close(number)
+        with self._output.open("ab") as output:
+            os.dup2(output.fileno(), 1)
         with contextlib.suppress(AttributeError):  # the parent of orphans, as of helpers
             LIBC.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-        self._running_before = set(self._running())
+        self._running_before = self._running()
         self._last = self._look()
 
     def note(self, step: str, *, judged: bool = True) -> None:
         """Compare with how things were at the step before, if what it changed is the backend's."""
         now = self._look()
         for kind in now if judged else ():
-            before = self._last[kind]
-            # Torch, which a backend imports, brings settings and variables of its own.
-            added = kind == "files" or (kind == "variables" and not self._opens)
-            for name in {**before, **(now[kind] if added else {})}:
-                values = [each.get(name, "not there") for each in (before, now[kind])]
-                if values[0] != values[1]:
-                    told = f"{step}: {name} was {values[0]!r}, and is {values[1]!r}"
-                    self.changes[kind].setdefault(name, told)
+            for name in {**self._last[kind], **(now[kind] if kind in self._adds else {})}:
+                was, is_ = (each[kind].get(name, "not there") for each in (self._last, now))
+                if was != is_:
+                    said = f"{step}: {name} was {was!r}, and is {is_!r}"
+                    self._changes[kind].setdefault(name, said)
         self._last = now
 
     def _look(self) -> dict[str, dict[str, Any]]:
@@ -89,33 +85,32 @@ class ProcessState:
             "signals": {name: _handler(getattr(signal, name)) for name in SIGNALS},
             "variables": dict(os.environ),
             "settings": _settings(sys.modules.get("torch")),
-            "files": {str(each): "there" for each in self.folder.rglob("*")},
+            "files": {str(each): "there" for each in self._folder.rglob("*")},
         }
 
     def left(self, kind: str) -> list[str]:
-        """What was left of a kind, in words."""
+        """What was left of a kind, in words; of changes, each at the first step that made it."""
         if kind != "running":
-            return list(self.changes[kind].values())
+            return list(self._changes[kind].values())
         until = time.monotonic() + GRACE_S
-        while set(self._running()) - self._running_before and time.monotonic() < until:
+        while (found := self._running() - self._running_before) and time.monotonic() < until:
             time.sleep(0.05)
-        return sorted(set(self._running()) - self._running_before)
+        return sorted(found)
 
-    def _running(self) -> list[str]:
+    def _running(self) -> set[str]:
         """Threads that keep the process from ending, and processes."""
-        found = [f"thread {t.name} ({t.ident})" for t in threading.enumerate() if not t.daemon]
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):
-                state, parent = path.read_text().rpartition(")")[2].split()[:2]
-                words = path.with_name("cmdline").read_bytes().replace(b"\0", b" ").decode()
-                mine = int(parent) == os.getpid() and state != "Z"
-                if mine and not any(each in words for each in NOT_ITS_OWN):
-                    found.append(f"process {path.parent.name}: {words[:80]}")
+        found = {f"thread {t.name} ({t.ident})" for t in threading.enumerate() if not t.daemon}
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                words = " ".join(child.cmdline())
+                ended = child.status() == psutil.STATUS_ZOMBIE
+                if not ended and not any(each in words for each in NOT_ITS_OWN):
+                    found.add(f"process {child.pid}: {words[:80]}")
         return found
 
 
 def _handler(number: signal.Signals) -> tuple[str, str, bool]:
-    """How a signal is handled: by Python, by C code without Python's knowledge, or blocked."""
+    """How a signal is handled by Python, and by C code without Python's knowledge; if blocked."""
     action = (ctypes.c_void_p * 64)()
     LIBC.sigaction(int(number), None, action)
     blocked = number in signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -123,42 +118,35 @@ def _handler(number: signal.Signals) -> tuple[str, str, bool]:
 
 
 def _settings(torch: Any) -> dict[str, Any]:
-    umask = os.umask(0o22)
-    os.umask(umask)
     broad: list[Any] = [each for each in warnings.filters if each[1] is None and each[3] is None]
-    found: dict[str, Any] = {
+    of_torch = OF_TORCH if torch is not None else ()
+    return {
         "the working folder": str(Path.cwd()),
-        "the umask": oct(umask),
+        "the umask": oct(os.umask(os.umask(0o22))),
         "the locale": locale.setlocale(locale.LC_ALL),
         "warnings": [f"{f[0]} {f[2].__name__}" for f in broad if f[2].__module__ == "builtins"],
         "the root logger": (logging.root.level, [type(h).__name__ for h in logging.root.handlers]),
         "how processes are started": multiprocessing.get_start_method(allow_none=True),
         "the host rounds very small numbers to 0": 5e-324 * 1.0 == 0.0,
         "sys.stdout": type(sys.stdout).__qualname__,
+        **{f"torch.{name}()": str(getattr(torch, name)()) for name in of_torch},
     }
-    for name in OF_TORCH if torch is not None else ():
-        found[f"torch.{name}()"] = str(getattr(torch, name)())
-    return found
 
 
-def _register(part: str, kind: str) -> None:
+def _register(part: str, when: str, kind: str) -> None:
     def asked(state: ProcessState) -> None:
         found = state.left(kind)
         assert not found, "; ".join(found[:4])
 
     asked.__name__ = f"{part}_leaves_{kind}"
-    when = {"basic": "imported, probed and asked", "device": "opened and closed"}
-    check(
-        f"{when.get(part, 'in a group of ranks')}, it leaves {kind} as it was",
-        part=part,
-        of_the_close=True,
-        means=f"{KINDS[kind]}; a vendor's library sets up the process as if it were its own",
-    )(asked)
+    means = f"{KINDS[kind]}; a vendor's library sets up the process as if it were its own"
+    check(f"{when}, it leaves {kind} as it was", part=part, of_the_close=True, means=means)(asked)
 
 
-for _part in ("basic", "device", "ranks"):
-    for _kind in KINDS:
-        _register(_part, _kind)
+for _kind in KINDS:
+    _register("basic", "imported, probed and asked", _kind)
+    _register("device", "opened and closed", _kind)
+    _register("ranks", "in a group of ranks", _kind)
 
 
 @check(

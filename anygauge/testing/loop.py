@@ -19,8 +19,9 @@ from anygauge.kernels.choose import choose_kernels
 from anygauge.registry import Registry
 from anygauge.testing.check import progress
 from anygauge.testing.counterparts import counterparts
-from anygauge.testing.noise import Bounds
+from anygauge.testing.noise import EVALUATION, LOSS, NORM, Key
 from anygauge.testing.process import Subject
+from anygauge.testing.watch import last_lines
 
 TIMEOUT_S = 900.0
 STEPS = 6
@@ -46,6 +47,8 @@ TEXT = (
     " of several shapes, and every rank has its part of them"
 )
 WORDS = TEXT.split()
+FIELDS = {LOSS: "loss", NORM: "grad_norm", EVALUATION: "eval_loss"}
+"""Of the records of ``metrics.jsonl``."""
 ON_HOST = ("eager", "sdpa")
 """Attention of the model library that the host has too: both sides run the same one."""
 
@@ -67,23 +70,28 @@ class Trained:
     """A run that ended well.
 
     Attributes:
-        losses: of every step, nats per loss token.
         metrics: every record of ``metrics.jsonl``.
     """
 
     folder: Path
-    losses: Sequence[float]
     metrics: Sequence[Mapping[str, Any]] = field(repr=False)
 
     @property
-    def steps(self) -> Sequence[Mapping[str, Any]]:
-        """The record of every step."""
-        return [record for record in self.metrics if "loss" in record]
+    def losses(self) -> Sequence[float]:
+        """Of every step, nats per loss token."""
+        return [record["loss"] for record in self.metrics if "loss" in record]
 
     @property
-    def evaluations(self) -> Mapping[int, float]:
-        """Losses on rows that are held out, by the steps done before."""
-        return {each["step"]: each["eval_loss"] for each in self.metrics if "eval_loss" in each}
+    def numbers(self) -> Mapping[Key, float]:
+        """Every loss, norm and evaluation, in the order of training."""
+        found = {
+            (what, record["step"]): record[field]
+            for record in self.metrics
+            for what, field in FIELDS.items()
+            if field in record
+        }
+        # An evaluation comes after the update of its step, and before the next step.
+        return dict(sorted(found.items(), key=lambda each: (each[0][1], each[0][0] == EVALUATION)))
 
     @property
     def checkpoints(self) -> Sequence[Path]:
@@ -96,10 +104,8 @@ def prepare(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<pad>": 0, "<end>": 1}
-    for symbol in alphabet:
-        vocabulary[symbol] = len(vocabulary)
+    symbols = ("<pad>", "<end>", *sorted(pre_tokenizers.ByteLevel.alphabet()))
+    vocabulary = {symbol: number for number, symbol in enumerate(symbols)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -157,7 +163,7 @@ def train(
     Raises:
         RunFailed: with what the run printed.
     """
-    backend = Registry.load().create_backend(subject.name, subject.options)
+    backend = subject.create()
     given = dict(changes or {})
     run = {
         "name": name,
@@ -205,18 +211,12 @@ def train(
         env={**os.environ, "OMP_NUM_THREADS": "1", **subject.environment},
     )
     if done.returncode:
-        lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        said = last_lines(done.stdout + done.stderr, 4)
         raise RunFailed(
-            f"anygauge train ended with status {done.returncode}: " + " | ".join(lines[-4:]),
-            folder / name,
+            f"anygauge train ended with status {done.returncode}: {said}", folder / name
         )
     text = (folder / name / "metrics.jsonl").read_text(encoding="utf-8")
-    records = [json.loads(line) for line in text.splitlines()]
-    return Trained(
-        folder=folder / name,
-        losses=[record["loss"] for record in records if "loss" in record],
-        metrics=records,
-    )
+    return Trained(folder=folder / name, metrics=[json.loads(line) for line in text.splitlines()])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,33 +252,24 @@ class Difference:
         )
 
 
-LOSS, NORM, EVALUATION = "loss", "gradient's norm", "evaluation"
-
-
-def differences(found: Trained, wanted: Trained, bounds: Bounds) -> Sequence[Difference]:
+def differences(
+    found: Trained, wanted: Trained, bounds: Mapping[Key, float]
+) -> Sequence[Difference]:
     """Every loss, norm and evaluation of a run beside another's, in the order of training.
 
     Args:
         found: all of the other's steps, or the last of them.
         bounds: of the other's.
     """
-    first = len(wanted.losses) - len(found.losses)
-    assert first >= 0, f"{len(found.losses)} steps, not {len(wanted.losses)}"
-    pairs = []
-    for at, record in enumerate(found.steps, start=first):
-        host = wanted.steps[at]
-        for what, key, allowed in (
-            (LOSS, "loss", bounds.losses[at]),
-            (NORM, "grad_norm", bounds.norms[at]),
-        ):
-            sides = {"found": record[key], "wanted": host[key], "allowed": allowed}
-            pairs.append(Difference(what=what, step=at + 1, **sides))
-    for done, loss in found.evaluations.items():
-        sides = {"found": loss, "wanted": wanted.evaluations[done]}
-        allowed = bounds.evaluations[done]
-        pairs.append(Difference(what=EVALUATION, step=done, allowed=allowed, **sides))
-    # An evaluation after a step sees what that step's update did, which the next step sees, too.
-    return sorted(pairs, key=lambda each: each.step + 0.5 * (each.what == EVALUATION))
+    mine, others = ([step for what, step in run.numbers if what == LOSS] for run in (found, wanted))
+    assert mine and mine == others[len(others) - len(mine) :], (
+        f"it trained steps {mine}, not {others}"
+    )
+    return [
+        Difference(what=what, step=step, found=number, wanted=host, allowed=bounds[what, step])
+        for (what, step), number in found.numbers.items()
+        for host in [wanted.numbers[what, step]]
+    ]
 
 
 def first_beyond(pairs: Sequence[Difference]) -> Difference | None:

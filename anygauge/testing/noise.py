@@ -24,9 +24,11 @@ The bound of a loss is `MARGIN` times the sum of the first two, relative to the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+LOSS, NORM, EVALUATION = "loss", "gradient's norm", "evaluation"
+Key = tuple[str, int]
+"""One of these, and its step of training from 1; of an evaluation, the steps done before it."""
 LAYERS = 2
 IN_A_LAYER = 24
 """Operations in series of a decoder layer whose results are rounded: two norms of three, three
@@ -34,6 +36,8 @@ products of attention and its softmax, positions, two products of the feed-forwa
 the adapter beside each product, and two sums with what came in."""
 AROUND = 6
 """Embedding, last norm, output layer and the loss."""
+ROUNDINGS = LAYERS * IN_A_LAYER + AROUND
+"""Operations in series of one forward."""
 TERMS = 384
 """Of the longest sum: the softmax over the vocabulary."""
 TYPICAL = 0.4
@@ -46,14 +50,9 @@ MARGIN = 6.0
 UNIT_ROUNDOFF: Mapping[str, float] = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
-def roundings(layers: int = LAYERS) -> float:
-    """Operations in series of one forward."""
-    return layers * IN_A_LAYER + AROUND
-
-
 def error_of_values(dtype: str, *, passes: int = 1) -> float:
     """Typical relative difference of values in the forward, or of gradients with two passes."""
-    rounded = TYPICAL * (RUNS * passes * roundings()) ** 0.5 * UNIT_ROUNDOFF[dtype]
+    rounded = TYPICAL * (RUNS * passes * ROUNDINGS) ** 0.5 * UNIT_ROUNDOFF[dtype]
     return float(rounded + TERMS**0.5 * UNIT_ROUNDOFF["float32"])
 
 
@@ -80,52 +79,23 @@ def drift(dtype: str, lr: float, norm: float, trained: int) -> float:
     return float(lr * norm * (off + off**2 * trained**0.5))
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+def bounds(dtype: str, records: Sequence[Mapping[str, Any]], trained: int) -> dict[Key, float]:
     """Largest relative differences from the host's run that rounding explains.
 
-    Attributes:
-        losses, norms: of each step.
-        evaluations: by the steps done before.
-    """
-
-    losses: Sequence[float]
-    norms: Sequence[float]
-    evaluations: Mapping[int, float]
-
-    def at_least(self, stated: float) -> Bounds:
-        """Not below what an author states for losses; ten times that for norms."""
-        return Bounds(
-            [max(stated, each) for each in self.losses],
-            [max(10 * stated, each) for each in self.norms],
-            {done: max(stated, each) for done, each in self.evaluations.items()},
-        )
-
-    def stating(self, stated: float) -> Bounds:
-        """What an author states for losses."""
-        evaluations = dict.fromkeys(self.evaluations, stated)
-        return Bounds([stated] * len(self.losses), self.at_least(stated).norms, evaluations)
-
-
-def bounds(dtype: str, records: Sequence[Mapping[str, Any]], trained: int) -> Bounds:
-    """What is allowed beside the host's run.
-
     Args:
-        records: of ``metrics.jsonl``.
+        records: of the host's ``metrics.jsonl``.
         trained: elements that the run trains.
     """
-    losses: list[float] = []
-    norms: list[float] = []
-    evaluations: dict[int, float] = {}
-    moved = 0.0
+    found: dict[Key, float] = {}
+    moved, updates = 0.0, 0
     for each in records:
         if "loss" in each:
-            tokens = each["num_loss_tokens"]
-            losses.append(loss_bound(dtype, each["loss"], tokens, moved))
+            step, tokens, updates = each["step"], each["num_loss_tokens"], updates + 1
+            found[LOSS, step] = loss_bound(dtype, each["loss"], tokens, moved)
             off = error_of_values(dtype, passes=2) / max(1, tokens) ** 0.5
-            norms.append(MARGIN * off * (1 + len(norms)))
+            found[NORM, step] = MARGIN * off * updates
             moved += drift(dtype, each["lr"], each["grad_norm"], trained)
         elif "eval_loss" in each:
             loss, tokens = each["eval_loss"], each["eval_tokens"]
-            evaluations[each["step"]] = loss_bound(dtype, loss, tokens, moved)
-    return Bounds(losses, norms, evaluations)
+            found[EVALUATION, each["step"]] = loss_bound(dtype, loss, tokens, moved)
+    return found

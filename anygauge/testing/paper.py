@@ -6,15 +6,16 @@ the environment are in `rules`.
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import dataclasses
 import importlib.resources
 import math
 import os
 import pickle
-import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from anygauge.interface import (
     AnygaugeError,
     Backend,
     BackendSpec,
-    Finding,
     LaunchProfile,
     Level,
     Presence,
@@ -33,18 +33,26 @@ from anygauge.interface import (
     read_hardware,
 )
 from anygauge.registry import Registry
-from anygauge.testing.check import NotAsked, check
+from anygauge.testing.check import NotAsked, check, of_type
+from anygauge.testing.watch import answer_of
 
 HEAVY = ("torch", "transformers", "tensorflow", "jax", "numpy.distutils")
 PROBE_S = 2.0
 """Seconds: commands that only list backends wait for every probe."""
+ATTRIBUTES = {
+    "device_type": str,
+    **dict.fromkeys(("libraries", "variables", "files", "readings"), tuple[str, ...]),
+    "launch": LaunchProfile,
+}
+"""Of a backend, and what each must be."""
 WRONG_VALUES = ({"no": "such value"}, ["no such value"], "no such value", -(10**9), math.nan)
 EMPTY_WORDS = ("todo", "tbd", "fixme", "n/a", "none", "unknown", "reason", "xxx")
 UNPICKLED = """
-import pickle, sys
-spec = pickle.load(sys.stdin.buffer)
+import base64, json, pickle, sys
+from anygauge.testing.watch import answer
+spec = pickle.loads(base64.b64decode(json.load(sys.stdin)))
 spec.probe(), spec.this_machine()
-sys.stdout.buffer.write(pickle.dumps((spec.name, "torch" in sys.modules)))
+answer((spec.name, "torch" in sys.modules))
 """
 
 
@@ -71,8 +79,17 @@ class Paper:
         return self.registry.create_backend(self.name, {**self.options, **options})
 
 
-def process_state() -> tuple[dict[str, str], str, int]:
-    """What asking a backend must leave alone."""
+@contextlib.contextmanager
+def unchanged(what: str) -> Iterator[None]:
+    """Fail if what is done meanwhile changes the process, or imports what is heavy."""
+    before, loaded = _process_state(), _heavy()
+    yield
+    assert _process_state() == before, f"{what} changed the process's environment, folder or umask"
+    imported = sorted(_heavy() - loaded)
+    assert not imported, f"{what} imported {', '.join(imported)}"
+
+
+def _process_state() -> tuple[dict[str, str], str, int]:
     return dict(os.environ), str(Path.cwd()), os.umask(os.umask(0o22))
 
 
@@ -125,16 +142,8 @@ def light_import(paper: Paper) -> None:
     "a local function or made by code that only this process has run",
 )
 def spec_pickles(paper: Paper) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", UNPICKLED],
-        input=pickle.dumps(paper.spec),
-        capture_output=True,
-        check=False,
-        timeout=50,
-    )
-    error = done.stderr.decode(errors="replace").strip().splitlines()
-    assert done.returncode == 0, error[-1] if error else f"status {done.returncode}"
-    name, heavy = pickle.loads(done.stdout)
+    pickled = base64.b64encode(pickle.dumps(paper.spec)).decode()
+    name, heavy = answer_of(("-c", UNPICKLED), pickled, os.environ, "the unpickled spec", 50)
     assert name == paper.name
     assert not heavy, "reading it, its probe or this_machine imports torch"
 
@@ -149,13 +158,12 @@ def hardware_file_is_sound(paper: Paper) -> None:
     spec = paper.spec
     given = spec.this_machine()
     for name, value in given.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        assert number and math.isfinite(value) and value > 0, f"this_machine: {name} = {value!r}"
+        of_type(f"this_machine: {name}", value, float)
+        assert math.isfinite(value) and value > 0, f"this_machine: {name} = {value!r}"
     assert spec.this_machine() == given, "two calls of this_machine differ"
     if not spec.hardware:
         raise NotAsked("it describes no cards")
     package, _, file = spec.hardware.partition(":")
-    assert package and file, f"hardware is {spec.hardware!r}, not 'package:file.toml'"
     try:
         text = importlib.resources.files(package).joinpath(file).read_text(encoding="utf-8")
     except (ImportError, OSError) as error:
@@ -174,14 +182,11 @@ def hardware_file_is_sound(paper: Paper) -> None:
     "library that the probe loads",
 )
 def probe_is_pure(paper: Paper) -> None:
-    before, loaded = process_state(), _heavy()
-    began = time.perf_counter()
-    first = paper.spec.probe()
-    took = time.perf_counter() - began
-    second = paper.spec.probe()
-    assert process_state() == before, "the probe changed the process's environment, folder or umask"
-    imported = sorted(_heavy() - loaded)
-    assert not imported, f"the probe imported {', '.join(imported)}"
+    with unchanged("the probe"):
+        began = time.perf_counter()
+        first = paper.spec.probe()
+        took = time.perf_counter() - began
+        second = paper.spec.probe()
     assert first == second, "two probes of the same machine differ"
     assert took < PROBE_S, f"the probe took {took:.1f} s"
 
@@ -193,34 +198,19 @@ def probe_is_pure(paper: Paper) -> None:
     "cannot run; an empty detail, a count that is guessed, a driver that counts as a device",
 )
 def probe_answers(paper: Paper) -> None:
-    _fits_together(paper.spec.probe())
-
-
-def _fits_together(probe: Any, where: str = "") -> None:
-    assert isinstance(probe, Probe), f"{where}the probe gave {type(probe).__name__}"
+    probe = paper.spec.probe()
+    of_type("probe()", probe, Probe)
     for name in ("devices", "driver", "software"):
-        finding = getattr(probe, name)
-        assert isinstance(finding, Finding), f"{name}: {type(finding).__name__} is not a Finding"
-        words = finding.detail.strip() and "\n" not in finding.detail
-        assert words, f"{name}: not a line of words: {finding.detail!r}"
-        assert isinstance(finding.presence, Presence), f"{name}: {finding.presence!r}"
-        _texts(f"{name}.looked_at", finding.looked_at)
+        detail = getattr(probe, name).detail
+        assert detail.strip() and "\n" not in detail, f"{name}: not a line of words: {detail!r}"
     count = probe.device_count
-    whole = count is None or (type(count) is int and count >= 0)
-    assert whole, f"device_count is {count!r}, not a whole number"
+    assert count is None or count >= 0, f"device_count is {count}"
     if probe.devices.presence is Presence.NO:
         assert not count, f"there are no devices ({probe.devices.detail}), and {count} of them"
     if probe.available:
         assert count != 0, f"it is available ({probe.reason}), with 0 devices"
-    _texts("cards", probe.cards)
-    _texts("notes", probe.notes)
     named = len(set(probe.cards)) == len(probe.cards) and all(c.strip() for c in probe.cards)
     assert named, f"cards names one twice, or without a name: {probe.cards}"
-
-
-def _texts(what: str, values: Any) -> None:
-    fit = isinstance(values, tuple) and all(isinstance(each, str) for each in values)
-    assert fit, f"{what} is {values!r}, not a tuple of texts"
 
 
 # -- the object -----------------------------------------------------------------------------------
@@ -233,11 +223,8 @@ def _texts(what: str, values: Any) -> None:
     "open() is done in the constructor",
 )
 def light_construction(paper: Paper) -> None:
-    before, loaded = process_state(), _heavy()
-    backend = paper.backend()
-    assert process_state() == before, "constructing it changed the environment, folder or umask"
-    imported = sorted(_heavy() - loaded)
-    assert not imported, f"constructing it imported {', '.join(imported)}"
+    with unchanged("constructing it"):
+        backend = paper.backend()
     assert not backend.placement.is_open, "constructing it opened a device"
 
 
@@ -249,8 +236,9 @@ def light_construction(paper: Paper) -> None:
 )
 def described(paper: Paper) -> None:
     backend = paper.backend()
-    assert backend.name == paper.name, f"the class says {backend.name!r}"
-    assert isinstance(backend.device_type, str) and backend.device_type
+    for name, hint in ATTRIBUTES.items():
+        of_type(name, getattr(backend, name), hint)
+    assert backend.device_type, "device_type is empty"
     unknown = sorted(set(backend.capabilities) - set(CAPABILITIES))
     assert not unknown, (
         f"capabilities that nobody asks about: {', '.join(unknown)}; those that are asked about: "
@@ -260,7 +248,7 @@ def described(paper: Paper) -> None:
     reasons["attention_why"] = backend.attention_why
     for name in CAPABILITIES:
         support = backend.support(name)
-        assert isinstance(support, Support), f"support({name!r}) gave {type(support).__name__}"
+        of_type(f"support({name!r})", support, Support)
         if support.level is not Level.FULL:
             reasons[f"capabilities[{name!r}]"] = support.reason
         if support.level is Level.SWITCHED_OFF:
@@ -273,19 +261,15 @@ def described(paper: Paper) -> None:
         plain = reason.strip().lower().rstrip(".!:")
         words = len(plain) > 2 and any(letter.isalpha() for letter in plain) and "\n" not in plain
         assert words and plain not in EMPTY_WORDS, f"{where}: {reason!r} gives no reason"
-    for name in ("libraries", "variables", "files", "readings"):
-        _texts(name, getattr(backend, name))
     for file in backend.files:
         full = file.startswith("/") or "/" not in file
         assert full, f"files: {file!r} is neither an absolute path nor the bare name of a library"
-    launch = backend.launch
-    assert isinstance(launch, LaunchProfile), f"launch is {type(launch).__name__}"
-    for name in ("container_flags", "capabilities"):
-        _texts(f"launch.{name}", getattr(launch, name))
-    variable = launch.visibility_variable
-    named = variable is None or (isinstance(variable, str) and variable.isidentifier())
+    variable = backend.launch.visibility_variable
+    named = variable is None or variable.isidentifier()
     assert named, f"launch.visibility_variable is {variable!r}"
-    assert launch.binding in ("cores", "none"), f"launch.binding: {launch.binding!r}"
+    assert backend.launch.binding in ("cores", "none"), (
+        f"launch.binding: {backend.launch.binding!r}"
+    )
 
 
 @check(

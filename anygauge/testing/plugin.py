@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,48 +25,41 @@ CONFORMANCE = Path(__file__).with_name("contract.py")
 """Collected by ``--anygauge-backend``; its `TestBackend` is the backend of that name."""
 OF_STRATEGIES = Path(__file__).with_name("strategy_contract.py")
 """Likewise, of ``--anygauge-strategy``."""
+REPORT = "--anygauge-report"
+KITS = {
+    "--anygauge-backend": (CONFORMANCE, CHOSEN),
+    "--anygauge-strategy": (OF_STRATEGIES, CHOSEN_STRATEGY),
+}
+"""Option -> the kit, and the variable in which it finds the name."""
 PROPERTY = "anygauge_conformance"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The kit's options."""
-    group = parser.getgroup("anygauge", "anygauge: conformance of a backend")
-    group.addoption(
-        "--anygauge-backend",
-        metavar="NAME",
-        help="run the conformance kit on the installed backend NAME",
+    add = parser.getgroup("anygauge", "anygauge: conformance of a backend").addoption
+    texts = (
+        "run the conformance kit on the installed backend NAME",
+        "run the kit of strategies on the installed strategy NAME, on the host",
     )
-    group.addoption(
-        "--anygauge-strategy",
-        metavar="NAME",
-        help="run the kit of strategies on the installed strategy NAME, on the host",
-    )
-    group.addoption(
-        "--anygauge-report",
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="write the report to FILE, as Markdown (.md) or JSON (.json); may be repeated",
-    )
+    for option, text in zip(KITS, texts, strict=True):
+        add(option, metavar="NAME", help=text)
+    report = "write the report to FILE, as Markdown (.md) or JSON (.json); may be repeated"
+    add(REPORT, metavar="FILE", action="append", default=[], help=report)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Collect the kit where a backend is named."""
-    for name in config.getoption("--anygauge-report"):
+    for name in config.getoption(REPORT):
         if Path(name).suffix not in (".md", ".json"):
-            raise pytest.UsageError(f"--anygauge-report {name}: the name must end in .md or .json")
-    chosen = {
-        option: config.getoption(option)
-        for option in ("--anygauge-backend", "--anygauge-strategy")
-        if config.getoption(option)
-    }
+            raise pytest.UsageError(f"{REPORT} {name}: the name must end in .md or .json")
+    chosen = [option for option in KITS if config.getoption(option)]
     if len(chosen) > 1:
         raise pytest.UsageError(f"{' and '.join(chosen)}: a run of pytest takes one of them")
-    if chosen or config.getoption("--anygauge-report"):
+    if chosen or config.getoption(REPORT):
         config.pluginmanager.register(_Reporter(), "anygauge-reporter")
         PROGRESS[:] = [_show_progress(config)]
-    for option, name in chosen.items():
-        _choose(config, option, name)
+    for option in chosen:
+        _choose(config, option, config.getoption(option))
 
 
 def _choose(config: pytest.Config, option: str, name: str) -> None:
@@ -73,14 +67,13 @@ def _choose(config: pytest.Config, option: str, name: str) -> None:
     from anygauge.interface import AnygaugeError
     from anygauge.registry import Registry
 
-    is_backend = option == "--anygauge-backend"
+    kit, variable = KITS[option]
     registry = Registry.load()
     try:
-        (registry.find_backend if is_backend else registry.find_strategy)(name)
+        (registry.find_backend if variable == CHOSEN else registry.find_strategy)(name)
     except AnygaugeError as error:
         raise pytest.UsageError(f"{option}: {error}") from error
-    os.environ[CHOSEN if is_backend else CHOSEN_STRATEGY] = name
-    kit = CONFORMANCE if is_backend else OF_STRATEGIES
+    os.environ[variable] = name
     if config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.args = [str(kit)]
     for given in config.args:
@@ -148,56 +141,43 @@ class _Reporter:
         """A report that was requested and cannot be written is a failure."""
         # A process of xdist may have run none of the tests; the one that started it has all.
         asking = not hasattr(session.config, "workerinput")
-        if asking and session.config.getoption("--anygauge-report") and not self._reports:
+        if asking and session.config.getoption(REPORT) and not self._reports:
             session.exitstatus = session.exitstatus or pytest.ExitCode.USAGE_ERROR
 
     def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
         """The page, and the requested files."""
-        files = config.getoption("--anygauge-report")
-        for report in self._reports.values():
+        from anygauge.util.files import write_text
+
+        reports = list(self._reports.values())
+        for report in reports:
             terminalreporter.section(f"anygauge conformance: {report.backend}")
             for line in report.terminal():
                 terminalreporter.write_line(line)
-        if not self._reports:
-            for name in files:
-                terminalreporter.write_line(
-                    f"ERROR: --anygauge-report {name} was not written: no test of a "
-                    "BackendContract was run",
-                    red=True,
-                )
-            return
-        from anygauge.util.files import write_text
-
-        for name in files:
-            write_text(Path(name), written(list(self._reports.values()), Path(name).suffix))
-            terminalreporter.write_line(f"written: {name}")
+        for name in config.getoption(REPORT):
+            if reports:
+                write_text(Path(name), written(reports, Path(name).suffix))
+                terminalreporter.write_line(f"written: {name}")
+            else:
+                missing = f"{REPORT} {name} was not written: no test of a BackendContract was run"
+                terminalreporter.write_line(f"ERROR: {missing}", red=True)
 
 
 def _result(item: Any, contract: Any, outcome: pytest.TestReport, call: Any) -> dict[str, Any]:
     """What became of one test, in plain types."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    check = parameters.get("check")
     part, title = heading(item.function, parameters)
     result, why = _judged(outcome, call)
-    return {
-        "backend": contract.backend,
-        "figures": {
-            **{
-                f"stated noise of losses, {dtype}": f"{noise:g}"
-                for dtype, noise in contract.loss_noise.items()
-            },
-            # What the loop's runs have found so far.
-            **getattr(getattr(item, "funcargs", {}).get("runs"), "figures", {}),
-        },
-        "line": {
-            "part": part,
-            "name": item.name,
-            "title": title,
-            "result": result,
-            "why": why,
-            "capability": check.capability if check else None,
-        },
+    capability = getattr(parameters.get("check"), "capability", None)
+    line = Line(
+        part=part, name=item.name, title=title, result=result, why=why, capability=capability
+    )
+    stated = {
+        f"stated noise of losses, {dtype}": f"{noise:g}"
+        for dtype, noise in contract.loss_noise.items()
     }
+    # What the loop's runs have found so far.
+    found = getattr(getattr(item, "funcargs", {}).get("runs"), "figures", {})
+    return {"backend": contract.backend, "figures": stated | found, "line": asdict(line)}
 
 
 def _judged(outcome: pytest.TestReport, call: Any) -> tuple[str, str]:
@@ -276,34 +256,27 @@ class ConformanceReport:
         return [name for name in self.contents if name not in tried]
 
     @property
-    def conforms(self) -> bool:
-        """Whether nothing failed, and everything was tried."""
-        return not self._failed and not self.not_tried
-
-    @property
-    def _failed(self) -> bool:
-        return any(line.result == "failed" for line in self.lines)
-
-    @property
     def verdict(self) -> str:
         """``conforms``, ``does NOT conform`` or ``is not fully tried``."""
-        if self._failed:
+        if any(line.result == "failed" for line in self.lines):
             return "does NOT conform"
         return "is not fully tried" if self.not_tried else "conforms"
 
+    @property
+    def conforms(self) -> bool:
+        """Whether nothing failed, and everything was tried."""
+        return self.verdict == "conforms"
+
     def gaps(self) -> str:
         """``14 of 60 checks were not tried: on several ranks (all 14)``; empty if none."""
-        missing = self.not_tried
-        if not missing:
-            return ""
+        missing = Counter(self.contents[name][0] for name in self.not_tried)
+        whole = Counter(part for part, _ in self.contents.values())
         found = []
-        for part in dict.fromkeys(part for part, _ in self.contents.values()):
-            whole = [name for name, (where, _) in self.contents.items() if where == part]
-            count = len([name for name in whole if name in missing])
-            if count:
-                how_many = f"all {count}" if count == len(whole) else f"{count} of {len(whole)}"
-                found.append(f"{part} ({how_many})")
-        return f"{len(missing)} of {len(self.contents)} checks were not tried: {', '.join(found)}"
+        for part, count in missing.items():
+            how_many = f"all {count}" if count == whole[part] else f"{count} of {whole[part]}"
+            found.append(f"{part} ({how_many})")
+        counts = f"{missing.total()} of {whole.total()} checks were not tried"
+        return f"{counts}: {', '.join(found)}" if found else ""
 
     def counts(self) -> str:
         """``31 passed, 2 not supported as declared, 1 FAILED``."""
@@ -314,10 +287,8 @@ class ConformanceReport:
             "untried": "not tried",
             "failed": "FAILED",
         }
-        found = [line.result for line in self.lines]
-        return ", ".join(
-            f"{found.count(result)} {text}" for result, text in words.items() if result in found
-        )
+        found = Counter(line.result for line in self.lines)
+        return ", ".join(f"{found[each]} {text}" for each, text in words.items() if found[each])
 
     def conditions(self) -> dict[str, str]:
         """Versions and machine."""
@@ -333,6 +304,7 @@ class ConformanceReport:
     def markdown(self) -> str:
         """The page."""
         preposition = "against" if self.verdict == "is not fully tried" else "to"
+        values = {**self.conditions(), **self.figures}
         lines = [
             f"# `{self.backend}` {self.verdict} {preposition} anygauge's backend contract, "
             f"version {API_VERSION}",
@@ -342,8 +314,7 @@ class ConformanceReport:
             *([f"{self.gaps()}.", ""] if self.not_tried else []),
             "| what | version or value |",
             "|---|---|",
-            *(f"| {name} | {value} |" for name, value in self.conditions().items()),
-            *(f"| {name} | {value} |" for name, value in self.figures.items()),
+            *(f"| {name} | {value} |" for name, value in values.items()),
             "",
         ]
         for part in dict.fromkeys(line.part for line in self.lines):
@@ -371,14 +342,15 @@ class ConformanceReport:
 
     def terminal(self) -> Sequence[str]:
         """The end of a pytest run."""
-        lines = [f"{self.backend} ({self.distribution}) {self.verdict}: {self.counts()}"]
-        lines += [self.gaps()] if self.not_tried else []
-        lines += [
-            f"  {MARKS[line.result]:>13}  {line.title}: {line.why}"
-            for line in self.lines
-            if line.result != "passed"
+        return [
+            f"{self.backend} ({self.distribution}) {self.verdict}: {self.counts()}",
+            *filter(None, [self.gaps()]),
+            *(
+                f"  {MARKS[line.result]:>13}  {line.title}: {line.why}"
+                for line in self.lines
+                if line.result != "passed"
+            ),
         ]
-        return lines
 
 
 def heading(function: Any, parameters: Mapping[str, Any]) -> tuple[str, str]:
@@ -394,16 +366,15 @@ def contents(contract: type) -> dict[str, tuple[str, str]]:
     """Every test of a class of tests as pytest names it: (part of the report, title)."""
     found = {}
     for name, function in vars(contract).items():
-        if not name.startswith("test_"):
-            continue
-        marks = [mark for mark in getattr(function, "pytestmark", ()) if mark.name == "parametrize"]
-        if not marks:
-            found[name] = heading(function, {})
-        for mark in marks:
-            parameter, values = mark.args
-            for value in values:
-                label = getattr(value, "name", value)
-                found[f"{name}[{label}]"] = heading(function, {parameter: value})
+        if name.startswith("test_"):
+            marks = getattr(function, "pytestmark", ())
+            tables = [mark.args for mark in marks if mark.name == "parametrize"]
+            if not tables:
+                found[name] = heading(function, {})
+            for parameter, values in tables:
+                for value in values:
+                    label = getattr(value, "name", value)
+                    found[f"{name}[{label}]"] = heading(function, {parameter: value})
     return found
 
 

@@ -1,9 +1,10 @@
 """Where checks run: processes of their own, with the environment that the backend sets.
 
 The backend's code must not run, set variables or crash in the author's pytest. So
-``python -m anygauge.testing.process PART`` reads a request from standard input as JSON and writes
-to the file that it names: for ``environments`` the environment of every rank, as an agent makes it;
-for ``basic``, ``device`` or ``ranks`` the answers of that part's checks. Ranks meet in a file.
+``python -m anygauge.testing.process PART`` reads a request from standard input as JSON: for
+``environments`` it answers with the environment of every rank, as an agent makes it; for one of
+`PARTS` it writes the answers of that part's checks to the file that the request names. Ranks meet
+in a file.
 """
 
 from __future__ import annotations
@@ -12,17 +13,16 @@ import contextlib
 import importlib
 import json
 import os
-import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from anygauge.agent.environment import inspect_node
+from anygauge.agent.environment import NodeEnvironment
 from anygauge.interface import AnygaugeError, Backend, LaunchSettings, Level
-from anygauge.registry import BLOCK_VARIABLE, Registry, applied, resolve_environment
+from anygauge.registry import BLOCK_VARIABLE, Registry
 from anygauge.testing.check import (
     CHECKS,
     COLLECTIVE_TIMEOUT_S,
@@ -39,16 +39,44 @@ from anygauge.testing.watch import (
     CLOSING,
     ENDING,
     OPENING,
+    STEPS_S,
     Answers,
-    ProcessWatch,
+    answer,
+    answer_of,
+    begun,
     lines,
-    wait,
+    run_to_end,
+    start,
 )
 
+MODULE = "anygauge.testing.process"
 ENVIRONMENTS = "environments"
 ENVIRONMENT_TIMEOUT_S = 60.0
-TIMEOUTS_S = {"basic": 120.0, "device": 600.0, "operators": 600.0, "ranks": 600.0}
 NO_ANSWER = Answer(holds=False, detail="gave no answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one kind of process is asked.
+
+    Attributes:
+        where: in words; may name the number of ``ranks``.
+        limit_s: seconds that its processes may take in all.
+        modules: those whose checks it asks, the ones that say most of a device first.
+    """
+
+    where: str
+    limit_s: float
+    modules: Sequence[str]
+
+
+ON_DEVICE = "device memory copies chance blocks graphs real_sizes arithmetic fp8 leaks"
+PARTS = {
+    "basic": Part("on paper", 120.0, ("paper", "rules", "leaks")),  # which import no torch
+    "device": Part("on a device", 600.0, ON_DEVICE.split()),
+    "operators": Part("on torch's operators", 600.0, ("operators",)),
+    "ranks": Part("on {ranks} ranks", 600.0, ("collectives", "ranks", "memory", "leaks")),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,44 +93,29 @@ class Subject:
     options: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
 
+    def create(self) -> Backend:
+        """The backend, not opened, in this process."""
+        return Registry.load().create_backend(self.name, self.options)
+
 
 def environments(
-    part: str, subject: Subject, ranks: int, folder: Path
+    part: str, subject: Subject, ranks: int
 ) -> tuple[Sequence[Mapping[str, str]], str]:
-    """The whole environment of every rank, and why the backend's share is missing; empty if not.
-
-    Args:
-        folder: for the answer and a log.
-    """
+    """The whole environment of every rank, and why the backend's share is missing; empty if not."""
     base = {**os.environ, "OMP_NUM_THREADS": "1", **subject.environment}
-    answer = folder / f"{part}{ranks}.environments.json"
-    log = answer.with_suffix(".log")
-    asked = {"part": part, "subject": asdict(subject), "ranks": ranks, "answer": str(answer)}
-    with log.open("wb") as output:
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", "anygauge.testing.process", ENVIRONMENTS],
-                input=json.dumps(asked).encode(),
-                stdout=output,
-                stderr=output,
-                env=base,
-                timeout=ENVIRONMENT_TIMEOUT_S,
-                check=False,
-            )
-            status = f"with status {done.returncode}: {last_lines(log)}"
-        except subprocess.TimeoutExpired:
-            status = f"not within {ENVIRONMENT_TIMEOUT_S:.0f} s"
-    if answer.exists():
-        found = json.loads(answer.read_text(encoding="utf-8"))
-        return found["environments"], found["trouble"]
-    trouble = f"asking for the environment ended {status}"
-    return [{**base, **_identity(rank, ranks)} for rank in range(ranks)], trouble
-
-
-def last_lines(log: Path) -> str:
-    """The end of a log, on one line."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return " | ".join(lines[-3:])
+    request = {"part": part, "subject": asdict(subject), "ranks": ranks}
+    arguments = ("-m", MODULE, ENVIRONMENTS)
+    try:
+        found, trouble = answer_of(
+            arguments, request, base, "the environment", ENVIRONMENT_TIMEOUT_S
+        )
+    except AssertionError as error:
+        found, trouble = [base] * ranks, str(error)
+    sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    return [
+        {**each, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        for rank, each in enumerate(found)
+    ], trouble
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,84 +149,52 @@ def ask(part: str, subject: Subject, folder: Path, *, ranks: int = 1) -> PartAns
     """Run every check of a part; returns once all processes have ended.
 
     Args:
-        part: ``basic``, ``device``, ``operators`` or ``ranks``.
+        part: one of `PARTS`.
         folder: for answers, logs and the meeting point.
     """
-    rendezvous = folder / f"{part}{ranks}.rendezvous"
-    found, trouble = environments(part, subject, ranks, folder)
-    troubles = [trouble] if trouble else []
-    processes = []
-    for rank, environment in enumerate(found):
-        request = {
-            "backend": subject.name,
-            "options": dict(subject.options),
-            "rendezvous": f"file://{rendezvous}",
-            "answers": str(folder / f"{part}{ranks}.rank{rank}.json"),
-        }
-        log = folder / f"{part}{ranks}.rank{rank}.log"
-        processes.append(start(["anygauge.testing.process", part], request, environment, log))
+    found, trouble = environments(part, subject, ranks)
     files = [folder / f"{part}{ranks}.rank{rank}.json" for rank in range(ranks)]
-    limits = {each.name: each.limit_s for each in CHECKS.values()}
-    where = {"basic": "on paper", "device": "on a device"}.get(part, f"on {ranks} ranks")
-    pids = [process.pid for process in processes]
-    watch = ProcessWatch(files, pids, limits, f"{subject.name} {where}")
-    running = {rank: process.poll for rank, process in enumerate(processes)}
-    ended, late = wait(running, watch, TIMEOUTS_S[part])
-    if late:
-        troubles.append(late)
-    for rank, process in enumerate(processes):
-        if rank not in ended:
-            process.kill()
-            process.wait()
-    for rank, status in ended.items():
-        if status:
-            said = last_lines(folder / f"{part}{ranks}.rank{rank}.log")
-            troubles.append(f"rank {rank} ended with status {status}: {said}")
-    trouble = "; ".join(troubles)
-    return PartAnswers(answers={**merged_answers(files), **watch.broken(trouble)}, trouble=trouble)
-
-
-def start(
-    module: Sequence[str], request: Any, environment: Mapping[str, str], log: Path
-) -> subprocess.Popen[bytes]:
-    """Run a module of the kit with a request on its standard input."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", *module],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            env=environment,
+    processes = [
+        start(
+            [MODULE, part],
+            {
+                "backend": subject.name,
+                "options": dict(subject.options),
+                "rendezvous": f"file://{folder / part}{ranks}.rendezvous",
+                "answers": str(file),
+                "limits": {each.name: each.limit_s for each in CHECKS.values()},
+            },
+            environment,
+            file.with_suffix(".log"),
         )
-    assert process.stdin is not None
-    with process.stdin:
-        process.stdin.write(json.dumps(request).encode())
-    return process
+        for file, environment in zip(files, found, strict=True)
+    ]
+    what = f"{subject.name} {PARTS[part].where.format(ranks=ranks)}"
+    ended = run_to_end(processes, files, PARTS[part].limit_s, what=what)
+    return merged_answers(files, "; ".join(filter(None, [trouble, ended])))
 
 
-def _read(path: Path) -> dict[str, Answer]:
-    records = [record for record in lines(path) if BEGUN not in record]
-    return {record.pop("name"): Answer.load(record) for record in records}
-
-
-def merged_answers(files: Sequence[Path]) -> dict[str, Answer]:
+def merged_answers(files: Sequence[Path], trouble: str = "") -> PartAnswers:
     """Answers by the check's name, from a file of each rank: the first that does not hold.
 
-    A rank without an answer that others gave counts as one that does not hold.
+    A rank without an answer that others gave counts as one that does not hold. A check that some
+    rank has begun and not ended has failed, because of `trouble`.
     """
-    found = [_read(file) for file in files]
-    names = dict.fromkeys(name for answers in found for name in answers)
+    records = [[record for record in lines(file) if BEGUN not in record] for file in files]
+    found = [{each.pop("name"): Answer(**each) for each in record} for record in records]
     merged = {}
-    for name in names:
+    for name in dict.fromkeys(name for answers in found for name in answers):
         answers = [(rank, each.get(name, NO_ANSWER)) for rank, each in enumerate(found)]
         failed = [(rank, answer) for rank, answer in answers if not answer.holds]
         # What is declared missing explains its own failure alone, not that of another rank.
         failed.sort(key=lambda each: not each[1].supported)
-        rank, answer = (failed or answers)[0]
+        rank, first = (failed or answers)[0]
         if failed and len(found) > 1:
-            answer = replace(answer, detail=f"rank {rank}: {answer.detail}")
-        merged[name] = answer
-    return merged
+            first = replace(first, detail=f"rank {rank}: {first.detail}")
+        merged[name] = first
+    broken = {begun(file).get(BEGUN, "") for file in files} - {"", *STEPS_S}
+    merged |= dict.fromkeys(broken, Answer(holds=False, detail=trouble))
+    return PartAnswers(answers=merged, trouble=trouble)
 
 
 # -- in the process -------------------------------------------------------------------------------
@@ -221,32 +202,23 @@ def merged_answers(files: Sequence[Path]) -> dict[str, Answer]:
 
 def main(part: str) -> None:
     """Ask every check of a part; answers are written one by one, so that a crash keeps them."""
+    request = json.load(sys.stdin)
     if part == ENVIRONMENTS:
-        _write_environments()
+        answer(_made_environments(request))
         return
-    request = json.loads(sys.stdin.read())
     path = Path(request["answers"])
-    answers = Answers(path)
-    folder, output = path.with_suffix(".folder"), path.with_suffix(".out")
-    state = ProcessState(folder, output, opens=part != "basic")
-    kinds = {"basic": _basic, "device": _device, "operators": _operators, "ranks": _ranks}
-    kinds[part](request, answers, state)
+    answers = Answers(path, request["limits"])
+    state = ProcessState(path, opens=part != "basic")
+    if part == "basic":
+        _on_paper(request, answers, state)
+    else:
+        _on_device(part, request, answers, state)
     answers.begin(ENDING)
 
 
 def import_checks(part: str) -> None:
-    """Register the checks of a part; those of `basic` import no torch."""
-    modules = {
-        "basic": ("paper", "rules", "leaks"),
-        # Those first that say most of a device.
-        "device": (
-            *("device", "memory", "copies", "chance", "blocks", "graphs", "real_sizes"),
-            *("arithmetic", "fp8", "leaks"),
-        ),
-        "operators": ("operators",),
-        "ranks": ("collectives", "ranks", "memory", "leaks"),
-    }
-    for name in modules.get(part, ()):
+    """Register the checks of a part."""
+    for name in PARTS[part].modules if part in PARTS else ():
         importlib.import_module(f"anygauge.testing.{name}")
 
 
@@ -254,7 +226,6 @@ def _ask_all(
     part: str,
     answers: Answers,
     given: Callable[[ConformanceCheck], Answer],
-    *,
     of_the_close: bool = False,
 ) -> None:
     for check in CHECKS.values():
@@ -264,23 +235,13 @@ def _ask_all(
             answers.write(check.name, given(check))
 
 
-def _close(part: str, backend: Backend, answers: Answers, state: ProcessState) -> None:
-    """Close the backend, and ask what that leaves behind, whether or not it raises."""
-    state.note("the checks", judged=False)
-    answers.begin(CLOSING)
-    try:
-        backend.close()
-    finally:
-        state.note("closing")
-        _ask_all(part, answers, lambda each: _asked(each, state, backend), of_the_close=True)
-
-
-def _asked(check: ConformanceCheck, subject: Any, backend: Any) -> Answer:
-    declared, supported, switched_off = "", True, False
-    if check.capability is not None:
+def _asked(check: ConformanceCheck, subject: Any, backend: Backend | None) -> Answer:
+    """The answer of a check; with a backend, beside what that declares."""
+    found = Answer(holds=True)
+    if check.capability is not None and backend is not None:
         support = backend.support(check.capability)
-        declared, supported = str(support), bool(support)
-        switched_off = support.level is Level.SWITCHED_OFF
+        off = support.level is Level.SWITCHED_OFF
+        found = replace(found, declared=str(support), supported=bool(support), switched_off=off)
     try:
         check.function(subject)
     except NotAsked as reason:
@@ -290,17 +251,11 @@ def _asked(check: ConformanceCheck, subject: Any, backend: Any) -> Answer:
         detail = str(error).strip() or type(error).__name__
         if not isinstance(error, AssertionError):
             detail = f"{type(error).__name__}: {detail}"
-        return Answer(
-            holds=False,
-            detail=detail.splitlines()[0],
-            declared=declared,
-            supported=supported,
-            switched_off=switched_off,
-        )
-    return Answer(holds=True, declared=declared, supported=supported, switched_off=switched_off)
+        return replace(found, holds=False, detail=detail.splitlines()[0])
+    return found
 
 
-def _basic(request: Any, answers: Answers, state: ProcessState) -> None:
+def _on_paper(request: Any, answers: Answers, state: ProcessState) -> None:
     registry = Registry.load(os.environ)
     state.note("importing it")
     paper = Paper(name=request["backend"], options=request["options"], registry=registry)
@@ -325,51 +280,39 @@ def _basic(request: Any, answers: Answers, state: ProcessState) -> None:
     _ask_all("basic", answers, lambda each: _asked(each, state, None), of_the_close=True)
 
 
-def _device(request: Any, answers: Answers, state: ProcessState) -> None:
+def _on_device(part: str, request: Any, answers: Answers, state: ProcessState) -> None:
+    """Open the backend, ask, close it, and ask what that leaves behind, also if it raises."""
     answers.begin(OPENING)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     registry = Registry.load(os.environ)
 
     def fresh() -> Backend:
         return registry.create_backend(request["backend"], request["options"])
 
+    if part == "operators":
+        from anygauge.testing.operators import infos
+
+        infos()  # their import takes longer than a check
     backend = fresh()
-    device = backend.open(0)
-    state.note("importing and opening it")
-    subject = Opened(
-        backend=backend, device=device, visible=backend.placement.device_count(), fresh=fresh
-    )
-    _ask_all("device", answers, lambda each: _asked(each, subject, backend))
-    _close("device", backend, answers, state)
-
-
-def _operators(request: Any, answers: Answers, state: ProcessState) -> None:
-    from anygauge.testing.operators import infos  # which imports torch
-
-    answers.begin(OPENING)
-    infos()  # their import takes longer than a check
-    backend = Registry.load(os.environ).create_backend(request["backend"], request["options"])
-    subject = Opened(backend=backend, device=backend.open(0), visible=1, fresh=lambda: backend)
-    _ask_all("operators", answers, lambda each: _asked(each, subject, backend))
-    _close("operators", backend, answers, state)
-
-
-def _ranks(request: Any, answers: Answers, state: ProcessState) -> None:
-    from anygauge.testing.rank_context import RankContext  # which imports torch
-
-    answers.begin(OPENING)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    backend = Registry.load(os.environ).create_backend(request["backend"], request["options"])
-    declared = backend.support("collectives")
+    declared = part != "ranks" or bool(backend.support("collectives"))
+    subject: Any = None
     refused: Exception | None = None
     try:
         device = backend.open(rank)
-        backend.collectives.open(
-            rendezvous=request["rendezvous"],
-            rank=rank,
-            world_size=world_size,
-            timeout_s=COLLECTIVE_TIMEOUT_S,
-            device=device,
-        )
+        if part == "ranks":
+            from anygauge.testing.rank_context import RankContext  # which imports torch
+
+            backend.collectives.open(
+                rendezvous=request["rendezvous"],
+                rank=rank,
+                world_size=world_size,
+                timeout_s=COLLECTIVE_TIMEOUT_S,
+                device=device,
+            )
+            subject = RankContext(backend=backend, device=device, rank=rank, world_size=world_size)
+        else:
+            visible = backend.placement.device_count()
+            subject = Opened(backend=backend, device=device, visible=visible, fresh=fresh)
     except Exception as error:
         if declared:
             raise
@@ -377,14 +320,19 @@ def _ranks(request: Any, answers: Answers, state: ProcessState) -> None:
         refused = error
     state.note("importing and opening it")
     if declared:
-        subject = RankContext(backend=backend, device=device, rank=rank, world_size=world_size)
-        _ask_all("ranks", answers, lambda each: _asked(each, subject, backend))
+        _ask_all(part, answers, lambda each: _asked(each, subject, backend))
     else:
-        _ask_all("ranks", answers, lambda each: _missing(each, backend, refused))
-    _close("ranks", backend, answers, state)
+        _ask_all(part, answers, lambda each: _missing(each, backend, refused))
+    state.note("the checks", judged=False)
+    answers.begin(CLOSING)
+    try:
+        backend.close()
+    finally:
+        state.note("closing")
+        _ask_all(part, answers, lambda each: _asked(each, state, backend), of_the_close=True)
 
 
-def _missing(check: ConformanceCheck, backend: Any, refused: Exception | None) -> Answer:
+def _missing(check: ConformanceCheck, backend: Backend, refused: Exception | None) -> Answer:
     """The answer where collectives are declared missing: they must not even open."""
     if refused is None:
         declared = backend.support("collectives")
@@ -394,63 +342,41 @@ def _missing(check: ConformanceCheck, backend: Any, refused: Exception | None) -
     return Answer(holds=False, detail=detail, declared=str(support), supported=bool(support))
 
 
-def _write_environments() -> None:
-    """Write every rank's environment to the file that the request names; opens no device."""
-    asked = json.load(sys.stdin)
-    subject, ranks = Subject(**asked["subject"]), asked["ranks"]
+def _made_environments(request: Any) -> tuple[Sequence[Mapping[str, str]], str]:
+    """Every rank's environment, and why the backend's share is missing; opens no device."""
+    subject, ranks = Subject(**request["subject"]), request["ranks"]
     base = dict(os.environ)
-    found = [base] * ranks
-    trouble = ""
     try:
-        registry = Registry.load(base)
-        if asked["part"] == "basic":
+        if request["part"] == "basic":
             # It asks what announcing the backend imports; other plugins may import what they like.
-            blocked = [base.get(BLOCK_VARIABLE, ""), *_others(registry, subject.name)]
+            blocked = [base.get(BLOCK_VARIABLE, ""), *_others(Registry.load(base), subject.name)]
             base[BLOCK_VARIABLE] = ",".join(filter(None, blocked))
-        backend = registry.create_backend(subject.name, subject.options)
-        node = inspect_node(backend=backend, environ=base)
         job = replace(
             JOB,
             backend=subject.name,
             backend_options=subject.options,
             launch=LaunchSettings(devices=ranks),
         )
-        found = [
-            applied(resolve_environment(registry, backend, job, node, rank, base), base)
-            for rank in range(ranks)
-        ]
+        node = NodeEnvironment(job, 0, base)
+        return [node.of_rank(rank) for rank in range(ranks)], ""
     except AnygaugeError as error:
-        trouble = f"there is no environment for it: {error}"
-    record = {
-        "environments": [{**each, **_identity(n, ranks)} for n, each in enumerate(found)],
-        "trouble": trouble,
-    }
-    Path(asked["answer"]).write_text(json.dumps(record), encoding="utf-8")
+        return [base] * ranks, f"there is no environment for it: {error}"
 
 
-def _identity(rank: int, ranks: int) -> dict[str, str]:
-    """Who a rank is, in an agent's words."""
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    return {name: str(value) for name, value in numbers.items()}
-
-
-def _others(registry: Registry, backend: str) -> list[str]:
+def _others(registry: Registry, backend: str) -> Iterable[str]:
     """Names by which to block every plugin but the backend's own distribution and anygauge."""
 
     def plain(name: str) -> str:
         return name.lower().replace("_", "-").replace(".", "-")
 
     own = {registry.find_backend(backend).distribution, "anygauge"}
-    found = [(plugin.distribution, plugin.entry_point) for plugin in registry.plugins]
-    found += [(failure.distribution, failure.entry_point) for failure in registry.failures]
+    every = (*registry.plugins, *registry.failures)
+    found = {(each.distribution, each.entry_point) for each in every}
     kept = {plain(name) for names in found if names[0] in own for name in names}
-    blocks = [
-        # By either name: one that ours bears, too, would block ours.
-        next((name for name in names if name and plain(name) not in kept), "")
-        for names in found
-        if names[0] not in own
-    ]
-    return sorted(set(filter(None, blocks)))
+    for names in found:
+        if names[0] not in own:
+            # By either name: one that ours bears, too, would block ours.
+            yield from [name for name in names if name and plain(name) not in kept][:1]
 
 
 if __name__ == "__main__":

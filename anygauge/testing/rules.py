@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import platform
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,8 +23,8 @@ from anygauge.interface import (
     Scope,
     Setting,
 )
-from anygauge.testing.check import check, sharding
-from anygauge.testing.paper import Paper, process_state
+from anygauge.testing.check import check, of_type, sharding
+from anygauge.testing.paper import Paper, unchanged
 
 VALUES = (None, "", "0", "1", "7", "another")
 """What a variable that was read is set to in turn; None removes it."""
@@ -108,9 +108,8 @@ def _difference(before: Sequence[Sequence[Setting]], after: Sequence[Sequence[Se
     "sets variables itself",
 )
 def environment_is_pure(paper: Paper) -> None:
-    before = process_state()
-    found = _difference(_settings(paper), _settings(paper))
-    assert process_state() == before, "asking for the environment changed it"
+    with unchanged("asking for the environment"):
+        found = _difference(_settings(paper), _settings(paper))
     assert not found, f"two calls with the same arguments differ: {found}"
 
 
@@ -123,11 +122,10 @@ def environment_is_pure(paper: Paper) -> None:
 def settings_are_sound(paper: Paper) -> None:
     for settings in _settings(paper):
         for setting in settings:
-            assert isinstance(setting, Setting), f"{type(setting).__name__} is not a Setting"
+            of_type("a setting", setting, Setting)
             name = setting.name
             assert name and "=" not in name, f"{name!r} is not a variable"
-            text = setting.value is None or isinstance(setting.value, str)
-            assert text, f"{name}: a value of type {type(setting.value).__name__}, not text"
+            of_type(f"{name}: its value", setting.value, str | None)
             assert setting.reason.strip(), f"{name}: no reason"
             assert setting.source.strip(), f"{name}: no source"
         names = [setting.name for setting in settings]
@@ -146,26 +144,23 @@ def settings_are_sound(paper: Paper) -> None:
 def scopes_hold(paper: Paper) -> None:
     backend = paper.backend()
     for job in jobs(paper)[1:]:
-        of_job: dict[str, Any] = {}
-        for node in (NODE, OTHER_NODE):
-            of_node: dict[str, Any] = {}
-            for rank in (None, *range(job.launch.devices)):
-                found = {each.name: each for each in backend.environment(job, node, rank)}
-                who = f"on {node.hostname} for {'no rank' if rank is None else f'rank {rank}'}"
-                ranked = [name for name, each in found.items() if each.scope is Scope.RANK]
-                assert rank is not None or not ranked, f"{ranked} {who} has scope rank"
-                for scopes, first in (
-                    ((Scope.NODE, Scope.JOB), of_node),
-                    ((Scope.JOB,), of_job),
-                ):
-                    own = {n: each.value for n, each in found.items() if each.scope in scopes}
-                    first.setdefault("all", own)
-                    for name in {**first["all"], **own}:
-                        values = [each.get(name, "not set") for each in (first["all"], own)]
-                        assert values[0] == values[1], (
-                            f"{name} has scope {scopes[-1].value}, and is {values[1]!r} {who}, "
-                            f"{values[0]!r} before"
-                        )
+        firsts: dict[str, dict[str, Any]] = {}
+        for node, rank in itertools.product((NODE, OTHER_NODE), (None, *range(job.launch.devices))):
+            found = backend.environment(job, node, rank)
+            who = f"on {node.hostname} for {'no rank' if rank is None else f'rank {rank}'}"
+            ranked = [each.name for each in found if each.scope is Scope.RANK]
+            assert rank is not None or not ranked, f"{ranked} {who} has scope rank"
+            for whose, scopes in (
+                (node.hostname, (Scope.NODE, Scope.JOB)),
+                ("the job", (Scope.JOB,)),
+            ):
+                own = {each.name: each.value for each in found if each.scope in scopes}
+                first = firsts.setdefault(whose, own)
+                for name in {**first, **own}:
+                    was, now = (each.get(name, "not set") for each in (first, own))
+                    assert was == now, (
+                        f"{name} has scope {scopes[0].value}, and is {now!r} {who}, {was!r} before"
+                    )
 
 
 @contextlib.contextmanager
@@ -185,20 +180,17 @@ def _recorded() -> Iterator[set[str]]:
 @contextlib.contextmanager
 def _elsewhere() -> Iterator[None]:
     """Another host name, number of processors and working folder."""
-    count, before = (os.cpu_count() or 1) + 3, Path.cwd()
+    count = (os.cpu_count() or 1) + 3
     with (
         tempfile.TemporaryDirectory() as folder,
+        contextlib.chdir(folder),
         mock.patch.object(socket, "gethostname", lambda: "elsewhere"),
         mock.patch.object(socket, "getfqdn", lambda name="": "elsewhere.example"),
         mock.patch.object(platform, "node", lambda: "elsewhere"),
         mock.patch.object(os, os.cpu_count.__name__, lambda: count),
         mock.patch.object(os, "sched_getaffinity", lambda process: set(range(count))),
     ):
-        os.chdir(folder)
-        try:
-            yield
-        finally:
-            os.chdir(before)
+        yield
 
 
 @check(
@@ -215,9 +207,9 @@ def rules_read_the_node_alone(paper: Paper) -> None:
     assert not found, f"with another host name, number of processors and folder: {found}"
     for name in sorted(read):
         for value in VALUES:
-            with mock.patch.dict(os.environ, {} if value is None else {name: value}):
-                if value is None:
-                    os.environ.pop(name, None)
+            with mock.patch.dict(os.environ):
+                os.environ.pop(name, None)
+                os.environ.update({} if value is None else {name: value})
                 try:
                     found = _difference(usual, _settings(paper))
                 except Exception as error:
@@ -244,13 +236,12 @@ def rules_hold_on_any_machine(paper: Paper) -> None:
             for version in VERSIONS
         },
     }
-    for what, node in nodes.items():
-        for job in jobs(paper):
-            for rank in (None, 0, job.launch.devices - 1):
-                try:
-                    list(backend.environment(job, node, rank))
-                except AnygaugeError:
-                    pass  # a refusal in words
-                except Exception as error:
-                    said = f"on a machine {what}: {type(error).__name__}: {error}"
-                    raise AssertionError(said) from error
+    for (what, node), job in itertools.product(nodes.items(), jobs(paper)):
+        for rank in (None, 0, job.launch.devices - 1):
+            try:
+                list(backend.environment(job, node, rank))
+            except AnygaugeError:
+                pass  # a refusal in words
+            except Exception as error:
+                said = f"on a machine {what}: {type(error).__name__}: {error}"
+                raise AssertionError(said) from error

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -21,6 +20,7 @@ from anygauge.testing.check import CHOSEN_STRATEGY
 from anygauge.testing.loop import prepare
 from anygauge.testing.process import Subject
 from anygauge.testing.trials import LoopTrials, ranks_of
+from anygauge.testing.watch import answer, answer_of
 
 MODULE = "anygauge.testing.strategy_contract"
 A_FEW_NUMBERS = 64
@@ -54,8 +54,7 @@ if CHOSEN_STRATEGY in os.environ:  # set by ``pytest --anygauge-strategy``, whic
 
         def test_losses(self, spec: StrategySpec, runs: LoopTrials, ranks: int) -> None:
             """Losses, norms and evaluations are those of one process, within its tolerance."""
-            why = runs.spread(spec, ranks)
-            assert not why, why
+            assert not (why := runs.spread(spec, ranks)), why
 
         def test_state(self, spec: StrategySpec, runs: LoopTrials, ranks: int) -> None:
             """Its checkpoint is neutral: the tensors that one process writes, whole, in float32."""
@@ -66,8 +65,7 @@ if CHOSEN_STRATEGY in os.environ:  # set by ``pytest --anygauge-strategy``, whic
 
         def test_resume(self, spec: StrategySpec, runs: LoopTrials, ranks: int) -> None:
             """From one process's checkpoint and from its own it goes on where they were."""
-            why = runs.resumed_on(spec, ranks)
-            assert not why, why
+            assert not (why := runs.resumed_on(spec, ranks)), why
             whole = runs.run("adapter", "float32", strategy=spec.name, ranks=ranks)
             middle = whole.checkpoints[0]
             rest = runs.run("adapter", "float32", strategy=spec.name, ranks=ranks, resume=middle)
@@ -81,14 +79,9 @@ if CHOSEN_STRATEGY in os.environ:  # set by ``pytest --anygauge-strategy``, whic
         def test_bytes(self, spec: StrategySpec, runs: LoopTrials, ranks: int) -> None:
             """A step of its engine sends what its footprint says, by collective."""
             run = runs.run("spread", "float32", strategy=spec.name, ranks=ranks)
-            done = subprocess.run(
-                [sys.executable, "-m", MODULE, str(run.folder / "run.json"), str(ranks)],
-                capture_output=True,
-                text=True,
-                env={name: value for name, value in os.environ.items() if name != CHOSEN_STRATEGY},
-            )
-            assert not done.returncode, " | ".join(done.stderr.strip().splitlines()[-3:])
-            sent, said = json.loads(done.stdout.splitlines()[-1])
+            request = [str(run.folder / "run.json"), ranks]
+            others = {name: value for name, value in os.environ.items() if name != CHOSEN_STRATEGY}
+            sent, said = answer_of(("-m", MODULE), request, others, "the bytes of a step", 600)
             for name in {**sent, **said}:
                 found, due = sent.get(name, 0), said.get(name, 0)
                 assert abs(found - due) <= A_FEW_NUMBERS, (
@@ -96,7 +89,7 @@ if CHOSEN_STRATEGY in os.environ:  # set by ``pytest --anygauge-strategy``, whic
                 )
 
 
-def sent_and_said(path: Path, ranks: int) -> tuple[dict[str, float], dict[str, int]]:
+def sent_and_said(path: str, ranks: int) -> tuple[dict[str, float], dict[str, int]]:
     """Collective -> bytes that the first rank gives to it in a step: as counted while its engine
     steps on tensors without values, and by its footprint. In a process of its own."""
     from anygauge.config.resolved import read_run
@@ -104,7 +97,7 @@ def sent_and_said(path: Path, ranks: int) -> tuple[dict[str, float], dict[str, i
     from anygauge.planning.run import factory_of, rehearse_run
     from anygauge.training.strategy import create_strategy, workload_of
 
-    run, registry = read_run(path), Registry.load()
+    run, registry = read_run(Path(path)), Registry.load()
     backend = registry.create_backend(HOST_DEVICE)
     rehearsed = rehearse_run(run, registry, backend, ranks)
     sent: defaultdict[str, float] = defaultdict(float)
@@ -128,4 +121,4 @@ def _tensors(checkpoint: Path) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(sent_and_said(Path(sys.argv[1]), int(sys.argv[2]))))
+    answer(sent_and_said(*json.load(sys.stdin)))

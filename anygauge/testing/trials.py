@@ -13,11 +13,8 @@ from anygauge.testing import noise
 from anygauge.testing.bisect import cause_of
 from anygauge.testing.check import sharding
 from anygauge.testing.loop import (
-    EVALUATION,
-    LOSS,
     MIDDLE,
     MODEL,
-    NORM,
     ODD_LENGTH,
     RANK_OF_ADAPTER,
     STEPS,
@@ -28,6 +25,7 @@ from anygauge.testing.loop import (
     first_beyond,
     train,
 )
+from anygauge.testing.noise import EVALUATION, LOSS, NORM, Key
 from anygauge.testing.process import Subject
 from anygauge.training.auto import AUTO
 
@@ -102,135 +100,110 @@ class LoopTrials:
 
     def allowed(
         self, kind: str, dtype: str, host: Trained, *, spread: bool = False, tolerance: float = 0.0
-    ) -> noise.Bounds:
-        """Largest relative differences from the host's run.
+    ) -> dict[Key, float]:
+        """Largest relative differences from the host's run; ten times as much for norms.
 
         Args:
             spread: over ranks, whose sums are in another order: what is stated does not lower what
                 is derived.
             tolerance: of the strategy, which is never lower than it.
         """
-        trained = _elements() if kind == "whole" else _adapter_elements()
-        derived = noise.bounds(dtype, host.metrics, trained).at_least(tolerance)
-        if dtype not in self.stated:
-            return derived
-        stated = self.stated[dtype]
-        return derived.at_least(stated) if spread else derived.stating(stated)
+        found = noise.bounds(dtype, host.metrics, _trained(kind))
+        stated = self.stated.get(dtype)
+        for (what, step), derived in found.items():
+            scale = 10 if what == NORM else 1
+            bound = max(derived, scale * tolerance)
+            if stated is not None:
+                raises = spread or what == NORM
+                bound = max(bound, scale * stated) if raises else stated
+            found[what, step] = bound
+        return found
 
-    def as_the_host(self, kind: str, dtype: str) -> None:
-        """One process: every loss is the host's, within what is allowed.
+    def trial(
+        self,
+        kind: str,
+        dtype: str = "float32",
+        *,
+        spec: StrategySpec | None = None,
+        ranks: int = 1,
+        resume: Path | None = None,
+    ) -> str:
+        """Why a run is not that of one process on the host, within what is allowed, and the cause;
+        empty if it is.
 
-        Raises:
-            AssertionError: says the first that is not, and the cause.
+        Args:
+            spec: the strategy; None for the reference.
+            resume: a checkpoint.
         """
-        self.run(kind, dtype, host=True)
+        host = self.run("adapter" if kind == "spread" else kind, dtype, host=True)
+        strategy = spec.name if spec else None
         try:
-            found = self.run(kind, dtype)
+            found = self.run(kind, dtype, strategy=strategy, ranks=ranks, resume=resume)
         except RunFailed as error:
             if error.folder is None or not (error.folder / "run.json").exists():
                 raise
-            raise AssertionError(f"{error}; {self._cause(error.folder, STEPS)}") from error
-        wrong = self.compared(kind, dtype, found, f"{kind}, {dtype}")
-        if wrong:
-            raise AssertionError(f"{wrong}; {self._cause(found.folder, wrong.step)}")
+            return f"{error}; {self._cause(error.folder, STEPS, ranks, resume)}"
+        tolerance = spec.tolerance if spec else 0.0
+        bounds = self.allowed(kind, dtype, host, spread=spec is not None, tolerance=tolerance)
+        pairs = differences(found, host, bounds)
+        what = f"{spec.name} on {ranks}" if spec else f"{kind}, {dtype}"
+        stated = spec is None and dtype in self.stated
+        self._note(f"{'resumed with ' if resume else ''}{what}", pairs, stated)
+        wrong = first_beyond(pairs)
+        if wrong is None:
+            return ""
+        alone = self.trial("adapter", dtype) if spec else None
+        if alone:
+            return f"{wrong}; one process on the device is wrong, too: {alone}"
+        cause = self._cause(found.folder, wrong.step, ranks, resume)
+        as_one = "" if alone is None else "one process on the device is as on the host; "
+        return f"{wrong}; {as_one}{cause}"
 
-    def _cause(self, found: Path, step: int, ranks: int = 1, checkpoint: Path | None = None) -> str:
+    def _cause(self, found: Path, step: int, ranks: int, checkpoint: Path | None) -> str:
         step = max(1, step)
         return cause_of(self.subject, self.folder, found, step, ranks=ranks, checkpoint=checkpoint)
 
-    def compared(
-        self,
-        kind: str,
-        dtype: str,
-        found: Trained,
-        what: str,
-        *,
-        spread: bool = False,
-        tolerance: float = 0.0,
-    ) -> Difference | None:
-        """The first loss that is too far from that of one process on the host.
-
-        Args:
-            what: for the report.
-        """
-        host = self.run("adapter" if kind == "spread" else kind, dtype, host=True)
-        bounds = self.allowed(kind, dtype, host, spread=spread, tolerance=tolerance)
-        pairs = differences(found, host, bounds)
-        how = "stated" if dtype in self.stated and not spread else "derived"
-        for kinds, title in (((LOSS, EVALUATION), "losses"), ((NORM,), "gradients' norms")):
+    def _note(self, what: str, pairs: Sequence[Difference], stated: bool) -> None:
+        """The largest difference, for the report."""
+        for title, kinds in (("losses", (LOSS, EVALUATION)), ("gradients' norms", (NORM,))):
             these = [each for each in pairs if each.what in kinds]
             most = max(each.relative for each in these)
             allowed = max(each.allowed for each in these)
+            how = "stated" if stated and title == "losses" else "derived"
             self.figures[f"{title}, {what}"] = (
-                f"{most:.1e} from the host's at most; {allowed:.1e} allowed "
-                f"({how if title == 'losses' else 'derived'})"
+                f"{most:.1e} from the host's at most; {allowed:.1e} allowed ({how})"
             )
-        return first_beyond(pairs)
 
     def spread(self, spec: StrategySpec, ranks: int) -> str:
         """Why a strategy's losses are not those of one process on the host; empty if they are."""
-        try:
-            found = self.run("spread", "float32", strategy=spec.name, ranks=ranks)
-        except RunFailed as error:
-            if error.folder is None or not (error.folder / "run.json").exists():
-                raise
-            return f"{error}; {self._cause(error.folder, STEPS, ranks)}"
-        return self._cause_of_ranks(spec, ranks, found, f"{spec.name} on {ranks}")
+        return self.trial("spread", spec=spec, ranks=ranks)
 
     def resumed_on(self, spec: StrategySpec, ranks: int) -> str:
         """Likewise, of a run that one process began."""
         middle = self.run("adapter", "float32").checkpoints[0]
-        found = self.run("adapter", "float32", strategy=spec.name, ranks=ranks, resume=middle)
-        what = f"resumed with {spec.name} on {ranks}"
-        return self._cause_of_ranks(spec, ranks, found, what, middle)
+        return self.trial("adapter", spec=spec, ranks=ranks, resume=middle)
 
-    def _cause_of_ranks(
-        self,
-        spec: StrategySpec,
-        ranks: int,
-        found: Trained,
-        what: str,
-        checkpoint: Path | None = None,
-    ) -> str:
-        tolerance = spec.tolerance
-        wrong = self.compared("spread", "float32", found, what, spread=True, tolerance=tolerance)
-        if wrong is None:
-            return ""
-        alone = self.run("adapter", "float32")
-        of_one = self.compared("adapter", "float32", alone, "adapter, float32", spread=True)
-        if of_one is not None:
-            cause = self._cause(alone.folder, of_one.step)
-            return f"{wrong}; one process on the device is wrong, too: {cause}"
-        cause = self._cause(found.folder, wrong.step, ranks, checkpoint)
-        return f"{wrong}; one process on the device is as on the host; {cause}"
-
-    def resumed(self) -> None:
-        """A run that drops out, from its middle: to the last digit, unless sums vary.
-
-        Raises:
-            AssertionError: says the first loss that differs, and the cause.
-        """
+    def resumed(self) -> str:
+        """Why a run that drops out does not go on from its middle as it was, to the last digit
+        unless sums vary; empty if it does."""
         whole = self.run("dropout", "float32")
-        middle = whole.checkpoints[0]
-        rest = self.run("dropout", "float32", resume=middle)
-        assert 0 < len(rest.losses) < len(whole.losses), f"it trained {len(rest.losses)} steps"
-        plain = self.run("adapter", "float32")
-        assert list(plain.losses) != list(whole.losses), (
-            "with adapter.dropout 0.2 each loss is that of a run without it: nothing is dropped"
-        )
-        wanted = list(whole.losses)[-len(rest.losses) :]
-        if list(rest.losses) == wanted:
-            return
+        rest = self.run("dropout", "float32", resume=whole.checkpoints[0])
+        if list(self.run("adapter", "float32").losses) == list(whole.losses):
+            return (
+                "with adapter.dropout 0.2 each loss is that of a run without it: nothing is dropped"
+            )
         pairs = differences(rest, whole, self.allowed("dropout", "float32", whole))
-        backend = Registry.load().create_backend(self.subject.name, self.subject.options)
-        if first_beyond(pairs) is None and backend.sums_vary:
-            return  # it says so, and the resumed run differs no more
-        sides = list(zip(rest.losses, wanted, strict=True))
-        at, (found, due) = next((at, pair) for at, pair in enumerate(sides) if pair[0] != pair[1])
-        step = len(whole.losses) - len(wanted) + at + 1
-        raise AssertionError(
-            f"the loss of step {step} is {found!r} after a resume from step {MIDDLE}, and {due!r} "
-            "in the undisturbed run: a state, a generator or the place in the data is not restored"
+        losses = [each for each in pairs if each.what == LOSS]
+        if len(losses) == len(whole.losses):
+            return f"it trained {len(losses)} steps from the middle of as many"
+        wrong = next((each for each in losses if each.found != each.wanted), None)
+        # It may say that its sums vary; then a resumed run differs no more than they do.
+        if wrong is None or (first_beyond(pairs) is None and self.subject.create().sums_vary):
+            return ""
+        return (
+            f"the loss of step {wrong.step} is {wrong.found!r} after a resume from step {MIDDLE}, "
+            f"and {wrong.wanted!r} in the undisturbed run: a state, a generator or the place in "
+            "the data is not restored"
         )
 
 
@@ -246,21 +219,20 @@ def reference() -> StrategySpec:
     return next(p.spec for p in Registry.load().strategies if p.spec.reference)
 
 
+def refusal(subject: Subject, spec: StrategySpec) -> str:
+    """Why a strategy cannot run on the backend, or here; empty where it can."""
+    backend = subject.create()
+    lacking = [str(s) for s in (backend.support(n.capability) for n in spec.needs) if not s]
+    whys = (*lacking, backend.unsupported_engines.get(spec.engine), missing_of(spec))
+    return next(filter(None, whys), "")
+
+
 def others(subject: Subject) -> tuple[list[StrategySpec], dict[str, str]]:
     """(Installed strategies but those two whose needs the device meets, why not the rest)."""
-    backend = Registry.load().create_backend(subject.name, subject.options)
-    found, refused = [], {}
-    for plugin in Registry.load().strategies:
-        spec = plugin.spec
-        if spec.reference or spec.name in (sharding().name, AUTO):
-            continue
-        lacking = [str(s) for s in (backend.support(n.capability) for n in spec.needs) if not s]
-        lacking += filter(None, [backend.unsupported_engines.get(spec.engine), missing_of(spec)])
-        if lacking:
-            refused[spec.name] = lacking[0]
-        else:
-            found.append(spec)
-    return found, refused
+    specs = [plugin.spec for plugin in Registry.load().strategies]
+    specs = [s for s in specs if not s.reference and s.name not in (sharding().name, AUTO)]
+    refused = {spec.name: why for spec in specs if (why := refusal(subject, spec))}
+    return [spec for spec in specs if spec.name not in refused], refused
 
 
 def is_beside(spec: StrategySpec) -> bool:
@@ -283,15 +255,12 @@ def every(specs: Sequence[StrategySpec], trial: Callable[[StrategySpec], str]) -
     return "; ".join(found)
 
 
-def _elements() -> int:
-    width, inner, layers = (
-        MODEL[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")
+def _trained(kind: str) -> int:
+    """Elements that a run trains."""
+    width, inner, layers, rows = (
+        MODEL[name]
+        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
     )
-    return int(2 * MODEL["vocab_size"] * width + layers * (3 * width**2 + 3 * width * inner))
-
-
-def _adapter_elements() -> int:
-    width, inner, layers = (
-        MODEL[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")
-    )
+    if kind == "whole":
+        return int(2 * rows * width + layers * (3 * width**2 + 3 * width * inner))
     return int(RANK_OF_ADAPTER * layers * (4 * 2 * width + 3 * (width + inner)))

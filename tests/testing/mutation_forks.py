@@ -6,7 +6,6 @@ A process of its own, because one with threads (a test runner's) must not fork.
 from __future__ import annotations
 
 import atexit
-import functools
 import io
 import json
 import os
@@ -16,12 +15,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from anygauge.testing.check import CHECKS, Answer
 from anygauge.testing.process import PartAnswers, import_checks, merged_answers
-from anygauge.testing.watch import ENDING, ProcessWatch, wait
+from anygauge.testing.watch import ENDING, run_to_end
 from tests.testing.wrong import mutant_named
 
 RANKS = {"basic": 1, "device": 1, "operators": 1, "ranks": 2}
@@ -69,7 +69,7 @@ def answers_of(
 
 def _answers(path: Path) -> PartAnswers:
     record = json.loads(path.read_text(encoding="utf-8"))
-    answers = {name: Answer.load(each) for name, each in record["answers"].items()}
+    answers = {name: Answer(**each) for name, each in record["answers"].items()}
     return PartAnswers(answers=answers, trouble=record["trouble"])
 
 
@@ -85,28 +85,10 @@ def main() -> None:
     for number, (mutation, check) in enumerate(asked["mutations"].items()):
         world = ranks_of(part, mutation)
         base = Path(asked["folder"]) / f"{part}{number}"
-        children = [fork(part, mutation, check, base, rank, world) for rank in range(world)]
+        children = [Fork(part, mutation, check, base, rank, world) for rank in range(world)]
         files = [Path(f"{base}.{rank}.json") for rank in range(world)]
-        watch = ProcessWatch(files, children, limits(part, mutation))
-        ended, late = wait(
-            {rank: functools.partial(ended_with, child) for rank, child in enumerate(children)},
-            watch,
-            LIMIT_S,
-        )
-        troubles = [late] if late else []
-        for rank, child in enumerate(children):
-            if rank not in ended:
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-            elif ended[rank]:
-                troubles.append(f"rank {rank} ended with status {ended[rank]}")
-        trouble = "; ".join(troubles)
-        answers = {**merged_answers(files), **watch.broken(trouble)}
-        record = {
-            "answers": {name: answer.record() for name, answer in answers.items()},
-            "trouble": trouble,
-        }
-        Path(f"{base}.found").write_text(json.dumps(record), encoding="utf-8")
+        found = merged_answers(files, run_to_end(children, files, LIMIT_S))
+        Path(f"{base}.found").write_text(json.dumps(asdict(found)), encoding="utf-8")
 
 
 def limits(part: str, mutation: str) -> dict[str, float]:
@@ -118,17 +100,34 @@ def limits(part: str, mutation: str) -> dict[str, float]:
     return found
 
 
-def ended_with(child: int) -> int | None:
-    """A child's exit status; None while it runs."""
-    pid, status = os.waitpid(child, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if pid else None
+class Fork:
+    """One rank of a mutant, as `run_to_end` waits for it."""
+
+    def __init__(
+        self, part: str, mutation: str, check: str | None, base: Path, rank: int, world: int
+    ) -> None:
+        self._status: int | None = None
+        self._child = os.fork()
+        if not self._child:
+            answer_forked(part, mutation, check, base, rank, world)
+
+    def poll(self) -> int | None:
+        if self._status is None:
+            pid, status = os.waitpid(self._child, os.WNOHANG)
+            self._status = os.waitstatus_to_exitcode(status) if pid else None
+        return self._status
+
+    def kill(self) -> None:
+        os.kill(self._child, signal.SIGKILL)
+
+    def wait(self) -> None:
+        os.waitpid(self._child, 0)
 
 
-def fork(part: str, mutation: str, check: str | None, base: Path, rank: int, world: int) -> int:
-    """Start one rank; returns its process id."""
-    child = os.fork()
-    if child:
-        return child
+def answer_forked(
+    part: str, mutation: str, check: str | None, base: Path, rank: int, world: int
+) -> NoReturn:
+    """What a fork does: answer, and end."""
     status = 1
     atexit._clear()  # what is registered from now on is the fork's own
     try:
@@ -140,6 +139,7 @@ def fork(part: str, mutation: str, check: str | None, base: Path, rank: int, wor
             "options": {},
             "rendezvous": f"file://{base}.rendezvous",
             "answers": f"{base}.{rank}.json",
+            "limits": limits(part, mutation),
         }
         sys.stdin = io.StringIO(json.dumps(request))
         # How a process ends on paper depends on all that it was asked.

@@ -15,8 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from anygauge.testing import bisect, noise
 from anygauge.testing.bisect import Replay
-from anygauge.testing.loop import EVALUATION, LOSS, NORM, Trained, differences, first_beyond
+from anygauge.testing.loop import Trained, differences, first_beyond
+from anygauge.testing.noise import EVALUATION, LOSS, NORM
 from anygauge.testing.process import Subject
+from anygauge.testing.trials import LoopTrials
 
 
 class MixedBlock(nn.Module):
@@ -137,35 +139,50 @@ def test_ranks_do_not_wait_long_for_one_that_has_ended(
 # -- how far losses may be ------------------------------------------------------------------------
 
 
-def run(losses: list[float], evaluations: dict[int, float]) -> Trained:
+def run(losses: list[float], evaluations: dict[int, float], first: int = 1) -> Trained:
     steps: list[dict[str, Any]] = [
         {"step": at, "loss": loss, "num_loss_tokens": 80, "lr": 2e-3, "grad_norm": 6.0}
-        for at, loss in enumerate(losses, start=1)
+        for at, loss in enumerate(losses, start=first)
     ]
     held_out = [
         {"step": done, "eval_loss": loss, "eval_tokens": 200} for done, loss in evaluations.items()
     ]
     records = sorted([*steps, *held_out], key=lambda each: (each["step"], "eval_loss" in each))
-    return Trained(folder=Path(), losses=losses, metrics=json.loads(json.dumps(records)))
+    other = {"cpu_percent": 3.0}  # of how busy the machine is, and of no step
+    return Trained(folder=Path(), metrics=json.loads(json.dumps([other, *records])))
 
 
 def test_bounds_follow_the_type_the_tokens_and_the_steps() -> None:
     found = noise.bounds("float32", run([6.0, 6.0], {0: 6.0, 2: 6.0}).metrics, 4096)
     lower = noise.bounds("bfloat16", run([6.0, 6.0], {}).metrics, 4096)
-    assert 1e-7 < found.losses[0] < found.losses[1] < 1e-5
-    assert found.evaluations[0] < found.losses[0], "a mean over more tokens"
-    assert found.evaluations[0] < found.evaluations[2], "after updates"
-    assert 1e-3 < lower.losses[0] < lower.losses[1] < 0.02
-    assert found.norms[0] < found.norms[1] < 1e-5 < 1e-3 < lower.norms[0] < 0.02
-    assert found.stating(1e-4).losses == [1e-4, 1e-4]
-    assert found.at_least(0.0) == found
-    assert found.at_least(1e-4).evaluations == {0: 1e-4, 2: 1e-4}
+    assert 1e-7 < found[LOSS, 1] < found[LOSS, 2] < 1e-5
+    assert found[EVALUATION, 0] < found[LOSS, 1], "a mean over more tokens"
+    assert found[EVALUATION, 0] < found[EVALUATION, 2], "after updates"
+    assert 1e-3 < lower[LOSS, 1] < lower[LOSS, 2] < 0.02
+    assert found[NORM, 1] < found[NORM, 2] < 1e-5 < 1e-3 < lower[NORM, 1] < 0.02
+
+
+def test_what_an_author_states_stands_for_losses_and_raises_norms(tmp_path: Path) -> None:
+    host = run([6.0, 6.0], {2: 6.0})
+    cpu = Subject(name="cpu")
+
+    def allowed(stated: dict[str, float], **of: Any) -> dict[Any, float]:
+        return LoopTrials(cpu, tmp_path, stated).allowed("adapter", "float32", host, **of)
+
+    derived = allowed({})
+    exact, loose = allowed({"float32": 0.0}), allowed({"float32": 1e-3})
+    assert exact[LOSS, 1] == exact[EVALUATION, 2] == 0.0
+    assert exact[NORM, 1] == derived[NORM, 1], "norms are never lower than what is derived"
+    assert (loose[LOSS, 2], loose[NORM, 2]) == (1e-3, 1e-2)
+    assert allowed({"float32": 0.0}, spread=True) == derived, "sums of ranks have another order"
+    assert allowed({}, tolerance=1e-3) == loose
+    assert allowed({"bfloat16": 0.0}) == derived
 
 
 def test_the_first_number_beyond_its_bound_is_told() -> None:
     host = run([6.0, 5.0, 4.0], {0: 6.5, 2: 5.5})
-    bounds = noise.Bounds([1e-3] * 3, [1e-2] * 3, {0: 1e-3, 2: 1e-3})
-    pairs = differences(run([5.001, 4.0], {2: 5.6}), host, bounds)  # resumed after a step
+    bounds = {key: 1e-2 if key[0] == NORM else 1e-3 for key in host.numbers}
+    pairs = differences(run([5.001, 4.0], {2: 5.6}, 2), host, bounds)  # resumed after a step
     assert [(each.what, each.step) for each in pairs] == [
         *((LOSS, 2), (NORM, 2), (EVALUATION, 2), (LOSS, 3), (NORM, 3))
     ]
@@ -177,3 +194,6 @@ def test_the_first_number_beyond_its_bound_is_told() -> None:
     wrong = first_beyond(differences(run([6.0, float("nan"), 4.0], {}), host, bounds))
     assert wrong is not None
     assert (wrong.what, wrong.step) == (LOSS, 2)
+    for short in (run([6.0, 5.0], {}), run([], {})):
+        with pytest.raises(AssertionError, match=r"it trained steps .*, not \[1, 2, 3\]"):
+            differences(short, host, bounds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import json
 import os
 import re
 from pathlib import Path
@@ -12,8 +13,8 @@ import pytest
 
 from anygauge.testing.check import Answer, verdict
 from anygauge.testing.contract import CHECKS
-from anygauge.testing.process import Subject, ask
-from anygauge.testing.watch import CLOSING, STACK_SIGNAL, Answers, ProcessWatch, begun, lines
+from anygauge.testing.process import Subject, ask, merged_answers
+from anygauge.testing.watch import CLOSING, Answers, begun, lines, stack_of, where_it_hangs
 from tests.testing.test_mutations import mutant_site
 
 
@@ -69,23 +70,28 @@ def test_the_rank_that_hangs_is_named(
 
 def test_the_rank_that_has_come_least_far_keeps_the_others_waiting(tmp_path: Path) -> None:
     files = [tmp_path / "0.json", tmp_path / "1.json"]
-    files[0].write_text('{"begun": "one"}\n{"name": "one", "holds": true}\n{"begun": "two"}\n')
-    files[1].write_text('{"begun": "one"}\n')
-    watch = ProcessWatch(files, [0, 0], {"one": 0.0, "two": 0.0})
-    assert watch.overdue([0, 1]) == "", "it has just been seen to begin"
-    assert watch.overdue([0, 1]) == "rank 1: one had not ended after 0 s"
-    assert set(watch.broken("why")) == {"one", "two"}
+    one, two = (json.dumps({"begun": name, "limit_s": 7.0}) + "\n" for name in ("one", "two"))
+    files[0].write_text(one + '{"name": "one", "holds": true}\n' + two)
+    files[1].write_text(one)
+    for file in files:
+        stack_of(file).touch()
+    assert where_it_hangs(files, files) == "rank 1: one had not ended after 7 s"
+    assert where_it_hangs(files[:1], files[:1]) == "two had not ended after 7 s"
+    merged = merged_answers(files, "why").answers
+    assert {merged[name].detail for name in ("one", "two")} == {"why"}
 
 
 def test_a_line_that_is_not_whole_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "answers.json"
-    answers = Answers(path)
+    answers = Answers(path, {"one": 90.0})
     try:
         answers.begin("one")
+        assert begun(path) == {"begun": "one", "limit_s": 90.0}
         answers.write("one", Answer(holds=True))
+        assert begun(path) == {}
         answers.begin(CLOSING)
-        assert begun(path) == CLOSING
+        assert begun(path)["begun"] == CLOSING
         path.write_text(path.read_text() + '{"name": "tw')
         assert len(lines(path)) == 3
     finally:
-        faulthandler.unregister(STACK_SIGNAL)
+        faulthandler.cancel_dump_traceback_later()

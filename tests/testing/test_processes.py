@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ def results(part: str, answers: PartAnswers) -> dict[str, tuple[str, str]]:
 
 
 def answered(path: Path, **answers: Answer) -> Path:
-    lines = [json.dumps({"name": name, **each.record()}) for name, each in answers.items()]
+    lines = [json.dumps({"name": name, **asdict(each)}) for name, each in answers.items()]
     path.write_text("".join(f"{line}\n" for line in lines))
     return path
 
@@ -46,10 +47,8 @@ def answered(path: Path, **answers: Answer) -> Path:
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_the_environment_is_that_of_as_many_ranks_as_there_are(
-    ranks: int, odd: Odd, tmp_path: Path
-) -> None:
-    found, trouble = environments("device", odd("sets a variable"), ranks, tmp_path)
+def test_the_environment_is_that_of_as_many_ranks_as_there_are(ranks: int, odd: Odd) -> None:
+    found, trouble = environments("device", odd("sets a variable"), ranks)
     assert trouble == ""
     assert [each["ODD_RANKS"] for each in found] == [str(ranks)] * ranks
     assert [each["RANK"] for each in found] == [str(rank) for rank in range(ranks)]
@@ -76,11 +75,11 @@ def test_an_environment_that_cannot_be_made_is_held_against_the_backend(
 def test_what_another_plugin_imports_is_not_held_against_the_backend(
     odd: Odd, tmp_path: Path
 ) -> None:
-    (found,), _ = environments("basic", odd("none"), 1, tmp_path)
+    (found,), _ = environments("basic", odd("none"), 1)
     assert "heavy" in found[BLOCK_VARIABLE].split(",")
     assert "odd" not in found[BLOCK_VARIABLE].split(","), "the other's name, but this one's, too"
     assert results("basic", ask("basic", odd("none"), tmp_path))["light_import"] == ("passed", "")
-    (found,), _ = environments("device", odd("none"), 1, tmp_path)
+    (found,), _ = environments("device", odd("none"), 1)
     assert BLOCK_VARIABLE not in found, "runs have all plugins"
 
 
@@ -109,7 +108,7 @@ def test_a_rank_that_gave_no_answer_does_not_hide_behind_the_others(tmp_path: Pa
         answered(tmp_path / "1", sums=Answer(holds=True)),
         tmp_path / "2",
     ]
-    merged = merged_answers(files)
+    merged = merged_answers(files).answers
     assert verdict(merged["means"]) == ("failed", "rank 1: gave no answer")
     assert verdict(merged["sums"]) == ("failed", "rank 2: gave no answer")
 
@@ -117,9 +116,9 @@ def test_a_rank_that_gave_no_answer_does_not_hide_behind_the_others(tmp_path: Pa
 def test_what_is_declared_missing_explains_no_other_rank_s_end(tmp_path: Path) -> None:
     missing = Answer(holds=False, declared="unsupported", supported=False)
     files = [answered(tmp_path / "0", sums=missing), tmp_path / "1"]
-    assert verdict(merged_answers(files)["sums"]) == ("failed", "rank 1: gave no answer")
+    assert verdict(merged_answers(files).answers["sums"]) == ("failed", "rank 1: gave no answer")
     files = [answered(tmp_path / "0", sums=missing), answered(tmp_path / "1", sums=missing)]
-    assert verdict(merged_answers(files)["sums"]) == ("declared", "unsupported")
+    assert verdict(merged_answers(files).answers["sums"]) == ("declared", "unsupported")
 
 
 # -- what is declared missing ---------------------------------------------------------------------
