@@ -22,8 +22,19 @@ import typer
 
 from benchmarks.entrants import Entrant, chosen
 from benchmarks.measure import RunOutcome
-from benchmarks.plan import BenchmarkError, ContenderPlan
-from benchmarks.session import all_of, command, each_run, prepare, write_all
+from benchmarks.plan import BenchmarkError
+from benchmarks.session import (
+    Count,
+    Output,
+    Rounds,
+    Timeout,
+    all_of,
+    command,
+    each_run,
+    planned,
+    prepare,
+    write_all,
+)
 from benchmarks.table import MIB, TableRow
 
 CONTENDERS = ("anygauge-fsdp", "anygauge", "trainer", "trl")
@@ -65,40 +76,33 @@ def check(found: RunOutcome, folder: Path, ranks: int) -> None:
 
 
 def main(
-    classes: Annotated[str, typer.Option(help="Sizes of the model's output.")] = "32000,128000",
+    context: typer.Context,
+    sizes: Annotated[
+        str, typer.Option("--classes", help="Sizes of the model's output.")
+    ] = "32000,128000",
     names: Annotated[str, typer.Option("--contenders")] = ",".join(CONTENDERS),
-    output: Annotated[Path, typer.Option(help="A new folder.")] = Path("runs/memory_phases"),
-    rounds: Annotated[int, typer.Option(min=1, help="Each runs every contender once.")] = 3,
+    output: Output = Path("runs/memory_phases"),
+    rounds: Rounds = 3,
     steps: Annotated[int, typer.Option(min=2)] = 3,
-    layers: Annotated[int, typer.Option(min=1)] = 8,
+    layers: Count = 8,
     hidden: Annotated[int, typer.Option(min=32, help="A multiple of 32.")] = 512,
     length: Annotated[int, typer.Option(min=8, help="Tokens of every row.")] = 256,
     micro_batch: Annotated[int, typer.Option(min=1, help="Of training and evaluation.")] = 2,
-    verify: Annotated[bool, typer.Option(help="anygauge checks what it saved.")] = True,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for one run.")] = 900,
+    verifies: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="anygauge checks what it saved.")
+    ] = True,
+    timeout_s: Timeout = 900,
 ) -> None:
     """Measure the peak of each phase side by side."""
     entrants = chosen(names)
-    plan = ContenderPlan(
-        rounds=rounds,
-        steps=steps,
-        layers=layers,
-        hidden=hidden,
-        intermediate=round(hidden * 2.6875),
-        heads=hidden // 16 if hidden < 128 else hidden // 64,
-        length=length,
-        max_length=length,
-        micro_batch=micro_batch,
-        dtype="bfloat16",
-        stored="bfloat16",
-        timeout_s=timeout,
-        evaluates=True,
-        verifies=verify,
-    )
+    plan = planned(
+        context, intermediate=round(hidden * 2.6875), max_length=length, evaluates=True,
+        heads=hidden // 16 if hidden < 128 else hidden // 64, dtype="bfloat16", stored="bfloat16",
+    )  # fmt: skip
     rows_of_table: list[TableRow] = []
     runs = []
     with command(output):
-        for count in map(int, classes.split(",")):
+        for count in map(int, sizes.split(",")):
             folder = output.resolve() / str(count)
             rows, of_size, about = prepare("full", replace(plan, classes=count, output=str(folder)))
             print(f"{count:,} classes: {about}", flush=True)

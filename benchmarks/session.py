@@ -10,10 +10,10 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -29,6 +29,24 @@ from benchmarks.table import TableRow, table
 from benchmarks.texts import source
 
 PACKAGES = ("torch", "transformers", "peft", "deepspeed", "accelerate", "trl", "datasets")
+
+Output = Annotated[Path, typer.Option(help="A new folder for results and logs.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Each runs every contender once.")]
+Count = Annotated[int, typer.Option(min=1)]
+Timeout = Annotated[float, typer.Option("--timeout", min=1, help="Seconds for one run.")]
+Older = Annotated[
+    Path | None,
+    typer.Option(help="A checkout of an older commit, whose code is a contender.", exists=True),
+]
+"""Options of the commands that run contenders."""
+
+
+def planned(context: typer.Context, **more: Any) -> ContenderPlan:
+    """The plan of a command: its options that are fields of a plan, and what it says beside."""
+    names = {field.name for field in fields(ContenderPlan)}
+    given = {name: value for name, value in context.params.items() if name in names}
+    output = str(Path(context.params["output"]).resolve())
+    return ContenderPlan(**{**given, "output": output, **more})
 
 
 def prepare(workload: str, plan: ContenderPlan) -> tuple[WrittenRows, ContenderPlan, str]:
@@ -78,15 +96,13 @@ def make_model(plan: ContenderPlan) -> int:
     Raises:
         BenchmarkError: they could not be made.
     """
-    names = ("layers", "hidden", "intermediate", "heads", "seed", "device")
-    sizes = {name: getattr(plan, name) for name in names}
-    sizes |= {"vocabulary": plan.classes, "kv-heads": plan.kv_heads}
-    sizes |= {"positions": plan.max_length, "dtype": plan.stored}
-    folder = Path(plan.output) / "-".join(["weights", *map(str, sizes.values())])
+    alike = (*plan.llama.values(), plan.stored, plan.seed, plan.device)
+    folder = Path(plan.output) / "-".join(["weights", *map(str, alike)])
     if not folder.is_dir():
+        described = folder.with_name(f"{folder.name}.json")
+        plan.save(described)
         made = subprocess.run(
-            [sys.executable, "-m", "benchmarks.make_model", str(folder)]
-            + [f"--{name}={value}" for name, value in sizes.items()],
+            [sys.executable, "-m", "benchmarks.make_model", str(described), str(folder)],
             cwd=ROOT,
             capture_output=True,
             text=True,

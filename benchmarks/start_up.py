@@ -18,9 +18,18 @@ import typer
 
 from benchmarks.entrants import Entrant, chosen
 from benchmarks.measure import RunOutcome
-from benchmarks.plan import ContenderPlan
 from benchmarks.ratios import paired
-from benchmarks.session import all_of, command, each_run, prepare, write_all
+from benchmarks.session import (
+    Older,
+    Output,
+    Rounds,
+    all_of,
+    command,
+    each_run,
+    planned,
+    prepare,
+    write_all,
+)
 from benchmarks.table import TableRow, middle
 
 CONTENDERS = ("anygauge-fsdp", "anygauge", "trainer")
@@ -47,28 +56,18 @@ def table_rows(found: Sequence[RunOutcome], entrants: Sequence[Entrant]) -> list
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="A new folder.")] = Path("runs/start_up"),
-    rounds: Annotated[int, typer.Option(min=1, help="Each starts every contender once.")] = 5,
+    context: typer.Context,
+    output: Output = Path("runs/start_up"),
+    rounds: Rounds = 5,
     names: Annotated[str, typer.Option("--contenders")] = ",".join(CONTENDERS),
-    before: Annotated[
-        Path | None, typer.Option(help="A checkout of an older commit.", exists=True)
-    ] = None,
+    before: Older = None,
 ) -> None:
     """Measure how long a run takes to begin."""
     entrants = chosen(names, before)
-    plan = ContenderPlan(
-        rounds=rounds,
-        steps=2,
-        layers=2,
-        hidden=64,
-        intermediate=172,
-        heads=2,
-        vocabulary=512,
-        length=64,
-        max_length=64,
-        micro_batch=2,
-        output=str(output.resolve()),
-    )
+    plan = planned(
+        context, steps=2, layers=2, hidden=64, intermediate=172, heads=2, vocabulary=512, length=64,
+        max_length=64, micro_batch=2,
+    )  # fmt: skip
     with command(output):
         rows, plan, _ = prepare("full", plan)
         found = all_of(each_run(entrants, plan, rows, output.resolve()))

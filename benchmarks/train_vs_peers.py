@@ -10,19 +10,29 @@ taken within a round. See --help for the settings, `benchmarks/entrants.py` for 
 from __future__ import annotations
 
 import os
-import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from anygauge.util.files import write_text
 from benchmarks.entrants import ENTRANTS, Entrant, chosen
 from benchmarks.measure import RunOutcome
-from benchmarks.plan import ContenderPlan
-from benchmarks.session import command, conditions, each_run, prepare
+from benchmarks.plan import ContenderPlan, Dtype
+from benchmarks.processes import raise_when_terminated
+from benchmarks.session import (
+    Count,
+    Older,
+    Output,
+    Rounds,
+    Timeout,
+    command,
+    conditions,
+    each_run,
+    planned,
+    prepare,
+)
 from benchmarks.table import as_json, markdown, summarise
 from benchmarks.texts import WORKLOADS
 
@@ -83,23 +93,22 @@ def named(listed: str, workload: str) -> str:
 
 
 def main(
+    context: typer.Context,
     workload: Annotated[
         str, typer.Option(help="full (every row --length tokens), gsm8k, alpaca, generated, all.")
     ] = "all",
     contenders: Annotated[
         str, typer.Option(help=f"Comma-separated: {', '.join(ENTRANTS)}; or all.")
     ] = "all",
-    output: Annotated[Path, typer.Option(help="A new folder for results and logs.")] = Path(
-        "runs/train_vs_peers"
-    ),
-    rounds: Annotated[int, typer.Option(min=1, help="Each runs every contender once.")] = 5,
+    output: Output = Path("runs/train_vs_peers"),
+    rounds: Rounds = 5,
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps, warm-up included.")] = 20,
     warmup: Annotated[int, typer.Option(min=1, help="First steps, not measured.")] = 4,
     ranks: Annotated[int, typer.Option(min=1, help="Processes, one thread each.")] = 2,
-    layers: Annotated[int, typer.Option(min=1)] = 8,
+    layers: Count = 8,
     hidden: Annotated[int, typer.Option(min=2)] = 512,
     intermediate: Annotated[int, typer.Option(min=0, help="0: 2.6875 times hidden.")] = 0,
-    heads: Annotated[int, typer.Option(min=1)] = 8,
+    heads: Count = 8,
     kv_heads: Annotated[int, typer.Option(min=0, help="0: as many as heads.")] = 0,
     vocabulary: Annotated[int, typer.Option(min=300, help="Most tokens.")] = 4096,
     classes: Annotated[
@@ -111,48 +120,20 @@ def main(
     ] = 512,
     micro_batch: Annotated[int, typer.Option(min=1, help="Rows per forward and rank.")] = 4,
     accumulation: Annotated[int, typer.Option(min=1, help="Forwards per step.")] = 2,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    dtype: Dtype = "float32",
     checkpointing: Annotated[bool, typer.Option(help="Recompute activations.")] = True,
     lr: Annotated[float, typer.Option(min=0, help="Constant learning rate of AdamW.")] = 2e-3,
     seed: Annotated[int, typer.Option(min=0, help="Weights, choice of rows, orders.")] = 0,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for one run.")] = 1800,
-    before: Annotated[
-        Path | None,
-        typer.Option(help="A checkout of an older commit, whose code is a contender.", exists=True),
-    ] = None,
+    timeout_s: Timeout = 1800,
+    before: Older = None,
 ) -> None:
     """Measure training speed, memory and traffic side by side."""
-    if dtype not in ("float32", "bfloat16"):
-        raise typer.BadParameter(f"--dtype {dtype!r} is neither float32 nor bfloat16")
     if warmup >= steps:
         raise typer.BadParameter(f"--warmup {warmup} leaves none of --steps {steps} to measure")
     if hidden % heads or hidden // heads % 2:
         raise typer.BadParameter(f"--hidden {hidden} is not an even multiple of --heads {heads}")
     data = os.environ.get("ANYGAUGE_DATA", "")
-    plan = ContenderPlan(
-        rounds=rounds,
-        steps=steps,
-        warmup=warmup,
-        ranks=ranks,
-        layers=layers,
-        hidden=hidden,
-        intermediate=intermediate or round(hidden * 2.6875),
-        heads=heads,
-        kv_heads=kv_heads,
-        vocabulary=vocabulary,
-        classes=classes,
-        length=length,
-        max_length=max_length,
-        micro_batch=micro_batch,
-        accumulation=accumulation,
-        dtype="bfloat16" if dtype == "bfloat16" else "float32",
-        checkpointing=checkpointing,
-        lr=lr,
-        seed=seed,
-        timeout_s=timeout,
-        output=str(output.resolve()),
-        data=data,
-    )
+    plan = planned(context, intermediate=intermediate or round(hidden * 2.6875), data=data)
     results: dict[str, list[RunOutcome]] = {}
     workloads = chosen_workloads(workload, data)
     with command(output):
@@ -163,11 +144,6 @@ def main(
         raise typer.Exit(1)
 
 
-def _terminated(signum: int, _: Any) -> None:
-    # As an exception, so that the processes of the running contender are ended.
-    sys.exit(128 + signum)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _terminated)
+    raise_when_terminated()
     typer.run(main)

@@ -8,17 +8,16 @@ python -m benchmarks.gpu --predict h100:1        # what the planner expects
 
 from __future__ import annotations
 
-import signal
-import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from benchmarks.gpu.machine import described, foreseen
-from benchmarks.gpu.part import OK, PARTS, SKIPPED, Context, names
-from benchmarks.gpu.runner import Result, run_parts, write
+from benchmarks.gpu.part import OK, PARTS, SKIPPED, Context, Report, names
+from benchmarks.gpu.runner import run_parts, write
+from benchmarks.processes import raise_when_terminated
 from benchmarks.session import command
 
 QUICK_S, FULL_S = 450.0, 5400.0
@@ -95,9 +94,9 @@ def main(
         machine=predict,
         card="" if predict or device == "cpu" else machine["card"],
     )
-    results: list[Result] = []
+    results: list[Report] = []
 
-    def ended(result: Result) -> None:
+    def ended(result: Report) -> None:
         results.append(result)
         write(output, machine, results)
         told = f"{result.status}: {result.problem}" if result.problem else result.status
@@ -114,11 +113,6 @@ def main(
         raise typer.Exit(1)
 
 
-def _terminated(signum: int, _: Any) -> None:
-    # As an exception, so that the part that runs is ended.
-    sys.exit(128 + signum)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _terminated)
+    raise_when_terminated()
     typer.run(main)

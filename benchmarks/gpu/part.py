@@ -8,15 +8,15 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from anygauge.util.files import write_text
+from benchmarks.processes import raise_when_terminated
 from benchmarks.table import TableRow
 
 OK, FAILED, SKIPPED, LATE = "ok", "failed", "skipped", "out of time"
@@ -132,18 +132,28 @@ class PartError(Exception):
         self.status, self.problem = status, problem
 
 
+@dataclass(slots=True)
 class Report:
-    """What a part's process fills: the file is whole after every row, should the process be ended.
+    """What a part has found: its process fills it, and the file is whole after every row, should
+    that process be ended.
 
-    Args:
+    Attributes:
         path: a JSON file.
+        seconds: that the part took, of those that it was `allowed`.
+        notes: sentences below the table.
+        status: ok, failed, skipped or out of time.
+        problem: why, with the end of the log.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.rows: list[TableRow] = []
-        self.notes: list[str] = []
-        self.status, self.problem = OK, ""
+    path: Path
+    part: str = ""
+    title: str = ""
+    status: str = OK
+    seconds: float = 0.0
+    allowed: float = 0.0
+    rows: list[TableRow] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    problem: str = ""
 
     def add(self, row: TableRow) -> None:
         """One more row."""
@@ -161,19 +171,23 @@ class Report:
         self.status, self.problem = error.status, error.problem
         self._write()
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """All of it, as JSON has it."""
+        record = dataclasses.asdict(self)
+        del record["path"]
+        return record
+
     def _write(self) -> None:
-        record = {name: value for name, value in vars(self).items() if name != "_path"}
-        record["rows"] = [dataclasses.asdict(row) for row in self.rows]
-        write_text(self._path, json.dumps(record, indent=2) + "\n")
+        write_text(self.path, json.dumps(self.record, indent=2) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Report:
         """What a part wrote; without rows where it wrote nothing."""
-        report = cls(path)
-        if path.is_file():
-            record = json.loads(path.read_text(encoding="utf-8"))
-            vars(report).update(record, rows=[TableRow(**row) for row in record["rows"]])
-        return report
+        if not path.is_file():
+            return cls(path)
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return cls(path, **{**record, "rows": [TableRow(**row) for row in record["rows"]]})
 
 
 def main(run: str, task: str) -> None:
@@ -187,14 +201,9 @@ def main(run: str, task: str) -> None:
         report.end(error)
 
 
-def _terminated(signum: int, _: Any) -> None:
-    # As an exception, so that what the part has started is ended.
-    sys.exit(128 + signum)
-
-
 if __name__ == "__main__":
     # What a part raises is of the module of this name.
     from benchmarks.gpu.part import main as run_part
 
-    signal.signal(signal.SIGTERM, _terminated)
+    raise_when_terminated()
     run_part(sys.argv[1], sys.argv[2])

@@ -14,7 +14,6 @@ import yaml
 from anygauge.registry import Hardware, Registry
 from anygauge.registry.hardware import measured_files
 from benchmarks.gpu.part import Context
-from benchmarks.plan import ContenderPlan
 from benchmarks.processes import Processes, started, wait
 
 
@@ -80,34 +79,14 @@ class PlanProcess:
             return Prediction(problem=f"anygauge plan ended with {ended.status}: {last}")
 
 
-def llama(plan: ContenderPlan) -> dict[str, Any]:
-    """The plan's model as a run file's ``model.config``."""
-    return {
-        "model_type": "llama",
-        "vocab_size": plan.classes or plan.vocabulary,
-        "hidden_size": plan.hidden,
-        "intermediate_size": plan.intermediate,
-        "num_hidden_layers": plan.layers,
-        "num_attention_heads": plan.heads,
-        "num_key_value_heads": plan.kv_heads or plan.heads,
-        "max_position_embeddings": plan.max_length,
-        "tie_word_embeddings": False,
-    }
-
-
 def prediction(plan: Mapping[str, Any]) -> Prediction:
     """From the JSON of a plan."""
-    figures: dict[str, Any] = {}
-    largest = [phase["total"] for phase in plan["device"].values()]
-    if largest:
-        figures["peak memory, GiB"] = max(largest) * plan["ranks"] / 2**30
-    time = plan.get("time")
-    if not time:
+    largest = max((phase["total"] for phase in plan["device"].values()), default=0)
+    figures = {"peak memory, GiB": largest * plan["ranks"] / 2**30} if largest else {}
+    if not (time := plan.get("time")):
         return Prediction(figures=figures, problem=plan.get("untimed") or "its time is not known")
-    figures["tokens/s"] = time["tokens_per_s"]
-    figures["MFU"] = time["mfu"]
     return Prediction(
-        figures=figures,
+        figures={**figures, "tokens/s": time["tokens_per_s"], "MFU": time["mfu"]},
         flops_per_token=time["flops"] / time["tokens"],
         peak=time["peak"] or 0.0,
     )

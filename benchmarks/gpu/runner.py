@@ -11,14 +11,14 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from anygauge.util.files import write_text
 from benchmarks.gpu.part import FAILED, LATE, OK, PARTS, Context, Part, Report
-from benchmarks.processes import Processes, run
-from benchmarks.table import TableRow, cell, line, shown, table
+from benchmarks.processes import Processes, last_lines, run
+from benchmarks.table import cell, line, shown, table
 
 GRACE_S = 6.0
 """Of a part's time, for its last words."""
@@ -27,38 +27,18 @@ LEAST_S = 5.0
 """A part with less time than this is not begun."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
-    """One part, over.
-
-    Attributes:
-        status: ok, failed, skipped or out of time.
-        problem: why, with the end of the log.
-        seconds: that it took, of those that it was allowed.
-    """
-
-    part: str
-    title: str
-    status: str
-    seconds: float
-    allowed: float
-    rows: Sequence[TableRow] = ()
-    notes: Sequence[str] = ()
-    problem: str = ""
-
-
 def run_parts(
     names: Sequence[str],
     context: Context,
     seconds: float,
     *,
-    ended: Callable[[Result], None] = lambda result: None,
-) -> list[Result]:
+    ended: Callable[[Report], None] = lambda report: None,
+) -> list[Report]:
     """Run parts in `seconds` altogether.
 
     Args:
         context: its folder gets one folder for each part.
-        ended: called with each result.
+        ended: called with what each has found.
     """
     end = time.monotonic() + seconds
     results = []
@@ -71,12 +51,12 @@ def run_parts(
     return results
 
 
-def run_part(part: Part, context: Context) -> Result:
+def run_part(part: Part, context: Context) -> Report:
     """Run one part in a process of its own, and read what it found."""
     began = time.monotonic()
-    report, status = Report(context.path / "report.json"), LATE
+    report = Report(context.path / "report.json")
     if context.seconds < LEAST_S:
-        problem = "the parts before it left no time"
+        report.status, report.problem = LATE, "the parts before it left no time"
     else:
         context.path.mkdir(parents=True)
         task, log = context.path / "context.json", context.path / "log.txt"
@@ -86,22 +66,15 @@ def run_part(part: Part, context: Context) -> Result:
         argv = [sys.executable, "-m", "benchmarks.gpu.part", part.run, str(task)]
         processes = Processes(argv=argv, environments=[environment(context)], logs=[log])
         done = run(processes, context.seconds)
-        report = Report.read(context.path / "report.json")
-        status, problem = report.status, report.problem
-        if done.status is None:
-            status, problem = LATE, f"not done after its {context.seconds:.0f} s\n{last_lines(log)}"
-        elif done.status:
-            status, problem = FAILED, f"ended with status {done.status}\n{last_lines(log)}"
-    return Result(
-        part=part.name,
-        title=part.title,
-        status=status,
-        seconds=time.monotonic() - began,
-        allowed=context.seconds,
-        rows=report.rows,
-        notes=report.notes,
-        problem=problem,
-    )
+        report = Report.read(report.path)
+        if done.status != 0:
+            report.status = LATE if done.status is None else FAILED
+            how = f"ended with status {done.status}"
+            how = f"not done after its {context.seconds:.0f} s" if done.status is None else how
+            report.problem = "\n".join([how, *last_lines(context.path, LAST_LINES, "log.txt")])
+    report.part, report.title = part.name, part.title
+    report.seconds, report.allowed = time.monotonic() - began, context.seconds
+    return report
 
 
 def environment(context: Context) -> dict[str, str]:
@@ -121,20 +94,14 @@ def environment(context: Context) -> dict[str, str]:
     }
 
 
-def last_lines(log: Path) -> str:
-    """The end of what a part printed."""
-    lines = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
-    return "\n".join(lines[-LAST_LINES:])
-
-
-def write(folder: Path, machine: Mapping[str, Any], results: Sequence[Result]) -> None:
+def write(folder: Path, machine: Mapping[str, Any], results: Sequence[Report]) -> None:
     """Write everything anew; called after every part, so that an end in between keeps the rest."""
-    record = {"machine": dict(machine), "parts": [dataclasses.asdict(each) for each in results]}
+    record = {"machine": dict(machine), "parts": [each.record for each in results]}
     write_text(folder / "results.json", json.dumps(record, indent=2) + "\n")
     write_text(folder / "page.md", page(machine, results))
 
 
-def page(machine: Mapping[str, Any], results: Sequence[Result]) -> str:
+def page(machine: Mapping[str, Any], results: Sequence[Report]) -> str:
     """The page in Markdown."""
     lines = [f"# {machine['card']}", "", "| what | value |", "|---|---|"]
     lines += [line([name, shown(name, value)]) for name, value in machine.items()]
