@@ -15,7 +15,6 @@ import yaml
 
 from benchmarks.entrants import run_file
 from benchmarks.gpu.part import FAILED, LATE, Clock, Context, PartError, Report
-from benchmarks.gpu.predict import llama
 from benchmarks.plan import ContenderPlan
 from benchmarks.processes import Processes, cause, last_lines, started, wait
 from benchmarks.rows import write_rows
@@ -90,7 +89,7 @@ def command(folder: Path, plan: ContenderPlan, dtype: Any, device: str) -> Proce
     fields = run_file(replace(plan, device=device, dtype=dtype), {"name": "single"})
     fields |= {
         "name": name,
-        "model": {"config": llama(plan), "tokenizer": str(folder / "model")},
+        "model": {"config": plan.llama, "tokenizer": str(folder / "model")},
         "adapter": None,
     }
     path = folder / f"{name}.yaml"

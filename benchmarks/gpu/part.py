@@ -106,6 +106,11 @@ class Context:
         """The folder."""
         return Path(self.folder)
 
+    @property
+    def ranks(self) -> int:
+        """On all cards of all machines."""
+        return self.gpus * self.nodes
+
 
 class Clock:
     """Time that a part has left."""
@@ -158,18 +163,18 @@ class Report:
     def add(self, row: TableRow) -> None:
         """One more row."""
         self.rows.append(row)
-        self._write()
+        self.save()
 
     def note(self, text: str) -> None:
         """A sentence below the table."""
         if text not in self.notes:
             self.notes.append(text)
-            self._write()
+            self.save()
 
     def end(self, error: PartError) -> None:
         """The part is over before it has found all."""
         self.status, self.problem = error.status, error.problem
-        self._write()
+        self.save()
 
     @property
     def record(self) -> dict[str, Any]:
@@ -178,7 +183,8 @@ class Report:
         del record["path"]
         return record
 
-    def _write(self) -> None:
+    def save(self) -> None:
+        """Write it anew."""
         write_text(self.path, json.dumps(self.record, indent=2) + "\n")
 
     @classmethod
