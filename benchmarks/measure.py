@@ -102,9 +102,6 @@ def outcome(
         expected: tokens of the rows, for a contender that reads each once.
         began: when the run was started, seconds since the epoch.
         wall_s: that it took.
-
-    Raises:
-        MeasureError: a step is missing, or other tokens were read than there are.
     """
     folder = Path(plan.output)
     if entrant.module is None:
@@ -147,11 +144,7 @@ def outcome(
 
 
 def anygauge_steps(folder: Path) -> list[Step]:
-    """Steps from ``metrics.jsonl``.
-
-    Raises:
-        MeasureError: the file is not there, or its steps carry no time.
-    """
+    """Steps from ``metrics.jsonl``."""
     path = folder / "run" / "metrics.jsonl"
     records = [record for record in _lines(path) if "loss" in record and "seconds" in record]
     if any("time" not in record for record in records):
@@ -163,22 +156,14 @@ def anygauge_steps(folder: Path) -> list[Step]:
 
 
 def contender_steps(folder: Path, rank: int) -> list[Step]:
-    """Steps that a contender's rank recorded.
-
-    Raises:
-        MeasureError: the file is not there.
-    """
+    """Steps that a contender's rank recorded."""
     return [Step(**step) for step in _lines(folder / f"steps-rank{rank}.jsonl")]
 
 
 def traces(
     folder: Path, ranks: int, begin: float, end: float
 ) -> tuple[dict[str, float], int | None]:
-    """(bytes sent by operation between two times, peak memory), both over all ranks.
-
-    Raises:
-        MeasureError: a rank left no trace.
-    """
+    """(bytes sent by operation between two times, peak memory), both over all ranks."""
     sent: dict[str, float] = {}
     memory: list[int | None] = []
     for rank in range(ranks):

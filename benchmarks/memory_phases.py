@@ -62,11 +62,7 @@ def table_rows(
 
 
 def check(found: RunOutcome, folder: Path, ranks: int) -> None:
-    """That a run did all that is compared.
-
-    Raises:
-        BenchmarkError: it left a phase out, or saved no adapter.
-    """
+    """That a run did all that is compared."""
     whole = len(found.phases) == ranks and all({*PHASES} <= {*rank} for rank in found.phases)
     if not whole:
         raise BenchmarkError(f"{found.name}: a rank left out one of {', '.join(PHASES)}")

@@ -63,9 +63,6 @@ def write_rows(
         count: rows that a run without packing reads.
         length: tokens of every row (workload full), or most tokens of a row.
         vocabulary: most tokens of the tokenizer.
-
-    Raises:
-        BenchmarkError: the workload's file is not there, or has too few rows.
     """
     found = texts(workload, data, seed)
     model = folder / "model"

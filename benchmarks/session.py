@@ -23,9 +23,8 @@ from benchmarks.make_model import PARAMETERS
 from benchmarks.measure import MeasureError, RunOutcome, outcome
 from benchmarks.plan import BenchmarkError, ContenderPlan
 from benchmarks.processes import ROOT, cause, last_lines, run, shared_environment
-from benchmarks.ratios import rotated
 from benchmarks.rows import WrittenRows, write_rows
-from benchmarks.table import TableRow, table
+from benchmarks.table import TableRow, rotated, table
 from benchmarks.texts import source
 
 PACKAGES = ("torch", "transformers", "peft", "deepspeed", "accelerate", "trl", "datasets")
@@ -50,21 +49,13 @@ def planned(context: typer.Context, **more: Any) -> ContenderPlan:
 
 
 def prepare(workload: str, plan: ContenderPlan) -> tuple[WrittenRows, ContenderPlan, str]:
-    """Write rows, tokenizer and model of a workload; returns rows, the plan on them, and words.
-
-    Raises:
-        BenchmarkError: the workload cannot give the rows, or the model could not be made.
-    """
+    """Write rows, tokenizer and model of a workload; returns rows, the plan on them, and words."""
     rows, plan, about = prepare_rows(workload, plan)
     return rows, plan, f"{about}; model of {make_model(plan):,} parameters"
 
 
 def prepare_rows(workload: str, plan: ContenderPlan) -> tuple[WrittenRows, ContenderPlan, str]:
-    """`prepare` without the model's weights.
-
-    Raises:
-        BenchmarkError: the workload cannot give the rows.
-    """
+    """`prepare` without the model's weights."""
     folder = Path(plan.output) / workload
     data = Path(plan.data) if plan.data else None
     length = plan.length if workload == "full" else plan.max_length
@@ -92,9 +83,6 @@ def make_model(plan: ContenderPlan) -> int:
     """Link random weights into ``plan.model``; returns how many parameters they are.
 
     Workloads whose models are alike share a file: it is drawn once.
-
-    Raises:
-        BenchmarkError: they could not be made.
     """
     alike = (*plan.llama.values(), plan.stored, plan.seed, plan.device)
     folder = Path(plan.output) / "-".join(["weights", *map(str, alike)])
@@ -175,11 +163,7 @@ def each_run(
 
 
 def all_of(runs: Iterable[RunOutcome]) -> list[RunOutcome]:
-    """Runs that must not fail.
-
-    Raises:
-        BenchmarkError: one did.
-    """
+    """Runs that must not fail."""
     found = []
     for each in runs:
         if each.status != "ok":
@@ -190,12 +174,7 @@ def all_of(runs: Iterable[RunOutcome]) -> list[RunOutcome]:
 
 @contextmanager
 def command(output: Path) -> Iterator[None]:
-    """Around a command that measures into a new folder.
-
-    Raises:
-        typer.BadParameter: the folder has something in it.
-        typer.Exit: with status 2 after a `BenchmarkError`, which is shown.
-    """
+    """Around a command that measures into a new folder."""
     if output.exists() and any(output.iterdir()):
         raise typer.BadParameter(f"--output {output} is not empty: name a new folder")
     try:

@@ -18,7 +18,6 @@ import typer
 
 from benchmarks.entrants import Entrant, chosen
 from benchmarks.measure import RunOutcome
-from benchmarks.ratios import paired
 from benchmarks.session import (
     Older,
     Output,
@@ -30,7 +29,7 @@ from benchmarks.session import (
     prepare,
     write_all,
 )
-from benchmarks.table import TableRow, middle
+from benchmarks.table import TableRow, middle, paired
 
 CONTENDERS = ("anygauge-fsdp", "anygauge", "trainer")
 

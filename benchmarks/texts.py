@@ -55,9 +55,6 @@ def texts(workload: str, data: Path | None, seed: int) -> list[Text]:
 
     Args:
         data: folder with real files; None generates text for `full` and `generated`.
-
-    Raises:
-        BenchmarkError: the workload needs a file that is not there.
     """
     if workload == "generated" or (workload == "full" and data is None):
         made = list(_generated(random.Random(seed)))

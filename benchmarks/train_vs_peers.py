@@ -68,11 +68,7 @@ def measure(
 
 
 def chosen_workloads(workload: str, data: str) -> list[str]:
-    """The workloads that a name stands for; `all` takes generated rows where there is no data.
-
-    Raises:
-        typer.BadParameter: there is no such workload.
-    """
+    """The workloads that a name stands for; `all` takes generated rows where there is no data."""
     if workload == "all":
         return ["full", "gsm8k", "alpaca"] if data else ["full", "generated"]
     if workload not in WORKLOADS:

@@ -8,17 +8,99 @@ python -m benchmarks.gpu --predict h100:1        # what the planner expects
 
 from __future__ import annotations
 
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from benchmarks.gpu.machine import described, foreseen
-from benchmarks.gpu.part import OK, PARTS, SKIPPED, Context, Report, names
-from benchmarks.gpu.runner import run_parts, write
+from benchmarks.gpu.part import OK, PARTS, SKIPPED, Context, Report, names, run_parts, write
+from benchmarks.plan import BenchmarkError
 from benchmarks.processes import raise_when_terminated
-from benchmarks.session import command
+from benchmarks.session import command, version
+
+PACKAGES = (
+    "anygauge", "torch", "triton", "transformers", "peft", "accelerate", "deepspeed", "trl",
+    "liger-kernel", "pytest",
+)  # fmt: skip
+OLDEST_TORCH = (2, 11)
+LOOK = """
+import json, torch
+found = {"torch": torch.__version__, "cuda": torch.version.cuda, "cards": []}
+if torch.version.cuda is not None and torch.cuda.is_available():
+    for index in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(index)
+        found["cards"].append([card.name, card.total_memory, [card.major, card.minor]])
+print(json.dumps(found))
+"""
+
+
+REMEDY = (
+    "`make gpu DEVICE=cpu` tries the parts on this machine's processor; "
+    "`make gpu PREDICT=h100:1` shows what is predicted for a card"
+)
+
+
+def look() -> dict[str, Any]:
+    """What torch sees, in a process of its own: the parts' memory is theirs alone."""
+    argv = [sys.executable, "-c", LOOK]
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        raise BenchmarkError(f"torch cannot be used:\n{done.stderr.strip()[-1000:]}\n{REMEDY}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def described(device: str, gpus: int) -> dict[str, Any]:
+    """The page's first table."""
+    found = look()
+    card: dict[str, Any] = {"card": "This machine's processor"}
+    if device != "cpu":
+        _check(found, gpus)
+        name, memory, capability = found["cards"][0]
+        card = {
+            "card": name,
+            "cards": gpus,
+            "memory, GiB": memory / 2**30,
+            "compute capability": ".".join(map(str, capability)),
+            "CUDA of torch": found["cuda"],
+        }
+    system = {"python": platform.python_version(), "platform": platform.platform()}
+    return {**card, **system, "command": _command(), **{name: version(name) for name in PACKAGES}}
+
+
+def _check(found: Mapping[str, Any], gpus: int) -> None:
+    torch, cards = found["torch"], len(found["cards"])
+    if tuple(map(int, torch.split(".")[:2])) < OLDEST_TORCH:
+        raise BenchmarkError(
+            f"torch {torch} is installed, and 2.11 or newer is needed: `rm -rf .venv` and "
+            "`make gpu`, or `make gpu WHEELS=folder PYTHON=interpreter` beside a newer torch. "
+            f"{REMEDY}"
+        )
+    if not cards:
+        why = "is built without CUDA" if found["cuda"] is None else "sees no usable card"
+        raise BenchmarkError(
+            f"there is no NVIDIA card to measure: torch {torch} {why}. `anygauge doctor "
+            f"--backend cuda` shows what is missing. {REMEDY}"
+        )
+    if gpus > cards:
+        raise BenchmarkError(f"GPUS={gpus}, but torch sees {cards}. {REMEDY}")
+
+
+def foreseen(machine: str) -> dict[str, Any]:
+    """The first table of a page of predictions."""
+    versions = {name: version(name) for name in ("anygauge", "torch")}
+    return {"card": f"Predictions for {machine}", "command": _command(), **versions}
+
+
+def _command() -> str:
+    return " ".join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
+
 
 QUICK_S, FULL_S = 450.0, 5400.0
 """8 minutes with the start, and an hour and a half."""
@@ -27,11 +109,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 
 def chosen(parts: str, *, full: bool, predict: bool) -> list[str]:
-    """Names of parts, in their order.
-
-    Raises:
-        typer.BadParameter: there is no such part.
-    """
+    """Names of parts, in their order."""
     listed = [name.strip() for name in parts.split(",") if name.strip()]
     unknown = [name for name in listed if name not in PARTS]
     if unknown:
@@ -41,11 +119,7 @@ def chosen(parts: str, *, full: bool, predict: bool) -> list[str]:
 
 
 def hosts_of(path: Path | None) -> tuple[str, int]:
-    """(absolute path, machines) of a host file, one machine a line.
-
-    Raises:
-        typer.BadParameter: it cannot be read, or lists no machine.
-    """
+    """(absolute path, machines) of a host file, one machine a line."""
     if path is None:
         return "", 1
     try:

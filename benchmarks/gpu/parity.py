@@ -45,9 +45,6 @@ def run(context: Context, report: Report) -> None:
     """Losses and norms of gradients, in float32 and, where the device has it, bfloat16.
 
     All runs are started at once: what a run of this size needs is the time to begin.
-
-    Raises:
-        PartError: a run failed, differs by more than is allowed, or was not done in time.
     """
     clock = Clock(context.seconds)
     rows = write_rows(

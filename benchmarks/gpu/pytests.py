@@ -30,11 +30,7 @@ CLOSING_S = 60.0
 
 
 def kit(context: Context, report: Report) -> None:
-    """The kit for backends on this device; what fails is a row of its own.
-
-    Raises:
-        PartError: the kit wrote no report, or the backend does not conform.
-    """
+    """The kit for backends on this device; what fails is a row of its own."""
     pages = [context.path / f"conformance{suffix}" for suffix in (".md", ".json")]
     status = pytest(
         context,
@@ -64,11 +60,7 @@ def kit(context: Context, report: Report) -> None:
 
 
 def kernels(context: Context, report: Report) -> None:
-    """The tests of kernels in Triton against float64; on a card they are compiled for it.
-
-    Raises:
-        PartError: there is no Triton, a test failed, or none ran.
-    """
+    """The tests of kernels in Triton against float64; on a card they are compiled for it."""
     if find_spec("triton") is None:
         raise PartError(SKIPPED, "Triton is not installed; it comes with the CUDA builds of torch")
     results = context.path / "tests.xml"
@@ -100,11 +92,7 @@ def kernels(context: Context, report: Report) -> None:
 
 
 def pytest(context: Context, *arguments: str, **variables: str) -> int:
-    """Run pytest in its own process, interrupted in time; returns its exit status.
-
-    Raises:
-        PartError: pytest is not installed.
-    """
+    """Run pytest in its own process, interrupted in time; returns its exit status."""
     if find_spec("pytest") is None:
         raise PartError(SKIPPED, "pytest is not installed: pip install 'anygauge[testing]'")
     process = subprocess.Popen(

@@ -2,21 +2,102 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
+import yaml
+
+from anygauge.registry import Hardware, Registry
+from anygauge.registry.hardware import measured_files
 from benchmarks.entrants import ENTRANTS, run_file
 from benchmarks.gpu.part import FAILED, LATE, SKIPPED, Clock, Context, PartError, Report
-from benchmarks.gpu.predict import PlanProcess, Prediction
 from benchmarks.measure import RunOutcome
 from benchmarks.plan import ContenderPlan, Dtype
-from benchmarks.ratios import rotated
+from benchmarks.processes import Processes, started, wait
 from benchmarks.session import make_model, prepare_rows, run_once
-from benchmarks.table import Figure, TableRow, speed_ratio
+from benchmarks.table import Figure, TableRow, rotated, speed_ratio
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """Of one run.
+
+    Attributes:
+        figures: heading of a training part's table -> what is predicted of it.
+        flops_per_token: operations of the model for a token, forward and backward.
+        peak: operations per second of all cards together; 0 where it is not known.
+        problem: why there is no prediction of the time, or none at all.
+    """
+
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    flops_per_token: float = 0.0
+    peak: float = 0.0
+    problem: str = ""
+
+
+class PlanProcess:
+    """``anygauge plan`` of one run, for this machine or the one that `context.machine` names.
+
+    Begins at once, beside others; `read` waits for it.
+
+    Args:
+        name: of its files.
+        run: a run file's fields.
+        stack: ends it at the latest.
+    """
+
+    def __init__(
+        self, context: Context, name: str, run: Mapping[str, Any], stack: ExitStack
+    ) -> None:
+        self._log = context.path / f"plan-{name}.json"
+        self._problem, machine = "", context.machine
+        if context.card:
+            known = Hardware.load(Registry.load(), measured_files()).of_devices([context.card])
+            if known is None:
+                self._problem = f"no description of {context.card} is known (docs/hardware.md)"
+                return
+            machine = f"{known.name}:{context.gpus}"
+        path = context.path / f"plan-{name}.yaml"
+        path.write_text(yaml.safe_dump(dict(run), sort_keys=False), encoding="utf-8")
+        argv = [sys.executable, "-m", "anygauge.cli", "plan", str(path), "--json"]
+        argv += ["--machine", machine] if machine else []
+        self._running = stack.enter_context(
+            started(Processes(argv=argv, environments=[{}], logs=[self._log]))
+        )
+
+    def read(self, timeout_s: float) -> Prediction:
+        """What was planned, or why nothing was."""
+        if self._problem:
+            return Prediction(problem=self._problem)
+        ended = wait(self._running, timeout_s)
+        if ended.problem is not None and ended.status is None:
+            return Prediction(problem=f"anygauge plan was not done after {timeout_s:.0f} s")
+        text = self._log.read_text(encoding="utf-8", errors="replace").strip()
+        try:
+            return prediction(json.JSONDecoder().raw_decode(text, text.index("{"))[0])
+        except ValueError:
+            last = (text.splitlines() or ["it printed nothing"])[-1]
+            return Prediction(problem=f"anygauge plan ended with {ended.status}: {last}")
+
+
+def prediction(plan: Mapping[str, Any]) -> Prediction:
+    """From the JSON of a plan."""
+    largest = max((phase["total"] for phase in plan["device"].values()), default=0)
+    figures = {"peak memory, GiB": largest * plan["ranks"] / 2**30} if largest else {}
+    if not (time := plan.get("time")):
+        return Prediction(figures=figures, problem=plan.get("untimed") or "its time is not known")
+    return Prediction(
+        figures={**figures, "tokens/s": time["tokens_per_s"], "MFU": time["mfu"]},
+        flops_per_token=time["flops"] / time["tokens"],
+        peak=time["peak"] or 0.0,
+    )
+
 
 MOST_ROUNDS = 5
 WATCHED = 2
@@ -91,11 +172,7 @@ def trl(context: Context, report: Report) -> None:
 
 
 def sharded(context: Context, report: Report) -> None:
-    """`ddp`, `fsdp` and `zero` on several devices; on several machines, anygauge alone.
-
-    Raises:
-        PartError: there is one device.
-    """
+    """`ddp`, `fsdp` and `zero` on several devices; on several machines, anygauge alone."""
     if context.ranks < 2:
         raise PartError(SKIPPED, "there is one device: GPUS=n or HOSTS=file asks for more")
     cases = [TrainingCase("DDP", ("anygauge-ddp", "ddp"))]
@@ -137,9 +214,6 @@ def compare(
 ) -> None:
     """Run contenders in alternation until the time is over: each case once before any twice. On a
     machine that is not at hand, only say what the planner predicts of ours.
-
-    Raises:
-        PartError: a contender of ours failed, or one did not get to run.
     """
     clock = Clock(context.seconds)
     if context.nodes > 1 and ranks > 1:

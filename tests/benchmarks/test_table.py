@@ -12,7 +12,7 @@ from benchmarks.entrants import ENTRANTS
 from benchmarks.measure import RunOutcome
 from benchmarks.memory_phases import PHASES
 from benchmarks.memory_phases import table_rows as by_phase
-from benchmarks.ratios import Ratio, paired, rotated, t_quantile
+from benchmarks.table import Ratio, paired, rotated, t_quantile
 from benchmarks.start_up import table_rows as by_start
 from benchmarks.table import MIB, as_json, markdown, summarise, table
 
