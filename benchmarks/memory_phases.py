@@ -20,21 +20,10 @@ from typing import Annotated
 
 import typer
 
+from benchmarks import session
 from benchmarks.entrants import Entrant, chosen
 from benchmarks.measure import RunOutcome
 from benchmarks.plan import BenchmarkError
-from benchmarks.session import (
-    Count,
-    Output,
-    Rounds,
-    Timeout,
-    all_of,
-    command,
-    each_run,
-    planned,
-    prepare,
-    write_all,
-)
 from benchmarks.table import MIB, TableRow
 
 CONTENDERS = ("anygauge-fsdp", "anygauge", "trainer", "trl")
@@ -77,37 +66,39 @@ def main(
         str, typer.Option("--classes", help="Sizes of the model's output.")
     ] = "32000,128000",
     names: Annotated[str, typer.Option("--contenders")] = ",".join(CONTENDERS),
-    output: Output = Path("runs/memory_phases"),
-    rounds: Rounds = 3,
+    output: session.Output = Path("runs/memory_phases"),
+    rounds: session.Rounds = 3,
     steps: Annotated[int, typer.Option(min=2)] = 3,
-    layers: Count = 8,
+    layers: session.Count = 8,
     hidden: Annotated[int, typer.Option(min=32, help="A multiple of 32.")] = 512,
     length: Annotated[int, typer.Option(min=8, help="Tokens of every row.")] = 256,
     micro_batch: Annotated[int, typer.Option(min=1, help="Of training and evaluation.")] = 2,
     verifies: Annotated[
         bool, typer.Option("--verify/--no-verify", help="anygauge checks what it saved.")
     ] = True,
-    timeout_s: Timeout = 900,
+    timeout_s: session.Timeout = 900,
 ) -> None:
     """Measure the peak of each phase side by side."""
     entrants = chosen(names)
-    plan = planned(
+    plan = session.planned(
         context, intermediate=round(hidden * 2.6875), max_length=length, evaluates=True,
         heads=hidden // 16 if hidden < 128 else hidden // 64, dtype="bfloat16", stored="bfloat16",
     )  # fmt: skip
     rows_of_table: list[TableRow] = []
     runs = []
-    with command(output):
+    with session.command(output):
         for count in map(int, sizes.split(",")):
             folder = output.resolve() / str(count)
-            rows, of_size, about = prepare("full", replace(plan, classes=count, output=str(folder)))
+            rows, of_size, about = session.prepare(
+                "full", replace(plan, classes=count, output=str(folder))
+            )
             print(f"{count:,} classes: {about}", flush=True)
-            found = all_of(each_run(entrants, of_size, rows, folder))
+            found = session.all_of(session.each_run(entrants, of_size, rows, folder))
             for one in found:
                 check(one, folder, plan.ranks)
                 runs.append({"classes": count, **asdict(one)})
             rows_of_table += table_rows(count, found, entrants)
-        write_all(output, plan, rows_of_table, runs)
+        session.write_all(output, plan, rows_of_table, runs)
 
 
 if __name__ == "__main__":

@@ -57,23 +57,14 @@ def prepare(workload: str, plan: ContenderPlan) -> tuple[WrittenRows, ContenderP
 def prepare_rows(workload: str, plan: ContenderPlan) -> tuple[WrittenRows, ContenderPlan, str]:
     """`prepare` without the model's weights."""
     folder = Path(plan.output) / workload
-    data = Path(plan.data) if plan.data else None
-    length = plan.length if workload == "full" else plan.max_length
-    rows = write_rows(
-        workload, folder, data=data, count=plan.steps * plan.global_batch, length=length,
-        vocabulary=plan.vocabulary, seed=plan.seed,
-    )  # fmt: skip
-    fewest, mean, most = rows.lengths
-    about = (
-        f"{workload}: {source(workload, data)}; {fewest} to {most} tokens a row, mean "
-        f"{mean:.0f}; {rows.dropped} longer rows left out"
-    )
+    rows = write_rows(workload, folder, plan)
+    about = f"{workload}: {source(workload, bool(plan.data))}; {rows.about}"
     on_them = replace(
         plan,
         model=str(folder / "model"),
         rows=str(rows.exact),
-        has_prompts=rows.has_prompts,
-        max_length=length,
+        has_prompts=workload != "full",
+        max_length=plan.length if workload == "full" else plan.max_length,
         classes=max(rows.vocabulary, plan.classes),
     )
     return rows, on_them, about

@@ -16,19 +16,9 @@ from typing import Annotated
 
 import typer
 
+from benchmarks import session
 from benchmarks.entrants import Entrant, chosen
 from benchmarks.measure import RunOutcome
-from benchmarks.session import (
-    Older,
-    Output,
-    Rounds,
-    all_of,
-    command,
-    each_run,
-    planned,
-    prepare,
-    write_all,
-)
 from benchmarks.table import TableRow, middle, paired
 
 CONTENDERS = ("anygauge-fsdp", "anygauge", "trainer")
@@ -56,21 +46,21 @@ def table_rows(found: Sequence[RunOutcome], entrants: Sequence[Entrant]) -> list
 
 def main(
     context: typer.Context,
-    output: Output = Path("runs/start_up"),
-    rounds: Rounds = 5,
+    output: session.Output = Path("runs/start_up"),
+    rounds: session.Rounds = 5,
     names: Annotated[str, typer.Option("--contenders")] = ",".join(CONTENDERS),
-    before: Older = None,
+    before: session.Older = None,
 ) -> None:
     """Measure how long a run takes to begin."""
     entrants = chosen(names, before)
-    plan = planned(
+    plan = session.planned(
         context, steps=2, layers=2, hidden=64, intermediate=172, heads=2, vocabulary=512, length=64,
         max_length=64, micro_batch=2,
     )  # fmt: skip
-    with command(output):
-        rows, plan, _ = prepare("full", plan)
-        found = all_of(each_run(entrants, plan, rows, output.resolve()))
-        write_all(output, plan, table_rows(found, entrants), [asdict(one) for one in found])
+    with session.command(output):
+        rows, plan, _ = session.prepare("full", plan)
+        found = session.all_of(session.each_run(entrants, plan, rows, output.resolve()))
+        session.write_all(output, plan, table_rows(found, entrants), [asdict(one) for one in found])
 
 
 if __name__ == "__main__":

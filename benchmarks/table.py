@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -237,22 +236,9 @@ def markdown(title: str, rows: Sequence[TableRow]) -> str:
     return "\n".join([f"### {title}", "", *table(rows), "", *(f"- {text}" for text in LEGEND), ""])
 
 
-def as_json(
-    conditions: Mapping[str, Any],
-    results: Mapping[str, Sequence[RunOutcome]],
-    entrants: Sequence[Entrant],
-) -> str:
-    """Everything that was measured.
-
-    Args:
-        conditions: machine, versions and settings.
-        results: workload -> outcomes.
-    """
-    workloads = {
-        workload: {
-            "summary": [dataclasses.asdict(row) for row in summarise(outcomes, entrants)],
-            "runs": [{**dataclasses.asdict(o), "final_loss": o.final_loss} for o in outcomes],
-        }
-        for workload, outcomes in results.items()
+def as_record(outcomes: Sequence[RunOutcome], entrants: Sequence[Entrant]) -> dict[str, Any]:
+    """All that was measured of a workload, for a file of JSON."""
+    return {
+        "summary": [dataclasses.asdict(row) for row in summarise(outcomes, entrants)],
+        "runs": [{**dataclasses.asdict(o), "final_loss": o.final_loss} for o in outcomes],
     }
-    return json.dumps({"conditions": conditions, "workloads": workloads}, indent=2) + "\n"

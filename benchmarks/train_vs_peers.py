@@ -9,42 +9,28 @@ taken within a round. See --help for the settings, `benchmarks/entrants.py` for 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from anygauge.util.files import write_text
+from benchmarks import session
 from benchmarks.entrants import ENTRANTS, Entrant, chosen
-from benchmarks.measure import RunOutcome
 from benchmarks.plan import ContenderPlan, Dtype
 from benchmarks.processes import raise_when_terminated
-from benchmarks.session import (
-    Count,
-    Older,
-    Output,
-    Rounds,
-    Timeout,
-    command,
-    conditions,
-    each_run,
-    planned,
-    prepare,
-)
-from benchmarks.table import as_json, markdown, summarise
+from benchmarks.table import as_record, markdown, summarise
 from benchmarks.texts import WORKLOADS
 
 
 def measure(
-    workload: str,
-    entrants: Sequence[Entrant],
-    plan: ContenderPlan,
-    results: dict[str, list[RunOutcome]],
-) -> None:
-    """All rounds of one workload; `results` and the files grow with every run."""
-    outcomes = results.setdefault(workload, [])
+    workload: str, entrants: Sequence[Entrant], plan: ContenderPlan, workloads: dict[str, Any]
+) -> bool:
+    """All rounds of one workload; `workloads` and the files grow with every run. Returns whether
+    all went well."""
     classes = f"{plan.classes:,} classes, " if plan.classes else ""
     title = (
         f"{workload}: {plan.layers} layers of {plan.hidden}, {classes}{plan.dtype}, "
@@ -52,19 +38,21 @@ def measure(
         f"{plan.accumulation} micro-batches, {plan.steps} steps ({plan.warmup} "
         f"warm-up), checkpointing {'on' if plan.checkpointing else 'off'}"
     )
-    rows, plan, about = prepare(workload, plan)
+    rows, plan, about = session.prepare(workload, plan)
     print(about, flush=True)
     output = Path(plan.output)
     table = output / "table.md"
     before = table.read_text(encoding="utf-8") + "\n" if table.exists() else ""
-    shown = ""
-    for outcome in each_run(entrants, plan, rows, output / workload):
+    shown, outcomes = "", []
+    for outcome in session.each_run(entrants, plan, rows, output / workload):
         outcomes.append(outcome)
         shown = markdown(title, summarise(outcomes, entrants))
-        record = as_json(conditions(plan), results, entrants)
-        write_text(output / "results.json", record)
+        workloads[workload] = as_record(outcomes, entrants)
+        record = {"conditions": session.conditions(plan), "workloads": workloads}
+        write_text(output / "results.json", json.dumps(record, indent=2) + "\n")
         write_text(table, before + shown)
     print(shown, flush=True)
+    return all(outcome.status == "ok" for outcome in outcomes)
 
 
 def chosen_workloads(workload: str, data: str) -> list[str]:
@@ -96,15 +84,15 @@ def main(
     contenders: Annotated[
         str, typer.Option(help=f"Comma-separated: {', '.join(ENTRANTS)}; or all.")
     ] = "all",
-    output: Output = Path("runs/train_vs_peers"),
-    rounds: Rounds = 5,
+    output: session.Output = Path("runs/train_vs_peers"),
+    rounds: session.Rounds = 5,
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps, warm-up included.")] = 20,
     warmup: Annotated[int, typer.Option(min=1, help="First steps, not measured.")] = 4,
     ranks: Annotated[int, typer.Option(min=1, help="Processes, one thread each.")] = 2,
-    layers: Count = 8,
+    layers: session.Count = 8,
     hidden: Annotated[int, typer.Option(min=2)] = 512,
     intermediate: Annotated[int, typer.Option(min=0, help="0: 2.6875 times hidden.")] = 0,
-    heads: Count = 8,
+    heads: session.Count = 8,
     kv_heads: Annotated[int, typer.Option(min=0, help="0: as many as heads.")] = 0,
     vocabulary: Annotated[int, typer.Option(min=300, help="Most tokens.")] = 4096,
     classes: Annotated[
@@ -120,8 +108,8 @@ def main(
     checkpointing: Annotated[bool, typer.Option(help="Recompute activations.")] = True,
     lr: Annotated[float, typer.Option(min=0, help="Constant learning rate of AdamW.")] = 2e-3,
     seed: Annotated[int, typer.Option(min=0, help="Weights, choice of rows, orders.")] = 0,
-    timeout_s: Timeout = 1800,
-    before: Older = None,
+    timeout_s: session.Timeout = 1800,
+    before: session.Older = None,
 ) -> None:
     """Measure training speed, memory and traffic side by side."""
     if warmup >= steps:
@@ -129,14 +117,15 @@ def main(
     if hidden % heads or hidden // heads % 2:
         raise typer.BadParameter(f"--hidden {hidden} is not an even multiple of --heads {heads}")
     data = os.environ.get("ANYGAUGE_DATA", "")
-    plan = planned(context, intermediate=intermediate or round(hidden * 2.6875), data=data)
-    results: dict[str, list[RunOutcome]] = {}
-    workloads = chosen_workloads(workload, data)
-    with command(output):
-        for each in workloads:
-            measure(each, chosen(named(contenders, each), before), plan, results)
+    plan = session.planned(context, intermediate=intermediate or round(hidden * 2.6875), data=data)
+    workloads: dict[str, Any] = {}
+    with session.command(output):
+        well = [
+            measure(each, chosen(named(contenders, each), before), plan, workloads)
+            for each in chosen_workloads(workload, data)
+        ]
     print(f"written: {plan.output}/results.json and table.md", flush=True)
-    if any(result.status != "ok" for found in results.values() for result in found):
+    if not all(well):
         raise typer.Exit(1)
 
 
