@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from statistics import fmean, median, stdev
 from typing import Any, TypeVar
 
@@ -57,26 +59,16 @@ def paired(over: Sequence[float], under: Sequence[float]) -> Ratio:
 def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
     """Half-width, in standard errors, of Student's two-sided interval.
 
-    With x = sqrt(degrees) * tan(angle) the density is a power of the cosine, on a finite range:
-    integrated by Simpson's rule, inverted by bisection.
+    With x = sqrt(degrees) * tan(angle) the density is a power of the cosine, on a finite range: it
+    is summed by midpoints as far as the share of the whole.
     """
-
-    def area(angle: float) -> float:
-        width = angle / _PANELS
-        values = [math.cos(width * i) ** (degrees - 1) for i in range(_PANELS + 1)]
-        return (
-            width / 3 * (values[0] + values[-1] + 4 * sum(values[1:-1:2]) + 2 * sum(values[2:-1:2]))
-        )
-
-    whole = area(math.pi / 2)
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        if area(middle) < confidence * whole:
-            low = middle
-        else:
-            high = middle
-    return math.sqrt(degrees) * math.tan((low + high) / 2)
+    width = math.pi / 2 / _PANELS
+    midpoints = (width * (panel + 0.5) for panel in range(_PANELS))
+    sums = [0.0, *accumulate(math.cos(angle) ** (degrees - 1) for angle in midpoints)]
+    share = confidence * sums[-1]
+    panel = bisect_right(sums, share) - 1
+    within = (share - sums[panel]) / (sums[panel + 1] - sums[panel])
+    return math.sqrt(degrees) * math.tan(width * (panel + within))
 
 
 # -- tables ----------------------------------------------------------------------------------------

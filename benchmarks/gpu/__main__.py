@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from benchmarks.gpu.install import OLDEST_TORCH
 from benchmarks.gpu.part import OK, PARTS, SKIPPED, Context, Report, names, run_parts, write
 from benchmarks.plan import BenchmarkError
 from benchmarks.processes import raise_when_terminated
@@ -28,7 +29,6 @@ PACKAGES = (
     "anygauge", "torch", "triton", "transformers", "peft", "accelerate", "deepspeed", "trl",
     "liger-kernel", "pytest",
 )  # fmt: skip
-OLDEST_TORCH = (2, 11)
 LOOK = """
 import json, torch
 found = {"torch": torch.__version__, "cuda": torch.version.cuda, "cards": []}

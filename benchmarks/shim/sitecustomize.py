@@ -126,18 +126,6 @@ class _Peak:
         cls.seen = max(cls.seen, device_memory() or 0)
 
 
-def peak_memory() -> int | None:
-    """Most resident bytes of this process; None where the kernel does not tell."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return None
-    for line in status.splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
 def _at_the_end(write: Callable[[], None]) -> None:
     """Call it when this process ends. Ranks of anygauge end by `os._exit`, as forks do."""
     process, usual = os.getpid(), os._exit
@@ -152,11 +140,12 @@ def _at_the_end(write: Callable[[], None]) -> None:
 
 
 def _start_tracing(file: Path) -> Callable[[Any], None]:
+    import benchmark_phases
+
     calls: list[tuple[float, str, float]] = []
 
     def write() -> None:
-        peak = device_memory() or peak_memory()
-        record = {"rank": int(os.environ["RANK"]), "peak_memory": peak, "calls": calls}
+        record = {"peak_memory": device_memory() or benchmark_phases.peak(), "calls": calls}
         record |= {"cpu_seconds": time.process_time(), "modules": len(sys.modules)}
         file.write_text(json.dumps(record), encoding="utf-8")
 
