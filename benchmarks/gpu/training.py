@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -41,49 +41,43 @@ class Prediction:
     problem: str = ""
 
 
-class PlanProcess:
-    """``anygauge plan`` of one run, for this machine or the one that `context.machine` names.
-
-    Begins at once, beside others; `read` waits for it.
+def planner(
+    context: Context, name: str, run: Mapping[str, Any], stack: ExitStack
+) -> Callable[[float], Prediction]:
+    """Begin ``anygauge plan`` of one run, for this machine or the one that `context.machine` names;
+    returns what waits for it so many seconds at most.
 
     Args:
         name: of its files.
         run: a run file's fields.
         stack: ends it at the latest.
     """
+    log, machine = context.path / f"plan-{name}.json", context.machine
+    if context.card:
+        known = Hardware.load(Registry.load(), measured_files()).of_devices([context.card])
+        if known is None:
+            unknown = f"no description of {context.card} is known (docs/hardware.md)"
+            return lambda timeout_s: Prediction(problem=unknown)
+        machine = f"{known.name}:{context.gpus}"
+    path = context.path / f"plan-{name}.yaml"
+    path.write_text(yaml.safe_dump(dict(run), sort_keys=False), encoding="utf-8")
+    argv = [sys.executable, "-m", "anygauge.cli", "plan", str(path), "--json"]
+    argv += ["--machine", machine] if machine else []
+    processes = Processes(argv=argv, environments=[{}], logs=[log])
+    running = stack.enter_context(started(processes))
 
-    def __init__(
-        self, context: Context, name: str, run: Mapping[str, Any], stack: ExitStack
-    ) -> None:
-        self._log = context.path / f"plan-{name}.json"
-        self._problem, machine = "", context.machine
-        if context.card:
-            known = Hardware.load(Registry.load(), measured_files()).of_devices([context.card])
-            if known is None:
-                self._problem = f"no description of {context.card} is known (docs/hardware.md)"
-                return
-            machine = f"{known.name}:{context.gpus}"
-        path = context.path / f"plan-{name}.yaml"
-        path.write_text(yaml.safe_dump(dict(run), sort_keys=False), encoding="utf-8")
-        argv = [sys.executable, "-m", "anygauge.cli", "plan", str(path), "--json"]
-        argv += ["--machine", machine] if machine else []
-        self._running = stack.enter_context(
-            started(Processes(argv=argv, environments=[{}], logs=[self._log]))
-        )
-
-    def read(self, timeout_s: float) -> Prediction:
-        """What was planned, or why nothing was."""
-        if self._problem:
-            return Prediction(problem=self._problem)
-        ended = wait(self._running, timeout_s)
+    def read(timeout_s: float) -> Prediction:
+        ended = wait(running, timeout_s)
         if ended.problem is not None and ended.status is None:
             return Prediction(problem=f"anygauge plan was not done after {timeout_s:.0f} s")
-        text = self._log.read_text(encoding="utf-8", errors="replace").strip()
+        text = log.read_text(encoding="utf-8", errors="replace").strip()
         try:
             return prediction(json.JSONDecoder().raw_decode(text, text.index("{"))[0])
         except ValueError:
             last = (text.splitlines() or ["it printed nothing"])[-1]
             return Prediction(problem=f"anygauge plan ended with {ended.status}: {last}")
+
+    return read
 
 
 def prediction(plan: Mapping[str, Any]) -> Prediction:
@@ -225,8 +219,8 @@ def compare(
     if context.machine:
         plan = replace(plan, rows="rows.jsonl", max_length=plan.length)
         with planners(context, entries, {case.workload: plan for case in cases}) as planned:
-            for entry, each in planned.items():
-                for row in table(cases, outcomes, {entry: each.read(clock.left)}):
+            for entry, read in planned.items():
+                for row in table(cases, outcomes, {entry: read(clock.left)}):
                     report.add(row)
         return
     written = {case.workload: prepare_rows(case.workload, plan) for case in cases}
@@ -236,7 +230,7 @@ def compare(
         for _, on_rows, about in written.values():
             about = f"{about}; model of {make_model(on_rows):,} parameters"
             report.note(f"{about[:1].upper()}{about[1:]}. LoRA r16 on all linear layers.")
-        predictions = {entry: each.read(clock.left / 2) for entry, each in planned.items()}
+        predictions = {entry: read(clock.left / 2) for entry, read in planned.items()}
     for (_, name), prediction in predictions.items():
         if prediction.problem:
             report.note(f"No prediction of {ENTRANTS[name].title}: {prediction.problem}")
@@ -276,7 +270,7 @@ def compare(
 @contextmanager
 def planners(
     context: Context, entries: Sequence[Entry], plans: Mapping[str, ContenderPlan]
-) -> Iterator[dict[Entry, PlanProcess]]:
+) -> Iterator[dict[Entry, Callable[[float], Prediction]]]:
     """The planners of our contenders, which draw no weights, side by side.
 
     Args:
@@ -289,7 +283,7 @@ def planners(
             plan = replace(plans[case.workload], layout=entrant.layout)
             run = run_file(plan, entrant.strategy)
             run["model"] = {"config": plan.llama, "tokenizer": plan.model or "none"}
-            found[case, name] = PlanProcess(context, f"{case.workload}-{name}", run, stack)
+            found[case, name] = planner(context, f"{case.workload}-{name}", run, stack)
         yield found
 
 

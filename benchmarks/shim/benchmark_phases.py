@@ -9,7 +9,6 @@ kernel starts a new peak (``VmHWM`` in ``/proc/self/status``) when 5 is written 
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,7 +95,3 @@ class Phases:
             ),
             "transformers.trainer": of_trainer,
         }
-
-    def write(self, path: Any) -> None:
-        """Write what was seen, as JSON."""
-        path.write_text(json.dumps(self.taken()), encoding="utf-8")

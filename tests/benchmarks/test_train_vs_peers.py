@@ -15,7 +15,7 @@ from anygauge.config.load import load_run_file
 from benchmarks import session
 from benchmarks.entrants import ENTRANTS, chosen, processes
 from benchmarks.plan import ContenderPlan
-from benchmarks.processes import SHIM, Ended, Processes, shared_environment
+from benchmarks.processes import Ended, Processes, shared_environment
 from benchmarks.rows import WrittenRows
 from benchmarks.train_vs_peers import chosen_workloads, named
 from tests.benchmarks.commands import run
@@ -82,7 +82,7 @@ def test_our_own_contenders_run_an_older_checkout_too(tmp_path: Path) -> None:
     assert found[1].title == "before: anygauge, fsdp"
     given = plan(tmp_path)
     (variables,) = processes(found[1], given, shared_environment(given)).environments
-    assert variables["PYTHONPATH"].startswith(f"{SHIM}:{tmp_path}:{tmp_path}/kernels:")
+    assert variables["PYTHONPATH"].startswith(f"{tmp_path}/benchmarks/shim:{tmp_path}:")
 
 
 ROWS = WrittenRows(exact=Path("exact"), pool=Path("pool"), vocabulary=8, tokens=80, about="")

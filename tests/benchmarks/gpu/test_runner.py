@@ -232,7 +232,7 @@ def test_cards_are_planned_for_by_their_own_name(
     monkeypatch.setattr(training, "started", start)
     where = context(tmp_path, card=card, gpus=2)
     with ExitStack() as stack:
-        found = training.PlanProcess(where, "x", {"name": "x"}, stack).read(5.0)
+        found = training.planner(where, "x", {"name": "x"}, stack)(5.0)
     if named is None:
         assert not asked and "no description of NVIDIA Unheard 1" in found.problem
     else:
@@ -256,9 +256,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
 
     def planner(context: Context, name: str, run: Mapping[str, Any], stack: Any) -> Any:
         asked.append(run)
-        return SimpleNamespace(read=lambda timeout_s: Prediction(problem="unknown"))
+        return lambda timeout_s: Prediction(problem="unknown")
 
-    monkeypatch.setattr(training, "PlanProcess", planner)
+    monkeypatch.setattr(training, "planner", planner)
     return asked
 
 
