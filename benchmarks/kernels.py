@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import functools
 import json
-import platform
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +33,7 @@ from anygauge.interface import Backend
 from anygauge.kernels.choose import choose_kernels, load_kernel, unfit
 from anygauge.registry import Registry
 from anygauge.util.files import write_text
+from benchmarks.session import conditions
 from benchmarks.table import TableRow, paired, rotated, table
 
 Kernel = Callable[..., Tensor]
@@ -505,14 +504,8 @@ def main(
     if "copy" in given:
         print(f"A copy of as many elements: {given['copy'] / 1e9:,.1f} GB/s")
     print("\n".join(["", *table(rows)]))
-    record = {
-        "command": sys.argv,
-        "platform": platform.platform(),
-        "torch": torch.__version__,
-        "settings": {"device": str(where), "dtype": dtype, "rounds": rounds, "kernel": name}
-        | given,
-        "rows": [asdict(row) for row in rows],
-    }
+    settings = {"device": str(where), "dtype": dtype, "rounds": rounds, "kernel": name, **given}
+    record = {**conditions(settings), "rows": [asdict(row) for row in rows]}
     write_text(output, json.dumps(record, indent=2))
     print(f"written: {output}")
 

@@ -24,7 +24,7 @@ from benchmarks import session
 from benchmarks.entrants import Entrant, chosen
 from benchmarks.measure import RunOutcome
 from benchmarks.plan import BenchmarkError
-from benchmarks.table import MIB, TableRow
+from benchmarks.table import MIB, TableRow, in_order
 
 CONTENDERS = ("anygauge-fsdp", "anygauge", "trainer", "trl")
 PHASES = ("load", "training", "evaluation", "save")
@@ -36,8 +36,7 @@ def table_rows(
     """A row for each contender at one size of the vocabulary."""
 
     def peaks(entrant: Entrant, phase: str) -> list[int]:
-        runs = sorted((o for o in found if o.name == entrant.name), key=lambda o: o.round)
-        return [sum(rank[phase] for rank in run.phases) for run in runs]
+        return [sum(r[phase] for r in run.phases) for run in in_order(found, entrant)]
 
     rows = []
     for entrant in entrants:

@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from anygauge.registry import installed_version
 from anygauge.util.files import write_text
 from benchmarks.entrants import Entrant, processes
 from benchmarks.make_model import PARAMETERS
@@ -27,7 +27,10 @@ from benchmarks.rows import WrittenRows, write_rows
 from benchmarks.table import TableRow, rotated, table
 from benchmarks.texts import source
 
-PACKAGES = ("torch", "transformers", "peft", "deepspeed", "accelerate", "trl", "datasets")
+PACKAGES = (
+    *("anygauge", "torch", "triton", "transformers", "peft", "accelerate", "deepspeed", "trl"),
+    *("datasets", "liger-kernel", "pytest"),
+)
 
 Output = Annotated[Path, typer.Option(help="A new folder for results and logs.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Each runs every contender once.")]
@@ -180,13 +183,13 @@ def write_all(
 ) -> None:
     """Write ``table.md`` and ``results.json``, and show the table."""
     shown = "\n".join(table(rows)) + "\n"
-    record = {**conditions(plan), "runs": runs}
+    record = {**conditions(asdict(plan)), "runs": runs}
     write_text(output / "results.json", json.dumps(record, indent=1) + "\n")
     write_text(output / "table.md", shown)
     print(shown)
 
 
-def conditions(plan: ContenderPlan) -> dict[str, Any]:
+def conditions(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Machine, versions and settings, for the record."""
     return {
         "command": sys.argv,
@@ -194,14 +197,12 @@ def conditions(plan: ContenderPlan) -> dict[str, Any]:
         "platform": platform.platform(),
         "processors": os.cpu_count(),
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("anygauge", *PACKAGES)},
-        "settings": asdict(plan),
+        "versions": versions(),
+        "settings": settings,
     }
 
 
-def version(package: str) -> str:
-    """Of a distribution, or that there is none."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+def versions() -> dict[str, str]:
+    """Of the packages that decide what is measured."""
+    found = {name: installed_version(name) for name in PACKAGES}
+    return {name: version or "not installed" for name, version in found.items()}

@@ -19,24 +19,21 @@ import typer
 from benchmarks import session
 from benchmarks.entrants import Entrant, chosen
 from benchmarks.measure import RunOutcome
-from benchmarks.table import TableRow, middle, paired
+from benchmarks.table import TableRow, in_order, middle, paired
 
 CONTENDERS = ("anygauge-fsdp", "anygauge", "trainer")
 
 
 def table_rows(found: Sequence[RunOutcome], entrants: Sequence[Entrant]) -> list[TableRow]:
     """Medians of each contender, and the paired ratio of its seconds to the first one's."""
-
-    def seconds(name: str) -> list[float]:
-        starts = sorted((o for o in found if o.name == name), key=lambda o: o.round)
-        return [o.first_step_s or 0.0 for o in starts]
-
     rows = []
+    first = [start.first_step_s or 0.0 for start in in_order(found, entrants[0])]
     for entrant in entrants:
-        starts = [o for o in found if o.name == entrant.name]
+        starts = in_order(found, entrant)
+        seconds = [start.first_step_s or 0.0 for start in starts]
         figures = {
-            "s to the first step": middle(seconds(entrant.name)),
-            "over the first row": paired(seconds(entrant.name), seconds(entrants[0].name)),
+            "s to the first step": middle(seconds),
+            "over the first row": paired(seconds, first),
             "CPU s of a rank": middle(o.cpu_seconds for o in starts),
             "modules": middle(o.modules for o in starts),
         }

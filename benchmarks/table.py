@@ -169,6 +169,11 @@ def cell(text: str) -> str:
 # -- contenders ------------------------------------------------------------------------------------
 
 
+def in_order(found: Sequence[RunOutcome], entrant: Entrant) -> list[RunOutcome]:
+    """A contender's runs, round by round."""
+    return sorted((each for each in found if each.name == entrant.name), key=lambda o: o.round)
+
+
 def middle(values: Iterable[float | None]) -> float | None:
     """The median of those that are known."""
     known = [value for value in values if value is not None]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,7 +49,7 @@ def measure(
         outcomes.append(outcome)
         shown = markdown(title, summarise(outcomes, entrants))
         workloads[workload] = as_record(outcomes, entrants)
-        record = {"conditions": session.conditions(plan), "workloads": workloads}
+        record = {"conditions": session.conditions(asdict(plan)), "workloads": workloads}
         write_text(output / "results.json", json.dumps(record, indent=2) + "\n")
         write_text(table, before + shown)
     print(shown, flush=True)

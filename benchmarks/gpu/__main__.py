@@ -14,21 +14,16 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
 from benchmarks.gpu.install import OLDEST_TORCH
 from benchmarks.gpu.part import OK, PARTS, SKIPPED, Context, Report, names, run_parts, write
 from benchmarks.plan import BenchmarkError
 from benchmarks.processes import raise_when_terminated
-from benchmarks.session import command, version
+from benchmarks.session import command, versions
 
-PACKAGES = (
-    "anygauge", "torch", "triton", "transformers", "peft", "accelerate", "deepspeed", "trl",
-    "liger-kernel", "pytest",
-)  # fmt: skip
 LOOK = """
 import json, torch
 found = {"torch": torch.__version__, "cuda": torch.version.cuda, "cards": []}
@@ -71,7 +66,7 @@ def described(device: str, gpus: int) -> dict[str, Any]:
             "CUDA of torch": found["cuda"],
         }
     system = {"python": platform.python_version(), "platform": platform.platform()}
-    return {**card, **system, "command": _command(), **{name: version(name) for name in PACKAGES}}
+    return {**card, **system, "command": _command(), **versions()}
 
 
 def _check(found: Mapping[str, Any], gpus: int) -> None:
@@ -94,8 +89,7 @@ def _check(found: Mapping[str, Any], gpus: int) -> None:
 
 def foreseen(machine: str) -> dict[str, Any]:
     """The first table of a page of predictions."""
-    versions = {name: version(name) for name in ("anygauge", "torch")}
-    return {"card": f"Predictions for {machine}", "command": _command(), **versions}
+    return {"card": f"Predictions for {machine}", "command": _command(), **versions()}
 
 
 def _command() -> str:
@@ -104,8 +98,6 @@ def _command() -> str:
 
 QUICK_S, FULL_S = 450.0, 5400.0
 """8 minutes with the start, and an hour and a half."""
-
-console = Console(highlight=False, soft_wrap=True)
 
 
 def chosen(parts: str, *, full: bool, predict: bool) -> list[str]:
@@ -133,7 +125,9 @@ def hosts_of(path: Path | None) -> tuple[str, int]:
 
 def main(
     full: Annotated[bool, typer.Option("--full", help="All parts.")] = False,
-    device: Annotated[str, typer.Option(help="cuda; cpu tries the parts, at tiny sizes.")] = "cuda",
+    device: Annotated[
+        Literal["cuda", "cpu"], typer.Option(help="cpu tries the parts, at tiny sizes.")
+    ] = "cuda",
     gpus: Annotated[int, typer.Option(min=1, help="Cards of each machine to use.")] = 1,
     hosts: Annotated[
         Path | None, typer.Option(help="A host file of several machines (anygauge's ssh launcher).")
@@ -149,8 +143,6 @@ def main(
     output: Annotated[Path, typer.Option(help="A new folder.")] = Path("runs/gpu"),
 ) -> None:
     """Check a GPU and measure it, each figure beside its prediction."""
-    if device not in ("cuda", "cpu"):
-        raise typer.BadParameter(f"--device {device!r} is neither cuda nor cpu")
     hostfile, nodes = hosts_of(hosts)
     wanted = chosen(parts, full=full, predict=bool(predict))
     with command(output):
@@ -174,15 +166,14 @@ def main(
         results.append(result)
         write(output, machine, results)
         told = f"{result.status}: {result.problem}" if result.problem else result.status
-        console.print(
+        typer.secho(
             f"{result.title}: {told} ({result.seconds:.0f} of {result.allowed:.0f} s)",
-            style=None if result.status in (OK, SKIPPED) else "red",
-            markup=False,
+            fg=None if result.status in (OK, SKIPPED) else "red",
         )
 
-    console.print(f"{machine['card']}: {', '.join(wanted)}", markup=False)
+    typer.echo(f"{machine['card']}: {', '.join(wanted)}")
     run_parts(wanted, context, seconds or (FULL_S if full else QUICK_S), ended=ended)
-    console.print(f"written: {output}/page.md and results.json", markup=False)
+    typer.echo(f"written: {output}/page.md and results.json")
     if any(result.status not in (OK, SKIPPED) for result in results):
         raise typer.Exit(1)
 
