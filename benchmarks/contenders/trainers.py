@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from transformers import (
     AutoModelForCausalLM,
@@ -27,7 +28,6 @@ from benchmarks.contenders.common import (
     Recorder,
     adapted_model,
     adapter,
-    dtype,
     raw_rows,
     skip_inference_kernel,
     start,
@@ -74,7 +74,7 @@ def trl_trainer(plan: ContenderPlan, recorder: Recorder) -> Trainer:
     )
     rows = Dataset.from_list(raw_rows(plan))
     return SFTTrainer(
-        model=AutoModelForCausalLM.from_pretrained(plan.model, dtype=dtype(plan)),
+        model=AutoModelForCausalLM.from_pretrained(plan.model, dtype=getattr(torch, plan.dtype)),
         args=arguments,
         peft_config=adapter(plan),
         **given(plan, recorder, rows, AutoTokenizer.from_pretrained(plan.model)),

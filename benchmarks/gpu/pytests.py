@@ -13,7 +13,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -117,12 +117,7 @@ def outcomes(results: Path) -> Mapping[str, Counter[str]]:
     """Test function -> how many of its cases passed, failed or were skipped (pytest's XML)."""
     found: dict[str, Counter[str]] = {}
     for case in ElementTree.parse(results).getroot().iter("testcase"):
-        name = case.get("name", "").partition("[")[0]
-        found.setdefault(name, Counter())[_outcome([child.tag for child in case])] += 1
+        name, tags = case.get("name", "").partition("[")[0], {child.tag for child in case}
+        failed = "failed" if tags & {"failure", "error"} else "passed"
+        found.setdefault(name, Counter())["skipped" if "skipped" in tags else failed] += 1
     return found
-
-
-def _outcome(tags: Sequence[str]) -> str:
-    if "failure" in tags or "error" in tags:
-        return "failed"
-    return "skipped" if "skipped" in tags else "passed"
