@@ -1,4 +1,5 @@
-"""Tables in Markdown: rows of figures, and what is said of contenders over all rounds."""
+"""Tables in Markdown: rows of figures, and what is said of contenders over all rounds: medians,
+paired ratios and their intervals."""
 
 from __future__ import annotations
 

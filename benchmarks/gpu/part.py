@@ -1,4 +1,7 @@
-"""One part of ``make gpu``: its place in the table, its task, its report, and its process.
+"""The parts of ``make gpu``: their table, tasks and reports. They run one after the other, each in a
+process that is ended when its time is up; ``results.json`` and ``page.md`` have what they found.
+
+A part that fails, or whose time is over, is named with its error; what it had found by then counts.
 
 python -m benchmarks.gpu.part MODULE:FUNCTION TASK.json
 """

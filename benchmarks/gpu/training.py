@@ -1,4 +1,5 @@
-"""Parts that train: anygauge and its peers in alternation, each figure beside its prediction."""
+"""Parts that train: anygauge and its peers in alternation, each figure beside its prediction: what
+``anygauge plan --json`` says of a run before it is measured."""
 
 from __future__ import annotations
 
