@@ -1,7 +1,8 @@
-"""The parts of ``make gpu``: their table, tasks and reports. They run one after the other, each in a
-process that is ended when its time is up; ``results.json`` and ``page.md`` have what they found.
+"""The parts of ``make gpu``: their table, tasks and reports.
 
-A part that fails, or whose time is over, is named with its error; what it had found by then counts.
+They run one after the other, each in a process that is ended when its time is up; ``results.json``
+and ``page.md`` have what they found. A part that fails, or whose time is over, is named with its
+error; what it had found by then counts.
 
 python -m benchmarks.gpu.part MODULE:FUNCTION TASK.json
 """
