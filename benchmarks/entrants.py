@@ -107,11 +107,7 @@ OF_A_CHECKOUT = ("benchmarks/shim", "", "kernels", "backends", "launchers")
 
 
 def chosen(listed: str, before: Path | None = None) -> list[Entrant]:
-    """Contenders by name, comma-separated; each of ours also as it is in an older checkout.
-
-    Raises:
-        typer.BadParameter: there is no such contender.
-    """
+    """Contenders by name, comma-separated; each of ours also as it is in an older checkout."""
     found = []
     for name in dict.fromkeys(name.strip() for name in listed.split(",")):
         if name not in ENTRANTS:

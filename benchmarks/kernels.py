@@ -12,40 +12,235 @@ from __future__ import annotations
 
 import functools
 import json
-import platform
-import sys
+import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any, Literal
 
 import torch
 import typer
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from anygauge.interface import Backend
+from anygauge.kernels.choose import choose_kernels, load_kernel, unfit
+from anygauge.registry import Registry
 from anygauge.util.files import write_text
-from benchmarks.kernel_timing import (
-    chosen_device,
-    chosen_kernel,
-    compare,
-    copy_bandwidth,
-)
-from benchmarks.table import TableRow, table
+from benchmarks.session import conditions
+from benchmarks.table import TableRow, paired, rotated, table
+
+Kernel = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where operations are timed, in which type, and in how many rounds."""
+
+    device: torch.device
+    dtype: torch.dtype
+    rounds: int
+
+    def compare(
+        self,
+        case: str,
+        contenders: Mapping[str, Callable[[], Tensor]],
+        given: Sequence[Tensor],
+        upstream: Tensor | None = None,
+        copied: tuple[float, float] | None = None,
+    ) -> list[TableRow]:
+        """Time forward and backward of all contenders, round by round; a row for each.
+
+        The figures: medians of the times; bytes of all tensors that lived at once, beyond those
+        that were given; the median over rounds of the first contender's time to this one's (below
+        1, the first is faster); and, with `copied`, shares of a copy's speed.
+
+        Args:
+            contenders: the first is ours. A call computes the result from `given`.
+            given: leaves whose gradients are cleared before each call.
+            upstream: the gradient to go back with; None: ones.
+            copied: seconds that a copy of all that forward and backward must move would take.
+        """
+        problems: dict[str, str] = {}
+        peaks: dict[str, int] = {}
+        for name, operation in contenders.items():
+            try:
+                with peak_bytes(self.device) as peak:
+                    self._once(operation, upstream)
+                peaks[name] = peak[0]
+            except Exception as error:
+                problems[name] = first_line(error)
+            _clear(given)
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in peaks}
+        for round_ in range(self.rounds + 1):
+            for name in rotated(list(peaks), round_):
+                times[name].append(self._once(contenders[name], upstream))
+                _clear(given)
+        # The first round is a warm-up.
+        whole = {name: [sum(pair) for pair in each[1:]] for name, each in times.items()}
+        first = next(iter(contenders))
+        rows = []
+        for name in contenders:
+            if name in problems:
+                rows.append(TableRow(case=case, name=name, note=problems[name]))
+                continue
+            forward, backward = (median(part) for part in zip(*times[name][1:], strict=True))
+            figures: dict[str, Any] = {
+                "forward, ms": forward * 1e3,
+                "backward, ms": backward * 1e3,
+                "forward + backward, ms": (forward + backward) * 1e3,
+                "memory, MiB": peaks[name] / 2**20,
+                "first / its time": paired(whole.get(first, whole[name]), whole[name]).median,
+            }
+            if copied is not None:
+                figures["of copy, forward"] = copied[0] / forward
+                figures["of copy, backward"] = copied[1] / backward
+            rows.append(TableRow(case=case, name=name, figures=figures))
+        return rows
+
+    def _once(
+        self, operation: Callable[[], Tensor], upstream: Tensor | None
+    ) -> tuple[float, float]:
+        began = self._now()
+        result = operation()
+        between = self._now()
+        gradient = torch.ones_like(result) if upstream is None else upstream
+        ready = self._now()
+        result.backward(gradient)
+        return between - began, self._now() - ready
+
+    def _now(self) -> float:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+    def copy_bandwidth(self, elements: int) -> float:
+        """Bytes read and written per second by a copy of that many elements."""
+        source = torch.randn(elements, device=self.device).to(self.dtype)
+        target = torch.empty_like(source)
+        times = []
+        for _ in range(self.rounds + 2):
+            began = self._now()
+            target.copy_(source)
+            times.append(self._now() - began)
+        return 2 * source.nbytes / median(times[2:])
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, for a table."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:120]
+
+
+def _clear(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.grad = None
+
+
+@contextmanager
+def peak_bytes(device: torch.device) -> Iterator[list[int]]:
+    """Most bytes that tensors made inside held at once; in the list at the end."""
+    found = [0]
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        yield found
+        torch.accelerator.synchronize()
+        found[0] = torch.accelerator.max_memory_allocated() - before
+        return
+    with _Living() as living:
+        yield found
+    found[0] = living.most
+
+
+class _Living(TorchDispatchMode):
+    """Bytes of storages that operations made and that still live; the host counts none itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self._see([args, kwargs], made=False)
+        result = function(*args, **(kwargs or {}))
+        self._see(result, made=True)
+        return result
+
+    def _see(self, values: Any, *, made: bool) -> None:
+        for tensor in (each for each in tree_leaves(values) if isinstance(each, Tensor)):
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._known:
+                continue
+            # A meta tensor has a size, and no memory.
+            size = storage.nbytes() if made and not tensor.is_meta else 0
+
+            def gone(_: Any, key: int = key, size: int = size) -> None:
+                self.now -= size
+                self._known.pop(key, None)
+
+            self._known[key] = weakref.ref(storage, gone)
+            self.now += size
+            self.most = max(self.most, self.now)
+
+
+def chosen_device(name: str) -> torch.device:
+    """The device of a name; ``auto`` is the accelerator that torch sees, or the host."""
+    if name != "auto":
+        return torch.device(name)
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if found is None else found
+
+
+def chosen_kernel(
+    operation: str, device: torch.device, name: str | None = None
+) -> tuple[str, Kernel]:
+    """Name and kernel of an operation that a run on this device would have.
+
+    Args:
+        name: of a kernel that the run file asks for; None for what is chosen otherwise.
+    """
+    registry = Registry.load()
+    asked = {operation: name} if name else {}
+    choices = choose_kernels(registry, _backend(registry, device), asked)
+    return choices[operation].name, load_kernel(choices, operation)
+
+
+def fitting_kernels(operation: str, device: torch.device) -> dict[str, Kernel]:
+    """Kernels of an operation that can run on this device here, by name."""
+    registry = Registry.load()
+    backend = _backend(registry, device)
+    specs = [each.spec for each in registry.kernels if each.spec.operation == operation]
+    names = [spec.name for spec in specs if unfit(spec, backend) is None]
+    return {name: chosen_kernel(operation, device, name)[1] for name in names}
+
+
+def _backend(registry: Registry, device: torch.device) -> Backend:
+    backends = (registry.create_backend(each.spec.name) for each in registry.backends)
+    return next(each for each in backends if each.device_type == device.type)
+
 
 COLUMNS = (128, 1024, 4096, 16384, 65536, 131072, 262144)
 SCALE = 0.3
 LORA_SIZES = ((512, (512,)), (512, (1376,)), (2048, (2048,)), (2048, (2048, 512, 512)))
 """(in, out of each layer of this input)."""
 
-Kernel = Callable[..., Tensor]
+Cases = Iterator[list[TableRow]]
+"""The rows of one case after another, each timed when it is asked for."""
 
 
 def softmax(
-    device: torch.device, dtype: torch.dtype, kernel: Kernel, *, columns: Sequence[int],
-    elements: int, rounds: int, copy: float = 0.0,
-) -> Iterator[list[TableRow]]:  # fmt: skip
+    timing: Timing, kernel: Kernel, *, columns: Sequence[int], elements: int, copy: float = 0.0
+) -> Cases:
     """Rows of each length, plain and with scale and additive mask; so many elements in all.
 
     Beside a copy stands what must be read and written: input and output forward; output, gradient
@@ -55,25 +250,28 @@ def softmax(
         copy: bytes per second that a copy reads and writes; 0: nothing is compared with it.
     """
     for count in columns:
-        rows = max(1, elements // count)
-        drawn: Any = {"generator": torch.Generator(device).manual_seed(0), "device": device}
-        x = torch.randn(rows, count, **drawn).to(dtype).requires_grad_()
-        upstream = torch.randn(rows, count, **drawn).to(dtype)
-        hidden = torch.rand(rows, count, **drawn) < 0.3
-        mask = torch.zeros_like(upstream).masked_fill_(hidden, torch.finfo(dtype).min)
+        shape = max(1, elements // count), count
+        drawn = _drawn(timing.device)
+        x = torch.randn(shape, **drawn).to(timing.dtype).requires_grad_()
+        upstream = torch.randn(shape, **drawn).to(timing.dtype)
+        hidden = torch.rand(shape, **drawn) < 0.3
+        mask = torch.zeros_like(upstream).masked_fill_(hidden, torch.finfo(timing.dtype).min)
         for masked in (False, True):
             torch.compiler.reset()  # sizes are compiled for one by one
-            ways = _softmaxes(kernel, device, masked=masked)
+            ways = _softmaxes(kernel, timing.device, masked=masked)
             moved = (x.nbytes * (3 if masked else 2), x.nbytes * 3)
-            yield compare(
+            yield timing.compare(
                 f"{count:,} columns" + (", scaled and masked" if masked else ""),
                 {name: functools.partial(way, x, mask) for name, way in ways.items()},
-                lambda _, upstream=upstream: upstream,
                 [x],
-                rounds=rounds,
-                device=device,
-                copied=(moved[0] / copy, moved[1] / copy) if copy else None,
+                upstream,
+                (moved[0] / copy, moved[1] / copy) if copy else None,
             )
+
+
+def _drawn(device: torch.device) -> dict[str, Any]:
+    # On the device: one thread of a host takes seconds for half a billion numbers.
+    return {"generator": torch.Generator(device).manual_seed(0), "device": device}
 
 
 def _softmaxes(kernel: Kernel, device: torch.device, *, masked: bool) -> dict[str, Kernel]:
@@ -103,10 +301,9 @@ def _softmaxes(kernel: Kernel, device: torch.device, *, masked: bool) -> dict[st
 
 
 def loss(
-    device: torch.device, dtype: torch.dtype, kernels: Mapping[str, Kernel], *,
-    classes: Sequence[int], tokens: int, width: int, rounds: int,
-    cases: Sequence[tuple[bool, float]] = ((False, 0.0), (False, 0.5), (True, 0.0)),
-) -> Iterator[list[TableRow]]:  # fmt: skip
+    timing: Timing, kernels: Mapping[str, Kernel], *, classes: Sequence[int], tokens: int,
+    width: int, cases: Sequence[tuple[bool, float]] = ((False, 0.0), (False, 0.5), (True, 0.0)),
+) -> Cases:  # fmt: skip
     """The loss of an output layer.
 
     Args:
@@ -115,20 +312,19 @@ def loss(
     """
     for count in classes:
         for trained, ignored in cases:
-            # On the device: one thread of a host takes seconds for half a billion numbers.
-            drawn: Any = {"generator": torch.Generator(device).manual_seed(0), "device": device}
-            hidden = torch.randn(tokens, width, **drawn).to(dtype).requires_grad_()
-            weight = torch.randn(count, width, **drawn).mul_(0.02).to(dtype)
+            drawn = _drawn(timing.device)
+            hidden = torch.randn(tokens, width, **drawn).to(timing.dtype).requires_grad_()
+            weight = torch.randn(count, width, **drawn).mul_(0.02).to(timing.dtype)
             weight.requires_grad_(trained)
             targets = torch.randint(0, count, (tokens,), **drawn)
             targets[torch.rand(tokens, **drawn) < ignored] = -100
             torch.compiler.reset()
-            ways = {name: functools.partial(way, hidden, weight, targets) for name, way in
-                    _losses(kernels, device).items()}  # fmt: skip
+            ways = _losses(kernels, timing.device)
             kind = "trained" if trained else "frozen"
-            name = f"{count:,} classes, {kind}, {ignored:.0%} ignored"
-            yield compare(
-                name, ways, torch.ones_like, [hidden, weight], rounds=rounds, device=device
+            yield timing.compare(
+                f"{count:,} classes, {kind}, {ignored:.0%} ignored",
+                {n: functools.partial(way, hidden, weight, targets) for n, way in ways.items()},
+                [hidden, weight],
             )
 
 
@@ -155,9 +351,9 @@ def _losses(kernels: Mapping[str, Kernel], device: torch.device) -> dict[str, Ke
 
 
 def attention(
-    device: torch.device, dtype: torch.dtype, *, lengths: Sequence[int], rounds: int,
-    rows: int = 2, heads: int = 16, groups: int = 4, width: int = 64,
-) -> Iterator[list[TableRow]]:  # fmt: skip
+    timing: Timing, *, lengths: Sequence[int], rows: int = 2, heads: int = 16, groups: int = 4,
+    width: int = 64,
+) -> Cases:  # fmt: skip
     """Padded rows, and rows of eight documents; `groups` heads of keys and values.
 
     The contenders are the model library's, each with masks of the form that it takes, and the
@@ -168,35 +364,30 @@ def attention(
     for length in lengths:
         generator = torch.Generator().manual_seed(0)
         q, k, v, upstream = (
-            torch.randn(rows, h, length, width, generator=generator).to(device, dtype)
+            torch.randn(rows, h, length, width, generator=generator).to(timing.device, timing.dtype)
             for h in (heads, groups, groups, heads)
         )
         given = [each.requires_grad_() for each in (q, k, v)]
         module = nn.Module().train()
         module.num_key_value_groups = heads // groups  # type: ignore[assignment]
+
+        def run(forward: Callable[..., Any], mask: Any, module: Any, given: Any) -> Tensor:
+            output = forward(module, *given, mask, scaling=width**-0.5, dropout=0.0)[0]
+            return output.transpose(1, 2)
+
         for documents in (1, 8):
             segments = (torch.arange(length) * documents // length + 1).expand(rows, -1).clone()
             if documents == 1:
                 segments[1::2, -length // 4 :] = 0  # every second row is padded
-            segments = segments.to(device)
-
-            def run(forward: Callable[..., Any], mask: Any, given: Any = given) -> Tensor:
-                output = forward(module, *given, mask, scaling=width**-0.5, dropout=0.0)[0]  # noqa: B023
-                return output.transpose(1, 2)
-
-            kind = "padded" if documents == 1 else f"{documents} documents"
+            segments = segments.to(timing.device)
             ways = {
-                name: functools.partial(run, forward, MaskPlan(form).masks(segments, dtype))
-                for name, (forward, form) in _attentions(device).items()
+                name: functools.partial(
+                    run, forward, MaskPlan(form).masks(segments, timing.dtype), module, given
+                )
+                for name, (forward, form) in _attentions(timing.device).items()
             }
-            yield compare(
-                f"{length:,} tokens, {kind}",
-                ways,
-                lambda _, upstream=upstream: upstream,
-                given,
-                rounds=rounds,
-                device=device,
-            )
+            kind = "padded" if documents == 1 else f"{documents} documents"
+            yield timing.compare(f"{length:,} tokens, {kind}", ways, given, upstream)
 
 
 def _attentions(device: torch.device) -> Mapping[str, tuple[Callable[..., Any], str]]:
@@ -226,14 +417,16 @@ class Side(nn.ModuleList):
 
 
 def lora(
-    device: torch.device, dtype: torch.dtype, kernel: Any, *, tokens: int, rounds: int,
+    timing: Timing, kernel: Any, *, tokens: int,
     sizes: Sequence[tuple[int, Sequence[int]]] = LORA_SIZES,
-) -> Iterator[list[TableRow]]:  # fmt: skip
+) -> Cases:  # fmt: skip
     """Frozen linear layers of one input with factors of rank 16: as peft computes them, with fused
     products, and without their factors."""
     from peft import LoraConfig, get_peft_model
 
     from anygauge.kernels.install import fuse_lora, plain_lora
+
+    place = (timing.device, timing.dtype)
 
     def layers(width: int, outs: Sequence[int], dropout: float) -> Any:
         torch.manual_seed(0)
@@ -243,7 +436,7 @@ def lora(
             LoraConfig(r=16, lora_dropout=dropout, target_modules=names, init_lora_weights=False),
             autocast_adapter_dtype=False,
         )
-        return made.to(device, dtype).train()
+        return made.to(*place).train()
 
     for width, outs in sizes:
         for dropout in (0.0, 0.1):
@@ -251,18 +444,15 @@ def lora(
             assert len(plain_lora(fused)[0]) == len(outs)
             fuse_lora(fused, kernel)
             base = Side([each.base_layer for each in plain.base_model.model])
-            x = torch.randn(tokens, width).to(device, dtype).requires_grad_()
-            upstream = torch.randn(tokens, sum(outs)).to(device, dtype)
+            x = torch.randn(tokens, width).to(*place).requires_grad_()
             trained = [p for m in (fused, plain) for p in m.parameters() if p.requires_grad]
             ways = {"anygauge": fused, "peft": plain, "frozen layer alone": base}
             shown = ", ".join(f"{out:,}" for out in outs)
-            yield compare(
-                f"{str(dtype)[6:]}, {width:,} to {shown}, dropout {dropout:g}",
+            yield timing.compare(
+                f"{str(timing.dtype)[6:]}, {width:,} to {shown}, dropout {dropout:g}",
                 {name: functools.partial(way, x) for name, way in ways.items()},
-                lambda _, upstream=upstream: upstream,
                 [x, *trained],
-                rounds=rounds,
-                device=device,
+                torch.randn(tokens, sum(outs)).to(*place),
             )
 
 
@@ -288,45 +478,36 @@ def main(
     torch.set_num_threads(threads)
     where = chosen_device(device)
     host = where.type == "cpu"
-    kind = getattr(torch, dtype)
-    operations = {"softmax": "softmax", "loss": "linear_cross_entropy", "lora": "lora_linear"}
-    name, kernel = "sdpa", None
-    if operation in operations:
-        asked = "addmm" if operation == "lora" else None
-        name, kernel = chosen_kernel(operations[operation], where, asked)
-    given: dict[str, Any] = {"rounds": rounds}
-    copy = 0.0
+    timing = Timing(where, getattr(torch, dtype), rounds)
+
+    def numbers(listed: str) -> list[int]:
+        return [int(each) for each in listed.split(",")]
+
+    name, kernel, given = "sdpa", [], {}
     if operation == "softmax":
+        name, ours = chosen_kernel("softmax", where)
         count = elements or (2**24 if host else 2**28)
-        copy = copy_bandwidth(where, count, kind, rounds)
-        given |= {"columns": _numbers(columns), "elements": count, "copy": copy}
+        copy = timing.copy_bandwidth(count)
+        kernel, given = [ours], {"columns": numbers(columns), "elements": count, "copy": copy}
     elif operation == "loss":
-        given |= {"classes": _numbers(classes), "tokens": tokens or (1024 if host else 16384)}
+        name, ours = chosen_kernel("linear_cross_entropy", where)
+        kernel, given = [{name: ours}], {"classes": numbers(classes)}
+        given |= {"tokens": tokens or (1024 if host else 16384)}
         given |= {"width": width or (512 if host else 4096)}
     elif operation == "attention":
-        given |= {"lengths": _numbers(lengths)}
+        given = {"lengths": numbers(lengths)}
     else:
-        given |= {"tokens": tokens or (2048 if host else 16384)}
-    ours = {"loss": {name: kernel}}.get(operation, kernel)
-    measured = globals()[operation](where, kind, *([ours] if ours else []), **given)
-    rows = [row for case in measured for row in case]
-    print(f"{where}: kernel {name}, {dtype}; {given}")
-    if copy:
-        print(f"A copy of as many elements: {copy / 1e9:,.1f} GB/s")
+        name, ours = chosen_kernel("lora_linear", where, "addmm")
+        kernel, given = [ours], {"tokens": tokens or (2048 if host else 16384)}
+    rows = [row for case in globals()[operation](timing, *kernel, **given) for row in case]
+    print(f"{where}: kernel {name}, {dtype}, {rounds} rounds; {given}")
+    if "copy" in given:
+        print(f"A copy of as many elements: {given['copy'] / 1e9:,.1f} GB/s")
     print("\n".join(["", *table(rows)]))
-    record = {
-        "command": sys.argv,
-        "platform": platform.platform(),
-        "torch": torch.__version__,
-        "settings": {"device": str(where), "dtype": dtype, "kernel": name, **given},
-        "rows": [asdict(row) for row in rows],
-    }
+    settings = {"device": str(where), "dtype": dtype, "rounds": rounds, "kernel": name, **given}
+    record = {**conditions(settings), "rows": [asdict(row) for row in rows]}
     write_text(output, json.dumps(record, indent=2))
     print(f"written: {output}")
-
-
-def _numbers(listed: str) -> list[int]:
-    return [int(each) for each in listed.split(",")]
 
 
 if __name__ == "__main__":

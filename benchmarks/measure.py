@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,9 +103,6 @@ def outcome(
         expected: tokens of the rows, for a contender that reads each once.
         began: when the run was started, seconds since the epoch.
         wall_s: that it took.
-
-    Raises:
-        MeasureError: a step is missing, or other tokens were read than there are.
     """
     folder = Path(plan.output)
     if entrant.module is None:
@@ -120,11 +118,12 @@ def outcome(
     if plan.layout != "packed" and tokens != expected:
         raise MeasureError(f"read {tokens} tokens in all, but its rows have {expected}")
     times, first, last = [step.time for step in whole], plan.warmup, plan.steps - plan.watched
-    traffic, memory = traces(folder, plan.ranks, times[first - 1], times[last - 1])
+    records = [trace_of(folder / f"traffic-rank{rank}.json") for rank in range(plan.ranks)]
+    traffic = sent_between(records, times[first - 1], times[last - 1])
+    memory = [record["peak_memory"] for record in records]
     if plan.ranks > 1 and not entrant.independent and not traffic:
         raise MeasureError("no collective in any measured step: each rank trained by itself")
     apart = ranks if entrant.independent else [whole]
-    trace = _json(folder / "traffic-rank0.json")
     peaks = [_json(folder / f"phases-rank{rank}.json") for rank in range(plan.ranks)]
     return RunOutcome(
         name=entrant.name,
@@ -134,24 +133,20 @@ def outcome(
         tokens=tokens,
         padding=1 - tokens / sum(step.slots for step in whole),
         step_seconds=[after - before for before, after in itertools.pairwise(times)],
-        peak_memory=memory,
+        peak_memory=None if None in memory else sum(memory),
         sent={name: count / (last - first) for name, count in traffic.items()},
         losses=[step.loss_sum / max(1, step.loss_tokens) for step in whole],
         wall_seconds=wall_s,
         watched=_json(folder / "watched-rank0.json"),
         first_step_s=times[0] - began,
-        cpu_seconds=trace.get("cpu_seconds"),
-        modules=trace.get("modules"),
+        cpu_seconds=records[0].get("cpu_seconds"),
+        modules=records[0].get("modules"),
         phases=[each for each in peaks if each is not None],
     )
 
 
 def anygauge_steps(folder: Path) -> list[Step]:
-    """Steps from ``metrics.jsonl``.
-
-    Raises:
-        MeasureError: the file is not there, or its steps carry no time.
-    """
+    """Steps from ``metrics.jsonl``."""
     path = folder / "run" / "metrics.jsonl"
     records = [record for record in _lines(path) if "loss" in record and "seconds" in record]
     if any("time" not in record for record in records):
@@ -163,35 +158,25 @@ def anygauge_steps(folder: Path) -> list[Step]:
 
 
 def contender_steps(folder: Path, rank: int) -> list[Step]:
-    """Steps that a contender's rank recorded.
-
-    Raises:
-        MeasureError: the file is not there.
-    """
+    """Steps that a contender's rank recorded."""
     return [Step(**step) for step in _lines(folder / f"steps-rank{rank}.jsonl")]
 
 
-def traces(
-    folder: Path, ranks: int, begin: float, end: float
-) -> tuple[dict[str, float], int | None]:
-    """(bytes sent by operation between two times, peak memory), both over all ranks.
-
-    Raises:
-        MeasureError: a rank left no trace.
-    """
-    sent: dict[str, float] = {}
-    memory: list[int | None] = []
-    for rank in range(ranks):
-        path = folder / f"traffic-rank{rank}.json"
-        if not path.is_file():
-            raise MeasureError(f"no such file: {path}: was the rank ended by a signal?")
-        record = json.loads(path.read_text(encoding="utf-8"))
-        memory.append(record["peak_memory"])
+def sent_between(records: Sequence[Any], begin: float, end: float) -> Counter[str]:
+    """Bytes by operation that all ranks sent between two times."""
+    sent: Counter[str] = Counter()
+    for record in records:
         for moment, operation, count in record["calls"]:
             if begin < moment <= end:
-                sent[operation] = sent.get(operation, 0.0) + count
-    known = [peak for peak in memory if peak is not None]
-    return sent, sum(known) if len(known) == ranks else None
+                sent[operation] += count
+    return sent
+
+
+def trace_of(path: Path) -> Any:
+    """What a rank left when it ended."""
+    if not path.is_file():
+        raise MeasureError(f"no such file: {path}: was the rank ended by a signal?")
+    return _json(path)
 
 
 def _json(path: Path) -> Any:

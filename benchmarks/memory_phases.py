@@ -20,11 +20,11 @@ from typing import Annotated
 
 import typer
 
+from benchmarks import session
 from benchmarks.entrants import Entrant, chosen
 from benchmarks.measure import RunOutcome
-from benchmarks.plan import BenchmarkError, ContenderPlan
-from benchmarks.session import all_of, command, each_run, prepare, write_all
-from benchmarks.table import MIB, TableRow
+from benchmarks.plan import BenchmarkError
+from benchmarks.table import MIB, TableRow, in_order
 
 CONTENDERS = ("anygauge-fsdp", "anygauge", "trainer", "trl")
 PHASES = ("load", "training", "evaluation", "save")
@@ -36,8 +36,7 @@ def table_rows(
     """A row for each contender at one size of the vocabulary."""
 
     def peaks(entrant: Entrant, phase: str) -> list[int]:
-        runs = sorted((o for o in found if o.name == entrant.name), key=lambda o: o.round)
-        return [sum(rank[phase] for rank in run.phases) for run in runs]
+        return [sum(r[phase] for r in run.phases) for run in in_order(found, entrant)]
 
     rows = []
     for entrant in entrants:
@@ -51,11 +50,7 @@ def table_rows(
 
 
 def check(found: RunOutcome, folder: Path, ranks: int) -> None:
-    """That a run did all that is compared.
-
-    Raises:
-        BenchmarkError: it left a phase out, or saved no adapter.
-    """
+    """That a run did all that is compared."""
     whole = len(found.phases) == ranks and all({*PHASES} <= {*rank} for rank in found.phases)
     if not whole:
         raise BenchmarkError(f"{found.name}: a rank left out one of {', '.join(PHASES)}")
@@ -65,49 +60,44 @@ def check(found: RunOutcome, folder: Path, ranks: int) -> None:
 
 
 def main(
-    classes: Annotated[str, typer.Option(help="Sizes of the model's output.")] = "32000,128000",
+    context: typer.Context,
+    sizes: Annotated[
+        str, typer.Option("--classes", help="Sizes of the model's output.")
+    ] = "32000,128000",
     names: Annotated[str, typer.Option("--contenders")] = ",".join(CONTENDERS),
-    output: Annotated[Path, typer.Option(help="A new folder.")] = Path("runs/memory_phases"),
-    rounds: Annotated[int, typer.Option(min=1, help="Each runs every contender once.")] = 3,
+    output: session.Output = Path("runs/memory_phases"),
+    rounds: session.Rounds = 3,
     steps: Annotated[int, typer.Option(min=2)] = 3,
-    layers: Annotated[int, typer.Option(min=1)] = 8,
+    layers: session.Count = 8,
     hidden: Annotated[int, typer.Option(min=32, help="A multiple of 32.")] = 512,
     length: Annotated[int, typer.Option(min=8, help="Tokens of every row.")] = 256,
     micro_batch: Annotated[int, typer.Option(min=1, help="Of training and evaluation.")] = 2,
-    verify: Annotated[bool, typer.Option(help="anygauge checks what it saved.")] = True,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for one run.")] = 900,
+    verifies: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="anygauge checks what it saved.")
+    ] = True,
+    timeout_s: session.Timeout = 900,
 ) -> None:
     """Measure the peak of each phase side by side."""
     entrants = chosen(names)
-    plan = ContenderPlan(
-        rounds=rounds,
-        steps=steps,
-        layers=layers,
-        hidden=hidden,
-        intermediate=round(hidden * 2.6875),
-        heads=hidden // 16 if hidden < 128 else hidden // 64,
-        length=length,
-        max_length=length,
-        micro_batch=micro_batch,
-        dtype="bfloat16",
-        stored="bfloat16",
-        timeout_s=timeout,
-        evaluates=True,
-        verifies=verify,
-    )
+    plan = session.planned(
+        context, intermediate=round(hidden * 2.6875), max_length=length, evaluates=True,
+        heads=hidden // 16 if hidden < 128 else hidden // 64, dtype="bfloat16", stored="bfloat16",
+    )  # fmt: skip
     rows_of_table: list[TableRow] = []
     runs = []
-    with command(output):
-        for count in map(int, classes.split(",")):
+    with session.command(output):
+        for count in map(int, sizes.split(",")):
             folder = output.resolve() / str(count)
-            rows, of_size, about = prepare("full", replace(plan, classes=count, output=str(folder)))
+            rows, of_size, about = session.prepare(
+                "full", replace(plan, classes=count, output=str(folder))
+            )
             print(f"{count:,} classes: {about}", flush=True)
-            found = all_of(each_run(entrants, of_size, rows, folder))
+            found = session.all_of(session.each_run(entrants, of_size, rows, folder))
             for one in found:
                 check(one, folder, plan.ranks)
                 runs.append({"classes": count, **asdict(one)})
             rows_of_table += table_rows(count, found, entrants)
-        write_all(output, plan, rows_of_table, runs)
+        session.write_all(output, plan, rows_of_table, runs)
 
 
 if __name__ == "__main__":

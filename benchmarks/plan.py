@@ -9,7 +9,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 Layout = Literal["padded", "grouped", "packed"]
 Dtype = Literal["float32", "bfloat16"]
@@ -99,6 +99,21 @@ class ContenderPlan:
     def global_batch(self) -> int:
         """Sequences per optimizer step over all ranks."""
         return self.micro_batch * self.accumulation * self.ranks
+
+    @property
+    def llama(self) -> dict[str, Any]:
+        """The model, as a run file's ``model.config``."""
+        return {
+            "model_type": "llama",
+            "vocab_size": self.classes or self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads or self.heads,
+            "max_position_embeddings": self.max_length,
+            "tie_word_embeddings": False,
+        }
 
     def save(self, path: Path) -> None:
         """Write as JSON."""

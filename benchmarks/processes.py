@@ -8,11 +8,13 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from anygauge.util.processes import describe_exit
 from benchmarks.plan import ContenderPlan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -155,7 +157,7 @@ def wait(running: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> Ended:
         failed = next((index for index, code in enumerate(codes) if code), None)
         if failed is not None:
             status = codes[failed]
-            problem = f"process {failed} ended with {_status(status)}"
+            problem = f"process {failed} ended with {describe_exit(codes[failed] or 0)}"
         elif all(code == 0 for code in codes):
             status = 0
         elif time.monotonic() > began + timeout_s:
@@ -163,10 +165,6 @@ def wait(running: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> Ended:
         else:
             time.sleep(POLL_S)
     return Ended(seconds=time.monotonic() - began, problem=problem, status=status)
-
-
-def _status(code: int | None) -> str:
-    return f"signal {signal.Signals(-code).name}" if code and code < 0 else f"status {code}"
 
 
 def _end(running: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -182,13 +180,13 @@ def _end(running: Sequence[subprocess.Popen[bytes]]) -> None:
         deadline += GRACE_S
 
 
-def last_lines(folder: Path, count: int = 15) -> list[str]:
+def last_lines(folder: Path, count: int = 15, logs: str = "run*/logs/rank*.log") -> list[str]:
     """The end of the log that says most: of the ranks where there are any, else the newest."""
-    logs = sorted(folder.glob("run*/logs/rank*.log")) or sorted(folder.glob("*.log"))
-    if not logs:
+    found = sorted(folder.glob(logs)) or sorted(folder.glob("*.log"))
+    if not found:
         return []
     # The rank that failed first has a traceback of its own; others report a lost connection.
-    first = min(logs, key=lambda path: path.stat().st_mtime)
+    first = min(found, key=lambda path: path.stat().st_mtime)
     text = first.read_text(encoding="utf-8", errors="replace")
     return text.rstrip().splitlines()[-count:]
 
@@ -197,3 +195,8 @@ def cause(lines: Sequence[str]) -> str:
     """The error that the end of a log names; empty where it names none."""
     errors = [text for text in lines if re.match(r"(?i)(error|[\w.]+(Error|Exception))\b", text)]
     return errors[-1] if errors else ""
+
+
+def raise_when_terminated() -> None:
+    """Have SIGTERM raise an exception in this process, so that what it has started is ended."""
+    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))

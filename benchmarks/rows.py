@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.plan import BenchmarkError
+from benchmarks.plan import BenchmarkError, ContenderPlan
 from benchmarks.texts import Text, texts
 
 END, PAD = "</s>", "<pad>"
@@ -33,47 +33,29 @@ class WrittenRows:
     Attributes:
         exact: file of steps * global_batch rows.
         pool: file of more rows for packing, those of `exact` first.
+        vocabulary: tokens that the tokenizer has.
         tokens: tokens of `exact`, end tokens included.
-        dropped: rows beyond the maximum length that were met on the way.
-        lengths: fewest, mean and most tokens of a row of `exact`.
+        about: in words, the lengths of `exact`, and how many rows were too long.
     """
 
     exact: Path
     pool: Path
-    has_prompts: bool
     vocabulary: int
     tokens: int
-    dropped: int
-    lengths: tuple[int, float, int]
+    about: str
 
 
-def write_rows(
-    workload: str,
-    folder: Path,
-    *,
-    data: Path | None,
-    count: int,
-    length: int,
-    vocabulary: int,
-    seed: int,
-) -> WrittenRows:
-    """Train the tokenizer into `folder`/model and write the rows beside it.
-
-    Args:
-        count: rows that a run without packing reads.
-        length: tokens of every row (workload full), or most tokens of a row.
-        vocabulary: most tokens of the tokenizer.
-
-    Raises:
-        BenchmarkError: the workload's file is not there, or has too few rows.
-    """
-    found = texts(workload, data, seed)
+def write_rows(workload: str, folder: Path, plan: ContenderPlan) -> WrittenRows:
+    """Train the tokenizer into `folder`/model and write the rows beside it."""
+    found = texts(workload, Path(plan.data) if plan.data else None, plan.seed)
     model = folder / "model"
     model.mkdir(parents=True, exist_ok=True)
-    random.Random(seed).shuffle(found)
-    tokenizer = train_tokenizer(found[:TOKENIZER_TEXTS], model, vocabulary)
+    random.Random(plan.seed).shuffle(found)
+    tokenizer = train_tokenizer(found[:TOKENIZER_TEXTS], model, plan.vocabulary)
+    count, length, dropped = plan.steps * plan.global_batch, plan.max_length, 0
     if workload == "full":
-        sized, dropped = full_rows(found, tokenizer, length, count), 0
+        length = plan.length
+        sized = full_rows(found, tokenizer, length, count)
     else:
         sized, dropped = ragged_rows(found, tokenizer, length, count)
     if len(sized) < count:
@@ -82,15 +64,14 @@ def write_rows(
             f"reads {count}: lower --steps, --micro-batch or --accumulation"
         )
     exact = sized[:count]
-    mean = fmean(size for _, size in exact)
+    sizes = [size for _, size in exact]
     result = WrittenRows(
         exact=folder / "rows.jsonl",
         pool=folder / "pool.jsonl",
-        has_prompts=workload != "full",
         vocabulary=tokenizer.get_vocab_size(),
-        tokens=sum(size for _, size in exact),
-        dropped=dropped,
-        lengths=(min(size for _, size in exact), mean, max(size for _, size in exact)),
+        tokens=sum(sizes),
+        about=f"{min(sizes)} to {max(sizes)} tokens a row, mean {fmean(sizes):.0f}; {dropped} "
+        "longer rows left out",
     )
     for path, part in ((result.exact, exact), (result.pool, sized)):
         path.write_text("".join(_line(text) for text, _ in part), encoding="utf-8")
@@ -98,11 +79,8 @@ def write_rows(
 
 
 def _line(text: Text) -> str:
-    row = (
-        {"prompt": text.prompt, "completion": text.completion}
-        if text.prompt
-        else {"text": text.completion}
-    )
+    whole = {"text": text.completion}
+    row = {"prompt": text.prompt, "completion": text.completion} if text.prompt else whole
     return json.dumps(row, ensure_ascii=False) + "\n"
 
 

@@ -10,61 +10,64 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from importlib import metadata
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from anygauge.registry import installed_version
 from anygauge.util.files import write_text
 from benchmarks.entrants import Entrant, processes
 from benchmarks.make_model import PARAMETERS
 from benchmarks.measure import MeasureError, RunOutcome, outcome
 from benchmarks.plan import BenchmarkError, ContenderPlan
 from benchmarks.processes import ROOT, cause, last_lines, run, shared_environment
-from benchmarks.ratios import rotated
 from benchmarks.rows import WrittenRows, write_rows
-from benchmarks.table import TableRow, table
+from benchmarks.table import TableRow, rotated, table
 from benchmarks.texts import source
 
-PACKAGES = ("torch", "transformers", "peft", "deepspeed", "accelerate", "trl", "datasets")
+PACKAGES = (
+    *("anygauge", "torch", "triton", "transformers", "peft", "accelerate", "deepspeed", "trl"),
+    *("datasets", "liger-kernel", "pytest"),
+)
+
+Output = Annotated[Path, typer.Option(help="A new folder for results and logs.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Each runs every contender once.")]
+Count = Annotated[int, typer.Option(min=1)]
+Timeout = Annotated[float, typer.Option("--timeout", min=1, help="Seconds for one run.")]
+Older = Annotated[
+    Path | None,
+    typer.Option(help="A checkout of an older commit, whose code is a contender.", exists=True),
+]
+"""Options of the commands that run contenders."""
+
+
+def planned(context: typer.Context, **more: Any) -> ContenderPlan:
+    """The plan of a command: its options that are fields of a plan, and what it says beside."""
+    names = {field.name for field in fields(ContenderPlan)}
+    given = {name: value for name, value in context.params.items() if name in names}
+    output = str(Path(context.params["output"]).resolve())
+    return ContenderPlan(**{**given, "output": output, **more})
 
 
 def prepare(workload: str, plan: ContenderPlan) -> tuple[WrittenRows, ContenderPlan, str]:
-    """Write rows, tokenizer and model of a workload; returns rows, the plan on them, and words.
-
-    Raises:
-        BenchmarkError: the workload cannot give the rows, or the model could not be made.
-    """
+    """Write rows, tokenizer and model of a workload; returns rows, the plan on them, and words."""
     rows, plan, about = prepare_rows(workload, plan)
     return rows, plan, f"{about}; model of {make_model(plan):,} parameters"
 
 
 def prepare_rows(workload: str, plan: ContenderPlan) -> tuple[WrittenRows, ContenderPlan, str]:
-    """`prepare` without the model's weights.
-
-    Raises:
-        BenchmarkError: the workload cannot give the rows.
-    """
+    """`prepare` without the model's weights."""
     folder = Path(plan.output) / workload
-    data = Path(plan.data) if plan.data else None
-    length = plan.length if workload == "full" else plan.max_length
-    rows = write_rows(
-        workload, folder, data=data, count=plan.steps * plan.global_batch, length=length,
-        vocabulary=plan.vocabulary, seed=plan.seed,
-    )  # fmt: skip
-    fewest, mean, most = rows.lengths
-    about = (
-        f"{workload}: {source(workload, data)}; {fewest} to {most} tokens a row, mean "
-        f"{mean:.0f}; {rows.dropped} longer rows left out"
-    )
+    rows = write_rows(workload, folder, plan)
+    about = f"{workload}: {source(workload, bool(plan.data))}; {rows.about}"
     on_them = replace(
         plan,
         model=str(folder / "model"),
         rows=str(rows.exact),
-        has_prompts=rows.has_prompts,
-        max_length=length,
+        has_prompts=workload != "full",
+        max_length=plan.length if workload == "full" else plan.max_length,
         classes=max(rows.vocabulary, plan.classes),
     )
     return rows, on_them, about
@@ -74,19 +77,14 @@ def make_model(plan: ContenderPlan) -> int:
     """Link random weights into ``plan.model``; returns how many parameters they are.
 
     Workloads whose models are alike share a file: it is drawn once.
-
-    Raises:
-        BenchmarkError: they could not be made.
     """
-    names = ("layers", "hidden", "intermediate", "heads", "seed", "device")
-    sizes = {name: getattr(plan, name) for name in names}
-    sizes |= {"vocabulary": plan.classes, "kv-heads": plan.kv_heads}
-    sizes |= {"positions": plan.max_length, "dtype": plan.stored}
-    folder = Path(plan.output) / "-".join(["weights", *map(str, sizes.values())])
+    alike = (*plan.llama.values(), plan.stored, plan.seed, plan.device)
+    folder = Path(plan.output) / "-".join(["weights", *map(str, alike)])
     if not folder.is_dir():
+        described = folder.with_name(f"{folder.name}.json")
+        plan.save(described)
         made = subprocess.run(
-            [sys.executable, "-m", "benchmarks.make_model", str(folder)]
-            + [f"--{name}={value}" for name, value in sizes.items()],
+            [sys.executable, "-m", "benchmarks.make_model", str(described), str(folder)],
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -159,11 +157,7 @@ def each_run(
 
 
 def all_of(runs: Iterable[RunOutcome]) -> list[RunOutcome]:
-    """Runs that must not fail.
-
-    Raises:
-        BenchmarkError: one did.
-    """
+    """Runs that must not fail."""
     found = []
     for each in runs:
         if each.status != "ok":
@@ -174,12 +168,7 @@ def all_of(runs: Iterable[RunOutcome]) -> list[RunOutcome]:
 
 @contextmanager
 def command(output: Path) -> Iterator[None]:
-    """Around a command that measures into a new folder.
-
-    Raises:
-        typer.BadParameter: the folder has something in it.
-        typer.Exit: with status 2 after a `BenchmarkError`, which is shown.
-    """
+    """Around a command that measures into a new folder."""
     if output.exists() and any(output.iterdir()):
         raise typer.BadParameter(f"--output {output} is not empty: name a new folder")
     try:
@@ -194,13 +183,13 @@ def write_all(
 ) -> None:
     """Write ``table.md`` and ``results.json``, and show the table."""
     shown = "\n".join(table(rows)) + "\n"
-    record = {**conditions(plan), "runs": runs}
+    record = {**conditions(asdict(plan)), "runs": runs}
     write_text(output / "results.json", json.dumps(record, indent=1) + "\n")
     write_text(output / "table.md", shown)
     print(shown)
 
 
-def conditions(plan: ContenderPlan) -> dict[str, Any]:
+def conditions(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Machine, versions and settings, for the record."""
     return {
         "command": sys.argv,
@@ -208,14 +197,12 @@ def conditions(plan: ContenderPlan) -> dict[str, Any]:
         "platform": platform.platform(),
         "processors": os.cpu_count(),
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("anygauge", *PACKAGES)},
-        "settings": asdict(plan),
+        "versions": versions(),
+        "settings": settings,
     }
 
 
-def version(package: str) -> str:
-    """Of a distribution, or that there is none."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+def versions() -> dict[str, str]:
+    """Of the packages that decide what is measured."""
+    found = {name: installed_version(name) for name in PACKAGES}
+    return {name: version or "not installed" for name, version in found.items()}

@@ -16,29 +16,24 @@ from typing import Annotated
 
 import typer
 
+from benchmarks import session
 from benchmarks.entrants import Entrant, chosen
 from benchmarks.measure import RunOutcome
-from benchmarks.plan import ContenderPlan
-from benchmarks.ratios import paired
-from benchmarks.session import all_of, command, each_run, prepare, write_all
-from benchmarks.table import TableRow, middle
+from benchmarks.table import TableRow, in_order, middle, paired
 
 CONTENDERS = ("anygauge-fsdp", "anygauge", "trainer")
 
 
 def table_rows(found: Sequence[RunOutcome], entrants: Sequence[Entrant]) -> list[TableRow]:
     """Medians of each contender, and the paired ratio of its seconds to the first one's."""
-
-    def seconds(name: str) -> list[float]:
-        starts = sorted((o for o in found if o.name == name), key=lambda o: o.round)
-        return [o.first_step_s or 0.0 for o in starts]
-
     rows = []
+    first = [start.first_step_s or 0.0 for start in in_order(found, entrants[0])]
     for entrant in entrants:
-        starts = [o for o in found if o.name == entrant.name]
+        starts = in_order(found, entrant)
+        seconds = [start.first_step_s or 0.0 for start in starts]
         figures = {
-            "s to the first step": middle(seconds(entrant.name)),
-            "over the first row": paired(seconds(entrant.name), seconds(entrants[0].name)),
+            "s to the first step": middle(seconds),
+            "over the first row": paired(seconds, first),
             "CPU s of a rank": middle(o.cpu_seconds for o in starts),
             "modules": middle(o.modules for o in starts),
         }
@@ -47,32 +42,22 @@ def table_rows(found: Sequence[RunOutcome], entrants: Sequence[Entrant]) -> list
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="A new folder.")] = Path("runs/start_up"),
-    rounds: Annotated[int, typer.Option(min=1, help="Each starts every contender once.")] = 5,
+    context: typer.Context,
+    output: session.Output = Path("runs/start_up"),
+    rounds: session.Rounds = 5,
     names: Annotated[str, typer.Option("--contenders")] = ",".join(CONTENDERS),
-    before: Annotated[
-        Path | None, typer.Option(help="A checkout of an older commit.", exists=True)
-    ] = None,
+    before: session.Older = None,
 ) -> None:
     """Measure how long a run takes to begin."""
     entrants = chosen(names, before)
-    plan = ContenderPlan(
-        rounds=rounds,
-        steps=2,
-        layers=2,
-        hidden=64,
-        intermediate=172,
-        heads=2,
-        vocabulary=512,
-        length=64,
-        max_length=64,
-        micro_batch=2,
-        output=str(output.resolve()),
-    )
-    with command(output):
-        rows, plan, _ = prepare("full", plan)
-        found = all_of(each_run(entrants, plan, rows, output.resolve()))
-        write_all(output, plan, table_rows(found, entrants), [asdict(one) for one in found])
+    plan = session.planned(
+        context, steps=2, layers=2, hidden=64, intermediate=172, heads=2, vocabulary=512, length=64,
+        max_length=64, micro_batch=2,
+    )  # fmt: skip
+    with session.command(output):
+        rows, plan, _ = session.prepare("full", plan)
+        found = session.all_of(session.each_run(entrants, plan, rows, output.resolve()))
+        session.write_all(output, plan, table_rows(found, entrants), [asdict(one) for one in found])
 
 
 if __name__ == "__main__":

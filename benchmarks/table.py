@@ -1,17 +1,78 @@
-"""Tables in Markdown: rows of figures, and what is said of contenders over all rounds."""
+"""Tables in Markdown: rows of figures, and what is said of contenders over all rounds: medians,
+paired ratios and their intervals."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
-from typing import Any
+from itertools import accumulate
+from statistics import fmean, median, stdev
+from typing import Any, TypeVar
 
 from benchmarks.entrants import Entrant
 from benchmarks.measure import LAST_STEPS, RunOutcome
-from benchmarks.ratios import CONFIDENCE, Ratio, paired
+
+Item = TypeVar("Item")
+
+CONFIDENCE = 0.95
+_PANELS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Paired ratios of several rounds.
+
+    Attributes:
+        median: of the ratios.
+        low, high: interval of the geometric mean; None with fewer than two rounds.
+    """
+
+    median: float
+    low: float | None
+    high: float | None
+    rounds: int
+
+
+def rotated(items: Sequence[Item], round_: int) -> list[Item]:
+    """Each round begins one further on, so that no contender is always first or always last."""
+    shift = round_ % len(items) if items else 0
+    return [*items[shift:], *items[:shift]]
+
+
+def paired(over: Sequence[float], under: Sequence[float]) -> Ratio:
+    """over / under, round by round.
+
+    The interval is Student's on the logarithms: ratios are multiplicative, and resampling a
+    handful of rounds would give intervals that are too narrow.
+    """
+    ratios = [a / b for a, b in zip(over, under, strict=True)]
+    if len(ratios) < 2:
+        return Ratio(median(ratios), None, None, len(ratios))
+    logs = [math.log(ratio) for ratio in ratios]
+    reach = t_quantile(len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
+    middle = fmean(logs)
+    return Ratio(median(ratios), math.exp(middle - reach), math.exp(middle + reach), len(ratios))
+
+
+def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
+    """Half-width, in standard errors, of Student's two-sided interval.
+
+    With x = sqrt(degrees) * tan(angle) the density is a power of the cosine, on a finite range: it
+    is summed by midpoints as far as the share of the whole.
+    """
+    width = math.pi / 2 / _PANELS
+    midpoints = (width * (panel + 0.5) for panel in range(_PANELS))
+    sums = [0.0, *accumulate(math.cos(angle) ** (degrees - 1) for angle in midpoints)]
+    share = confidence * sums[-1]
+    panel = bisect_right(sums, share) - 1
+    within = (share - sums[panel]) / (sums[panel + 1] - sums[panel])
+    return math.sqrt(degrees) * math.tan(width * (panel + within))
+
+
+# -- tables ----------------------------------------------------------------------------------------
 
 MIB = 2**20
 Figure = float | int | str | Ratio | None
@@ -109,6 +170,11 @@ def cell(text: str) -> str:
 # -- contenders ------------------------------------------------------------------------------------
 
 
+def in_order(found: Sequence[RunOutcome], entrant: Entrant) -> list[RunOutcome]:
+    """A contender's runs, round by round."""
+    return sorted((each for each in found if each.name == entrant.name), key=lambda o: o.round)
+
+
 def middle(values: Iterable[float | None]) -> float | None:
     """The median of those that are known."""
     known = [value for value in values if value is not None]
@@ -168,22 +234,9 @@ def markdown(title: str, rows: Sequence[TableRow]) -> str:
     return "\n".join([f"### {title}", "", *table(rows), "", *(f"- {text}" for text in LEGEND), ""])
 
 
-def as_json(
-    conditions: Mapping[str, Any],
-    results: Mapping[str, Sequence[RunOutcome]],
-    entrants: Sequence[Entrant],
-) -> str:
-    """Everything that was measured.
-
-    Args:
-        conditions: machine, versions and settings.
-        results: workload -> outcomes.
-    """
-    workloads = {
-        workload: {
-            "summary": [dataclasses.asdict(row) for row in summarise(outcomes, entrants)],
-            "runs": [{**dataclasses.asdict(o), "final_loss": o.final_loss} for o in outcomes],
-        }
-        for workload, outcomes in results.items()
+def as_record(outcomes: Sequence[RunOutcome], entrants: Sequence[Entrant]) -> dict[str, Any]:
+    """All that was measured of a workload, for a file of JSON."""
+    return {
+        "summary": [dataclasses.asdict(row) for row in summarise(outcomes, entrants)],
+        "runs": [{**dataclasses.asdict(o), "final_loss": o.final_loss} for o in outcomes],
     }
-    return json.dumps({"conditions": conditions, "workloads": workloads}, indent=2) + "\n"

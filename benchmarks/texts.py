@@ -33,20 +33,14 @@ class Text:
     completion: str
 
 
-def source(workload: str, data: Path | None) -> str:
-    """In words, what a workload is made of."""
-    if workload == "full":
-        return "wiki_demo.txt" if data else f"generated text ({distribution()})"
-    if workload == "generated":
-        return f"generated rows ({distribution()})"
-    return FILES[workload]
-
-
-def distribution() -> str:
-    """In words, how long generated texts are."""
+def source(workload: str, data: bool) -> str:
+    """In words, what a workload is made of, with a folder of data or without."""
+    if data and workload in FILES:
+        return FILES[workload]
+    made = "text" if workload == "full" else "rows"
     return (
-        f"words per text log-normal, median {MEDIAN_WORDS}, sigma {SPREAD}, "
-        f"{PROMPT_SHARE:.0%} of them prompt"
+        f"generated {made} (words per text log-normal, median {MEDIAN_WORDS}, sigma {SPREAD}, "
+        f"{PROMPT_SHARE:.0%} of them prompt)"
     )
 
 
@@ -55,9 +49,6 @@ def texts(workload: str, data: Path | None, seed: int) -> list[Text]:
 
     Args:
         data: folder with real files; None generates text for `full` and `generated`.
-
-    Raises:
-        BenchmarkError: the workload needs a file that is not there.
     """
     if workload == "generated" or (workload == "full" and data is None):
         made = list(_generated(random.Random(seed)))

@@ -9,32 +9,29 @@ taken within a round. See --help for the settings, `benchmarks/entrants.py` for 
 
 from __future__ import annotations
 
+import json
 import os
-import signal
-import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from anygauge.util.files import write_text
+from benchmarks import session
 from benchmarks.entrants import ENTRANTS, Entrant, chosen
-from benchmarks.measure import RunOutcome
-from benchmarks.plan import ContenderPlan
-from benchmarks.session import command, conditions, each_run, prepare
-from benchmarks.table import as_json, markdown, summarise
+from benchmarks.plan import ContenderPlan, Dtype
+from benchmarks.processes import raise_when_terminated
+from benchmarks.table import as_record, markdown, summarise
 from benchmarks.texts import WORKLOADS
 
 
 def measure(
-    workload: str,
-    entrants: Sequence[Entrant],
-    plan: ContenderPlan,
-    results: dict[str, list[RunOutcome]],
-) -> None:
-    """All rounds of one workload; `results` and the files grow with every run."""
-    outcomes = results.setdefault(workload, [])
+    workload: str, entrants: Sequence[Entrant], plan: ContenderPlan, workloads: dict[str, Any]
+) -> bool:
+    """All rounds of one workload; `workloads` and the files grow with every run. Returns whether
+    all went well."""
     classes = f"{plan.classes:,} classes, " if plan.classes else ""
     title = (
         f"{workload}: {plan.layers} layers of {plan.hidden}, {classes}{plan.dtype}, "
@@ -42,27 +39,25 @@ def measure(
         f"{plan.accumulation} micro-batches, {plan.steps} steps ({plan.warmup} "
         f"warm-up), checkpointing {'on' if plan.checkpointing else 'off'}"
     )
-    rows, plan, about = prepare(workload, plan)
+    rows, plan, about = session.prepare(workload, plan)
     print(about, flush=True)
     output = Path(plan.output)
     table = output / "table.md"
     before = table.read_text(encoding="utf-8") + "\n" if table.exists() else ""
-    shown = ""
-    for outcome in each_run(entrants, plan, rows, output / workload):
+    shown, outcomes = "", []
+    for outcome in session.each_run(entrants, plan, rows, output / workload):
         outcomes.append(outcome)
         shown = markdown(title, summarise(outcomes, entrants))
-        record = as_json(conditions(plan), results, entrants)
-        write_text(output / "results.json", record)
+        workloads[workload] = as_record(outcomes, entrants)
+        record = {"conditions": session.conditions(asdict(plan)), "workloads": workloads}
+        write_text(output / "results.json", json.dumps(record, indent=2) + "\n")
         write_text(table, before + shown)
     print(shown, flush=True)
+    return all(outcome.status == "ok" for outcome in outcomes)
 
 
 def chosen_workloads(workload: str, data: str) -> list[str]:
-    """The workloads that a name stands for; `all` takes generated rows where there is no data.
-
-    Raises:
-        typer.BadParameter: there is no such workload.
-    """
+    """The workloads that a name stands for; `all` takes generated rows where there is no data."""
     if workload == "all":
         return ["full", "gsm8k", "alpaca"] if data else ["full", "generated"]
     if workload not in WORKLOADS:
@@ -83,23 +78,22 @@ def named(listed: str, workload: str) -> str:
 
 
 def main(
+    context: typer.Context,
     workload: Annotated[
         str, typer.Option(help="full (every row --length tokens), gsm8k, alpaca, generated, all.")
     ] = "all",
     contenders: Annotated[
         str, typer.Option(help=f"Comma-separated: {', '.join(ENTRANTS)}; or all.")
     ] = "all",
-    output: Annotated[Path, typer.Option(help="A new folder for results and logs.")] = Path(
-        "runs/train_vs_peers"
-    ),
-    rounds: Annotated[int, typer.Option(min=1, help="Each runs every contender once.")] = 5,
+    output: session.Output = Path("runs/train_vs_peers"),
+    rounds: session.Rounds = 5,
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps, warm-up included.")] = 20,
     warmup: Annotated[int, typer.Option(min=1, help="First steps, not measured.")] = 4,
     ranks: Annotated[int, typer.Option(min=1, help="Processes, one thread each.")] = 2,
-    layers: Annotated[int, typer.Option(min=1)] = 8,
+    layers: session.Count = 8,
     hidden: Annotated[int, typer.Option(min=2)] = 512,
     intermediate: Annotated[int, typer.Option(min=0, help="0: 2.6875 times hidden.")] = 0,
-    heads: Annotated[int, typer.Option(min=1)] = 8,
+    heads: session.Count = 8,
     kv_heads: Annotated[int, typer.Option(min=0, help="0: as many as heads.")] = 0,
     vocabulary: Annotated[int, typer.Option(min=300, help="Most tokens.")] = 4096,
     classes: Annotated[
@@ -111,63 +105,31 @@ def main(
     ] = 512,
     micro_batch: Annotated[int, typer.Option(min=1, help="Rows per forward and rank.")] = 4,
     accumulation: Annotated[int, typer.Option(min=1, help="Forwards per step.")] = 2,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    dtype: Dtype = "float32",
     checkpointing: Annotated[bool, typer.Option(help="Recompute activations.")] = True,
     lr: Annotated[float, typer.Option(min=0, help="Constant learning rate of AdamW.")] = 2e-3,
     seed: Annotated[int, typer.Option(min=0, help="Weights, choice of rows, orders.")] = 0,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for one run.")] = 1800,
-    before: Annotated[
-        Path | None,
-        typer.Option(help="A checkout of an older commit, whose code is a contender.", exists=True),
-    ] = None,
+    timeout_s: session.Timeout = 1800,
+    before: session.Older = None,
 ) -> None:
     """Measure training speed, memory and traffic side by side."""
-    if dtype not in ("float32", "bfloat16"):
-        raise typer.BadParameter(f"--dtype {dtype!r} is neither float32 nor bfloat16")
     if warmup >= steps:
         raise typer.BadParameter(f"--warmup {warmup} leaves none of --steps {steps} to measure")
     if hidden % heads or hidden // heads % 2:
         raise typer.BadParameter(f"--hidden {hidden} is not an even multiple of --heads {heads}")
     data = os.environ.get("ANYGAUGE_DATA", "")
-    plan = ContenderPlan(
-        rounds=rounds,
-        steps=steps,
-        warmup=warmup,
-        ranks=ranks,
-        layers=layers,
-        hidden=hidden,
-        intermediate=intermediate or round(hidden * 2.6875),
-        heads=heads,
-        kv_heads=kv_heads,
-        vocabulary=vocabulary,
-        classes=classes,
-        length=length,
-        max_length=max_length,
-        micro_batch=micro_batch,
-        accumulation=accumulation,
-        dtype="bfloat16" if dtype == "bfloat16" else "float32",
-        checkpointing=checkpointing,
-        lr=lr,
-        seed=seed,
-        timeout_s=timeout,
-        output=str(output.resolve()),
-        data=data,
-    )
-    results: dict[str, list[RunOutcome]] = {}
-    workloads = chosen_workloads(workload, data)
-    with command(output):
-        for each in workloads:
-            measure(each, chosen(named(contenders, each), before), plan, results)
+    plan = session.planned(context, intermediate=intermediate or round(hidden * 2.6875), data=data)
+    workloads: dict[str, Any] = {}
+    with session.command(output):
+        well = [
+            measure(each, chosen(named(contenders, each), before), plan, workloads)
+            for each in chosen_workloads(workload, data)
+        ]
     print(f"written: {plan.output}/results.json and table.md", flush=True)
-    if any(result.status != "ok" for found in results.values() for result in found):
+    if not all(well):
         raise typer.Exit(1)
 
 
-def _terminated(signum: int, _: Any) -> None:
-    # As an exception, so that the processes of the running contender are ended.
-    sys.exit(128 + signum)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _terminated)
+    raise_when_terminated()
     typer.run(main)

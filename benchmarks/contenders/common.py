@@ -108,16 +108,11 @@ def adapter(plan: ContenderPlan) -> LoraConfig:
     )
 
 
-def dtype(plan: ContenderPlan) -> torch.dtype:
-    """The type of weights and arithmetic."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[plan.dtype]
-
-
 def adapted_model(
     plan: ContenderPlan, device: torch.device | None = None, *, checkpointing: bool = True
 ) -> Any:
     """The model with its adapter; without a device, where its loading has put it."""
-    model: Any = AutoModelForCausalLM.from_pretrained(plan.model, dtype=dtype(plan))
+    model: Any = AutoModelForCausalLM.from_pretrained(plan.model, dtype=getattr(torch, plan.dtype))
     model.config.use_cache = False
     if device is not None:
         model.to(device)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -35,9 +35,6 @@ from benchmarks.contenders.common import (
 from benchmarks.contenders.zero3 import by_hand, documented
 from benchmarks.plan import ContenderPlan
 
-Around = Callable[[bool], AbstractContextManager[Any]]
-"""(Whether a micro-batch is the step's last) -> what is around its forward and backward."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerEngine:
@@ -46,41 +43,37 @@ class PeerEngine:
     Attributes:
         called: the model; a call returns what has a loss.
         backward: of a micro-batch's mean loss.
+        around: whether a micro-batch is the step's last -> what is around its forward and backward.
         update: after a step's last micro-batch.
-        batches: in order; without it, padded micro-batches of this rank.
+        batches: in order; without them, padded micro-batches of this rank.
         close: after the last step.
     """
 
     called: Any
     backward: Callable[[Tensor], Any]
-    around: Around = lambda last: nullcontext()
+    around: Callable[[bool], AbstractContextManager[Any]] = lambda last: nullcontext()
     update: Callable[[], Any] = lambda: None
-    batches: Iterator[dict[str, Tensor]] | None = None
+    batches: Iterable[dict[str, Tensor]] | None = None
     close: Callable[[], Any] = lambda: None
-
-
-def take_device(plan: ContenderPlan) -> torch.device:
-    """This rank's device, which is then the current one."""
-    if plan.device == "cpu":
-        return torch.device("cpu")
-    device = torch.device(plan.device, int(os.environ["LOCAL_RANK"]))
-    torch.get_device_module(plan.device).set_device(device)
-    return device
 
 
 Build = Callable[[ContenderPlan, torch.device, Recorder], PeerEngine]
 
 
-def train(build: Build, plan: ContenderPlan, device: torch.device, recorder: Recorder) -> None:
+def main(plan: ContenderPlan, recorder: Recorder, build: Build) -> None:
     """Train one rank."""
+    device = torch.device("cpu")
+    if plan.device != "cpu":
+        device = torch.device(plan.device, int(os.environ["LOCAL_RANK"]))
+        torch.get_device_module(plan.device).set_device(device)
     torch.manual_seed(plan.seed)
     engine = build(plan, device, recorder)
-    rows = engine.batches or batches(plan, device)
+    rows = iter(engine.batches or loader_of(plan, int(os.environ["RANK"]), plan.ranks))
     engine.called.train()
     for _ in range(plan.steps):
         loss_sum, loss_tokens = 0.0, 0
         for turn in range(plan.accumulation):
-            batch = next(rows)
+            batch = {n: each.to(device, non_blocking=True) for n, each in next(rows).items()}
             with engine.around(turn == plan.accumulation - 1):
                 loss = engine.called(**batch).loss
                 engine.backward(loss)
@@ -105,62 +98,50 @@ def loader_of(plan: ContenderPlan, rank: int = 0, ranks: int = 1) -> Any:
     )
 
 
-def batches(plan: ContenderPlan, device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """This rank's, on its device."""
-    for batch in loader_of(plan, int(os.environ["RANK"]), plan.ranks):
-        yield {name: each.to(device, non_blocking=True) for name, each in batch.items()}
-
-
-def by_torch(
-    plan: ContenderPlan, adapted: Any, called: Any, around: Around, close: Callable[[], Any]
-) -> PeerEngine:
-    """An engine that leaves backward and the update to torch."""
-    optimizer = optimizer_of(plan, adapted)
-
-    def update() -> None:
-        nn.utils.clip_grad_norm_(trained(adapted), plan.max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return PeerEngine(
-        called=called,
-        backward=lambda loss: (loss / plan.accumulation).backward(),
-        around=around,
-        update=update,
-        close=close,
-    )
-
-
-def joined(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> Any:
-    """The adapted model of a rank that has joined the process group."""
-    dist.init_process_group(dist.get_default_backend_for_device(device))
-    return unjoined(plan, device, recorder)
-
-
-def unjoined(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> Any:
+def watched_model(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> Any:
     """The adapted model, with its tokens counted."""
     adapted = adapted_model(plan, device)
     recorder.watch(adapted)
     return adapted
 
 
+def by_torch(plan: ContenderPlan, adapted: nn.Module, called: Any, **more: Any) -> PeerEngine:
+    """An engine that leaves backward and the update to torch; `more` of its fields."""
+    optimizer = optimizer_of(plan, adapted)
+
+    def backward(loss: Tensor) -> None:
+        (loss / plan.accumulation).backward()
+
+    def update() -> None:
+        nn.utils.clip_grad_norm_(trained(adapted), plan.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return PeerEngine(called=called, backward=backward, update=update, **more)
+
+
 def ddp(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> PeerEngine:
     """The model in DDP."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    model = joined(plan, device, recorder)
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+    model = watched_model(plan, device, recorder)
     wrapper = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     # What DDP does by itself, where it is counted: its own sum never passes through Python.
     wrapper.register_comm_hook(None, default_hooks.allreduce_hook)
-    around: Around = lambda last: nullcontext() if last else wrapper.no_sync()  # noqa: E731
-    return by_torch(plan, model, wrapper, around, dist.destroy_process_group)
+
+    def around(last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last else wrapper.no_sync()
+
+    return by_torch(plan, model, wrapper, around=around, close=dist.destroy_process_group)
 
 
 def fsdp(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> PeerEngine:
     """FSDP2 as its tutorial has it: each layer, then the root."""
     from torch.distributed.fsdp import fully_shard
 
-    model = joined(plan, device, recorder)
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+    model = watched_model(plan, device, recorder)
     for layer in model.get_base_model().model.layers:
         fully_shard(layer)
     sharded = fully_shard(model)
@@ -169,25 +150,21 @@ def fsdp(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> PeerE
         sharded.set_requires_gradient_sync(last)
         return nullcontext()
 
-    return by_torch(plan, model, sharded, around, dist.destroy_process_group)
+    return by_torch(plan, model, sharded, around=around, close=dist.destroy_process_group)
 
 
 def unsharded(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> PeerEngine:
     """The bound: each process trains the whole model alone, with no communication."""
-    model = unjoined(plan, device, recorder)
-    return by_torch(plan, model, model, lambda last: nullcontext(), lambda: None)
+    model = watched_model(plan, device, recorder)
+    return by_torch(plan, model, model)
 
 
 def sharded_bound(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> PeerEngine:
     """The bound of what is sharded: the same, while its layers' weights are gathered."""
-    model = joined(plan, device, recorder)
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+    model = watched_model(plan, device, recorder)
     gathers = Gathers(plan, list(model.get_base_model().model.layers))
-
-    def close() -> None:
-        gathers.close()
-        dist.destroy_process_group()
-
-    return by_torch(plan, model, model, lambda last: nullcontext(), close)
+    return by_torch(plan, model, model, close=gathers.close)
 
 
 def deepspeed(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> PeerEngine:
@@ -201,9 +178,8 @@ def deepspeed(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> 
     sharded_loading = HfDeepSpeedConfig(config)  # must live while the model is loaded
     model = adapted_model(plan)
     del sharded_loading
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer_of(plan, model), config=config
-    )
+    optimizer = optimizer_of(plan, model)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     recorder.watch(engine.module)
 
     def backward(loss: Tensor) -> None:
@@ -219,10 +195,11 @@ def accelerate(plan: ContenderPlan, device: torch.device, recorder: Recorder) ->
     from accelerate.utils import InitProcessGroupKwargs
 
     skip_inference_kernel()
-    config = documented()
     # Accelerate fills what depends on the model; these are the loop's own.
-    config["gradient_accumulation_steps"] = plan.accumulation
-    config["gradient_clipping"] = plan.max_norm
+    config = documented() | {
+        "gradient_accumulation_steps": plan.accumulation,
+        "gradient_clipping": plan.max_norm,
+    }
     # Left to choose, Accelerate takes no process group where there is no other device than the
     # host, and every rank trains alone.
     group = [InitProcessGroupKwargs(backend="gloo")] if plan.device == "cpu" else []
@@ -246,7 +223,7 @@ def accelerate(plan: ContenderPlan, device: torch.device, recorder: Recorder) ->
         called=model,
         backward=backward,
         around=lambda last: accelerator.accumulate(model),
-        batches=iter(loader),
+        batches=loader,
         close=accelerator.end_training,
     )
 
@@ -300,9 +277,10 @@ class Gathers:
         self._handle = dist.all_gather_into_tensor(whole, piece, async_op=True)
 
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for what is under way, and leave the process group."""
         if self._handle is not None:
             self._handle.wait()
+        dist.destroy_process_group()
 
     def _at_backward(self, module: nn.Module, args: Any, output: Any) -> None:
         tensor = output[0] if isinstance(output, tuple) else output
@@ -321,5 +299,4 @@ ENGINES: Mapping[str, Build] = {
 
 
 if __name__ == "__main__":
-    _plan, _recorder = start()
-    train(ENGINES[sys.argv[2]], _plan, take_device(_plan), _recorder)
+    main(*start(), ENGINES[sys.argv[2]])

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate import PartialState
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -26,7 +28,6 @@ from benchmarks.contenders.common import (
     Recorder,
     adapted_model,
     adapter,
-    dtype,
     raw_rows,
     skip_inference_kernel,
     start,
@@ -52,17 +53,11 @@ def hf_trainer(plan: ContenderPlan, recorder: Recorder) -> Trainer:
     # Before the model: it is what makes from_pretrained shard while it loads.
     arguments = TrainingArguments(**trainer_arguments(plan))
     tokenizer = AutoTokenizer.from_pretrained(plan.model)
-    model = adapted_model(plan, checkpointing=False)  # the trainer recomputes by itself
-    recorder.watch(model)
-    rows: Any = tokenised_rows(plan, tokenizer)
     return Trainer(
-        model=model,
+        model=adapted_model(plan, checkpointing=False),  # the trainer recomputes by itself
         args=arguments,
-        train_dataset=rows,
-        eval_dataset=rows if plan.evaluates else None,
         data_collator=DataCollatorForSeq2Seq(tokenizer),
-        processing_class=tokenizer,
-        callbacks=[RecordingCallback(recorder)],
+        **given(plan, recorder, tokenised_rows(plan, tokenizer), tokenizer),
     )
 
 
@@ -78,17 +73,22 @@ def trl_trainer(plan: ContenderPlan, recorder: Recorder) -> Trainer:
         dataset_num_proc=None,
     )
     rows = Dataset.from_list(raw_rows(plan))
-    trainer = SFTTrainer(
-        model=AutoModelForCausalLM.from_pretrained(plan.model, dtype=dtype(plan)),
+    return SFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(plan.model, dtype=getattr(torch, plan.dtype)),
         args=arguments,
-        train_dataset=rows,
-        eval_dataset=rows if plan.evaluates else None,
-        processing_class=AutoTokenizer.from_pretrained(plan.model),
         peft_config=adapter(plan),
-        callbacks=[RecordingCallback(recorder)],
+        **given(plan, recorder, rows, AutoTokenizer.from_pretrained(plan.model)),
     )
-    recorder.watch(trainer.model)
-    return trainer
+
+
+def given(plan: ContenderPlan, recorder: Recorder, rows: Any, tokenizer: Any) -> dict[str, Any]:
+    """What both trainers get beside model and arguments."""
+    return {
+        "train_dataset": rows,
+        "eval_dataset": rows if plan.evaluates else None,
+        "processing_class": tokenizer,
+        "callbacks": [RecordingCallback(recorder)],
+    }
 
 
 def trainer_arguments(plan: ContenderPlan) -> dict[str, Any]:
@@ -121,24 +121,15 @@ def trainer_arguments(plan: ContenderPlan) -> dict[str, Any]:
     }
 
 
-def join_ranks_for_trainers(plan: ContenderPlan) -> None:
-    """Join the process group before a trainer does.
-
-    Where there is no other device than the host, a trainer's own choice is not a process group at
-    all, and every rank would train alone; it keeps one that is there.
-    """
-    from accelerate import PartialState
-
+def main(plan: ContenderPlan, recorder: Recorder) -> None:
+    """Train one rank."""
     if plan.deepspeed:
         skip_inference_kernel()
+    # Where there is no other device than the host, a trainer's own choice is not a process group at
+    # all, and every rank would train alone; it keeps one that is there.
     PartialState(**({"backend": "gloo"} if plan.device == "cpu" else {}))
-
-
-def main() -> None:
-    """Train one rank."""
-    plan, recorder = start()
-    join_ranks_for_trainers(plan)
     trainer = (trl_trainer if sys.argv[2].startswith("trl") else hf_trainer)(plan, recorder)
+    recorder.watch(trainer.model)
     recorder.watch_losses(trainer)
     trainer.train()
     if plan.evaluates:
@@ -147,4 +138,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*start())

@@ -8,31 +8,100 @@ python -m benchmarks.gpu --predict h100:1        # what the planner expects
 
 from __future__ import annotations
 
-import signal
+import json
+import platform
+import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
-from benchmarks.gpu.machine import described, foreseen
-from benchmarks.gpu.part import OK, PARTS, SKIPPED, Context, names
-from benchmarks.gpu.runner import Result, run_parts, write
-from benchmarks.session import command
+from benchmarks.gpu.install import OLDEST_TORCH
+from benchmarks.gpu.part import OK, PARTS, SKIPPED, Context, Report, names, run_parts, write
+from benchmarks.plan import BenchmarkError
+from benchmarks.processes import raise_when_terminated
+from benchmarks.session import command, versions
+
+LOOK = """
+import json, torch
+found = {"torch": torch.__version__, "cuda": torch.version.cuda, "cards": []}
+if torch.version.cuda is not None and torch.cuda.is_available():
+    for index in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(index)
+        found["cards"].append([card.name, card.total_memory, [card.major, card.minor]])
+print(json.dumps(found))
+"""
+
+
+REMEDY = (
+    "`make gpu DEVICE=cpu` tries the parts on this machine's processor; "
+    "`make gpu PREDICT=h100:1` shows what is predicted for a card"
+)
+
+
+def look() -> dict[str, Any]:
+    """What torch sees, in a process of its own: the parts' memory is theirs alone."""
+    argv = [sys.executable, "-c", LOOK]
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        raise BenchmarkError(f"torch cannot be used:\n{done.stderr.strip()[-1000:]}\n{REMEDY}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def described(device: str, gpus: int) -> dict[str, Any]:
+    """The page's first table."""
+    found = look()
+    card: dict[str, Any] = {"card": "This machine's processor"}
+    if device != "cpu":
+        _check(found, gpus)
+        name, memory, capability = found["cards"][0]
+        card = {
+            "card": name,
+            "cards": gpus,
+            "memory, GiB": memory / 2**30,
+            "compute capability": ".".join(map(str, capability)),
+            "CUDA of torch": found["cuda"],
+        }
+    system = {"python": platform.python_version(), "platform": platform.platform()}
+    return {**card, **system, "command": _command(), **versions()}
+
+
+def _check(found: Mapping[str, Any], gpus: int) -> None:
+    torch, cards = found["torch"], len(found["cards"])
+    if tuple(map(int, torch.split(".")[:2])) < OLDEST_TORCH:
+        raise BenchmarkError(
+            f"torch {torch} is installed, and 2.11 or newer is needed: `rm -rf .venv` and "
+            "`make gpu`, or `make gpu WHEELS=folder PYTHON=interpreter` beside a newer torch. "
+            f"{REMEDY}"
+        )
+    if not cards:
+        why = "is built without CUDA" if found["cuda"] is None else "sees no usable card"
+        raise BenchmarkError(
+            f"there is no NVIDIA card to measure: torch {torch} {why}. `anygauge doctor "
+            f"--backend cuda` shows what is missing. {REMEDY}"
+        )
+    if gpus > cards:
+        raise BenchmarkError(f"GPUS={gpus}, but torch sees {cards}. {REMEDY}")
+
+
+def foreseen(machine: str) -> dict[str, Any]:
+    """The first table of a page of predictions."""
+    return {"card": f"Predictions for {machine}", "command": _command(), **versions()}
+
+
+def _command() -> str:
+    return " ".join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
+
 
 QUICK_S, FULL_S = 450.0, 5400.0
 """8 minutes with the start, and an hour and a half."""
 
-console = Console(highlight=False, soft_wrap=True)
-
 
 def chosen(parts: str, *, full: bool, predict: bool) -> list[str]:
-    """Names of parts, in their order.
-
-    Raises:
-        typer.BadParameter: there is no such part.
-    """
+    """Names of parts, in their order."""
     listed = [name.strip() for name in parts.split(",") if name.strip()]
     unknown = [name for name in listed if name not in PARTS]
     if unknown:
@@ -42,11 +111,7 @@ def chosen(parts: str, *, full: bool, predict: bool) -> list[str]:
 
 
 def hosts_of(path: Path | None) -> tuple[str, int]:
-    """(absolute path, machines) of a host file, one machine a line.
-
-    Raises:
-        typer.BadParameter: it cannot be read, or lists no machine.
-    """
+    """(absolute path, machines) of a host file, one machine a line."""
     if path is None:
         return "", 1
     try:
@@ -60,7 +125,9 @@ def hosts_of(path: Path | None) -> tuple[str, int]:
 
 def main(
     full: Annotated[bool, typer.Option("--full", help="All parts.")] = False,
-    device: Annotated[str, typer.Option(help="cuda; cpu tries the parts, at tiny sizes.")] = "cuda",
+    device: Annotated[
+        Literal["cuda", "cpu"], typer.Option(help="cpu tries the parts, at tiny sizes.")
+    ] = "cuda",
     gpus: Annotated[int, typer.Option(min=1, help="Cards of each machine to use.")] = 1,
     hosts: Annotated[
         Path | None, typer.Option(help="A host file of several machines (anygauge's ssh launcher).")
@@ -76,8 +143,6 @@ def main(
     output: Annotated[Path, typer.Option(help="A new folder.")] = Path("runs/gpu"),
 ) -> None:
     """Check a GPU and measure it, each figure beside its prediction."""
-    if device not in ("cuda", "cpu"):
-        raise typer.BadParameter(f"--device {device!r} is neither cuda nor cpu")
     hostfile, nodes = hosts_of(hosts)
     wanted = chosen(parts, full=full, predict=bool(predict))
     with command(output):
@@ -95,30 +160,24 @@ def main(
         machine=predict,
         card="" if predict or device == "cpu" else machine["card"],
     )
-    results: list[Result] = []
+    results: list[Report] = []
 
-    def ended(result: Result) -> None:
+    def ended(result: Report) -> None:
         results.append(result)
         write(output, machine, results)
         told = f"{result.status}: {result.problem}" if result.problem else result.status
-        console.print(
+        typer.secho(
             f"{result.title}: {told} ({result.seconds:.0f} of {result.allowed:.0f} s)",
-            style=None if result.status in (OK, SKIPPED) else "red",
-            markup=False,
+            fg=None if result.status in (OK, SKIPPED) else "red",
         )
 
-    console.print(f"{machine['card']}: {', '.join(wanted)}", markup=False)
+    typer.echo(f"{machine['card']}: {', '.join(wanted)}")
     run_parts(wanted, context, seconds or (FULL_S if full else QUICK_S), ended=ended)
-    console.print(f"written: {output}/page.md and results.json", markup=False)
+    typer.echo(f"written: {output}/page.md and results.json")
     if any(result.status not in (OK, SKIPPED) for result in results):
         raise typer.Exit(1)
 
 
-def _terminated(signum: int, _: Any) -> None:
-    # As an exception, so that the part that runs is ended.
-    sys.exit(128 + signum)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _terminated)
+    raise_when_terminated()
     typer.run(main)

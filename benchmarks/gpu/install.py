@@ -43,11 +43,7 @@ def normal(name: str) -> str:
 
 
 def check_interpreter(version: Sequence[int], torch: str | None) -> None:
-    """Whether this interpreter and its torch can be used.
-
-    Raises:
-        InstallError: one of them is too old, too new or absent.
-    """
+    """Whether this interpreter and its torch can be used."""
     if not PYTHONS[0] <= tuple(version[:2]) <= PYTHONS[1]:
         raise InstallError(
             f"Python {version[0]}.{version[1]} is not of 3.11 to 3.14: PYTHON=python3.12 names "
@@ -95,11 +91,7 @@ def link_packages(environment: Path) -> None:
 
 
 def main(wheels: Path, environment: Path) -> None:
-    """Make the environment.
-
-    Raises:
-        InstallError: see `check_interpreter`; or the folder is not there, or pip failed.
-    """
+    """Make the environment."""
     check_interpreter(sys.version_info, installed("torch"))
     if not wheels.is_dir():
         raise InstallError(f"WHEELS={wheels} is not a folder")

@@ -15,10 +15,9 @@ import yaml
 
 from benchmarks.entrants import run_file
 from benchmarks.gpu.part import FAILED, LATE, Clock, Context, PartError, Report
-from benchmarks.gpu.predict import llama
 from benchmarks.plan import ContenderPlan
 from benchmarks.processes import Processes, cause, last_lines, started, wait
-from benchmarks.rows import write_rows
+from benchmarks.session import prepare_rows
 from benchmarks.table import TableRow
 
 ALLOWED: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 3e-2}
@@ -36,7 +35,7 @@ PLAN = ContenderPlan(
     micro_batch=2,
     accumulation=2,
     max_length=96,
-    has_prompts=True,
+    vocabulary=400,
     checkpointing=False,
 )
 """A small Llama with random weights, all of them trained on one rank."""
@@ -46,16 +45,9 @@ def run(context: Context, report: Report) -> None:
     """Losses and norms of gradients, in float32 and, where the device has it, bfloat16.
 
     All runs are started at once: what a run of this size needs is the time to begin.
-
-    Raises:
-        PartError: a run failed, differs by more than is allowed, or was not done in time.
     """
     clock = Clock(context.seconds)
-    rows = write_rows(
-        "generated", context.path, data=None, count=PLAN.steps * PLAN.global_batch,
-        length=PLAN.max_length, vocabulary=400, seed=0,
-    )  # fmt: skip
-    plan = replace(PLAN, rows=str(rows.pool), classes=rows.vocabulary, output=context.folder)
+    _, plan, _ = prepare_rows("generated", replace(PLAN, output=context.folder))
     dtypes = ("float32",) if context.tiny else tuple(ALLOWED)
     problems: dict[str, list[str]] = {FAILED: [], LATE: []}
     devices = tuple(dict.fromkeys((context.device, "cpu")))
@@ -90,7 +82,7 @@ def command(folder: Path, plan: ContenderPlan, dtype: Any, device: str) -> Proce
     fields = run_file(replace(plan, device=device, dtype=dtype), {"name": "single"})
     fields |= {
         "name": name,
-        "model": {"config": llama(plan), "tokenizer": str(folder / "model")},
+        "model": {"config": plan.llama, "tokenizer": plan.model},
         "adapter": None,
     }
     path = folder / f"{name}.yaml"

@@ -1,4 +1,8 @@
-"""One part of ``make gpu``: its place in the table, its task, its report, and its process.
+"""The parts of ``make gpu``: their table, tasks and reports.
+
+They run one after the other, each in a process that is ended when its time is up; ``results.json``
+and ``page.md`` have what they found. A part that fails, or whose time is over, is named with its
+error; what it had found by then counts.
 
 python -m benchmarks.gpu.part MODULE:FUNCTION TASK.json
 """
@@ -8,16 +12,16 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import signal
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from anygauge.util.files import write_text
-from benchmarks.table import TableRow
+from benchmarks.processes import Processes, last_lines, raise_when_terminated, run
+from benchmarks.table import TableRow, cell, line, shown, table
 
 OK, FAILED, SKIPPED, LATE = "ok", "failed", "skipped", "out of time"
 
@@ -106,6 +110,11 @@ class Context:
         """The folder."""
         return Path(self.folder)
 
+    @property
+    def ranks(self) -> int:
+        """On all cards of all machines."""
+        return self.gpus * self.nodes
+
 
 class Clock:
     """Time that a part has left."""
@@ -132,48 +141,165 @@ class PartError(Exception):
         self.status, self.problem = status, problem
 
 
+@dataclass(slots=True)
 class Report:
-    """What a part's process fills: the file is whole after every row, should the process be ended.
+    """What a part has found: its process fills it, and the file is whole after every row, should
+    that process be ended.
 
-    Args:
+    Attributes:
         path: a JSON file.
+        seconds: that the part took, of those that it was `allowed`.
+        notes: sentences below the table.
+        status: ok, failed, skipped or out of time.
+        problem: why, with the end of the log.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.rows: list[TableRow] = []
-        self.notes: list[str] = []
-        self.status, self.problem = OK, ""
+    path: Path
+    part: str = ""
+    title: str = ""
+    status: str = OK
+    seconds: float = 0.0
+    allowed: float = 0.0
+    rows: list[TableRow] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    problem: str = ""
 
     def add(self, row: TableRow) -> None:
         """One more row."""
         self.rows.append(row)
-        self._write()
+        self.save()
 
     def note(self, text: str) -> None:
         """A sentence below the table."""
         if text not in self.notes:
             self.notes.append(text)
-            self._write()
+            self.save()
 
     def end(self, error: PartError) -> None:
         """The part is over before it has found all."""
         self.status, self.problem = error.status, error.problem
-        self._write()
+        self.save()
 
-    def _write(self) -> None:
-        record = {name: value for name, value in vars(self).items() if name != "_path"}
-        record["rows"] = [dataclasses.asdict(row) for row in self.rows]
-        write_text(self._path, json.dumps(record, indent=2) + "\n")
+    @property
+    def record(self) -> dict[str, Any]:
+        """All of it, as JSON has it."""
+        record = dataclasses.asdict(self)
+        del record["path"]
+        return record
+
+    def save(self) -> None:
+        """Write it anew."""
+        write_text(self.path, json.dumps(self.record, indent=2) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Report:
         """What a part wrote; without rows where it wrote nothing."""
-        report = cls(path)
-        if path.is_file():
-            record = json.loads(path.read_text(encoding="utf-8"))
-            vars(report).update(record, rows=[TableRow(**row) for row in record["rows"]])
-        return report
+        if not path.is_file():
+            return cls(path)
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return cls(path, **{**record, "rows": [TableRow(**row) for row in record["rows"]]})
+
+
+GRACE_S = 6.0
+"""Of a part's time, for its last words."""
+LAST_LINES = 12
+LEAST_S = 5.0
+"""A part with less time than this is not begun."""
+
+
+def run_parts(
+    names: Sequence[str],
+    context: Context,
+    seconds: float,
+    *,
+    ended: Callable[[Report], None] = lambda report: None,
+) -> list[Report]:
+    """Run parts in `seconds` altogether.
+
+    Args:
+        context: its folder gets one folder for each part.
+        ended: called with what each has found.
+    """
+    end = time.monotonic() + seconds
+    results = []
+    for place, name in enumerate(names):
+        rest = sum(PARTS[each].share for each in names[place:])
+        allowed = max(0.0, end - time.monotonic()) * PARTS[name].share / rest
+        folder = context.path / name
+        results.append(run_part(PARTS[name], replace(context, folder=str(folder), seconds=allowed)))
+        ended(results[-1])
+    return results
+
+
+def run_part(part: Part, context: Context) -> Report:
+    """Run one part in a process of its own, and read what it found."""
+    began = time.monotonic()
+    report = Report(context.path / "report.json")
+    if context.seconds < LEAST_S:
+        report.status, report.problem = LATE, "the parts before it left no time"
+    else:
+        context.path.mkdir(parents=True)
+        task, log = context.path / "context.json", context.path / "log.txt"
+        # For its last rows and the end of what it has started itself.
+        inside = replace(context, seconds=max(LEAST_S, context.seconds - GRACE_S))
+        task.write_text(json.dumps(dataclasses.asdict(inside), indent=2) + "\n", encoding="utf-8")
+        argv = [sys.executable, "-m", "benchmarks.gpu.part", part.run, str(task)]
+        processes = Processes(argv=argv, environments=[environment(context)], logs=[log])
+        done = run(processes, context.seconds)
+        report = Report.read(report.path)
+        if done.status != 0:
+            report.status = LATE if done.status is None else FAILED
+            how = f"ended with status {done.status}"
+            how = f"not done after its {context.seconds:.0f} s" if done.status is None else how
+            report.problem = "\n".join([how, *last_lines(context.path, LAST_LINES, "log.txt")])
+    report.part, report.title = part.name, part.title
+    report.seconds, report.allowed = time.monotonic() - began, context.seconds
+    return report
+
+
+def environment(context: Context) -> dict[str, str]:
+    """Variables of every part's process: nothing is fetched, and nothing is kept at home."""
+    home = context.path.parent
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TQDM_DISABLE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TRITON_CACHE_DIR": str(home / "triton"),
+        "ANYGAUGE_CACHE": str(home / "cache"),
+        # A few kernels are compiled; processes that help with it are waited for at the end.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        # torch.compile's speed on a host is not what is asked for.
+        **({"TORCH_COMPILE_DISABLE": "1"} if context.tiny else {}),
+    }
+
+
+def write(folder: Path, machine: Mapping[str, Any], results: Sequence[Report]) -> None:
+    """Write everything anew; called after every part, so that an end in between keeps the rest."""
+    record = {"machine": dict(machine), "parts": [each.record for each in results]}
+    write_text(folder / "results.json", json.dumps(record, indent=2) + "\n")
+    write_text(folder / "page.md", page(machine, results))
+
+
+def page(machine: Mapping[str, Any], results: Sequence[Report]) -> str:
+    """The page in Markdown."""
+    lines = [f"# {machine['card']}", "", "| what | value |", "|---|---|"]
+    lines += [line([name, shown(name, value)]) for name, value in machine.items()]
+    lines += ["", "| part | result | seconds |", "|---|---|---:|"]
+    for result in results:
+        status = result.status if result.status == OK else f"**{result.status}**"
+        problem = result.problem.partition("\n")[0]
+        lines.append(
+            f"| {cell(result.title)} | {status}{f': {cell(problem)}' if problem else ''} | "
+            f"{result.seconds:.0f} of {result.allowed:.0f} |"
+        )
+    for result in results:
+        lines += ["", f"## {result.title}", ""]
+        if result.problem:
+            lines += [f"**{result.status}**", "", "```", result.problem, "```", ""]
+        lines += table(result.rows)
+        lines += ["", *(f"- {note}" for note in result.notes)] if result.notes else []
+    return "\n".join(lines) + "\n"
 
 
 def main(run: str, task: str) -> None:
@@ -187,14 +313,9 @@ def main(run: str, task: str) -> None:
         report.end(error)
 
 
-def _terminated(signum: int, _: Any) -> None:
-    # As an exception, so that what the part has started is ended.
-    sys.exit(128 + signum)
-
-
 if __name__ == "__main__":
     # What a part raises is of the module of this name.
     from benchmarks.gpu.part import main as run_part
 
-    signal.signal(signal.SIGTERM, _terminated)
+    raise_when_terminated()
     run_part(sys.argv[1], sys.argv[2])

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,11 +30,7 @@ CLOSING_S = 60.0
 
 
 def kit(context: Context, report: Report) -> None:
-    """The kit for backends on this device; what fails is a row of its own.
-
-    Raises:
-        PartError: the kit wrote no report, or the backend does not conform.
-    """
+    """The kit for backends on this device; what fails is a row of its own."""
     pages = [context.path / f"conformance{suffix}" for suffix in (".md", ".json")]
     status = pytest(
         context,
@@ -64,11 +60,7 @@ def kit(context: Context, report: Report) -> None:
 
 
 def kernels(context: Context, report: Report) -> None:
-    """The tests of kernels in Triton against float64; on a card they are compiled for it.
-
-    Raises:
-        PartError: there is no Triton, a test failed, or none ran.
-    """
+    """The tests of kernels in Triton against float64; on a card they are compiled for it."""
     if find_spec("triton") is None:
         raise PartError(SKIPPED, "Triton is not installed; it comes with the CUDA builds of torch")
     results = context.path / "tests.xml"
@@ -100,11 +92,7 @@ def kernels(context: Context, report: Report) -> None:
 
 
 def pytest(context: Context, *arguments: str, **variables: str) -> int:
-    """Run pytest in its own process, interrupted in time; returns its exit status.
-
-    Raises:
-        PartError: pytest is not installed.
-    """
+    """Run pytest in its own process, interrupted in time; returns its exit status."""
     if find_spec("pytest") is None:
         raise PartError(SKIPPED, "pytest is not installed: pip install 'anygauge[testing]'")
     process = subprocess.Popen(
@@ -129,12 +117,7 @@ def outcomes(results: Path) -> Mapping[str, Counter[str]]:
     """Test function -> how many of its cases passed, failed or were skipped (pytest's XML)."""
     found: dict[str, Counter[str]] = {}
     for case in ElementTree.parse(results).getroot().iter("testcase"):
-        name = case.get("name", "").partition("[")[0]
-        found.setdefault(name, Counter())[_outcome([child.tag for child in case])] += 1
+        name, tags = case.get("name", "").partition("[")[0], {child.tag for child in case}
+        failed = "failed" if tags & {"failure", "error"} else "passed"
+        found.setdefault(name, Counter())["skipped" if "skipped" in tags else failed] += 1
     return found
-
-
-def _outcome(tags: Sequence[str]) -> str:
-    if "failure" in tags or "error" in tags:
-        return "failed"
-    return "skipped" if "skipped" in tags else "passed"

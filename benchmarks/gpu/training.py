@@ -1,23 +1,98 @@
-"""Parts that train: anygauge and its peers in alternation, each figure beside its prediction."""
+"""Parts that train: anygauge and its peers in alternation, each figure beside its prediction: what
+``anygauge plan --json`` says of a run before it is measured."""
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
+import yaml
+
+from anygauge.registry import Hardware, Registry
+from anygauge.registry.hardware import measured_files
 from benchmarks.entrants import ENTRANTS, run_file
 from benchmarks.gpu.part import FAILED, LATE, SKIPPED, Clock, Context, PartError, Report
-from benchmarks.gpu.predict import PlanProcess, Prediction, llama
 from benchmarks.measure import RunOutcome
 from benchmarks.plan import ContenderPlan, Dtype
-from benchmarks.ratios import rotated
-from benchmarks.rows import WrittenRows
+from benchmarks.processes import Processes, started, wait
 from benchmarks.session import make_model, prepare_rows, run_once
-from benchmarks.table import Figure, TableRow, speed_ratio
+from benchmarks.table import Figure, TableRow, rotated, speed_ratio
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """Of one run.
+
+    Attributes:
+        figures: heading of a training part's table -> what is predicted of it.
+        flops_per_token: operations of the model for a token, forward and backward.
+        peak: operations per second of all cards together; 0 where it is not known.
+        problem: why there is no prediction of the time, or none at all.
+    """
+
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    flops_per_token: float = 0.0
+    peak: float = 0.0
+    problem: str = ""
+
+
+def planner(
+    context: Context, name: str, run: Mapping[str, Any], stack: ExitStack
+) -> Callable[[float], Prediction]:
+    """Begin ``anygauge plan`` of one run, for this machine or the one that `context.machine` names;
+    returns what waits for it so many seconds at most.
+
+    Args:
+        name: of its files.
+        run: a run file's fields.
+        stack: ends it at the latest.
+    """
+    log, machine = context.path / f"plan-{name}.json", context.machine
+    if context.card:
+        known = Hardware.load(Registry.load(), measured_files()).of_devices([context.card])
+        if known is None:
+            unknown = f"no description of {context.card} is known (docs/hardware.md)"
+            return lambda timeout_s: Prediction(problem=unknown)
+        machine = f"{known.name}:{context.gpus}"
+    path = context.path / f"plan-{name}.yaml"
+    path.write_text(yaml.safe_dump(dict(run), sort_keys=False), encoding="utf-8")
+    argv = [sys.executable, "-m", "anygauge.cli", "plan", str(path), "--json"]
+    argv += ["--machine", machine] if machine else []
+    processes = Processes(argv=argv, environments=[{}], logs=[log])
+    running = stack.enter_context(started(processes))
+
+    def read(timeout_s: float) -> Prediction:
+        ended = wait(running, timeout_s)
+        if ended.problem is not None and ended.status is None:
+            return Prediction(problem=f"anygauge plan was not done after {timeout_s:.0f} s")
+        text = log.read_text(encoding="utf-8", errors="replace").strip()
+        try:
+            return prediction(json.JSONDecoder().raw_decode(text, text.index("{"))[0])
+        except ValueError:
+            last = (text.splitlines() or ["it printed nothing"])[-1]
+            return Prediction(problem=f"anygauge plan ended with {ended.status}: {last}")
+
+    return read
+
+
+def prediction(plan: Mapping[str, Any]) -> Prediction:
+    """From the JSON of a plan."""
+    largest = max((phase["total"] for phase in plan["device"].values()), default=0)
+    figures = {"peak memory, GiB": largest * plan["ranks"] / 2**30} if largest else {}
+    if not (time := plan.get("time")):
+        return Prediction(figures=figures, problem=plan.get("untimed") or "its time is not known")
+    return Prediction(
+        figures={**figures, "tokens/s": time["tokens_per_s"], "MFU": time["mfu"]},
+        flops_per_token=time["flops"] / time["tokens"],
+        peak=time["peak"] or 0.0,
+    )
+
 
 MOST_ROUNDS = 5
 WATCHED = 2
@@ -78,38 +153,28 @@ def one_device(context: Context, report: Report) -> None:
 
 def compiled(context: Context, report: Report) -> None:
     """HF Trainer compiles the model with torch.compile; anygauge compiles no model on CUDA."""
-    compare(
-        context,
-        report,
-        [TrainingCase("unsharded", ("anygauge-single", "trainer-compiled"))],
-        HALF_B,
-    )
+    case = TrainingCase("unsharded", ("anygauge-single", "trainer-compiled"))
+    compare(context, report, [case], HALF_B)
 
 
 def trl(context: Context, report: Report) -> None:
     """Rows of different length: padded, grouped by length, packed."""
     cases = [TrainingCase("padded", ("anygauge", "trl"), "generated")]
-    if not context.tiny:
-        cases += [
-            TrainingCase(layout, (f"anygauge-{layout}", f"trl-{layout}"), "generated")
-            for layout in ("grouped", "packed")
-        ]
+    for layout in () if context.tiny else ("grouped", "packed"):
+        names = (f"anygauge-{layout}", f"trl-{layout}")
+        cases.append(TrainingCase(layout, names, "generated"))
     compare(context, report, cases, HALF_B)
 
 
 def sharded(context: Context, report: Report) -> None:
-    """`ddp`, `fsdp` and `zero` on several devices; on several machines, anygauge alone.
-
-    Raises:
-        PartError: there is one device.
-    """
-    if context.gpus * context.nodes < 2:
+    """`ddp`, `fsdp` and `zero` on several devices; on several machines, anygauge alone."""
+    if context.ranks < 2:
         raise PartError(SKIPPED, "there is one device: GPUS=n or HOSTS=file asks for more")
     cases = [TrainingCase("DDP", ("anygauge-ddp", "ddp"))]
     if not context.tiny:
         cases.append(TrainingCase("FSDP", ("anygauge-fsdp", "fsdp")))
         cases.append(TrainingCase("ZeRO-3", ("anygauge", "deepspeed", "trainer")))
-    compare(context, report, cases, HALF_B, ranks=context.gpus * context.nodes)
+    compare(context, report, cases, HALF_B, ranks=context.ranks)
 
 
 def llama_3b(context: Context, report: Report) -> None:
@@ -123,46 +188,55 @@ def llama_8b(context: Context, report: Report) -> None:
 
 
 def _large(context: Context, report: Report, size: Size) -> None:
-    if not context.machine:
-        free, needed = shutil.disk_usage(context.path).free, 3 * parameters(size)
-        if not context.tiny and free < needed:
-            raise PartError(
-                SKIPPED,
-                f"the model's file needs {needed / 2**30:.0f} GiB where the results are written "
-                f"({context.path}), and {free / 2**30:.0f} GiB are free: --output names another "
-                "place",
-            )
+    free, needed = shutil.disk_usage(context.path).free, 3 * parameters(size)
+    if not context.machine and not context.tiny and free < needed:
+        raise PartError(
+            SKIPPED,
+            f"the model's file needs {needed / 2**30:.0f} GiB where the results are written "
+            f"({context.path}), and {free / 2**30:.0f} GiB are free: --output names another place",
+        )
     cases = [TrainingCase("unsharded", ("anygauge-single", "trainer-single"))]
-    ranks = context.gpus * context.nodes
-    if ranks > 1:
+    if context.ranks > 1:
         cases = [
             TrainingCase("ZeRO-3", ("anygauge", "trainer")),
             TrainingCase("FSDP", ("anygauge-fsdp", "fsdp")),
         ]
-    compare(context, report, cases, size, ranks=ranks)
+    compare(context, report, cases, size, ranks=context.ranks)
 
 
 def compare(
     context: Context, report: Report, cases: Sequence[TrainingCase], size: Size, *, ranks: int = 1
 ) -> None:
-    """Run contenders in alternation until the time is over: each case once before any twice.
-
-    Raises:
-        PartError: a contender of ours failed, or one did not get to run.
+    """Run contenders in alternation until the time is over: each case once before any twice. On a
+    machine that is not at hand, only say what the planner predicts of ours.
     """
     clock = Clock(context.seconds)
     if context.nodes > 1 and ranks > 1:
         cases = [replace(case, contenders=tuple(filter(_ours, case.contenders))) for case in cases]
         report.note("Peers run on one machine only: on several, anygauge is measured alone.")
     plan = plan_of(context, TINY if context.tiny else size, ranks)
-    if context.machine:
-        plan = replace(plan, rows="rows.jsonl", max_length=plan.length)
-        foresee(context, report, cases, plan, clock)
-        return
     entries = [(case, name) for case in cases for name in case.contenders]
     outcomes: dict[Entry, list[RunOutcome]] = {entry: [] for entry in entries}
+    if context.machine:
+        plan = replace(plan, rows="rows.jsonl", max_length=plan.length)
+        with planners(context, entries, {case.workload: plan for case in cases}) as planned:
+            for entry, read in planned.items():
+                for row in table(cases, outcomes, {entry: read(clock.left)}):
+                    report.add(row)
+        return
     written = {case.workload: prepare_rows(case.workload, plan) for case in cases}
-    predictions = predict_and_draw(context, report, entries, written, clock)
+    plans = {workload: on_rows for workload, (_, on_rows, _) in written.items()}
+    with planners(context, entries, plans) as planned:
+        # Weights are drawn in the meantime.
+        for _, on_rows, about in written.values():
+            about = f"{about}; model of {make_model(on_rows):,} parameters"
+            report.note(f"{about[:1].upper()}{about[1:]}. LoRA r16 on all linear layers.")
+        predictions = {entry: read(clock.left / 2) for entry, read in planned.items()}
+    for (_, name), prediction in predictions.items():
+        if prediction.problem:
+            report.note(f"No prediction of {ENTRANTS[name].title}: {prediction.problem}")
+    if context.device == "cpu":
+        report.note("Host waits are counted on a GPU only; `device busy` is then the GPU's.")
     longest: dict[str, float] = {}
     for round_ in range(1 if context.tiny else MOST_ROUNDS):
         for case, name in rotated(entries, round_):
@@ -171,20 +245,15 @@ def compare(
             if clock.left < max(1.0, needed):
                 continue
             rows, on_rows, _ = written[case.workload]
-            outcome = run_once(
-                ENTRANTS[name],
-                replace(on_rows, timeout_s=clock.left),
-                rows,
-                folder=context.path / case.workload / f"round{round_ + 1}" / name,
-                round_=round_ + 1,
-            )
+            on_rows = replace(on_rows, timeout_s=clock.left)
+            folder = context.path / case.workload / f"round{round_ + 1}" / name
+            outcome = run_once(ENTRANTS[name], on_rows, rows, folder=folder, round_=round_ + 1)
             print(f"round {round_ + 1}, {name}: {outcome.status} {outcome.problem}", flush=True)
             print("\n".join(outcome.log), flush=True)
             outcomes[case, name].append(outcome)
             longest[name] = max(longest.get(name, 0.0), outcome.wall_seconds or 0.0)
-            report.rows.clear()
-            for each in table(cases, outcomes, predictions):
-                report.add(each)
+            report.rows = table(cases, outcomes, predictions)
+            report.save()
     problems = [
         f"{name}: {outcome.problem}"
         for (_, name), runs in outcomes.items()
@@ -199,63 +268,24 @@ def compare(
         raise PartError(LATE, f"no time was left for {'; '.join(left_out)}")
 
 
-def predict_and_draw(
-    context: Context,
-    report: Report,
-    entries: Sequence[Entry],
-    written: Mapping[str, tuple[WrittenRows, ContenderPlan, str]],
-    clock: Clock,
-) -> dict[Entry, Prediction]:
-    """What the planner predicts of our contenders; weights are drawn in the meantime.
+@contextmanager
+def planners(
+    context: Context, entries: Sequence[Entry], plans: Mapping[str, ContenderPlan]
+) -> Iterator[dict[Entry, Callable[[float], Prediction]]]:
+    """The planners of our contenders, which draw no weights, side by side.
 
     Args:
-        written: workload -> what `prepare_rows` returned.
+        plans: by workload.
     """
     with ExitStack() as stack:
-        planners = {
-            (case, name): planner(context, case, name, written[case.workload][1], stack)
-            for case, name in entries
-            if _ours(name)
-        }
-        for _, plan, about in written.values():
-            about = f"{about}; model of {make_model(plan):,} parameters"
-            report.note(f"{about[:1].upper()}{about[1:]}. LoRA r16 on all linear layers.")
-        predictions = {entry: each.read(clock.left / 2) for entry, each in planners.items()}
-    for (_, name), prediction in predictions.items():
-        if prediction.problem:
-            report.note(f"No prediction of {ENTRANTS[name].title}: {prediction.problem}")
-    if context.device == "cpu":
-        report.note("Host waits are counted on a GPU only; `device busy` is then the GPU's.")
-    return predictions
-
-
-def foresee(
-    context: Context,
-    report: Report,
-    cases: Sequence[TrainingCase],
-    plan: ContenderPlan,
-    clock: Clock,
-) -> None:
-    """What the planner predicts of our contenders on a machine that is not at hand."""
-    entries = [(case, name) for case in cases for name in case.contenders if _ours(name)]
-    with ExitStack() as stack:
-        planners = [planner(context, case, name, plan, stack) for case, name in entries]
-        for (case, name), each in zip(entries, planners, strict=True):
-            found = each.read(clock.left)
-            title = ENTRANTS[name].title
-            row = TableRow(case=case.name, name=title, predicted=found.figures, note=found.problem)
-            report.add(row)
-
-
-def planner(
-    context: Context, case: TrainingCase, name: str, plan: ContenderPlan, stack: ExitStack
-) -> PlanProcess:
-    """The planner of a contender of ours; it draws no weights."""
-    entrant = ENTRANTS[name]
-    plan = replace(plan, layout=entrant.layout)
-    run = run_file(plan, entrant.strategy)
-    run["model"] = {"config": llama(plan), "tokenizer": plan.model or "none"}
-    return PlanProcess(context, f"{case.workload}-{name}", run, stack)
+        found = {}
+        for case, name in filter(lambda entry: _ours(entry[1]), entries):
+            entrant = ENTRANTS[name]
+            plan = replace(plans[case.workload], layout=entrant.layout)
+            run = run_file(plan, entrant.strategy)
+            run["model"] = {"config": plan.llama, "tokenizer": plan.model or "none"}
+            found[case, name] = planner(context, f"{case.workload}-{name}", run, stack)
+        yield found
 
 
 def plan_of(context: Context, size: Size, ranks: int) -> ContenderPlan:
@@ -283,38 +313,34 @@ def table(
     outcomes: Mapping[Entry, Sequence[RunOutcome]],
     predictions: Mapping[Entry, Prediction],
 ) -> list[TableRow]:
-    """A row for each contender that has run: medians of its rounds. One that failed after it had
-    trained has figures, too."""
+    """A row for each contender that has run, or is only predicted: medians of its rounds. One that
+    failed after it had trained has figures, too."""
     rows = []
     for case in cases:
-        counted = [
-            each
-            for (other, _), each in predictions.items()
-            if other.workload == case.workload and each.flops_per_token and each.peak
-        ]
+        counted = [p for (other, _), p in predictions.items()
+                   if other.workload == case.workload and p.flops_per_token and p.peak]  # fmt: skip
         first = outcomes[case, case.contenders[0]]
         for name in case.contenders:
-            runs = outcomes[case, name]
-            if not runs:
-                continue
-            trained = [o for o in runs if o.tokens_per_s]
-            figures = _figures(trained, first, counted[0] if counted else None) if trained else {}
-            prediction = predictions.get((case, name), Prediction())
-            row = TableRow(
-                case=case.name,
-                name=ENTRANTS[name].title,
-                figures=figures,
-                predicted=prediction.figures,
-                note=_note(runs),
-            )
-            rows.append(row)
+            runs, prediction = outcomes[case, name], predictions.get((case, name), Prediction())
+            if runs or ((case, name) in predictions and not any(outcomes.values())):
+                row = TableRow(
+                    case=case.name,
+                    name=ENTRANTS[name].title,
+                    figures=_figures(runs, first, counted[0] if counted else None),
+                    predicted=prediction.figures,
+                    note=_note(runs) if runs else prediction.problem,
+                )
+                rows.append(row)
     return rows
 
 
 def _figures(
-    done: Sequence[RunOutcome], first: Sequence[RunOutcome], counted: Prediction | None
+    runs: Sequence[RunOutcome], first: Sequence[RunOutcome], counted: Prediction | None
 ) -> dict[str, Figure]:
     """Of a contender's rounds, beside those of its group's first."""
+    done = [each for each in runs if each.tokens_per_s]
+    if not done:
+        return {}
     ratio = speed_ratio(first, done)
     watched = next((o.watched for o in reversed(done) if o.watched), {})
     speed = median(o.tokens_per_s or 0.0 for o in done)
@@ -335,9 +361,8 @@ def _figures(
 def _note(runs: Sequence[RunOutcome]) -> str:
     """What went wrong first: with a run, or with watching it."""
     problems = [o.problem for o in runs if o.status != "ok"]
-    for each in runs:
-        if each.watched and "problem" in each.watched:
-            problems.append(f"not watched to the end: {each.watched['problem']}")
+    problems += [f"not watched to the end: {o.watched['problem']}" for o in runs
+                 if o.watched and "problem" in o.watched]  # fmt: skip
     return problems[0] if problems else ""
 
 

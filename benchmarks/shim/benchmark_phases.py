@@ -9,7 +9,6 @@ kernel starts a new peak (``VmHWM`` in ``/proc/self/status``) when 5 is written 
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,14 @@ LOAD, TRAINING, EVALUATION, SAVE = "load", "training", "evaluation", "save"
 PHASES = (LOAD, TRAINING, EVALUATION, SAVE)
 
 
-def peak() -> int:
-    """Most bytes that were resident since the last `reset`."""
-    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
+def peak() -> int | None:
+    """Most bytes that were resident since the last `reset`; None where the kernel does not tell."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    found = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
+    return int(found[0]) * 1024 if found else None
 
 
 def reset() -> None:
@@ -37,7 +39,9 @@ class Phases:
         peak, reset: of the memory that is looked at.
     """
 
-    def __init__(self, peak: Callable[[], int] = peak, reset: Callable[[], None] = reset) -> None:
+    def __init__(
+        self, peak: Callable[[], int | None] = peak, reset: Callable[[], None] = reset
+    ) -> None:
         self._peak, self._reset = peak, reset
         self._current = LOAD
         self._peaks: dict[str, int] = {}
@@ -54,7 +58,7 @@ class Phases:
         return dict(self._peaks)
 
     def _see(self) -> None:
-        self._peaks[self._current] = max(self._peak(), self._peaks.get(self._current, 0))
+        self._peaks[self._current] = max(self._peak() or 0, self._peaks.get(self._current, 0))
 
     def at(self, owner: Any, name: str, phase: str) -> None:
         """Have a phase begin with each call of a function."""
@@ -91,7 +95,3 @@ class Phases:
             ),
             "transformers.trainer": of_trainer,
         }
-
-    def write(self, path: Any) -> None:
-        """Write what was seen, as JSON."""
-        path.write_text(json.dumps(self.taken()), encoding="utf-8")

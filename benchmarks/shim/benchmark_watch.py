@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 WAITS = "called a synchronizing CUDA operation"
@@ -54,82 +54,64 @@ class StepWatch:
     """What happens after each step: see the module's text."""
 
     def __init__(self, path: Any, first: int, count: int) -> None:
-        self._path = path
-        self._first = first
-        self._count = count
-        self._waits = 0
+        self._path, self._count = path, count
+        self._ends = {first, first + count, first + 2 * count}
         self._found: dict[str, Any] = {"steps": count, "host_waits": None}
-        self._show = warnings.showwarning
-        self._profile: Any = None
-        self._began = 0.0
+        self._stages = self._watched()
 
     def after(self, step: int) -> None:
         """Begin, change over or end; a run is not ended because it cannot be watched."""
-        if "problem" in self._found:
+        if step not in self._ends or "problem" in self._found:
             return
         try:
-            self._change(step)
+            next(self._stages, None)
         except Exception as error:
             self._found["problem"] = f"{type(error).__name__}: {error}"
             self._write()
 
-    def _change(self, step: int) -> None:
-        if step == self._first:
-            self._begin_counting()
-        elif step == self._first + self._count:
-            self._end_counting()
-            self._begin_profile()
-        elif step == self._first + 2 * self._count:
-            self._end_profile()
-            self._write()
-
-    def _write(self) -> None:
-        self._path.write_text(json.dumps(self._found), encoding="utf-8")
-
-    def _begin_counting(self) -> None:
+    def _watched(self) -> Iterator[None]:
+        """All of it; between one `yield` and the next are `count` steps."""
         import torch
-
-        if not torch.cuda.is_initialized():
-            return
-
-        def show(message: Any, *args: Any, **kwargs: Any) -> None:
-            if WAITS in str(message):
-                self._waits += 1
-            else:
-                self._show(message, *args, **kwargs)
-
-        torch.cuda.set_sync_debug_mode("warn")
-        warnings.showwarning = show
-        warnings.filterwarnings("always", message=WAITS)
-
-    def _end_counting(self) -> None:
-        import torch
-
-        if not torch.cuda.is_initialized():
-            return
-        torch.cuda.set_sync_debug_mode("default")
-        warnings.showwarning = self._show
-        self._found["host_waits"] = self._waits / self._count
-
-    def _begin_profile(self) -> None:
         from torch.profiler import ProfilerActivity, profile, supported_activities
 
+        on_card, usual = torch.cuda.is_initialized(), warnings.showwarning
+        waits = 0
+
+        def show(message: Any, *args: Any, **kwargs: Any) -> None:
+            nonlocal waits
+            if WAITS in str(message):
+                waits += 1
+            else:
+                usual(message, *args, **kwargs)
+
+        if on_card:
+            torch.cuda.set_sync_debug_mode("warn")
+            warnings.showwarning = show
+            warnings.filterwarnings("always", message=WAITS)
+        yield
+        if on_card:
+            torch.cuda.set_sync_debug_mode("default")
+            warnings.showwarning = usual
+            self._found["host_waits"] = waits / self._count
         # What the host does is slowed down by being watched, and takes seconds to be read.
         device = {ProfilerActivity.CUDA} & supported_activities()
-        self._profile = profile(activities=list(device or {ProfilerActivity.CPU}))
-        self._profile.start()
+        profiled = profile(activities=list(device or {ProfilerActivity.CPU}))
+        profiled.start()
         _synchronize()
-        self._began = time.perf_counter()
-
-    def _end_profile(self) -> None:
+        began = time.perf_counter()
+        yield
         _synchronize()
-        seconds = time.perf_counter() - self._began
-        self._profile.stop()
-        events = list(self._profile.events())
+        seconds = time.perf_counter() - began
+        profiled.stop()
+        events = list(profiled.events())
         working = on_device(events) or events  # the host is a device, too
         spans = ((e.time_range.start, e.time_range.end) for e in working)
         self._found["busy"] = min(1.0, union(spans) / 1e6 / seconds)
         self._found["operations"] = len(working) / self._count
+        self._write()
+
+    def _write(self) -> None:
+        self._path.write_text(json.dumps(self._found), encoding="utf-8")
 
 
 def on_device(events: Iterable[Any]) -> list[Any]:

@@ -126,18 +126,6 @@ class _Peak:
         cls.seen = max(cls.seen, device_memory() or 0)
 
 
-def peak_memory() -> int | None:
-    """Most resident bytes of this process; None where the kernel does not tell."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return None
-    for line in status.splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
 def _at_the_end(write: Callable[[], None]) -> None:
     """Call it when this process ends. Ranks of anygauge end by `os._exit`, as forks do."""
     process, usual = os.getpid(), os._exit
@@ -151,47 +139,40 @@ def _at_the_end(write: Callable[[], None]) -> None:
     os._exit = end
 
 
-def _start_tracing(file: Path) -> Callable[[Any], None]:
-    calls: list[tuple[float, str, float]] = []
-
-    def write() -> None:
-        peak = device_memory() or peak_memory()
-        record = {"rank": int(os.environ["RANK"]), "peak_memory": peak, "calls": calls}
-        record |= {"cpu_seconds": time.process_time(), "modules": len(sys.modules)}
-        file.write_text(json.dumps(record), encoding="utf-8")
-
-    _at_the_end(write)
-    return lambda module: count_calls(module.ProcessGroup, calls)
-
-
-def _start_watching(path: Path) -> Callable[[Any], None]:
-    from benchmark_watch import StepCounter, StepWatch
-
-    first, count = map(int, os.environ[WATCH].split(":"))
-    watch = StepWatch(path, first, count)
-    return lambda module: StepCounter(watch.after).watch(sys.modules["torch.autograd"], module)
-
-
-def _start_phases(path: Path) -> dict[str, Callable[[Any], None]]:
-    from benchmark_phases import Phases
-
-    phases = Phases()
-    _at_the_end(lambda: phases.write(path))
-    return phases.hooks()
-
-
 def _main() -> None:
     if TRACE not in os.environ or "RANK" not in os.environ:
         return
+    from benchmark_phases import Phases, peak
+
     folder, rank = Path(os.environ[TRACE]), os.environ["RANK"]
-    hooks = {
-        "torch.distributed.distributed_c10d": _start_tracing(folder / f"traffic-rank{rank}.json")
-    }
+    calls: list[tuple[float, str, float]] = []
+    hooks = {"torch.distributed.distributed_c10d": lambda m: count_calls(m.ProcessGroup, calls)}
     after = [lambda module: module.register_optimizer_step_post_hook(_Peak.see)]
+    taken: dict[str, Callable[[], Any]] = {
+        "traffic": lambda: {
+            **{"peak_memory": device_memory() or peak(), "calls": calls},
+            **{"cpu_seconds": time.process_time(), "modules": len(sys.modules)},
+        }
+    }
     if WATCH in os.environ:
-        after.append(_start_watching(folder / f"watched-rank{rank}.json"))
+        from benchmark_watch import StepCounter, StepWatch
+
+        watch = StepWatch(
+            folder / f"watched-rank{rank}.json", *map(int, os.environ[WATCH].split(":"))
+        )
+        counter = StepCounter(watch.after)
+        after.append(lambda module: counter.watch(sys.modules["torch.autograd"], module))
     if PHASES in os.environ:
-        hooks |= _start_phases(folder / f"phases-rank{rank}.json")
+        phases = Phases()
+        hooks |= phases.hooks()
+        taken["phases"] = phases.taken
+
+    def write() -> None:
+        for name, take in taken.items():
+            text = json.dumps(take())
+            (folder / f"{name}-rank{rank}.json").write_text(text, encoding="utf-8")
+
+    _at_the_end(write)
     hooks["torch.optim.optimizer"] = lambda module: [each(module) for each in after]
     sys.meta_path.insert(0, AfterImport(hooks))
 

@@ -1,4 +1,5 @@
-"""Finds names of devices, vendors and their libraries in the strings and identifiers of a source.
+"""Finds names of devices, vendors and their libraries in the strings and identifiers of a source,
+and what is DeepSpeed's own.
 
 Docstrings and comments may name a vendor as an example; a string that the program uses may not,
 since behaviour is asked for by property. Words are letters in one case: ``CUDA_VISIBLE_DEVICES``,
@@ -15,25 +16,14 @@ from pathlib import Path
 
 FORBIDDEN = frozenset(
     [
-        "cuda",
-        "hpu",
-        "nccl",
-        "hccl",
-        "gloo",
-        "habana",
-        "gaudi",
-        "nvidia",
-        "xpu",
-        "mps",
-        "npu",
-        "rocm",
-        "mlu",
-        "neuron",
-        "tpu",
+        *("cuda", "hpu", "nccl", "hccl", "gloo", "habana", "gaudi", "nvidia"),
+        *("xpu", "mps", "npu", "rocm", "mlu", "neuron", "tpu"),
     ]
 )
 HOST = "cpu"
 """Allowed in identifiers, where it means the host: ``os.cpu_count``, ``tensor.cpu()``."""
+ENGINE = "zero"
+"""How the modules of `anygauge/strategies` begin that may speak of DeepSpeed."""
 
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
@@ -65,6 +55,19 @@ def find_names(path: Path) -> list[Found]:
         for word in sorted(words(text) & forbidden)
     ]
     return sorted(found, key=lambda one: (one.line, one.word))
+
+
+def engine_names(tree: ast.AST) -> list[tuple[int, str]]:
+    """Line and text of each attribute and string of DeepSpeed's."""
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return [
+        *((node.lineno, node.attr) for node in attributes if node.attr.startswith("ds_")),
+        *(
+            (line, text)
+            for line, text, _ in _strings(tree)
+            if text.startswith("ds_") or text == ENGINE or "deepspeed" in text.lower()
+        ),
+    ]
 
 
 def _strings(tree: ast.AST) -> Iterator[tuple[int, str, frozenset[str]]]:

@@ -1,13 +1,15 @@
-"""The portable core names no device: not in a string, not in an identifier."""
+"""The portable core names no device: not in a string, not in an identifier. What DeepSpeed calls
+its own stands in its strategy alone."""
 
 from __future__ import annotations
 
+import ast
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from tests.architecture.names import HOST, Found, find_names
+from tests.architecture.names import ENGINE, HOST, Found, engine_names, find_names
 from tests.architecture.repository import CORE
 
 # Where torch's name for the host's memory is given a name of its own; everything else uses that.
@@ -34,6 +36,32 @@ def test_the_core_names_no_device():
 
 def test_every_waiver_is_needed():
     assert {(one.path, one.text) for one in core_names()} >= set(WAIVERS)
+
+
+def test_the_core_knows_no_engine() -> None:
+    home = CORE / "strategies"
+    assert list(home.glob(f"{ENGINE}*.py"))
+    found = [
+        f"{path}:{line}: {text!r}"
+        for path in sorted(CORE.rglob("*.py"))
+        if not (path.parent == home and path.name.startswith(ENGINE))
+        for line, text in engine_names(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "count = parameter.ds_numel",
+        'shape = getattr(parameter, "ds_shape", None)',
+        'if run.strategy.name == "zero": ...',
+        'packages = ["torch", "deepspeed"]',
+        'text = f"DeepSpeed has {fields}"',
+    ],
+)
+def test_a_planted_name_of_an_engine_is_found(source: str) -> None:
+    assert len(engine_names(ast.parse(source))) == 1
 
 
 @pytest.fixture

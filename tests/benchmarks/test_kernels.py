@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from benchmarks import kernels
-from benchmarks.kernel_timing import chosen_kernel, compare, copy_bandwidth, peak_bytes
+from benchmarks.kernels import Timing, chosen_kernel, peak_bytes
 
 HOST = torch.device("cpu")
+TIMING = Timing(HOST, torch.float32, rounds=3)
 
 
 def test_peak_bytes_are_those_of_tensors_that_lived_together() -> None:
@@ -37,13 +38,10 @@ def test_contenders_are_compared_and_failures_named() -> None:
     def broken() -> torch.Tensor:
         raise RuntimeError("no such row\nsecond line")
 
-    ours, theirs, failed = compare(
+    ours, theirs, failed = TIMING.compare(
         "case",
         {"ours": lambda: x * 2, "theirs": lambda: x.exp(), "broken": broken},
-        torch.ones_like,
         [x],
-        rounds=3,
-        device=HOST,
         copied=(1.0, 3.0),
     )
     for row in (ours, theirs):
@@ -60,7 +58,7 @@ def test_contenders_are_compared_and_failures_named() -> None:
 def test_the_kernel_is_the_one_that_runs_have() -> None:
     name, kernel = chosen_kernel("linear_cross_entropy", HOST)
     assert name == "chunked" and callable(kernel)
-    assert copy_bandwidth(HOST, 1000, torch.float32, 2) > 0
+    assert TIMING.copy_bandwidth(1000) > 0
 
 
 LOSS = ["anygauge, chunked", "torch", "torch.compile"]

@@ -25,7 +25,7 @@ time.sleep(float(os.environ.get("SLEEP", "0")))
     ("variables", "seconds", "problem", "status"),
     [
         (({}, {}), 60, None, 0),
-        (({"SLEEP": "50"}, {"STATUS": "3"}), 60, "process 1 ended with status 3", 3),
+        (({"SLEEP": "50"}, {"STATUS": "3"}), 60, "process 1 ended with exit status 3", 3),
         (({"SLEEP": "50"}, {}), 1, "not done after 1 s (--timeout)", None),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks.plan import BenchmarkError
+from benchmarks.plan import BenchmarkError, ContenderPlan
 from benchmarks.rows import WrittenRows, write_rows
 from benchmarks.texts import texts
 
@@ -20,8 +20,9 @@ def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written(folder: Path, workload: str, **changes: Any) -> WrittenRows:
-    given: dict[str, Any] = {"count": 12, "length": 128, "vocabulary": 400, "seed": 1}
-    return write_rows(workload, folder, data=None, **{**given, **changes})
+    given: dict[str, Any] = {"steps": 6, "micro_batch": 1, "vocabulary": 400, "seed": 1}
+    plan = ContenderPlan(**{**given, "length": 48, "max_length": 128, **changes})
+    return write_rows(workload, folder, plan)
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -35,10 +36,9 @@ def sizes(folder: Path, texts: list[str]) -> list[int]:
 
 
 def test_full_rows_have_exactly_the_length(tmp_path: Path) -> None:
-    rows = written(tmp_path, "full", length=48)
+    rows = written(tmp_path, "full")
     assert set(sizes(tmp_path, [row["text"] for row in read(rows.exact)])) == {47}  # and its end
     assert rows.tokens == 12 * 48
-    assert not rows.has_prompts
 
 
 def test_ragged_rows_count_the_same_joined_and_apart(tmp_path: Path) -> None:
@@ -49,7 +49,8 @@ def test_ragged_rows_count_the_same_joined_and_apart(tmp_path: Path) -> None:
     answers = sizes(tmp_path, [row["completion"] for row in found])
     assert joined == [a + b for a, b in zip(prompts, answers, strict=True)]
     assert len(found) == 12 and sum(joined) + 12 == rows.tokens
-    assert max(joined) < 128 and rows.dropped > 0
+    assert max(joined) < 128 and "; 0 longer" not in rows.about
+    assert rows.about.startswith(f"{min(joined) + 1} to {max(joined) + 1} tokens a row")
     # The pool for packing begins with them.
     assert pool[:12] == found and len(pool) > 12
 
@@ -64,7 +65,7 @@ def test_the_same_seed_writes_the_same_rows(tmp_path: Path) -> None:
 
 def test_too_few_rows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BenchmarkError, match=r"the run reads 5000: lower --steps"):
-        written(tmp_path, "generated", count=5000)
+        written(tmp_path, "generated", steps=2500)
 
 
 def test_a_workload_of_files_asks_for_them(tmp_path: Path) -> None:

@@ -12,9 +12,18 @@ from benchmarks.entrants import ENTRANTS
 from benchmarks.measure import RunOutcome
 from benchmarks.memory_phases import PHASES
 from benchmarks.memory_phases import table_rows as by_phase
-from benchmarks.ratios import Ratio, paired, rotated, t_quantile
 from benchmarks.start_up import table_rows as by_start
-from benchmarks.table import MIB, as_json, markdown, summarise, table
+from benchmarks.table import (
+    MIB,
+    Ratio,
+    as_record,
+    markdown,
+    paired,
+    rotated,
+    summarise,
+    t_quantile,
+    table,
+)
 
 CONTENDERS = [ENTRANTS[name] for name in ("anygauge", "deepspeed")]
 
@@ -93,8 +102,7 @@ def test_markdown_and_json_have_every_run() -> None:
     lines = [line for line in shown.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in lines}) == 1
     assert "| DeepSpeed, by hand | 1,000 | 2.000 | 25.0% | 2 | 2.0 | 2.0000 | 1,234 | 1 |" in lines
-    record = json.loads(as_json({"python": "3"}, {"full": outcomes}, CONTENDERS))
-    found = record["workloads"]["full"]
+    found = json.loads(json.dumps(as_record(outcomes, CONTENDERS)))
     assert [run["name"] for run in found["runs"]] == ["anygauge", "deepspeed"]
     assert found["summary"][1]["figures"]["anygauge / this"]["median"] == 2.0
     assert found["runs"][0]["final_loss"] == 2.0

@@ -16,7 +16,6 @@ from anygauge.util.events import EVENTS_FD
 from tests.docs.pages import (
     PAGES,
     ROOT,
-    anchor,
     anchors,
     blocks,
     click_command,
@@ -46,12 +45,6 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_readme_links_every_page() -> None:
     linked = {(ROOT / link.partition("#")[0]).resolve() for link in links(README)}
     assert set(PAGES) - {README} <= linked
-
-
-def test_anchors_are_those_of_the_usual_hosts() -> None:
-    assert anchor("Environment: who sets what") == "environment-who-sets-what"
-    assert anchor("`anygauge train`") == "anygauge-train"
-    assert anchor("`data.train` and `data.eval`") == "datatrain-and-dataeval"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

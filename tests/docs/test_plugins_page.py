@@ -59,6 +59,9 @@ class Desk:
     def run(self, program: str, *arguments: str) -> str:
         """Run a command of the page; it must succeed."""
         modules = {"pip": ("pip",), "anygauge": ("anygauge.cli",), "pytest": ("pytest",)}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        if arguments[0] == "env":
+            del environment["OMP_NUM_THREADS"]  # the plugin's own is shown
         done = subprocess.run(
             # Without the folder it stands in: what is imported must have been installed.
             [str(self.python), "-P", "-m", *modules[program], *arguments],
@@ -67,7 +70,7 @@ class Desk:
             text=True,
             timeout=TIMEOUT_S,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+            env=environment,
         )
         assert done.returncode == 0, (
             f"{program} {shlex.join(arguments)}\n{done.stdout}{done.stderr}"
@@ -89,10 +92,19 @@ def test_the_page_is_true_but_for_ranks_and_the_loop(tmp_path: Path) -> None:
     report = json.loads(desk.run("anygauge", "backends", "--json"))
     (mine,) = [b for b in report["backends"] if b["name"] == "mine"]
     assert (mine["distribution"], mine["version"]) == ("anygauge-mine", "0.2.0")
+    assert mine["available"] and not report["failed"]
+    assert report["auto"]["chosen"] != "mine", "its priority is negative"
+    shown = desk.run("anygauge", "env", "run.yaml", "--backend", "mine", "--format", "json")
+    (setting,) = json.loads(shown)["0"]
+    assert (setting["name"], setting["set_by"]) == ("OMP_NUM_THREADS", "backend")
+    assert setting["source"] == "my own measurements"
     page = (desk.folder / "report.md").read_text()
     assert page.startswith("# `mine` is not fully tried against anygauge's backend contract")
     assert re.search(r"\d+ checks were not tried: .*the loop \(all \d+\)\.$", page, re.M)
     assert (desk.folder / "runs/tiny/adapter/adapter_model.safetensors").is_file()
+    metrics = (desk.folder / "runs/tiny/metrics.jsonl").read_text().splitlines()
+    losses = [record["loss"] for record in map(json.loads, metrics) if "loss" in record]
+    assert losses[-1] < losses[0] - 0.01, "the loss falls"
     (dry_run,) = (each for each in desk.printed if "softmax: mine, asked for by name" in each)
     assert "nice -n 10" in dry_run
 

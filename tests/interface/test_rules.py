@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from anygauge.interface import Backend, EnvironmentRule, Job, Node, Scope, Setting, Skip
+from anygauge.interface import Backend, EnvironmentRule, Node, Scope, Setting, Skip
+from tests.helpers.jobs import make_job
 
-JOB = Job(
-    name="run",
-    run_directory="/runs/run",
-    run_file="/runs/run/run.yaml",
-    backend="fake",
-    strategy="single",
-    rendezvous="file:///runs/meet",
-)
+JOB = make_job(backend="fake", run_directory="/r")
 
 
 def rule(decide, *, name="A", scope=Scope.NODE):

@@ -27,6 +27,7 @@ TABLES = "| versions |"
 """Where the generated part of the page begins."""
 LIMIT_S = 150.0
 """For one architecture."""
+LIBRARIES = ("transformers", "peft", "torch", "deepspeed", "accelerate")
 PARTS = {
     "made": "cannot be built",
     "loads": "does not load",
@@ -53,8 +54,7 @@ def architectures() -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """Of what decides the results."""
-    names = ("transformers", "peft", "torch", "deepspeed", "accelerate")
-    return {name: metadata.version(name).partition("+")[0] for name in names}
+    return {name: metadata.version(name).partition("+")[0] for name in LIBRARIES}
 
 
 def results(names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:

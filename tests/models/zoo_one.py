@@ -38,10 +38,6 @@ SAME = 1e-5
 """Largest relative difference of losses, and of a merged model's logits."""
 
 
-class RankError(Exception):
-    """What a rank's own error was, by name and message."""
-
-
 def main(model_type: str, folder: Path, tokenizer: Path, output: Path) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     quiet_libraries()
@@ -75,7 +71,7 @@ def said(error: BaseException) -> str:
     """Its first two lines; an error that is not ours comes with its name."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = (" ".join(lines[:2]) if lines else type(error).__name__)[:600]
-    ours = isinstance(error, AnygaugeError | AssertionError | RankError)
+    ours = isinstance(error, AnygaugeError | AssertionError)
     return text if ours else f"{type(error).__name__}: {text}"
 
 
@@ -170,8 +166,7 @@ def trained(
         },
     )
     run = start(RunPart(file=str(file)))
-    if run["status"]:
-        raise failure(run)
+    assert not run["status"], first_failure(run)
     where = Path(run["folder"])
     records = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
     found = losses[strategy] = [record["loss"] for record in records if "loss" in record]
@@ -190,16 +185,14 @@ def trained(
     }
 
 
-def failure(run: dict[str, Any]) -> Exception:
-    """The first failure of a run's ranks, as its kind of error."""
+def first_failure(run: dict[str, Any]) -> str:
+    """What the first of a run's ranks that failed has said."""
     events = [json.loads(line) for line in run["out"].splitlines() if line.startswith("{")]
-    failures = [event for event in events if event.get("event", event.get("kind")) == "failed"]
-    failures.sort(key=lambda event: not event["for_user"])
-    if not failures:
-        return RankError(f"a rank ended with {run['status']}: {run['log'][-300:]}")
-    first = failures[0]
-    kind = "" if first["for_user"] else f"{first['error']}: "
-    return RankError(f"{kind}{first['message']}")
+    failed = [event for event in events if event.get("event", event.get("kind")) == "failed"]
+    first = min(failed, key=lambda event: not event["for_user"], default=None)
+    if first is None:
+        return f"a rank ended with {run['status']}: {run['log'][-300:]}"
+    return f"{'' if first['for_user'] else first['error'] + ': '}{first['message']}"
 
 
 def merges(base: Path, folder: Path) -> str:

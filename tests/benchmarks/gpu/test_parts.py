@@ -54,17 +54,17 @@ def test_a_kernel_is_as_exact_as_torchs_own_or_fails(
 ) -> None:
     """With many classes, bfloat16's logits alone put any gradient off by a few per cent."""
     host = torch.device("cpu")
-    _, own = operations.loss_errors(operations.plain_loss, 32_000, torch.bfloat16, host)
-    assert own > 0.02
-    choose = operations.chosen_kernel
+    loss = operations.plain_loss
+    assert operations.errors_of(loss, loss, 32_000, torch.bfloat16, host)[1] > 0.02
+    fitting = operations.fitting_kernels
 
-    def off(operation: str, device: torch.device, name: str | None = None) -> Any:
-        chosen, kernel = choose(operation, device, name)
-        return chosen, lambda *tensors: kernel(*tensors) * 1.05
+    def off(operation: str, device: torch.device) -> Any:
+        kernels = fitting(operation, device)
+        return {name: lambda *given, k=k: k(*given) * 1.05 for name, k in kernels.items()}
 
     where = Context(device="cpu", folder=str(tmp_path), seconds=60.0, tiny=True)
     operations.accuracy(where, Report(tmp_path / "report.json"))
-    monkeypatch.setattr(operations, "chosen_kernel", off)
+    monkeypatch.setattr(operations, "fitting_kernels", off)
     with pytest.raises(PartError, match="chunked, linear_cross_entropy, float32, 90") as raised:
         operations.accuracy(where, Report(tmp_path / "report.json"))
     assert raised.value.status == FAILED

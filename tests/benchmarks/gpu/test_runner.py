@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import typer
 
-from benchmarks.gpu import machine, predict, runner, training
+from benchmarks.gpu import __main__ as page_command
+from benchmarks.gpu import part, training
 from benchmarks.gpu.__main__ import QUICK_S, chosen, hosts_of
 from benchmarks.gpu.part import (
     FAILED,
@@ -24,11 +25,12 @@ from benchmarks.gpu.part import (
     PartError,
     Report,
     names,
+    page,
+    run_parts,
+    write,
 )
-from benchmarks.gpu.predict import Prediction, prediction
 from benchmarks.gpu.pytests import outcomes
-from benchmarks.gpu.runner import Result, page, write
-from benchmarks.gpu.training import TINY, TrainingCase, foresee, plan_of, table
+from benchmarks.gpu.training import TINY, Prediction, TrainingCase, plan_of, prediction, table
 from benchmarks.measure import RunOutcome
 from benchmarks.plan import BenchmarkError
 from benchmarks.processes import ROOT
@@ -38,7 +40,7 @@ from benchmarks.table import table as markdown
 PROBE = """
 import time
 from benchmarks.gpu.part import LATE, SKIPPED, PartError
-from benchmarks.gpu.runner import TableRow
+from benchmarks.table import TableRow
 
 def well(context, report):
     report.add(TableRow(case="", name="x", figures={"seconds": context.seconds}))
@@ -66,7 +68,7 @@ def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "probe.py").write_text(PROBE)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     ways = ("well", "badly", "never", "not_here", "half")
-    monkeypatch.setattr(runner, "PARTS", {way: Part(way, way, 1, f"probe:{way}") for way in ways})
+    monkeypatch.setattr(part, "PARTS", {way: Part(way, way, 1, f"probe:{way}") for way in ways})
 
 
 def context(folder: Path, **changes: Any) -> Context:
@@ -76,10 +78,10 @@ def context(folder: Path, **changes: Any) -> Context:
 def test_a_part_that_fails_leaves_the_others_standing(
     probes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "GRACE_S", 0.0)
+    monkeypatch.setattr(part, "GRACE_S", 0.0)
     seen: list[str] = []
     order = ["badly", "not_here", "half", "never", "well"]
-    results = runner.run_parts(
+    results = run_parts(
         order, context(tmp_path / "out"), 30.0, ended=lambda result: seen.append(result.part)
     )
     badly, skipped, half, never, well = results
@@ -99,7 +101,7 @@ def test_a_part_that_fails_leaves_the_others_standing(
 
 
 def test_a_part_without_time_is_not_begun(probes: None, tmp_path: Path) -> None:
-    (result,) = runner.run_parts(["well"], context(tmp_path / "out"), 1.0)
+    (result,) = run_parts(["well"], context(tmp_path / "out"), 1.0)
     assert (result.status, result.problem) == (LATE, "the parts before it left no time")
     assert not (tmp_path / "out").exists()
 
@@ -128,15 +130,14 @@ def test_predictions_stand_beside_figures() -> None:
 
 
 def test_the_page_names_what_failed_with_its_error(tmp_path: Path) -> None:
-    fields: dict[str, Any] = {"seconds": 1.0, "allowed": 2.0}
     results = [
-        Result(part="a", title="A", status=OK, rows=ROWS, notes=("so it is",), **fields),
-        Result(part="b", title="B", status=FAILED, problem="status 1\nTraceback", **fields),
+        Report(tmp_path, title="A", rows=[*ROWS], notes=["so it is"]),
+        Report(tmp_path, title="B", status=FAILED, problem="status 1\nTraceback", allowed=2.0),
     ]
     write(tmp_path, {"card": "NVIDIA X", "cards": 1}, results)
     text = (tmp_path / "page.md").read_text()
     assert text == page({"card": "NVIDIA X", "cards": 1}, results)
-    assert "| B | **failed**: status 1 | 1 of 2 |" in text
+    assert "| B | **failed**: status 1 | 0 of 2 |" in text
     assert "```\nstatus 1\nTraceback\n```" in text and "- so it is" in text
 
 
@@ -189,12 +190,14 @@ CARD = ["NVIDIA H200", 2**37, [9, 0]]
 def test_machines_are_described_or_refused(
     torch: str, cuda: str | None, cards: Any, reported: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "look", lambda: {"torch": torch, "cuda": cuda, "cards": cards})
+    monkeypatch.setattr(
+        page_command, "look", lambda: {"torch": torch, "cuda": cuda, "cards": cards}
+    )
     if reported:
         with pytest.raises(BenchmarkError, match=reported):
-            machine.described("cuda", 2)
+            page_command.described("cuda", 2)
         return
-    described = machine.described("cuda", 2)
+    described = page_command.described("cuda", 2)
     assert described["card"] == "NVIDIA H200" and described["cards"] == 2
     assert (described["memory, GiB"], described["compute capability"]) == (128.0, "9.0")
 
@@ -226,10 +229,10 @@ def test_cards_are_planned_for_by_their_own_name(
         processes.logs[0].write_text("no\nplan")
         return nullcontext([SimpleNamespace(poll=lambda: 2)])
 
-    monkeypatch.setattr(predict, "started", start)
+    monkeypatch.setattr(training, "started", start)
     where = context(tmp_path, card=card, gpus=2)
     with ExitStack() as stack:
-        found = predict.PlanProcess(where, "x", {"name": "x"}, stack).read(5.0)
+        found = training.planner(where, "x", {"name": "x"}, stack)(5.0)
     if named is None:
         assert not asked and "no description of NVIDIA Unheard 1" in found.problem
     else:
@@ -253,9 +256,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
 
     def planner(context: Context, name: str, run: Mapping[str, Any], stack: Any) -> Any:
         asked.append(run)
-        return SimpleNamespace(read=lambda timeout_s: Prediction(problem="unknown"))
+        return lambda timeout_s: Prediction(problem="unknown")
 
-    monkeypatch.setattr(training, "PlanProcess", planner)
+    monkeypatch.setattr(training, "planner", planner)
     return asked
 
 
@@ -265,12 +268,12 @@ def test_several_machines_are_planned_as_such(
     asked = planned(monkeypatch)
     where = context(tmp_path, device="cuda", gpus=2, nodes=2, machine="dgx-h100")
     report = Report(tmp_path / "report.json")
-    plan = plan_of(where, TINY, ranks=4)
-    foresee(where, report, [TrainingCase("DDP", ("anygauge-ddp", "ddp"))], plan, training.Clock(9))
+    case = TrainingCase("DDP", ("anygauge-ddp", "ddp"))
+    training.compare(where, report, [case], TINY, ranks=4)
     (run,) = asked
     assert (run["backend"], run["strategy"]) == ("cuda", {"name": "ddp"})
     assert run["launch"] == {"nodes": 2, "devices": 2}
-    assert report.rows[0].note == "unknown"
+    assert [(row.name, row.note) for row in report.rows] == [("anygauge, ddp", "unknown")]
     assert plan_of(where, TINY, ranks=1).nodes == 1  # on one device of this machine
 
 
