@@ -51,7 +51,9 @@ WORDS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 USUAL = ("accumulation", "zero", "zero in one piece", "ddp", "fsdp", "tensor", "pipeline")
 SLOW = [word for word in WORDS if word not in (*USUAL, "single")]
-CLIPPED = 0.05
+CLIPPED, RATE = 0.05, 5.0
+CLOSE = TOLERANCE * CLIPPED * RATE
+"""Of factors: as near as losses are, beside what a step moves them by."""
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +88,7 @@ def test_the_adapter_is_that_of_single(
     words: list[str], bases: dict[bool, Path], tmp_path: Path
 ) -> None:
     base = bases[True]
-    train = {"optimizer": {"name": "sgd", "lr": 5.0}, "micro_batch_size": 1}
+    train = {"optimizer": {"name": "sgd", "lr": RATE}, "micro_batch_size": 1}
     file = run_file(tmp_path, model={"name": str(base)}, train={**train, "max_grad_norm": CLIPPED})
     alone, *runs = trained(file, words)
     wanted = result_of(alone)
@@ -102,9 +104,9 @@ def test_the_adapter_is_that_of_single(
         assert found.keys() == wanted.keys(), word
         for name, value in wanted.items():
             assert found[name].shape == value.shape, (word, name)
-            torch.testing.assert_close(found[name], value, atol=1e-6, rtol=0, msg=f"{word} {name}")
+            torch.testing.assert_close(found[name], value, atol=CLOSE, rtol=0, msg=f"{word} {name}")
         of_peft = in_peft(base, run.folder / "adapter", ids)
-        torch.testing.assert_close(of_peft, logits, atol=1e-5, rtol=0, msg=word)
+        torch.testing.assert_close(of_peft, logits, atol=10 * CLOSE, rtol=0, msg=word)
 
 
 def in_peft(base: Path, adapter: Path | None, ids: torch.Tensor) -> torch.Tensor:
