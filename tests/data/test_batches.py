@@ -165,18 +165,6 @@ def test_each_epoch_has_every_row_once(tokenized, packing, shuffle):
         assert batches.sequences_per_epoch < len(tokenized)
 
 
-def test_the_last_step_is_filled_with_dummies(tokenized):
-    ranks = [make(tokenized, share=Share(rank, 4)) for rank in range(4)]
-    assert ranks[0].steps == 3  # 23 rows in steps of 8
-    last = [rank.step(2) for rank in ranks]
-    assert [[batch.input_ids.shape[0] for batch in step] for step in last] == [[2]] * 4
-    assert [len(step[0].origins) for step in last] == [2, 2, 2, 1]
-    dummy = last[3][0]
-    assert (dummy.labels[1] == IGNORED).all()
-    assert (dummy.input_ids[1] == PAD).all()
-    assert dummy.attention_mask[1].tolist() == [1] + [0] * (dummy.input_ids.shape[1] - 1)
-
-
 def test_steps_win_over_epochs_and_part_of_an_epoch_is_rounded_up(tokenized):
     batches = make(tokenized, steps=6, epochs=0.1)
     assert len(batches) == 6
@@ -204,8 +192,9 @@ def test_micro_batches_of_a_step_may_have_one_width(tokenized, multiple):
 
 
 @pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize(("micro", "world"), [(1, 1), (2, 3), (5, 4), (40, 2)])
-def test_evaluation_reads_every_row_once_on_equal_ranks(tokenized, packing, micro, world):
+@pytest.mark.parametrize(("micro", "world"), [(1, 1), (2, 3), (2, 5), (5, 4), (40, 2)])
+@pytest.mark.parametrize("shapes", [ShapePolicy(), BUCKETED], ids=str)
+def test_evaluation_reads_every_row_once_on_equal_ranks(tokenized, packing, micro, world, shapes):
     ranks = [
         EvaluationBatches(
             tokenized,
@@ -215,11 +204,14 @@ def test_evaluation_reads_every_row_once_on_equal_ranks(tokenized, packing, micr
                 pad_id=PAD,
                 share=Share(rank, world),
                 packing=packing,
+                shapes=shapes,
             ),
         )
         for rank in range(world)
     ]
     assert len({len(batches) for batches in ranks}) == 1
+    for index in range(len(ranks[0])):
+        check_widths([each[index] for each in ranks], shapes, packing, alone=world == 1)
     every = [batch for batches in ranks for batch in batches]
     for batch in every:
         check(batch, tokenized, packing)

@@ -84,22 +84,6 @@ def test_parts_of_text_are_joined():
     assert messages({"role": "user", "content": parts}, A).turns[0]["content"] == "one two"
 
 
-def test_sharegpt_becomes_the_same_turns():
-    call = json.dumps({"name": "add", "arguments": {"a": 1, "b": "ü"}})
-    one = sharegpt(
-        ("system", "s"), ("human", "q"), ("function_call", call), ("observation", "2"), ("gpt", "a")
-    )
-    assert list(one.turns) == [
-        {"role": "system", "content": "s"},
-        U,
-        {"role": "assistant", "tool_calls": [ADD]},
-        {"role": "tool", "content": "2"},
-        A,
-    ]
-    assert one.answers == (2, 4)
-    assert sharegpt(("user", "q"), ("assistant", "a"), ("tool", "t")).answers == (1,)
-
-
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("as_text", [False, True])
 def test_tools_have_one_layout(wrapped, as_text):

@@ -75,11 +75,6 @@ def test_loss_on_all_learns_the_prompt_too(tokenizer):
     assert loss_mask(sequence) == [*ids(tokenizer, "pq\n"), *ids(tokenizer, "r"), 1]
 
 
-def test_alpaca(tokenizer):
-    [sequence], _ = encode(tokenizer, "alpaca", {"instruction": "Say hi.", "output": "hi"})
-    assert marked(tokenizer, sequence).endswith("Say hi.\n\n### Response:\n⟦hi</s>⟧")
-
-
 # -- prompts alone -------------------------------------------------------------------------------
 
 
@@ -181,17 +176,6 @@ def test_chats_are_cut_at_their_end_and_dropped_without_an_answer(chats):
     assert (counts.dropped_long, counts.dropped_empty) == (1, 1)
     _, counts = encode(chats, "messages", *rows, too_long="drop", **fields)
     assert (counts.used, counts.dropped_long, counts.truncated) == (0, 2, 0)
-
-
-def test_last_turn_of_a_chat_that_says_nothing_in_it(chats):
-    turns = [
-        {"role": role, "content": text}
-        for role, text in (("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", " "))
-    ]
-    fields = {"chat_template": template("inst")}
-    assert encode(chats, "messages", {"messages": turns}, **fields)[1].used == 1
-    last = encode(chats, "messages", {"messages": turns}, loss_on="last_turn", **fields)[1]
-    assert (last.used, last.dropped_empty) == (0, 1)
 
 
 def test_rows_and_chats_of_one_batch_keep_their_order(chats):

@@ -6,9 +6,9 @@ import gzip
 import json
 import threading
 from collections.abc import Callable, Iterator
-from io import BytesIO
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,8 @@ import pytest
 from pyarrow import parquet
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data import lines, peek, prepare, remote, streams
+from anygauge.data import peek, prepare, remote, streams
 from anygauge.data.cache import Cache
-from anygauge.data.lines import FilledLines
 from anygauge.data.remote import open_remote, remote_identity
 from anygauge.data.sources import first_records, open_reader, open_stream
 from anygauge.data.streams import BlockOrder, Blocks
@@ -91,32 +90,6 @@ def test_a_streamed_row_is_that_of_the_same_file(
     for start in (0, 1, 19, 20, 21, 63, 229, 230, 400):
         rows = islice(there._stream.rows(start), 3)
         assert [row.record().values for row in rows] == ROWS[start : start + 3]
-
-
-@pytest.mark.parametrize("block", [16, 100, 10_000])
-@pytest.mark.parametrize("begin", [b"", b"\xef\xbb\xbf", b"\n \n", b"\xef\xbb\xbf\n"])
-@pytest.mark.parametrize("end", [b"", b"\n", b"\n\n \t\n", b"\n  "])
-def test_lines_that_are_passed_over_are_counted(
-    block: int, begin: bytes, end: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lines, "_BLOCK", block)
-    body = begin + b"\n \r\n".join(b'{"a": %d}\n{"b": 1}' % n for n in range(40)) + end
-    whole = list(FilledLines(BytesIO(body), "x"))
-    assert len(whole) == 80
-    for number, offset, line in whole:
-        assert (
-            body[offset : offset + len(line)]
-            == line
-            == body.split(b"\n", number)[number - 1][
-                len(b"\xef\xbb\xbf") if number == 1 and begin[:1] == b"\xef" else 0 :
-            ]
-            + (b"\n" if body[offset + len(line) - 1 : offset + len(line)] == b"\n" else b"")
-        )
-    for skip in (1, 7, 79, 80, 81, 500):
-        read = FilledLines(BytesIO(body), "x", skip)
-        found = list(read)
-        assert read.count == 80
-        assert found[-len(whole[skip:]) or len(found) :] == whole[skip:]
 
 
 def test_text_and_lists_are_read_whole(server: FileServer) -> None:
@@ -509,3 +482,25 @@ def test_offline_and_streaming_do_not_go_together(
     said = r"data\.streaming reads 'owner/name' over the network, but HF_HUB_OFFLINE is set"
     with pytest.raises(DataError, match=said):
         open_stream(SourceSection(path=NAME), 10, "f")
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("http://127.0.0.1:9", r"hub \(http://127\.0\.0\.1:9\) cannot be reached"),
+        ("", r"the data set 'owner/name' \(subset default, split 'train'"),
+    ],
+    ids=["nobody answers", "switched off"],
+)
+def test_a_hub_that_cannot_be_reached(
+    address: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+    from huggingface_hub import constants
+
+    use_hub(monkeypatch, SimpleNamespace(address=address or constants.ENDPOINT), tmp_path)
+    monkeypatch.setenv("HF_ENDPOINT", address)  # which messages name
+    for module in () if address else (constants, datasets.config):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=rf"^data\.train.*{said}"):
+        peek(DataSection(train={"path": NAME}))

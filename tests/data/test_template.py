@@ -30,12 +30,6 @@ def test_a_file_or_the_template_itself(tmp_path):
     assert read_template(str(file)) == "{% if true %}é{% endif %}"
 
 
-@pytest.mark.parametrize("name", ["headers", "headers_marked", "chatml", "inst"])
-def test_the_fixtures_are_valid(name):
-    path = FIXTURES / "templates" / f"{name}.jinja"
-    assert read_template(str(path)) == template(name)
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -9,7 +9,6 @@ import pytest
 
 from anygauge.data import (
     Batches,
-    EvaluationBatches,
     Layout,
     MicroBatch,
     Schedule,
@@ -74,26 +73,6 @@ def test_streamed_steps_have_one_width_on_all_ranks(
         longest = MAX if packing else -(-longest_of(batches) // 8) * 8
         assert {width(batch) for batch in batches} == {longest}
     assert any(dummies(batches) for batches in every) is (micro == 1), "some ranks have no rows"
-
-
-@pytest.mark.parametrize("packing", [False, True])
-def test_all_ranks_of_a_round_of_evaluation_have_one_width(
-    tokenized: TokenizedRows, packing: bool
-) -> None:
-    ranks = 4 if packing else 5  # with which the last has none
-    of_ranks = [EvaluationBatches(tokenized, each) for each in layouts(ranks, packing=packing)]
-    every = [[batches[index] for batches in of_ranks] for index in range(len(of_ranks[0]))]
-    assert dummies(every[-1])
-    widths = [{width(batch) for batch in batches} for batches in every]
-    if packing:
-        assert set.union(*widths) == {MAX}
-    else:
-        assert widths == [{-(-longest_of(batches) // 8) * 8} for batches in every]
-
-
-def test_where_shapes_cost_nothing_a_dummy_has_one_token(tokenized: TokenizedRows) -> None:
-    held_out = [EvaluationBatches(tokenized, each) for each in layouts(5, shapes=ShapePolicy())]
-    assert {width(batch) for batches in held_out for batch in dummies(list(batches))} == {1}
 
 
 @pytest.mark.parametrize("packing", [False, True])

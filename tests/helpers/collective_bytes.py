@@ -42,12 +42,14 @@ class CollectiveBytes(TorchDispatchMode):
 
     Attributes:
         calls, bytes: by operation.
+        sizes: bytes of each call, in order, by operation.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
+        self.sizes: dict[str, list[int]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -57,7 +59,9 @@ class CollectiveBytes(TorchDispatchMode):
         if f"{namespace}::" in NAMESPACES and operator not in QUIET:
             name = NAMES[operator]
             self.calls[name] += 1
-            self.bytes[name] += _bytes_of(name, namespace, args, result)
+            size = _bytes_of(name, namespace, args, result)
+            self.bytes[name] += size
+            self.sizes.setdefault(name, []).append(size)
         return result
 
 

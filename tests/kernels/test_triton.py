@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
-from tests.kernels.test_linear_cross_entropy import CLASSES, held, inputs
+from tests.kernels.test_linear_cross_entropy import CLASSES, gradients, held, inputs
 from tests.kernels.test_softmax import EPSILON, exact, masks
 
 pytest.importorskip("triton")
@@ -124,11 +124,6 @@ def moved(given: dict[str, Any]) -> dict[str, Any]:
     return {name: there(value) for name, value in given.items()}
 
 
-def loss_gradients(loss: Tensor, given: dict[str, Any]) -> list[Tensor]:
-    wanted = [given[name] for name in ("hidden", "weight", "bias") if given[name] is not None]
-    return list(torch.autograd.grad(loss * 0.7, [*wanted, *(given["low_rank"] or ())]))
-
-
 COMBINATIONS = list(itertools.product((None, 5.0), (1.0, 0.25), (0.0, 0.1), *[(False, True)] * 2))
 PAIRS = [COMBINATIONS[n] for n in (0, 5, 10, 15, 19, 22, 25, 28)]
 """Any two values of any two of the five stand together in one of these."""
@@ -169,7 +164,7 @@ def test_the_loss_is_torchs(
         wanted = held(true, softcap=softcap, scale=scale, smoothing=smoothing)
         near = 1e-5 if dtype == "float32" else 2e-2
         assert loss.item() == pytest.approx(wanted.item(), rel=near)
-        pairs = zip(loss_gradients(loss, there), loss_gradients(wanted, true), strict=True)
+        pairs = zip(gradients(loss, there), gradients(wanted, true), strict=True)
         for found, one in pairs:
             error = float((found.cpu().double() - one).abs().max() / one.abs().max())
             assert error <= near

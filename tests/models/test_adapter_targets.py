@@ -131,25 +131,6 @@ def test_all_linear_leaves_out_what_can_carry_no_adapter(
     assert taken in lasts and left_out not in lasts
 
 
-def factors(init: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    made = model_factory(TINY, AdapterSection(r=4, init=init))
-    name = "base_model.model.model.layers.0.mlp.up_proj"
-    layer: Any = made.adapt(on_host(made)).get_submodule(name)
-    return layer.lora_A["default"].weight, layer.lora_B["default"].weight
-
-
-def test_what_each_begins_with() -> None:
-    usual, zero = factors(True)
-    normal, also_zero = factors("gaussian")
-    assert not zero.any() and not also_zero.any() and not torch.equal(usual, normal)
-    assert normal.std().item() == pytest.approx(1 / 4, rel=0.3)
-    a, b = factors("orthogonal")
-    assert a.any() and b.any()
-    torch.testing.assert_close(b @ a, torch.zeros(64, 32), rtol=0, atol=1e-6)
-    a, b = factors(False)
-    assert a.any() and b.any() and (b @ a).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize(
     ("fields", "kind", "message"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from anygauge.config.schema import ModelSection
-from anygauge.interface import ModelError, UnsupportedError
+from anygauge.interface import ModelError
 from anygauge.models.files import LazyTensor, WeightFiles
 from anygauge.models.generate import load_for_inference
 from tests.helpers.build import model_factory, on_host
@@ -87,16 +86,6 @@ def test_formats_of_few_bits_become_plain_numbers(
     check_equal_logits(model, folder)
     assert made.published(dict(model.named_parameters()), torch.float32).keys() == plain
     assert not hasattr(made.config, "quantization_config"), "what is saved is plain"
-
-
-def test_other_formats_are_refused_with_a_remedy(tmp_path: Path) -> None:
-    folder = saved("gemma3_text", tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (folder / "config.json").write_text(json.dumps(config))
-    said = r"'gptq'.*Use the model that these weights were made from"
-    with pytest.raises(UnsupportedError, match=said):
-        model_factory(folder)
 
 
 def test_of_experts_only_the_part_that_is_asked_for_is_read(

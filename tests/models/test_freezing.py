@@ -1,4 +1,4 @@
-"""Full weights in part: trained, saved, refused; on ranks: tests/training/test_one_file.py."""
+"""Full weights in part: trained, saved, refused; on ranks: tests/training/test_parity.py."""
 
 from __future__ import annotations
 

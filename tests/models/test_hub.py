@@ -9,6 +9,7 @@ import json
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
 from anygauge.models.hub import Fetched, copy_of, fetch, is_whole, wanted, wanted_for_plan
 from anygauge.models.hub_errors import HubUnreachableError
-from tests.standins.hub import TOKEN, Hub, Repository
+from tests.standins.hub import Hub, Repository, use_hub
 
 NAME = "somebody/model"
 
@@ -64,27 +65,10 @@ USELESS = {
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub without a model, and a machine that has no copies and no token."""
-    from huggingface_hub import constants
-
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "copies"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with Hub({}) as hub:
-        endpoint(monkeypatch, hub.address)
+        use_hub(monkeypatch, hub, tmp_path)
         yield hub
     assert hub.strangers == []
-
-
-def endpoint(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    """What HF_ENDPOINT sets, which is read at the library's import."""
-    from huggingface_hub import constants, file_download
-
-    template = "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "ENDPOINT", address)
-    for module in (constants, file_download):
-        name = "HUGGINGFACE_CO_URL_TEMPLATE"
-        monkeypatch.setattr(module, name, address + template, raising=False)
 
 
 def want(hub: Hub, *parts: Mapping[str, bytes], **changes: Any) -> Fetched:
@@ -268,15 +252,6 @@ def test_each_refusal_has_its_own_message(
     assert not isinstance(caught.value, HubUnreachableError)
 
 
-@pytest.mark.parametrize("access", ["gated", "private"])
-def test_a_token_that_may_read_a_model_fetches_it(
-    access: str, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    hub.repositories[NAME] = Repository(files={**SMALL, **SHARDS}, access=access)
-    assert is_whole(want(hub).folder, weights=True)
-
-
 def test_names_and_revisions_that_are_not_there(hub: Hub) -> None:
     with pytest.raises(ModelError, match=r"'somebody/model' is not a folder here .*owner/name"):
         want(hub)
@@ -313,20 +288,23 @@ def test_an_index_that_names_what_the_repository_lacks(hub: Hub) -> None:
     assert "model-1.safetensors" not in hub.files(), "gigabytes for nothing"
 
 
-def test_a_hub_that_is_not_there_or_switched_off(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_is_not_there_or_switched_off(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from huggingface_hub import constants
 
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         nobody = f"http://127.0.0.1:{unused.getsockname()[1]}"
-    endpoint(monkeypatch, nobody)
+    there_is_none = SimpleNamespace(address=nobody)
+    use_hub(monkeypatch, there_is_none, tmp_path)
     with pytest.raises(HubUnreachableError, match=r"cannot be reached: .*HTTPS_PROXY") as caught:
         want(hub)
     assert nobody in str(caught.value) and "a copy is on" not in str(caught.value)
     assert "reached: [Errno 111] Connection refused. Check" in str(caught.value)
-    endpoint(monkeypatch, hub.address)
+    use_hub(monkeypatch, hub, tmp_path)
     found = want(hub, SMALL, SHARDS)
-    endpoint(monkeypatch, nobody)
+    use_hub(monkeypatch, there_is_none, tmp_path)
     with pytest.raises(HubUnreachableError, match="a copy is on this machine: export HF_HUB_OFFL"):
         want(hub)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -17,19 +17,17 @@ from anygauge.models.verify import VerificationError, probe_tokens, verify
 from tests.models.zoo_configs import tiny_config
 
 
-def batch(packed: bool) -> MicroBatch:
-    """Two rows of two documents, or of one that ends in padding."""
+def batch() -> MicroBatch:
+    """Two rows of one document, of which one ends in padding."""
     ids = torch.randint(3, 400, (2, 12), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
-    if not packed:
-        ids[1, 7:], mask[1, 7:] = 2, 0
-    starts = torch.cat([torch.arange(5), torch.arange(7)]) if packed else torch.arange(12)
+    ids[1, 7:], mask[1, 7:] = 2, 0
     return MicroBatch(
         input_ids=ids,
         labels=torch.full_like(ids, -100),
         attention_mask=mask,
-        position_ids=starts.expand(2, -1),
-        segment_ids=torch.tensor([1] * 5 + [2] * 7).expand(2, -1) if packed else None,
+        position_ids=torch.arange(12).expand(2, -1),
+        segment_ids=None,
         origins=(),
         num_loss_tokens=0,
         tokens=24,
@@ -42,7 +40,7 @@ def test_rows_of_one_document_have_the_architectures_own_positions(family: str) 
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
-    given = batch(packed=False)
+    given = batch()
     with torch.no_grad():
         logits = model(**model_inputs(given, torch.float32)).logits
         own = model(input_ids=given.input_ids, attention_mask=given.attention_mask).logits
@@ -60,12 +58,6 @@ def test_rows_of_one_document_have_the_architectures_own_positions(family: str) 
 def test_packing_is_refused_where_positions_would_be_others(family: str, said: str) -> None:
     with pytest.raises(UnsupportedError, match=rf"data\.packing: .*({said}).*: false"):
         plan_masks(tiny_config(family), "sdpa", 64)
-
-
-def test_packed_rows_give_positions() -> None:
-    plan = plan_masks(tiny_config("llama"), "sdpa", 64)
-    inputs = model_inputs(batch(packed=True), torch.float32, plan)
-    assert inputs["position_ids"][0].tolist() == [*range(5), *range(7)]
 
 
 def test_positions_without_end_allow_rows_of_any_length() -> None:

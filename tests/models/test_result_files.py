@@ -352,11 +352,3 @@ def test_code_of_the_models_own_goes_along(tmp_path: Path, monkeypatch: pytest.M
     assert type(model).__name__ == "OwnModel" and not list(folder.rglob(".*"))
     assert fields_of(folder / "config.json")["architectures"] == ["OwnModel"]
     shutil.rmtree(Path(HF_MODULES_CACHE) / "transformers_modules/model", ignore_errors=True)
-
-
-def test_a_generation_config_that_cannot_be_read_is_refused_at_once(tmp_path: Path) -> None:
-    base = make_base(tmp_path / "base", None, [])
-    (base / "generation_config.json").write_text("[" * 200_000)
-    section = ModelSection(name=str(base))
-    with pytest.raises(ModelError, match=r"generation_config\.json cannot be read as JSON"):
-        ResultFiles(section, load_tokenizer(section))

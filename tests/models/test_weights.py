@@ -14,15 +14,12 @@ from safetensors.torch import save_file
 
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
-from anygauge.models.export import save_model
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.files import WeightFiles, is_pickle_refused
 from anygauge.models.generate import load_for_inference
-from anygauge.models.result_files import ResultFiles
 from anygauge.strategies.materialise import units
 from tests.helpers.build import model_factory, on_host
 from tests.helpers.runs import TINY
-from tests.helpers.tokenizer import make_tokenizer
 
 
 def factory(seed: int = 0, name: Path | None = None, **changes: Any) -> CausalModelFactory:
@@ -74,22 +71,6 @@ def test_buffers_keep_their_type_in_bfloat16() -> None:
     model = on_host(factory(), torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert {b.dtype for b in model.buffers()} == {torch.float32}, "rotary tables need the digits"
-
-
-def test_saved_and_read_back(tmp_path: Path) -> None:
-    made = factory()
-    model = on_host(made)
-    section = ModelSection(config=TINY, tokenizer=str(tmp_path / "tokenizer"))
-    files = ResultFiles(section, make_tokenizer(tmp_path / "tokenizer"))
-    folder = tmp_path / "model"
-    state = dict(model.named_parameters())
-    save_model(state, made.config, folder, dtype=torch.float32, files=files)
-    again = on_host(factory(name=folder))
-    for (name, one), (_, other) in zip(
-        model.named_parameters(), again.named_parameters(), strict=True
-    ):
-        assert torch.equal(one, other), name
-    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,12 @@ from torch import nn
 
 from anygauge.config.schema import ModelSection
 from anygauge.interface import AnygaugeError
-from anygauge.models.factory import CausalModelFactory, dtype_name
+from anygauge.models.factory import dtype_name
 from anygauge.models.merge import merge
 from anygauge.models.quiet import quiet_libraries
 from anygauge.models.result_files import ResultFiles
 from anygauge.models.verify import relative_difference
-from anygauge.strategies.materialise import materialise
+from tests.helpers.build import model_factory, on_host
 from tests.helpers.forked import RunPart, start
 from tests.helpers.runs import run_file
 from tests.models.zoo_configs import LENGTH, tiny_config
@@ -130,14 +130,9 @@ def loads(folder: Path) -> str:
     from anygauge import open_backend
     from anygauge.kernels.attention import library_attention
 
-    section = ModelSection(name=str(folder))
-    factory = CausalModelFactory(
-        section, None, dtype=torch.float32, seed=0, gradient_checkpointing=False
-    )
+    factory = model_factory(folder)
     attention = library_attention(open_backend("cpu"), factory.config).name
-    factory = factory.having(attention, None)
-    model = factory.skeleton()
-    materialise(model, factory, device=torch.device("cpu"), dtype=torch.float32)
+    model = on_host(factory.having(attention, None))
     found, wanted = logits(model.eval()), logits(plain(folder, attention))
     apart = relative_difference(found, wanted)
     assert torch.equal(found, wanted), f"logits differ by {apart:.1e}"
@@ -188,7 +183,7 @@ def trained(
 def first_failure(run: dict[str, Any]) -> str:
     """What the first of a run's ranks that failed has said."""
     events = [json.loads(line) for line in run["out"].splitlines() if line.startswith("{")]
-    failed = [event for event in events if event.get("event", event.get("kind")) == "failed"]
+    failed = [event for event in events if event["event"] == "failed"]
     first = min(failed, key=lambda event: not event["for_user"], default=None)
     if first is None:
         return f"a rank ended with {run['status']}: {run['log'][-300:]}"

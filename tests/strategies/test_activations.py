@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from anygauge.config.sections import CheckpointingSection
 from anygauge.interface import Activations, Backend, Share, UnsupportedError
@@ -20,6 +19,7 @@ from anygauge.models.recompute import recompute
 from anygauge.registry import Registry
 from anygauge.strategies.activations import HostBuffers, Offload, offload_activations
 from anygauge.strategies.materialise import decoder_layers
+from tests.helpers.operations import Operations
 from tests.helpers.ranks import on_ranks
 from tests.strategies.parity_rank import CONFIG, LENGTH, MICRO, ParityCase, built, placed, rows
 
@@ -47,20 +47,6 @@ def forward(engine: Engine, device: str = "cpu") -> Tensor:
     batch = placed(alone, ids[:MICRO], labels[:MICRO], Share(0, 1), torch.device(device))
     engine.model.train()
     return model_loss(engine.model(**batch.inputs))
-
-
-class OperationCounts(TorchDispatchMode):
-    """Counts torch's operations, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.count[operation.name().partition(".")[0]] += 1
-        return operation(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
@@ -119,9 +105,9 @@ def test_selective_recomputation_makes_no_attention_and_no_large_product_again(
     def in_backward(**given: Any) -> Counter[str]:
         engine, _, _ = built(ParityCase(strategy="single", **given), backend, 0, 1)
         loss = forward(engine)
-        with OperationCounts() as found:
+        with Operations() as found:
             loss.backward()
-        return found.count
+        return Counter(name.partition(".")[0] for name, _ in found.graphs[0])
 
     kept = in_backward()
     again = in_backward(recomputed=True)

@@ -1,20 +1,17 @@
 """Communication of a ZeRO-3 + LoRA step, counted: no more than a hand-written loop's.
 
 The latter is the loop that DeepSpeed's own tutorial shows, on the same model with the same
-configuration. Counted are calls of torch.distributed's functions on tensors, in elements, so that
-the type does not matter.
+configuration, all in float32.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import Backend
@@ -28,6 +25,7 @@ from anygauge.strategies.zero_runtime import import_deepspeed
 from anygauge.strategies.zero_settings import as_config
 from anygauge.strategies.zero_versions import needs_reentrant_checkpointing, skips_non_finite
 from tests.helpers.build import batch_of, build_context, model_factory, rank_of_world
+from tests.helpers.collective_bytes import CollectiveBytes
 from tests.helpers.ranks import on_ranks
 
 STEPS = 4
@@ -42,63 +40,10 @@ CONFIG = {
     "vocab_size": 2048,
     "tie_word_embeddings": False,
 }
-FUNCTIONS = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "reduce_scatter_tensor",
-    "reduce_scatter_single",
-    "reduce_scatter",
-    "all_reduce",
-    "broadcast",
-    "reduce",
-)
-
-
-class CountedCalls:
-    """Calls and elements by function, and the elements of each gather in the order of calls, while
-    `on`; a function that calls another counts once."""
-
-    def __init__(self) -> None:
-        self.on = False
-        self._depth = 0
-        self.calls: Counter[str] = Counter()
-        self.elements: Counter[str] = Counter()
-        self.gathers: list[int] = []
-
-    def install(self) -> None:
-        for module in (dist, dist.distributed_c10d):
-            for name in FUNCTIONS:
-                if hasattr(module, name):
-                    setattr(module, name, self._counting(name, getattr(module, name)))
-
-    def _counting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            if self.on and self._depth == 0:
-                # By their old names: torch renamed two of them.
-                known = name.replace("gather_single", "gather_into_tensor").replace(
-                    "scatter_single", "scatter_tensor"
-                )
-                first = args[0] if args else next(iter(kwargs.values()))
-                tensors = first if isinstance(first, list) else [first]
-                self.calls[known] += 1
-                elements = sum(t.numel() for t in tensors)
-                self.elements[known] += elements
-                if known == "all_gather_into_tensor":
-                    self.gathers.append(elements)
-            self._depth += 1
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._depth -= 1
-
-        return counted
 
 
 def counted(backend: Backend, way: str, options: dict[str, Any]) -> dict[str, Any]:
     """What the last of a few steps handed to collectives, and what each gather was of."""
-    counters = CountedCalls()
-    counters.install()  # before DeepSpeed binds the functions
     rank, _ = rank_of_world()
     factory = model_factory(
         CONFIG, AdapterSection(r=16), attention="sdpa", gradient_checkpointing=True
@@ -111,16 +56,15 @@ def counted(backend: Backend, way: str, options: dict[str, Any]) -> dict[str, An
     ids = torch.randint(0, CONFIG["vocab_size"], (STEPS, 1, LENGTH), generator=generator)
     losses = []
     for index in range(STEPS):
-        counters.on = index == STEPS - 1
-        losses.append(step(ids[index]))
-    found: dict[str, Any] = {"calls": dict(counters.calls), "elements": dict(counters.elements)}
-    found["gathers"] = counters.gathers
+        with CollectiveBytes() as counter:
+            losses.append(step(ids[index]))
+    found: dict[str, Any] = {"calls": counter.calls, "bytes": counter.bytes}
+    found["gathers"] = counter.sizes["all_gather"]
     if engine is not None:
-        counters.on = False
         engine.evaluate([batch_of(ids[0])], model_loss)
-        counters.on, counters.gathers = True, []
-        step(ids[0])
-        found["gathers after an evaluation"] = counters.gathers
+        with CollectiveBytes() as counter:
+            step(ids[0])
+        found["gathers after an evaluation"] = counter.sizes["all_gather"]
     parameters = sum(p.numel() for p in factory.skeleton().parameters())
     return {**found, "losses": losses, "parameters": parameters}
 
@@ -172,8 +116,7 @@ def count(way: str, *, gather: str = "layer", **options: int) -> dict[str, Any]:
 
 def gathered(found: dict[str, Any]) -> float:
     """How often each of the model's elements is gathered in a step, on average."""
-    elements = found["elements"]
-    return sum(n for name, n in elements.items() if "gather" in name) / found["parameters"]
+    return float(found["bytes"]["all_gather"] / (4 * found["parameters"]))
 
 
 @pytest.fixture(scope="module")
@@ -204,18 +147,17 @@ def test_as_many_elements_as_a_hand_written_loop_in_fewer_calls(ours: dict[str, 
     by_hand = count("by_hand")
     # A decoder layer is gathered as one piece; by hand, a module at a time. Where recomputation is
     # reentrant, a layer's recomputation finds the layer gathered for its backward either way.
-    gathers = "all_gather_into_tensor"
     most = 1.0 if needs_reentrant_checkpointing() else 0.8
-    assert ours["calls"][gathers] <= most * by_hand["calls"][gathers]
+    assert ours["calls"]["all_gather"] <= most * by_hand["calls"]["all_gather"]
     # Where DeepSpeed does not look whether the gradient is finite, we do: one number over ranks.
     looks = 0 if skips_non_finite() else 1
-    expected = {**by_hand["calls"], gathers: 0}
+    expected = {**by_hand["calls"], "all_gather": 0}
     expected["all_reduce"] += looks
-    assert {**ours["calls"], gathers: 0} == expected
+    assert {**ours["calls"], "all_gather": 0} == expected
     assert gathered(ours) <= gathered(by_hand)
-    expected = {**by_hand["elements"], gathers: 0}
-    expected["all_reduce"] += looks
-    assert {**ours["elements"], gathers: 0} == expected
+    expected = {**by_hand["bytes"], "all_gather": 0}
+    expected["all_reduce"] += 4 * looks
+    assert {**ours["bytes"], "all_gather": 0} == expected
     # Each loop shows the mean of its own rank's tokens, which are equally many.
     assert ours["losses"] == pytest.approx(by_hand["losses"], rel=1e-5)
 

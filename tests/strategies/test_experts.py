@@ -10,9 +10,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from anygauge.interface import StrategyRun, UnsupportedError
-from anygauge.strategies.ddp_spec import check
-from anygauge.strategies.degrees import Degrees
 from tests.strategies.matrix import (
     ALL,
     GATHERED,
@@ -150,14 +147,6 @@ def test_experts_train_as_on_one_rank(group: str, case: ParityCase) -> None:
     experts = [name for name in found["trained"] if ".experts." in name]
     assert experts, "the experts were trained"
     assert max(max(map(abs, found["trained"][name])) for name in experts) > 0
-
-
-@pytest.mark.parametrize("degree", ["cp", "tp", "pp"])
-def test_the_routers_loss_needs_whole_micro_batches(degree: str) -> None:
-    options = Degrees(**{degree: 2})
-    run = StrategyRun(options=options, world_size=2, optimizer="adamw", router_aux_loss=True)
-    with pytest.raises(UnsupportedError, match=f"router_aux_loss_coef.*strategy.{degree}: 1"):
-        check(dataclasses.replace(run, micro_batches=2))
 
 
 def test_each_rank_of_a_group_reads_its_experts_alone(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from anygauge.interface import UnsupportedError
-from anygauge.strategies.degrees import Degrees, check_model, share
+from anygauge.strategies.degrees import Degrees, check_model
 from anygauge.strategies.tensor_plans import plan_of
 from tests.strategies.matrix import ALL, SGD, WITHOUT_SP, CaseGroups
 from tests.strategies.parity_rank import ParityCase
@@ -111,10 +111,6 @@ def test_what_cannot_be_divided_is_refused(fields: dict[str, Any], said: str) ->
     assert "Set strategy.tp" in str(refused.value)
 
 
-def test_degree_one_asks_nothing_of_a_model() -> None:
-    check_model(Degrees(), AutoConfig.for_model("gpt2"))
-
-
 def test_an_embedding_before_the_layers_stays_whole_and_one_within_them_is_refused() -> None:
     def plan(layer: str) -> Any:
         config = SimpleNamespace(
@@ -127,14 +123,3 @@ def test_an_embedding_before_the_layers_stays_whole_and_one_within_them_is_refus
     assert plan("wte") == {"h.*.up": "colwise"}
     with pytest.raises(UnsupportedError, match=r"h\.\*\.down_embed, .* as embedding_rowwise"):
         plan("h.*.down_embed")
-
-
-def test_ranks_of_a_group_read_the_same_rows() -> None:
-    shares = [share(Degrees(tp=2), rank, 4) for rank in range(4)]
-    assert [(s.index, s.count, s.leads, s.random_stream) for s in shares] == [
-        (0, 2, True, 0),
-        (0, 2, False, 0),
-        (1, 2, True, 1),
-        (1, 2, False, 1),
-    ]
-    assert {s.multiple for s in shares} == {2}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +16,7 @@ from anygauge.cli.run_folder import claimed
 from anygauge.interface import AnygaugeError
 from anygauge.training.meter import MetricsLogger
 from anygauge.util.events import EventWriter
-from tests.helpers.processes import until
-from tests.helpers.runs import run_file, train, trained_here
+from tests.helpers.runs import run_file, trained_here
 
 
 def at(monkeypatch: pytest.MonkeyPatch, method: str, fault: Callable[[int], None]) -> None:
@@ -130,24 +128,3 @@ def test_durations_do_not_follow_a_clock_that_is_set_back(
     run = trained_here(tiny(tmp_path))
     report = json.loads((run.folder / "report.json").read_text())
     assert 0 < report["start_s"] < report["seconds"] < 1000
-
-
-@pytest.mark.slow
-def test_a_command_whose_folder_was_moved_fails_and_the_next_run_has_the_name_alone(
-    tmp_path: Path,
-) -> None:
-    path = tiny(tmp_path, checkpoint={"every": 2000}, train={"steps": 4000})
-    folder, moved = tmp_path / "out" / "tiny", tmp_path / "out" / "moved"
-
-    def move() -> None:
-        until(lambda: (folder / "metrics.jsonl").is_file(), "metrics.jsonl")
-        folder.rename(moved)
-        with claimed(folder):
-            pass
-
-    mover = threading.Thread(target=move)
-    mover.start()
-    run = train(path)
-    mover.join()
-    assert run.status == 1 and f"{folder} is not this run's folder any more" in run.err
-    assert files_in(folder) == {".lock"} and "checkpoints" not in files_in(moved)

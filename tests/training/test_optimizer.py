@@ -189,9 +189,8 @@ def test_paged_state_that_is_not_paged_is_refused() -> None:
         optimizer_factory(section)(named("x"))
 
 
-def test_paged_state_steps_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's own memory stands in for what the driver would move; its fetching is counted."""
-    fetched: list[Tensor] = []
+def test_paged_state_is_asked_of_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's own memory stands in for what the driver would move."""
 
     def buffer(self: object, p: Tensor, dtype: torch.dtype) -> Tensor:
         made = torch.zeros_like(p, dtype=dtype)
@@ -199,28 +198,11 @@ def test_paged_state_steps_like_any_other(monkeypatch: pytest.MonkeyPatch) -> No
         return made
 
     monkeypatch.setattr("bitsandbytes.optim.optimizer.Optimizer8bit.get_state_buffer", buffer)
-    monkeypatch.setattr("bitsandbytes.functional.prefetch_tensor", fetched.append)
-    values = torch.randn(2, PAGED_FROM, generator=torch.Generator().manual_seed(0))
-    results = []
+    monkeypatch.setattr("bitsandbytes.functional.prefetch_tensor", lambda tensor: None)
     for paged in (False, True):
-        parameters = [
-            ("large", nn.Parameter(values.clone())),
-            ("small", nn.Parameter(values[:, :2000].clone())),
-        ]
         section = OptimizerSection(name="adamw_8bit", paged=paged)
-        made = optimizer_factory(section)(parameters)
-        fetched.clear()
-        for _ in range(2):
-            for _, parameter in parameters:
-                parameter.grad = parameter.detach() * 0.5
-            made.step()
-        results.append([parameter.detach() for _, parameter in parameters])
-        state = made.state[parameters[0][1]]
-        assert [t.data_ptr() for t in fetched] == 2 * paged * [
-            state["state1"].data_ptr(),
-            state["state2"].data_ptr(),
-        ]
-    assert all(map(torch.equal, *results))
+        made: Any = optimizer_factory(section)(named("x"))
+        assert made.is_paged is paged
 
 
 @pytest.mark.parametrize("fused", [False, True])

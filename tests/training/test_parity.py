@@ -1,105 +1,178 @@
-"""One gradient: whatever the ranks, the accumulation, the strategy, the padding or the packing.
+"""One run file, tried with every strategy by a word on the command line: one gradient, one result.
 
-Real ranks on ragged rows, so that they hold different numbers of tokens. float32 without dropout;
-what is compared is every step's loss and gradient norm.
+Whatever the ranks, the accumulation, the strategy or the way in which rows are read. Real ranks on
+ragged rows, so that they hold different numbers of tokens; float32 without dropout.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from anygauge.models.initial import changes_base
 from tests.helpers.forked import RunPart, finished
-from tests.helpers.runs import Run, run_file, trained_here
+from tests.helpers.runs import Run, run_file, save_tiny
+from tests.helpers.tokenizer import VOCABULARY
+from tests.models.test_new_tokens import MODEL, rows_of_text
 
 TOLERANCE = 2e-5
 """Relative; float32 sums in another order. A rank counted wrongly moves losses by percents."""
+STREAMED = "data.streaming=true"
+WORDS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "single": (1, ("strategy=single", "train.micro_batch_size=4")),
+    "accumulation": (1, ("strategy=single",)),
+    "zero": (2, ("strategy=zero",)),
+    "zero in one piece": (2, ("strategy=zero", "train.micro_batch_size=2")),
+    "ddp": (2, ("strategy=ddp",)),
+    "fsdp": (2, ("strategy=fsdp",)),
+    "tensor": (2, ("strategy=tensor",)),
+    "pipeline": (2, ("strategy=pipeline",)),
+    "mics": (2, ("strategy=mics",)),
+    "auto": (2, ("strategy=auto",)),
+    "zero on one rank": (1, ("strategy=zero",)),
+    "not recomputed": (2, ("strategy=zero", "train.gradient_checkpointing=false")),
+    **{f"zero{n}": (2, ("strategy=zero", f"strategy.stage={n}")) for n in (0, 1, 2)},
+    "cp": (2, ("strategy=fsdp", "strategy.cp=2")),
+    "hsdp": (4, ("strategy=fsdp", "strategy.dp_replicate=2")),
+    "tensor x fsdp": (4, ("strategy=fsdp", "strategy.tp=2")),
+    "tensor, alone in its group": (2, ("strategy=fsdp", "strategy.tp=2")),
+    "pipeline x ddp": (4, ("strategy=ddp", "strategy.pp=2", "strategy.schedule=zero_bubble")),
+    **{
+        f"{name}, streamed": (2, (f"strategy={name}", STREAMED))
+        for name in ("ddp", "fsdp", "tensor", "pipeline")
+    },
+    "ulysses": (2, ("strategy=fsdp", "strategy.cp=2", "strategy.cp_method=ulysses", STREAMED)),
+}
+USUAL = ("accumulation", "zero", "zero in one piece", "ddp", "fsdp", "tensor", "pipeline")
+SLOW = [word for word in WORDS if word not in (*USUAL, "single")]
+CLIPPED, RATE = 0.05, 5.0
+CLOSE = TOLERANCE * CLIPPED * RATE
+"""Of factors: as near as losses are, beside what a step moves them by."""
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One process, the whole batch in one forward."""
-    folder = tmp_path_factory.mktemp("reference")
-    return trained_here(
-        run_file(
-            folder,
-            strategy={"name": "single"},
-            train={"micro_batch_size": 4, "max_grad_norm": 0.05},
-        )
-    )
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Whether the embedding is the output layer, too -> a model with no row to spare, in files."""
+    sizes = {"num_hidden_layers": 4, "vocab_size": VOCABULARY}
+    return {
+        tied: save_tiny(tmp_path_factory.mktemp("base"), {**sizes, "tie_word_embeddings": tied})
+        for tied in (True, False)
+    }
 
 
-def on_ranks(path: Path, devices: int) -> Run:
-    """A run of so many ranks."""
-    (run,) = finished([RunPart(file=str(path), overrides=(f"launch.devices={devices}",))])
-    return run
+def trained(file: Path, words: Sequence[str]) -> list[Run]:
+    """By `single` with the whole batch in one forward, and by each word."""
+    given = [WORDS[word] for word in ("single", *words)]
+    parts = [
+        RunPart(file=str(file), overrides=(f"launch.devices={devices}", *overrides))
+        for devices, overrides in given
+    ]
+    return finished(parts, timeout_s=1200)
 
 
-def case(
-    devices: int,
-    name: str,
-    micro: int = 1,
-    *,
-    streamed: bool = False,
-    recomputed: bool = True,
-    **options: Any,
-) -> tuple[int, dict[str, Any]]:
-    train = {"micro_batch_size": micro, "max_grad_norm": 0.05, "gradient_checkpointing": recomputed}
-    strategy = {"name": name, **options}
-    return devices, {"strategy": strategy, "train": train, "data": {"streaming": streamed}}
-
-
-CASES = {
-    "zero on 2 ranks": case(2, "zero", 2),
-    "zero on 2 ranks with accumulation": case(2, "zero"),
-    "ddp on 2 ranks with accumulation": case(2, "ddp"),
-    "fsdp on 2 ranks with accumulation": case(2, "fsdp"),
-}
-SLOW_CASES = {
-    "zero on 1 rank with accumulation": case(1, "zero"),
-    "no gradient checkpointing": case(2, "zero", 2, recomputed=False),
-    **{f"stage {stage}": case(2, "zero", stage=stage) for stage in (0, 1, 2)},
-    **{f"{name}, streamed": case(2, name, streamed=True) for name in ("ddp", "fsdp")},
-    "sequences over 2 ranks": case(2, "fsdp", cp=2, cp_method="gather"),
-    "sequences, ulysses": case(2, "fsdp", cp=2, cp_method="ulysses", streamed=True),
-    "layers over 2 ranks": case(2, "ddp", tp=2),
-    "layers over 2 ranks, streamed": case(2, "ddp", tp=2, streamed=True),
-    "layers over 2 ranks, alone in its group": case(2, "fsdp", tp=2),
-    "stages on 2 ranks, streamed": case(2, "ddp", pp=2, streamed=True),
-    "groups of ranks": case(4, "fsdp", dp_replicate=2),
-}
-
-
-def test_accumulation_changes_nothing(reference: Run, tmp_path: Path) -> None:
-    changes = {"micro_batch_size": 1, "max_grad_norm": 0.05}
-    run = trained_here(run_file(tmp_path, strategy={"name": "single"}, train=changes))
-    assert run.steps("loss") == pytest.approx(reference.steps("loss"), rel=TOLERANCE)
-    assert run.steps("grad_norm") == pytest.approx(reference.steps("grad_norm"), rel=1e-3)
+def result_of(run: Run) -> dict[str, torch.Tensor]:
+    (file,) = run.folder.glob("*/*model.safetensors")
+    return load_file(file)
 
 
 @pytest.mark.parametrize(
-    "name", [*CASES, *(pytest.param(c, marks=pytest.mark.slow) for c in SLOW_CASES)]
+    "words", [USUAL, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["usual", "slow"]
 )
-def test_same_losses(name: str, reference: Run, tmp_path: Path) -> None:
-    devices, changes = {**CASES, **SLOW_CASES}[name]
-    run = on_ranks(run_file(tmp_path, **changes), devices)
-    assert run.steps("loss") == pytest.approx(reference.steps("loss"), rel=TOLERANCE)
-    assert run.steps("grad_norm") == pytest.approx(reference.steps("grad_norm"), rel=1e-3)
-    assert min(run.steps("grad_norm")) > 0.05, "every step was clipped"
-    assert run.steps("num_loss_tokens") == reference.steps("num_loss_tokens")
+def test_the_adapter_is_that_of_single(
+    words: list[str], bases: dict[bool, Path], tmp_path: Path
+) -> None:
+    base = bases[True]
+    train = {"optimizer": {"name": "sgd", "lr": RATE}, "micro_batch_size": 1}
+    file = run_file(tmp_path, model={"name": str(base)}, train={**train, "max_grad_norm": CLIPPED})
+    alone, *runs = trained(file, words)
+    wanted = result_of(alone)
+    ids = torch.arange(1, 60)[None]
+    logits = in_peft(base, alone.folder / "adapter", ids)
+    assert not torch.allclose(logits, in_peft(base, None, ids), atol=1e-3), "it did learn"
+    assert min(alone.steps("grad_norm")) > CLIPPED, "every step was clipped"
+    for word, run in zip(words, runs, strict=True):
+        assert run.steps("loss") == pytest.approx(alone.steps("loss"), rel=TOLERANCE), word
+        assert run.steps("grad_norm") == pytest.approx(alone.steps("grad_norm"), rel=1e-3), word
+        assert run.steps("num_loss_tokens") == alone.steps("num_loss_tokens"), word
+        found = result_of(run)
+        assert found.keys() == wanted.keys(), word
+        for name, value in wanted.items():
+            assert found[name].shape == value.shape, (word, name)
+            torch.testing.assert_close(found[name], value, atol=CLOSE, rtol=0, msg=f"{word} {name}")
+        of_peft = in_peft(base, run.folder / "adapter", ids)
+        torch.testing.assert_close(of_peft, logits, atol=10 * CLOSE, rtol=0, msg=word)
+
+
+def in_peft(base: Path, adapter: Path | None, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of the model with an adapter, by transformers and peft alone."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(base)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter)
+    with torch.no_grad():
+        logits: torch.Tensor = model(ids).logits
+    return logits
+
+
+LAST = r"model\.layers\.3\..*"
+SHARDED = ("ddp", "fsdp", "zero")
+DIVIDED = (*SHARDED, "zero2", "tensor", "pipeline")
+CASES: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
+    **{
+        f"init {init}": (
+            {"adapter": {"r": 4, "init": init}},
+            ("ddp", "zero") if changes_base(init) else SHARDED,
+        )
+        for init in ("gaussian", "orthogonal", False, "pissa", "olora")
+    },
+    "the last layer": ({"adapter": None, "train": {"trainable": [LAST]}}, DIVIDED),
+    "all but the last layer": (
+        {"adapter": None, "train": {"frozen": [LAST, r".*embed_tokens.*"]}},
+        DIVIDED,
+    ),
+    "new tokens": ({"model": MODEL}, SHARDED),
+    "new tokens, all weights": (
+        {"adapter": None, "model": MODEL},
+        (*SHARDED, "tensor", "pipeline"),
+    ),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_all_weights_on_zero_and_single(compute: str, tmp_path: Path) -> None:
-    shared: dict[str, Any] = {"adapter": None, "precision": {"param_dtype": compute}}
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    one = trained_here(run_file(tmp_path / "a", **shared, strategy={"name": "single"}))
-    two = on_ranks(run_file(tmp_path / "b", **shared, strategy={"name": "zero"}), 2)
-    # bfloat16 keeps 8 bits: sums over other parts of the batch round differently.
-    close = TOLERANCE if compute == "float32" else 5e-4
-    assert two.steps("loss") == pytest.approx(one.steps("loss"), rel=close)
-    assert min(one.steps("loss")) < 0.998 * one.steps("loss")[0], "the weights did move"
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_learn_what_one_learns(
+    case: str, tied: bool, bases: dict[bool, Path], tmp_path: Path
+) -> None:
+    changes, words = CASES[case]
+    words = [word for word in words if not (word == "pipeline" and tied)]
+    base = bases[tied]
+    given = {"precision": {"param_dtype": "float32"}, **changes}
+    given["model"] = {"name": str(base), **changes.get("model", {})}
+    if "model" in changes:
+        given["data"] = {"train": {"path": rows_of_text(tmp_path)}, "max_length": 64}
+    alone, *runs = trained(run_file(tmp_path, **given), words)
+    report = json.loads((alone.folder / "report.json").read_text())
+    assert report["verified"]["logits"] < 1e-3
+    before, expected = load_file(base / "model.safetensors"), result_of(alone)
+
+    def changed(found: dict[str, torch.Tensor]) -> set[str]:
+        return {name for name, was in before.items() if not same(found.get(name), was)}
+
+    def same(found: torch.Tensor | None, was: torch.Tensor) -> bool:
+        return found is not None and found.shape == was.shape and torch.equal(found, was)
+
+    for word, run in zip(words, runs, strict=True):
+        assert run.steps("loss") == pytest.approx(alone.steps("loss"), abs=1e-5), word
+        found = result_of(run)
+        assert found.keys() == expected.keys() and changed(found) == changed(expected), word
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-4, msg=name)

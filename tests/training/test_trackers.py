@@ -7,28 +7,22 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
-from pydantic import Field
 
 from anygauge.config.schema import RunFile
 from anygauge.interface import (
-    API_VERSION,
     AnygaugeError,
     NotAvailableError,
-    Options,
     RunFileError,
     RunStatus,
-    TrackerSpec,
 )
-from anygauge.registry import Provided, Registry
-from anygauge.registry.registry import read_options
+from anygauge.registry import Registry
 from anygauge.training.trackers.group import (
     Trackers,
     check_trackers,
     flat_parameters,
-    no_trackers,
     open_trackers,
 )
 from anygauge.training.trackers.services import WandbOptions, wandb_login
@@ -178,61 +172,35 @@ def test_an_error_while_closing_is_told() -> None:
 # -- what the run file says --------------------------------------------------------------------
 
 
-class BoardOptions(Options):
-    """Options of every kind."""
-
-    project: str = Field(description="Where to.")
-    tags: list[str] = Field(default_factory=list)
-    rate: float = 1.0
-    on: bool = False
-    mode: Literal["first", "second"] = "first"
-
-
-SPEC = TrackerSpec(
-    name="board",
-    factory="none:none",
-    api_version=API_VERSION,
-    options=f"{__name__}:BoardOptions",
-)
-PROVIDED = Provided(distribution="d", version="1", spec=SPEC)
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("name", "options", "message"),
     [
+        ("jsonl", {}, "jsonl.path: the jsonl tracker needs it: File to append to"),
+        ("jsonl", {"path": 3}, "jsonl.path: 3: input should be a valid string"),
+        ("tensorboard", {"x": 1}, "tensorboard.x: .*it has none"),
         (
-            {"project": "x", "projet": "x"},
-            "board.projet: the board tracker has no such option; did you mean 'project'. it has: "
-            "project, tags",
+            "wandb",
+            {"projet": "x"},
+            "wandb.projet: the wandb tracker has no such option; did you mean 'project'. it has: ",
         ),
-        ({}, "board.project: the board tracker needs it: Where to."),
-        ({"project": 3}, "board.project: 3: input should be a valid string"),
-        ({"project": "x", "tags": "x"}, "board.tags: 'x': input should be a valid list"),
-        ({"project": "x", "rate": True}, "board.rate: True: input should be a valid number"),
-        ({"project": "x", "on": 1}, "board.on: 1: input should be a valid boolean"),
+        ("wandb", {"tags": "x"}, "wandb.tags: 'x': input should be a valid list"),
         (
-            {"project": "x", "mode": "frist"},
-            "board.mode: 'frist': input should be 'first' or 'second'; did you mean 'first'",
+            "wandb",
+            {"mode": "onlin"},
+            "wandb.mode: 'onlin': input should be 'online' or 'offline'; did you mean 'online'",
         ),
     ],
 )
-def test_wrong_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RunFileError, match=message):
-        read_options(PROVIDED, "tracker", options)
-
-
-def test_right_options() -> None:
-    given = {"project": "x", "tags": ["a"], "rate": 0.5, "on": False, "mode": "second"}
-    assert read_options(PROVIDED, "tracker", given) == BoardOptions(**given)
+def test_wrong_options(name: str, options: dict[str, Any], message: str) -> None:
+    asked = run(trackers=[name], tracker_options={name: options})
+    with pytest.raises(RunFileError, match=rf"tracker_options\.{message}"):
+        check_trackers(Registry.load(), asked, None)
 
 
 def test_trackers_are_checked_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = Registry.load()
     with pytest.raises(RunFileError, match="wandb is listed twice"):
         check_trackers(registry, run(trackers=["wandb", "wandb"]), None)
-    with pytest.raises(RunFileError, match=r"tracker_options\.tensorboard\.x: .*it has none"):
-        wrong = run(trackers=["tensorboard"], tracker_options={"tensorboard": {"x": 1}})
-        check_trackers(registry, wrong, None)
     nowhere = run(trackers=["mlflow"])
     check_trackers(registry, nowhere, None)
     with pytest.raises(NotAvailableError, match="'mlflow': no server or store is set"):
@@ -277,13 +245,6 @@ def test_parameters_are_flat_and_hold_no_secret() -> None:
     assert found["tracker_options.mlflow.tracking_uri"] == "https://host/x"
     assert found["backend_options.list"] == '[{"x": 1}]'
     assert "hidden" not in str(found) and "private-value" not in str(found)
-
-
-def test_none_is_a_group_too() -> None:
-    trackers = no_trackers()
-    trackers.log(1, {"x": 1.0})
-    trackers.close("finished", {})
-    assert not trackers.troubles
 
 
 def test_a_third_partys_tracker_gets_the_whole_context(

@@ -1,0 +1,313 @@
+"""What strategies refuse before torch is imported, and how they divide rows among ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from transformers import AutoConfig
+
+from anygauge.interface import (
+    Activations,
+    AnygaugeError,
+    Backend,
+    Precision,
+    StrategyRun,
+    UnsupportedError,
+)
+from anygauge.strategies import zero_versions
+from anygauge.strategies.ddp_spec import DDP
+from anygauge.strategies.degrees import Degrees, check_model, share
+from anygauge.strategies.fsdp_options import FsdpOptions
+from anygauge.strategies.fsdp_spec import FSDP, shards
+from anygauge.strategies.zero_options import ZeroOptions
+from anygauge.strategies.zero_spec import ZERO, zero_fields
+from tests.helpers.ranks import on_ranks
+
+SPECS: dict[str, tuple[Any, Any]] = {
+    "ddp": (DDP, Degrees),
+    "fsdp": (FSDP, FsdpOptions),
+    "zero": (ZERO, ZeroOptions),
+}
+OF_THE_RUN = {each.name for each in dataclasses.fields(StrategyRun)} - {"options"}
+
+
+def check(name: str, **given: Any) -> None:
+    """By a strategy's spec: a run of 4 ranks; `given` are fields of its section, and of the run."""
+    spec, options = SPECS[name]
+    usual = {"world_size": 4, "optimizer": "adamw"}
+    of_run = {field: given.pop(field) for field in OF_THE_RUN & given.keys()}
+    spec.check(StrategyRun(options=options(**given), **{**usual, **of_run}))
+
+
+INTERLEAVED = {"pp": 2, "schedule": "interleaved"}
+BF16 = Precision(param_dtype="bfloat16", reduce_dtype="bfloat16")
+MIXED = Precision(param_dtype="bfloat16", reduce_dtype="float32")
+OF_ITS_OWN = r"only its own optimizer.*strategy\.offload: opt"
+OFFLOADING: list[dict[str, Any]] = [
+    {"offload_optimizer": {"device": "cpu"}},
+    {"offload_optimizer": {"device": "nvme", "nvme_path": "/fast"}},
+    {"offload_param": {"device": "nvme", "nvme_path": "/fast"}},
+    {"cpu_offload": True},
+]
+OTHER_OPTIONS: list[dict[str, Any]] = [
+    {"offload_optimizer": {"device": "none"}},
+    {"offload_optimizer": None},
+    {"cpu_offload": False},
+    {"reduce_bucket_size": 1000},
+]
+CASES: list[tuple[str, dict[str, Any], str | None]] = [
+    ("ddp", {"pp": 3}, r"not a multiple of 3\. Set strategy\.pp to one of 1, 2, 4"),
+    ("ddp", {"pp": 2, "tp": 2}, "tp 2 and pp 2 cannot be combined yet"),
+    ("ddp", {"tp": 2, "cp": 2}, "cp 2 and tp 2 cannot be combined yet"),
+    ("ddp", {"schedule": "gpipe"}, "nothing to order"),
+    ("ddp", {"pp": 2, "micro_batches": 2}, None),
+    ("ddp", {"pp": 2}, "at least 2 micro-batches, but a rank has 1"),
+    (
+        "ddp",
+        {**INTERLEAVED, "micro_batches": 5},
+        "a multiple of 2, or fewer than 4 micro-batches",
+    ),
+    ("ddp", {"pp": 2, "micro_batches": 4, "adapter": "dora"}, r"DoRA.*strategy\.pp divides"),
+    *(
+        (
+            "ddp",
+            {name: 2, "micro_batches": 2, "router_aux_loss": True},
+            f"router_aux_loss_coef.*strategy.{name}: 1",
+        )
+        for name in ("cp", "tp", "pp")
+    ),
+    ("fsdp", {"pp": 2, "micro_batches": 4}, r"cannot shard .* yet\. Use strategy\.name: ddp"),
+    ("fsdp", {"dp_replicate": 3}, "dp_replicate 3 does not divide 4.*one of 1, 2, 4"),
+    ("fsdp", {"dp_replicate": 2, "dp_shard": 4}, "2 x 4 is not 4"),
+    ("fsdp", {"dp_shard": 0}, "1 x 0 is not 4"),
+    ("fsdp", {"cp": 3}, "4 ranks .* are not a multiple of 3. Set strategy.cp to one of 1, 2, 4"),
+    (
+        "fsdp",
+        {"cp": 2, "dp_shard": 4},
+        "1 x 4 is not 2, the number of ranks .* divided by strategy.cp 2",
+    ),
+    ("fsdp", {"optimizer": "adafactor"}, "only a part of it.*adamw_8bit"),
+    ("fsdp", {"adapter": "dora"}, "norms of whole weights.*zero, ddp or single"),
+    *(("zero", {"options": options}, OF_ITS_OWN) for options in OFFLOADING),
+    *(("zero", {"options": options}, None) for options in OTHER_OPTIONS),
+    ("zero", {"stage": 0, "offload": "optimizer"}, "stage 0 offloads nothing"),
+    ("zero", {"stage": 2, "offload": "parameters"}, "stage 2 keeps all weights on every device"),
+    ("zero", {"stage": 1, "offload": "both"}, "stage 1 keeps all weights on every device"),
+    *(("zero", {"offload": name}, None) for name in ("optimizer", "parameters", "both")),
+    (
+        "zero",
+        {"options": {"reduce_bukcet_size": 1}},
+        r"reduce_bukcet_size: .*did you mean 'reduce_bucket_",
+    ),
+    # Where ranks run elsewhere, their DeepSpeed may know more.
+    ("zero", {"options": {"brand_new": 1}, "ranks_run_here": False}, None),
+    ("zero", {"stage": 1, "precision": MIXED}, None),
+    ("zero", {"stage": 0, "precision": BF16}, None),
+    ("zero", {"stage": 0, "precision": MIXED}, r"stage 0.*precision\.reduce_dtype: param_dtype"),
+]
+RECOMPUTED = Activations(every=1)
+SELECTIVE = Activations(every=1, selective=True)
+HOST = {"offload": "optimizer"}
+NOBODY = {"reentrant_only": "nobody has tried the other"}
+OTHER = {"reentrant": False, "activations": RECOMPUTED}
+ROUTED = {"reentrant": True, "activations": RECOMPUTED, "router_aux_loss": True}
+VERSIONS: list[tuple[str, dict[str, Any], str | None]] = [
+    ("0.16.9", {"stage": 3, **HOST}, None),
+    ("0.16.9", {"stage": 2, **HOST}, r"stage 2, DeepSpeed 0\.16\.9 trains with other losses"),
+    ("0.19.8+cpu", {"stage": 3, **HOST}, None),
+    ("0.19.8+cpu", {"stage": 2, **HOST}, None),
+    ("0.16.9", {"activations": Activations(every=2)}, None),
+    (
+        "0.16.9",
+        {"activations": SELECTIVE},
+        r"DeepSpeed 0\.16\.9 needs .*no longer from 0\.19\.6.*Leave it out",
+    ),
+    ("0.19.6", {"activations": SELECTIVE}, None),
+    (
+        "0.19.8",
+        {"reentrant": True, "activations": SELECTIVE},
+        r"strategy\.reentrant asks for.*Leave strategy\.reentrant out",
+    ),
+    *((version, ROUTED, r"router_aux_loss_coef") for version in ("0.16.9", "0.19.8")),
+    # A device that recomputes by one form alone gets no other.
+    ("0.19.8", OTHER, None),
+    (
+        "0.19.8",
+        {**OTHER, **NOBODY},
+        r"reentrant: false: with DeepSpeed 0\.19\.8.*nobody has tried the other\. Set strat",
+    ),
+    ("0.19.8", {**OTHER, **NOBODY, "reentrant": True}, None),
+    ("0.19.8", {**NOBODY, "reentrant": False}, None),
+    ("0.19.5", {**OTHER, **NOBODY}, None),
+    ("0.16.1+hpu.synapse.v1.21.0", {**OTHER, **NOBODY}, None),
+]
+"""Releases of DeepSpeed, fields of `zero`, and what is said of them."""
+
+
+@pytest.mark.parametrize(
+    ("version", "name", "given", "said"),
+    [
+        *(("0.19.8", *case) for case in CASES),
+        *((version, "zero", *case) for version, *case in VERSIONS),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(
+    version: str,
+    name: str,
+    given: dict[str, Any],
+    said: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(zero_versions.metadata, "version", lambda package: version)
+    if said is None:
+        check(name, **given)
+        return
+    with pytest.raises(AnygaugeError, match=said):
+        check(name, **given)
+
+
+def test_fields_that_deepspeed_has_are_taken() -> None:
+    """Held against DeepSpeed's own class, which is not imported for it."""
+    known = zero_fields()
+    assert known is not None
+    assert {"stage3_param_persistence_threshold", "reduce_bucket_size", "overlap_comm"} <= known
+    for name in known - {"cpu_offload"}:
+        check("zero", options={name: None})
+
+
+def test_a_value_that_is_none_is_refused() -> None:
+    with pytest.raises(ValidationError):
+        FsdpOptions(offload="optimizer")
+
+
+def test_options_and_checks_of_strategies_need_no_torch() -> None:
+    code = (
+        "import sys; import anygauge.strategies, anygauge.strategies.zero_spec, "
+        "anygauge.strategies.zero_options, anygauge.strategies.fsdp_spec, "
+        "anygauge.strategies.fsdp_options; assert 'torch' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_kernels_of_the_device_are_called_where_they_were_tried() -> None:
+    for stage in (1, 2, 3):
+        assert ZERO.takes_update_kernel(ZeroOptions(stage=stage))
+    assert "stage 0" in ZERO.takes_update_kernel(ZeroOptions(stage=0)).reason
+    for options in (ZeroOptions(stage=2, offload="optimizer"), ZeroOptions(offload="both")):
+        assert "host" in ZERO.takes_update_kernel(options).reason
+    assert "clips" in ZERO.takes_clip_kernel(ZeroOptions()).reason
+    assert FSDP.takes_update_kernel(FsdpOptions())
+    assert "host" in FSDP.takes_update_kernel(FsdpOptions(offload="both")).reason
+    assert not FSDP.takes_clip_kernel(FsdpOptions())
+
+
+# -- models -----------------------------------------------------------------------------------
+
+
+def test_heads_and_layers_are_divided_by_their_number() -> None:
+    sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_hidden_layers": 3}
+    config = AutoConfig.for_model("llama", **sizes)
+    for divided in (
+        FsdpOptions(cp=4),
+        FsdpOptions(cp=3, cp_method="ulysses"),
+        Degrees(pp=3),
+    ):
+        check_model(divided, config)
+    for options, said in (
+        (
+            FsdpOptions(cp=4, cp_method="ulysses"),
+            r"this model has 6 heads. Set strategy.cp to one of 1, 2, 3",
+        ),
+        (Degrees(**INTERLEAVED), r"4 stages, but .* 3 layers.*to at most 1"),
+    ):
+        with pytest.raises(UnsupportedError, match=said):
+            check_model(options, config)
+    check_model(Degrees(), AutoConfig.for_model("gpt2"))  # degree 1 asks nothing of a model
+
+
+# -- shares -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "ranks"),
+    [
+        ({}, 4),
+        ({"dp_replicate": 2}, 2),
+        ({"dp_replicate": 4}, 1),
+        ({"dp_shard": 4}, 4),
+        ({"cp": 2}, 4),
+        ({"cp": 2, "dp_replicate": 2}, 2),
+    ],
+)
+def test_what_is_left_shards(fields: dict[str, int], ranks: int) -> None:
+    assert shards(FsdpOptions(**fields), 4) == ranks
+
+
+@given(kind=st.sampled_from(["cp", "tp", "pp"]), degree=st.integers(1, 4), rows=st.integers(1, 4))
+def test_each_part_of_the_rows_has_one_leader_and_whoever_computes_it(
+    kind: str, degree: int, rows: int
+) -> None:
+    """Of `cp` and `pp`, ranks drop tokens of their own; those of `tp` draw alike."""
+    world = degree * rows
+    shares = [share(Degrees(**{kind: degree}), rank, world) for rank in range(world)]
+    assert {each.count for each in shares} == {rows}
+    assert sorted(each.index for each in shares if each.leads) == list(range(rows))
+    assert sorted(each.index for each in shares) == sorted([*range(rows)] * degree)
+    alike = kind == "tp" and degree > 1
+    assert len({each.random_stream for each in shares}) == (rows if alike else world)
+    neighbours = [rank % rows if kind == "pp" else rank // degree for rank in range(world)]
+    assert [each.index for each in shares] == neighbours
+    parts = [each.sequence and (each.sequence.index, each.sequence.count) for each in shares]
+    in_parts = kind == "cp" and degree > 1
+    assert parts == [(rank % degree, degree) if in_parts else None for rank in range(world)]
+    assert {each.multiple for each in shares} == {1 if kind == "pp" else degree}
+    assert {each.one_width for each in shares} == {64 if kind == "pp" and degree > 1 else 0}
+
+
+# -- means ------------------------------------------------------------------------------------
+
+
+def answers_of_means(backend: Backend) -> list[str]:
+    """Whichever way the installed torch's gloo answers, a mean that is a sum is refused."""
+    import torch.distributed as dist
+
+    from anygauge.strategies.fsdp import check_average
+
+    reduce, group = dist.all_reduce, dist.group.WORLD
+    assert group is not None
+
+    def wrong(value: Any, op: Any, group: Any) -> None:
+        reduce(value, op=dist.ReduceOp.SUM, group=group)
+
+    def right(value: Any, op: Any, group: Any) -> None:
+        reduce(value, op=dist.ReduceOp.SUM, group=group)
+        value.div_(dist.get_world_size(group))
+
+    def lacking(value: Any, op: Any, group: Any) -> None:
+        raise RuntimeError("no such operation")
+
+    said = []
+    for one in (right, wrong, lacking):
+        with mock.patch.object(dist, "all_reduce", one):
+            try:
+                check_average(group, backend.placement.device)
+                said.append("accepted")
+            except UnsupportedError as error:
+                said.append(str(error))
+    return said
+
+
+def test_means_that_are_none_are_refused() -> None:
+    """Where torch cannot be told to sum: asked once, with what real collectives have answered."""
+    right, wrong, lacking = on_ranks(answers_of_means, world=2)[0]
+    assert right == "accepted"
+    assert "gloo gives 1.0 as the mean of 0 to 1. Use strategy.name: ddp" in wrong
+    assert "gloo says: no such operation" in lacking
