@@ -14,7 +14,7 @@ from anygauge.testing.check import Answer, verdict
 from anygauge.testing.contract import CHECKS
 from anygauge.testing.process import Subject, ask
 from anygauge.testing.watch import CLOSING, STACK_SIGNAL, Answers, ProcessWatch, begun, lines
-from tests.testing.test_mutations import mutant_site
+from tests.testing.mutation_forks import mutant_site
 
 
 @pytest.fixture
