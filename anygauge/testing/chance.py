@@ -180,53 +180,27 @@ def _draws(on: Opened) -> Mapping[str, Callable[[], torch.Tensor]]:
 
 
 @check(
-    "every generator that an operation draws from is in the saved state",
+    "every generator that an operation draws from is in the saved state, a copy that serves a "
+    "backend that was just made, too",
     part="device",
     means="a resumed run would not be the one that was interrupted; look for operations with a "
-    "generator of their own, and for numbers that are drawn in advance",
+    "generator of their own, for numbers that are drawn in advance, and for states that live in "
+    "the Python object or that change after they were handed out",
 )
 def every_generator_is_saved(on: Opened) -> None:
     draws = _draws(on)
     on.placement.seed(23)
-    for draw in draws.values():
-        draw()
     for name, draw in draws.items():
-        state = {key: value.clone() for key, value in on.placement.rng_state().items()}
-        for key, value in state.items():
-            assert value.device.type == HOST_DEVICE and value.dtype == torch.uint8, (
-                f"{key}: a state is bytes on the host, not {value.dtype} on {value.device}"
-            )
-        first, second = on_host(draw()), on_host(draw())
-        assert not torch.equal(first, second), f"{name} gives the same twice in a row"
-        for other in draws:  # the large ones are slow, and as good as each other
-            if "elements" not in other:
-                draws[other]()
-        on.placement.set_rng_state(state)
-        again = on_host(draw()), on_host(draw())
-        assert torch.equal(again[0], first), f"{name}: other numbers after the state was put back"
-        assert torch.equal(again[1], second), f"{name}: others from the second draw on"
-    # Seeded again, everything begins where it began.
-    found = []
-    for _ in range(2):
-        on.placement.seed(24)
-        found.append([on_host(draw()) for draw in draws.values()])
-    for name, first, second in zip(draws, *found, strict=True):
-        assert torch.equal(first, second), f"{name}: other numbers after the same seed"
-
-
-@check(
-    "a saved state is a copy, and a backend that was just made continues from it alike",
-    part="device",
-    means="a run that is resumed in a new process would draw other numbers; look for states that "
-    "live in the Python object or that change after they were handed out",
-)
-def state_serves_another(on: Opened) -> None:
-    draws = _draws(on)
-    on.placement.seed(25)
-    torch.randn(7, device=on.device)
+        same = torch.equal(on_host(draw()), on_host(draw()))
+        assert not same, f"{name} gives the same twice in a row"
     state = on.placement.rng_state()
+    for key, value in state.items():
+        assert value.device.type == HOST_DEVICE and value.dtype == torch.uint8, (
+            f"{key}: a state is bytes on the host, not {value.dtype} on {value.device}"
+        )
     kept = {key: value.clone() for key, value in state.items()}
-    wanted = {name: on_host(draw()) for name, draw in draws.items()}
+    # Each twice: the second begins where the first ended, within a block.
+    wanted = {name: [on_host(draw()) for _ in range(2)] for name, draw in draws.items()}
     later = on.placement.rng_state()
     for key, value in state.items():
         assert torch.equal(value, kept[key]), f"{key}: drawing changed the state that was saved"
@@ -235,18 +209,26 @@ def state_serves_another(on: Opened) -> None:
     other = on.fresh()
     other.open(0)
     try:
-        other.placement.seed(1)
-        other.placement.set_rng_state(kept)
-        for name, draw in draws.items():
-            assert torch.equal(on_host(draw()), wanted[name]), (
-                f"{name}: a backend that was just made draws other numbers from a saved state"
-            )
-        again = other.placement.rng_state()
-        assert again.keys() == later.keys(), f"it saves {sorted(again)}, not {sorted(later)}"
-        for key, value in again.items():
-            assert torch.equal(value, later[key]), f"{key}: its state afterwards is another"
+        for who, placement in (("", on.placement), ("on a backend just made, ", other.placement)):
+            placement.seed(1)
+            placement.set_rng_state(kept)
+            for name, draw in draws.items():
+                for number in range(2):
+                    same = torch.equal(on_host(draw()), wanted[name][number])
+                    assert same, f"{who}{name}: other numbers after the state was put back"
+            again = placement.rng_state()
+            assert again.keys() == later.keys(), f"{who}it saves {sorted(again)}"
+            for key, value in again.items():
+                assert torch.equal(value, later[key]), f"{who}{key}: its state is another then"
     finally:
         other.close()
+    # Seeded again, everything begins where it began.
+    found = []
+    for _ in range(2):
+        on.placement.seed(24)
+        found.append([on_host(draw()) for draw in draws.values()])
+    for name, first, second in zip(draws, *found, strict=True):
+        assert torch.equal(first, second), f"{name}: other numbers after the same seed"
 
 
 @check(

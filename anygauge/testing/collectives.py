@@ -74,7 +74,8 @@ class Call:
     Attributes:
         ranks, group: who takes part; all if the group is None.
         root: of `ranks`, the one that sends or receives, where there is one.
-        made: (on the device, on the host with what it must hold, largest error, what it is).
+        made: (on the device, on the host with what it must hold, largest error, what it is): all
+            memory of its tensors, and what was returned.
     """
 
     on: RankContext
@@ -84,8 +85,7 @@ class Call:
     ranks: Sequence[int]
     root: int
     group: Any = None
-    made: list[tuple[Tensor, Tensor, Tensor | None, str]] = field(default_factory=list)
-    given: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list)
+    made: list[tuple[Tensor, Tensor, Tensor | float, str]] = field(default_factory=list)
 
     def values(self, rank: int, parts: int = 1) -> Tensor:
         """What a rank gives, in float64 or int64 on the host: for one rank, or a part for each."""
@@ -125,11 +125,11 @@ class Call:
         memory[inside] = values.reshape(-1)
         there = self.on.put(memory, self.dtype)
         memory[inside] = wanted.reshape(-1)
-        error = None
+        error: Tensor | float = 0.0
         if within is not None:
             error = torch.zeros_like(memory)
             error[inside] = within.reshape(-1)
-        self.made.append((there, memory, error, name))
+        self.made.append((there, memory, error, f"the memory of its {name}"))
         return there[inside].view(shape)
 
     def input(self, values: Tensor) -> Tensor:
@@ -140,16 +140,14 @@ class Call:
         """A tensor for a result; it holds what no result is."""
         return self.holds(torch.full_like(wanted, 77), wanted, within=within)
 
+    def returned(self, result: Tensor, wanted: Tensor, within: Tensor | None = None) -> None:
+        """Note a tensor that the function gave back."""
+        self.made.append((result, wanted, 0.0 if within is None else within, "what it returned"))
+
     def judge(self) -> None:
         """Note each tensor that does not hold what it must, with all that lies around it."""
-        for there, memory, within, name in self.made:
-            self.on.same(there, memory, f"{self.what}, the memory of its {name}", _or_0(within))
-        for result, wanted, within in self.given:
-            self.on.same(result, wanted, f"{self.what}, what it returned", _or_0(within))
-
-
-def _or_0(within: Tensor | None) -> Tensor | float:
-    return 0.0 if within is None else within
+        for there, wanted, within, name in self.made:
+            self.on.same(there, wanted, f"{self.what}, {name}", within)
 
 
 Asked = Callable[..., Any]
@@ -203,7 +201,7 @@ def _all_reduce(op: str, contract: bool = False) -> Callable[[Call], Asked]:
 
         def ask(async_op: bool) -> None:
             result = call.on.collectives.all_reduce(tensor, op=op, group=call.group)
-            call.given.append((result, wanted, within))
+            call.returned(result, wanted, within)
 
         return ask
 
@@ -215,7 +213,7 @@ def _contract_broadcast(call: Call) -> Asked:
 
     def ask(async_op: bool) -> None:
         result = call.on.collectives.broadcast(tensor, source=call.root)
-        call.given.append((result, call.values(call.root), None))
+        call.returned(result, call.values(call.root))
 
     return ask
 
@@ -229,7 +227,7 @@ def _contract_all_gather(call: Call) -> Asked:
         for rank, part in zip(call.ranks, parts, strict=False):
             own = part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
             call.on.hold(not (own and part.numel()), f"{call.what}: a part is the input itself")
-            call.given.append((part, call.values(rank), None))
+            call.returned(part, call.values(rank))
 
     return ask
 
@@ -267,19 +265,16 @@ def _named(call: Call, name: str, new: str) -> Callable[..., Any]:
 
 
 def _all_gather_into_tensor(call: Call) -> Asked:
-    whole = call.output(torch.cat([call.values(rank) for rank in call.ranks]))
-    function = _named(call, "all_gather_into_tensor", "all_gather_single")
-    return functools.partial(function, whole, call.input(call.mine), group=call.group)
-
-
-def _all_gather_in_place(call: Call) -> Asked:
-    """The own part is a slice of the result, as where an engine keeps its shard there."""
+    """Now and then the own part is a slice of the result, where an engine keeps its shard."""
     wanted = torch.cat([call.values(rank) for rank in call.ranks])
     held = torch.full_like(wanted, 77)
-    call.part(held, call.on.rank).copy_(call.mine)
+    if call.case.salt % 2:
+        call.what += ", from a slice of the result"
+        call.part(held, call.on.rank).copy_(call.mine)
     whole = call.holds(held, wanted)
-    mine = call.part(whole, call.on.rank)
-    return functools.partial(dist.all_gather_into_tensor, whole, mine, group=call.group)
+    mine = call.part(whole, call.on.rank) if call.case.salt % 2 else call.input(call.mine)
+    function = _named(call, "all_gather_into_tensor", "all_gather_single")
+    return functools.partial(function, whole, mine, group=call.group)
 
 
 def _functional_all_gather(call: Call) -> Asked:
@@ -290,7 +285,7 @@ def _functional_all_gather(call: Call) -> Asked:
     def ask(async_op: bool) -> None:
         group: Any = call.group or dist.group.WORLD
         result = operators.all_gather_into_tensor(mine, len(call.ranks), group.group_name)
-        call.given.append((operators.wait_tensor(result), wanted, None))
+        call.returned(operators.wait_tensor(result), wanted)
 
     return ask
 
@@ -375,7 +370,6 @@ FUNCTIONS = (
     Function("broadcast", _broadcast, PARTS, "c10d::broadcast_"),
     Function("all_gather", _all_gather, PARTS, "c10d::allgather_"),
     Function("all_gather_into_tensor", _all_gather_into_tensor, PARTS, "c10d::_allgather_base_"),
-    Function("all_gather_in_place", _all_gather_in_place, PARTS),
     Function(
         "functional_all_gather",
         _functional_all_gather,
@@ -451,7 +445,7 @@ def _try(on: RankContext, function: Function) -> None:
         # Results must stay as they are while later calls run.
         for each in earlier:
             each.judge()
-        earlier = [call] if call.made or call.given else []
+        earlier = [call]
     for each in earlier:
         each.judge()
     _forget_values(on)
@@ -481,7 +475,6 @@ def _make(on: RankContext, function: Function, call: Call, ask: Asked | None) ->
     refused = on.attempt(asks, call.what, call.ranks)
     if refused:
         call.made.clear()
-        call.given.clear()
     return refused
 
 
@@ -535,7 +528,7 @@ def handles(on: RankContext) -> None:
         work.wait()
         call.judge()
         for there, memory, _, name in call.made:
-            if name == "result":
+            if name.endswith("result"):
                 # It is this rank's now: later work must neither see nor undo the change.
                 there.add_(1)
                 memory.add_(1)

@@ -29,24 +29,19 @@ MIB, MOST_OF_THE_HOST = 2**20, 2**30
 def memory_is_not_given_twice(on: Opened) -> None:
     held: dict[int, torch.Tensor] = {}
     for number in range(120):
-        size = (number * 7919) % 40_000 + 1
-        held[number] = torch.full((size,), number, dtype=torch.int32, device=on.device)
+        # Small and large in turn: sizes that an allocator rounds, blocks that it cuts.
+        size = (number * 7919) % 40_000 + 1 if number % 2 else number % 40 + 1
+        held[number] = torch.full((size,), number, dtype=torch.uint8, device=on.device)
         if number % 3 == 2:
             del held[number - 1]
         if number % 7 == 6:
             held.pop(number - 4, None)
     for number, each in held.items():
+        each.add_(100)
         got = each.to(HOST_DEVICE)
-        assert bool((got == number).all()), (
+        assert bool((got == number + 100).all()), (
             f"tensor {number} of {got.numel()} elements holds {got.unique().tolist()[:4]}"
         )
-    for size in range(1, 40):
-        first, second = (
-            torch.full((size,), n, dtype=torch.uint8, device=on.device) for n in (1, 2)
-        )
-        first.add_(4)
-        both = [first.to(HOST_DEVICE).tolist(), second.to(HOST_DEVICE).tolist()]
-        assert both == [[5] * size, [2] * size], f"two tensors of {size} bytes hold {both}"
 
 
 @check(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -393,44 +392,29 @@ def odd_lengths(on: Opened) -> None:
 # -- forms that write into a view -----------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Writes:
-    """An operation that changes its first input: all that stands around that must stay."""
-
-    function: Callable[..., Any]
-    inputs: int = 2
-    bound: Bound = exact
-
-
 def _into(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
     return lambda out, *inputs: function(*inputs, *arguments, out=out)
 
 
-WRITES: dict[str, _Writes] = {
-    "copy_": _Writes(lambda x, y: x.copy_(y)),
-    "copy_ of a row": _Writes(lambda x, y: x.copy_(y[0])),
-    "copy_ to a row": _Writes(lambda x, y: x[3].copy_(y[0])),
-    "copy_ to the transposed": _Writes(lambda x, y: x.t().copy_(y.t())),
-    "copy_ of another type": _Writes(lambda x, y: x.copy_(y > 1)),
-    "fill_": _Writes(lambda x: x.fill_(3), 1),
-    "zero_": _Writes(lambda x: x.zero_(), 1),
-    "add_": _Writes(lambda x, y: x.add_(y), bound=normwise),
-    "mul_": _Writes(lambda x, y: x.mul_(y), bound=rounded),
-    "addcdiv_": _Writes(lambda x, y, z: x.addcdiv_(y, z, value=-0.5), 3, normwise),
-    "lerp_": _Writes(lambda x, y: x.lerp_(y, 0.3), bound=normwise),
-    "masked_fill_": _Writes(lambda x, y: x.masked_fill_(y > 1, 5)),
-    "index_add_": _Writes(lambda x, y: x.index_add_(0, _turned(x), y), bound=normwise),
-    "index_put_": _Writes(lambda x, y: x.index_put_((_turned(x)[:5],), y[:5])),
-    "add into a given tensor": _Writes(_into(torch.add), 3, rounded),
-    "exp into a given tensor": _Writes(_into(torch.exp), 2, near),
-    "cat into a given tensor": _Writes(
-        lambda out, x: torch.cat((x[: len(x) // 2], x[len(x) // 2 :]), out=out)),
-    "softmax into a given tensor": _Writes(_into(torch.softmax, -1), 2, normwise),
-    "sum into a column": _Writes(lambda out, x: torch.sum(x, -1, out=out[:, 1]), 2,
-                                 lambda w, d: summed(400, w.abs() + 400, d)),
-    "mm into a given tensor": _Writes(
-        lambda out, x: torch.mm(x, _unit(x), out=out), 2, normwise),
-}  # fmt: skip
+WRITES: Sequence[tuple[str, int, Bound, Callable[..., Any]]] = (
+    ("copy_", 2, exact, lambda x, y: x.copy_(y)),
+    ("copy_ of a row", 2, exact, lambda x, y: x.copy_(y[0])),
+    ("copy_ to a row", 2, exact, lambda x, y: x[3].copy_(y[0])),
+    ("copy_ to the transposed", 2, exact, lambda x, y: x.t().copy_(y.t())),
+    ("copy_ of another type", 2, exact, lambda x, y: x.copy_(y > 1)),
+    ("add_", 2, normwise, lambda x, y: x.add_(y)),
+    ("index_put_", 2, exact, lambda x, y: x.index_put_((_turned(x)[:5],), y[:5])),
+    ("add into a given tensor", 3, rounded, _into(torch.add)),
+    ("exp into a given tensor", 2, near, _into(torch.exp)),
+    ("cat into a given tensor", 2, exact,
+     lambda out, x: torch.cat((x[: len(x) // 2], x[len(x) // 2 :]), out=out)),
+    ("softmax into a given tensor", 2, normwise, _into(torch.softmax, -1)),
+    ("sum into a column", 2, lambda w, d: summed(400, w.abs() + 400, d),
+     lambda out, x: torch.sum(x, -1, out=out[:, 1])),
+    ("mm into a given tensor", 2, normwise, lambda out, x: torch.mm(x, _unit(x), out=out)),
+)  # fmt: skip
+"""Name, inputs, bound and an operation that changes its first input: all that stands around that
+must stay. The other forms in place are tried with torch's own samples, in the same views."""
 
 
 def _turned(x: torch.Tensor) -> torch.Tensor:
@@ -452,25 +436,25 @@ WRITTEN: Sequence[tuple[int, int]] = ((17, 33), (256, 144))
     "at how kernels take the offset and the strides of what they write",
 )
 def forms_that_write(on: Opened) -> None:
-    for dtype, size, (name, each) in itertools.product(types(on), WRITTEN, WRITES.items()):
+    for dtype, size, (name, count, bound, write) in itertools.product(types(on), WRITTEN, WRITES):
         for number, layout in enumerate(LAYOUTS):
             if layout == "expanded" or (on.backend.graph.accumulates and number % 2):
                 continue
             arranged = [
                 LAYOUTS[layout][n % len(LAYOUTS[layout])](drawn(*size, seed=n, high=2).to(dtype))
-                for n in range(each.inputs)
+                for n in range(count)
             ]
 
             def run(change: Callable[[torch.Tensor], torch.Tensor], of: Any = arranged) -> Any:
                 wholes = [change(whole) for whole, _ in of]
                 views = [view(whole) for whole, (_, view) in zip(wholes, of, strict=True)]
-                each.function(*views)  # noqa: B023  (called at once)
+                write(*views)  # noqa: B023  (called at once)
                 return wholes[0]
 
             found = run(lambda whole: whole.to(on.device, copy=True))
             wanted = run(lambda whole: whole.double())
             what = f"{name} of {dtype}, {layout}, sizes {list(size)}"
-            allowed = each.bound(wanted, dtype)
+            allowed = bound(wanted, dtype)
             if name.startswith("mm"):
                 allowed = allowed + 8 * product_roundoff(on, dtype) * wanted.abs()
             compare(on_host(found), wanted, allowed, what)

@@ -9,12 +9,13 @@ import atexit
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -36,16 +37,37 @@ def ranks_of(part: str, mutation: str) -> int:
     return RANKS[part] if found is None else found.ranks
 
 
-def answers_of(
-    part: str, mutations: Mapping[str, str | None], folder: Path
-) -> dict[str, PartAnswers]:
-    """Answers of a part's checks, by mutation; the mutant must be on ``PYTHONPATH``.
+def mutant_site(folder: Path) -> Path:
+    """A folder with an installed distribution that has the backend `mutant`."""
+    site = folder / "site"
+    info = site / "anygauge_mutant-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: anygauge-mutant\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[anygauge]\nmutant = anygauge_mutant\n")
+    shutil.copy(Path(__file__).with_name("mutants.py"), site / "anygauge_mutant.py")
+    return site
+
+
+Asked = Callable[[str], Mapping[str, str | None]]
+
+
+def answers_by_part(folder: Path, asked: Asked) -> Callable[[str, str], PartAnswers]:
+    """Gives the answers of a part's checks on a mutation; of each part, all are made at once.
 
     Args:
-        mutations: with the only check that is asked; None for all.
+        asked: by part, the mutations with the only check that is asked; None for all.
     """
+    site = mutant_site(folder)
+    found = functools.cache(lambda part: answers_of(part, asked(part), folder, site))
+    return lambda part, mutation: found(part)[mutation]
+
+
+def answers_of(
+    part: str, mutations: Mapping[str, str | None], folder: Path, site: Path
+) -> dict[str, PartAnswers]:
+    """Answers of a part's checks, by mutation."""
     # A process that a fork starts finds this file's package, too.
-    paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]
+    paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]
     asked = {"part": part, "mutations": mutations, "folder": str(folder)}
     subprocess.run(
         [sys.executable, "-m", "tests.testing.mutation_forks"],

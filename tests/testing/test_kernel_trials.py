@@ -20,11 +20,7 @@ from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
 from anygauge_kernels.lora import addmm, down, up
 from anygauge_kernels.softmax import softmax
 
-
-@pytest.fixture
-def on() -> Opened:
-    backend = CpuBackend()
-    return Opened(backend=backend, device=torch.device("cpu"), visible=1, fresh=CpuBackend)
+# -- optimizers and clipping ----------------------------------------------------------------------
 
 
 class WithoutDecay(torch.optim.AdamW):
@@ -37,40 +33,7 @@ class OneRate(torch.optim.AdamW):
         super().__init__([{**group, "lr": lr} for group in groups], lr=lr, **options)
 
 
-class Uncounted(torch.optim.AdamW):
-    def step(self, closure: Any = None) -> None:
-        for state in self.state.values():
-            state["step"] = state.pop("count")
-        super().step(closure)
-        for state in self.state.values():
-            state["count"] = state.pop("step")
-
-
-class CountedByGroup(torch.optim.AdamW):
-    """As a library whose parameters' own counts stay at zero."""
-
-    made = 0
-
-    def step(self, closure: Any = None) -> None:
-        for state in self.state.values():
-            state["step"] = torch.tensor(float(self.made))
-        super().step(closure)
-        self.made += 1
-        for state in self.state.values():
-            state["step"] = 0
-
-
-class Frozen(torch.optim.AdamW):
-    def step(self, closure: Any = None) -> None:
-        kept = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
-        super().step(closure)
-        with torch.no_grad():
-            for group, values in zip(self.param_groups, kept, strict=True):
-                for parameter, value in zip(group["params"], values, strict=True):
-                    parameter.copy_(value)
-
-
-class Forgetful(torch.optim.AdamW):
+class Counted(torch.optim.AdamW):
     """Counts for itself, and not from the state that it is given."""
 
     made = 0
@@ -82,42 +45,24 @@ class Forgetful(torch.optim.AdamW):
         self.made += 1
 
 
-def test_torchs_adamw_is_right(on: Opened) -> None:
-    KERNEL_TRIALS["adamw"](on, torch.optim.AdamW, "torch")
+class CountedByGroup(Counted):
+    """As a library whose parameters' own counts stay at zero."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for state in self.state.values():
+            state["step"] = 0
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (WithoutDecay, "differs by"),
-        (OneRate, "differs by"),
-        (Frozen, "differs by"),
-        (Uncounted, "lacks step"),
-        (CountedByGroup, "step is 0 after 3"),
-        (Forgetful, "differs by|forgot its first 3 steps"),
-        (early_epsilon(), "differs by"),  # and nobody has said so
-    ],
-)
-def test_a_wrong_adamw_is_found(on: Opened, wrong: Any, said: str) -> None:
-    with pytest.raises(AssertionError, match=said):
-        KERNEL_TRIALS["adamw"](on, wrong, "wrong")
-
-
-def test_an_adamw_of_another_formula_must_have_it(on: Opened) -> None:
-    KERNEL_TRIALS["adamw"](on, early_epsilon(), "early_epsilon")
-    with pytest.raises(AssertionError, match="differs by"):
-        KERNEL_TRIALS["adamw"](on, torch.optim.AdamW, "early_epsilon")
-
-
-def each_alone(parameters: Sequence[nn.Parameter], limit: float) -> torch.Tensor:
-    norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in parameters]))  # type: ignore[union-attr]
-    for parameter in parameters:
-        nn.utils.clip_grad_norm_([parameter], limit)
-    return norm
+class Uncounted(Counted):
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for state in self.state.values():
+            del state["step"]
 
 
 def always(parameters: Sequence[nn.Parameter], limit: float) -> torch.Tensor:
-    norm = nn.utils.clip_grad_norm_(parameters, float("inf"))
+    norm = never(parameters, limit)
     for parameter in parameters:
         assert parameter.grad is not None
         parameter.grad.mul_(limit / norm)
@@ -133,73 +78,27 @@ def afterwards(parameters: Sequence[nn.Parameter], limit: float) -> torch.Tensor
     return never(parameters, limit)
 
 
-def test_torchs_clipping_is_right(on: Opened) -> None:
-    KERNEL_TRIALS["clip_grad_norm"](on, nn.utils.clip_grad_norm_, "torch")
+# -- softmax, loss and LoRA -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrong", [each_alone, always, never, afterwards])
-def test_wrong_clipping_is_found(on: Opened, wrong: Callable[..., torch.Tensor]) -> None:
-    with pytest.raises(AssertionError, match="clip_grad_norm wrong"):
-        KERNEL_TRIALS["clip_grad_norm"](on, wrong, "wrong")
+def deaf(kernel: Callable[..., torch.Tensor], *names: str) -> Callable[..., torch.Tensor]:
+    """A kernel that does not hear some of its arguments."""
 
-
-def without(*arguments: str) -> Callable[..., torch.Tensor]:
-    """Our softmax, deaf to some arguments."""
-
-    def wrong(
-        x: torch.Tensor,
-        dim: int = -1,
-        mask: torch.Tensor | None = None,
-        scale: float = 1.0,
-        *,
-        causal_offset: int | None = None,
-    ) -> torch.Tensor:
-        given: dict[str, Any] = {"mask": mask, "scale": scale, "causal_offset": causal_offset}
-        return softmax(x, dim, **{k: v for k, v in given.items() if k not in arguments})
+    def wrong(*given: Any, **named: Any) -> torch.Tensor:
+        if kernel is softmax:
+            given, named = given[:2], {"mask": given[2], "scale": given[3], **named}
+        return kernel(*given, **{name: each for name, each in named.items() if name not in names})
 
     return wrong
 
 
-def with_nan(x: torch.Tensor, dim: int, mask: Any, scale: float, causal_offset: Any) -> Any:
-    empty = softmax(x, dim, mask, scale, causal_offset=causal_offset).sum(-1, keepdim=True) == 0
-    return softmax(x, dim, mask, scale, causal_offset=causal_offset) / (~empty)
+def with_nan(x: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+    found = softmax(x, *given, **named)
+    return found / (found.sum(-1, keepdim=True) != 0)
 
 
-def test_our_softmax_and_loss_are_right(on: Opened) -> None:
-    KERNEL_TRIALS["softmax"](on, softmax, "ours")
-    KERNEL_TRIALS["linear_cross_entropy"](on, linear_cross_entropy, "ours")
-
-
-def test_gaudis_softmax_is_right_too(on: Opened) -> None:
-    KERNEL_TRIALS["softmax"](on, softmax_in_bfloat16(), "gaudi_bf16")
-    KERNEL_TRIALS["softmax"](on, softmax_in_float32(), "gaudi_fp32")
-
-
-@pytest.mark.parametrize(
-    "wrong", [without("mask"), without("scale"), without("causal_offset"), with_nan]
-)
-def test_a_wrong_softmax_is_found(on: Opened, wrong: Callable[..., torch.Tensor]) -> None:
-    with pytest.raises(AssertionError, match="softmax wrong"):
-        KERNEL_TRIALS["softmax"](on, wrong, "wrong")
-
-
-def test_a_softmax_in_another_type_is_found(on: Opened) -> None:
-    with pytest.raises(AssertionError, match=r"softmax wrong: torch.float32 of torch.bfloat16"):
-        KERNEL_TRIALS["softmax"](on, lambda x, *a, **k: softmax(x, *a, **k).float(), "wrong")
-
-
-@pytest.mark.parametrize(
-    "deaf_to", ["bias", "low_rank", "softcap", "scale", "label_smoothing", "targets"]
-)
-def test_a_wrong_loss_is_found(on: Opened, deaf_to: str) -> None:
-    def wrong(hidden: Any, weight: Any, targets: Any, **given: Any) -> torch.Tensor:
-        given.pop(deaf_to, None)
-        if deaf_to == "targets":
-            targets = targets.clamp(min=0)
-        return linear_cross_entropy(hidden, weight, targets, **given)
-
-    with pytest.raises(AssertionError, match="linear_cross_entropy wrong"):
-        KERNEL_TRIALS["linear_cross_entropy"](on, wrong, "wrong")
+def all_count(hidden: Any, weight: Any, targets: Any, **given: Any) -> torch.Tensor:
+    return linear_cross_entropy(hidden, weight, targets.clamp(min=0), **given)
 
 
 class DroppedTwice(torch.autograd.Function):
@@ -218,28 +117,11 @@ class DroppedTwice(torch.autograd.Function):
         return nn.functional.dropout(grad @ weight, ctx.dropout), of_weight, None
 
 
-def test_our_lora_is_right(on: Opened) -> None:
-    KERNEL_TRIALS["lora_linear"](on, addmm(), "ours")
+def lora(**wrong: Any) -> LoraKernel:
+    return LoraKernel(**{"down": down, "up": up, **wrong})
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"up": lambda output, low, weight, scale: up(output, low, weight, 1.0)},
-        {"up": lambda output, low, weight, scale: up(output.detach(), low, weight, scale)},
-        {"up": lambda output, low, weight, scale: up(output, low, weight, scale).double()},
-        {"down": lambda x, weight, dropout: down(x, weight, 0.0)},
-        {"down": lambda x, weight, dropout: down(x, weight, dropout) * (1 - dropout)},
-        {"down": lambda x, weight, dropout: down(x.detach(), weight, dropout)},
-        {"down": DroppedTwice.apply},
-    ],
-    ids=["no scale", "no base gradient", "another type", "no dropout", "not scaled up",
-         "no gradient", "drawn twice"],
-)  # fmt: skip
-def test_wrong_lora_is_found(on: Opened, wrong: dict[str, Any]) -> None:
-    kernel = LoraKernel(**{"down": down, "up": up, **wrong})
-    with pytest.raises(AssertionError, match="lora_linear wrong"):
-        KERNEL_TRIALS["lora_linear"](on, kernel, "wrong")
+# -- attention and positions ----------------------------------------------------------------------
 
 
 def attention(*, causal: bool) -> AttentionKernel:
@@ -249,10 +131,7 @@ def attention(*, causal: bool) -> AttentionKernel:
         module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any
     ) -> tuple[torch.Tensor, None]:
         out = nn.functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            mask,
+            *(query, key, value, mask),
             is_causal=causal and mask is None,
             scale=scaling,
             enable_gqa=True,
@@ -262,30 +141,87 @@ def attention(*, causal: bool) -> AttentionKernel:
     return AttentionKernel(name="tried", forward=forward, describe="for tests", causal=True)
 
 
-def test_an_attention_that_says_it_is_causal_is_tried_without_a_mask(on: Opened) -> None:
-    KERNEL_TRIALS["attention"](on, attention(causal=True), "right")
-    with pytest.raises(AssertionError, match="attention wrong without a mask, which it says"):
-        KERNEL_TRIALS["attention"](on, attention(causal=False), "wrong")
+def rope(query: Any, key: Any, cos: Any, sin: Any) -> Any:
+    return rotated(query, cos, sin), rotated(key, cos, sin)
 
 
-def test_rotations_are_tried_with_positions_of_each_row_and_of_all(on: Opened) -> None:
-    def right(query: Any, key: Any, cos: Any, sin: Any) -> Any:
-        return rotated(query, cos, sin), rotated(key, cos, sin)
+def without_gradient(query: Any, key: Any, cos: Any, sin: Any) -> Any:
+    return rotated(query, cos, sin), rotated(key.detach(), cos, sin) + 0 * key
 
-    def of_the_first_row(query: Any, key: Any, cos: Any, sin: Any) -> Any:
-        return right(query, key, cos[:1], sin[:1])
 
-    def backwards(query: Any, key: Any, cos: Any, sin: Any) -> Any:
-        return right(query, key, cos, -sin)
+# -- the table ------------------------------------------------------------------------------------
 
-    def key_left(query: Any, key: Any, cos: Any, sin: Any) -> Any:
-        return rotated(query, cos, sin), key
+OURS, LOSS, SAID = "lora_linear", "linear_cross_entropy", "lora_linear wrong"
+RIGHT = (
+    ("adamw", torch.optim.AdamW, "torch"),
+    ("adamw", early_epsilon(), "early_epsilon"),
+    ("clip_grad_norm", nn.utils.clip_grad_norm_, "torch"),
+    ("softmax", softmax, "ours"),
+    ("softmax", softmax_in_bfloat16(), "gaudi_bf16"),
+    ("softmax", softmax_in_float32(), "gaudi_fp32"),
+    (LOSS, linear_cross_entropy, "ours"),
+    (OURS, addmm(), "ours"),
+    ("attention", attention(causal=True), "right"),
+    ("rope", rope, "right"),
+)
+WRONG = (
+    ("no decay", "adamw", WithoutDecay, "differs by"),
+    ("one rate", "adamw", OneRate, "differs by"),
+    ("another formula", "adamw", early_epsilon(), "differs by"),  # and nobody has said so
+    ("no count", "adamw", Uncounted, "lacks step"),
+    ("counted by group", "adamw", CountedByGroup, "step is 0 after 3"),
+    ("forgetful", "adamw", Counted, "differs by|forgot its first 3 steps"),
+    ("always clipped", "clip_grad_norm", always, "clip_grad_norm wrong"),
+    ("never clipped", "clip_grad_norm", never, "clip_grad_norm wrong"),
+    ("the norm afterwards", "clip_grad_norm", afterwards, "clip_grad_norm wrong"),
+    *(
+        (f"softmax without {name}", "softmax", deaf(softmax, name), "softmax wrong")
+        for name in ("mask", "scale", "causal_offset")
+    ),
+    ("NaN in empty rows", "softmax", with_nan, "softmax wrong"),
+    ("softmax in another type", "softmax", lambda x, *a, **k: softmax(x, *a, **k).float(),
+     "softmax wrong: torch.float32 of torch.bfloat16"),
+    *(
+        (f"loss without {name}", LOSS, deaf(linear_cross_entropy, name), f"{LOSS} wrong")
+        for name in ("bias", "low_rank", "softcap", "scale", "label_smoothing")
+    ),
+    ("all targets count", LOSS, all_count, f"{LOSS} wrong"),
+    ("no scale", OURS, lora(up=lambda out, low, w, scale: up(out, low, w, 1.0)), SAID),
+    ("no base gradient", OURS, lora(up=lambda out, *a: up(out.detach(), *a)), SAID),
+    ("another type", OURS, lora(up=lambda *a: up(*a).double()), SAID),
+    ("no dropout", OURS, lora(down=lambda x, w, rate: down(x, w, 0.0)), SAID),
+    ("not scaled up", OURS, lora(down=lambda x, w, rate: down(x, w, rate) * (1 - rate)), SAID),
+    ("no gradient", OURS, lora(down=lambda x, w, rate: down(x.detach(), w, rate)), SAID),
+    ("drawn twice", OURS, lora(down=DroppedTwice.apply), SAID),
+    ("not causal", "attention", attention(causal=False),
+     "attention wrong without a mask, which it says"),
+    ("positions of the first row", "rope", lambda q, k, cos, sin: rope(q, k, cos[:1], sin[:1]),
+     "rope wrong"),
+    ("turned backwards", "rope", lambda q, k, cos, sin: rope(q, k, cos, -sin), "rope wrong"),
+    ("key left", "rope", lambda q, k, cos, sin: (rope(q, k, cos, sin)[0], k), "rope wrong"),
+    ("key without gradient", "rope", without_gradient, "rope wrong"),
+)  # fmt: skip
 
-    def without_gradient(query: Any, key: Any, cos: Any, sin: Any) -> Any:
-        found = rotated(key.detach(), cos, sin)
-        return rotated(query, cos, sin), found + 0 * key
 
-    KERNEL_TRIALS["rope"](on, right, "right")
-    for wrong in (of_the_first_row, backwards, key_left, without_gradient):
-        with pytest.raises(AssertionError, match="rope wrong"):
-            KERNEL_TRIALS["rope"](on, wrong, "wrong")
+@pytest.fixture
+def on() -> Opened:
+    backend = CpuBackend()
+    return Opened(backend=backend, device=torch.device("cpu"), visible=1, fresh=CpuBackend)
+
+
+@pytest.mark.parametrize(("operation", "kernel", "name"), RIGHT)
+def test_what_is_right_passes(on: Opened, operation: str, kernel: Any, name: str) -> None:
+    KERNEL_TRIALS[operation](on, kernel, name)
+
+
+@pytest.mark.parametrize(
+    ("operation", "kernel", "said"), [line[1:] for line in WRONG], ids=[line[0] for line in WRONG]
+)
+def test_what_is_wrong_is_found(on: Opened, operation: str, kernel: Any, said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        KERNEL_TRIALS[operation](on, kernel, "wrong")
+
+
+def test_an_adamw_that_names_another_formula_must_have_it(on: Opened) -> None:
+    with pytest.raises(AssertionError, match="differs by"):
+        KERNEL_TRIALS["adamw"](on, torch.optim.AdamW, "early_epsilon")

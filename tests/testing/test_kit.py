@@ -21,8 +21,7 @@ from anygauge.testing import BackendContract
 from anygauge.testing.check import CHECKS, Answer, verdict
 from anygauge.testing.plugin import CONFORMANCE, contents
 from anygauge.testing.trials import is_beside
-from tests.testing.odd import odd_site
-from tests.testing.test_mutations import mutant_site
+from tests.testing.mutation_forks import mutant_site
 
 
 @pytest.mark.parametrize(
@@ -127,7 +126,9 @@ def test_the_contents_are_what_pytest_collects(tmp_path: Path) -> None:
 
 def test_one_test_of_the_kit_can_be_named(tmp_path: Path) -> None:
     name = f"{CONFORMANCE}::TestBackend::test_on_paper[announced]"
-    done = kit(tmp_path, "--anygauge-backend", "odd", name, PYTHONPATH=str(odd_site(tmp_path)))
+    done = kit(
+        tmp_path, "--anygauge-backend", "mutant", name, PYTHONPATH=str(mutant_site(tmp_path))
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout
 
@@ -155,9 +156,9 @@ def test_what_was_left_out_by_choice_was_not_tried(tmp_path: Path) -> None:
 def test_without_a_device_the_contract_is_not_fully_tried(tmp_path: Path) -> None:
     done = kit(
         tmp_path,
-        *("--anygauge-backend", "odd", "--anygauge-report", "page.json"),
-        PYTHONPATH=str(odd_site(tmp_path)),
-        ANYGAUGE_ODD="no device",
+        *("--anygauge-backend", "mutant", "--anygauge-report", "page.json"),
+        PYTHONPATH=str(mutant_site(tmp_path)),
+        ANYGAUGE_MUTATION="no device",
     )
     assert done.returncode == 0, done.stdout + done.stderr
     record = asked_for(tmp_path)
@@ -235,12 +236,12 @@ def test_reports_of_several_backends_are_one_document(tmp_path: Path) -> None:
     one = "class Test{0}(BackendContract):\n    backend = '{0}'\n    def test_mine_(self): pass\n"
     done = kit(
         tmp_path,
-        *(mine(tmp_path, one.format("cpu"), one.format("odd")), "-k", "mine_"),
+        *(mine(tmp_path, one.format("cpu"), one.format("mutant")), "-k", "mine_"),
         *("--anygauge-report", "page.md", "--anygauge-report", "page.json"),
-        PYTHONPATH=str(odd_site(tmp_path)),
+        PYTHONPATH=str(mutant_site(tmp_path)),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [record["backend"] for record in asked_for(tmp_path)] == ["cpu", "odd"]
+    assert [record["backend"] for record in asked_for(tmp_path)] == ["cpu", "mutant"]
     assert (tmp_path / "page.md").read_text().count("\n# `") == 1
 
 

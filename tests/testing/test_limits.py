@@ -15,7 +15,7 @@ from anygauge.testing.check import Answer, verdict
 from anygauge.testing.contract import CHECKS
 from anygauge.testing.process import Subject, ask, merged_answers
 from anygauge.testing.watch import CLOSING, Answers, begun, lines, stack_of, where_it_hangs
-from tests.testing.test_mutations import mutant_site
+from tests.testing.mutation_forks import mutant_site
 
 
 @pytest.fixture

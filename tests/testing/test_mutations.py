@@ -5,10 +5,7 @@ The table of `CAUGHT_BY` is the documentation's; `docs/plugins.md` shows it.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +13,7 @@ import pytest
 from anygauge.testing.check import verdict
 from anygauge.testing.contract import CHECKS
 from anygauge.testing.process import PartAnswers
-from tests.testing.mutation_forks import answers_of
+from tests.testing.mutation_forks import answers_by_part
 from tests.testing.wrong import table
 
 CAUGHT_BY: dict[str, dict[str, str]] = {
@@ -44,45 +41,23 @@ def with_marks() -> list[Any]:
     return marked
 
 
-def mutant_site(folder: Path) -> Path:
-    """A folder with an installed distribution that has the backend `mutant`."""
-    site = folder / "site"
-    info = site / "anygauge_mutant-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: anygauge-mutant\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[anygauge]\nmutant = anygauge_mutant\n")
-    shutil.copy(Path(__file__).with_name("mutants.py"), site / "anygauge_mutant.py")
-    return site
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return mutant_site(tmp_path_factory.mktemp("mutant"))
-
-
 @pytest.fixture(scope="module")
 def answers(
-    site: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Callable[[str, str], PartAnswers]:
     """Answers of a part's checks on a mutant."""
-    folder = tmp_path_factory.mktemp("answers")
     chosen = {
         item.callspec.params.get("mutation")
         for item in request.session.items
         if isinstance(item, pytest.Function) and hasattr(item, "callspec")
     }
-    forked: dict[str, dict[str, PartAnswers]] = {}
-
-    def given(part: str, mutation: str) -> PartAnswers:
-        with pytest.MonkeyPatch.context() as patch:
-            paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
-            patch.setenv("PYTHONPATH", os.pathsep.join(paths))
-            if part not in forked:
-                asked = {name: c for name, c in CAUGHT_BY[part].items() if name in chosen}
-                forked[part] = answers_of(part, {"none": None, **asked}, folder)
-            return forked[part][mutation]
-
-    return given
+    return answers_by_part(
+        tmp_path_factory.mktemp("mutants"),
+        lambda part: {
+            "none": None,
+            **{name: check for name, check in CAUGHT_BY[part].items() if name in chosen},
+        },
+    )
 
 
 def failures(part: str, answers: PartAnswers) -> dict[str, str]:

@@ -14,17 +14,23 @@ from anygauge.registry import BLOCK_VARIABLE
 from anygauge.testing.check import Answer, verdict
 from anygauge.testing.contract import CHECKS
 from anygauge.testing.process import PartAnswers, Subject, ask, environments, merged_answers
-from tests.testing.odd import odd_site
+from tests.testing.mutation_forks import mutant_site
 
 Odd = Callable[[str], Subject]
 
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory: pytest.TempPathFactory) -> Odd:
-    """The odd backend, by its oddity."""
-    site = odd_site(tmp_path_factory.mktemp("odd"))
+    """The backend `mutant` by what is odd or wrong with it, beside a plugin that is heavy."""
+    site = mutant_site(tmp_path_factory.mktemp("odd"))
+    info = site / "mutant-1.0.dist-info"  # the other's distribution is named like this plugin
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mutant\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[anygauge]\nheavy = a_heavy_one\n")
+    (site / "a_heavy_one.py").write_text("import jax\n")
+    (site / "jax.py").touch()  # heavy by its name
     return lambda oddity: Subject(
-        name="odd", environment={"PYTHONPATH": str(site), "ANYGAUGE_ODD": oddity}
+        name="mutant", environment={"PYTHONPATH": str(site), "ANYGAUGE_MUTATION": oddity}
     )
 
 
@@ -77,7 +83,7 @@ def test_what_another_plugin_imports_is_not_held_against_the_backend(
 ) -> None:
     (found,), _ = environments("basic", odd("none"), 1)
     assert "heavy" in found[BLOCK_VARIABLE].split(",")
-    assert "odd" not in found[BLOCK_VARIABLE].split(","), "the other's name, but this one's, too"
+    assert "mutant" not in found[BLOCK_VARIABLE].split(","), "the other's name, but this one's, too"
     assert results("basic", ask("basic", odd("none"), tmp_path))["light_import"] == ("passed", "")
     (found,), _ = environments("device", odd("none"), 1)
     assert BLOCK_VARIABLE not in found, "runs have all plugins"
@@ -89,7 +95,7 @@ def test_what_another_plugin_imports_is_not_held_against_the_backend(
 @pytest.mark.parametrize(
     ("part", "oddity", "check", "said"),
     [
-        ("basic", "aborts at exit", "ends_on_paper", "ended with status -6"),
+        ("basic", "aborts at its end", "ends_on_paper", "ended with status -6"),
         ("device", "close raises", "ends_on_device", "the driver is gone"),
     ],
 )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +11,9 @@ import pytest
 
 from anygauge.testing.process import PartAnswers
 from tests.testing import unusual  # noqa: F401  (its devices register themselves)
-from tests.testing.mutation_forks import answers_of
-from tests.testing.test_mutations import failures, mutant_site
+from tests.testing.mutation_forks import answers_by_part, mutant_site
+from tests.testing.test_kit import kit
+from tests.testing.test_mutations import failures
 from tests.testing.wrong import SOUND
 
 PARTS = ("basic", "device", "ranks")
@@ -25,20 +24,10 @@ CASES = [(part, name) for part in PARTS for name in SOUND if (part, name) != ("r
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], PartAnswers]:
     """Answers of a part's checks on one of them."""
-    folder = tmp_path_factory.mktemp("unusual")
-    site = mutant_site(folder)
-    asked: dict[str, dict[str, PartAnswers]] = {}
-
-    def given(part: str, name: str) -> PartAnswers:
-        if part not in asked:
-            with pytest.MonkeyPatch.context() as patch:
-                paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
-                patch.setenv("PYTHONPATH", os.pathsep.join(paths))
-                names = [name for each, name in CASES if each == part]
-                asked[part] = answers_of(part, dict.fromkeys(names), folder)
-        return asked[part][name]
-
-    return given
+    return answers_by_part(
+        tmp_path_factory.mktemp("unusual"),
+        lambda part: dict.fromkeys(name for each, name in CASES if each == part),
+    )
 
 
 @pytest.mark.parametrize(("part", "name"), CASES, ids=[f"{p}-{n}" for p, n in CASES])
@@ -47,21 +36,11 @@ def test_nothing_fails(part: str, name: str, answers: Callable[[str, str], PartA
 
 
 def test_the_ranks_of_a_single_device_are_not_tried(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "on_ranks"),
-            *("--anygauge-backend", "mutant", "--anygauge-report", "page.json"),
-        ],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={
-            **os.environ,
-            "ANYGAUGE_MUTATION": ALONE,
-            "PYTHONPATH": os.pathsep.join([str(mutant_site(tmp_path)), str(Path.cwd())]),
-        },
+    done = kit(
+        tmp_path,
+        *("--anygauge-backend", "mutant", "-k", "on_ranks", "--anygauge-report", "page.json"),
+        ANYGAUGE_MUTATION=ALONE,
+        PYTHONPATH=os.pathsep.join([str(mutant_site(tmp_path)), str(Path.cwd())]),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = json.loads((tmp_path / "page.json").read_text())["checks"]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.testing.mutation_forks import mutant_site
 from tests.testing.test_kit import kit
-from tests.testing.test_mutations import mutant_site
 from tests.testing.wrong import Mutant, table
 from tests.testing.wrong_loop import CAUSES, PART, SOUND, TRAINS, WHOLE
 

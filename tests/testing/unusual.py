@@ -1,4 +1,4 @@
-"""Devices that are unusual and sound: no check of the kit may fail on them.
+"""Devices that are unusual and sound: no check of the kit may fail on them. Then odd ones.
 
 Each is a line of the table, as the wrong ones of `tests.testing.wrong` are.
 """
@@ -6,20 +6,26 @@ Each is a line of the table, as the wrong ones of `tests.testing.wrong` are.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from anygauge.interface import (
     FULL,
+    Finding,
     LaunchProfile,
     Level,
     NotAvailableError,
     Options,
     Probe,
+    RunFileError,
+    Setting,
     Support,
 )
-from tests.testing.wrong import ANY, SOUND, Mutant, Wrong
+from tests.testing.table import Change, broken, capability, fail, then
+from tests.testing.wrong import ANY, ODD, SOUND, Mutant, Wrong, replaced
 from tests.testing.wrong_fp8 import multiply_in_fp8
 
 GRAIN = 2**21
@@ -217,3 +223,30 @@ def _(on: Wrong) -> None:
     @on.method("placement.memory")
     def memory(self: Any, usual: Any) -> Any:
         return dataclasses.replace(usual(), limit=None, reserved=None)
+
+
+# -- odd ones, which tests of the kit start one by one ---------------------------------------------
+
+MISSING = capability("collectives", Level.NOT_WRITTEN_YET, "so it says")
+ODDITIES: tuple[tuple[str, Mapping[str, Change]], ...] = (
+    ("sets a variable", {"settings": lambda job, node, rank: then(
+        os.environ.update(ODD_WAS_HERE="1"),
+        [Setting(name="ODD_RANKS", value=str(job.launch.devices), reason="told", source="here")])}),
+    ("refuses the environment", {"backend.check_environment":
+     lambda u, environ: fail(RunFileError, "two variables contradict each other")}),
+    ("ends while it is asked", {"backend.check_environment": lambda u, environ: os._exit(9)}),
+    ("no device", {"probe": lambda u: dataclasses.replace(
+        u(), devices=Finding.no("no card"), device_count=0)}),
+    ("no collectives", {"collectives.open": lambda u, **given: broken(u),
+     "class backend.capabilities": MISSING}),
+    ("collectives declared missing", {"class backend.capabilities": MISSING}),
+)  # fmt: skip
+
+
+def _odd(changes: Mapping[str, Change], on: Wrong) -> None:
+    for target, change in changes.items():
+        replaced(target, change)(on)
+
+
+for _name, _changes in ODDITIES:
+    ODD[_name] = Mutant(_name, "", "", "cpu", functools.partial(_odd, _changes))

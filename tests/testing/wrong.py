@@ -6,10 +6,8 @@
         def all_reduce(self, usual, tensor, op="sum", group=None):
             return usual(tensor, "sum", group)
 
-What the plugin announces is changed by `Wrong.spec`, `Wrong.probe` and `Wrong.when_announced`,
-before torch is imported.
-
-A mutant of an operation of torch is a simulated card (``base="sim"``): its tensors can be told from
+What the plugin announces is changed before torch is imported (`Wrong.spec`, `Wrong.probe`). A
+mutant of an operation of torch is a simulated card (``base="sim"``): its tensors can be told from
 the host's, with which the kit compares.
 """
 
@@ -21,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from anygauge.interface import Backend, Collectives, Graph, Placement, Probe, Setting
+from anygauge.interface import Backend, Collectives, Graph, Placement, Probe
 
 
 class _Torch:
@@ -62,7 +60,8 @@ class Mutant:
 
 MUTANTS: dict[str, Mutant] = {}
 SOUND: dict[str, Mutant] = {}
-"""Those of `tests.testing.unusual`, of which no check may fail."""
+ODD: dict[str, Mutant] = {}
+"""Those of `tests.testing.unusual`: of the sound ones no check may fail, odd ones are for tests."""
 
 
 def mutant(
@@ -90,70 +89,53 @@ class Wrong:
 
     Attributes:
         backend, placement, collectives, graph: classes of its own, to be changed at will.
-        announced: fields of the `BackendSpec` that differ.
         probed: the probe, which gets the usual one; None where it is the usual one.
         usual_probe: of the sound backend; None where that is the host's processors.
+        announcing: what is called when the plugin is asked what it announces.
     """
 
     def __init__(self, base: type[Backend], usual_probe: Callable[[], Probe] | None = None) -> None:
         self.usual_probe = usual_probe
         self.placement: type[Placement] = type("WrongPlacement", (base.placement_class,), {})
-        self.collectives: type[Collectives] = type(
-            "WrongCollectives", (base.collectives_class,), {}
-        )
+        self.collectives: type[Collectives] = type("Wrong", (base.collectives_class,), {})
         self.graph: type[Graph] = type("WrongGraph", (base.graph_class,), {})
-        self.backend: type[Backend] = type(
-            "WrongBackend",
-            (base,),
-            {
-                "name": NAME,
-                "placement_class": self.placement,
-                "collectives_class": self.collectives,
-                "graph_class": self.graph,
-                "diagnostics": lambda self: (),  # the processors' own take seconds
-            },
-        )
-        self.announced: dict[str, Any] = {}
+        own = {
+            "name": NAME,
+            "placement_class": self.placement,
+            "collectives_class": self.collectives,
+            "graph_class": self.graph,
+            "diagnostics": lambda self: (),  # the processors' own take seconds
+        }
+        self.backend: type[Backend] = type("WrongBackend", (base,), own)
         self.probed: Callable[[Callable[[], Probe]], Any] | None = None
-        self._announcing: list[Callable[[], Any]] = []
+        self.announcing: list[Callable[[], Any]] = []
+        self._announced: dict[str, Any] = {}
         self._operations: dict[str, Callable[..., Any]] = {}
         self._opened: list[Callable[[], Any]] = []
-        usual = self.placement.open
-        wrong = self
 
-        def open_wrongly(placement: Placement, local_rank: int) -> Any:
-            device = usual(placement, local_rank)
-            wrong._install()
+        @self.method("placement.open")
+        def open_wrongly(placement: Placement, usual: Any, local_rank: int) -> Any:
+            device = usual(local_rank)
+            self._install()
             return device
-
-        self.placement.open = open_wrongly  # type: ignore[method-assign, assignment]
 
     def spec(self, **fields: Any) -> None:
         """Announce other fields of the `BackendSpec`."""
-        self.announced |= fields
+        self._announced |= fields
 
     def probe(self, function: FunctionT) -> FunctionT:
         """Decorator: a probe in place of the usual one, which it gets."""
         self.probed = function
         return function
 
-    def when_announced(self, function: FunctionT) -> FunctionT:
-        """Decorator: call it when the plugin is asked what it announces."""
-        self._announcing.append(function)
-        return function
-
     def announce(self) -> Mapping[str, Any]:
-        """The fields of `spec`, once the functions of `when_announced` were called."""
-        for function in self._announcing:
+        """The fields of `spec`, once the functions of `announcing` were called."""
+        for function in self.announcing:
             function()
-        return self.announced
+        return self._announced
 
     def method(self, path: str) -> Callable[[FunctionT], FunctionT]:
-        """Decorator: a method in place of another, which it gets after `self`.
-
-        Args:
-            path: such as ``placement.memory``.
-        """
+        """Decorator: a method (such as ``placement.memory``) in place of another, which it gets."""
         owner, name = path.split(".")
         kind = getattr(self, owner)
         usual = getattr(kind, name)
@@ -170,23 +152,11 @@ class Wrong:
 
     def made(self, function: FunctionT) -> FunctionT:
         """Decorator: call it with each backend that was made."""
-        usual = self.backend.__init__
 
-        def make(this: Backend, options: Mapping[str, Any] | None = None) -> None:
-            usual(this, options)
+        @self.method("backend.__init__")
+        def make(this: Backend, usual: Any, options: Mapping[str, Any] | None = None) -> None:
+            usual(options)
             function(this)
-
-        self.backend.__init__ = make  # type: ignore[method-assign, assignment]
-        return function
-
-    def settings(self, function: FunctionT) -> FunctionT:
-        """Decorator: further settings; it gets the job, the node and the local rank."""
-
-        @self.method("backend.environment")
-        def environment(
-            this: Any, usual: Any, job: Any, node: Any, local_rank: int | None = None
-        ) -> Sequence[Setting]:
-            return [*usual(job, node, local_rank), *function(job, node, local_rank)]
 
         return function
 
@@ -207,6 +177,7 @@ class Wrong:
         """Decorator: a function of `torch.distributed`, which it gets first."""
 
         def replace(function: FunctionT) -> FunctionT:
+            @self.when_opened
             def install() -> None:
                 import torch.distributed as dist
 
@@ -214,7 +185,6 @@ class Wrong:
                     usual = getattr(dist, name)
                     setattr(dist, name, functools.wraps(usual)(functools.partial(function, usual)))
 
-            self._opened.append(install)
             return function
 
         return replace
@@ -260,45 +230,44 @@ def _mode(operations: Mapping[str, Callable[..., Any]], device_type: str) -> Any
     return Mode()
 
 
-def line(
-    name: str,
-    part: str,
-    check: str,
-    target: str,
-    change: Callable[..., Any],
-    *,
-    base: str = "cpu",
-    ranks: int = 2,
-    limit_s: float | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> None:
-    """A mutant of which one thing is replaced.
+def replaced(
+    target: str, change: Callable[..., Any], environment: Mapping[str, str] | None = None
+) -> Callable[[Wrong], None]:
+    """What makes a backend of which one thing is replaced.
 
     Args:
-        target: ``probe`` or ``settings`` (as of `Wrong`); ``spec.FIELD``, whose value `change`
-            gives; ``at import`` or ``at make``, when it is called; ``class OWNER.ATTRIBUTE``, which
-            it gets; or ``OWNER.METHOD``, which it gets, bound, before the arguments.
+        target: ``probe``, which gets the usual one; ``settings``, further ones, which get job, node
+            and local rank; ``spec.FIELD``, whose value `change` gives; ``at import`` or ``at
+            make``, when it is called; ``class OWNER.ATTRIBUTE``, which it gets; or
+            ``OWNER.METHOD``, which it gets, bound, before the arguments.
     """
 
     def make(on: Wrong) -> None:
         os.environ.update(environment or {})
         first, _, rest = target.partition(" ")
         owner, _, attribute = (rest or first).partition(".")
-        if target in ("probe", "settings"):
-            getattr(on, target)(change)
+        if target == "probe":
+            on.probe(change)
+        elif target == "settings":
+            on.method("backend.environment")(
+                lambda self, usual, job, node, local_rank=None: [
+                    *usual(job, node, local_rank),
+                    *change(job, node, local_rank),
+                ]
+            )
         elif owner == "spec":
             on.spec(**{attribute: change()})
         elif target == "at import":
-            on.when_announced(change)
+            on.announcing.append(change)
         elif target == "at make":
-            on.made(lambda backend: change())
+            on.made(change)
         elif first == "class":
             kind = getattr(on, owner)
             setattr(kind, attribute, change(getattr(kind, attribute)))
         else:
             on.method(target)(lambda self, usual, *args, **kwargs: change(usual, *args, **kwargs))
 
-    mutant(name, part=part, check=check, base=base, ranks=ranks, limit_s=limit_s)(make)
+    return make
 
 
 @functools.cache
@@ -319,19 +288,13 @@ def changed(found: Mutant) -> Wrong:
 
 
 def mutant_named(name: str) -> Mutant | None:
-    """One of the table, or a sound one of `tests.testing.unusual`; None if it is in neither."""
+    """One of the table, or of `tests.testing.unusual`; None if it is in neither."""
     table()
-    return MUTANTS.get(name) or SOUND.get(name)
+    return {**MUTANTS, **SOUND, **ODD}.get(name)
 
 
 def table() -> Sequence[Mutant]:
     """All of them; importing them imports no torch, which backends of the part `basic` must not."""
-    from tests.testing import (  # noqa: F401
-        table,
-        unusual,
-        wrong_fp8,
-        wrong_loop,
-        wrong_operators,
-    )
+    from tests.testing import table, unusual, wrong_fp8, wrong_loop, wrong_operators  # noqa: F401
 
     return tuple(MUTANTS.values())

@@ -32,7 +32,6 @@ def multiply_in_fp8(
     on: Wrong,
     *,
     round_: Callable[[Any, str], Any] = rounded,
-    declared: bool = True,
     copies: bool = False,
     everywhere: bool = False,
     all_layers: bool = False,
@@ -41,8 +40,7 @@ def multiply_in_fp8(
 
     @on.made
     def made(self: Any) -> None:
-        if declared:
-            self.capabilities = {**self.capabilities, "fp8_products": FULL}
+        self.capabilities = {**self.capabilities, "fp8_products": FULL}
 
     @on.method("backend.fp8_products")
     def fp8_products(self: Any, usual: Any, model: Any, kept: Any, *, reentrant: Any) -> Any:
@@ -103,7 +101,6 @@ WRONG: dict[str, dict[str, Any]] = {
     "products in FP8 have no scales": {"round_": without_scale},
     "layers multiply in FP8 outside of the context": {"everywhere": True},
     "layers that are to be kept multiply in FP8": {"all_layers": True},
-    "products in FP8 work but are declared missing": {"declared": False},
 }
 for _name, _how in WRONG.items():
     mutant(_name, part="device", check=CHECK)(functools.partial(multiply_in_fp8, **_how))
