@@ -259,7 +259,8 @@ def departed(func: Any, before: Any, found: Sequence[Tensor]) -> tuple[str, str]
         what = f"aten::{name} ({str(got.dtype).removeprefix('torch.')}, {shape})"
         allowed = torch.zeros(())
         if got.is_floating_point():
-            allowed = bound(wanted, host, size, _terms(name, inputs, wanted) if linear else 1.0)
+            count = _terms(name, inputs, wanted) if linear else 1.0
+            allowed = bound(wanted, host, size, count, got.dtype)
         else:
             wanted = wanted.to(got.dtype)
         try:
@@ -269,7 +270,7 @@ def departed(func: Any, before: Any, found: Sequence[Tensor]) -> tuple[str, str]
     return None
 
 
-def bound(exact: Tensor, host: Tensor, terms: Tensor, count: float) -> Tensor:
+def bound(exact: Tensor, host: Tensor, terms: Tensor, count: float, dtype: torch.dtype) -> Tensor:
     """How far rounding may take each element.
 
     Two roundings of the result's type, those of a sum of `count` terms that is kept in float32 at
@@ -280,14 +281,15 @@ def bound(exact: Tensor, host: Tensor, terms: Tensor, count: float) -> Tensor:
         exact: in float64.
         host: of the host's kernel in the device's type.
         terms: the size of the terms that each element is summed from.
+        dtype: the result's.
     """
     size = torch.where(terms.isfinite(), terms, 0.0).abs()
     if count == 1.0:
         size = size.max().expand_as(size)
-    accumulator = min(roundoff(torch.float32), roundoff(host.dtype))
+    accumulator = min(roundoff(torch.float32), roundoff(dtype))
     own = torch.where(exact.isfinite() & host.isfinite(), host.double() - exact, 0.0).abs().max()
     summed = ROUNDINGS * count**0.5 * accumulator * size
-    return rounded(exact, host.dtype) + summed + LIKE_THE_HOST * own
+    return rounded(exact, dtype) + summed + LIKE_THE_HOST * own
 
 
 def _again(func: Any, before: Any, change: Callable[[Any], Any]) -> list[Tensor]:

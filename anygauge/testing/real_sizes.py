@@ -402,7 +402,14 @@ WRITES: Sequence[tuple[str, int, Bound, Callable[..., Any]]] = (
     ("copy_ to a row", 2, exact, lambda x, y: x[3].copy_(y[0])),
     ("copy_ to the transposed", 2, exact, lambda x, y: x.t().copy_(y.t())),
     ("copy_ of another type", 2, exact, lambda x, y: x.copy_(y > 1)),
+    ("fill_", 1, exact, lambda x: x.fill_(3)),
+    ("zero_", 1, exact, lambda x: x.zero_()),
     ("add_", 2, normwise, lambda x, y: x.add_(y)),
+    ("mul_", 2, rounded, lambda x, y: x.mul_(y)),
+    ("addcdiv_", 3, normwise, lambda x, y, z: x.addcdiv_(y, z, value=-0.5)),
+    ("lerp_", 2, normwise, lambda x, y: x.lerp_(y, 0.3)),
+    ("masked_fill_", 2, exact, lambda x, y: x.masked_fill_(y > 1, 5)),
+    ("index_add_", 2, normwise, lambda x, y: x.index_add_(0, _turned(x), y)),
     ("index_put_", 2, exact, lambda x, y: x.index_put_((_turned(x)[:5],), y[:5])),
     ("add into a given tensor", 3, rounded, _into(torch.add)),
     ("exp into a given tensor", 2, near, _into(torch.exp)),
@@ -414,7 +421,7 @@ WRITES: Sequence[tuple[str, int, Bound, Callable[..., Any]]] = (
     ("mm into a given tensor", 2, normwise, lambda out, x: torch.mm(x, _unit(x), out=out)),
 )  # fmt: skip
 """Name, inputs, bound and an operation that changes its first input: all that stands around that
-must stay. The other forms in place are tried with torch's own samples, in the same views."""
+must stay."""
 
 
 def _turned(x: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ A process of its own, because one with threads (a test runner's) must not fork.
 from __future__ import annotations
 
 import atexit
+import functools
 import io
 import json
 import os
