@@ -56,7 +56,7 @@ NO_ANSWER = Answer(holds=False, detail="gave no answer")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class KitPart:
     """What one kind of process is asked.
 
     Attributes:
@@ -72,10 +72,10 @@ class Part:
 
 ON_DEVICE = "device memory copies chance blocks graphs real_sizes arithmetic fp8 leaks"
 PARTS = {
-    "basic": Part("on paper", 120.0, ("paper", "rules", "leaks")),  # which import no torch
-    "device": Part("on a device", 600.0, ON_DEVICE.split()),
-    "operators": Part("on torch's operators", 600.0, ("operators",)),
-    "ranks": Part("on {ranks} ranks", 600.0, ("collectives", "ranks", "memory", "leaks")),
+    "basic": KitPart("on paper", 120.0, ("paper", "rules", "leaks")),  # which import no torch
+    "device": KitPart("on a device", 600.0, ON_DEVICE.split()),
+    "operators": KitPart("on torch's operators", 600.0, ("operators",)),
+    "ranks": KitPart("on {ranks} ranks", 600.0, ("collectives", "ranks", "memory", "leaks")),
 }
 
 

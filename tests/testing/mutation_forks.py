@@ -108,7 +108,7 @@ def main() -> None:
     for number, (mutation, check) in enumerate(asked["mutations"].items()):
         world = ranks_of(part, mutation)
         base = Path(asked["folder"]) / f"{part}{number}"
-        children = [Fork(part, mutation, check, base, rank, world) for rank in range(world)]
+        children = [MutantFork(part, mutation, check, base, rank, world) for rank in range(world)]
         files = [Path(f"{base}.{rank}.json") for rank in range(world)]
         found = merged_answers(files, run_to_end(children, files, LIMIT_S))
         Path(f"{base}.found").write_text(json.dumps(asdict(found)), encoding="utf-8")
@@ -123,7 +123,7 @@ def limits(part: str, mutation: str) -> dict[str, float]:
     return found
 
 
-class Fork:
+class MutantFork:
     """One rank of a mutant, as `run_to_end` waits for it."""
 
     def __init__(

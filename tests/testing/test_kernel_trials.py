@@ -33,7 +33,7 @@ class OneRate(torch.optim.AdamW):
         super().__init__([{**group, "lr": lr} for group in groups], lr=lr, **options)
 
 
-class Counted(torch.optim.AdamW):
+class CountedSteps(torch.optim.AdamW):
     """Counts for itself, and not from the state that it is given."""
 
     made = 0
@@ -45,7 +45,7 @@ class Counted(torch.optim.AdamW):
         self.made += 1
 
 
-class CountedByGroup(Counted):
+class CountedByGroup(CountedSteps):
     """As a library whose parameters' own counts stay at zero."""
 
     def step(self, closure: Any = None) -> None:
@@ -54,7 +54,7 @@ class CountedByGroup(Counted):
             state["step"] = 0
 
 
-class Uncounted(Counted):
+class Uncounted(CountedSteps):
     def step(self, closure: Any = None) -> None:
         super().step(closure)
         for state in self.state.values():
@@ -170,7 +170,7 @@ WRONG = (
     ("another formula", "adamw", early_epsilon(), "differs by"),  # and nobody has said so
     ("no count", "adamw", Uncounted, "lacks step"),
     ("counted by group", "adamw", CountedByGroup, "step is 0 after 3"),
-    ("forgetful", "adamw", Counted, "differs by|forgot its first 3 steps"),
+    ("forgetful", "adamw", CountedSteps, "differs by|forgot its first 3 steps"),
     ("always clipped", "clip_grad_norm", always, "clip_grad_norm wrong"),
     ("never clipped", "clip_grad_norm", never, "clip_grad_norm wrong"),
     ("the norm afterwards", "clip_grad_norm", afterwards, "clip_grad_norm wrong"),
