@@ -175,6 +175,7 @@ lines("basic", (
      capability("float16", Level.SWITCHED_OFF, "not today")),
     ("a comma is missing after the only library", "described", "class backend.libraries",
      lambda u: "vendor-torch"),
+    ("its readings are a list", "described", "class backend.readings", lambda u: ["power"]),
     ("a library's path depends on the folder", "described", "class backend.files",
      lambda u: ("lib/libmutant.so",)),
     ("the visibility variable comes with its value", "described", "class backend.launch",
