@@ -29,6 +29,7 @@ __all__ = [
     "Engine",
     "Footprint",
     "LossFunction",
+    "MemoryEstimate",
     "ModelFactory",
     "OptimizerFactory",
     "PartFunction",
@@ -37,8 +38,10 @@ __all__ = [
     "Share",
     "StepResult",
     "Strategy",
+    "StrategyPlanner",
     "StrategyRun",
     "StrategySpec",
+    "Traffic",
     "TrainedState",
     "UpdateResult",
     "Workload",
@@ -421,6 +424,7 @@ class Workload:
         length: places for tokens in each sequence, padding among them.
         activations: what decoder layers keep for backward.
         state_bytes: what the optimizer keeps for each trained number, in bytes.
+        update_bytes: what its update makes meanwhile for each trained number, in bytes.
     """
 
     backend: Backend
@@ -435,6 +439,7 @@ class Workload:
     max_norm: float
     activations: Activations
     state_bytes: float = 8.0
+    update_bytes: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -481,7 +486,6 @@ class Footprint:
         sent: collective -> bytes that this rank gives to it in a step: what goes in of a reduction,
             what comes out of a gather. Those of every step alone, and not the few numbers of the
             loop.
-        window: parameters at most that are gathered at once; 0: those of a layer, or all.
     """
 
     weights: int
@@ -489,7 +493,6 @@ class Footprint:
     masters: int
     optimizer: int
     sent: Mapping[str, int]
-    window: int = 0
 
     @property
     def held(self) -> int:
@@ -497,14 +500,113 @@ class Footprint:
         return self.weights + self.gradients + self.masters + self.optimizer
 
 
+# -- what a plan asks ------------------------------------------------------------------------------
+
+WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER = "weights", "gathered weights", "gradients", "optimizer"
+ACTIVATIONS, LOGITS, BUFFERS, SAVED = "activations", "logits and loss", "buffers", "saved"
+KINDS = (WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, BUFFERS, SAVED)
+"""What memory is for: a rank's part of the weights, an adapter's among them; weights put together
+from ranks for a while; gradients and their sums; masters, the optimizer's state and what an update
+takes; what forward keeps and backward makes; logits and the loss; buffers of engines and
+collectives; copies to be saved."""
+
+LOAD, BEGIN, FORWARD, LOSS = "load", "begin", "forward", "loss"
+BACKWARD, END, UPDATE, EVALUATION, SAVE = "backward", "end", "update", "evaluation", "save"
+MOMENTS = (LOAD, BEGIN, FORWARD, LOSS, BACKWARD, END, UPDATE, EVALUATION, SAVE)
+"""Of a run: the model is made; the embedding of a micro-batch; its decoder layers; the output layer
+and the loss; backward of the last layer, when the least gradients are there; backward of the first
+layer and the embedding, when all are; the update; an evaluation; what is gathered to be saved."""
+
+Bytes: TypeAlias = "Mapping[str, Mapping[str, int]]"
+"""Moment -> kind -> bytes, at the most that is there at once in it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """What a rank gives to collectives of one kind over one group, in one step.
+
+    Attributes:
+        operation: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``,
+            ``broadcast``, ``reduce`` or ``send``.
+        group: ranks of the job that take part.
+        waited: whether a rank waits for each call before it continues, as for parts of a divided
+            layer; else others are under way meanwhile.
+        times: how often.
+        bytes: what goes in of a reduction, what comes out of a gather, all calls together.
+    """
+
+    operation: str
+    group: tuple[int, ...]
+    waited: bool
+    times: float
+    bytes: float
+
+    @property
+    def wire(self) -> float:
+        """Bytes that leave each rank where a ring carries them."""
+        share = (len(self.group) - 1) / len(self.group)
+        if self.operation == "all_reduce":
+            return 2 * share * self.bytes
+        return self.bytes if self.operation == "send" else share * self.bytes
+
+    def spans(self, per_machine: int) -> bool:
+        """Whether it leaves a machine of so many ranks."""
+        return len({rank // per_machine for rank in self.group}) > 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryEstimate:
+    """What a rank holds at each moment but for activations and logits, and what it sends.
+
+    Attributes:
+        device, host: in bytes, by moment and kind. Weights are a rank's own part; what an engine
+            has meanwhile stands with its kind: gathered layers, buckets, copies of gradients.
+        traffic: of one optimizer step.
+        layers: how many decoder layers the rank computes; None: all.
+        in_flight: micro-batches whose activations are there at once.
+        begins, ends: whether the rank has the embedding, and the output layer with the loss.
+        host_bytes: what operations on the host read and write in a step, where it is not the device.
+        copied_bytes: what is copied to the host and from it in a step.
+        other_bytes: what the device reads and writes in a step beside the model's own operations:
+            the update, gradients that are added up, gathered weights that are copied.
+    """
+
+    device: Bytes
+    host: Bytes = field(default_factory=dict)
+    traffic: Sequence[Traffic] = ()
+    layers: int | None = None
+    in_flight: int = 1
+    begins: bool = True
+    ends: bool = True
+    host_bytes: float = 0.0
+    copied_bytes: float = 0.0
+    other_bytes: float = 0.0
+
+
+class StrategyPlanner(Protocol):
+    """What plans, and they alone, ask of a strategy; see `Strategy.planner`."""
+
+    def memory(self, workload: Workload) -> MemoryEstimate:
+        """What the workload's rank holds and sends; the skeleton is there, whole."""
+
+    def part_of(self, model: nn.Module, workload: Workload) -> None:
+        """Change an adapted model on the meta device to what the workload's rank computes of it.
+
+        It has the first few layers alone. What ranks send each other is given out without values.
+        """
+
+
 class Strategy(Protocol):
     """How a model is spread, with the options of a run.
 
     Attributes:
         description: its name and options in a few words, for the card of what was trained.
+        planner: for plans; a strategy that has none is planned from its `footprint`, as one that
+            has all of its weights and gradients at once.
     """
 
     description: str
+    planner: StrategyPlanner | None = None
 
     def settings(self, workload: Workload) -> Sequence[Setting]:
         """The engine's configuration, each field with its reason; also for dry runs."""

@@ -92,11 +92,16 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: QuantisedLinear) -> Tensor:
         ctx.layer = layer
+        if x.is_meta:  # a plan's: kernels decode into a weight, too
+            return nn.functional.linear(x, layer.dequantize().to(x.dtype), layer.bias)
         return layer._multiplied(x).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient @ ctx.layer._decoded(gradient.dtype), None
+        layer = ctx.layer
+        if gradient.is_meta:
+            return gradient @ layer.dequantize().to(gradient.dtype), None
+        return gradient @ layer._decoded(gradient.dtype), None
 
 
 class Nf4Linear(QuantisedLinear):

@@ -7,7 +7,26 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from anygauge.interface.strategy import Footprint, Workload
+from anygauge.interface.strategy import (
+    BACKWARD,
+    BEGIN,
+    END,
+    EVALUATION,
+    FORWARD,
+    GRADIENTS,
+    LOAD,
+    LOSS,
+    OPTIMIZER,
+    SAVE,
+    SAVED,
+    UPDATE,
+    WEIGHTS,
+    Footprint,
+    MemoryEstimate,
+    Strategy,
+    Traffic,
+    Workload,
+)
 from anygauge.strategies.common import torch_dtype
 
 
@@ -64,4 +83,56 @@ def whole_model(workload: Workload) -> Footprint:
         masters=trained * item_bytes(precision.master_dtype) if own_masters else 0,
         optimizer=round(trained * workload.state_bytes),
         sent={},
+    )
+
+
+def memory_of(strategy: Strategy, workload: Workload) -> MemoryEstimate:
+    """What a strategy's planner says, or what its footprint implies where it has none."""
+    planner = getattr(strategy, "planner", None)
+    if planner is not None:
+        found: MemoryEstimate = planner.memory(workload)
+        return found
+    return of_footprint(strategy.footprint(workload), workload)
+
+
+def of_footprint(
+    footprint: Footprint, workload: Workload, *, backward: int | None = None
+) -> MemoryEstimate:
+    """Of an engine that holds all that its footprint says on the device, and has gradients whole.
+
+    Args:
+        backward: bytes of gradients beside their sums while backward makes them; None: of all
+            trained weights, in the compute type.
+    """
+    model, precision = workload.skeleton, workload.precision
+    assert model is not None, "an estimate is made from the model"
+    trained = trained_numbers(model)
+    if backward is None:
+        backward = trained * item_bytes(precision.param_dtype)
+    held = {WEIGHTS: footprint.weights, OPTIMIZER: footprint.masters + footprint.optimizer}
+    sums = footprint.gradients if workload.accumulation > 1 else 0
+    step = {**held, GRADIENTS: sums}
+    largest = max((p.numel() for p in model.parameters() if p.requires_grad), default=0)
+    whole = tuple(range(workload.world_size))
+    return MemoryEstimate(
+        device={
+            LOAD: {WEIGHTS: footprint.weights, OPTIMIZER: footprint.masters},
+            BEGIN: step,
+            FORWARD: step,
+            LOSS: step,
+            BACKWARD: step,
+            END: {**held, GRADIENTS: max(footprint.gradients, sums + backward)},
+            UPDATE: {
+                WEIGHTS: footprint.weights,
+                GRADIENTS: footprint.gradients,
+                OPTIMIZER: held[OPTIMIZER] + round(trained * workload.update_bytes),
+            },
+            EVALUATION: held,
+            SAVE: {**held, SAVED: largest * item_bytes(precision.master_dtype)},
+        },
+        traffic=tuple(
+            Traffic(operation=name, group=whole, waited=False, times=1, bytes=size)
+            for name, size in footprint.sent.items()
+        ),
+        other_bytes=2.0 * (footprint.masters + footprint.optimizer + footprint.gradients),
     )

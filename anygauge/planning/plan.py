@@ -1,0 +1,389 @@
+"""From a run file to what its ranks hold and compute: a strategy's bytes, and a traced layer."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anygauge.config.problems import LAYERS
+from anygauge.config.schema import RunFile, resolve_precision
+from anygauge.interface import (
+    HOST_DEVICE,
+    Backend,
+    Graph,
+    KernelSpec,
+    SequencePart,
+    UnsupportedError,
+)
+from anygauge.interface.strategy import (
+    ACTIVATIONS,
+    BACKWARD,
+    BEGIN,
+    END,
+    EVALUATION,
+    FORWARD,
+    LOAD,
+    LOGITS,
+    LOSS,
+    SAVE,
+    UPDATE,
+    MemoryEstimate,
+    Strategy,
+    Workload,
+)
+from anygauge.kernels.attention import register_attention
+from anygauge.kernels.choose import ATTENTION, CALLED, REFERENCE, kernels_of_run
+from anygauge.kernels.plan import KernelPlan, plan_kernels
+from anygauge.models.factory import CausalModelFactory
+from anygauge.models.flops import step_flops
+from anygauge.models.inputs import PLAIN, model_inputs, positions, shift_labels
+from anygauge.models.masks import MaskPlan, plan_masks
+from anygauge.models.quantised import quantised_layers
+from anygauge.models.source import check_positions, check_written
+from anygauge.planning.memory import PHASES, Peak, RunMemory
+from anygauge.planning.trace import FUSED, LayerTrace, ModelTrace, trace_model
+from anygauge.planning.work import Work
+from anygauge.registry import Registry
+from anygauge.strategies.common import torch_dtype
+from anygauge.strategies.footprint import memory_of
+from anygauge.strategies.materialise import decoder_layers
+from anygauge.training.strategy import create_strategy, workload_of
+
+
+def plan_run(run: RunFile, registry: Registry, backend: Backend, world_size: int) -> RunMemory:
+    """What a run takes of each of its ranks' devices and hosts, and what its steps compute.
+
+    Args:
+        backend: that the run would have; its device need not be here.
+
+    Raises:
+        AnygaugeError: what the run's ranks would refuse, or what cannot be planned.
+    """
+    found = (
+        _plan_rank(run, registry, backend, world_size, rank)
+        for rank in ranks_that_differ(run, world_size)
+    )
+    return functools.reduce(RunMemory.with_other, found)
+
+
+def ranks_that_differ(run: RunFile, world_size: int) -> tuple[int, ...]:
+    """Ranks of which one holds most: all hold the same, but for the stages of a pipeline.
+
+    The first stage has most micro-batches at once, the last has logits.
+    """
+    stages = int(getattr(run.strategy, "pp", 1) or 1)
+    return (0,) if stages == 1 else (0, world_size - world_size // stages)
+
+
+def _plan_rank(
+    run: RunFile, registry: Registry, backend: Backend, world_size: int, rank: int
+) -> RunMemory:
+    if run.precision.fp8:
+        raise UnsupportedError(
+            "precision.fp8: what a device's library keeps for it is not known, so it cannot be "
+            "planned. Plan without it: weights and optimizer are the same"
+        )
+    precision = resolve_precision(run.precision, backend.support)
+    backend.adapt_models(packing=run.data.packing)
+    factory = CausalModelFactory.of(run, torch_dtype(precision.param_dtype))
+    check_written(run.model, factory.config)
+    check_positions(factory.config, run.data.max_length)
+    registry.find_strategy(run.strategy.name).spec.check_model(run.strategy, factory.config)
+    strategy = create_strategy(registry, run)
+    model = _whole_model(run.model, run.adapter, factory)
+    workload = workload_of(run, registry, backend, precision, rank, world_size, model)
+    estimate = memory_of(strategy, workload)
+    kernels = _kernels(run, registry, backend, factory)
+    trace = _traced(run, factory, kernels, strategy, workload)
+    kinds = _kinds(model, factory.config.get_text_config(), workload)
+    layers = [trace.layers[kinds.index(kind)] for kind in kinds]
+    flops = step_flops(model, factory.config, lambda parameter: tuple(parameter.shape))
+    every = {id(p): p for p in model.parameters()}.values()
+    codes = quantised_layers(model).values()
+    numbers = sum(p.numel() for p in every)
+    numbers += sum(math.prod(c.plain_shape) - c.weight.numel() for c in codes)
+    device = _device(estimate, trace, layers)
+    host = {phase: Peak.of(estimate.host.get(phase, {})) for phase in estimate.host}
+    if backend.device_type == HOST_DEVICE:
+        device = {
+            phase: Peak.of(peak.kinds, estimate.host.get(phase, {}))
+            for phase, peak in device.items()
+        }
+        host = {}
+    return RunMemory(
+        device=device,
+        host=host,
+        work=_work(estimate, trace, layers, workload),
+        model_flops=(flops.per_token, flops.per_token_and_position),
+        strategy=strategy.description,
+        precision=precision,
+        numbers=(numbers, sum(p.numel() for p in every if p.requires_grad)),
+        per_layer=sum(layer.kept for layer in layers) // len(layers),
+        kernels={name: kernels.choices[name].name for name in CALLED if name in kernels.choices},
+    )
+
+
+# -- the model -------------------------------------------------------------------------------------
+
+_WHOLE: dict[str, nn.Module] = {}
+"""Of the last run: changes of it are planned with the same model."""
+
+
+def _whole_model(section: Any, adapter: Any, factory: CausalModelFactory) -> nn.Module:
+    """The adapted model on the meta device, all of its layers."""
+    key = repr((section, adapter, factory._freezing, factory._dtype))
+    if key not in _WHOLE:
+        _WHOLE.clear()
+        _WHOLE[key] = _adapted(factory)
+    return _WHOLE[key]
+
+
+def _adapted(factory: CausalModelFactory) -> nn.Module:
+    """An adapted model on the meta device, in the type of the run."""
+    model = factory.skeleton()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(factory._dtype)
+    model = factory.adapt(model)
+    moved: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                if id(parameter) not in moved:
+                    value = parameter.detach().to("meta", factory._dtype)
+                    moved[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
+                module._parameters[name] = moved[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to("meta")
+    return model
+
+
+def layers_of(config: Any) -> int:
+    """How many decoder layers a text model's configuration says."""
+    return next((int(getattr(config, name)) for name in LAYERS if getattr(config, name, None)), 0)
+
+
+def _of_depth(factory: CausalModelFactory, layers: int) -> CausalModelFactory:
+    """The same model with its first layers alone; what it says of each layer is cut as well."""
+    other = copy.copy(factory)
+    other.config = copy.deepcopy(factory.config)
+    config = other.config.get_text_config()
+    whole = layers_of(config)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list | tuple) and len(value) == whole:
+            setattr(config, name, value[:layers])
+    for name in LAYERS:
+        if getattr(config, name, None):
+            setattr(config, name, layers)
+    return other
+
+
+def _kinds(model: nn.Module, config: Any, workload: Workload) -> list[Any]:
+    """What tells each decoder layer from others: its parameters, and what is said of it."""
+    layers = list(decoder_layers(model))
+    lists = [
+        value
+        for value in vars(config).values()
+        if isinstance(value, list | tuple) and len(value) == len(layers)
+    ]
+    return [
+        (
+            tuple((n, tuple(p.shape), p.requires_grad) for n, p in layer.named_parameters()),
+            tuple(repr(value[index]) for value in lists),
+            workload.activations.recomputes(index),
+        )
+        for index, layer in enumerate(layers)
+    ]
+
+
+# -- what is traced --------------------------------------------------------------------------------
+
+
+def _traced(
+    run: RunFile,
+    factory: CausalModelFactory,
+    kernels: KernelPlan,
+    strategy: Strategy,
+    workload: Workload,
+) -> ModelTrace:
+    """The first layers, until each kind of them was there, with what is around them."""
+    assert workload.skeleton is not None
+    kinds = _kinds(workload.skeleton, factory.config.get_text_config(), workload)
+    least = 1 + max(kinds.index(kind) for kind in kinds)
+    few = _of_depth(factory, min(len(kinds), max(2, least)))
+    few = few.having(kernels.attention.name, kernels.model)
+    model = _adapted(few)
+    few.checkpoint_activations(model)
+    planner = getattr(strategy, "planner", None)
+    if planner is not None:
+        planner.part_of(model, workload)
+    part = workload.share.sequence
+    masks = PLAIN
+    if run.data.packing or part is not None:
+        masks = plan_masks(factory.config, kernels.attention.masks_of, run.data.max_length)
+    padded = not run.data.packing and workload.micro_batch > 1
+    rows = _Rows(workload, run.data.packing, padded, masks, part)
+    return trace_model(model, rows, all_set=not padded)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensors:
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    segment_ids: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Micro-batches of a run, all of the largest size."""
+
+    workload: Workload
+    packing: bool
+    padded: bool
+    masks: MaskPlan
+    part: SequencePart | None
+
+    def __call__(self) -> Mapping[str, Any]:
+        """One, on the meta device."""
+        length = self.workload.length
+        if self.part is not None:
+            length += -length % self.part.count
+        length += -length % self.workload.share.multiple
+        ids = torch.zeros(self.workload.micro_batch, length, dtype=torch.long, device="meta")
+        ones = torch.ones_like(ids)
+        batch = _Tensors(ids, ones, torch.zeros_like(ids), ones if self.packing else None)
+        dtype = torch_dtype(self.workload.precision.param_dtype)
+        inputs = model_inputs(batch, dtype, self.masks, self.part)
+        labels = shift_labels(ids)[:, positions(self.part, length)]
+        return {**inputs, "shift_labels": labels}
+
+
+class _Traced(Backend):
+    """What is asked for kernels in place of a run's backend: those for all devices alone serve."""
+
+    device_type = "meta"
+
+    def __init__(self, other: Backend) -> None:
+        self.name = other.name
+        super().__init__()
+        self.graph: Graph = Graph()
+        self.graph.shapes = other.graph.shapes
+        self.capabilities = other.capabilities
+
+
+def _kernels(
+    run: RunFile, registry: Registry, backend: Backend, factory: CausalModelFactory
+) -> KernelPlan:
+    """What a run's kernels are, with plain ones of as much memory for those of its device.
+
+    Raises:
+        AnygaugeError: what the run would refuse.
+    """
+    traced = _Traced(backend)
+    fused = register_attention(FUSED)
+    specs = {(p.spec.operation, p.spec.name): p.spec for p in registry.kernels}
+    preferred = {**backend.kernels, **(backend.packed_kernels if run.data.packing else {})}
+    holds_scores = backend.attention == "eager"
+    traced.attention, traced.attention_why = backend.attention, backend.attention_why
+    asked = dict(run.kernels)
+    for operation, name in {**preferred, **asked}.items():
+        spec = specs.get((operation, name))
+        if spec is None or backend.device_type not in spec.device_types:
+            continue
+        asked[operation] = spec.plain or _plain(specs, operation)
+        if operation == ATTENTION and not spec.plain:
+            del asked[operation]
+            holds_scores = False
+    if run.model.attention != "auto":
+        asked.pop(ATTENTION, None)
+        holds_scores = run.model.attention == "eager"
+    traced.kernels = {o: name for o, name in asked.items() if o not in run.kernels}
+    traced.packed_kernels = {}
+    named = {o: name for o, name in asked.items() if o in run.kernels}
+    plain = run.model_copy(update={"kernels": named})
+    plan = plan_kernels(plain, traced, kernels_of_run(plain, traced, registry), factory)
+    if plan.attention.kernel is None and not holds_scores and plan.attention.name != "eager":
+        attention = replace(plan.attention, name=fused)
+        plan = replace(plan, attention=attention)
+    return plan
+
+
+def _plain(specs: Mapping[tuple[str, str], KernelSpec], operation: str) -> str:
+    """The default for all devices, or the reference."""
+    for (of, name), spec in sorted(specs.items()):
+        if of == operation and spec.default and not spec.device_types:
+            return name
+    return REFERENCE
+
+
+# -- put together ----------------------------------------------------------------------------------
+
+
+def _device(
+    estimate: MemoryEstimate, trace: ModelTrace, layers: Sequence[LayerTrace]
+) -> dict[str, Peak]:
+    """The most that is there at once, by phase."""
+    mine = layers if estimate.layers is None else layers[: estimate.layers]
+    kept = trace.base + estimate.in_flight * sum(layer.kept for layer in mine)
+
+    def at(moment: str, **more: int) -> Peak:
+        return Peak.of(estimate.device.get(moment, {}), more)
+
+    def activations(moment: str, size: int) -> Peak:
+        return Peak.of(estimate.device.get(moment, {}), {ACTIVATIONS: size})
+
+    def most(*peaks: Peak) -> Peak:
+        return max(peaks, key=lambda peak: peak.total)
+
+    before = [trace.base + sum(layer.kept for layer in mine[:at]) for at in range(len(mine))]
+    others = kept - trace.base - sum(layer.kept for layer in mine)
+    forward = max(at + one.forward for at, one in zip(before, mine, strict=True)) + others
+    backward = max(at + one.backward for at, one in zip(before, mine, strict=True)) + others
+    lowest = max(trace.end, trace.base + mine[0].backward)
+    phases = {
+        LOAD: at(LOAD),
+        FORWARD: most(activations(BEGIN, trace.begin), activations(FORWARD, forward)),
+        BACKWARD: most(activations(BACKWARD, backward), activations(END, lowest)),
+        UPDATE: at(UPDATE),
+        EVALUATION: activations(EVALUATION, trace.base + max(one.evaluation for one in mine)),
+        SAVE: at(SAVE),
+    }
+    if estimate.ends:
+        phases[LOSS] = Peak.of(
+            estimate.device.get(LOSS, {}), {ACTIVATIONS: kept, LOGITS: trace.loss}
+        )
+        phases[EVALUATION] = most(
+            phases[EVALUATION],
+            Peak.of(
+                estimate.device.get(EVALUATION, {}),
+                {ACTIVATIONS: trace.base, LOGITS: trace.loss_evaluation},
+            ),
+        )
+    return {phase: phases[phase] for phase in PHASES if phase in phases}
+
+
+def _work(
+    estimate: MemoryEstimate, trace: ModelTrace, layers: Sequence[LayerTrace], workload: Workload
+) -> Work:
+    """Of one step."""
+    once = Work()
+    for layer in layers if estimate.layers is None else layers[: estimate.layers]:
+        once = once.plus(layer.work)
+    once = once.plus(trace.work) if estimate.ends else once.plus(trace.work).plus(trace.head, -1.0)
+    step = Work().plus(once, workload.accumulation)
+    return replace(
+        step,
+        other_bytes=step.other_bytes + estimate.other_bytes,
+        copied_bytes=estimate.copied_bytes,
+        host_bytes=estimate.host_bytes,
+        traffic=tuple(estimate.traffic),
+    )

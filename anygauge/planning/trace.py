@@ -1,0 +1,318 @@
+"""What a decoder layer, the embedding and the loss keep, take and compute, traced on meta tensors.
+
+The run's own modules run on tensors that have no memory: the first few layers of them. A dispatch
+mode sees each operation, and counts the storages that operations make until nobody has them any
+more. Parameters and their gradients are not counted: what of them is where is the strategy's to
+say, see `MemoryEstimate`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from anygauge.interface import AttentionKernel
+from anygauge.interface.strategy import BACKWARD, BEGIN, END, FORWARD, LOSS
+from anygauge.kernels.loss import model_loss
+from anygauge.planning.counting import Counter
+from anygauge.planning.work import Work
+from anygauge.strategies.materialise import decoder_layers
+
+ops = torch.ops.aten
+Moment = tuple[str, int]
+"""Of `MOMENTS`, and the number of the layer; 0 where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerTrace:
+    """One decoder layer, for one micro-batch, in bytes.
+
+    Attributes:
+        kept: from forward until backward.
+        forward, backward, evaluation: the most that is there at once beside what layers before it
+            keep; in backward, what it keeps itself is in it.
+        work: of forward and backward.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+    evaluation: int
+    work: Work
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelTrace:
+    """What is traced of a model, for one micro-batch, in bytes.
+
+    Attributes:
+        begin: the most that is there at once until the first layer.
+        base: of it what is there from then on: the batch, and what the embedding keeps.
+        layers: the first ones.
+        loss, loss_evaluation: the most that is there at once of the output layer and the loss,
+            beside what layers keep.
+        end: the most that is there at once when the embedding's gradient is made.
+        work: of all but the layers.
+        head: of `work`, that of the output layer and the loss.
+    """
+
+    begin: int
+    base: int
+    layers: tuple[LayerTrace, ...]
+    loss: int
+    loss_evaluation: int
+    end: int
+    work: Work
+    head: Work
+
+
+class _Trace(TorchDispatchMode):
+    """Counts live bytes and work of operations, by moment.
+
+    Args:
+        model: whose parameters and buffers are not counted; on the meta device.
+        all_set: what is answered where somebody asks whether all of a mask is set.
+    """
+
+    current: _Trace | None = None
+
+    def __init__(self, model: nn.Module, *, all_set: bool) -> None:
+        super().__init__()
+        self.moment: Moment = (BEGIN, 0)
+        self.live = 0
+        self.entered: dict[Moment, int] = {self.moment: 0}
+        self.most: dict[Moment, int] = {self.moment: 0}
+        self.counters: dict[Moment, Counter] = {self.moment: Counter()}
+        self._all_set = all_set
+        self._of_all: set[int] = set()
+        kept = [*model.parameters(), *model.buffers()]
+        self._seen = {tensor.untyped_storage()._cdata for tensor in kept}
+        self._storages: dict[int, Any] = {}
+
+    def __enter__(self) -> _Trace:
+        _Trace.current = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _Trace.current = None
+
+    def enter(self, moment: Moment) -> None:
+        """A moment begins."""
+        if moment == self.moment:
+            return
+        self.moment = moment
+        self.entered.setdefault(moment, self.live)
+        self.most[moment] = max(self.most.get(moment, 0), self.live)
+        self.counters.setdefault(moment, Counter())
+
+    @property
+    def counter(self) -> Counter:
+        """Of the current moment."""
+        return self.counters[self.moment]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, and look at what it gives out."""
+        kwargs = kwargs or {}
+        result = self._answered(func, args, kwargs)
+        self.counter.see(func, args, kwargs, result)
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, Tensor):
+                self._see(value.untyped_storage())
+        self.most[self.moment] = max(self.most[self.moment], self.live)
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        address, size = storage._cdata, storage.nbytes()
+        if address in self._seen:
+            return
+        self._seen.add(address)
+        self.live += size
+
+        def gone(_: Any) -> None:
+            self._seen.discard(address)
+            del self._storages[address]
+            self.live -= size
+
+        self._storages[address] = weakref.ref(storage, gone)
+
+    def _answered(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """What an operation gives out; a value that somebody asks for is zero.
+
+        Indices of what is not zero are as many as there can be.
+        """
+        if func is ops._local_scalar_dense.default:
+            if id(args[0]) in self._of_all:
+                return self._all_set
+            dtype = args[0].dtype
+            return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
+        if func is ops.equal.default:
+            return True
+        if func is ops.nonzero.default:
+            return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.long)
+        result = func(*args, **kwargs)
+        if func.overloadpacket is ops.all:
+            self._of_all.add(id(result))
+            weakref.finalize(result, self._of_all.discard, id(result))
+        return result
+
+
+Batch = Callable[[], Mapping[str, Any]]
+"""Makes a micro-batch on the meta device: what the model is called with, its labels among it."""
+
+
+def trace_model(model: nn.Module, batch: Batch, *, all_set: bool) -> ModelTrace:
+    """Trace forward and backward of an adapted model of a few layers, and an evaluation.
+
+    Args:
+        model: on the meta device; it is used up.
+        all_set: whether no token of a micro-batch is padding.
+    """
+    model.train()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+    layers = list(decoder_layers(model))
+    with _Trace(model, all_set=all_set) as trace, _watched(trace, layers):
+        loss = model_loss(model(**batch()))
+        # Of other threads a mode sees nothing.
+        with torch.autograd.set_multithreading_enabled(False):
+            loss.backward()
+        del loss
+    model.eval()
+    with _Trace(model, all_set=all_set) as evaluated, _watched(evaluated, layers), torch.no_grad():
+        loss = model_loss(model(**batch()))
+        del loss
+    return _of_moments(trace, evaluated, len(layers))
+
+
+def _drop_gradient(parameter: nn.Parameter) -> None:
+    """It is the strategy's from here on."""
+    parameter.grad = None
+
+
+@contextmanager
+def _watched(trace: _Trace, layers: list[nn.Module]) -> Iterator[None]:
+    """Tell a trace which layer is at work."""
+    last, handles = len(layers) - 1, []
+
+    def watch(index: int, layer: nn.Module) -> None:
+        def entering(*_: Any) -> None:
+            if trace.moment[0] in (BEGIN, FORWARD):
+                trace.enter((FORWARD, index))
+
+        def leaving(_: nn.Module, args: Any, output: Any) -> None:
+            if trace.moment[0] != FORWARD:
+                return  # it is recomputed
+            if index == last:
+                trace.enter((LOSS, 0))
+            made = output[0] if isinstance(output, tuple) else output
+            given = next((one for one in args if isinstance(one, Tensor)), None)
+            if made.requires_grad:
+                made.register_hook(lambda _: trace.enter((BACKWARD, index)))
+            if index == 0 and given is not None and given.requires_grad:
+                given.register_hook(lambda _: trace.enter((END, 0)))
+
+        handles.append(layer.register_forward_pre_hook(entering))
+        handles.append(layer.register_forward_hook(leaving))
+
+    for index, layer in enumerate(layers):
+        watch(index, layer)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _of_moments(trace: _Trace, evaluated: _Trace, layers: int) -> ModelTrace:
+    nothing = Work()
+
+    def most(moment: Moment, beside: int) -> int:
+        return max(0, trace.most.get(moment, 0) - beside)
+
+    def work(*moments: Moment) -> Work:
+        total = nothing
+        for moment in moments:
+            if moment in trace.counters:
+                total = total.plus(trace.counters[moment].work())
+        return total
+
+    starts = [trace.entered[FORWARD, index] for index in range(layers)] + [trace.entered[LOSS, 0]]
+    base = starts[0]
+    found = tuple(
+        LayerTrace(
+            kept=starts[index + 1] - starts[index],
+            forward=most((FORWARD, index), starts[index]),
+            backward=most((BACKWARD, index), starts[index]),
+            evaluation=evaluated.most[FORWARD, index] - evaluated.entered[FORWARD, index],
+            work=work((FORWARD, index), (BACKWARD, index)),
+        )
+        for index in range(layers)
+    )
+    return ModelTrace(
+        begin=trace.most[BEGIN, 0],
+        base=base,
+        layers=found,
+        loss=most((LOSS, 0), starts[-1]),
+        loss_evaluation=evaluated.most[LOSS, 0] - evaluated.entered[FORWARD, 0],
+        end=trace.most.get((END, 0), 0),
+        work=work((BEGIN, 0), (LOSS, 0), (END, 0)),
+        head=work((LOSS, 0)),
+    )
+
+
+# -- what stands in for kernels of a device --------------------------------------------------------
+
+
+class _Attention(torch.autograd.Function):
+    """Attention that keeps no scores, as the fused kernels of all devices do."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, sums, mask)
+        # Kernels pass by what a causal mask hides, and not by what another does.
+        ctx.once = query.numel() * key.shape[-2] * (1 if mask is None else 2)
+        _multiply(query.dtype, 2 * ctx.once)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        query, key, value, *_ = ctx.saved_tensors
+        # Scores again, and a product for the gradient of each: scores, queries, keys, values.
+        _multiply(query.dtype, 5 * ctx.once)
+        return *(torch.empty_like(one) for one in (query, key, value)), None
+
+
+def _multiply(dtype: torch.dtype, flops: float) -> None:
+    if _Trace.current is not None:
+        _Trace.current.counter.multiply(dtype, flops)
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any
+) -> tuple[Tensor, None]:
+    out = _Attention.apply(query, key, value, attention_mask)
+    return out.transpose(1, 2).contiguous(), None
+
+
+FUSED = AttentionKernel(
+    name="planned",
+    forward=_attend,
+    describe="a plan's: no scores are held",
+    mask="sdpa",
+    causal=True,
+)
+"""Stands in for each attention that holds no scores."""
