@@ -61,6 +61,7 @@ class RunMemory:
         per_layer: bytes that forward keeps of a layer for backward, for each micro-batch, on
             average.
         kernels: operation -> kernel that was assumed.
+        positions: that the model was made for; None where it says none.
     """
 
     device: dict[str, Peak]
@@ -72,6 +73,7 @@ class RunMemory:
     numbers: tuple[int, int]
     per_layer: int
     kernels: Mapping[str, str]
+    positions: int | None = None
 
     @property
     def worst(self) -> tuple[str, Peak]:

@@ -130,6 +130,7 @@ def _plan_rank(
         numbers=(numbers, sum(p.numel() for p in every if p.requires_grad)),
         per_layer=sum(layer.kept for layer in layers) // len(layers),
         kernels={name: kernels.choices[name].name for name in CALLED if name in kernels.choices},
+        positions=getattr(factory.config, "max_position_embeddings", None),
     )
 
 
