@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from anygauge.interface.strategy import (
@@ -62,6 +62,8 @@ class RunMemory:
             average.
         kernels: operation -> kernel that was assumed.
         positions: that the model was made for; None where it says none.
+        uncompiled: as `device`, where operations would run one by one; empty where they do.
+        compiled: where the difference is from; see `HeldAtOnce`.
     """
 
     device: dict[str, Peak]
@@ -74,6 +76,8 @@ class RunMemory:
     per_layer: int
     kernels: Mapping[str, str]
     positions: int | None = None
+    uncompiled: dict[str, Peak] = field(default_factory=dict)
+    compiled: str = ""
 
     @property
     def worst(self) -> tuple[str, Peak]:
@@ -90,7 +94,7 @@ class RunMemory:
         """The same again."""
         peaks = {
             kind: {phase: Peak(**peak) for phase, peak in record[kind].items()}
-            for kind in ("device", "host")
+            for kind in ("device", "host", "uncompiled")
         }
         precision = Precision(**record["precision"])
         work = Work.of_record(record["work"])
@@ -115,5 +119,6 @@ class RunMemory:
             self,
             device=most(self.device, other.device),
             host=most(self.host, other.host),
+            uncompiled=most(self.uncompiled, other.uncompiled),
             work=max(self.work, other.work, key=lambda work: sum(work.flops.values())),
         )

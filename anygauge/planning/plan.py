@@ -23,6 +23,7 @@ from anygauge.interface import (
     SequencePart,
     UnsupportedError,
 )
+from anygauge.interface.placement import HeldAtOnce
 from anygauge.interface.strategy import (
     ACTIVATIONS,
     BACKWARD,
@@ -113,6 +114,11 @@ def _plan_rank(
     numbers += sum(math.prod(c.plain_shape) - c.weight.numel() for c in codes)
     buffers = sum(b.nbytes for b in model.buffers() if not b.is_meta)
     device = _device(estimate, trace, layers, buffers)
+    held, uncompiled = backend.graph.held, {}
+    if held is not None:
+        fewer = replace(trace, layers=(), loss=round(held.share * trace.loss))
+        uncompiled = device
+        device = _device(estimate, fewer, [_compiled(one, held) for one in layers], buffers)
     host = {phase: Peak.of(estimate.host.get(phase, {})) for phase in estimate.host}
     if backend.device_type == HOST_DEVICE:
         device = {
@@ -131,6 +137,8 @@ def _plan_rank(
         per_layer=sum(layer.kept for layer in layers) // len(layers),
         kernels={name: kernels.choices[name].name for name in CALLED if name in kernels.choices},
         positions=getattr(factory.config, "max_position_embeddings", None),
+        uncompiled=uncompiled,
+        compiled="" if held is None else held.source,
     )
 
 
@@ -404,6 +412,20 @@ def _device(
             ),
         )
     return {phase: phases[phase] for phase in PHASES if phase in phases}
+
+
+def _compiled(layer: LayerTrace, held: HeldAtOnce) -> LayerTrace:
+    """What a graph compiler has of a layer at once; what is kept for backward stays."""
+
+    def part(size: int) -> int:
+        return layer.kept + round(held.share * max(0, size - layer.kept))
+
+    return replace(
+        layer,
+        forward=part(layer.forward),
+        backward=part(layer.backward),
+        evaluation=round(held.share * layer.evaluation),
+    )
 
 
 def _work(
