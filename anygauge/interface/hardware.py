@@ -122,6 +122,7 @@ class Machine:
         disk: bytes of its local disks.
         disk_rate: of its local disks, bytes per second.
         price: per hour, in whatever currency the user's file has; published ones change.
+        imagined: no list has it: it was named by its cards and their number.
         sources: figure -> where it is from.
         origin: the plugin or file that describes it.
     """
@@ -137,5 +138,6 @@ class Machine:
     disk: int | None = None
     disk_rate: float | None = None
     price: float | None = None
+    imagined: bool = False
     sources: Mapping[str, str] = field(default_factory=dict)
     origin: str = ""

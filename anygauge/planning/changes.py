@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from anygauge.config.resolved import values_of
 from anygauge.config.schema import RunFile
+from anygauge.config.sections import QuantiseSection
 from anygauge.interface import AnygaugeError
 from anygauge.kernels.choose import LOSS, REFERENCE
 from anygauge.planning.trials import Target, Trial, Try, changed
@@ -80,10 +81,31 @@ def _inline(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChangedTrial:
-    """A change, and the run with it."""
+    """A change, and the run with it.
+
+    Attributes:
+        together: it is several changes, none of which is enough.
+    """
 
     change: Change
     trial: Trial
+    together: bool = False
+
+    def record(self) -> dict[str, Any]:
+        """What JSON can hold."""
+        change, fit, time = self.change, self.trial.fit, self.trial.time
+        assert fit is not None, "there is a card to hold it against"
+        return {
+            "lines": dict(change.lines),
+            "set": change.options,
+            "yaml": change.text,
+            "costs": change.costs,
+            "together": self.together,
+            "fits": fit.fits,
+            "needed": fit.needed,
+            "left": fit.left,
+            "step": None if time is None else time.step,
+        }
 
 
 # -- what to change --------------------------------------------------------------------------------
@@ -131,12 +153,14 @@ def _smaller_base(run: RunFile) -> Iterator[Change]:
     if run.adapter is None:
         yield Change(lines={"adapter": {"r": 16}}, costs="an adapter in place of all weights")
     elif run.model.quantise is None:
-        yield Change(lines={"model.quantise": "nf4"}, costs="a base of 4 bits: some loss of quality")
+        costs = "the base has 4 bits: some loss of quality"
+        yield Change(lines={"model.quantise": "nf4"}, costs=costs)
         double = {"type": "nf4", "double_quantisation": True}
-        costs = "a base of 4 bits, its scales of 8: some loss of quality"
-        yield Change(lines={"model.quantise": double}, costs=costs)
-    elif (section := run.model.quantisation) is not None and section.type == "nf4":
-        if not section.double_quantisation:
+        yield Change(lines={"model.quantise": double}, costs=f"{costs}; its scales have 8")
+    else:
+        given = run.model.quantise
+        section = given if isinstance(given, QuantiseSection) else QuantiseSection(type=given)
+        if section.type == "nf4" and not section.double_quantisation:
             double = {**section.model_dump(), "double_quantisation": True}
             yield Change(lines={"model.quantise": double}, costs="the base's scales have 8 bits")
 
@@ -200,9 +224,7 @@ def what_to_change(
             return
 
 
-def _without_needless(
-    run: RunFile, kept: list[Change], target: Target, tried: Try
-) -> ChangedTrial:
+def _without_needless(run: RunFile, kept: list[Change], target: Target, tried: Try) -> ChangedTrial:
     """Changes that fit together; of them, those without which they do not, the costly ones first
     left out."""
     for change in reversed(kept):
@@ -211,7 +233,8 @@ def _without_needless(
         if found is not None and found.trial.fits:
             kept = fewer
     together = _all(kept)
-    return ChangedTrial(change=together, trial=tried(changed(run, together.lines), target))
+    trial = tried(changed(run, together.lines), target)
+    return ChangedTrial(change=together, trial=trial, together=True)
 
 
 def _first_that_fits(
@@ -269,6 +292,17 @@ class Largest:
     trial: Trial | None
     ended_by: str = ""
 
+    def record(self) -> dict[str, Any]:
+        """What JSON can hold."""
+        fit = None if self.trial is None else self.trial.fit
+        return {
+            "number": self.number,
+            "lines": None if self.change is None else dict(self.change.lines),
+            "needed": None if fit is None else fit.needed,
+            "left": None if fit is None else fit.left,
+            "ended_by": self.ended_by or None,
+        }
+
 
 def largest_batch(trial: Trial, target: Target, tried: Try, registry: Registry) -> Largest:
     """The most sequences per forward; a step has as many forwards as before."""
@@ -293,9 +327,7 @@ def longest_rows(trial: Trial, target: Target, tried: Try) -> Largest:
     most, ended_by = MOST_TOKENS, f"no more than {MOST_TOKENS:,} are tried"
     if (positions := trial.memory.positions) and positions < most:
         most, ended_by = positions, "the model was made for no more positions"
-    return _largest(
-        trial, target, tried, lines, trial.run.data.max_length, TOKENS, most, ended_by
-    )
+    return _largest(trial, target, tried, lines, trial.run.data.max_length, TOKENS, most, ended_by)
 
 
 def _largest(

@@ -135,7 +135,10 @@ def _plan_rank(
         precision=precision,
         numbers=(numbers, sum(p.numel() for p in every if p.requires_grad)),
         per_layer=sum(layer.kept for layer in layers) // len(layers),
-        kernels={name: kernels.choices[name].name for name in CALLED if name in kernels.choices},
+        kernels={
+            **{name: kernels.choices[name].name for name in CALLED if name in kernels.choices},
+            ATTENTION: kernels.attention.name,
+        },
         positions=getattr(factory.config, "max_position_embeddings", None),
         uncompiled=uncompiled,
         compiled="" if held is None else held.source,

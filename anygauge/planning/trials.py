@@ -130,7 +130,7 @@ class Trials:
         if target.card is not None:
             disk = on_disk(run, memory, ranks)
             held = fit(memory, target.card, ranks, run.launch.devices, target.machine, disk)
-        step, untimed = _timed(run, memory, target, self.registry)
+        step, untimed = timed(run, memory, target, self.registry)
         return Trial(run=run, memory=memory, fit=held, time=step, untimed=untimed)
 
     def first_that_fits(self, forms: Sequence[RunFile], target: Target) -> Trial:
@@ -198,7 +198,7 @@ def _check_type(run: RunFile, card: Card | None) -> None:
         )
 
 
-def _timed(
+def timed(
     run: RunFile, memory: RunMemory, target: Target, registry: Registry
 ) -> tuple[Duration | None, str]:
     """How long a step takes, or why that is not known."""

@@ -137,6 +137,13 @@ class Hardware:
             raise UnknownNameError(f"machine {found.name!r} of {found.origin}: {error}") from None
         return replace(found, link=card.link) if found.link is None else found
 
+    def note_on(self, machine: Machine) -> str:
+        """What to say of a machine that is imagined."""
+        if not machine.imagined:
+            return ""
+        said = f"no description has a machine of {machine.cards} {machine.card}: one is imagined, "
+        return said + "with the link of such cards between all of them"
+
     def _of_cards(self, name: str) -> Machine:
         card, colon, count = name.partition(":")
         found = self._cards.find(card)
@@ -147,7 +154,13 @@ class Hardware:
                 f"machine {name!r}: {count!r} is not a number of cards; write 1 to 1024 behind the "
                 f"colon, such as {found.name}:8"
             )
-        return Machine(name=name, card=found.name, cards=int(count or 1), origin=found.origin)
+        return Machine(
+            name=name,
+            card=found.name,
+            cards=int(count or 1),
+            imagined=True,
+            origin=found.origin,
+        )
 
     def _asked(self, card: Card) -> Card:
         """With what the machine at hand says; what it does not say stays None."""
