@@ -29,9 +29,12 @@ from anygauge.interface.strategy import (
     END,
     EVALUATION,
     FORWARD,
+    GATHER,
     LOAD,
     LOGITS,
     LOSS,
+    REDUCE,
+    REST,
     SAVE,
     UPDATE,
     MemoryEstimate,
@@ -351,8 +354,17 @@ def _device(
     lowest = max(trace.end, trace.base + mine[0].backward)
     phases = {
         LOAD: at(LOAD),
-        FORWARD: most(activations(BEGIN, trace.begin), activations(FORWARD, forward)),
-        BACKWARD: most(activations(BACKWARD, backward), activations(END, lowest)),
+        FORWARD: most(
+            activations(BEGIN, trace.begin),
+            activations(GATHER, kept),
+            activations(FORWARD, forward),
+        ),
+        BACKWARD: most(
+            activations(REDUCE, kept),
+            activations(BACKWARD, backward),
+            activations(END, lowest),
+            activations(REST, trace.base),
+        ),
         UPDATE: at(UPDATE),
         EVALUATION: activations(EVALUATION, trace.base + max(one.evaluation for one in mine)),
         SAVE: at(SAVE),
