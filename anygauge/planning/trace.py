@@ -203,15 +203,15 @@ def trace_model(model: nn.Module, batch: Batch, *, all_set: bool) -> ModelTrace:
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
     layers = list(decoder_layers(model))
     with _Trace(model, all_set=all_set) as trace, _watched(trace, layers):
-        loss = model_loss(model(**batch()))
+        outputs = model(**batch())  # engines have them until backward is done
+        loss = model_loss(outputs)
         # Of other threads a mode sees nothing.
         with torch.autograd.set_multithreading_enabled(False):
             loss.backward()
-        del loss
+        del loss, outputs
     model.eval()
     with _Trace(model, all_set=all_set) as evaluated, _watched(evaluated, layers), torch.no_grad():
-        loss = model_loss(model(**batch()))
-        del loss
+        model_loss(model(**batch()))
     return _of_moments(trace, evaluated, len(layers))
 
 
