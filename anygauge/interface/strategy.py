@@ -512,17 +512,10 @@ collectives; copies to be saved."""
 
 LOAD, BEGIN, FORWARD, LOSS = "load", "begin", "forward", "loss"
 BACKWARD, END, UPDATE, EVALUATION, SAVE = "backward", "end", "update", "evaluation", "save"
-GATHER, REDUCE, REST = "gather", "reduce", "rest"
-MOMENTS = (
-    *(LOAD, BEGIN, GATHER, FORWARD, LOSS, REDUCE, BACKWARD, END, REST),
-    *(UPDATE, EVALUATION, SAVE),
-)
+MOMENTS = (LOAD, BEGIN, FORWARD, LOSS, BACKWARD, END, UPDATE, EVALUATION, SAVE)
 """Of a run: the model is made; the embedding of a micro-batch; its decoder layers; the output layer
 and the loss; backward of the last layer, when the least gradients are there; backward of the first
-layer and the embedding, when all are; the update; an evaluation; what is gathered to be saved.
-Where an engine has more between layers than while one computes: before a layer of forward, when
-weights are put together (gather); after one of backward, when gradients are exchanged (reduce);
-after all of backward (rest)."""
+layer and the embedding, when all are; the update; an evaluation; what is gathered to be saved."""
 
 Bytes: TypeAlias = "Mapping[str, Mapping[str, int]]"
 """Moment -> kind -> bytes, at the most that is there at once in it."""

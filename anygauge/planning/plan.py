@@ -31,12 +31,9 @@ from anygauge.interface.strategy import (
     END,
     EVALUATION,
     FORWARD,
-    GATHER,
     LOAD,
     LOGITS,
     LOSS,
-    REDUCE,
-    REST,
     SAVE,
     UPDATE,
     WEIGHTS,
@@ -398,17 +395,8 @@ def _device(
     lowest = max(trace.end, trace.base + mine[0].backward)
     phases = {
         LOAD: at(LOAD),
-        FORWARD: most(
-            activations(BEGIN, trace.begin),
-            activations(GATHER, kept),
-            activations(FORWARD, forward),
-        ),
-        BACKWARD: most(
-            activations(REDUCE, kept),
-            activations(BACKWARD, backward),
-            activations(END, lowest),
-            activations(REST, trace.base),
-        ),
+        FORWARD: most(activations(BEGIN, trace.begin), activations(FORWARD, forward)),
+        BACKWARD: most(activations(BACKWARD, backward), activations(END, lowest)),
         UPDATE: at(UPDATE),
         EVALUATION: activations(EVALUATION, trace.base + max(one.evaluation for one in mine)),
         SAVE: at(SAVE),
