@@ -28,12 +28,17 @@ from anygauge.interface.strategy import (
     ACTIVATIONS,
     BACKWARD,
     BEGIN,
+    COLLECT,
+    EMBEDDING,
     END,
     EVALUATION,
     FORWARD,
+    GATHER,
+    GRADIENTS,
     LOAD,
     LOGITS,
     LOSS,
+    REDUCE,
     SAVE,
     UPDATE,
     WEIGHTS,
@@ -392,13 +397,29 @@ def _device(
     others = kept - trace.base - sum(layer.kept for layer in mine)
     forward = max(at + one.forward for at, one in zip(before, mine, strict=True)) + others
     backward = max(at + one.backward for at, one in zip(before, mine, strict=True)) + others
-    lowest = max(trace.end, trace.base + mine[0].backward)
+    lowest = trace.base + mine[0].backward
     phases = {
         LOAD: at(LOAD),
-        FORWARD: most(activations(BEGIN, trace.begin), activations(FORWARD, forward)),
-        BACKWARD: most(activations(BACKWARD, backward), activations(END, lowest)),
+        FORWARD: most(
+            activations(BEGIN, trace.begin),
+            activations(GATHER, before[-1] + others),
+            activations(FORWARD, forward),
+        ),
+        BACKWARD: most(
+            activations(REDUCE, kept),
+            activations(BACKWARD, backward),
+            activations(END, lowest),
+            activations(EMBEDDING if EMBEDDING in held else END, trace.end),
+            activations(COLLECT, trace.base),
+        ),
         UPDATE: at(UPDATE),
-        EVALUATION: activations(EVALUATION, trace.base + max(one.evaluation for one in mine)),
+        EVALUATION: most(
+            activations(EVALUATION, trace.base + max(one.evaluation for one in mine)),
+            *(
+                Peak.of(_without_gradients(held.get(moment, {})), {ACTIVATIONS: size})
+                for moment, size in ((BEGIN, trace.begin), (GATHER, trace.base))
+            ),
+        ),
         SAVE: at(SAVE),
     }
     if estimate.ends:
@@ -425,6 +446,11 @@ def _compiled(layer: LayerTrace, held: HeldAtOnce) -> LayerTrace:
         backward=part(layer.backward),
         evaluation=round(held.share * layer.evaluation),
     )
+
+
+def _without_gradients(kinds: Mapping[str, int]) -> dict[str, int]:
+    """What is there in a step that an evaluation has, too."""
+    return {kind: size for kind, size in kinds.items() if kind != GRADIENTS}
 
 
 def _work(

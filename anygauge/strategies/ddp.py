@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from anygauge.interface import Setting
-from anygauge.interface.strategy import BuildContext, Footprint, Workload
+from anygauge.interface.strategy import BuildContext, Footprint, MemoryEstimate, Workload
 from anygauge.strategies.common import compile_regions, floating, mark_recomputation, torch_dtype
 from anygauge.strategies.context_parallel import (
     attention_bytes,
@@ -36,6 +36,7 @@ from anygauge.strategies.single import build_whole
 from anygauge.strategies.tensor_footprint import in_tensor_parts
 from anygauge.strategies.tensor_parallel import divide_layers
 from anygauge.strategies.torch_engine import TorchEngine
+from anygauge.strategies.whole_footprint import whole_memory
 
 
 class SummedOverRanks(LocalGradients):
@@ -88,12 +89,32 @@ class SummedOverRanks(LocalGradients):
         return work.get_future().then(lambda _: buffer)
 
 
+class DdpPlanner:
+    """See `StrategyPlanner`."""
+
+    def __init__(self, options: Degrees) -> None:
+        self.options = options
+
+    def memory(self, workload: Workload) -> MemoryEstimate:
+        """See `StrategyPlanner.memory`."""
+        return memory_of_replica(workload)
+
+    def part_of(self, model: nn.Module, workload: Workload) -> None:
+        """See `StrategyPlanner.part_of`."""
+
+
+def memory_of_replica(workload: Workload) -> MemoryEstimate:
+    """Of a rank that has the same as all ranks of the workload."""
+    return whole_memory(workload, replicas=workload.world_size)
+
+
 class Ddp:
     """The whole model on every rank, or a part of every layer."""
 
     def __init__(self, options: Degrees) -> None:
         self.options = options
         self.description = f"ddp{in_words(options)}"
+        self.planner = DdpPlanner(options)
 
     def settings(self, workload: Workload) -> Sequence[Setting]:
         """torch's DDP has nothing here that a run would change."""
