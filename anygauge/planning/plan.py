@@ -427,7 +427,7 @@ def _device(
         phases[EVALUATION] = most(
             phases[EVALUATION],
             Peak.of(
-                held.get(EVALUATION, {}),
+                _without_gradients(held.get(LOSS, {})),
                 {ACTIVATIONS: trace.base, LOGITS: trace.loss_evaluation},
             ),
         )
