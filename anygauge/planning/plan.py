@@ -34,6 +34,7 @@ from anygauge.interface.strategy import (
     LOSS,
     SAVE,
     UPDATE,
+    HeldLayers,
     MemoryEstimate,
     Strategy,
     Workload,
@@ -76,10 +77,12 @@ def plan_run(run: RunFile, registry: Registry, backend: Backend, world_size: int
 def ranks_that_differ(run: RunFile, world_size: int) -> tuple[int, ...]:
     """Ranks of which one holds most: all hold the same, but for the stages of a pipeline.
 
-    The first stage has most micro-batches at once, the last has logits.
+    The first stage has the embedding and most micro-batches at once, the last has logits; of those
+    between, the second has as many layers as any and most micro-batches.
     """
     stages = int(getattr(run.strategy, "pp", 1) or 1)
-    return (0,) if stages == 1 else (0, world_size - world_size // stages)
+    rows = world_size // stages
+    return tuple(sorted({0, rows * min(1, stages - 1), world_size - rows}))
 
 
 def _plan_rank(
@@ -146,7 +149,7 @@ def _whole_model(section: Any, adapter: Any, factory: CausalModelFactory) -> nn.
 
 
 def _adapted(factory: CausalModelFactory) -> nn.Module:
-    """An adapted model on the meta device, in the type of the run."""
+    """An adapted model on the meta device, in the type of the run; buffers are real."""
     model = factory.skeleton()
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -160,9 +163,6 @@ def _adapted(factory: CausalModelFactory) -> nn.Module:
                     value = parameter.detach().to("meta", factory._dtype)
                     moved[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
                 module._parameters[name] = moved[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to("meta")
     return model
 
 
@@ -222,6 +222,9 @@ def _traced(
     few = few.having(kernels.attention.name, kernels.model)
     model = _adapted(few)
     few.checkpoint_activations(model)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to("meta")
     planner = getattr(strategy, "planner", None)
     if planner is not None:
         planner.part_of(model, workload)
@@ -332,43 +335,51 @@ def _device(
     estimate: MemoryEstimate, trace: ModelTrace, layers: Sequence[LayerTrace]
 ) -> dict[str, Peak]:
     """The most that is there at once, by phase."""
-    mine = layers if estimate.layers is None else layers[: estimate.layers]
-    kept = trace.base + estimate.in_flight * sum(layer.kept for layer in mine)
+    found: dict[str, Peak] = {}
 
-    def at(moment: str, **more: int) -> Peak:
-        return Peak.of(estimate.device.get(moment, {}), more)
-
-    def activations(moment: str, size: int) -> Peak:
-        return Peak.of(estimate.device.get(moment, {}), {ACTIVATIONS: size})
-
-    def most(*peaks: Peak) -> Peak:
-        return max(peaks, key=lambda peak: peak.total)
-
-    before = [trace.base + sum(layer.kept for layer in mine[:at]) for at in range(len(mine))]
-    others = kept - trace.base - sum(layer.kept for layer in mine)
-    forward = max(at + one.forward for at, one in zip(before, mine, strict=True)) + others
-    backward = max(at + one.backward for at, one in zip(before, mine, strict=True)) + others
-    lowest = max(trace.end, trace.base + mine[0].backward)
-    phases = {
-        LOAD: at(LOAD),
-        FORWARD: most(activations(BEGIN, trace.begin), activations(FORWARD, forward)),
-        BACKWARD: most(activations(BACKWARD, backward), activations(END, lowest)),
-        UPDATE: at(UPDATE),
-        EVALUATION: activations(EVALUATION, trace.base + max(one.evaluation for one in mine)),
-        SAVE: at(SAVE),
-    }
-    if estimate.ends:
-        phases[LOSS] = Peak.of(
-            estimate.device.get(LOSS, {}), {ACTIVATIONS: kept, LOGITS: trace.loss}
+    def at(phase: str, moment: str, activations: int = 0, logits: int = 0) -> None:
+        peak = Peak.of(
+            estimate.device.get(moment, {}), {ACTIVATIONS: activations, LOGITS: logits}
         )
-        phases[EVALUATION] = most(
-            phases[EVALUATION],
-            Peak.of(
-                estimate.device.get(EVALUATION, {}),
-                {ACTIVATIONS: trace.base, LOGITS: trace.loss_evaluation},
-            ),
-        )
-    return {phase: phases[phase] for phase in PHASES if phase in phases}
+        found[phase] = max(found.get(phase, peak), peak, key=lambda one: one.total)
+
+    stages = _stages(estimate, layers)
+    kept = [_kept(trace, layers, stage) for stage in stages]
+    of_all = sum(stage.in_flight * size for stage, size in zip(stages, kept, strict=True))
+    for moment in (LOAD, UPDATE, SAVE):
+        at(moment, moment)
+    for stage, own in zip(stages, kept, strict=True):
+        # Of other micro-batches, and of this one in other stages.
+        others = of_all - own
+        mine = layers[stage.first : stage.end]
+        base = others + (trace.base if stage.first == 0 else trace.base - trace.embedded)
+        before = [base + sum(layer.kept for layer in mine[:index]) for index in range(len(mine))]
+        pairs = list(zip(before, mine, strict=True))
+        if stage.first == 0:
+            at(FORWARD, BEGIN, others + trace.begin)
+        at(FORWARD, FORWARD, max(beside + one.forward for beside, one in pairs))
+        at(BACKWARD, BACKWARD, max(beside + one.backward for beside, one in pairs))
+        end = others + trace.end if stage.first == 0 else 0
+        at(BACKWARD, END, max(end, base + mine[0].backward))
+        at(EVALUATION, EVALUATION, trace.base + max(one.evaluation for one in mine))
+        if stage.end == len(layers):
+            at(LOSS, LOSS, base + sum(layer.kept for layer in mine), trace.loss)
+            at(EVALUATION, EVALUATION, trace.base, trace.loss_evaluation)
+    return {phase: found[phase] for phase in PHASES if phase in found}
+
+
+def _stages(estimate: MemoryEstimate, layers: Sequence[LayerTrace]) -> Sequence[HeldLayers]:
+    return estimate.stages or (HeldLayers(0, len(layers)),)
+
+
+def _kept(trace: ModelTrace, layers: Sequence[LayerTrace], stage: HeldLayers) -> int:
+    """Of one micro-batch from a stage's forward until its backward.
+
+    What later stages are given lies in buffers that are the strategy's.
+    """
+    size = trace.base + sum(layer.kept for layer in layers[stage.first : stage.end])
+    size -= 0 if stage.first == 0 else trace.embedded
+    return size + (trace.loss_kept if stage.end == len(layers) else 0)
 
 
 def _work(
@@ -376,9 +387,13 @@ def _work(
 ) -> Work:
     """Of one step."""
     once = Work()
-    for layer in layers if estimate.layers is None else layers[: estimate.layers]:
-        once = once.plus(layer.work)
-    once = once.plus(trace.work) if estimate.ends else once.plus(trace.work).plus(trace.head, -1.0)
+    for stage in _stages(estimate, layers):
+        for layer in layers[stage.first : stage.end]:
+            once = once.plus(layer.work)
+        if stage.first == 0:
+            once = once.plus(trace.work).plus(trace.head, -1.0)
+        if stage.end == len(layers):
+            once = once.plus(trace.head)
     step = Work().plus(once, workload.accumulation)
     return replace(
         step,
