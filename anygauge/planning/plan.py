@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from anygauge.config.problems import LAYERS
 from anygauge.config.schema import RunFile, resolve_precision
@@ -22,6 +23,7 @@ from anygauge.interface import (
     SequencePart,
     UnsupportedError,
 )
+from anygauge.interface.placement import HeldAtOnce
 from anygauge.interface.strategy import (
     ACTIVATIONS,
     BACKWARD,
@@ -34,6 +36,7 @@ from anygauge.interface.strategy import (
     LOSS,
     SAVE,
     UPDATE,
+    WEIGHTS,
     HeldLayers,
     MemoryEstimate,
     Strategy,
@@ -112,7 +115,13 @@ def _plan_rank(
     codes = quantised_layers(model).values()
     numbers = sum(p.numel() for p in every)
     numbers += sum(math.prod(c.plain_shape) - c.weight.numel() for c in codes)
-    device = _device(estimate, trace, layers)
+    buffers = sum(b.nbytes for b in model.buffers() if not b.is_meta)
+    device = _device(estimate, trace, layers, buffers)
+    held, uncompiled = backend.graph.held, {}
+    if held is not None:
+        fewer = replace(trace, layers=(), loss=round(held.share * trace.loss))
+        uncompiled = device
+        device = _device(estimate, fewer, [_compiled(one, held) for one in layers], buffers)
     host = {phase: Peak.of(estimate.host.get(phase, {})) for phase in estimate.host}
     if backend.device_type == HOST_DEVICE:
         device = {
@@ -130,6 +139,8 @@ def _plan_rank(
         numbers=(numbers, sum(p.numel() for p in every if p.requires_grad)),
         per_layer=sum(layer.kept for layer in layers) // len(layers),
         kernels={name: kernels.choices[name].name for name in CALLED if name in kernels.choices},
+        uncompiled=uncompiled,
+        compiled="" if held is None else held.source,
     )
 
 
@@ -164,6 +175,35 @@ def _adapted(factory: CausalModelFactory) -> nn.Module:
                     moved[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
                 module._parameters[name] = moved[id(parameter)]
     return model
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """The same with buffers on the meta device, too."""
+    for module in model.modules():
+        if type(module).__name__.endswith(ROTARY):
+            _rotate_on_host(module)
+            continue
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to("meta")
+    return model
+
+
+ROTARY = "RotaryEmbedding"
+
+
+def _rotate_on_host(module: nn.Module) -> None:
+    """Have angles computed there: earlier releases of transformers begin with a context manager of
+    torch's that knows no meta device."""
+
+    def to_host(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype), (args, kwargs))
+
+    def to_meta(_: nn.Module, args: Any, output: Any) -> Any:
+        return tree_map_only(Tensor, lambda t: t.to("meta"), output)
+
+    module.register_forward_pre_hook(to_host, with_kwargs=True)
+    module.register_forward_hook(to_meta)
 
 
 def layers_of(config: Any) -> int:
@@ -220,11 +260,8 @@ def _traced(
     least = 1 + max(kinds.index(kind) for kind in kinds)
     few = _of_depth(factory, min(len(kinds), max(2, least)))
     few = few.having(kernels.attention.name, kernels.model)
-    model = _adapted(few)
+    model = _on_meta(_adapted(few))
     few.checkpoint_activations(model)
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.to("meta")
     planner = getattr(strategy, "planner", None)
     if planner is not None:
         planner.part_of(model, workload)
@@ -332,15 +369,18 @@ def _plain(specs: Mapping[tuple[str, str], KernelSpec], operation: str) -> str:
 
 
 def _device(
-    estimate: MemoryEstimate, trace: ModelTrace, layers: Sequence[LayerTrace]
+    estimate: MemoryEstimate, trace: ModelTrace, layers: Sequence[LayerTrace], buffers: int
 ) -> dict[str, Peak]:
-    """The most that is there at once, by phase."""
+    """The most that is there at once, by phase.
+
+    Args:
+        buffers: bytes of the model's, which all ranks have.
+    """
     found: dict[str, Peak] = {}
 
     def at(phase: str, moment: str, activations: int = 0, logits: int = 0) -> None:
-        peak = Peak.of(
-            estimate.device.get(moment, {}), {ACTIVATIONS: activations, LOGITS: logits}
-        )
+        held = estimate.device.get(moment, {})
+        peak = Peak.of(held, {WEIGHTS: buffers, ACTIVATIONS: activations, LOGITS: logits})
         found[phase] = max(found.get(phase, peak), peak, key=lambda one: one.total)
 
     stages = _stages(estimate, layers)
@@ -380,6 +420,20 @@ def _kept(trace: ModelTrace, layers: Sequence[LayerTrace], stage: HeldLayers) ->
     size = trace.base + sum(layer.kept for layer in layers[stage.first : stage.end])
     size -= 0 if stage.first == 0 else trace.embedded
     return size + (trace.loss_kept if stage.end == len(layers) else 0)
+
+
+def _compiled(layer: LayerTrace, held: HeldAtOnce) -> LayerTrace:
+    """What a graph compiler has of a layer at once; what is kept for backward stays."""
+
+    def part(size: int) -> int:
+        return layer.kept + round(held.share * max(0, size - layer.kept))
+
+    return replace(
+        layer,
+        forward=part(layer.forward),
+        backward=part(layer.backward),
+        evaluation=round(held.share * layer.evaluation),
+    )
 
 
 def _work(

@@ -77,9 +77,7 @@ def _unit(workload: Workload) -> int:
     """Bytes of the hidden states of a micro-batch."""
     width = causal_of(workload.skeleton).config.get_text_config().hidden_size
     length = min(math.ceil(workload.length / WIDTH) * WIDTH, workload.length)
-    return int(
-        workload.micro_batch * length * width * item_bytes(workload.precision.param_dtype)
-    )
+    return int(workload.micro_batch * length * width * item_bytes(workload.precision.param_dtype))
 
 
 def pipeline_memory(options: Degrees, workload: Workload) -> MemoryEstimate:
