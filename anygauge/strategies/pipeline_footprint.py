@@ -103,10 +103,8 @@ def pipeline_memory(options: Degrees, workload: Workload) -> MemoryEstimate:
     trained = {
         id(p): p for part in mine for p in pipeline.part(part).parameters() if p.requires_grad
     }
-    largest = max((p.numel() for p in trained.values()), default=0)
     # `StageGradients` adds each gradient to its sum as soon as it is there.
     added = {GRADIENTS: held.gradients}
-    last = {GRADIENTS: held.gradients + largest * item_bytes(precision.param_dtype)}
     before = added if any(full.done) else {}
     on_way = unit if any(full.done) and place > 0 else 0
     if len(mine) > 1:
@@ -114,7 +112,6 @@ def pipeline_memory(options: Degrees, workload: Workload) -> MemoryEstimate:
             done * ((not part.begins) + (not part.ends))
             for part, done in zip(mine, full.done, strict=True)
         )
-    given = 0 if any(part.ends for part in mine) else unit
     fixed = {
         WEIGHTS: weights,
         OPTIMIZER: held.masters + held.optimizer,
@@ -131,9 +128,8 @@ def pipeline_memory(options: Degrees, workload: Workload) -> MemoryEstimate:
             BEGIN: step,
             FORWARD: step,
             LOSS: step,
-            # The gradient that a stage is given lies in a buffer; a traced layer has it, too.
-            BACKWARD: {**step, BUFFERS: max(0, step[BUFFERS] - given)},
-            END: {**step, **last},
+            BACKWARD: step,
+            END: {**step, **added},
             UPDATE: {
                 **fixed,
                 **added,
