@@ -426,6 +426,7 @@ class Workload:
         activations: what decoder layers keep for backward.
         state_bytes: what the optimizer keeps for each trained number, in bytes.
         update_bytes: what its update makes meanwhile for each trained number, in bytes.
+        updated_at_once: for how many numbers at once, or for one tensor that has more; 0: for all.
     """
 
     backend: Backend
@@ -441,6 +442,7 @@ class Workload:
     activations: Activations
     state_bytes: float = 8.0
     update_bytes: float = 0.0
+    updated_at_once: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -511,12 +513,19 @@ from ranks for a while; gradients and their sums; masters, the optimizer's state
 takes; what forward keeps and backward makes; logits and the loss; buffers of engines and
 collectives; copies to be saved."""
 
-LOAD, BEGIN, FORWARD, LOSS = "load", "begin", "forward", "loss"
-BACKWARD, END, UPDATE, EVALUATION, SAVE = "backward", "end", "update", "evaluation", "save"
-MOMENTS = (LOAD, BEGIN, FORWARD, LOSS, BACKWARD, END, UPDATE, EVALUATION, SAVE)
-"""Of a run: the model is made; the embedding of a micro-batch; its decoder layers; the output layer
-and the loss; backward of the last layer, when the least gradients are there; backward of the first
-layer and the embedding, when all are; the update; an evaluation; what is gathered to be saved."""
+LOAD, BEGIN, GATHER, FORWARD, LOSS = "load", "begin", "gather", "forward", "loss"
+BACKWARD, END, EMBEDDING, COLLECT = "backward", "end", "embedding", "collect"
+UPDATE, EVALUATION, SAVE = "update", "evaluation", "save"
+MOMENTS = (
+    *(LOAD, BEGIN, GATHER, FORWARD, LOSS),
+    *(BACKWARD, END, EMBEDDING, COLLECT, UPDATE, EVALUATION, SAVE),
+)
+"""Of a run: the model is made; the embedding of a micro-batch; a layer's weights come together,
+before it computes; its decoder layers; the output layer and the loss; backward of the last layer,
+when the least gradients are there; backward of the first layers, when most are; backward of the
+embedding; what is done with gradients once there are no activations; the update; an evaluation;
+what is gathered to be saved. An estimate may leave out what it says nothing else of: `GATHER`,
+`EMBEDDING` (as `END`) and `COLLECT`."""
 
 Bytes: TypeAlias = "Mapping[str, Mapping[str, int]]"
 """Moment -> kind -> bytes, at the most that is there at once in it."""

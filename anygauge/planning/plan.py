@@ -28,9 +28,13 @@ from anygauge.interface.strategy import (
     ACTIVATIONS,
     BACKWARD,
     BEGIN,
+    COLLECT,
+    EMBEDDING,
     END,
     EVALUATION,
     FORWARD,
+    GATHER,
+    GRADIENTS,
     LOAD,
     LOGITS,
     LOSS,
@@ -380,6 +384,8 @@ def _device(
 
     def at(phase: str, moment: str, activations: int = 0, logits: int = 0) -> None:
         held = estimate.device.get(moment, {})
+        if phase == EVALUATION:
+            held = _without_gradients(held)
         peak = Peak.of(held, {WEIGHTS: buffers, ACTIVATIONS: activations, LOGITS: logits})
         found[phase] = max(found.get(phase, peak), peak, key=lambda one: one.total)
 
@@ -397,10 +403,14 @@ def _device(
         pairs = list(zip(before, mine, strict=True))
         if stage.first == 0:
             at(FORWARD, BEGIN, others + trace.begin)
+            at(BACKWARD, EMBEDDING if EMBEDDING in estimate.device else END, others + trace.end)
+            at(EVALUATION, BEGIN, trace.begin)
+        at(FORWARD, GATHER, before[-1])
         at(FORWARD, FORWARD, max(beside + one.forward for beside, one in pairs))
         at(BACKWARD, BACKWARD, max(beside + one.backward for beside, one in pairs))
-        end = others + trace.end if stage.first == 0 else 0
-        at(BACKWARD, END, max(end, base + mine[0].backward))
+        at(BACKWARD, END, base + mine[0].backward)
+        at(BACKWARD, COLLECT, trace.base)
+        at(EVALUATION, GATHER, trace.base)
         at(EVALUATION, EVALUATION, trace.base + max(one.evaluation for one in mine))
         if stage.end == len(layers):
             at(LOSS, LOSS, base + sum(layer.kept for layer in mine), trace.loss)
@@ -434,6 +444,11 @@ def _compiled(layer: LayerTrace, held: HeldAtOnce) -> LayerTrace:
         backward=part(layer.backward),
         evaluation=round(held.share * layer.evaluation),
     )
+
+
+def _without_gradients(kinds: Mapping[str, int]) -> dict[str, int]:
+    """What is there in a step that an evaluation has, too."""
+    return {kind: size for kind, size in kinds.items() if kind != GRADIENTS}
 
 
 def _work(

@@ -29,7 +29,6 @@ from anygauge.strategies.degrees import Degrees, in_words
 from anygauge.strategies.footprint import (
     added,
     item_bytes,
-    of_footprint,
     trained_numbers,
     whole_model,
 )
@@ -44,6 +43,7 @@ from anygauge.strategies.single import build_whole
 from anygauge.strategies.tensor_footprint import in_tensor_parts, tensor_memory
 from anygauge.strategies.tensor_parallel import divide_layers
 from anygauge.strategies.torch_engine import TorchEngine
+from anygauge.strategies.whole_footprint import whole_memory
 
 
 class SummedOverRanks(LocalGradients):
@@ -107,8 +107,8 @@ class DdpPlanner:
         if self.options.pp > 1:
             return pipeline_memory(self.options, workload)
         if self.options.tp > 1:
-            return tensor_memory(self.options, workload, _memory_of_replica)
-        found = _memory_of_replica(workload)
+            return tensor_memory(self.options, workload, memory_of_replica)
+        found = memory_of_replica(workload)
         sent = (*found.traffic, *attention_traffic(self.options, workload))
         return dataclasses.replace(found, traffic=sent)
 
@@ -117,8 +117,9 @@ class DdpPlanner:
         take_part(self.options, model, workload)
 
 
-def _memory_of_replica(workload: Workload) -> MemoryEstimate:
-    return of_footprint(whole_model(workload), workload)
+def memory_of_replica(workload: Workload) -> MemoryEstimate:
+    """Of a rank that has the same as all ranks of the workload."""
+    return whole_memory(workload, replicas=workload.world_size)
 
 
 class Ddp:
