@@ -111,7 +111,9 @@ def _plan_rank(
     workload = workload_of(run, registry, backend, precision, rank, world_size, model)
     estimate = memory_of(strategy, workload)
     kernels = _kernels(run, registry, backend, factory)
-    trace = _traced(run, factory, kernels, strategy, workload)
+    trace = _traced(
+        run, factory, kernels, strategy, workload, staged=bool(estimate.stages)
+    )
     kinds = _kinds(model, factory.config.get_text_config(), workload)
     layers = [trace.layers[kinds.index(kind)] for kind in kinds]
     flops = step_flops(model, factory.config, lambda parameter: tuple(parameter.shape))
@@ -257,6 +259,8 @@ def _traced(
     kernels: KernelPlan,
     strategy: Strategy,
     workload: Workload,
+    *,
+    staged: bool,
 ) -> ModelTrace:
     """The first layers, until each kind of them was there, with what is around them."""
     assert workload.skeleton is not None
@@ -275,7 +279,7 @@ def _traced(
         masks = plan_masks(factory.config, kernels.attention.masks_of, run.data.max_length)
     padded = not run.data.packing and workload.micro_batch > 1
     rows = _Rows(workload, run.data.packing, padded, masks, part)
-    return trace_model(model, rows, all_set=not padded)
+    return trace_model(model, rows, all_set=not padded, holds_outputs=not staged)
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,12 +194,16 @@ Batch = Callable[[], Mapping[str, Any]]
 """Makes a micro-batch on the meta device: what the model is called with, its labels among it."""
 
 
-def trace_model(model: nn.Module, batch: Batch, *, all_set: bool) -> ModelTrace:
+def trace_model(
+    model: nn.Module, batch: Batch, *, all_set: bool, holds_outputs: bool = True
+) -> ModelTrace:
     """Trace forward and backward of an adapted model of a few layers, and an evaluation.
 
     Args:
         model: on the meta device; it is used up.
         all_set: whether no token of a micro-batch is padding.
+        holds_outputs: whether what the model returns is there until backward is done, as engines
+            have it that run one micro-batch after the other.
     """
     model.train()
     for parameter in model.parameters():
@@ -207,16 +211,17 @@ def trace_model(model: nn.Module, batch: Batch, *, all_set: bool) -> ModelTrace:
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
     layers = list(decoder_layers(model))
     with _Trace(model, all_set=all_set) as trace, _watched(trace, layers):
-        loss = model_loss(model(**batch()))
+        outputs: Any = model(**batch())
+        loss = model_loss(outputs)
+        outputs = outputs if holds_outputs else None
         trace.forwarded = trace.live
         # Of other threads a mode sees nothing.
         with torch.autograd.set_multithreading_enabled(False):
             loss.backward()
-        del loss
+        del loss, outputs
     model.eval()
     with _Trace(model, all_set=all_set) as evaluated, _watched(evaluated, layers), torch.no_grad():
-        loss = model_loss(model(**batch()))
-        del loss
+        model_loss(model(**batch()))
     return _of_moments(trace, evaluated, len(layers))
 
 
