@@ -166,9 +166,10 @@ def _card(intent: Intent) -> tuple[Card | None, str]:
 
 def _is_here(run: RunFile) -> bool:
     """Whether the model's configuration need not be fetched before."""
-    model = run.model
-    fetched = model.name is None or not names_hub(model.name)
-    return fetched or copy_of(model.name, model.revision) is not None
+    name = run.model.name
+    if name is None or not names_hub(name):
+        return True
+    return copy_of(name, run.model.revision) is not None
 
 
 def _without_a_plan(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -191,7 +190,7 @@ def _lighter(run: RunFile, registry: Registry) -> tuple[list[Change], list[Chang
     first += [one[0] for one in others if level < 0]
     middle = own[max(1, level + 1) : -1] + [c for one in others if level < 1 for c in one[1:-1]]
     last = own[max(1, level + 1) :][-1:]
-    last += [one[-1] for one in others if len(one) > 1 and level < len(own) - 1]
+    last += [one[-1] for one in others if len(one) > 1 and (last or not own)]
     return first, middle, last
 
 
@@ -268,7 +267,7 @@ def _gains(one: Trial, other: Trial) -> bool:
 
 # -- the largest that fits -------------------------------------------------------------------------
 
-MOST_PLANS = 5
+MOST_PLANS = 6
 """Of one answer: two give a line, one checks what it says; more where it is none."""
 MOST_SEQUENCES = 1024
 MOST_TOKENS = 2**20
@@ -353,9 +352,8 @@ def _largest(
         try:
             plans[number] = tried(changed(trial.run, lines(number).lines), target)
         except AnygaugeError as error:
-            if number <= first:
-                break
-            most, ended_by = number - unit, str(error)
+            most, ended_by = first, f"{number:,} is refused: {error}"
+            break
     fitting = [number for number, found in plans.items() if found.fits]
     if not fitting:
         return Largest(number=0, change=None, trial=None)
@@ -367,7 +365,9 @@ def _largest(
 def _solved(plans: Mapping[int, Trial], unit: int, most: int) -> int:
     """The largest multiple of `unit` with which all that is needed is there, by the curves through
     the plans that are nearest to that: of each phase, and of what ranks share."""
-    near = sorted(plans, key=lambda number: abs(_margin(plans[number])))[:3]
+    over = sorted(number for number, found in plans.items() if not found.fits)[:2]
+    under = sorted((n for n, found in plans.items() if found.fits), reverse=True)[: 3 - len(over)]
+    near = [*under[:1], *over[:1], *under[1:], *over[1:]]
     curves: list[tuple[Callable[[float], float], int]] = []
     for name in _against(plans[near[0]]):
         points = [(n, _against(plans[n])[name]) for n in near if name in _against(plans[n])]
