@@ -89,7 +89,7 @@ class Page:
     def largest(self, batch: Largest, rows: Largest) -> None:
         """What fits at the most."""
         self.record["largest"] = {"batch": batch.record(), "rows": rows.record()}
-        for what, found in (("micro-batch", batch), ("rows", rows)):
+        for what, found in (("Largest micro-batch", batch), ("Longest rows", rows)):
             self._line(words_of_largest(what, found))
 
     def rows(self, what: str, key: str, rows: Sequence[PlanRow]) -> None:
@@ -238,12 +238,12 @@ def _parts(time: Duration) -> Iterator[str]:
 
 
 def words_of_largest(what: str, found: Largest) -> str:
-    """One line: the largest micro-batch, or the longest rows, that fit."""
+    """One line: the largest micro-batch, or the longest rows."""
     if found.change is None or found.trial is None or found.trial.fit is None:
-        return f"Largest {what} that fits: none"
+        return f"{what} on this card: none fits"
     lines = ", ".join(f"{path}: {value:,}" for path, value in found.change.lines.items())
     why = f"; {found.ended_by}" if found.ended_by else ""
-    return f"Largest {what} that fits: {lines} (needs {_gib(found.trial.fit.needed)} GiB{why})"
+    return f"{what} on this card: {lines} (needs {_gib(found.trial.fit.needed)} GiB{why})"
 
 
 def _cells(trial: Trial) -> Iterator[str]:

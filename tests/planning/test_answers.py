@@ -185,8 +185,8 @@ def test_text_on_eighty_columns(
         "Kernels assumed: attention fused, linear_cross_entropy chunked",
         "No backend here drives square; planned with cpu instead",
         "no description has such a machine",
-        "Largest micro-batch that fits: train.micro_batch_size: 3, train.global_batch_size: 24 ",
-        "Largest rows that fit: none",
+        "Largest micro-batch on this card: train.micro_batch_size: 3, train.global_batch_size: 24 ",
+        "Longest rows on this card: none fits",
         "refused: odd: not odd",
         "What to change, cheapest first: 1. fits: needs 26.1 GiB: more, smaller forwards train: ",
     ):

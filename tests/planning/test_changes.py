@@ -1,4 +1,4 @@
-"""What to change: which is tried, in which order, what is left out, and lines that can be pasted."""
+"""What to change: in which order, what is left out, and lines that can be pasted."""
 
 from __future__ import annotations
 

@@ -76,5 +76,5 @@ def test_it_answers_as_the_function_does_in_the_order_of_its_questions(tmp_path:
         assert planner.plan(run(64), "cpu", 1) == here[64]
         planner._process.kill()
         planner._process.wait()
-        with pytest.raises(AnygaugeError, match="plans ended with signal 9, SIGKILL.* too little"):
+        with pytest.raises(AnygaugeError, match=r"plans ended with signal 9, SIGKILL.* too little"):
             planner.plan(run(128), "cpu", 1)
