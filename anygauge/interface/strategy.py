@@ -28,6 +28,7 @@ __all__ = [
     "DeviceBatch",
     "Engine",
     "Footprint",
+    "HeldLayers",
     "LossFunction",
     "MemoryEstimate",
     "ModelFactory",
@@ -564,6 +565,21 @@ class Traffic:
         return len({rank // per_machine for rank in self.group}) > 1
 
 
+@dataclass(frozen=True, slots=True)
+class HeldLayers:
+    """Neighbouring decoder layers that a rank computes without leaving the device.
+
+    Attributes:
+        first, end: from which to before which, counted from 0. The embedding belongs to the first
+            layer, the output layer and the loss to the last.
+        in_flight: micro-batches whose activations are there at once.
+    """
+
+    first: int
+    end: int
+    in_flight: int = 1
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
     """What a rank holds at each moment but for activations and logits, and what it sends.
@@ -572,9 +588,8 @@ class MemoryEstimate:
         device, host: in bytes, by moment and kind. Weights are a rank's own part; what an engine
             has meanwhile stands with its kind: gathered layers, buckets, copies of gradients.
         traffic: of one optimizer step.
-        layers: how many decoder layers the rank computes; None: all.
-        in_flight: micro-batches whose activations are there at once.
-        begins, ends: whether the rank has the embedding, and the output layer with the loss.
+        stages: the decoder layers that the rank computes; empty: all of them, and one micro-batch
+            after the other.
         host_bytes: what operations on the host read and write in a step, where it is not the device.
         copied_bytes: what is copied to the host and from it in a step.
         other_bytes: what the device reads and writes in a step beside the model's own operations:
@@ -584,10 +599,7 @@ class MemoryEstimate:
     device: Bytes
     host: Bytes = field(default_factory=dict)
     traffic: Sequence[Traffic] = ()
-    layers: int | None = None
-    in_flight: int = 1
-    begins: bool = True
-    ends: bool = True
+    stages: Sequence[HeldLayers] = ()
     host_bytes: float = 0.0
     copied_bytes: float = 0.0
     other_bytes: float = 0.0
