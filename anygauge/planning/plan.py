@@ -111,9 +111,7 @@ def _plan_rank(
     workload = workload_of(run, registry, backend, precision, rank, world_size, model)
     estimate = memory_of(strategy, workload)
     kernels = _kernels(run, registry, backend, factory)
-    trace = _traced(
-        run, factory, kernels, strategy, workload, staged=bool(estimate.stages)
-    )
+    trace = _traced(run, factory, kernels, strategy, workload, staged=bool(estimate.stages))
     kinds = _kinds(model, factory.config.get_text_config(), workload)
     layers = [trace.layers[kinds.index(kind)] for kind in kinds]
     flops = step_flops(model, factory.config, lambda parameter: tuple(parameter.shape))
@@ -418,7 +416,7 @@ def _device(
         at(EVALUATION, EVALUATION, trace.base + max(one.evaluation for one in mine))
         if stage.end == len(layers):
             at(LOSS, LOSS, base + sum(layer.kept for layer in mine), trace.loss)
-            at(EVALUATION, EVALUATION, trace.base, trace.loss_evaluation)
+            at(EVALUATION, LOSS, trace.base, trace.loss_evaluation)
     return {phase: found[phase] for phase in PHASES if phase in found}
 
 
