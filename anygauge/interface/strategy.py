@@ -514,18 +514,19 @@ takes; what forward keeps and backward makes; logits and the loss; buffers of en
 collectives; copies to be saved."""
 
 LOAD, BEGIN, GATHER, FORWARD, LOSS = "load", "begin", "gather", "forward", "loss"
-BACKWARD, END, EMBEDDING, COLLECT = "backward", "end", "embedding", "collect"
-UPDATE, EVALUATION, SAVE = "update", "evaluation", "save"
+REDUCE, BACKWARD, END, EMBEDDING = "reduce", "backward", "end", "embedding"
+COLLECT, UPDATE, EVALUATION, SAVE = "collect", "update", "evaluation", "save"
 MOMENTS = (
-    *(LOAD, BEGIN, GATHER, FORWARD, LOSS),
+    *(LOAD, BEGIN, GATHER, FORWARD, LOSS, REDUCE),
     *(BACKWARD, END, EMBEDDING, COLLECT, UPDATE, EVALUATION, SAVE),
 )
 """Of a run: the model is made; the embedding of a micro-batch; a layer's weights come together,
-before it computes; its decoder layers; the output layer and the loss; backward of the last layer,
-when the least gradients are there; backward of the first layers, when most are; backward of the
-embedding; what is done with gradients once there are no activations; the update; an evaluation;
-what is gathered to be saved. An estimate may leave out what it says nothing else of: `GATHER`,
-`EMBEDDING` (as `END`) and `COLLECT`."""
+before it computes; its decoder layers; the output layer and the loss; what is done with weights and
+gradients between two layers of backward; backward of the last layer, when the least gradients are
+there; backward of the first layers, when most are; backward of the embedding; what is done with
+gradients once there are no activations; the update; an evaluation; what is gathered to be saved. An
+estimate may leave out what it says nothing else of: `GATHER`, `REDUCE`, `EMBEDDING` (as `END`) and
+`COLLECT`."""
 
 Bytes: TypeAlias = "Mapping[str, Mapping[str, int]]"
 """Moment -> kind -> bytes, at the most that is there at once in it."""

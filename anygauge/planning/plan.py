@@ -38,6 +38,7 @@ from anygauge.interface.strategy import (
     LOAD,
     LOGITS,
     LOSS,
+    REDUCE,
     SAVE,
     UPDATE,
     WEIGHTS,
@@ -411,6 +412,7 @@ def _device(
         at(FORWARD, FORWARD, max(beside + one.forward for beside, one in pairs))
         at(BACKWARD, BACKWARD, max(beside + one.backward for beside, one in pairs))
         at(BACKWARD, END, base + mine[0].backward)
+        at(BACKWARD, REDUCE, before[-1] + mine[-1].kept)
         at(BACKWARD, COLLECT, trace.base)
         at(EVALUATION, GATHER, trace.base)
         at(EVALUATION, EVALUATION, trace.base + max(one.evaluation for one in mine))
