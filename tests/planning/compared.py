@@ -17,15 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from anygauge.config.schema import AdapterSection, ModelSection
-from anygauge.config.sections import CheckpointingSection, OptimizerSection
-from anygauge.interface.strategy import DeviceBatch, Precision, Strategy, Workload
-from anygauge.kernels.loss import model_loss
-from anygauge.models.factory import CausalModelFactory
-from anygauge.planning.counting import Counter
 from anygauge.planning.live import LiveBytes
-from anygauge.planning.memory import EVALUATION, FORWARD, SAVE, STEP, UPDATE, Peak
 from anygauge.planning.rehearsal import (
     OpenedUp,
     PlannedBackend,
@@ -35,6 +27,14 @@ from anygauge.planning.rehearsal import (
     save,
 )
 from anygauge.planning.watch import EngineWatch
+
+from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.sections import CheckpointingSection, OptimizerSection
+from anygauge.interface.strategy import DeviceBatch, Precision, Strategy, Workload
+from anygauge.kernels.loss import model_loss
+from anygauge.models.factory import CausalModelFactory
+from anygauge.planning.counting import Counter
+from anygauge.planning.memory import EVALUATION, FORWARD, SAVE, STEP, UPDATE, Peak
 from anygauge.registry import Registry
 from anygauge.registry.registry import load_options
 from anygauge.training.optimizer import optimizer_factory

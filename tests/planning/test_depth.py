@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import pytest
+from anygauge.planning.depth import at_depth, pattern, shallowest
 from transformers import AutoConfig
 
-from anygauge.planning.depth import at_depth, pattern, shallowest
 from anygauge.planning.memory import Peak
 
 MIB = 2**20

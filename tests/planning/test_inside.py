@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from anygauge.planning.live import LiveBytes
+from anygauge.planning.rehearsal import OpenedUp
 from torch import Tensor
 
 from anygauge.config.sections import QuantiseSection
 from anygauge.models.quantised import Int8Linear, Nf4Linear, QuantisedLinear
-from anygauge.planning.live import LiveBytes
-from anygauge.planning.rehearsal import OpenedUp
 
 
 @pytest.mark.parametrize("keepdim", [False, True])

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from anygauge.planning.live import LiveBytes
+from anygauge.planning.valueless import without_values
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from anygauge.planning import quick
-from anygauge.planning.live import LiveBytes
-from anygauge.planning.valueless import without_values
 
 aten = torch.ops.aten
 OPERATIONS: dict[str, Callable[[Tensor], Any]] = {

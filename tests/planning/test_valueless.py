@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
-
 from anygauge.planning.live import LiveBytes
 from anygauge.planning.valueless import without_values
+from torch import Tensor
 
 QUESTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "all": lambda mask: mask.all(),
