@@ -23,8 +23,9 @@ from anygauge.cli.intent import (
 
 if TYPE_CHECKING:
     from anygauge.config.schema import RunFile
+    from anygauge.planning.machines import Hardware
     from anygauge.planning.trials import Target
-    from anygauge.registry import Hardware, Registry
+    from anygauge.registry import Registry
 
 PATIENCE_S = 0.2
 """A plan that takes longer is announced, where somebody watches."""
@@ -91,10 +92,10 @@ def plan(
     from anygauge.interface import UsageError
     from anygauge.planning.answers import row, scaled, try_strategies
     from anygauge.planning.changes import largest_batch, longest_rows, what_to_change
+    from anygauge.planning.machines import Hardware, measured_files
     from anygauge.planning.process import planner_for
     from anygauge.planning.trials import Trials
-    from anygauge.registry import Hardware, Registry
-    from anygauge.registry.hardware import measured_files
+    from anygauge.registry import Registry
 
     if calibrate:
         if run_file is not None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from anygauge.config.schema import RunFile
-from anygauge.interface import AnygaugeError, Machine
+from anygauge.interface import AnygaugeError
 from anygauge.planning.changes import layouts, section_in_words
+from anygauge.planning.machines import Machine
 from anygauge.planning.trials import Target, Trial, Try, changed
 from anygauge.registry import Registry
 

@@ -14,8 +14,9 @@ from pydantic import ValidationError
 from anygauge.config.resolved import values_of
 from anygauge.config.schema import AUTO_ORDER, RunFile
 from anygauge.data.batches import accumulation
-from anygauge.interface import AnygaugeError, Card, Machine, RunFileError, UnsupportedError
+from anygauge.interface import AnygaugeError, Card, RunFileError, UnsupportedError
 from anygauge.planning.fit import Fit, fit, on_disk
+from anygauge.planning.machines import Machine
 from anygauge.planning.memory import RunMemory
 from anygauge.planning.process import LIMIT_S, Planner, TooLongError
 from anygauge.planning.time import Duration, Ranks, UnknownRateError, duration

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from anygauge.config.schema import RunFile
-from anygauge.interface import Card, Machine, Precision
+from anygauge.interface import Card, Precision
 from anygauge.planning.fit import GIB, fit
+from anygauge.planning.machines import Machine
 from anygauge.planning.memory import Peak, RunMemory
 from anygauge.planning.trials import Target, Trial
 from anygauge.planning.work import Work
