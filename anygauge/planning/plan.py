@@ -369,7 +369,7 @@ def _kernels(
         attention = replace(plan.attention, name=fused)
         plan = replace(plan, attention=attention)
     chosen = {one: plan.choices[one].name for one in CALLED if one in plan.choices}
-    return plan, {**chosen, **names}
+    return plan, {**chosen, ATTENTION: plan.attention.name, **names}
 
 
 def _plain(specs: Mapping[tuple[str, str], KernelSpec], operation: str) -> str:
