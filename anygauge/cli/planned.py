@@ -134,8 +134,9 @@ class Page:
         found, fit = trial.memory, trial.fit
         peaks = found.device.values()
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for heading in ("GiB", *found.device):
-            table.add_column(heading, justify="left" if heading == "GiB" else "right")
+        table.add_column("GiB")
+        for phase in found.device:
+            table.add_column(phase, justify="right", min_width=len(phase))
         least = SMALL * found.worst[1].total
         kinds = dict.fromkeys([*KINDS, *(kind for peak in peaks for kind in peak.kinds)])
         lines = {kind: [peak.kinds.get(kind, 0) for peak in peaks] for kind in kinds}
