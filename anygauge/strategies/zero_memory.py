@@ -7,6 +7,7 @@ host's part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,15 @@ from anygauge.interface.strategy import (
     Traffic,
     Workload,
 )
-from anygauge.strategies.footprint import item_bytes, scale_bytes, update_made, weight_bytes
+from anygauge.models.quantised import quantised_layers
+from anygauge.strategies.footprint import (
+    item_bytes,
+    item_size,
+    scale_bytes,
+    update_made,
+    weight_bytes,
+)
+from anygauge.strategies.materialise import units
 from anygauge.strategies.whole_footprint import TrainedPlaces, beside_one, numbers_of, on_host
 from anygauge.strategies.zero_footprint import zero_footprint
 from anygauge.strategies.zero_options import ZeroOptions
@@ -48,6 +57,8 @@ from anygauge.strategies.zero_settings import (
 COPIED_BEFORE = 4
 """Bytes of the copy of each number in `Workload.update_bytes`, for optimizers that are stepped by
 anygauge itself."""
+DRAWN = 4
+"""Bytes of a number that is drawn."""
 NORM = 8
 """Norms are taken of each gradient as float64, see ``get_norm_dtype``."""
 
@@ -94,6 +105,11 @@ class Terms:
         )
 
     @property
+    def dtype(self) -> str:
+        """The compute type."""
+        return self.workload.precision.param_dtype
+
+    @property
     def trained(self) -> int:
         """Numbers that are trained."""
         return sum(self.sizes)
@@ -133,6 +149,32 @@ class Terms:
         DeepSpeed leaves an update out by itself: nothing is copied before.
         """
         return round(numbers * max(0.0, self.workload.update_bytes - COPIED_BEFORE))
+
+    def drawn(self, parts_of: int = 0) -> int:
+        """Most bytes on the host while rank 0 draws a new model's values, see `materialise`.
+
+        Those of a unit are in float32, and looked at for what is not a number; those of the unit
+        before are still there. Stored values, which are read one by one, take less.
+
+        Args:
+            parts_of: ranks that each keep their part on the host; 0: it goes to the device.
+        """
+        most = before = kept = 0
+        seen: set[int] = set()
+        for _, unit in units(self.model):
+            codes = quantised_layers(unit)
+            sizes, whole = [0], 0
+            for name, parameter in unit.named_parameters():
+                if id(parameter) in seen or ".lora_" in name:
+                    continue
+                seen.add(id(parameter))
+                plain = math.prod(codes[name].plain_shape) if name in codes else parameter.numel()
+                sizes.append(plain)
+                whole += parameter.numel() * item_size(parameter, self.dtype)
+            most = max(most, before + sum(sizes) * DRAWN + max(sizes) + kept)
+            before = sum(sizes) * DRAWN
+            kept += whole // parts_of if parts_of else 0
+        return most
 
     def saved(self) -> Mapping[str, int]:
         """What is put together on the host to be saved."""
@@ -348,15 +390,16 @@ def _replicated_host(
     terms: Terms, found: _Gradients, part: int, made: int
 ) -> dict[str, dict[str, int]]:
     """Masters, their gradients and state; a copy of a part of the weights, and of one gradient."""
+    drawn = {BUFFERS: terms.drawn()}
     if not terms.on_host:
-        return {SAVE: dict(terms.saved())}
+        return {LOAD: drawn, SAVE: dict(terms.saved())}
     always = {
         OPTIMIZER: terms.of_part(part),
         GRADIENTS: part * terms.master + found.host,
         BUFFERS: (part + terms.largest) * terms.compute,
     }
     return {
-        LOAD: {**always, OPTIMIZER: part * terms.master},
+        LOAD: max(drawn, {**always, OPTIMIZER: part * terms.master}, key=total),
         **{moment: always for moment in (BEGIN, FORWARD, LOSS, BACKWARD, END, EVALUATION)},
         UPDATE: {**always, OPTIMIZER: always[OPTIMIZER] + made},
         SAVE: {**always, **terms.saved()},
@@ -393,6 +436,11 @@ def _replicated_work(terms: Terms, part: int) -> dict[str, float]:
         "copied_bytes": copied,
         "other_bytes": sums + exchanged + (0 if terms.on_host else updated),
     }
+
+
+def total(kinds: Mapping[str, int]) -> int:
+    """Bytes of all kinds."""
+    return sum(kinds.values())
 
 
 def updated_bytes(terms: Terms, part: int) -> float:

@@ -7,7 +7,6 @@ Terms are those of DeepSpeed's ``runtime/zero`` 0.19: ``stage3.py``, ``partition
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from anygauge.interface.strategy import (
@@ -36,7 +35,7 @@ from anygauge.strategies import zero_gathering as gathering
 from anygauge.strategies.footprint import item_size, scale_bytes
 from anygauge.strategies.materialise import units
 from anygauge.strategies.zero_gathering import Gathering, Pieces, Weight, Whole
-from anygauge.strategies.zero_memory import NORM, Terms, updated_bytes
+from anygauge.strategies.zero_memory import NORM, Terms, total, updated_bytes
 from anygauge.strategies.zero_settings import DEFAULT_LIVE, DEFAULT_PERSISTENCE, DEFAULT_PREFETCH
 
 SUB_GROUP = 1_000_000_000
@@ -96,7 +95,9 @@ def sharded_memory(terms: Terms) -> MemoryEstimate:
             REDUCE: at(*buckets.exchanging),
             BACKWARD: at(*buckets.computing),
             END: at(step.first, buckets.beside_first),
-            EMBEDDING: at(step.embedding, buckets.at_last),
+            EMBEDDING: max(
+                at(step.embedding, buckets.beside_first), at(0, buckets.at_last), key=total
+            ),
             UPDATE: _updated(terms, held, here, part, groups),
             EVALUATION: at(step.evaluation),
             SAVE: {**held, SAVED: terms.gathered_to_save(ranks)},
@@ -117,10 +118,6 @@ def _least_kept(terms: Terms) -> int:
 
 def _part(numbers: int, ranks: int) -> int:
     return -(-numbers // ranks)
-
-
-def _total(kinds: Mapping[str, int]) -> int:
-    return sum(kinds.values())
 
 
 def sub_groups(terms: Terms, ranks: int) -> list[int]:
@@ -175,14 +172,15 @@ class _Buckets:
 
     Gradients of a piece are there until its backward is over; they are copied into the bucket one
     by one, but for one that does not fit, see ``__add_grad_to_ipg_bucket``. When the next does not
-    fit, what is in it is laid out by ranks in a tensor of its own, see ``reduce_scatter_coalesced``.
+    fit, what is in it is laid out by ranks in a tensor of its own (``reduce_scatter_coalesced``).
 
     Attributes:
         exchanging: whole weights and gradients at the most when a bucket is emptied, or weights are
             fetched.
         computing: the same while a layer computes; the largest of its gradients is not in it.
         beside_first: gradients while the first layer computes.
-        at_last: gradients that are there when backward of the embedding ends.
+        at_last: gradients when the last bucket is emptied, and all weights are let go of; but for
+            one that the embedding's backward has made.
         emptied: how often, in a micro-batch.
     """
 
@@ -211,10 +209,12 @@ class _Buckets:
                 fits = self._numbers <= terms.bucket
                 self._waiting.append((weight, fits))
                 left -= weight.numbers * terms.compute if fits else 0
+        made_last = set(step.backward[-1].stop.own)
         self.exchanging = max(exchanging, key=sum)
         self.computing = max(computing, key=sum)
         self.beside_first = computing[-1][1]
-        self.at_last = self._emptied() if self._waiting else 0
+        made = sum(w.numbers for w, fits in self._waiting if not fits and w in made_last)
+        self.at_last = self._emptied() - made * terms.compute if self._waiting else 0
 
     def _outside(self) -> int:
         return sum(w.numbers for w, fits in self._waiting if not fits) * self._terms.compute
@@ -274,7 +274,7 @@ def _loaded(
         {WEIGHTS: loading},
         {WEIGHTS: weights, OPTIMIZER: masters + (0 if terms.on_host else made)},
         ready,
-        key=_total,
+        key=total,
     )
 
 
@@ -300,7 +300,7 @@ def _updated(
     # Of gradients in float16, it is looked up where each is not finite.
     looked = part if terms.workload.precision.scales_loss else 0
     updating = {**here, OPTIMIZER: here[OPTIMIZER] + max(made, norm, looked)}
-    return max(dict(held), updating, key=_total)
+    return max(dict(held), updating, key=total)
 
 
 def _host(
@@ -308,10 +308,12 @@ def _host(
 ) -> dict[str, dict[str, int]]:
     """Weights, masters and state, with a gradient in float32 and the partitions' sums."""
     saved = terms.saved()
+    drawn = {BUFFERS: terms.drawn(terms.workload.world_size if weights else 0)}
     if not terms.on_host:
         always = {WEIGHTS: weights}
         # ``defragment`` takes trained parts through the host.
         loaded = {WEIGHTS: weights, BUFFERS: 0 if weights else part * terms.compute}
+        loaded = max(drawn, loaded, key=total)
         found = {LOAD: loaded, SAVE: {**always, **saved}}
         moments = (BEGIN, FORWARD, LOSS, BACKWARD, END, UPDATE, EVALUATION) if weights else ()
         return {**{moment: always for moment in moments}, **found}
@@ -333,7 +335,7 @@ def _host(
         BUFFERS: buffers + (max(sums, largest * terms.master) if terms.pinned else 0),
     }
     return {
-        LOAD: loaded,
+        LOAD: max(drawn, loaded, key=total),
         **{moment: always for moment in (BEGIN, FORWARD, LOSS, BACKWARD, END, EVALUATION)},
         UPDATE: {**always, BUFFERS: buffers + copied},
         SAVE: {**always, **saved},
