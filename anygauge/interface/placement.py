@@ -317,7 +317,7 @@ class HeldAtOnce:
 
     Attributes:
         share: of what operations one by one would have at once in a layer, or in the loss, and free
-            again: the part that the compiled graph has.
+            again: the part that the compiled graph has; and so of what they read and write.
         source: a published figure; or that it is fitted to a run, and to which.
     """
 

@@ -111,7 +111,7 @@ def _plan_rank(
     model = _whole_model(run.model, run.adapter, factory)
     workload = workload_of(run, registry, backend, precision, rank, world_size, model)
     estimate = memory_of(strategy, workload)
-    kernels = _kernels(run, registry, backend, factory)
+    kernels, names = _kernels(run, registry, backend, factory)
     trace = _traced(run, factory, kernels, strategy, workload, staged=bool(estimate.stages))
     kinds = _kinds(model, factory.config.get_text_config(), workload)
     layers = [trace.layers[kinds.index(kind)] for kind in kinds]
@@ -124,9 +124,10 @@ def _plan_rank(
     device = _device(estimate, trace, layers, buffers)
     held, uncompiled = backend.graph.held, {}
     if held is not None:
-        fewer = replace(trace, layers=(), loss=round(held.share * trace.loss))
         uncompiled = device
-        device = _device(estimate, fewer, [_compiled(one, held) for one in layers], buffers)
+        trace = replace(trace, loss=round(held.share * trace.loss))
+        layers = [_compiled(one, held) for one in layers]
+        device = _device(estimate, trace, layers, buffers)
     host = {phase: Peak.of(estimate.host.get(phase, {})) for phase in estimate.host}
     if backend.device_type == HOST_DEVICE:
         device = {
@@ -143,7 +144,7 @@ def _plan_rank(
         precision=precision,
         numbers=(numbers, sum(p.numel() for p in every if p.requires_grad)),
         per_layer=sum(layer.kept for layer in layers) // len(layers),
-        kernels={name: kernels.choices[name].name for name in CALLED if name in kernels.choices},
+        kernels=names,
         uncompiled=uncompiled,
         compiled="" if held is None else held.source,
     )
@@ -329,8 +330,11 @@ class _Traced(Backend):
 
 def _kernels(
     run: RunFile, registry: Registry, backend: Backend, factory: CausalModelFactory
-) -> KernelPlan:
+) -> tuple[KernelPlan, dict[str, str]]:
     """What a run's kernels are, with plain ones of as much memory for those of its device.
+
+    Returns:
+        The plan, and operation -> the kernel that the run would have on its device.
 
     Raises:
         AnygaugeError: what the run would refuse.
@@ -342,10 +346,12 @@ def _kernels(
     holds_scores = backend.attention == "eager"
     traced.attention, traced.attention_why = backend.attention, backend.attention_why
     asked = dict(run.kernels)
+    names = {}
     for operation, name in {**preferred, **asked}.items():
         spec = specs.get((operation, name))
         if spec is None or backend.device_type not in spec.device_types:
             continue
+        names[operation] = name
         asked[operation] = spec.plain or _plain(specs, operation)
         if operation == ATTENTION and not spec.plain:
             del asked[operation]
@@ -361,7 +367,8 @@ def _kernels(
     if plan.attention.kernel is None and not holds_scores and plan.attention.name != "eager":
         attention = replace(plan.attention, name=fused)
         plan = replace(plan, attention=attention)
-    return plan
+    chosen = {one: plan.choices[one].name for one in CALLED if one in plan.choices}
+    return plan, {**chosen, **names}
 
 
 def _plain(specs: Mapping[tuple[str, str], KernelSpec], operation: str) -> str:
@@ -447,6 +454,7 @@ def _compiled(layer: LayerTrace, held: HeldAtOnce) -> LayerTrace:
         forward=part(layer.forward),
         backward=part(layer.backward),
         evaluation=round(held.share * layer.evaluation),
+        work=replace(layer.work, other_bytes=held.share * layer.work.other_bytes),
     )
 
 

@@ -27,11 +27,18 @@ from anygauge.interface.strategy import (
     Workload,
 )
 from anygauge.strategies.degrees import WIDTH, Degrees, stages_per_rank
-from anygauge.strategies.footprint import item_bytes, numbers, scale_bytes, weight_bytes
+from anygauge.strategies.footprint import (
+    item_bytes,
+    numbers,
+    scale_bytes,
+    update_made,
+    weight_bytes,
+)
 from anygauge.strategies.pipeline_cut import rank_of_stage, stage_parts, stages_at
 from anygauge.strategies.pipeline_order import actions, fullest
 from anygauge.strategies.pipeline_stage import PipelineModel
 from anygauge.strategies.tensor_division import causal_of
+from anygauge.strategies.whole_footprint import on_host, step_bytes
 
 
 def pipeline_footprint(options: Degrees, workload: Workload) -> Footprint:
@@ -119,7 +126,7 @@ def pipeline_memory(options: Degrees, workload: Workload) -> MemoryEstimate:
     }
     step = {**fixed, BUFFERS: fixed[BUFFERS] + on_way, **before}
     # `sum_at` puts all gradients into one message.
-    made = round(numbers(trained.values()) * workload.update_bytes)
+    made = update_made(workload, (p.numel() for p in trained.values()))
     message = held.gradients if rows > 1 else 0
     whole = max((p.numel() for p in model.parameters() if p.requires_grad), default=0)
     return MemoryEstimate(
@@ -143,12 +150,13 @@ def pipeline_memory(options: Degrees, workload: Workload) -> MemoryEstimate:
                 SAVED: whole * item_bytes(precision.master_dtype) if place == 0 else 0,
             },
         },
+        host=on_host(workload),
         traffic=_traffic(options, workload, held.sent, place, rows),
         stages=tuple(
             HeldLayers(part.first, part.end, max(1, at_once))
             for part, at_once in zip(mine, full.in_flight, strict=True)
         ),
-        other_bytes=2.0 * (held.masters + held.optimizer + held.gradients),
+        other_bytes=step_bytes(workload, numbers(trained.values()), held.optimizer),
     )
 
 

@@ -32,6 +32,7 @@ from anygauge.strategies.tensor_division import (
     partial_gradients,
 )
 from anygauge.strategies.tensor_plans import all_positions_after
+from anygauge.strategies.whole_footprint import on_host
 
 NORMS_AFTER = ("post_feedforward_layernorm", "post_mlp_layernorm")
 """What layers call a norm that comes after their last block."""
@@ -105,6 +106,7 @@ def tensor_memory(
     return dataclasses.replace(
         found,
         device=device,
+        host={**found.host, SAVE: {**found.host.get(SAVE, {}), **on_host(workload)[SAVE]}},
         traffic=(
             *(
                 dataclasses.replace(one, group=tuple(at * count + index for at in one.group))
