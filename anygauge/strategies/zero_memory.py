@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from anygauge.interface import HOST_DEVICE
 from anygauge.interface.strategy import (
     BACKWARD,
     BEGIN,
@@ -159,6 +160,8 @@ class Terms:
         Args:
             parts_of: ranks that each keep their part on the host; 0: it goes to the device.
         """
+        if self.workload.backend.device_type == HOST_DEVICE:
+            return 0  # more is there later
         most = before = kept = 0
         seen: set[int] = set()
         for _, unit in units(self.model):
@@ -221,7 +224,7 @@ class _Gradients:
         summed: beside it from the first micro-batch of a step until its update.
         each: of `summed`, for each number; 0: all is there as soon as one is.
         bucket: beside these in backward, with gradients that do not fit in.
-        exchanged: made when it is emptied, or all are exchanged.
+        exchanged: beside the bucket when it is emptied, or all are exchanged.
         update: beside what is always there until the update, and in it.
         host: on the host, always.
     """
@@ -256,9 +259,9 @@ def _replicated_memory(terms: Terms) -> MemoryEstimate:
     last = trained.layers[-1] if trained.layers else ()
     first = several or found.each * (numbers_of(trained.head) + beside_one(last))
     most = several or found.each * (terms.trained - numbers_of(trained.embedding))
-    if not found.each:
+    if not found.each and terms.overflows:
         first = most = found.summed
-    collect = found.summed + found.bucket + found.exchanged
+    collect = found.bucket + found.exchanged
     step = {**held, GRADIENTS: several}
     return MemoryEstimate(
         device={
@@ -305,7 +308,7 @@ def _unsharded(terms: Terms, made: int) -> _Gradients:
     return _Gradients(
         summed=gradients,
         each=terms.compute,
-        exchanged=at_once * terms.compute,
+        exchanged=gradients + at_once * terms.compute,
         update=gradients + widened + made,
     )
 
@@ -330,11 +333,13 @@ def _reduced_at_the_end(terms: Terms, part: int, made: int) -> _Gradients:
     each = terms.reduce
     summed, copied = terms.trained * each, part * terms.compute
     widened = terms.master if each != terms.master else 0
+    # A gradient that is copied into the bucket lies there alone.
+    outside = max(0, terms.trained - terms.bucket) * each
     return _Gradients(
         summed=summed,
         each=each,
         bucket=terms.bucket * each,
-        exchanged=min(terms.bucket, terms.trained) * each + copied,
+        exchanged=outside + min(terms.bucket, terms.trained) * each + copied,
         update=max(
             summed + copied + NORM * terms.largest,
             copied + part * (each + widened),
@@ -357,10 +362,11 @@ def _reduced_at_once(terms: Terms, part: int, made: int) -> _Gradients:
     return _Gradients(
         summed=summed,
         bucket=terms.bucket * compute + beyond,
-        exchanged=at_once * (compute + widened),
+        exchanged=summed + at_once * (compute + widened),
         update=max(
             summed + NORM * min(terms.largest, part),
-            part * (reduce + (terms.master if reduce != terms.master else 0)),
+            (0 if widened else summed)
+            + part * (reduce + (terms.master if reduce != terms.master else 0)),
             0 if terms.on_host else part * terms.master + made,
         ),
         host=0 if widened or terms.workload.accumulation == 1 else part * compute,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from anygauge.interface import HOST_DEVICE
 from anygauge.interface.strategy import (
     BACKWARD,
     BEGIN,
@@ -95,9 +96,7 @@ def sharded_memory(terms: Terms) -> MemoryEstimate:
             REDUCE: at(*buckets.exchanging),
             BACKWARD: at(*buckets.computing),
             END: at(step.first, buckets.beside_first),
-            EMBEDDING: max(
-                at(step.embedding, buckets.beside_first), at(0, buckets.at_last), key=total
-            ),
+            EMBEDDING: at(step.embedding, max(buckets.beside_first, buckets.at_last)),
             UPDATE: _updated(terms, held, here, part, groups),
             EVALUATION: at(step.evaluation),
             SAVE: {**held, SAVED: terms.gathered_to_save(ranks)},
@@ -179,8 +178,8 @@ class _Buckets:
             fetched.
         computing: the same while a layer computes; the largest of its gradients is not in it.
         beside_first: gradients while the first layer computes.
-        at_last: gradients when the last bucket is emptied, and all weights are let go of; but for
-            one that the embedding's backward has made.
+        at_last: gradients when the last bucket is emptied, but for one that the embedding's
+            backward has made.
         emptied: how often, in a micro-batch.
     """
 
@@ -209,12 +208,12 @@ class _Buckets:
                 fits = self._numbers <= terms.bucket
                 self._waiting.append((weight, fits))
                 left -= weight.numbers * terms.compute if fits else 0
-        made_last = set(step.backward[-1].stop.own)
         self.exchanging = max(exchanging, key=sum)
         self.computing = max(computing, key=sum)
         self.beside_first = computing[-1][1]
-        made = sum(w.numbers for w, fits in self._waiting if not fits and w in made_last)
-        self.at_last = self._emptied() - made * terms.compute if self._waiting else 0
+        made = sum(w.numbers for w, _ in self._waiting if w in step.backward[-1].stop.own)
+        emptied = self._emptied() if self._waiting else 0
+        self.at_last = max(0, emptied - made * terms.compute)
 
     def _outside(self) -> int:
         return sum(w.numbers for w, fits in self._waiting if not fits) * self._terms.compute
@@ -227,6 +226,11 @@ class _Buckets:
         if len(self._waiting) > 1 or self._waiting[0][0].numbers % ranks:
             padded = sum(_part(weight.numbers, ranks) * ranks for weight, _ in self._waiting)
             found += padded * terms.reduce
+        if terms.workload.backend.device_type == HOST_DEVICE:
+            # Gloo copies what goes into ``_reduce_scatter_base``.
+            found += sum(_part(weight.numbers, ranks) * ranks for weight, _ in self._waiting) * (
+                terms.reduce
+            )
         if terms.on_host:
             # Sums are brought back for their norm, see ``partition_grads``.
             part = max(_part(weight.numbers, ranks) for weight, _ in self._waiting)
