@@ -343,7 +343,6 @@ def _kernels(
     fused = register_attention(FUSED)
     specs = {(p.spec.operation, p.spec.name): p.spec for p in registry.kernels}
     preferred = {**backend.kernels, **(backend.packed_kernels if run.data.packing else {})}
-    holds_scores = backend.attention == "eager"
     traced.attention, traced.attention_why = backend.attention, backend.attention_why
     asked = dict(run.kernels)
     names = {}
@@ -355,16 +354,15 @@ def _kernels(
         asked[operation] = spec.plain or _plain(specs, operation)
         if operation == ATTENTION and not spec.plain:
             del asked[operation]
-            holds_scores = False
+            traced.attention = "sdpa"  # the library's that holds no scores
     if run.model.attention != "auto":
         asked.pop(ATTENTION, None)
-        holds_scores = run.model.attention == "eager"
     traced.kernels = {o: name for o, name in asked.items() if o not in run.kernels}
     traced.packed_kernels = {}
     named = {o: name for o, name in asked.items() if o in run.kernels}
     plain = run.model_copy(update={"kernels": named})
     plan = plan_kernels(plain, traced, kernels_of_run(plain, traced, registry), factory)
-    if plan.attention.kernel is None and not holds_scores and plan.attention.name != "eager":
+    if plan.attention.kernel is None and plan.attention.name != "eager":
         attention = replace(plan.attention, name=fused)
         plan = replace(plan, attention=attention)
     chosen = {one: plan.choices[one].name for one in CALLED if one in plan.choices}
