@@ -23,6 +23,7 @@ from anygauge.interface import (
     SequencePart,
     UnsupportedError,
 )
+from anygauge.interface.placement import HeldAtOnce
 from anygauge.interface.strategy import (
     ACTIVATIONS,
     BACKWARD,
@@ -37,9 +38,11 @@ from anygauge.interface.strategy import (
     LOAD,
     LOGITS,
     LOSS,
+    REDUCE,
     SAVE,
     UPDATE,
     WEIGHTS,
+    HeldLayers,
     MemoryEstimate,
     Strategy,
     Workload,
@@ -82,10 +85,12 @@ def plan_run(run: RunFile, registry: Registry, backend: Backend, world_size: int
 def ranks_that_differ(run: RunFile, world_size: int) -> tuple[int, ...]:
     """Ranks of which one holds most: all hold the same, but for the stages of a pipeline.
 
-    The first stage has most micro-batches at once, the last has logits.
+    The first stage has the embedding and most micro-batches at once, the last has logits; of those
+    between, the second has as many layers as any and most micro-batches.
     """
     stages = int(getattr(run.strategy, "pp", 1) or 1)
-    return (0,) if stages == 1 else (0, world_size - world_size // stages)
+    rows = world_size // stages
+    return tuple(sorted({0, rows * min(1, stages - 1), world_size - rows}))
 
 
 def _plan_rank(
@@ -107,7 +112,7 @@ def _plan_rank(
     workload = workload_of(run, registry, backend, precision, rank, world_size, model)
     estimate = memory_of(strategy, workload)
     kernels = _kernels(run, registry, backend, factory)
-    trace = _traced(run, factory, kernels, strategy, workload)
+    trace = _traced(run, factory, kernels, strategy, workload, staged=bool(estimate.stages))
     kinds = _kinds(model, factory.config.get_text_config(), workload)
     layers = [trace.layers[kinds.index(kind)] for kind in kinds]
     flops = step_flops(model, factory.config, lambda parameter: tuple(parameter.shape))
@@ -117,6 +122,11 @@ def _plan_rank(
     numbers += sum(math.prod(c.plain_shape) - c.weight.numel() for c in codes)
     buffers = sum(b.nbytes for b in model.buffers() if not b.is_meta)
     device = _device(estimate, trace, layers, buffers)
+    held, uncompiled = backend.graph.held, {}
+    if held is not None:
+        fewer = replace(trace, layers=(), loss=round(held.share * trace.loss))
+        uncompiled = device
+        device = _device(estimate, fewer, [_compiled(one, held) for one in layers], buffers)
     host = {phase: Peak.of(estimate.host.get(phase, {})) for phase in estimate.host}
     if backend.device_type == HOST_DEVICE:
         device = {
@@ -134,6 +144,8 @@ def _plan_rank(
         numbers=(numbers, sum(p.numel() for p in every if p.requires_grad)),
         per_layer=sum(layer.kept for layer in layers) // len(layers),
         kernels={name: kernels.choices[name].name for name in CALLED if name in kernels.choices},
+        uncompiled=uncompiled,
+        compiled="" if held is None else held.source,
     )
 
 
@@ -153,7 +165,7 @@ def _whole_model(section: Any, adapter: Any, factory: CausalModelFactory) -> nn.
 
 
 def _adapted(factory: CausalModelFactory) -> nn.Module:
-    """An adapted model on the meta device, in the type of the run."""
+    """An adapted model on the meta device, in the type of the run; buffers are real."""
     model = factory.skeleton()
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -246,6 +258,8 @@ def _traced(
     kernels: KernelPlan,
     strategy: Strategy,
     workload: Workload,
+    *,
+    staged: bool,
 ) -> ModelTrace:
     """The first layers, until each kind of them was there, with what is around them."""
     assert workload.skeleton is not None
@@ -264,7 +278,7 @@ def _traced(
         masks = plan_masks(factory.config, kernels.attention.masks_of, run.data.max_length)
     padded = not run.data.packing and workload.micro_batch > 1
     rows = _Rows(workload, run.data.packing, padded, masks, part)
-    return trace_model(model, rows, all_set=not padded)
+    return trace_model(model, rows, all_set=not padded, holds_outputs=not staged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,59 +383,71 @@ def _device(
     Args:
         buffers: bytes of the model's, which all ranks have.
     """
-    held = {moment: {**kinds} for moment, kinds in estimate.device.items()}
-    for kinds in held.values():
-        kinds[WEIGHTS] = kinds.get(WEIGHTS, 0) + buffers
-    mine = layers if estimate.layers is None else layers[: estimate.layers]
-    kept = trace.base + estimate.in_flight * sum(layer.kept for layer in mine)
+    found: dict[str, Peak] = {}
 
-    def at(moment: str, **more: int) -> Peak:
-        return Peak.of(held.get(moment, {}), more)
+    def at(phase: str, moment: str, activations: int = 0, logits: int = 0) -> None:
+        held = estimate.device.get(moment, {})
+        if phase == EVALUATION:
+            held = _without_gradients(held)
+        peak = Peak.of(held, {WEIGHTS: buffers, ACTIVATIONS: activations, LOGITS: logits})
+        found[phase] = max(found.get(phase, peak), peak, key=lambda one: one.total)
 
-    def activations(moment: str, size: int) -> Peak:
-        return Peak.of(held.get(moment, {}), {ACTIVATIONS: size})
+    stages = _stages(estimate, layers)
+    kept = [_kept(trace, layers, stage) for stage in stages]
+    of_all = sum(stage.in_flight * size for stage, size in zip(stages, kept, strict=True))
+    for moment in (LOAD, UPDATE, SAVE):
+        at(moment, moment)
+    for stage, own in zip(stages, kept, strict=True):
+        # Of other micro-batches, and of this one in other stages.
+        others = of_all - own
+        mine = layers[stage.first : stage.end]
+        base = others + (trace.base if stage.first == 0 else trace.base - trace.embedded)
+        before = [base + sum(layer.kept for layer in mine[:index]) for index in range(len(mine))]
+        pairs = list(zip(before, mine, strict=True))
+        if stage.first == 0:
+            at(FORWARD, BEGIN, others + trace.begin)
+            at(BACKWARD, EMBEDDING if EMBEDDING in estimate.device else END, others + trace.end)
+            at(EVALUATION, BEGIN, trace.begin)
+        at(FORWARD, GATHER, before[-1])
+        at(FORWARD, FORWARD, max(beside + one.forward for beside, one in pairs))
+        at(BACKWARD, BACKWARD, max(beside + one.backward for beside, one in pairs))
+        at(BACKWARD, END, base + mine[0].backward)
+        at(BACKWARD, REDUCE, before[-1] + mine[-1].kept)
+        at(BACKWARD, COLLECT, trace.base)
+        at(EVALUATION, GATHER, trace.base)
+        at(EVALUATION, EVALUATION, trace.base + max(one.evaluation for one in mine))
+        if stage.end == len(layers):
+            at(LOSS, LOSS, base + sum(layer.kept for layer in mine), trace.loss)
+            at(EVALUATION, LOSS, trace.base, trace.loss_evaluation)
+    return {phase: found[phase] for phase in PHASES if phase in found}
 
-    def most(*peaks: Peak) -> Peak:
-        return max(peaks, key=lambda peak: peak.total)
 
-    before = [trace.base + sum(layer.kept for layer in mine[:at]) for at in range(len(mine))]
-    others = kept - trace.base - sum(layer.kept for layer in mine)
-    forward = max(at + one.forward for at, one in zip(before, mine, strict=True)) + others
-    backward = max(at + one.backward for at, one in zip(before, mine, strict=True)) + others
-    lowest = trace.base + mine[0].backward
-    phases = {
-        LOAD: at(LOAD),
-        FORWARD: most(
-            activations(BEGIN, trace.begin),
-            activations(GATHER, before[-1] + others),
-            activations(FORWARD, forward),
-        ),
-        BACKWARD: most(
-            activations(BACKWARD, backward),
-            activations(END, lowest),
-            activations(EMBEDDING if EMBEDDING in held else END, trace.end),
-            activations(COLLECT, trace.base),
-        ),
-        UPDATE: at(UPDATE),
-        EVALUATION: most(
-            activations(EVALUATION, trace.base + max(one.evaluation for one in mine)),
-            *(
-                Peak.of(_without_gradients(held.get(moment, {})), {ACTIVATIONS: size})
-                for moment, size in ((BEGIN, trace.begin), (GATHER, trace.base))
-            ),
-        ),
-        SAVE: at(SAVE),
-    }
-    if estimate.ends:
-        phases[LOSS] = Peak.of(held.get(LOSS, {}), {ACTIVATIONS: kept, LOGITS: trace.loss})
-        phases[EVALUATION] = most(
-            phases[EVALUATION],
-            Peak.of(
-                _without_gradients(held.get(LOSS, {})),
-                {ACTIVATIONS: trace.base, LOGITS: trace.loss_evaluation},
-            ),
-        )
-    return {phase: phases[phase] for phase in PHASES if phase in phases}
+def _stages(estimate: MemoryEstimate, layers: Sequence[LayerTrace]) -> Sequence[HeldLayers]:
+    return estimate.stages or (HeldLayers(0, len(layers)),)
+
+
+def _kept(trace: ModelTrace, layers: Sequence[LayerTrace], stage: HeldLayers) -> int:
+    """Of one micro-batch from a stage's forward until its backward.
+
+    What later stages are given lies in buffers that are the strategy's.
+    """
+    size = trace.base + sum(layer.kept for layer in layers[stage.first : stage.end])
+    size -= 0 if stage.first == 0 else trace.embedded
+    return size + (trace.loss_kept if stage.end == len(layers) else 0)
+
+
+def _compiled(layer: LayerTrace, held: HeldAtOnce) -> LayerTrace:
+    """What a graph compiler has of a layer at once; what is kept for backward stays."""
+
+    def part(size: int) -> int:
+        return layer.kept + round(held.share * max(0, size - layer.kept))
+
+    return replace(
+        layer,
+        forward=part(layer.forward),
+        backward=part(layer.backward),
+        evaluation=round(held.share * layer.evaluation),
+    )
 
 
 def _without_gradients(kinds: Mapping[str, int]) -> dict[str, int]:
@@ -434,9 +460,13 @@ def _work(
 ) -> Work:
     """Of one step."""
     once = Work()
-    for layer in layers if estimate.layers is None else layers[: estimate.layers]:
-        once = once.plus(layer.work)
-    once = once.plus(trace.work) if estimate.ends else once.plus(trace.work).plus(trace.head, -1.0)
+    for stage in _stages(estimate, layers):
+        for layer in layers[stage.first : stage.end]:
+            once = once.plus(layer.work)
+        if stage.first == 0:
+            once = once.plus(trace.work).plus(trace.head, -1.0)
+        if stage.end == len(layers):
+            once = once.plus(trace.head)
     step = Work().plus(once, workload.accumulation)
     return replace(
         step,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -30,6 +31,7 @@ from anygauge.interface.strategy import BuildContext, Footprint, MemoryEstimate,
 from anygauge.strategies.common import compile_regions, mark_recomputation, torch_dtype
 from anygauge.strategies.context_parallel import (
     attention_bytes,
+    attention_traffic,
     divide_sequences,
     joined,
 )
@@ -42,8 +44,9 @@ from anygauge.strategies.fsdp_spec import shards
 from anygauge.strategies.gradients import Gradients
 from anygauge.strategies.layout import TensorLayout
 from anygauge.strategies.materialise import decoder_layers
+from anygauge.strategies.rank_part import take_part
 from anygauge.strategies.shards import Sharded, fill, set_types
-from anygauge.strategies.tensor_footprint import in_tensor_parts
+from anygauge.strategies.tensor_footprint import in_tensor_parts, tensor_memory
 from anygauge.strategies.tensor_parallel import divide_layers
 from anygauge.strategies.torch_engine import TorchEngine
 
@@ -154,11 +157,15 @@ class FsdpPlanner:
         """See `StrategyPlanner.memory`."""
         ranks = shards(self.options, workload.world_size)
         if self.options.tp > 1:
-            workload, _ = in_tensor_parts(self.options, workload, ranks)
-        return memory_of_shards(self.options, ranks, workload)
+            plain = functools.partial(fsdp_memory, self.options, ranks, flat=False)
+            return tensor_memory(self.options, workload, plain, ranks)
+        found = memory_of_shards(self.options, ranks, workload)
+        sent = (*found.traffic, *attention_traffic(self.options, workload))
+        return dataclasses.replace(found, traffic=sent)
 
     def part_of(self, model: nn.Module, workload: Workload) -> None:
         """See `StrategyPlanner.part_of`."""
+        take_part(self.options, model, workload)
 
 
 def memory_of_shards(options: FsdpOptions, ranks: int, workload: Workload) -> MemoryEstimate:
