@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from anygauge.interface import Card, Machine
-from anygauge.registry import BLOCK_VARIABLE, Hardware, Registry
+from anygauge.interface import Card
+from anygauge.planning.machines import Hardware, Machine
+from anygauge.registry import BLOCK_VARIABLE, Registry
 from anygauge.util.files import write_text
 
 ROOT = Path(__file__).parents[1]

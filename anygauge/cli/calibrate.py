@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Mapping
 from datetime import date
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -13,14 +16,13 @@ from rich.table import Table
 
 from anygauge.cli.console import Console
 from anygauge.cli.intent import choose_backend
-from anygauge.interface import Backend, Card, UsageError
-from anygauge.registry import Hardware, Registry
-from anygauge.registry.hardware import make_room, shown_figures, write_measured
+from anygauge.interface import Card, UsageError
+from anygauge.planning.machines import Hardware, measured_file
+from anygauge.registry import Registry
+from anygauge.util.files import write_text
 
-HOST_RANKS = 2
-"""Ranks at most that share a host that is their device, where it has so many processors."""
-PEERS = 8
-"""Ranks at most."""
+HOST_RANKS, PEERS = 2, 8
+"""Ranks at most: those that share a host which is their device, and others."""
 
 
 def calibrate(backend: str | None, devices: int | None, *, as_json: bool) -> None:
@@ -35,14 +37,13 @@ def calibrate(backend: str | None, devices: int | None, *, as_json: bool) -> Non
         UsageError: the cards are not all of one kind.
         AnygaugeError: the ranks failed.
     """
-    from anygauge.planning.calibration import measure
-
-    make_room()
+    _make_room()
     registry, selection, chosen = choose_backend(backend)
     card = _card(registry, chosen.name, selection.probe.cards)
-    ranks = devices or _ranks(chosen, card)
+    most = HOST_RANKS if card.shared_memory else PEERS
+    ranks = devices or max(1, min(chosen.placement.device_count(), most))
     counts = sorted({1, ranks}) if card.shared_memory else [ranks]
-    found = {count: _measured(measure, chosen.name, count, as_json) for count in counts}
+    found = {count: _measured(chosen.name, count, as_json) for count in counts}
     file = write_measured(card, found, f"measured on this machine, {date.today()}")
     if as_json:
         figures = {"ranks": ranks, "file": str(file), "measured": found}
@@ -52,7 +53,7 @@ def calibrate(backend: str | None, devices: int | None, *, as_json: bool) -> Non
     table.add_column(f"each {card.name}" if not card.shared_memory else "each rank")
     for count in counts:
         table.add_column(f"{count} rank{'s' if count > 1 else ''}", justify="right")
-    columns = [shown_figures(found[count]) for count in counts]
+    columns = [_shown_figures(found[count]) for count in counts]
     for name in columns[-1]:
         table.add_row(name, *(column.get(name, "-") for column in columns))
     console = Console()
@@ -62,18 +63,15 @@ def calibrate(backend: str | None, devices: int | None, *, as_json: bool) -> Non
         console.print("Only one card was measured, so the speed between cards is not known")
 
 
-def _measured(
-    measure: Callable[[str, Mapping[str, Any], int], dict[str, Any]],
-    backend: str,
-    ranks: int,
-    quiet: bool,
-) -> dict[str, Any]:
+def _measured(backend: str, ranks: int, quiet: bool) -> dict[str, Any]:
     """What so many ranks found; a watching user sees progress."""
+    from anygauge.planning.calibration import measure
+
     console = Console(stderr=True)
     if quiet or not console.is_terminal or console.is_dumb_terminal:
-        return measure(backend, {}, ranks)
+        return measure(backend, ranks)
     with console.status(f"measuring {ranks} rank{'s' if ranks > 1 else ''}"):
-        return measure(backend, {}, ranks)
+        return measure(backend, ranks)
 
 
 def _card(registry: Registry, backend: str, names: tuple[str, ...]) -> Card:
@@ -92,6 +90,49 @@ def _card(registry: Registry, backend: str, names: tuple[str, ...]) -> Card:
     return Card(name=plain, names=names, backend=backend)
 
 
-def _ranks(backend: Backend, card: Card) -> int:
-    count = backend.placement.device_count()
-    return max(1, min(count, HOST_RANKS if card.shared_memory else PEERS))
+def _make_room() -> None:
+    """Make the file's folder, before anything is measured.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    folder = measured_file().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"what is measured is kept in {folder}, which cannot be written: {error.strerror}. "
+            "Name another folder of configurations: XDG_CONFIG_HOME=FOLDER"
+        ) from None
+
+
+def write_measured(card: Card, found: Mapping[int, Mapping[str, Any]], how: str) -> Path:
+    """Write a card's figures, in place of what was there.
+
+    Args:
+        found: ranks -> figures, as `anygauge.planning.calibration` finds them; of one number of
+            ranks where each has a card of its own.
+        how: the source of each figure.
+    """
+    toml = partial(json.dumps, ensure_ascii=False)  # JSON's texts, and lists of them, are TOML's
+    lines = [f"# Written by `anygauge plan --calibrate`: {how}", f'[card."{card.name}"]']
+    if not card.sources:  # nobody describes it
+        lines += [f"names = {toml(card.names)}", f"backend = {toml(card.backend)}"]
+    for ranks, figures in found.items():
+        source = f"{how}, {ranks} rank{'s' if ranks > 1 else ''}"
+        if card.shared_memory:
+            lines.append(f'[card."{card.name}".ranks.{ranks}]')
+        shown = _shown_figures(figures).items()
+        lines += [f"{name} = {toml([value, source])}" for name, value in shown]
+    write_text(measured_file(), "\n".join(lines) + "\n")
+    return measured_file()
+
+
+def _shown_figures(figures: Mapping[str, Any]) -> dict[str, str]:
+    """Figure -> number and unit."""
+    rates = figures.get("matmul", {}).items()
+    shown = {f"matmul.{kind}": f"{rate / 1e9:.1f} GFLOPS" for kind, rate in rates}
+    shown |= {n: f"{figures[n] / 1e9:.2f} GB/s" for n in ("copy", "exchange") if n in figures}
+    return shown | {n: f"{figures[n] * 1e6:.2f} us" for n in ("call",) if n in figures}

@@ -24,10 +24,10 @@ from anygauge.interface import (
     StrategySpec,
     UnsupportedError,
 )
+from anygauge.planning.machines import Hardware
 from anygauge.registry import (
     AUTO,
     BLOCK_VARIABLE,
-    Hardware,
     Provided,
     Registry,
     installed_version,

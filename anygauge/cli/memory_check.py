@@ -18,11 +18,11 @@ from anygauge.config.strategies import default_section
 from anygauge.interface import AnygaugeError, Backend, Card, RunFileError
 from anygauge.models.hub import copy_of, names_hub
 from anygauge.planning.fit import Fit, fit, most_bytes
+from anygauge.planning.machines import Hardware, measured_files
 from anygauge.planning.planner import Planner
 from anygauge.planning.process import TooLongError
 from anygauge.planning.trials import Target, timed
-from anygauge.registry import Hardware, Registry, Selection
-from anygauge.registry.hardware import measured_files
+from anygauge.registry import Registry, Selection
 from anygauge.training.auto import AUTO, candidates, in_words
 from anygauge.training.strategy import share_of
 

@@ -21,8 +21,9 @@ from anygauge.cli.intent import (
 
 if TYPE_CHECKING:
     from anygauge.config.schema import RunFile
+    from anygauge.planning.machines import Hardware
     from anygauge.planning.trials import Target
-    from anygauge.registry import Hardware, Registry
+    from anygauge.registry import Registry
 
 PATIENCE_S = 0.2
 """A rehearsal that takes longer is announced, where somebody watches."""
@@ -100,10 +101,10 @@ def plan(
     from anygauge.cli import plan_time, planned
     from anygauge.interface import UsageError
     from anygauge.planning.changes import nearest
+    from anygauge.planning.machines import Hardware, measured_files
     from anygauge.planning.process import begun
     from anygauge.planning.trials import Trials
-    from anygauge.registry import Hardware, Registry
-    from anygauge.registry.hardware import measured_files
+    from anygauge.registry import Registry
 
     if calibrate:
         if run_file is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from anygauge.cli.lines import HOUR, seconds
-from anygauge.interface import Machine
+from anygauge.planning.machines import Machine
 from anygauge.planning.time import Duration
 from anygauge.planning.trials import Target, Trial
 

@@ -7,7 +7,6 @@ from anygauge.interface.backend import *
 from anygauge.interface.collectives import *
 from anygauge.interface.environment import *
 from anygauge.interface.hardware import *
-from anygauge.interface.hardware_file import *
 from anygauge.interface.job import *
 from anygauge.interface.kernels import *
 from anygauge.interface.launch import *

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.config.schema import RunFile
-from anygauge.interface import Card, Machine
+from anygauge.interface import Card
 from anygauge.models.hub import CONFIG, copy_of
+from anygauge.planning.machines import Machine
 from anygauge.planning.memory import SAVED, Peak, RunMemory
 from anygauge.training.strategy import STATE_BYTES
 from anygauge.util.files import read_json

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from anygauge.interface import AnygaugeError, Card, Machine
+from anygauge.interface import AnygaugeError, Card
+from anygauge.planning.machines import Machine
 from anygauge.planning.work import Traffic, Work
 
 REACHED = 0.8

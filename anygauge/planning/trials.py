@@ -13,8 +13,9 @@ from pydantic import ValidationError
 from anygauge.config.resolved import values_of
 from anygauge.config.schema import RunFile
 from anygauge.data.batches import accumulation
-from anygauge.interface import AnygaugeError, Card, Machine, RunFileError
+from anygauge.interface import AnygaugeError, Card, RunFileError
 from anygauge.planning.fit import Fit, fit, on_disk
+from anygauge.planning.machines import Machine
 from anygauge.planning.memory import RunMemory, stages_of
 from anygauge.planning.planner import Planner
 from anygauge.planning.process import Rehearser

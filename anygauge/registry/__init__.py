@@ -7,7 +7,6 @@ from anygauge.registry.environment import (
     shown_overruled,
     shown_value,
 )
-from anygauge.registry.hardware import Hardware
 from anygauge.registry.plugins import (
     AUTO,
     BLOCK_VARIABLE,
@@ -24,7 +23,6 @@ __all__ = [
     "BLOCK_VARIABLE",
     "BlockedPlugin",
     "Duplicate",
-    "Hardware",
     "PluginFailure",
     "Provided",
     "Registry",

@@ -17,6 +17,7 @@ from anygauge.interface.strategy import (
     BACKWARD,
     BEGIN,
     BUFFERS,
+    COLLECT,
     END,
     EVALUATION,
     FORWARD,
@@ -25,7 +26,6 @@ from anygauge.interface.strategy import (
     LOSS,
     OPTIMIZER,
     REDUCE,
-    REST,
     SAVE,
     SAVED,
     UPDATE,
@@ -34,7 +34,8 @@ from anygauge.interface.strategy import (
     Traffic,
     Workload,
 )
-from anygauge.strategies.footprint import item_bytes, scale_bytes, trained_numbers, weight_bytes
+from anygauge.strategies.footprint import item_bytes, scale_bytes, update_made, weight_bytes
+from anygauge.strategies.whole_footprint import on_host
 from anygauge.strategies.zero_footprint import zero_footprint
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_settings import (
@@ -113,21 +114,22 @@ class Terms:
         """Bytes of the masters and the optimizer's state of so many numbers."""
         return part * self.master + round(part * self.workload.state_bytes)
 
-    def made(self, numbers: int) -> int:
-        """Bytes that an update of so many numbers makes."""
-        return round(numbers * self.workload.update_bytes)
+    def made(self, *sizes: int) -> int:
+        """Bytes that an update of tensors of so many numbers makes."""
+        return update_made(self.workload, sizes)
 
-    def whole_masters(self) -> int:
-        """Bytes of the masters that are put together on rank 0's host to be saved.
+    def saved(self) -> Mapping[str, int]:
+        """What is put together on the host to be saved."""
+        return on_host(self.workload)[SAVE]
 
-        All of them, and a copy of the one that is at hand.
+    def gathered_to_save(self, ranks: int) -> int:
+        """Bytes of the masters that are put together on a device: one, while the last is there.
+
+        A part comes from the host before, if it is there.
         """
-        return (self.trained + self.largest) * self.master
-
-    def gathered_to_save(self) -> int:
-        """Bytes of the masters that are put together on a device: one, while the last is there."""
         pairs = zip((0, *self.sizes), self.sizes, strict=False)
-        return max((a + b for a, b in pairs), default=0) * self.master
+        most = max((a + b for a, b in pairs), default=0)
+        return (most + (-(-self.largest // ranks) if self.on_host else 0)) * self.master
 
 
 class ZeroPlanner:
@@ -208,8 +210,10 @@ def _replicated_memory(terms: Terms) -> MemoryEstimate:
     end = {**held, GRADIENTS: found.always + max(found.summed, several) + found.backward}
     rest = {**end, GRADIENTS: end[GRADIENTS] + found.exchanged}
     exchanges = trained > terms.bucket and stage == 2
-    made = 0 if terms.on_host else terms.made(part)
-    update = max(found.update, found.summed + part * terms.master + made)
+    made = terms.made(part) if stage else terms.made(*terms.sizes)
+    update = found.update
+    if not terms.on_host:
+        update = max(update, found.summed + part * terms.master + made)
     loaded = {
         WEIGHTS: weights + (trained * terms.compute if stage else 0),
         OPTIMIZER: 0 if terms.on_host else masters,
@@ -220,7 +224,7 @@ def _replicated_memory(terms: Terms) -> MemoryEstimate:
         # ``initialize_optimizer_states`` has a gradient of each; without ZeRO it makes an update.
         ready[GRADIENTS] = 0 if terms.on_host else part * terms.master
         if stage == 0:
-            ready[OPTIMIZER] += round(part * workload.state_bytes) + terms.made(part)
+            ready[OPTIMIZER] += round(part * workload.state_bytes) + made
     return MemoryEstimate(
         device={
             LOAD: max(loaded, ready, key=lambda kinds: sum(kinds.values())),
@@ -230,15 +234,15 @@ def _replicated_memory(terms: Terms) -> MemoryEstimate:
             BACKWARD: backward,
             END: end,
             **({REDUCE: rest} if exchanges else {}),
-            REST: rest,
+            COLLECT: rest,
             UPDATE: {**held, GRADIENTS: found.always, OPTIMIZER: held[OPTIMIZER] + update},
             EVALUATION: held,
-            SAVE: {**held, SAVED: terms.gathered_to_save() if stage else 0},
+            SAVE: {**held, SAVED: terms.gathered_to_save(workload.world_size) if stage else 0},
         },
         host={
             **{moment: host for moment in (BEGIN, FORWARD, LOSS, BACKWARD, END, EVALUATION)},
-            **({UPDATE: {**host, BUFFERS: host[BUFFERS] + terms.made(part)}} if host else {}),
-            SAVE: {**host, SAVED: terms.whole_masters()},
+            **({UPDATE: {**host, BUFFERS: host[BUFFERS] + made}} if host else {}),
+            SAVE: {**host, **terms.saved()},
         },
         traffic=_replicated_traffic(terms),
         **_replicated_work(terms, part),

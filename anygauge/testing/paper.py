@@ -30,8 +30,8 @@ from anygauge.interface import (
     Presence,
     Probe,
     Support,
-    read_hardware,
 )
+from anygauge.planning.machines import read_hardware
 from anygauge.registry import Registry
 from anygauge.testing.check import NotAsked, check, of_type
 from anygauge.testing.watch import answer_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from anygauge.interface import Card, PeakFlops, read_hardware
+from anygauge.interface import Card, PeakFlops, read_cards
 
 
 def published_peak(device_name: str, dtype: str) -> PeakFlops | None:
@@ -24,5 +24,5 @@ def published_peak(device_name: str, dtype: str) -> PeakFlops | None:
 def _by_driver_name() -> dict[str, Card]:
     """Whole names only: those of slices of a card, and of other cards, begin alike."""
     file = Path(__file__).with_name("cards.toml")
-    cards, _ = read_hardware(file.read_text(encoding="utf-8"), file.name)
+    cards = read_cards(file.read_text(encoding="utf-8"), file.name)
     return {name: card for card in cards for name in card.names}

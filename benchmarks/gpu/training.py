@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from anygauge.registry import Hardware, Registry
-from anygauge.registry.hardware import measured_files
+from anygauge.planning.machines import Hardware, measured_files
+from anygauge.registry import Registry
 from benchmarks.entrants import ENTRANTS, run_file
 from benchmarks.gpu.part import FAILED, LATE, SKIPPED, Clock, Context, PartError, Report
 from benchmarks.measure import RunOutcome

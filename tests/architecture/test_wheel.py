@@ -101,7 +101,8 @@ def test_it_works_from_where_it_was_unpacked(unpacked, tmp_path):
 
 def test_descriptions_of_hardware_are_read_from_it(unpacked, tmp_path):
     program = (
-        "from anygauge.registry import Hardware, Registry; found = Hardware.load(Registry.load());"
+        "from anygauge.planning.machines import Hardware; from anygauge.registry import Registry;"
+        "found = Hardware.load(Registry.load());"
         "print(found.failures, found.machine('p5').cards, found.card('gaudi2').origin)"
     )
     version = project()["project"]["version"]

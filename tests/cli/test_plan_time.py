@@ -9,7 +9,8 @@ import pytest
 
 from anygauge.cli import lines, plan_time, planned
 from anygauge.config.schema import RunFile
-from anygauge.interface import Card, Machine
+from anygauge.interface import Card
+from anygauge.planning.machines import Machine
 from anygauge.planning.time import Ranks, duration
 from anygauge.planning.trials import Target, Trial
 from anygauge.planning.work import Traffic, Work

@@ -16,9 +16,10 @@ import yaml
 
 from anygauge.config.load import load_run_file
 from anygauge.planning.fit import Fit, fit
+from anygauge.planning.machines import Hardware
 from anygauge.planning.memory import RunMemory
 from anygauge.planning.plan import plan_run
-from anygauge.registry import Hardware, Registry
+from anygauge.registry import Registry
 from tests.helpers.sizes import LLAMA_70B
 
 GB, GIB = 10**9, 2**30

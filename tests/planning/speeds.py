@@ -19,9 +19,10 @@ import yaml
 
 from anygauge.config.load import load_run_file
 from anygauge.planning import time as times
+from anygauge.planning.machines import Hardware
 from anygauge.planning.plan import plan_run
 from anygauge.planning.trials import Target, timed
-from anygauge.registry import Hardware, Registry
+from anygauge.registry import Registry
 from tests.helpers.sizes import LLAMA_8B, LLAMA_70B
 from tests.planning.published import (
     ALL,

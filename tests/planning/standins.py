@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from anygauge.config.schema import RunFile
-from anygauge.interface import Card, Machine, Precision
+from anygauge.interface import Card, Precision
 from anygauge.planning.fit import GIB, fit
+from anygauge.planning.machines import Machine
 from anygauge.planning.memory import Peak, RunMemory
 from anygauge.planning.trials import Target, Trial
 from anygauge.planning.work import Work

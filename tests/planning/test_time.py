@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from anygauge.interface import Card, Machine, Rates
+from anygauge.interface import Card, Rates
 from anygauge.planning import time as times
+from anygauge.planning.machines import Machine
 from anygauge.planning.time import Ranks, UnknownRateError, duration
 from anygauge.planning.work import Traffic, Work
 

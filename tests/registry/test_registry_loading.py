@@ -130,6 +130,7 @@ def test_unreadable_entry_points(good, install, load, tmp_path):
         ({"name": "two words"}, "a name is letters"),
         ({"factory": "fake_bad.Fake"}, "must read 'package.module:name'"),
         ({"priority": "'high'"}, "priority 'high' is not an integer"),
+        ({"priority": "1, hardware='a.toml'"}, "hardware 'a.toml' must read 'package:file.toml'"),
         # A plugin is taken whole or not at all.
         ({"more": WHOLE_OR_NOT}, "anygauge_provide_launchers raised OSError: disk"),
     ],

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from anygauge.registry import Hardware, Registry
+from anygauge.planning.machines import Hardware
+from anygauge.registry import Registry
 
 
 def test_plans_find_the_card_with_the_memory_that_torch_reports(sim: Any) -> None:

@@ -1,10 +1,10 @@
-"""The TOML of cards and machines: what is read, and what is refused with which words."""
+"""The TOML of cards: what is read, and what is refused with which words."""
 
 from __future__ import annotations
 
 import pytest
 
-from anygauge.interface import UsageError, read_hardware
+from anygauge.interface import Rates, UsageError, read_cards
 
 WHOLE = """
 [card.mine]
@@ -16,54 +16,40 @@ link = ["450 GB/s", "its sheet"]
 host_link = ["63 GB/s", "its sheet"]
 flops.float32 = ["67 TFLOPS", "its sheet"]
 flops.bfloat16 = ["0.989 PFLOPS", "its sheet, halved"]
+shared_memory = true
 
-[machine."mine.8"]
-card = "mine"
-cards = [8, "the rental's page"]
-network = ["3200 Gb/s", "the rental's page"]
-host_memory = ["2 TB", "the rental's page"]
-cores = [96, "the rental's page"]
-disk = ["30 TB", "the rental's page"]
-disk_rate = ["16 GB/s", "the rental's page"]
+[card.mine.ranks.2]
+matmul.float32 = ["50 GFLOPS", "measured"]
+call = ["20 us", "measured"]
 """
 
 
-def test_figures_are_bytes_and_operations_per_second() -> None:
-    (card,), (machine,) = read_hardware(WHOLE, "a.toml", backend="mine")
+def test_figures_are_bytes_and_operations_per_second_and_keep_their_source() -> None:
+    (card,) = read_cards(WHOLE, "a.toml", backend="mine")
     assert (card.name, card.names, card.backend) == ("mine", ("Maker Mine 80GB",), "mine")
     assert (card.memory, card.reserved) == (int(79.1 * 2**30), 2**29)
     assert (card.bandwidth, card.link, card.host_link) == (3.35e12, 450e9, 63e9)
     assert card.flops == {"float32": 67e12, "bfloat16": 0.989e15}
-    assert (machine.name, machine.card, machine.cards) == ("mine.8", "mine", 8)
-    assert (machine.network, machine.host_memory, machine.cores) == (400e9, 2 * 10**12, 96)
-    assert (machine.disk, machine.disk_rate, machine.link) == (30 * 10**12, 16e9, None)
-
-
-def test_every_figure_keeps_its_source_and_the_file() -> None:
-    (card,), (machine,) = read_hardware(WHOLE, "a.toml")
-    assert card.sources["flops.bfloat16"] == "its sheet, halved"
+    rates = Rates(matmul={"float32": 50e9}, call=20 * 1e-6)
+    assert (card.shared_memory, card.ranks) == (True, {2: rates})
     assert set(card.sources) == {
         *("memory", "reserved", "bandwidth", "link", "host_link"),
-        *("flops.float32", "flops.bfloat16"),
+        *("flops.float32", "flops.bfloat16", "ranks.2.call", "ranks.2.matmul.float32"),
     }
-    assert set(machine.sources) == {
-        *("cards", "network", "host_memory", "cores", "disk", "disk_rate"),
-    }
-    assert card.origin == machine.origin == "a.toml"
+    assert card.sources["flops.bfloat16"] == "its sheet, halved" and card.origin == "a.toml"
 
 
 def test_what_is_left_out_is_unknown() -> None:
-    (card,), (machine,) = read_hardware("[card.a]\n[machine.b]\n", "a.toml")
+    (card,) = read_cards('[card.a]\nbackend = "its own"', "a.toml", backend="mine")
     assert (card.memory, card.bandwidth, card.link, card.flops) == (None, None, None, {})
-    assert (machine.card, machine.cards, machine.network) == ("", 0, None)
+    assert card.backend == "its own" and not card.asked
 
 
 def test_a_user_may_leave_sources_out_and_begin_with_a_byte_order_mark() -> None:
-    text = '[card.a]\nmemory = "24 GiB"\nlink = ["0 GB/s", "measured"]\n[machine.b]\nprice = 2.5\n'
-    (card,), (machine,) = read_hardware("\ufeff" + text, "mine.toml", sourced=False)
+    text = '[card.a]\nmemory = "24 GiB"\nlink = ["0 GB/s", "measured"]\n'
+    (card,) = read_cards("\ufeff" + text, "mine.toml", sourced=False)
     assert (card.memory, card.sources["memory"]) == (24 * 2**30, "mine.toml")
     assert (card.link, card.sources["link"]) == (0, "measured")
-    assert (machine.price, machine.sources["price"]) == (2.5, "mine.toml")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +58,7 @@ def test_a_user_may_leave_sources_out_and_begin_with_a_byte_order_mark() -> None
         ("[card.a", "a.toml: not TOML: "),
         (
             '[crad.a]\nmemory = "1 GB"',
-            "unknown key 'crad'; did you mean 'card'? valid keys: card, ",
+            "unknown key 'crad'; did you mean 'card'? valid keys: card",
         ),
         ("card = 3", "a.toml: card is 3; it must be a table"),
         ("[card]\na = 3", "card.a is 3; it must be a table"),
@@ -108,24 +94,19 @@ def test_a_user_may_leave_sources_out_and_begin_with_a_byte_order_mark() -> None
         ("[card.a]\nflops.bfloat16 = ['3 T', 'x']", "of GFLOPS, TFLOPS, PFLOPS"),
         ("[card.a]\nnames = 'b'", "card.a.names is 'b'; it must be a list of texts"),
         ("[card.a]\nshared_memory = 1", "card.a.shared_memory is 1; it must be true or false"),
-        ("[machine.a]\ncard = 8", "machine.a.card is 8; it must be a name in quotes"),
-        ("[machine.a]\ncards = [8.5, 'x']", "machine.a.cards is 8.5; it must be a whole number"),
+        ("[card.a]\nsources = {}", "[card.a] has an unknown key 'sources'"),
         (
-            "[machine.a]\ncards = ['8', 'x']",
-            "machine.a.cards is '8'; it must be a whole number, without",
+            "[card.a]\nflops.bfloat16 = ['this machine', 'x']",
+            "card.a.flops.bfloat16 is 'this machine'; it must be a number and its unit",
         ),
-        ("[machine.a]\ncards = [true, 'x']", "machine.a.cards is True; it must be a whole number"),
-        ("[machine.a]\nprice = [nan, 'x']", "machine.a.price is nan; it must be a number above 0"),
-        ("[machine.a]\ncores = [inf, 'x']", "machine.a.cores is inf; it must be a whole number"),
-        (
-            "[machine.p5.large]\ncards = [8, 'x']",
-            'A name with a dot stands in quotes: [machine."a.b"]',
-        ),
+        ("[card.a.ranks.0]", "card.a.ranks.0 is '0'; it must be a number of ranks, 1 to 1024"),
+        ("[card.a.ranks.2]\nmemory = 1", "[card.a.ranks.2] has an unknown key 'memory'"),
+        ("[card.a.ranks.2]\ncall = ['2 GB/s', 'x']", "card.a.ranks.2.call is '2 GB/s'"),
     ],
 )
 def test_what_cannot_be_is_refused_by_file_and_place(text: str, words: str) -> None:
     with pytest.raises(UsageError) as caught:
-        read_hardware(text, "a.toml")
+        read_cards(text, "a.toml")
     assert str(caught.value).startswith("a.toml: ")
     assert words in str(caught.value)
 
@@ -136,7 +117,7 @@ def test_a_character_too_few_or_too_many_is_no_traceback(sourced: bool) -> None:
     for at in range(len(WHOLE)):
         for text in (WHOLE[:at] + WHOLE[at + 1 :], WHOLE[:at] + "[" + WHOLE[at:]):
             try:
-                read_hardware(text, "a.toml", sourced=sourced)
+                read_cards(text, "a.toml", sourced=sourced)
             except UsageError as error:
                 refused += 1
                 assert str(error).startswith("a.toml: ")

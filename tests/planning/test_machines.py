@@ -1,0 +1,421 @@
+"""Cards and machines by name: whose description counts, what an unknown name is answered, and that
+those that come along are there, sourced and sane."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pluggy
+import pytest
+
+from anygauge.interface import (
+    CARD_FIGURES,
+    BackendSpec,
+    Card,
+    Finding,
+    PluginError,
+    Probe,
+    UnknownNameError,
+    UsageError,
+)
+from anygauge.planning.machines import MACHINE_FIGURES, Hardware, Machine, read_hardware
+from anygauge.registry import BLOCK_VARIABLE, Provided, Registry
+from anygauge.registry.plugins import Discovery, LoadedPlugin
+
+CARD = """
+[card.mine-80]
+names = ["Maker Mine 80GB"]
+memory = ["79.1 GiB", "its tool"]
+bandwidth = ["3 TB/s", "its sheet"]
+link = ["450 GB/s", "its sheet"]
+flops.bfloat16 = ["900 TFLOPS", "its sheet"]
+
+[machine."box.8"]
+card = "mine-80"
+cards = [8, "its page"]
+network = ["400 Gb/s", "its page"]
+"""
+NOTHING = Finding.no("none")
+
+
+class Here:
+    """A machine with plugins and files of the user's own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.plugins: list[LoadedPlugin] = []
+        self.files: list[Path] = []
+
+    def plugin(
+        self, name: str, text: str, hardware: str = "", says: Callable[[], Any] = dict
+    ) -> None:
+        """A backend of that name with a file of descriptions."""
+        (self.folder / f"fake_{name}").mkdir()
+        (self.folder / f"fake_{name}/cards.toml").write_text(text, encoding="utf-8")
+        spec = BackendSpec(
+            name=name,
+            factory="fake:Fake",
+            probe=lambda: Probe(devices=NOTHING, driver=NOTHING, software=NOTHING),
+            api_version=1,
+            hardware=hardware or f"fake_{name}:cards.toml",
+            this_machine=says,
+        )
+        of: Mapping[str, Any] = {"distribution": f"dist-{name}", "version": "1.0"}
+        manager, given = pluggy.PluginManager("anygauge"), (Provided(**of, spec=spec),)
+        self.plugins.append(
+            LoadedPlugin(**of, manager=manager, provided=given, tunes_environment=False)
+        )
+
+    def user(self, text: str | bytes) -> Path:
+        """A file of the user's."""
+        file = self.folder / f"{len(self.files)}.toml"
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        self.files.append(file)
+        return file
+
+    def load(self) -> Hardware:
+        return Hardware.load(Registry(Discovery(plugins=tuple(self.plugins))), self.files)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return Here(tmp_path)
+
+
+@pytest.fixture
+def mine(here: Here) -> Here:
+    here.plugin("one", CARD)
+    return here
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mine-80", "MINE 80", "mine80", "maker mine 80gb"])
+def test_a_third_party_brings_its_card_whose_name_is_forgiving(mine: Here, name: str) -> None:
+    hardware = mine.load()
+    card = hardware.card(name)
+    assert (card.name, card.backend) == ("mine-80", "one")
+    assert card.origin == "cards.toml of dist-one 1.0"
+    assert hardware.of_devices([name]) == card and hardware.of_devices([name, "other"]) is None
+    assert [m.name for m in hardware.machines] == ["box.8"] and not hardware.failures
+
+
+def test_a_machine_has_its_cards_link(mine: Here) -> None:
+    mine.user('[machine.slow]\ncard = "mine-80"\ncards = [2, "x"]\nlink = ["31 GB/s", "x"]\n')
+    assert mine.load().machine("BOX.8").link == 450e9
+    assert mine.load().machine("slow").link == 31e9
+
+
+@pytest.mark.parametrize(
+    ("name", "cards", "note"),
+    [
+        ("mine-80", 1, ""),
+        ("Mine-80:4", 4, ""),  # half of a box
+        ("maker mine 80gb:8", 8, ""),
+        (
+            "mine-80:20",
+            20,
+            "no description has a machine of 20 mine-80: one is imagined, with the link of such "
+            "cards between all of them. box.8 has 8: --machine box.8 --nodes 3",
+        ),
+        ("alone", 1, ""),
+        (
+            "alone:2",
+            2,
+            "no description has a machine of 2 alone: one is imagined, with the link of such cards "
+            "between all of them",
+        ),
+        ("host:4", 4, ""),  # ranks
+    ],
+)
+def test_a_card_and_a_number_is_a_machine_which_may_be_imagined(
+    mine: Here, name: str, cards: int, note: str
+) -> None:
+    mine.user("[card.alone]\n[card.host]\nshared_memory = true\n")
+    # It names its card by another name of it; and another is not yet whole.
+    mine.user('[machine."box.4"]\ncard = "Maker Mine 80GB"\ncards = 4\n[machine.b]\ncard = "host"')
+    hardware = mine.load()
+    found = hardware.machine(name)
+    assert (found.cards, found.network, found.imagined) == (cards, None, bool(note))
+    assert found.link == hardware.card(found.card).link
+    assert hardware.note_on(found) == note
+    assert not hardware.machine("box.8").imagined and not hardware.note_on(hardware.machine("box8"))
+
+
+@pytest.mark.parametrize("count", ["", "0", "-1", "8x", "1.5", "2000"])
+def test_a_number_of_cards_is_a_number(mine: Here, count: str) -> None:
+    with pytest.raises(UsageError, match=f"'{count}' is not a number of cards.*such as mine-80:8"):
+        mine.load().machine(f"mine-80:{count}")
+
+
+def test_an_unknown_name_is_answered_with_the_nearest(mine: Here) -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        mine.load().machine("bx.8")
+    text = str(caught.value)
+    assert text.splitlines()[0] == "there is no machine named 'bx.8'; did you mean 'box.8'?"
+    assert "  machines: box.8\n  or a card and how many of it, as in CARD:8" in text
+    assert "  cards: mine-80" in text and "docs/hardware.md" in text.splitlines()[-1]
+    assert caught.value.exit_status == 2
+    for wrong, asked in (("mine-90", "card"), ("mine-90:8", "machine")):
+        with pytest.raises(UnknownNameError, match="did you mean 'mine-80'"):
+            getattr(mine.load(), asked)(wrong)
+
+
+def test_names_that_begin_alike_are_nearest_and_each_is_named_once(here: Here) -> None:
+    with pytest.raises(UnknownNameError, match=r"^there is no card named 'zzz'\n  cards: none\n"):
+        here.load().card("zzz")
+    here.user('[card.a10]\n[card.a100-40]\nnames = ["a100 forty"]\n[card.a100-80]\n[card.z]\n')
+    with pytest.raises(UnknownNameError, match=r"did you mean 'a100-40' or 'a100-80' or 'a10'\?"):
+        here.load().card("A100")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('card = "lost"\ncards = 8', "machine 'box' of .*0.toml: there is no card named 'lost'"),
+        ("cards = 8", r"0.toml: \[machine.box\] lacks card: the name"),
+        ('card = "mine-80"', r"0.toml: \[machine.box\] lacks cards: their number"),
+    ],
+)
+def test_a_machine_without_its_cards_says_so(mine: Here, text: str, said: str) -> None:
+    mine.user(f"[machine.box]\n{text}\n")
+    with pytest.raises((UsageError, UnknownNameError), match=said):
+        mine.load().machine("box")
+
+
+def test_what_a_machine_has_is_read_with_its_units() -> None:
+    text = """
+[machine."mine.8"]
+card = "mine"
+cards = [8, "the rental's page"]
+network = ["3200 Gb/s", "the rental's page"]
+host_memory = ["2 TB", "the rental's page"]
+disk_rate = ["16 GB/s", "the rental's page"]
+[machine.b]
+"""
+    cards, (machine, empty) = read_hardware(text, "a.toml")
+    assert cards == () and (machine.name, machine.card, machine.cards) == ("mine.8", "mine", 8)
+    assert (machine.network, machine.host_memory, machine.disk_rate) == (400e9, 2 * 10**12, 16e9)
+    assert set(machine.sources) == {"cards", "network", "host_memory", "disk_rate"}
+    assert machine.sources["cards"] == "the rental's page" and machine.origin == "a.toml"
+    assert (empty.card, empty.cards, empty.network, empty.link) == ("", 0, None, None)
+    _, (own,) = read_hardware("[machine.b]\nprice = 2.5", "mine.toml", sourced=False)
+    assert (own.price, own.sources["price"]) == (2.5, "mine.toml")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("card = 8", "machine.a.card is 8; it must be a name in quotes"),
+        ("cards = [8.5, 'x']", "machine.a.cards is 8.5; it must be a whole number"),
+        ("cards = ['8', 'x']", "machine.a.cards is '8'; it must be a whole number, without"),
+        ("cards = [true, 'x']", "machine.a.cards is True; it must be a whole number"),
+        ("price = [nan, 'x']", "machine.a.price is nan; it must be a number above 0"),
+        ("cores = [inf, 'x']", "machine.a.cores is inf; it must be a whole number"),
+        ("imagined = true", "[machine.a] has an unknown key 'imagined'; valid keys: names, card, "),
+        (
+            "large.cards = [8, 'x']",
+            """an unknown key 'large'; valid keys: names, card, cards, link, network, host_memory, \
+cores, disk, disk_rate, price. A name with a dot stands in quotes: [machine."a.b"]""",
+        ),
+    ],
+)
+def test_what_a_machine_cannot_have_is_refused_by_place(line: str, words: str) -> None:
+    with pytest.raises(UsageError, match=rf"^a.toml: .*{re.escape(words)}"):
+        read_hardware(f"[machine.a]\n{line}", "a.toml")
+
+
+# -- whose description counts ---------------------------------------------------------------------
+
+
+def test_a_users_file_comes_over_a_plugin_figure_by_figure(mine: Here) -> None:
+    file = mine.user(
+        '[card."MINE-80"]\nnames = ["mine"]\nbandwidth = ["2.5 TB/s", "measured"]\n'
+        'link = "0 GB/s"\nflops.float16 = ["700 TFLOPS", "measured"]\n'
+        '[machine."box.8"]\nprice = 20\n'
+    )
+    found = mine.load()
+    card = found.card("mine-80")
+    assert (card.bandwidth, card.link) == (2.5e12, 0)
+    assert card.flops == {"bfloat16": 900e12, "float16": 700e12}
+    assert (card.memory, card.sources["memory"]) == (int(79.1 * 2**30), "its tool")
+    assert card.sources["bandwidth"] == "measured" and card.backend == "one"
+    assert card.origin == f"cards.toml of dist-one 1.0 and {file}"
+    assert found.card("mine") == found.card("maker mine 80gb") == card
+    machine = found.machine("box.8")
+    assert (machine.price, machine.cards, machine.network) == (20, 8, 50e9)
+    assert [one.name for one in found.cards] == ["mine-80"]
+
+
+def test_a_later_file_comes_over_an_earlier_one(here: Here) -> None:
+    here.user('[card.a]\nmemory = "1 GB"\nlink = "1 GB/s"\nshared_memory = true\n')
+    here.user('[card.a]\nmemory = "2 GB"\n')
+    card = here.load().card("a")
+    assert (card.memory, card.link, card.shared_memory) == (2 * 10**9, 1e9, True)
+
+
+def test_two_plugins_of_one_name_are_both_named(mine: Here) -> None:
+    mine.plugin("two", '[card.other]\nnames = ["mine 80"]\nmemory = ["1 GB", "x"]\n')
+    with pytest.raises(PluginError, match="ANYGAUGE_BLOCK_PLUGINS") as caught:
+        mine.load().card("mine-80")
+    both = "described by cards.toml of dist-one 1.0 and cards.toml of dist-two 1.0"
+    assert both in str(caught.value)
+    assert mine.load().card("other").memory == 10**9
+    mine.user('[card.mine-80]\nmemory = "3 GB"\n')
+    assert mine.load().card("mine-80").memory == 3 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("text", "hardware", "reason"),
+    [
+        ("[card.x", "", "not TOML"),
+        ("[card.x]\nmemory = '3 GB'", "", "its source beside it"),
+        ("", "fake_bad:lost.toml", "FileNotFoundError"),
+        ("", "no_such_package:cards.toml", "ModuleNotFoundError"),
+    ],
+)
+def test_a_broken_file_harms_no_other(mine: Here, text: str, hardware: str, reason: str) -> None:
+    mine.plugin("bad", text, hardware)
+    found = mine.load()
+    assert found.card("mine-80").backend == "one"
+    (failure,) = found.failures
+    assert (failure.distribution, failure.version) == ("dist-bad", "1.0")
+    assert reason in failure.reason
+    with pytest.raises(UnknownNameError, match=r"of dist-bad 1.0 may describe it and cannot be"):
+        found.machine("another")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "cannot be read as a description of hardware: No such file"),
+        (b"\xff\xfe\x00", "cannot be read as a description of hardware: it is not a text in UTF-8"),
+        (b'[card.a]\nmemory = "3"\n', "card.a.memory is '3'"),
+    ],
+    ids=["missing", "binary", "a mistake"],
+)
+def test_a_users_file_that_cannot_be_taken_is_named(here: Here, content: bytes, said: str) -> None:
+    file = here.user(content)
+    if not content:
+        file.unlink()
+    with pytest.raises(UsageError, match=f"0.toml: {said}"):
+        here.load()
+
+
+ASKED = '[card.here]\nshared_memory = true\nmemory = ["this machine", "its kernel"]\n'
+
+
+def test_a_figure_may_be_left_to_the_machine_at_hand(here: Here) -> None:
+    here.plugin("one", ASKED, says=lambda: {"memory": 12345, "link": 1})
+    hardware = here.load()
+    (listed,) = hardware.cards
+    assert (listed.memory, listed.asked, listed.shared_memory) == (None, ("memory",), True)
+    card = hardware.card(hardware.machine("here:2").card)
+    assert (card.memory, card.link) == (12345, None)
+    here.user('[card.here]\nmemory = "1 GB"\n')
+    assert here.load().card("here").memory == 10**9
+
+
+def test_who_does_not_say_or_cannot_be_asked(here: Here) -> None:
+    here.plugin("silent", ASKED)
+    here.plugin("broken", ASKED.replace("here", "there"), says=lambda: 1 / 0)
+    here.user(ASKED.replace("here", "own"))
+    hardware = here.load()
+    assert hardware.card("here").memory is None
+    failed = "card 'there' of cards.toml of dist-broken 1.0: .*ZeroDivisionError"
+    with pytest.raises(PluginError, match=failed):
+        hardware.card("there")
+    with pytest.raises(UsageError, match=r"\[card.own\] leaves figures to this machine, and none"):
+        hardware.card("own")
+
+
+# -- those that come along ------------------------------------------------------------------------
+
+
+GB, GIB = 1e9, 2**30
+BOUNDS = {
+    "memory": (10 * GIB, 300 * GIB),
+    "reserved": (0.2 * GIB, 3 * GIB),
+    "bandwidth": (200 * GB, 10_000 * GB),
+    "link": (10 * GB, 1_000 * GB),
+    "host_link": (10 * GB, 100 * GB),
+    "cards": (1, 16),
+    "network": (0.3 * GB, 800 * GB),
+    "host_memory": (15 * GIB, 4_200 * GIB),
+    "cores": (4, 256),
+    "disk": (60 * GIB, 40_000 * GB),
+    "disk_rate": (1 * GB, 100 * GB),
+    **dict.fromkeys(("flops.float16", "flops.bfloat16"), (60e12, 2500e12)),
+    "flops.float32": (5e12, 200e12),
+    "flops.tf32": (100e12, 1200e12),
+    "matmul.bfloat16": (60e12, 2500e12),
+}
+"""Where a figure of today's cards and machines lies: bits for bytes, or 1000 times, do not. What
+nobody may ship has none."""
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Hardware:
+    """Without those of test devices, whose cards have any size."""
+    examples = sorted((Path(__file__).parents[2] / "examples/hardware").glob("*.toml"))
+    blocked = {BLOCK_VARIABLE: "anygauge-sim,anygauge-lazy,anygauge-plain"}
+    return Hardware.load(Registry.load(blocked), examples)
+
+
+def test_the_cards_and_machines_that_there_must_be(shipped: Hardware) -> None:
+    assert not shipped.failures
+    for name in (
+        *("V100 16", "V100 32", "A100 40", "A100 80", "H100", "H200", "B200", "MI300X", "CPU"),
+        *("Gaudi2", "Gaudi3", "Max 1550", "910B", "L4", "4090", "Tesla V100-SXM2-32GB"),
+    ):
+        assert shipped.card(name).memory, name
+    assert shipped.card("NVIDIA H100 80GB HBM3").name == "h100", "its driver's name"
+    for name in (
+        *("HLS-2", "DGX A100", "DGX H100", "dgx-b200", "Standard_ND96asr_v4", "ND96isr_H100_v5"),
+        *("Standard_NC24rs_v3", "Standard_NC96ads_A100_v4", "p4d.24xlarge", "ml.p5.48xlarge"),
+        "dl1.24xlarge",
+    ):
+        assert shipped.machine(name).host_memory, name
+    for machine in shipped.machines:  # has a card that is described
+        assert shipped.machine(machine.name).link is not None, machine.name
+    assert "p3.16xlarge has 8: --machine p3.16xlarge --nodes 4" in shipped.note_on(
+        shipped.machine("v100-16:32")
+    )
+
+
+def test_every_figure_has_a_source_and_is_sane(shipped: Hardware) -> None:
+    for described in (*shipped.cards, *shipped.machines):
+        names = CARD_FIGURES if isinstance(described, Card) else MACHINE_FIGURES
+        figures = {name: getattr(described, name) for name in names}
+        for of in ("flops", "matmul") if isinstance(described, Card) else ():
+            figures |= {f"{of}.{kind}": rate for kind, rate in getattr(described, of).items()}
+        for name, value in figures.items():
+            if value is None:
+                continue
+            place = f"{described.name}: {name} = {value}"
+            assert len(described.sources[name]) > 7, place
+            least, most = BOUNDS[name]
+            assert least <= value <= most, place
+            if name.startswith("matmul."):
+                assert 0.4 <= value / figures[name.replace("matmul", "flops")] <= 1, place
+
+
+def test_a_figure_in_the_wrong_unit_is_seen(shipped: Hardware) -> None:
+    link, network = shipped.card("a100-80").link, shipped.machine("p5").network
+    assert link is not None and network is not None
+    least, most = BOUNDS["link"]
+    assert not least <= link / 1000 and not link * 1000 <= most
+    assert not network * 8 <= BOUNDS["network"][1]
+
+
+def test_this_processor_is_described(shipped: Hardware) -> None:
+    card = shipped.card("cpu")
+    assert card.memory and card.shared_memory and card.backend == "cpu"
+    assert (card.flops, card.bandwidth) == ({}, None)
+    assert {one.name for one in dataclasses.fields(Machine)} > set(MACHINE_FIGURES)
