@@ -429,6 +429,10 @@ def _device(
         at(BACKWARD, COLLECT, trace.base)
         at(EVALUATION, GATHER, trace.base)
         at(EVALUATION, EVALUATION, trace.base + max(one.evaluation for one in mine))
+        if stage.apart:
+            # At the most: what a weight's gradient was made of is let go of.
+            made = (one.trained * one.recomputed if one.recomputed else one.kept for one in mine)
+            at(BACKWARD, BACKWARD, before[-1] + mine[-1].kept + sum(made))
         if stage.end == len(layers):
             at(LOSS, LOSS, base + sum(layer.kept for layer in mine), trace.loss)
             at(EVALUATION, LOSS, trace.base, trace.loss_evaluation)

@@ -55,9 +55,7 @@ def sharded_memory(terms: Terms) -> MemoryEstimate:
         return padded * item_size(parameter, dtype)
 
     resident_below = int(zero.get("stage3_param_persistence_threshold", DEFAULT_PERSISTENCE))
-    pieces = Pieces(
-        terms.model, size, resident_below, by_layer=terms.options.gather == "layer"
-    )
+    pieces = Pieces(terms.model, size, resident_below, by_layer=terms.options.gather == "layer")
     recomputes = [workload.activations.recomputes(at) for at in range(len(pieces.layers))]
     coordinator = Gathering(
         pieces.step(recomputes),
