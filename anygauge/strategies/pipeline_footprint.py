@@ -130,9 +130,9 @@ def pipeline_memory(options: Degrees, workload: Workload) -> MemoryEstimate:
     # `stage_backward_input` leaves gradients with its buffers until the next step begins.
     left = unit * count * sum(apart and not part.begins for part in mine)
     after = {**fixed, BUFFERS: fixed[BUFFERS] + left}
-    # `sum_at` puts all gradients into one message.
+    # `sum_at` puts gradients into one message: all, or those of a weight that both ends have.
     made = update_made(workload, (p.numel() for p in trained.values()))
-    message = held.gradients if rows > 1 else 0
+    message = held.gradients if rows > 1 else held.sent.get("all_reduce", 0)
     whole = max((p.numel() for p in model.parameters() if p.requires_grad), default=0)
     return MemoryEstimate(
         device={
