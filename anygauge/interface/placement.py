@@ -22,6 +22,7 @@ __all__ = [
     "HOST_DEVICE",
     "Compiler",
     "Graph",
+    "HeldAtOnce",
     "MemoryStats",
     "PeakFlops",
     "Phase",
@@ -310,6 +311,20 @@ class Compiler:
     regions: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldAtOnce:
+    """What a graph compiler makes of a layer's memory: it fuses operations, and reuses memory.
+
+    Attributes:
+        share: of what operations one by one would have at once in a layer, or in the loss, and free
+            again: the part that the compiled graph has; and so of what they read and write.
+        source: a published figure; or that it is fitted to a run, and to which.
+    """
+
+    share: float
+    source: str
+
+
 class Graph:
     """Defaults for a device that runs each operation as it comes."""
 
@@ -329,6 +344,9 @@ class Graph:
     shapes: ShapePolicy = ShapePolicy()
     compiler: Compiler | None = None
     """What compiles a model's regions; None where nothing does."""
+
+    held: HeldAtOnce | None = None
+    """For plans; None where operations run one by one."""
 
     def mark_step(self, phase: Phase) -> None:
         """End the graph accumulated so far. Nothing to do on an eager device."""

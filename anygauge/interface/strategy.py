@@ -28,6 +28,7 @@ __all__ = [
     "DeviceBatch",
     "Engine",
     "Footprint",
+    "HeldLayers",
     "LossFunction",
     "MemoryEstimate",
     "ModelFactory",
@@ -425,6 +426,7 @@ class Workload:
         activations: what decoder layers keep for backward.
         state_bytes: what the optimizer keeps for each trained number, in bytes.
         update_bytes: what its update makes meanwhile for each trained number, in bytes.
+        updated_at_once: for how many numbers at once, or for one tensor that has more; 0: for all.
     """
 
     backend: Backend
@@ -440,6 +442,7 @@ class Workload:
     activations: Activations
     state_bytes: float = 8.0
     update_bytes: float = 0.0
+    updated_at_once: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -510,12 +513,20 @@ from ranks for a while; gradients and their sums; masters, the optimizer's state
 takes; what forward keeps and backward makes; logits and the loss; buffers of engines and
 collectives; copies to be saved."""
 
-LOAD, BEGIN, FORWARD, LOSS = "load", "begin", "forward", "loss"
-BACKWARD, END, UPDATE, EVALUATION, SAVE = "backward", "end", "update", "evaluation", "save"
-MOMENTS = (LOAD, BEGIN, FORWARD, LOSS, BACKWARD, END, UPDATE, EVALUATION, SAVE)
-"""Of a run: the model is made; the embedding of a micro-batch; its decoder layers; the output layer
-and the loss; backward of the last layer, when the least gradients are there; backward of the first
-layer and the embedding, when all are; the update; an evaluation; what is gathered to be saved."""
+LOAD, BEGIN, GATHER, FORWARD, LOSS = "load", "begin", "gather", "forward", "loss"
+REDUCE, BACKWARD, END, EMBEDDING = "reduce", "backward", "end", "embedding"
+COLLECT, UPDATE, EVALUATION, SAVE = "collect", "update", "evaluation", "save"
+MOMENTS = (
+    *(LOAD, BEGIN, GATHER, FORWARD, LOSS, REDUCE),
+    *(BACKWARD, END, EMBEDDING, COLLECT, UPDATE, EVALUATION, SAVE),
+)
+"""Of a run: the model is made; the embedding of a micro-batch; a layer's weights come together,
+before it computes; its decoder layers; the output layer and the loss; what is done with weights and
+gradients between two layers of backward; backward of the last layer, when the least gradients are
+there; backward of the first layers, when most are; backward of the embedding; what is done with
+gradients once there are no activations; the update; an evaluation; what is gathered to be saved. An
+estimate may leave out what it says nothing else of: `GATHER`, `REDUCE`, `EMBEDDING` (as `END`) and
+`COLLECT`."""
 
 Bytes: TypeAlias = "Mapping[str, Mapping[str, int]]"
 """Moment -> kind -> bytes, at the most that is there at once in it."""
@@ -554,6 +565,21 @@ class Traffic:
         return len({rank // per_machine for rank in self.group}) > 1
 
 
+@dataclass(frozen=True, slots=True)
+class HeldLayers:
+    """Neighbouring decoder layers that a rank computes without leaving the device.
+
+    Attributes:
+        first, end: from which to before which, counted from 0. The embedding belongs to the first
+            layer, the output layer and the loss to the last.
+        in_flight: micro-batches whose activations are there at once.
+    """
+
+    first: int
+    end: int
+    in_flight: int = 1
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
     """What a rank holds at each moment but for activations and logits, and what it sends.
@@ -562,9 +588,8 @@ class MemoryEstimate:
         device, host: in bytes, by moment and kind. Weights are a rank's own part; what an engine
             has meanwhile stands with its kind: gathered layers, buckets, copies of gradients.
         traffic: of one optimizer step.
-        layers: how many decoder layers the rank computes; None: all.
-        in_flight: micro-batches whose activations are there at once.
-        begins, ends: whether the rank has the embedding, and the output layer with the loss.
+        stages: the decoder layers that the rank computes; empty: all of them, and one micro-batch
+            after the other.
         host_bytes: what operations on the host read and write in a step, where it is not the device.
         copied_bytes: what is copied to the host and from it in a step.
         other_bytes: what the device reads and writes in a step beside the model's own operations:
@@ -574,10 +599,7 @@ class MemoryEstimate:
     device: Bytes
     host: Bytes = field(default_factory=dict)
     traffic: Sequence[Traffic] = ()
-    layers: int | None = None
-    in_flight: int = 1
-    begins: bool = True
-    ends: bool = True
+    stages: Sequence[HeldLayers] = ()
     host_bytes: float = 0.0
     copied_bytes: float = 0.0
     other_bytes: float = 0.0

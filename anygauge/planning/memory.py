@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from anygauge.interface.strategy import (
@@ -61,6 +61,8 @@ class RunMemory:
         per_layer: bytes that forward keeps of a layer for backward, for each micro-batch, on
             average.
         kernels: operation -> kernel that was assumed.
+        uncompiled: as `device`, where operations would run one by one; empty where they do.
+        compiled: where the difference is from; see `HeldAtOnce`.
     """
 
     device: dict[str, Peak]
@@ -72,6 +74,8 @@ class RunMemory:
     numbers: tuple[int, int]
     per_layer: int
     kernels: Mapping[str, str]
+    uncompiled: dict[str, Peak] = field(default_factory=dict)
+    compiled: str = ""
 
     @property
     def worst(self) -> tuple[str, Peak]:
@@ -88,7 +92,7 @@ class RunMemory:
         """The same again."""
         peaks = {
             kind: {phase: Peak(**peak) for phase, peak in record[kind].items()}
-            for kind in ("device", "host")
+            for kind in ("device", "host", "uncompiled")
         }
         precision = Precision(**record["precision"])
         work = Work.of_record(record["work"])
@@ -113,5 +117,6 @@ class RunMemory:
             self,
             device=most(self.device, other.device),
             host=most(self.host, other.host),
+            uncompiled=most(self.uncompiled, other.uncompiled),
             work=max(self.work, other.work, key=lambda work: sum(work.flops.values())),
         )

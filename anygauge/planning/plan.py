@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from anygauge.config.problems import LAYERS
 from anygauge.config.schema import RunFile, resolve_precision
@@ -22,18 +23,26 @@ from anygauge.interface import (
     SequencePart,
     UnsupportedError,
 )
+from anygauge.interface.placement import HeldAtOnce
 from anygauge.interface.strategy import (
     ACTIVATIONS,
     BACKWARD,
     BEGIN,
+    COLLECT,
+    EMBEDDING,
     END,
     EVALUATION,
     FORWARD,
+    GATHER,
+    GRADIENTS,
     LOAD,
     LOGITS,
     LOSS,
+    REDUCE,
     SAVE,
     UPDATE,
+    WEIGHTS,
+    HeldLayers,
     MemoryEstimate,
     Strategy,
     Workload,
@@ -76,10 +85,12 @@ def plan_run(run: RunFile, registry: Registry, backend: Backend, world_size: int
 def ranks_that_differ(run: RunFile, world_size: int) -> tuple[int, ...]:
     """Ranks of which one holds most: all hold the same, but for the stages of a pipeline.
 
-    The first stage has most micro-batches at once, the last has logits.
+    The first stage has the embedding and most micro-batches at once, the last has logits; of those
+    between, the second has as many layers as any and most micro-batches.
     """
     stages = int(getattr(run.strategy, "pp", 1) or 1)
-    return (0,) if stages == 1 else (0, world_size - world_size // stages)
+    rows = world_size // stages
+    return tuple(sorted({0, rows * min(1, stages - 1), world_size - rows}))
 
 
 def _plan_rank(
@@ -100,8 +111,8 @@ def _plan_rank(
     model = _whole_model(run.model, run.adapter, factory)
     workload = workload_of(run, registry, backend, precision, rank, world_size, model)
     estimate = memory_of(strategy, workload)
-    kernels = _kernels(run, registry, backend, factory)
-    trace = _traced(run, factory, kernels, strategy, workload)
+    kernels, names = _kernels(run, registry, backend, factory)
+    trace = _traced(run, factory, kernels, strategy, workload, staged=bool(estimate.stages))
     kinds = _kinds(model, factory.config.get_text_config(), workload)
     layers = [trace.layers[kinds.index(kind)] for kind in kinds]
     flops = step_flops(model, factory.config, lambda parameter: tuple(parameter.shape))
@@ -109,7 +120,14 @@ def _plan_rank(
     codes = quantised_layers(model).values()
     numbers = sum(p.numel() for p in every)
     numbers += sum(math.prod(c.plain_shape) - c.weight.numel() for c in codes)
-    device = _device(estimate, trace, layers)
+    buffers = sum(b.nbytes for b in model.buffers() if not b.is_meta)
+    device = _device(estimate, trace, layers, buffers)
+    held, uncompiled = backend.graph.held, {}
+    if held is not None:
+        uncompiled = device
+        trace = replace(trace, loss=round(held.share * trace.loss))
+        layers = [_compiled(one, held) for one in layers]
+        device = _device(estimate, trace, layers, buffers)
     host = {phase: Peak.of(estimate.host.get(phase, {})) for phase in estimate.host}
     if backend.device_type == HOST_DEVICE:
         device = {
@@ -126,7 +144,9 @@ def _plan_rank(
         precision=precision,
         numbers=(numbers, sum(p.numel() for p in every if p.requires_grad)),
         per_layer=sum(layer.kept for layer in layers) // len(layers),
-        kernels={name: kernels.choices[name].name for name in CALLED if name in kernels.choices},
+        kernels=names,
+        uncompiled=uncompiled,
+        compiled="" if held is None else held.source,
     )
 
 
@@ -146,7 +166,7 @@ def _whole_model(section: Any, adapter: Any, factory: CausalModelFactory) -> nn.
 
 
 def _adapted(factory: CausalModelFactory) -> nn.Module:
-    """An adapted model on the meta device, in the type of the run."""
+    """An adapted model on the meta device, in the type of the run; buffers are real."""
     model = factory.skeleton()
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -160,10 +180,36 @@ def _adapted(factory: CausalModelFactory) -> nn.Module:
                     value = parameter.detach().to("meta", factory._dtype)
                     moved[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
                 module._parameters[name] = moved[id(parameter)]
+    return model
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """The same with buffers on the meta device, too."""
+    for module in model.modules():
+        if type(module).__name__.endswith(ROTARY):
+            _rotate_on_host(module)
+            continue
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to("meta")
     return model
+
+
+ROTARY = "RotaryEmbedding"
+
+
+def _rotate_on_host(module: nn.Module) -> None:
+    """Have angles computed there: earlier releases of transformers begin with a context manager of
+    torch's that knows no meta device."""
+
+    def to_host(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype), (args, kwargs))
+
+    def to_meta(_: nn.Module, args: Any, output: Any) -> Any:
+        return tree_map_only(Tensor, lambda t: t.to("meta"), output)
+
+    module.register_forward_pre_hook(to_host, with_kwargs=True)
+    module.register_forward_hook(to_meta)
 
 
 def layers_of(config: Any) -> int:
@@ -213,6 +259,8 @@ def _traced(
     kernels: KernelPlan,
     strategy: Strategy,
     workload: Workload,
+    *,
+    staged: bool,
 ) -> ModelTrace:
     """The first layers, until each kind of them was there, with what is around them."""
     assert workload.skeleton is not None
@@ -220,7 +268,7 @@ def _traced(
     least = 1 + max(kinds.index(kind) for kind in kinds)
     few = _of_depth(factory, min(len(kinds), max(2, least)))
     few = few.having(kernels.attention.name, kernels.model)
-    model = _adapted(few)
+    model = _on_meta(_adapted(few))
     few.checkpoint_activations(model)
     planner = getattr(strategy, "planner", None)
     if planner is not None:
@@ -231,7 +279,7 @@ def _traced(
         masks = plan_masks(factory.config, kernels.attention.masks_of, run.data.max_length)
     padded = not run.data.packing and workload.micro_batch > 1
     rows = _Rows(workload, run.data.packing, padded, masks, part)
-    return trace_model(model, rows, all_set=not padded)
+    return trace_model(model, rows, all_set=not padded, holds_outputs=not staged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,8 +330,11 @@ class _Traced(Backend):
 
 def _kernels(
     run: RunFile, registry: Registry, backend: Backend, factory: CausalModelFactory
-) -> KernelPlan:
+) -> tuple[KernelPlan, dict[str, str]]:
     """What a run's kernels are, with plain ones of as much memory for those of its device.
+
+    Returns:
+        The plan, and operation -> the kernel that the run would have on its device.
 
     Raises:
         AnygaugeError: what the run would refuse.
@@ -295,10 +346,12 @@ def _kernels(
     holds_scores = backend.attention == "eager"
     traced.attention, traced.attention_why = backend.attention, backend.attention_why
     asked = dict(run.kernels)
+    names = {}
     for operation, name in {**preferred, **asked}.items():
         spec = specs.get((operation, name))
         if spec is None or backend.device_type not in spec.device_types:
             continue
+        names[operation] = name
         asked[operation] = spec.plain or _plain(specs, operation)
         if operation == ATTENTION and not spec.plain:
             del asked[operation]
@@ -314,7 +367,8 @@ def _kernels(
     if plan.attention.kernel is None and not holds_scores and plan.attention.name != "eager":
         attention = replace(plan.attention, name=fused)
         plan = replace(plan, attention=attention)
-    return plan
+    chosen = {one: plan.choices[one].name for one in CALLED if one in plan.choices}
+    return plan, {**chosen, **names}
 
 
 def _plain(specs: Mapping[tuple[str, str], KernelSpec], operation: str) -> str:
@@ -329,46 +383,84 @@ def _plain(specs: Mapping[tuple[str, str], KernelSpec], operation: str) -> str:
 
 
 def _device(
-    estimate: MemoryEstimate, trace: ModelTrace, layers: Sequence[LayerTrace]
+    estimate: MemoryEstimate, trace: ModelTrace, layers: Sequence[LayerTrace], buffers: int
 ) -> dict[str, Peak]:
-    """The most that is there at once, by phase."""
-    mine = layers if estimate.layers is None else layers[: estimate.layers]
-    kept = trace.base + estimate.in_flight * sum(layer.kept for layer in mine)
+    """The most that is there at once, by phase.
 
-    def at(moment: str, **more: int) -> Peak:
-        return Peak.of(estimate.device.get(moment, {}), more)
+    Args:
+        buffers: bytes of the model's, which all ranks have.
+    """
+    found: dict[str, Peak] = {}
 
-    def activations(moment: str, size: int) -> Peak:
-        return Peak.of(estimate.device.get(moment, {}), {ACTIVATIONS: size})
+    def at(phase: str, moment: str, activations: int = 0, logits: int = 0) -> None:
+        held = estimate.device.get(moment, {})
+        if phase == EVALUATION:
+            held = _without_gradients(held)
+        peak = Peak.of(held, {WEIGHTS: buffers, ACTIVATIONS: activations, LOGITS: logits})
+        found[phase] = max(found.get(phase, peak), peak, key=lambda one: one.total)
 
-    def most(*peaks: Peak) -> Peak:
-        return max(peaks, key=lambda peak: peak.total)
+    stages = _stages(estimate, layers)
+    kept = [_kept(trace, layers, stage) for stage in stages]
+    of_all = sum(stage.in_flight * size for stage, size in zip(stages, kept, strict=True))
+    for moment in (LOAD, UPDATE, SAVE):
+        at(moment, moment)
+    for stage, own in zip(stages, kept, strict=True):
+        # Of other micro-batches, and of this one in other stages.
+        others = of_all - own
+        mine = layers[stage.first : stage.end]
+        base = others + (trace.base if stage.first == 0 else trace.base - trace.embedded)
+        before = [base + sum(layer.kept for layer in mine[:index]) for index in range(len(mine))]
+        pairs = list(zip(before, mine, strict=True))
+        if stage.first == 0:
+            at(FORWARD, BEGIN, others + trace.begin)
+            at(BACKWARD, EMBEDDING if EMBEDDING in estimate.device else END, others + trace.end)
+            at(EVALUATION, BEGIN, trace.begin)
+        at(FORWARD, GATHER, before[-1])
+        at(FORWARD, FORWARD, max(beside + one.forward for beside, one in pairs))
+        at(BACKWARD, BACKWARD, max(beside + one.backward for beside, one in pairs))
+        at(BACKWARD, END, base + mine[0].backward)
+        at(BACKWARD, REDUCE, before[-1] + mine[-1].kept)
+        at(BACKWARD, COLLECT, trace.base)
+        at(EVALUATION, GATHER, trace.base)
+        at(EVALUATION, EVALUATION, trace.base + max(one.evaluation for one in mine))
+        if stage.end == len(layers):
+            at(LOSS, LOSS, base + sum(layer.kept for layer in mine), trace.loss)
+            at(EVALUATION, LOSS, trace.base, trace.loss_evaluation)
+    return {phase: found[phase] for phase in PHASES if phase in found}
 
-    before = [trace.base + sum(layer.kept for layer in mine[:at]) for at in range(len(mine))]
-    others = kept - trace.base - sum(layer.kept for layer in mine)
-    forward = max(at + one.forward for at, one in zip(before, mine, strict=True)) + others
-    backward = max(at + one.backward for at, one in zip(before, mine, strict=True)) + others
-    lowest = max(trace.end, trace.base + mine[0].backward)
-    phases = {
-        LOAD: at(LOAD),
-        FORWARD: most(activations(BEGIN, trace.begin), activations(FORWARD, forward)),
-        BACKWARD: most(activations(BACKWARD, backward), activations(END, lowest)),
-        UPDATE: at(UPDATE),
-        EVALUATION: activations(EVALUATION, trace.base + max(one.evaluation for one in mine)),
-        SAVE: at(SAVE),
-    }
-    if estimate.ends:
-        phases[LOSS] = Peak.of(
-            estimate.device.get(LOSS, {}), {ACTIVATIONS: kept, LOGITS: trace.loss}
-        )
-        phases[EVALUATION] = most(
-            phases[EVALUATION],
-            Peak.of(
-                estimate.device.get(EVALUATION, {}),
-                {ACTIVATIONS: trace.base, LOGITS: trace.loss_evaluation},
-            ),
-        )
-    return {phase: phases[phase] for phase in PHASES if phase in phases}
+
+def _stages(estimate: MemoryEstimate, layers: Sequence[LayerTrace]) -> Sequence[HeldLayers]:
+    return estimate.stages or (HeldLayers(0, len(layers)),)
+
+
+def _kept(trace: ModelTrace, layers: Sequence[LayerTrace], stage: HeldLayers) -> int:
+    """Of one micro-batch from a stage's forward until its backward.
+
+    What later stages are given lies in buffers that are the strategy's.
+    """
+    size = trace.base + sum(layer.kept for layer in layers[stage.first : stage.end])
+    size -= 0 if stage.first == 0 else trace.embedded
+    return size + (trace.loss_kept if stage.end == len(layers) else 0)
+
+
+def _compiled(layer: LayerTrace, held: HeldAtOnce) -> LayerTrace:
+    """What a graph compiler has of a layer at once; what is kept for backward stays."""
+
+    def part(size: int) -> int:
+        return layer.kept + round(held.share * max(0, size - layer.kept))
+
+    return replace(
+        layer,
+        forward=part(layer.forward),
+        backward=part(layer.backward),
+        evaluation=round(held.share * layer.evaluation),
+        work=replace(layer.work, other_bytes=held.share * layer.work.other_bytes),
+    )
+
+
+def _without_gradients(kinds: Mapping[str, int]) -> dict[str, int]:
+    """What is there in a step that an evaluation has, too."""
+    return {kind: size for kind, size in kinds.items() if kind != GRADIENTS}
 
 
 def _work(
@@ -376,9 +468,13 @@ def _work(
 ) -> Work:
     """Of one step."""
     once = Work()
-    for layer in layers if estimate.layers is None else layers[: estimate.layers]:
-        once = once.plus(layer.work)
-    once = once.plus(trace.work) if estimate.ends else once.plus(trace.work).plus(trace.head, -1.0)
+    for stage in _stages(estimate, layers):
+        for layer in layers[stage.first : stage.end]:
+            once = once.plus(layer.work)
+        if stage.first == 0:
+            once = once.plus(trace.work).plus(trace.head, -1.0)
+        if stage.end == len(layers):
+            once = once.plus(trace.head)
     step = Work().plus(once, workload.accumulation)
     return replace(
         step,

@@ -55,9 +55,11 @@ class ModelTrace:
     Attributes:
         begin: the most that is there at once until the first layer.
         base: of it what is there from then on: the batch, and what the embedding keeps.
+        embedded: of `base`, the hidden states that the first layer is given.
         layers: the first ones.
         loss, loss_evaluation: the most that is there at once of the output layer and the loss,
             beside what layers keep.
+        loss_kept: of `loss`, from forward until backward.
         end: the most that is there at once when the embedding's gradient is made.
         work: of all but the layers.
         head: of `work`, that of the output layer and the loss.
@@ -65,9 +67,11 @@ class ModelTrace:
 
     begin: int
     base: int
+    embedded: int
     layers: tuple[LayerTrace, ...]
     loss: int
     loss_evaluation: int
+    loss_kept: int
     end: int
     work: Work
     head: Work
@@ -86,7 +90,7 @@ class _Trace(TorchDispatchMode):
     def __init__(self, model: nn.Module, *, all_set: bool) -> None:
         super().__init__()
         self.moment: Moment = (BEGIN, 0)
-        self.live = 0
+        self.live = self.embedded = self.forwarded = 0
         self.entered: dict[Moment, int] = {self.moment: 0}
         self.most: dict[Moment, int] = {self.moment: 0}
         self.counters: dict[Moment, Counter] = {self.moment: Counter()}
@@ -190,12 +194,16 @@ Batch = Callable[[], Mapping[str, Any]]
 """Makes a micro-batch on the meta device: what the model is called with, its labels among it."""
 
 
-def trace_model(model: nn.Module, batch: Batch, *, all_set: bool) -> ModelTrace:
+def trace_model(
+    model: nn.Module, batch: Batch, *, all_set: bool, holds_outputs: bool = True
+) -> ModelTrace:
     """Trace forward and backward of an adapted model of a few layers, and an evaluation.
 
     Args:
         model: on the meta device; it is used up.
         all_set: whether no token of a micro-batch is padding.
+        holds_outputs: whether what the model returns is there until backward is done, as engines
+            have it that run one micro-batch after the other.
     """
     model.train()
     for parameter in model.parameters():
@@ -203,15 +211,17 @@ def trace_model(model: nn.Module, batch: Batch, *, all_set: bool) -> ModelTrace:
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
     layers = list(decoder_layers(model))
     with _Trace(model, all_set=all_set) as trace, _watched(trace, layers):
-        loss = model_loss(model(**batch()))
+        outputs: Any = model(**batch())
+        loss = model_loss(outputs)
+        outputs = outputs if holds_outputs else None
+        trace.forwarded = trace.live
         # Of other threads a mode sees nothing.
         with torch.autograd.set_multithreading_enabled(False):
             loss.backward()
-        del loss
+        del loss, outputs
     model.eval()
     with _Trace(model, all_set=all_set) as evaluated, _watched(evaluated, layers), torch.no_grad():
-        loss = model_loss(model(**batch()))
-        del loss
+        model_loss(model(**batch()))
     return _of_moments(trace, evaluated, len(layers))
 
 
@@ -226,8 +236,10 @@ def _watched(trace: _Trace, layers: list[nn.Module]) -> Iterator[None]:
     last, handles = len(layers) - 1, []
 
     def watch(index: int, layer: nn.Module) -> None:
-        def entering(*_: Any) -> None:
+        def entering(_: nn.Module, args: Any) -> None:
             if trace.moment[0] in (BEGIN, FORWARD):
+                if index == 0 and args:
+                    trace.embedded = args[0].untyped_storage().nbytes()
                 trace.enter((FORWARD, index))
 
         def leaving(_: nn.Module, args: Any, output: Any) -> None:
@@ -282,9 +294,11 @@ def _of_moments(trace: _Trace, evaluated: _Trace, layers: int) -> ModelTrace:
     return ModelTrace(
         begin=trace.most[BEGIN, 0],
         base=base,
+        embedded=trace.embedded,
         layers=found,
         loss=most((LOSS, 0), starts[-1]),
         loss_evaluation=evaluated.most[LOSS, 0] - evaluated.entered[FORWARD, 0],
+        loss_kept=trace.forwarded - starts[-1],
         end=trace.most.get((END, 0), 0),
         work=work((BEGIN, 0), (LOSS, 0), (END, 0)),
         head=work((LOSS, 0)),

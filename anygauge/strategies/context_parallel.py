@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from anygauge.interface import UnsupportedError
-from anygauge.interface.strategy import BuildContext, Workload
+from anygauge.interface.strategy import BuildContext, Traffic, Workload
 from anygauge.strategies.degrees import ContextParallel
-from anygauge.strategies.exchanges import Exchange, Gather
+from anygauge.strategies.exchanges import CountedGroup, Exchange, Gather, Group, size_of
 from anygauge.strategies.footprint import item_bytes
 from anygauge.strategies.materialise import decoder_layers
 
@@ -33,7 +33,7 @@ Attention = Callable[..., Any]
 query (B, heads, T, D); output (B, T, heads, D)."""
 
 
-def attend_in_parts(model: nn.Module, group: dist.ProcessGroup, method: str) -> None:
+def attend_in_parts(model: nn.Module, group: Group, method: str) -> None:
     """Let a model's attention see the sequence of which each rank of `group` has a part.
 
     Args:
@@ -53,10 +53,12 @@ def attend_in_parts(model: nn.Module, group: dist.ProcessGroup, method: str) -> 
         raise UnsupportedError(f"strategy.cp: the model mixes attention of kinds {sorted(inner)}")
     (name,) = inner
     parts = {"gather": _gathered, "ulysses": _exchanged}[method]
-    AttentionInterface.register(NAME, parts(_attention(name), group))
-    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[name])
+    # A plan beside a run leaves the run's own alone.
+    own = f"{NAME}_counted" if isinstance(group, CountedGroup) else NAME
+    AttentionInterface.register(own, parts(_attention(name), group))
+    AttentionMaskInterface.register(own, ALL_MASK_ATTENTION_FUNCTIONS[name])
     for config in configs.values():
-        config._attn_implementation = NAME
+        config._attn_implementation = own
 
 
 def _attention(name: str) -> Attention:
@@ -68,12 +70,13 @@ def _attention(name: str) -> Attention:
         return found
 
     def eager(module: Any, *args: Any, **kwargs: Any) -> Any:
-        return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
+        owner = getattr(module, "stands_for", type(module))
+        return sys.modules[owner.__module__].eager_attention_forward(module, *args, **kwargs)
 
     return eager
 
 
-def _gathered(attention: Attention, group: dist.ProcessGroup) -> Attention:
+def _gathered(attention: Attention, group: Group) -> Attention:
     def forward(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any
     ) -> Any:
@@ -85,17 +88,18 @@ def _gathered(attention: Attention, group: dist.ProcessGroup) -> Attention:
     return forward
 
 
-def _exchanged(attention: Attention, group: dist.ProcessGroup) -> Attention:
+def _exchanged(attention: Attention, group: Group) -> Attention:
     def forward(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any
     ) -> Any:
-        ranks = dist.get_world_size(group)
+        ranks = size_of(group)
         if key.shape[1] % ranks:
             times = query.shape[1] // key.shape[1]
             key, value = (t.repeat_interleave(times, dim=1) for t in (key, value))
         query, key, value = (Exchange.apply(t, group, 1, 2) for t in (query, key, value))
         # The module's heads are those of all ranks; the function asks it for their ratio.
         seen = SimpleNamespace(
+            stands_for=type(module),
             num_key_value_groups=query.shape[1] // key.shape[1],
             training=module.training,
             config=module.config,
@@ -136,8 +140,13 @@ def joined(group: dist.ProcessGroup | None) -> Callable[[Tensor], Tensor]:
 
 def attention_bytes(options: ContextParallel, workload: Workload) -> dict[str, int]:
     """What attention sends in a step, by collective, in the compute type."""
+    return {one.operation: int(one.bytes) for one in attention_traffic(options, workload)}
+
+
+def attention_traffic(options: ContextParallel, workload: Workload) -> list[Traffic]:
+    """What attention sends in a step, in the compute type."""
     if options.cp == 1:
-        return {}
+        return []
     model: Any = workload.skeleton
     assert model is not None, "a footprint is counted from the model"
     config = model.config.get_text_config()
@@ -149,15 +158,34 @@ def attention_bytes(options: ContextParallel, workload: Workload) -> dict[str, i
         kv_heads = heads
         of_key = config.qk_nope_head_dim + config.qk_rope_head_dim
         of_value = config.v_head_dim
-    both = of_key + of_value
     length = -(-workload.length // options.cp)
     layers = len(list(decoder_layers(model)))
-    size = workload.accumulation * workload.micro_batch * both
-    size *= item_bytes(workload.precision.param_dtype)
+    size = workload.micro_batch * (of_key + of_value) * item_bytes(workload.precision.param_dtype)
     # What selective recomputation keeps comes after the exchanges, which it makes again.
     forwards = layers + workload.activations.recomputed(layers)
+
+    def sent(operation: str, times: int, numbers: int) -> Traffic:
+        return Traffic(
+            operation=operation,
+            group=neighbours(workload.rank, options.cp),
+            waited=True,
+            times=times * workload.accumulation,
+            bytes=numbers * workload.accumulation * size,
+        )
+
     if options.cp_method == "gather":
-        keys = kv_heads * length * options.cp * size
-        return {"all_gather": forwards * keys, "reduce_scatter": layers * keys}
-    each = kv_heads if kv_heads % options.cp == 0 else heads
-    return {"all_to_all": (forwards + layers) * (heads + each) * length * size}
+        keys = kv_heads * length * options.cp
+        return [
+            sent("all_gather", forwards, forwards * keys),
+            sent("reduce_scatter", layers, layers * keys),
+        ]
+    moved = kv_heads if kv_heads % options.cp == 0 else heads
+    # Queries, keys, values and outputs.
+    times = forwards + layers
+    return [sent("all_to_all", 4 * times, times * (heads + moved) * length)]
+
+
+def neighbours(rank: int, degree: int) -> tuple[int, ...]:
+    """The ranks of the group of `degree` neighbouring ones that a rank is in."""
+    first = rank // degree * degree
+    return tuple(range(first, first + degree))

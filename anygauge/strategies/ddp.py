@@ -17,25 +17,33 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from anygauge.interface import Setting
-from anygauge.interface.strategy import BuildContext, Footprint, Workload
+from anygauge.interface.strategy import BuildContext, Footprint, MemoryEstimate, Workload
 from anygauge.strategies.common import compile_regions, floating, mark_recomputation, torch_dtype
 from anygauge.strategies.context_parallel import (
     attention_bytes,
+    attention_traffic,
     divide_sequences,
     joined,
 )
 from anygauge.strategies.degrees import Degrees, in_words
-from anygauge.strategies.footprint import added, item_bytes, trained_numbers, whole_model
+from anygauge.strategies.footprint import (
+    added,
+    item_bytes,
+    trained_numbers,
+    whole_model,
+)
 from anygauge.strategies.gradients import Gradients, LocalGradients
 from anygauge.strategies.layout import Whole
 from anygauge.strategies.materialise import decoder_layers
 from anygauge.strategies.pipeline import build_pipeline
-from anygauge.strategies.pipeline_footprint import pipeline_footprint
+from anygauge.strategies.pipeline_footprint import pipeline_footprint, pipeline_memory
+from anygauge.strategies.rank_part import take_part
 from anygauge.strategies.shards import fill
 from anygauge.strategies.single import build_whole
-from anygauge.strategies.tensor_footprint import in_tensor_parts
+from anygauge.strategies.tensor_footprint import in_tensor_parts, tensor_memory
 from anygauge.strategies.tensor_parallel import divide_layers
 from anygauge.strategies.torch_engine import TorchEngine
+from anygauge.strategies.whole_footprint import whole_memory
 
 
 class SummedOverRanks(LocalGradients):
@@ -88,12 +96,39 @@ class SummedOverRanks(LocalGradients):
         return work.get_future().then(lambda _: buffer)
 
 
+class DdpPlanner:
+    """See `StrategyPlanner`."""
+
+    def __init__(self, options: Degrees) -> None:
+        self.options = options
+
+    def memory(self, workload: Workload) -> MemoryEstimate:
+        """See `StrategyPlanner.memory`."""
+        if self.options.pp > 1:
+            return pipeline_memory(self.options, workload)
+        if self.options.tp > 1:
+            return tensor_memory(self.options, workload, memory_of_replica)
+        found = memory_of_replica(workload)
+        sent = (*found.traffic, *attention_traffic(self.options, workload))
+        return dataclasses.replace(found, traffic=sent)
+
+    def part_of(self, model: nn.Module, workload: Workload) -> None:
+        """See `StrategyPlanner.part_of`."""
+        take_part(self.options, model, workload)
+
+
+def memory_of_replica(workload: Workload) -> MemoryEstimate:
+    """Of a rank that has the same as all ranks of the workload."""
+    return whole_memory(workload, replicas=workload.world_size)
+
+
 class Ddp:
     """The whole model on every rank, or a part of every layer."""
 
     def __init__(self, options: Degrees) -> None:
         self.options = options
         self.description = f"ddp{in_words(options)}"
+        self.planner = DdpPlanner(options)
 
     def settings(self, workload: Workload) -> Sequence[Setting]:
         """torch's DDP has nothing here that a run would change."""

@@ -2,44 +2,71 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Group = dist.ProcessGroup
+
+@dataclass(frozen=True, slots=True)
+class CountedGroup:
+    """In place of a process group, for a plan: nothing is sent, and what is received is undefined.
+
+    Attributes:
+        size, rank: how many ranks it stands for, and which of them this one is.
+    """
+
+    size: int
+    rank: int
+
+
+Group: TypeAlias = "dist.ProcessGroup | CountedGroup"
+
+
+def size_of(group: Group) -> int:
+    """How many ranks are in a group."""
+    return group.size if isinstance(group, CountedGroup) else dist.get_world_size(group)
+
+
+def rank_in(group: Group) -> int:
+    """This rank's place in a group."""
+    return group.rank if isinstance(group, CountedGroup) else dist.get_rank(group)
 
 
 def gathered(part: Tensor, group: Group, dim: int) -> Tensor:
     """Each rank's part of a dimension -> the whole."""
     first = part.movedim(dim, 0).contiguous()
-    ranks = dist.get_world_size(group)
+    ranks = size_of(group)
     whole = first.new_empty((ranks * first.shape[0], *first.shape[1:]))
-    dist.all_gather_into_tensor(whole, first, group=group)
+    if not isinstance(group, CountedGroup):
+        dist.all_gather_into_tensor(whole, first, group=group)
     return whole.movedim(0, dim)
 
 
 def scattered(whole: Tensor, group: Group, dim: int) -> Tensor:
     """The sum over ranks, of which each gets its part of a dimension."""
     first = whole.movedim(dim, 0).contiguous()
-    ranks = dist.get_world_size(group)
+    ranks = size_of(group)
     part = first.new_empty((first.shape[0] // ranks, *first.shape[1:]))
-    dist.reduce_scatter_tensor(part, first, group=group)
+    if not isinstance(group, CountedGroup):
+        dist.reduce_scatter_tensor(part, first, group=group)
     return part.movedim(0, dim)
 
 
 def summed(part: Tensor, group: Group) -> Tensor:
     """The sum over ranks."""
     total = part.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    if not isinstance(group, CountedGroup):
+        dist.all_reduce(total, group=group)
     return total
 
 
 def own(whole: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's part of a dimension that all ranks have."""
-    each = whole.shape[dim] // dist.get_world_size(group)
-    return whole.narrow(dim, dist.get_rank(group) * each, each)
+    each = whole.shape[dim] // size_of(group)
+    return whole.narrow(dim, rank_in(group) * each, each)
 
 
 class Gather(torch.autograd.Function):
@@ -111,7 +138,7 @@ class Own(torch.autograd.Function):
         if gathers:
             return gathered(part, group, dim), None, None, None
         shape = list(part.shape)
-        shape[dim] *= dist.get_world_size(group)
+        shape[dim] *= size_of(group)
         whole = part.new_zeros(shape)
         own(whole, group, dim).copy_(part)
         return whole, None, None, None
@@ -151,9 +178,10 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, divide: int, join: int) -> Tensor:  # noqa: D102
         ctx.given = (group, divide, join)
-        sent = torch.stack(x.chunk(dist.get_world_size(group), dim=divide)).contiguous()
+        sent = torch.stack(x.chunk(size_of(group), dim=divide)).contiguous()
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
+        if not isinstance(group, CountedGroup):
+            dist.all_to_all_single(received, sent, group=group)
         return torch.cat(received.unbind(0), dim=join)
 
     @staticmethod

@@ -65,6 +65,20 @@ def rows_of(parameter: nn.Parameter, ranks: int) -> int:
     return -(-parameter.shape[0] // ranks) * (parameter.numel() // parameter.shape[0])
 
 
+def update_made(workload: Workload, sizes: Iterable[int]) -> int:
+    """Bytes that an update makes on a rank that holds trained tensors of such sizes.
+
+    As `anygauge.training.undo.parts` takes them: some at once, or one that is larger.
+    """
+    most = at_once = 0
+    for size in sizes:
+        if at_once + size > workload.updated_at_once > 0:
+            at_once = 0
+        at_once += size
+        most = max(most, at_once)
+    return round(most * workload.update_bytes)
+
+
 def added(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
     """The bytes of two sets of collectives together."""
     return {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}
@@ -125,7 +139,8 @@ def of_footprint(
             UPDATE: {
                 WEIGHTS: footprint.weights,
                 GRADIENTS: footprint.gradients,
-                OPTIMIZER: held[OPTIMIZER] + round(trained * workload.update_bytes),
+                OPTIMIZER: held[OPTIMIZER]
+                + update_made(workload, (p.numel() for p in model.parameters() if p.requires_grad)),
             },
             EVALUATION: held,
             SAVE: {**held, SAVED: largest * item_bytes(precision.master_dtype)},

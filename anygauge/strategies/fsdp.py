@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -26,24 +27,26 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from anygauge.interface import HOST_DEVICE, Setting, UnsupportedError
-from anygauge.interface.strategy import BuildContext, Footprint, Workload
+from anygauge.interface.strategy import BuildContext, Footprint, MemoryEstimate, Workload
 from anygauge.strategies.common import compile_regions, mark_recomputation, torch_dtype
 from anygauge.strategies.context_parallel import (
     attention_bytes,
+    attention_traffic,
     divide_sequences,
     joined,
 )
 from anygauge.strategies.degrees import in_words
 from anygauge.strategies.flat import FLAT, FlatLayers, flat_layers_fit
 from anygauge.strategies.footprint import added
-from anygauge.strategies.fsdp_footprint import fsdp_footprint
+from anygauge.strategies.fsdp_footprint import fsdp_footprint, fsdp_memory
 from anygauge.strategies.fsdp_options import FsdpOptions
 from anygauge.strategies.fsdp_spec import shards
 from anygauge.strategies.gradients import Gradients
 from anygauge.strategies.layout import TensorLayout
 from anygauge.strategies.materialise import decoder_layers
+from anygauge.strategies.rank_part import take_part
 from anygauge.strategies.shards import Sharded, fill, set_types
-from anygauge.strategies.tensor_footprint import in_tensor_parts
+from anygauge.strategies.tensor_footprint import in_tensor_parts, tensor_memory
 from anygauge.strategies.tensor_parallel import divide_layers
 from anygauge.strategies.torch_engine import TorchEngine
 
@@ -144,6 +147,47 @@ def check_average(group: dist.ProcessGroup, device: torch.device) -> None:
         )
 
 
+class FsdpPlanner:
+    """See `StrategyPlanner`."""
+
+    def __init__(self, options: FsdpOptions) -> None:
+        self.options = options
+
+    def memory(self, workload: Workload) -> MemoryEstimate:
+        """See `StrategyPlanner.memory`."""
+        ranks = shards(self.options, workload.world_size)
+        if self.options.tp > 1:
+            plain = functools.partial(fsdp_memory, self.options, ranks, flat=False)
+            return tensor_memory(self.options, workload, plain, ranks)
+        found = memory_of_shards(self.options, ranks, workload)
+        sent = (*found.traffic, *attention_traffic(self.options, workload))
+        return dataclasses.replace(found, traffic=sent)
+
+    def part_of(self, model: nn.Module, workload: Workload) -> None:
+        """See `StrategyPlanner.part_of`."""
+        take_part(self.options, model, workload)
+
+
+def memory_of_shards(options: FsdpOptions, ranks: int, workload: Workload) -> MemoryEstimate:
+    """Of a rank whose layers nobody else has a part of but ranks that divide their rows.
+
+    Args:
+        ranks: those.
+    """
+    assert workload.skeleton is not None, "an estimate is made from the model"
+    flat = is_flat(options, workload.skeleton, workload)
+    return fsdp_memory(options, ranks, workload, flat=flat)
+
+
+def is_flat(options: FsdpOptions, model: nn.Module, workload: Workload) -> bool:
+    """Whether frozen layers are gathered by `FlatLayers`, and FSDP2 has the trained weights."""
+    usual = options.tp == 1 and options.offload == "none" and options.gather == "layer"
+    several = shards(options, workload.world_size) > 1
+    # A compiled layer takes the hooks that gather for a part of itself.
+    compiled = workload.backend.graph.compiler is not None
+    return usual and several and not compiled and _IGNORES and flat_layers_fit(model)
+
+
 class Fsdp:
     """FSDP2 over all ranks."""
 
@@ -152,6 +196,7 @@ class Fsdp:
         replicas = f", {options.dp_replicate} replicas" if options.dp_replicate > 1 else ""
         offload = ", offloaded" if options.offload != "none" else ""
         self.description = f"fsdp{replicas}{in_words(options)}{offload}"
+        self.planner = FsdpPlanner(options)
 
     def settings(self, workload: Workload) -> Sequence[Setting]:
         """FSDP2 is configured in code; what decides is in the run file."""
@@ -164,7 +209,7 @@ class Fsdp:
         if self.options.tp > 1:
             workload, sent = in_tensor_parts(self.options, workload, ranks)
         assert workload.skeleton is not None, "a footprint is counted from the model"
-        flat = self._is_flat(workload.skeleton, workload)
+        flat = is_flat(self.options, workload.skeleton, workload)
         found = fsdp_footprint(self.options, ranks, workload, flat=flat)
         return dataclasses.replace(found, sent=added(found.sent, sent))
 
@@ -183,7 +228,7 @@ class Fsdp:
         if self.options.tp > 1:
             parallel = divide_layers(model, self.options, mesh.get_group("tp"), device)
         flat = None
-        if self._is_flat(model, context.workload):
+        if is_flat(self.options, model, context.workload):
             flat = FlatLayers(model, mesh.get_group("dp_shard"), device)
             setattr(model, FLAT, flat)
         self._shard(model, mesh, context, flat)
@@ -226,15 +271,6 @@ class Fsdp:
         }
         asked = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
         return init_device_mesh(device_type, tuple(asked.values()), mesh_dim_names=tuple(asked))
-
-    def _is_flat(self, model: nn.Module, workload: Workload) -> bool:
-        """Whether frozen layers are gathered by `FlatLayers`, and FSDP2 has the trained weights."""
-        options = self.options
-        usual = options.tp == 1 and options.offload == "none" and options.gather == "layer"
-        several = shards(options, workload.world_size) > 1
-        # A compiled layer takes the hooks that gather for a part of itself.
-        compiled = workload.backend.graph.compiler is not None
-        return usual and several and not compiled and _IGNORES and flat_layers_fit(model)
 
     def _shard(
         self, model: nn.Module, mesh: DeviceMesh, context: BuildContext, flat: FlatLayers | None

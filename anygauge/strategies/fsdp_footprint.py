@@ -2,15 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
-from anygauge.interface.strategy import Footprint, Workload
+from anygauge.interface.strategy import (
+    BACKWARD,
+    BEGIN,
+    BUFFERS,
+    COLLECT,
+    EMBEDDING,
+    END,
+    EVALUATION,
+    FORWARD,
+    GATHER,
+    GATHERED,
+    GRADIENTS,
+    LOAD,
+    LOSS,
+    OPTIMIZER,
+    SAVE,
+    SAVED,
+    UPDATE,
+    WEIGHTS,
+    Footprint,
+    MemoryEstimate,
+    Traffic,
+    Workload,
+)
+from anygauge.strategies.flat import BUFFERS as FLAT_BUFFERS
 from anygauge.strategies.flat import flat_lengths, gathered_in_a_turn
-from anygauge.strategies.footprint import item_bytes, item_size, rows_of, scale_bytes
+from anygauge.strategies.footprint import (
+    item_bytes,
+    item_size,
+    rows_of,
+    scale_bytes,
+    update_made,
+)
 from anygauge.strategies.fsdp_options import FsdpOptions
 from anygauge.strategies.materialise import decoder_layers
+from anygauge.strategies.whole_footprint import (
+    TrainedPlaces,
+    beside_one,
+    numbers_of,
+    on_host,
+    step_bytes,
+)
 
 
 def fsdp_footprint(
@@ -61,3 +99,279 @@ def fsdp_footprint(
 def _padded(parameters: Iterable[nn.Parameter], ranks: int, dtype: str) -> int:
     """Bytes of parameters in a type, whose rows are made a multiple of the ranks."""
     return sum(rows_of(p, ranks) * ranks * item_size(p, dtype) for p in parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """What FSDP2 gathers and reduces together: a decoder layer, or the rest. In bytes.
+
+    Attributes:
+        whole: gathered, in the compute type.
+        gradients: of all of its trained weights, in the compute type.
+        reduced: what goes into a reduction, in the type of reductions.
+        part: of the sums over ranks, those of a rank, in the masters' type.
+    """
+
+    whole: int = 0
+    gradients: int = 0
+    reduced: int = 0
+    part: int = 0
+
+    @classmethod
+    def of(cls, parameters: Iterable[nn.Parameter], ranks: int, workload: Workload) -> _Group:
+        """Of parameters, each once."""
+        precision = workload.precision
+        every = list({id(p): p for p in parameters}.values())
+        trained = [p for p in every if p.requires_grad]
+        return cls(
+            whole=_padded(every, ranks, precision.param_dtype),
+            gradients=sum(p.numel() for p in trained) * item_bytes(precision.param_dtype),
+            reduced=_padded(trained, ranks, precision.reduce_dtype),
+            part=sum(rows_of(p, ranks) for p in trained) * item_bytes(precision.master_dtype),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Most:
+    """Gathered weights, gradients and buffers at one moment."""
+
+    gathered: int = 0
+    gradients: int = 0
+    buffers: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.gathered + self.gradients + self.buffers
+
+    def kinds(self, held: Mapping[str, int]) -> dict[str, int]:
+        """With what is held all the time."""
+        more = {GATHERED: self.gathered, GRADIENTS: self.gradients, BUFFERS: self.buffers}
+        return {kind: held.get(kind, 0) + more.get(kind, 0) for kind in {**held, **more}}
+
+
+def _most(*found: _Most) -> _Most:
+    return max(found, key=lambda one: one.total)
+
+
+def fsdp_memory(
+    options: FsdpOptions, ranks: int, workload: Workload, *, flat: bool
+) -> MemoryEstimate:
+    """What the workload's rank holds and sends; parts are those of the first, the largest.
+
+    Args:
+        ranks: that hold the model together.
+        flat: frozen layers are gathered by `FlatLayers`.
+    """
+    model, precision = workload.skeleton, workload.precision
+    assert model is not None, "an estimate is made from the model"
+    held = fsdp_footprint(options, ranks, workload, flat=flat)
+    trained = tuple({id(p): p for p in model.parameters() if p.requires_grad}.values())
+    parts = sum(rows_of(p, ranks) for p in trained) * item_bytes(precision.master_dtype)
+    offloaded = options.offload != "none"
+    scales = scale_bytes(model)
+    own = {WEIGHTS: held.weights - scales, OPTIMIZER: held.optimizer}
+    device = {WEIGHTS: scales} if offloaded else {**own, WEIGHTS: held.weights}
+    if flat:
+        longest = max(flat_lengths(model, ranks)) * item_bytes(precision.param_dtype)
+        device[GATHERED] = FLAT_BUFFERS * longest
+        moments = _flat_moments(trained, ranks, workload)
+    else:
+        moments = _moments(options, ranks, workload)
+    found = {moment: most.kinds(device) for moment, most in moments.items()}
+    largest = max((p.numel() for p in trained), default=0) * item_bytes(precision.master_dtype)
+    found[LOAD] = {kind: size for kind, size in device.items() if kind != OPTIMIZER}
+    found[SAVE] = {**found[SAVE], SAVED: SAVED_WHOLES * largest}
+    made = update_made(workload, (rows_of(p, ranks) for p in trained))
+    update = {GRADIENTS: parts, OPTIMIZER: held.optimizer + made}
+    found[UPDATE] = device if offloaded else {**device, **update}
+    host = {moment: {**kinds} for moment, kinds in on_host(workload).items()}
+    work = step_bytes(
+        workload, parts // item_bytes(precision.master_dtype), held.optimizer, masters=False
+    )
+    moved = 0.0
+    if offloaded:
+        several = {**own, GRADIENTS: parts if workload.accumulation > 1 else 0}
+        host = {
+            **{moment: several for moment in (BEGIN, FORWARD, LOSS)},
+            **{moment: {**own, GRADIENTS: parts} for moment in (BACKWARD, END)},
+            LOAD: {WEIGHTS: own[WEIGHTS]},
+            UPDATE: {**own, **update},
+            EVALUATION: own,
+            SAVE: {**own, **host[SAVE]},
+        }
+        moved = _copied(options, ranks, workload, own[WEIGHTS], parts)
+    copies = 3.0 * held.sent.get("all_gather", 0) + 2.0 * held.sent.get("reduce_scatter", 0)
+    return MemoryEstimate(
+        device=found,
+        host=host,
+        traffic=_traffic(options, ranks, workload, held.sent, flat=flat),
+        host_bytes=work if offloaded else 0.0,
+        copied_bytes=moved,
+        other_bytes=moved + copies + (0.0 if offloaded else work),
+    )
+
+
+SAVED_WHOLES = 3
+"""Whole tensors that `Sharded.whole` has at once: what a gather gives out, a copy without what rows
+were filled up with, and the tensor before, which its caller has still."""
+
+
+def _moments(options: FsdpOptions, ranks: int, workload: Workload) -> dict[str, _Most]:
+    """Of FSDP2's own groups: each layer, and what is outside of layers.
+
+    From torch's `FSDPParamGroup` and `foreach_all_gather`: weights come together in one tensor, and
+    are copied out of it into each parameter's. In forward that tensor stays until the next group
+    was copied out; the one before it is let go of only then. In backward the next layer is gathered
+    while one computes. The root stays whole between forward and backward. What goes into a
+    reduction is kept until the next group's gradients are there (`reduce_scatter_states`), and
+    after a micro-batch that is not the last into the next one.
+    """
+    model = workload.skeleton
+    assert model is not None
+    layers = list(decoder_layers(model))
+    inside = {id(p) for layer in layers for p in layer.parameters()}
+    every = [_Group.of(layer.parameters(), ranks, workload) for layer in layers]
+    root = _Group.of((p for p in model.parameters() if id(p) not in inside), ranks, workload)
+    largest = max(every, key=lambda one: one.whole, default=_Group())
+    together = 1 if ranks > 1 else 0  # alone, there is nothing that comes together
+    gathering = together * largest.whole
+    several, everything = workload.accumulation > 1, _all_trained(model)
+    trained = TrainedPlaces.of(model)
+    item = item_bytes(workload.precision.param_dtype)
+    parts = root.part + sum(one.part for one in every)
+    count = numbers_of(tuple(trained))
+    # Those of all weights are reduced each time, an adapter's once: they are added up whole before.
+    before = 0
+    if several:
+        before = parts if everything else count * item_bytes(workload.precision.reduce_dtype)
+    waiting = root.reduced if several and everything else 0
+    step = _Most(gradients=before + waiting)
+    if options.gather == "step":
+        layers_whole = sum(one.whole for one in every)
+        whole = root.whole + layers_whole
+        begin = whole if several else root.whole * (1 + together) + gathering + largest.whole
+        forward, gather = whole + gathering, whole + 2 * gathering
+        backward = whole
+        end = whole if several else root.whole + largest.whole
+        after = whole
+        kept = layers_whole if several else 0
+    else:
+        begin = root.whole * (1 + together) + gathering + largest.whole
+        forward = root.whole + gathering + largest.whole
+        gather = forward + gathering
+        backward = end = forward
+        after, kept = root.whole, 0
+    last = trained.layers[-1] if trained.layers else ()
+    of_head = numbers_of(trained.head) * item
+    of_layer = beside_one(last) * item
+    reducing = max((one.reduced for one in every), default=0)
+    done = sum(one.part for one in every)
+    pending = before if several and not everything else 0
+    sums = before if several and everything else 0
+    held = 0 if options.offload != "none" else 1
+    shards = held * (sums + (largest.part if several else max(0, done - 2 * largest.part)))
+    all_parts = held * (sums + (largest.part if several else done))
+    step = _Most(gradients=held * sums + pending + waiting)
+    return {
+        BEGIN: _Most(begin, step.gradients),
+        GATHER: _Most(gather, step.gradients),
+        FORWARD: _Most(forward, step.gradients),
+        LOSS: _Most(
+            root.whole + gathering if options.gather == "layer" else forward, step.gradients
+        ),
+        BACKWARD: _Most(backward, step.gradients + of_head + of_layer),
+        END: _Most(end, pending + shards + of_head + of_layer, reducing),
+        EMBEDDING: _Most(root.whole + kept, pending + all_parts + of_head, reducing),
+        COLLECT: _Most(kept, pending + all_parts + root.gradients, root.reduced),
+        EVALUATION: _Most(forward),
+        SAVE: _Most(after),
+    }
+
+
+def _flat_moments(
+    trained: Sequence[nn.Parameter], ranks: int, workload: Workload
+) -> dict[str, _Most]:
+    """Where frozen layers are `FlatLayers` and FSDP2 has what is trained, in one group.
+
+    It is whole from the first forward on, and its gradients are reduced when backward is done.
+    """
+    group = _Group.of(trained, ranks, workload)
+    count = sum(p.numel() for p in trained)
+    item = item_bytes(workload.precision.param_dtype)
+    several = workload.accumulation > 1
+    sums = count * item_bytes(workload.precision.reduce_dtype) if several else 0
+    both = 2 * group.whole if ranks > 1 else group.whole
+    collect = group.gradients + group.reduced
+    if several:
+        collect = max(sums + count * item, sums + group.reduced)
+    return {
+        **dict.fromkeys((BEGIN, FORWARD, LOSS), _Most(both, sums)),
+        BACKWARD: _Most(group.whole, sums),
+        END: _Most(group.whole, sums + group.gradients),
+        COLLECT: _Most(0, collect),
+        EVALUATION: _Most(both),
+        SAVE: _Most(group.whole),
+    }
+
+
+def _all_trained(model: nn.Module) -> bool:
+    return all(p.requires_grad for p in model.parameters())
+
+
+def _copied(
+    options: FsdpOptions, ranks: int, workload: Workload, weights: int, parts: int
+) -> float:
+    """Bytes that a step copies: parts of weights before each gather, and sums to the host."""
+    model = workload.skeleton
+    assert model is not None
+    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
+    master, dtype = item_bytes(workload.precision.master_dtype), workload.precision.param_dtype
+    root = sum(
+        rows_of(p, ranks) * (master if p.requires_grad else item_size(p, dtype))
+        for p in model.parameters()
+        if id(p) not in inside
+    )
+    if options.gather == "step":
+        return float(weights + parts)
+    turns = workload.accumulation
+    return float(turns * (2 * (weights - root) + root) + parts * _reductions(workload))
+
+
+def _reductions(workload: Workload) -> int:
+    """How often gradients are reduced in a step."""
+    assert workload.skeleton is not None
+    return workload.accumulation if _all_trained(workload.skeleton) else 1
+
+
+def _traffic(
+    options: FsdpOptions, ranks: int, workload: Workload, sent: Mapping[str, int], *, flat: bool
+) -> tuple[Traffic, ...]:
+    """Of a footprint, by the ranks that take part. FSDP2 waits for none of them at once."""
+    model = workload.skeleton
+    assert model is not None
+    layers = list(decoder_layers(model))
+    trained = sum(any(p.requires_grad for p in layer.parameters()) for layer in layers)
+    inside = {id(p) for layer in layers for p in layer.parameters()}
+    root = any(p.requires_grad and id(p) not in inside for p in model.parameters())
+    turns, count = workload.accumulation, len(layers)
+    gathers: float = turns * (2 * count + 1)
+    if options.gather == "step":
+        gathers = count + 1
+    elif flat:
+        gathers = turns * (2 * max(0, count - FLAT_BUFFERS) + 1)
+    reductions = _reductions(workload) * (1 if flat else trained + root)
+    times = {"all_gather": gathers, "reduce_scatter": reductions, "all_reduce": reductions}
+    first = workload.rank // ranks * ranks
+    beside = tuple(range(first, first + ranks))
+    replicas = tuple(range(workload.rank % ranks, workload.world_size, ranks))
+    return tuple(
+        Traffic(
+            operation=operation,
+            group=replicas if operation == "all_reduce" else beside,
+            waited=False,
+            times=times[operation],
+            bytes=size,
+        )
+        for operation, size in sent.items()
+        if size
+    )

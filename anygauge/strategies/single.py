@@ -12,17 +12,30 @@ from typing import Any
 from torch import nn
 
 from anygauge.interface import Setting
-from anygauge.interface.strategy import BuildContext, Footprint, Workload
+from anygauge.interface.strategy import BuildContext, Footprint, MemoryEstimate, Workload
 from anygauge.strategies.common import compile_regions, mark_recomputation, torch_dtype
 from anygauge.strategies.footprint import whole_model
 from anygauge.strategies.materialise import materialise
 from anygauge.strategies.torch_engine import TorchEngine
+from anygauge.strategies.whole_footprint import whole_memory
+
+
+class SinglePlanner:
+    """See `StrategyPlanner`."""
+
+    def memory(self, workload: Workload) -> MemoryEstimate:
+        """See `StrategyPlanner.memory`."""
+        return whole_memory(workload)
+
+    def part_of(self, model: nn.Module, workload: Workload) -> None:
+        """See `StrategyPlanner.part_of`; it is all of it."""
 
 
 class Single:
     """One process, one device, the whole model."""
 
     description = "single"
+    planner = SinglePlanner()
 
     def __init__(self, options: Any = None) -> None:
         """Args: options: the run file's section, which has no fields but the name."""

@@ -1,17 +1,27 @@
-"""What a rank sends under tensor parallelism, counted from the model."""
+"""What a rank holds and sends under tensor parallelism, counted from the model."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from anygauge.interface.strategy import Workload
+from anygauge.interface.strategy import (
+    GRADIENTS,
+    OPTIMIZER,
+    SAVE,
+    SAVED,
+    UPDATE,
+    MemoryEstimate,
+    Traffic,
+    Workload,
+)
 from anygauge.strategies.common import trained_parameters
+from anygauge.strategies.context_parallel import neighbours
 from anygauge.strategies.degrees import Degrees
 from anygauge.strategies.footprint import item_bytes, rows_of
 from anygauge.strategies.tensor_division import (
@@ -22,6 +32,7 @@ from anygauge.strategies.tensor_division import (
     partial_gradients,
 )
 from anygauge.strategies.tensor_plans import all_positions_after
+from anygauge.strategies.whole_footprint import on_host
 
 NORMS_AFTER = ("post_feedforward_layernorm", "post_mlp_layernorm")
 """What layers call a norm that comes after their last block."""
@@ -48,6 +59,63 @@ def divided_skeleton(model: nn.Module, count: int) -> tuple[nn.Module, Division]
     """A copy of a model on the meta device, with the parameters of the first rank."""
     model = copy.deepcopy(model)
     return model, divide(model, count, 0)
+
+
+def tensor_memory(
+    options: Degrees,
+    workload: Workload,
+    plain: Callable[[Workload], MemoryEstimate],
+    ranks: int = 1,
+) -> MemoryEstimate:
+    """What a rank holds and sends that has a part of each layer.
+
+    Args:
+        plain: of a job of the ranks that have the same part, whose model is that part.
+        ranks: that divide the rows of each of the parts, under FSDP.
+    """
+    assert workload.skeleton is not None, "an estimate is made from the model"
+    count, index = options.tp, workload.rank % options.tp
+    model, division = divided_skeleton(workload.skeleton, count)
+    found = plain(
+        dataclasses.replace(
+            workload,
+            skeleton=model,
+            world_size=workload.world_size // count,
+            rank=workload.rank // count,
+        )
+    )
+    trained = trained_parameters(model)
+    partial = partial_gradients(model, division, options, [name for name, _ in trained])
+    sums = sum(rows_of(p, ranks) for (_, p), part in zip(trained, partial, strict=True) if part)
+    sums *= item_bytes(workload.precision.reduce_dtype)
+    unit, calls = tensor_calls(options, workload, model, division)
+    group = neighbours(workload.rank, count)
+
+    def sent(operation: str, times: int, size: int) -> Traffic:
+        return Traffic(operation=operation, group=group, waited=True, times=times, bytes=size)
+
+    # `TensorParts.whole`: the parts of all ranks, and what is put together of them.
+    wholes = (p.numel() * (count if name in division.cuts else 1) for name, p in trained)
+    saved = 2 * max(wholes, default=0) * item_bytes(workload.precision.master_dtype)
+    device = {moment: dict(kinds) for moment, kinds in found.device.items()}
+    device[SAVE][SAVED] = max(device[SAVE].get(SAVED, 0), saved)
+    # `sum_at`: partial gradients are put into one message, which then takes their place, before an
+    # optimizer makes anything.
+    made = device[UPDATE].get(OPTIMIZER, 0) - device[SAVE].get(OPTIMIZER, 0)
+    device[UPDATE][GRADIENTS] = device[UPDATE].get(GRADIENTS, 0) + max(0, sums - made)
+    return dataclasses.replace(
+        found,
+        device=device,
+        host={**found.host, SAVE: {**found.host.get(SAVE, {}), **on_host(workload)[SAVE]}},
+        traffic=(
+            *(
+                dataclasses.replace(one, group=tuple(at * count + index for at in one.group))
+                for one in found.traffic
+            ),
+            *(sent(operation, times, times * unit) for operation, times in calls.items()),
+            *([sent("all_reduce", 1, sums)] if sums else []),
+        ),
+    )
 
 
 @dataclass
@@ -117,6 +185,17 @@ def tensor_bytes(
         model, division: of `divided_skeleton`.
         partial: numbers of this rank's gradients that are parts of sums.
     """
+    unit, times = tensor_calls(options, workload, model, division)
+    sent = {name: number * unit for name, number in times.items()}
+    sums = partial * item_bytes(workload.precision.reduce_dtype)
+    sent["all_reduce"] = sent.get("all_reduce", 0) + sums
+    return {name: size for name, size in sent.items() if size}
+
+
+def tensor_calls(
+    options: Degrees, workload: Workload, model: nn.Module, division: Division
+) -> tuple[int, dict[str, int]]:
+    """Bytes of the hidden states of all positions, and how often they are sent in a step."""
     length = math.ceil(workload.length / options.tp) * options.tp
     config = causal_of(model).config
     width = config.get_text_config().hidden_size
@@ -130,19 +209,17 @@ def tensor_bytes(
     if options.sequence_parallel:
         gathers = passes.entries + passes.back_rows + (1 if begins else 0)
         gathers += 0 if all_positions_after(config) is None else 2
-        sent = {
-            "all_gather": gathers * unit,
-            "reduce_scatter": (passes.rows + passes.back_entries) * unit,
-            "all_reduce": embedded * unit,
+        times = {
+            "all_gather": gathers,
+            "reduce_scatter": passes.rows + passes.back_entries,
+            "all_reduce": embedded,
         }
     else:
-        sent = {
-            "all_gather": unit if passes.flows else 0,
-            "all_reduce": (embedded + passes.rows + passes.back_entries) * unit,
+        times = {
+            "all_gather": 1 if passes.flows else 0,
+            "all_reduce": embedded + passes.rows + passes.back_entries,
         }
-    sent = {name: size * workload.accumulation for name, size in sent.items()}
-    sent["all_reduce"] += partial * item_bytes(workload.precision.reduce_dtype)
-    return {name: size for name, size in sent.items() if size}
+    return unit, {name: n * workload.accumulation for name, n in times.items() if n}
 
 
 def _any_trained_before(model: nn.Module, layers: Sequence[DividedLayer]) -> bool:

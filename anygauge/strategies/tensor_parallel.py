@@ -30,6 +30,8 @@ from anygauge.strategies.exchanges import (
     Sum,
     SumGradient,
     own,
+    rank_in,
+    size_of,
 )
 from anygauge.strategies.gradients import Gradients
 from anygauge.strategies.layout import TensorLayout
@@ -57,7 +59,7 @@ class TensorParallel:
 
     division: Division
     options: Degrees
-    group: Group
+    group: dist.ProcessGroup
     device: torch.device
 
     def layout(self, inner: TensorLayout, model: nn.Module) -> TensorParts:
@@ -77,10 +79,10 @@ class TensorParallel:
 
 
 def divide_layers(
-    model: nn.Module, options: Degrees, group: Group, device: torch.device
+    model: nn.Module, options: Degrees, group: dist.ProcessGroup, device: torch.device
 ) -> TensorParallel:
     """Give this rank its part of every layer of an adapted model, which may be on meta."""
-    division = divide(model, options.tp, dist.get_rank(group))
+    division = divide(model, options.tp, rank_in(group))
     connect(model, division, options, group)
     return TensorParallel(division, options, group, device)
 
@@ -103,7 +105,7 @@ def connect(model: nn.Module, division: Division, options: Degrees, group: Group
         for mixture in layer.mixtures:
             # Some blocks change what they are given, in place.
             _on_input(mixture.block, torch.clone)
-            use_own_experts(mixture, dist.get_rank(group), dist.get_world_size(group))
+            use_own_experts(mixture, rank_in(group), size_of(group))
         for block in layer.whole if parts else ():
             _on_input(block, functools.partial(_over, _gather, group))
             _on_result(block, functools.partial(_over, _own_positions, group))
@@ -187,7 +189,7 @@ def _divide_vocabulary(embedding: Any, group: Group) -> None:
 
     def forward(ids: Tensor) -> Tensor:
         weight = embedding.weight
-        start = dist.get_rank(group) * weight.shape[0]
+        start = rank_in(group) * weight.shape[0]
         inside = (ids >= start) & (ids < start + weight.shape[0])
         padding = embedding.padding_idx
         if padding is not None:

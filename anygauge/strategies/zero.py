@@ -42,6 +42,7 @@ from anygauge.strategies.finite import FiniteSteps, scaled
 from anygauge.strategies.fp8 import PLAIN, Fp8Contexts, fp8_contexts
 from anygauge.strategies.materialise import buffers_of, materialise, restore_buffers
 from anygauge.strategies.zero_footprint import zero_footprint
+from anygauge.strategies.zero_memory import ZeroPlanner
 from anygauge.strategies.zero_nvme import folder_of_rank, load_operator
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_runtime import (
@@ -57,7 +58,7 @@ from anygauge.strategies.zero_runtime import (
     share_buffers,
     synchronise_before_release,
 )
-from anygauge.strategies.zero_settings import DEFAULT_LIVE, ModelSizes, as_config, zero_settings
+from anygauge.strategies.zero_settings import ModelSizes, as_config, zero_settings
 from anygauge.strategies.zero_state import ZeroState, whole_shape
 from anygauge.strategies.zero_versions import needs_reentrant_checkpointing, skips_non_finite
 
@@ -197,6 +198,7 @@ class Zero:
 
     def __init__(self, options: ZeroOptions) -> None:
         self.options = options
+        self.planner = ZeroPlanner(options)
         where = "" if options.nvme is None else " to a disk"
         offload = "" if options.offload == "none" else f", {options.offload} offloaded{where}"
         self.description = f"zero, stage {options.stage}{offload}"
@@ -211,11 +213,7 @@ class Zero:
         """See `Strategy.footprint`."""
         zero = as_config(self.settings(workload))["zero_optimization"]
         resident = zero.get("stage3_param_persistence_threshold", 0)
-        found = zero_footprint(self.options.stage, resident, workload)
-        if self.options.stage < 3:
-            return found
-        window = zero.get("stage3_max_live_parameters", DEFAULT_LIVE)
-        return dataclasses.replace(found, window=window)
+        return zero_footprint(self.options.stage, resident, workload)
 
     def build(self, context: BuildContext) -> ZeroEngine:
         """See `Strategy.build`."""

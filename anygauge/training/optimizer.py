@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from anygauge.config.sections import OptimizerSection
 from anygauge.interface import HOST_DEVICE, RunFileError, UnsupportedError
 from anygauge.interface.strategy import OptimizerFactory
+from anygauge.training.strategy import FUSED_ADAMW as FUSED_ADAMW
 from anygauge.training.undo import undone
 
 B_FACTOR = re.compile(r"(^|\.)lora_(embedding_)?B(\.|$)")
@@ -27,8 +28,6 @@ SMALLEST = 4096
 """A tensor of fewer elements keeps its state in float32."""
 PAGED = 100_000
 """A tensor of fewer elements is never paged by bitsandbytes."""
-FUSED_ADAMW = "fused_adamw"
-"""The capability of a device that has a kernel for torch's fused AdamW."""
 Groups = list[dict[str, Any]]
 AdamW = Callable[..., Optimizer]
 """(groups, lr, betas, eps) -> AdamW by a device's own kernel."""

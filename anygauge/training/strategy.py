@@ -39,6 +39,25 @@ STATE_BYTES = {
 }
 """What an optimizer keeps for each trained number."""
 
+UPDATE_BYTES = {
+    "adamw": 8.0,  # a root of the second moment; none of both by torch's fused kernel
+    "adamw_8bit": 8.0,
+    "adafactor": 8.0,  # an estimate of the variance
+    "lion": 8.0,  # a direction
+    "sgd": 8.0,
+}
+"""What an update makes for each trained number, for those that are updated at once.
+
+A copy from before, for `anygauge.training.undo`, and beside it what the optimizer's step makes, or
+afterwards a copy of what it changed; all in float32."""
+
+UPDATED_AT_ONCE = 2**23
+"""Numbers that are copied before a step of an optimizer that cannot leave it out by itself: 32 MiB
+in float32."""
+
+FUSED_ADAMW = "fused_adamw"
+"""The capability of a device that has a kernel for torch's fused AdamW, which makes nothing."""
+
 
 def check_ranks(spec: StrategySpec, world_size: int, registry: Registry) -> None:
     """Refuse a number of ranks that a strategy does not run on.
@@ -256,6 +275,8 @@ def workload_of(
     """
     share = share_of(run, registry, rank, world_size)
     micro_batch = run.train.sequences_at_once(share.count)
+    name = run.train.optimizer.name
+    fused = name == "adamw" and bool(backend.support(FUSED_ADAMW))
     return Workload(
         backend=backend,
         precision=precision,
@@ -268,5 +289,7 @@ def workload_of(
         length=run.data.max_length,
         max_norm=run.train.max_grad_norm,
         activations=run.train.activations,
-        state_bytes=STATE_BYTES[run.train.optimizer.name],
+        state_bytes=STATE_BYTES[name],
+        update_bytes=0.0 if fused else UPDATE_BYTES[name],
+        updated_at_once=UPDATED_AT_ONCE,
     )

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from anygauge.strategies.finite import TAKES_FOUND_INF
+from anygauge.training.strategy import UPDATED_AT_ONCE
 
-AT_ONCE = 2**23
-"""Elements that are copied before a step: 32 MiB in float32."""
+AT_ONCE = UPDATED_AT_ONCE
+"""Elements that are copied before a step."""
 
 
 def undone(optimizer: Optimizer) -> Optimizer:

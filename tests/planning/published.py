@@ -18,7 +18,7 @@ from anygauge.config.load import load_run_file
 from anygauge.planning.fit import Fit, fit
 from anygauge.planning.machines import Hardware
 from anygauge.planning.memory import RunMemory
-from anygauge.planning.planner import Planner
+from anygauge.planning.plan import plan_run
 from anygauge.registry import Registry
 from tests.helpers.sizes import LLAMA_70B
 
@@ -259,8 +259,7 @@ def planned(of: Published, folder: Path, registry: Registry) -> tuple[RunMemory,
     path.write_text(yaml.safe_dump(of.run_file()), encoding="utf-8")
     card = Hardware.load(registry).card(of.card)
     run = load_run_file(path, [], {"backend": card.backend, "launch.devices": of.ranks}).run
-    with Planner(of.ranks) as planner:
-        found = planner.rehearse(run, card.backend)
+    found = plan_run(run, registry, registry.create_backend(card.backend), of.ranks)
     fits = fit(found, card, of.ranks, min(of.ranks, 8))
     assert fits is not None
     return found, fits
@@ -269,7 +268,7 @@ def planned(of: Published, folder: Path, registry: Registry) -> tuple[RunMemory,
 def main(*names: str) -> None:
     """Print a row for each run."""
     registry = Registry.load()
-    print("| run | said | tensors | needs | of | fits | error | rehearsed |")
+    print("| run | said | tensors | needs | of | fits | error |")
     print("|---|---:|---:|---:|---:|---|---:|---|")
     with TemporaryDirectory() as folder:
         for of in RUNS:
@@ -280,7 +279,7 @@ def main(*names: str) -> None:
             said = "" if of.said is None else f"{of.said / GIB:.1f}"
             sizes = (fits.tensors, fits.needed, fits.memory)
             cells = [of.name, said, *(f"{size / GIB:.1f}" for size in sizes)]
-            cells += ["yes" if fits.left >= 0 else "no", error, found.how]
+            cells += ["yes" if fits.left >= 0 else "no", error]
             print("| " + " | ".join(cells) + " |", flush=True)
 
 

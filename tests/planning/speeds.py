@@ -1,6 +1,6 @@
 """Runs whose speed others have published, as run files of ours; what is said of each, and where.
 
-Run as a script, it rehearses all and prints the table of docs/planning.md. With ``--fit`` it prints
+Run as a script, it plans all and prints the table of docs/planning.md. With ``--fit`` it prints
 the constants of `anygauge.planning.time` that meet `FITTED` best, and nothing of the other half.
 """
 
@@ -20,7 +20,7 @@ import yaml
 from anygauge.config.load import load_run_file
 from anygauge.planning import time as times
 from anygauge.planning.machines import Hardware
-from anygauge.planning.planner import Planner
+from anygauge.planning.plan import plan_run
 from anygauge.planning.trials import Target, timed
 from anygauge.registry import Registry
 from tests.helpers.sizes import LLAMA_8B, LLAMA_70B
@@ -182,7 +182,7 @@ CONSTANTS = ("COPIED", "SENT", "ISSUE", "OVERLAP")
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A run that was rehearsed.
+    """A run that was planned.
 
     Attributes:
         seconds: of a step, by the constants as they are now.
@@ -204,18 +204,13 @@ class Planned:
 
 
 def planned(runs: Sequence[TimedRun], folder: Path, registry: Registry) -> Iterator[Planned]:
-    """Rehearse runs; those of like numbers of ranks one after the other."""
+    """Plan runs."""
     hardware = Hardware.load(registry)
-    for count in dict.fromkeys(one.of.ranks for one in runs):
-        with Planner(count) as planner:
-            for one in runs:
-                if one.of.ranks == count:
-                    yield _planned(one, folder, registry, hardware, planner)
+    for one in runs:
+        yield _planned(one, folder, registry, hardware)
 
 
-def _planned(
-    of: TimedRun, folder: Path, registry: Registry, hardware: Hardware, planner: Planner
-) -> Planned:
+def _planned(of: TimedRun, folder: Path, registry: Registry, hardware: Hardware) -> Planned:
     path = folder / f"{of.name}.yaml"
     path.write_text(yaml.safe_dump(of.of.run_file()), encoding="utf-8")
     machine = hardware.machine(of.machine)
@@ -223,7 +218,7 @@ def _planned(
     nodes = max(1, of.of.ranks // machine.cards)
     flags = {"backend": card.backend, "launch.devices": of.of.ranks // nodes, "launch.nodes": nodes}
     run = load_run_file(path, [], flags).run
-    found = planner.rehearse(run, card.backend)
+    found = plan_run(run, registry, registry.create_backend(card.backend), of.of.ranks)
     target = Target(backend=card.backend, card=card, machine=machine)
 
     def seconds() -> float:

@@ -53,7 +53,6 @@ CASES: Mapping[str, dict[str, Any]] = {
     "single-long": _case("single", 1, data={"max_length": 256}, train={"micro_batch_size": 1}),
     "single-float32": _case("single", 1, precision={"param_dtype": "float32"}),
     "single-lion": _case("single", 1, train={"optimizer": {"name": "lion"}}, **ALL),
-    "single-8bit": _case("single", 1, train={"optimizer": {"name": "adamw_8bit"}}, **ALL),
     "single-half": _case("single", 1, train={"gradient_checkpointing": {"every": 2}}),
     "single-sums": _case("single", 1, train={"micro_batch_size": 1}, **ALL),
 }

@@ -1,0 +1,62 @@
+"""Plans of real models, against traces of all of their layers.
+
+``all_layers.json`` holds, in bytes, what the run's own engine was seen to hold at most on 8 ranks when
+it ran on tensors without values, with all layers: by a planner that anygauge had before, which took
+from half a minute to several minutes for each.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.config.schema import RunFile
+from anygauge.planning.plan import plan_run
+from anygauge.registry import Registry
+from tests.helpers.sizes import LLAMA_8B
+
+TRACED: dict[str, dict[str, int]] = json.loads(
+    (Path(__file__).parent / "all_layers.json").read_text()
+)
+QWEN = {
+    "model_type": "qwen2",
+    "hidden_size": 5120,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+}
+CONFIGS = {
+    "8B": {**LLAMA_8B, "max_position_embeddings": 8192},
+    "14B": {**QWEN, "intermediate_size": 13824, "num_hidden_layers": 48},
+    "32B": {**QWEN, "intermediate_size": 27648, "num_hidden_layers": 64},
+}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "zero3": {"name": "zero"},
+    "zero3 optimizer": {"name": "zero", "offload": "optimizer"},
+    "zero3 both": {"name": "zero", "offload": "both"},
+    "fsdp": {"name": "fsdp"},
+}
+
+
+@pytest.mark.parametrize("case", TRACED)
+def test_within_a_tenth_of_all_layers_traced(case: str) -> None:
+    size, trained, strategy = case.split(" ", 2)
+    run = RunFile.model_validate(
+        {
+            "model": {"config": CONFIGS[size], "tokenizer": "none"},
+            "data": {"train": {"path": "rows.jsonl"}, "max_length": 2048},
+            "adapter": {"r": 16} if trained == "lora" else None,
+            "train": {"steps": 2, "global_batch_size": 16, "micro_batch_size": 2},
+            "strategy": STRATEGIES[strategy],
+            "launch": {"devices": 8},
+        }
+    )
+    registry = Registry.load()
+    found = plan_run(run, registry, registry.create_backend("cuda"), 8)
+    assert found.worst[1].total == pytest.approx(TRACED[case]["device"], rel=0.1)
+    host = max((peak.total for peak in found.host.values()), default=0)
+    assert host == pytest.approx(TRACED[case]["host"], rel=0.1)
