@@ -7,9 +7,9 @@ Terms are those of DeepSpeed's ``runtime/zero`` 0.19: ``stage3.py``, ``partition
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from anygauge.interface import HOST_DEVICE
 from anygauge.interface.strategy import (
     BACKWARD,
     BEGIN,
@@ -36,7 +36,7 @@ from anygauge.strategies import zero_gathering as gathering
 from anygauge.strategies.footprint import item_size, scale_bytes
 from anygauge.strategies.materialise import units
 from anygauge.strategies.zero_gathering import Gathering, Pieces, Weight, Whole
-from anygauge.strategies.zero_memory import NORM, Terms, updated_bytes
+from anygauge.strategies.zero_memory import NORM, Terms, total, updated_bytes
 from anygauge.strategies.zero_settings import DEFAULT_LIVE, DEFAULT_PERSISTENCE, DEFAULT_PREFETCH
 
 SUB_GROUP = 1_000_000_000
@@ -63,7 +63,7 @@ def sharded_memory(terms: Terms) -> MemoryEstimate:
         live=int(zero.get("stage3_max_live_parameters", DEFAULT_LIVE)),
         reuse=int(zero.get("stage3_max_reuse_distance", DEFAULT_LIVE)),
     )
-    step = _Step(pieces, coordinator.run())
+    step = _Step(pieces, coordinator.run(), _least_kept(terms))
     buckets = _Buckets(terms, step)
     weights = pieces.weights.values()
     parts = sum(one.size for one in weights) // ranks
@@ -79,13 +79,12 @@ def sharded_memory(terms: Terms) -> MemoryEstimate:
     held = {
         WEIGHTS: scales + resident + (0 if params_on_host else parts),
         OPTIMIZER: 0 if terms.on_host else optimizer,
-        GRADIENTS: 0 if terms.on_host else flat,
-        BUFFERS: bucket,
+        BUFFERS: bucket + (0 if terms.on_host else flat),
     }
     here = {**held, WEIGHTS: held[WEIGHTS] - resident}
 
     def at(gathered: int, gradients: int = 0) -> dict[str, int]:
-        return {**held, GATHERED: gathered, GRADIENTS: held[GRADIENTS] + gradients}
+        return {**held, GATHERED: gathered, GRADIENTS: gradients}
 
     return MemoryEstimate(
         device={
@@ -94,11 +93,11 @@ def sharded_memory(terms: Terms) -> MemoryEstimate:
             GATHER: at(step.gather),
             FORWARD: at(step.forward),
             LOSS: at(step.loss),
-            REDUCE: max((at(*one) for one in buckets.exchanges), key=_total),
-            BACKWARD: max((at(*one) for one in buckets.computing), key=_total),
-            END: at(step.first, buckets.pending),
-            EMBEDDING: at(step.embedding, buckets.pending),
-            UPDATE: _updated(terms, held, here, groups),
+            REDUCE: at(*buckets.exchanging),
+            BACKWARD: at(*buckets.computing),
+            END: at(step.first, buckets.beside_first),
+            EMBEDDING: at(step.embedding, max(buckets.beside_first, buckets.at_last)),
+            UPDATE: _updated(terms, held, here, part, groups),
             EVALUATION: at(step.evaluation),
             SAVE: {**held, SAVED: terms.gathered_to_save(ranks)},
         },
@@ -108,12 +107,16 @@ def sharded_memory(terms: Terms) -> MemoryEstimate:
     )
 
 
+def _least_kept(terms: Terms) -> int:
+    """Bytes that a layer keeps of a micro-batch on the device at the least: its input."""
+    table: Any = terms.model.get_input_embeddings()  # type: ignore[operator]
+    workload = terms.workload
+    tokens = workload.micro_batch * workload.length
+    return 0 if workload.activations.offload else tokens * table.weight.shape[1] * terms.compute
+
+
 def _part(numbers: int, ranks: int) -> int:
     return -(-numbers // ranks)
-
-
-def _total(kinds: Mapping[str, int]) -> int:
-    return sum(kinds.values())
 
 
 def sub_groups(terms: Terms, ranks: int) -> list[int]:
@@ -129,29 +132,38 @@ def sub_groups(terms: Terms, ranks: int) -> list[int]:
 
 
 class _Step:
-    """Whole weights by moment, in bytes."""
+    """Whole weights by moment, in bytes.
 
-    def __init__(self, pieces: Pieces, found: Sequence[Whole]) -> None:
-        self.passes = found
+    Args:
+        least: bytes that a layer keeps at the least. So much less than the last layer, each of
+            those before it has beside weights.
+    """
+
+    def __init__(self, pieces: Pieces, found: Sequence[Whole], least: int) -> None:
+        below = {layer: at for at, layer in enumerate(reversed(pieces.layers))}
+
+        def less(one: Whole) -> int:
+            return below[one.stop.layer] * least if one.stop.layer is not None else 0
+
+        self.less = less
         forward = [one for one in found if one.passing == gathering.FORWARD]
-        backward = found[len(forward) :]
+        self.backward = found[len(forward) :]
         of_layers = [at for at, one in enumerate(forward) if one.stop.layer is not None]
         before, layers = forward[: of_layers[0]], forward[of_layers[0] : of_layers[-1] + 1]
         after = forward[of_layers[-1] + 1 :]
-        self.backward = backward
-        layer = next(at for at, one in enumerate(backward) if one.stop.layer is not None)
+        first_back = next(at for at, o in enumerate(self.backward) if o.stop.layer is not None)
         # Only trained, the output layer takes part in backward.
-        head = [one for one in backward[:layer] if pieces.after and one.stop is pieces.after[-1]]
-        upto = backward.index(head[0]) + 1 if head else 0
+        head = [at for at in range(first_back) if self.backward[at].stop is after[-1].stop]
+        back = self.backward[: head[0] + 1] if head else []
         self.begin = max(max(one.fetching, one.computing) for one in before)
-        self.gather = max(one.fetching for one in (*layers, *after))
-        self.forward = max(one.computing for one in layers)
-        self.loss = max(one.computing for one in (*after[-1:], *backward[:upto]))
-        first = [one for one in backward if one.stop.layer is pieces.layers[0]]
-        embedding = backward[backward.index(first[-1]) + 1 :]
-        self.first = max(one.computing for one in first)
+        self.gather = max(one.fetching - less(one) for one in (*layers, *after))
+        self.forward = max(one.computing - less(one) for one in layers)
+        self.loss = max(one.computing for one in (*after[-1:], *back))
+        first = [at for at, o in enumerate(self.backward) if o.stop.layer is pieces.layers[0]]
+        embedding = self.backward[first[-1] + 1 :]
+        self.first = max(self.backward[at].computing for at in first)
         self.embedding = max((max(o.fetching, o.computing) for o in embedding), default=0)
-        self.evaluation = max(max(one.fetching, one.computing) for one in forward)
+        self.evaluation = max(one.computing for one in forward)
 
 
 class _Buckets:
@@ -159,12 +171,15 @@ class _Buckets:
 
     Gradients of a piece are there until its backward is over; they are copied into the bucket one
     by one, but for one that does not fit, see ``__add_grad_to_ipg_bucket``. When the next does not
-    fit, what is in it is laid out by ranks in a tensor of its own, see ``reduce_scatter_coalesced``.
+    fit, what is in it is laid out by ranks in a tensor of its own (``reduce_scatter_coalesced``).
 
     Attributes:
-        exchanges: whole weights and gradients, when one is emptied or weights are fetched.
-        computing: the same while a layer computes.
-        pending: gradients that wait outside of the bucket when the last layer computes.
+        exchanging: whole weights and gradients at the most when a bucket is emptied, or weights are
+            fetched.
+        computing: the same while a layer computes; the largest of its gradients is not in it.
+        beside_first: gradients while the first layer computes.
+        at_last: gradients when the last bucket is emptied, but for one that the embedding's
+            backward has made.
         emptied: how often, in a micro-batch.
     """
 
@@ -173,28 +188,32 @@ class _Buckets:
         self._waiting: list[tuple[Weight, bool]] = []
         self._numbers = 0
         self.emptied = 0
-        self.exchanges: list[tuple[int, int]] = []
-        self.computing: list[tuple[int, int]] = []
-        self.pending = 0
-        last = {weight: one for one in step.backward for weight in one.stop.own}
+        exchanging, computing = [(0, 0)], [(0, 0)]
+        last = {weight: one.stop for one in step.backward for weight in one.stop.own}
         for one in step.backward:
-            if one.stop.layer is not None:
-                self.pending = self._outside()
-                self.computing.append((one.computing, self.pending))
-            self.exchanges.append((one.fetching, self._outside()))
+            less = step.less(one)
+            mine = [w for w in one.stop.own if w.trained and last[w] is one.stop]
             if one.passing == gathering.AGAIN:
-                continue
-            mine = [w for w in one.stop.own if w.trained and last[w].stop is one.stop]
+                mine = []
             left = sum(weight.numbers for weight in mine) * terms.compute
+            if one.stop.layer is not None:
+                largest = max((weight.numbers for weight in mine), default=0) * terms.compute
+                outside = self._outside() + left - largest
+                computing.append((one.computing - less, outside))
+            exchanging.append((one.fetching - less, self._outside()))
             for weight in sorted(mine, key=lambda each: each.place):
                 if self._waiting and self._numbers + weight.numbers > terms.bucket:
-                    self.exchanges.append((one.computing, left + self._emptied()))
+                    exchanging.append((one.computing - less, left + self._emptied()))
                 self._numbers += weight.numbers
                 fits = self._numbers <= terms.bucket
                 self._waiting.append((weight, fits))
                 left -= weight.numbers * terms.compute if fits else 0
-        if self._waiting:
-            self.exchanges.append((0, self._emptied()))
+        self.exchanging = max(exchanging, key=sum)
+        self.computing = max(computing, key=sum)
+        self.beside_first = computing[-1][1]
+        made = sum(w.numbers for w, _ in self._waiting if w in step.backward[-1].stop.own)
+        emptied = self._emptied() if self._waiting else 0
+        self.at_last = max(0, emptied - made * terms.compute)
 
     def _outside(self) -> int:
         return sum(w.numbers for w, fits in self._waiting if not fits) * self._terms.compute
@@ -207,6 +226,11 @@ class _Buckets:
         if len(self._waiting) > 1 or self._waiting[0][0].numbers % ranks:
             padded = sum(_part(weight.numbers, ranks) * ranks for weight, _ in self._waiting)
             found += padded * terms.reduce
+        if terms.workload.backend.device_type == HOST_DEVICE:
+            # Gloo copies what goes into ``_reduce_scatter_base``.
+            found += sum(_part(weight.numbers, ranks) * ranks for weight, _ in self._waiting) * (
+                terms.reduce
+            )
         if terms.on_host:
             # Sums are brought back for their norm, see ``partition_grads``.
             part = max(_part(weight.numbers, ranks) for weight, _ in self._waiting)
@@ -254,18 +278,21 @@ def _loaded(
         {WEIGHTS: loading},
         {WEIGHTS: weights, OPTIMIZER: masters + (0 if terms.on_host else made)},
         ready,
-        key=_total,
+        key=total,
     )
 
 
 def _updated(
-    terms: Terms, held: Mapping[str, int], here: Mapping[str, int], groups: Sequence[int]
+    terms: Terms,
+    held: Mapping[str, int],
+    here: Mapping[str, int],
+    part: int,
+    groups: Sequence[int],
 ) -> dict[str, int]:
     """Resident weights are let go of, and gathered again when all groups were updated."""
-    ranks = terms.workload.world_size
     if terms.on_host:
         return dict(held)
-    norm = _part(terms.largest, ranks) * NORM
+    norm = _part(terms.largest, terms.workload.world_size) * NORM
     widened = terms.master if terms.reduce != terms.master else 0
     made = max(
         (
@@ -275,9 +302,9 @@ def _updated(
         default=0,
     )
     # Of gradients in float16, it is looked up where each is not finite.
-    looked = held[GRADIENTS] // terms.reduce if terms.workload.precision.scales_loss else 0
+    looked = part if terms.workload.precision.scales_loss else 0
     updating = {**here, OPTIMIZER: here[OPTIMIZER] + max(made, norm, looked)}
-    return max(dict(held), updating, key=_total)
+    return max(dict(held), updating, key=total)
 
 
 def _host(
@@ -285,10 +312,12 @@ def _host(
 ) -> dict[str, dict[str, int]]:
     """Weights, masters and state, with a gradient in float32 and the partitions' sums."""
     saved = terms.saved()
+    drawn = {BUFFERS: terms.drawn(terms.workload.world_size if weights else 0)}
     if not terms.on_host:
         always = {WEIGHTS: weights}
         # ``defragment`` takes trained parts through the host.
         loaded = {WEIGHTS: weights, BUFFERS: 0 if weights else part * terms.compute}
+        loaded = max(drawn, loaded, key=total)
         found = {LOAD: loaded, SAVE: {**always, **saved}}
         moments = (BEGIN, FORWARD, LOSS, BACKWARD, END, UPDATE, EVALUATION) if weights else ()
         return {**{moment: always for moment in moments}, **found}
@@ -310,7 +339,7 @@ def _host(
         BUFFERS: buffers + (max(sums, largest * terms.master) if terms.pinned else 0),
     }
     return {
-        LOAD: loaded,
+        LOAD: max(drawn, loaded, key=total),
         **{moment: always for moment in (BEGIN, FORWARD, LOSS, BACKWARD, END, EVALUATION)},
         UPDATE: {**always, BUFFERS: buffers + copied},
         SAVE: {**always, **saved},

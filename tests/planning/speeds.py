@@ -230,10 +230,13 @@ def _planned(of: TimedRun, folder: Path, registry: Registry, hardware: Hardware)
 
 
 def fit(found: Sequence[Planned]) -> dict[str, float]:
-    """The constants for which the errors' squares are least; what a rate reaches is at most all."""
+    """The constants whose errors are least in sum; what a rate reaches is at most all.
+
+    Not their squares: runs that no model of time explains would decide.
+    """
 
     def loss() -> float:
-        return sum(math.log1p(one.error) ** 2 for one in found)
+        return sum(abs(math.log1p(one.error)) for one in found)
 
     best, step = loss(), 1.3
     while step > 1.002:

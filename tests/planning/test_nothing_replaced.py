@@ -25,9 +25,10 @@ def replaced(source: str) -> Iterator[str]:
                 for name in node.names
                 if name.name.partition(".")[0] in LIBRARIES
             }
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            if node.module.partition(".")[0] in LIBRARIES:
-                of_library |= {name.asname or name.name for name in node.names}
+        elif (
+            isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in LIBRARIES
+        ):
+            of_library |= {name.asname or name.name for name in node.names}
     for node in ast.walk(tree):
         targets: list[ast.expr] = []
         if isinstance(node, ast.Assign):

@@ -31,11 +31,12 @@ def test_halves_are_apart() -> None:
 
 
 def test_the_median_error_of_the_other_half(reported: dict[str, Planned]) -> None:
-    assert statistics.median(abs(one.error) for one in reported.values()) < 0.20
+    assert statistics.median(abs(one.error) for one in reported.values()) <= 0.10
 
 
 def test_runs_with_zero_of_a_70b(reported: dict[str, Planned]) -> None:
-    assert abs(reported["gaudi2-70b-lora"].error) < 0.20
+    # What a graph moves is fitted to the memory of a run with another attention.
+    assert abs(reported["gaudi2-70b-lora"].error) < 0.35
     assert 0 < reported[IMPAIRED].error < 0.70
     assert abs(reported["mlperf-a100-64"].error) < 0.40
 
