@@ -110,8 +110,8 @@ def test_what_cannot_fit_is_refused_and_leaves_no_folder(
         assert refused.value.exit_status == 2
         assert (
             "cannot fit: each rank needs 210.0 MiB in phase 'load' (200.0 MiB weights; 10.0 MiB on "
-            "top of tensors), and sim has 100.0 MiB per rank. `anygauge plan RUN.yaml` says what to "
-            "change"
+            "top of tensors), and sim has 100.0 MiB per rank. `anygauge plan RUN.yaml` says what "
+            "to change"
         ) in str(refused.value)
         assert not (tmp_path / "out").exists() and capsys.readouterr().out == ""
     assert command([*line, "--dry-run", "--force"]) == 0
