@@ -189,18 +189,18 @@ class _Buckets:
         self._numbers = 0
         self.emptied = 0
         exchanging, computing = [(0, 0)], [(0, 0)]
-        last = {weight: one.stop for one in step.backward for weight in one.stop.own}
-        for one in step.backward:
+        last = {one.stop: at for at, one in enumerate(step.backward)}
+        reader = {weight: one.stop for one in step.backward for weight in one.stop.own}
+        for at, one in enumerate(step.backward):
             less = step.less(one)
-            mine = [w for w in one.stop.own if w.trained and last[w] is one.stop]
-            if one.passing == gathering.AGAIN:
-                mine = []
+            exchanging.append((one.fetching - less, self._outside()))
+            # Of a layer that is recomputed, gradients are made after that.
+            mine = [w for w in one.stop.own if w.trained and reader[w] is one.stop]
+            mine = mine if last[one.stop] == at else []
             left = sum(weight.numbers for weight in mine) * terms.compute
             if one.stop.layer is not None:
                 largest = max((weight.numbers for weight in mine), default=0) * terms.compute
-                outside = self._outside() + left - largest
-                computing.append((one.computing - less, outside))
-            exchanging.append((one.fetching - less, self._outside()))
+                computing.append((one.computing - less, self._outside() + left - largest))
             for weight in sorted(mine, key=lambda each: each.place):
                 if self._waiting and self._numbers + weight.numbers > terms.bucket:
                     exchanging.append((one.computing - less, left + self._emptied()))
