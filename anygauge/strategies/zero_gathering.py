@@ -289,8 +289,8 @@ class Gathering:
             # It looks below later modules where the one that is left is a piece.
             key = later, stop.piece
             if key not in self._sets:
-                weights = later.below if stop.piece else later.direct
-                self._sets[key] = frozenset(weights), sum(one.numbers for one in weights)
+                reads = later.below if stop.piece else later.direct
+                self._sets[key] = frozenset(reads), sum(one.numbers for one in reads)
             weights, numbers = self._sets[key]
             found -= weights
             passed += numbers

@@ -6,7 +6,7 @@ Terms are those of DeepSpeed's ``runtime/zero`` 0.19: ``stage3.py``, ``partition
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from anygauge.interface import HOST_DEVICE
@@ -86,6 +86,10 @@ def sharded_memory(terms: Terms) -> MemoryEstimate:
     def at(gathered: int, gradients: int = 0) -> dict[str, int]:
         return {**held, GATHERED: gathered, GRADIENTS: gradients}
 
+    turns, updated = workload.accumulation, updated_bytes(terms, part)
+    # Weights are copied out of what they came in; gradients into the bucket, and by ranks.
+    gathered = turns * coordinator.gathered
+    added_up = turns * terms.trained * (terms.compute + 6.0 * terms.reduce)
     return MemoryEstimate(
         device={
             LOAD: _loaded(terms, pieces, here, part, groups, params_on_host=params_on_host),
@@ -103,7 +107,9 @@ def sharded_memory(terms: Terms) -> MemoryEstimate:
         },
         host=_host(terms, parts if params_on_host else 0, part, groups),
         traffic=_traffic(terms, coordinator, buckets, resident),
-        **_work(terms, coordinator, part, params_on_host=params_on_host),
+        host_bytes=updated if terms.on_host else 0.0,
+        copied_bytes=_copied(terms, coordinator, part, params_on_host=params_on_host),
+        other_bytes=2.0 * gathered + added_up + (0.0 if terms.on_host else updated),
     )
 
 
@@ -351,7 +357,7 @@ def _host(
 
 def _traffic(
     terms: Terms, coordinator: Gathering, buckets: _Buckets, resident: int
-) -> Iterator[Traffic] | tuple[Traffic, ...]:
+) -> tuple[Traffic, ...]:
     """Of a step: weights are gathered in each micro-batch, resident ones after the update."""
     turns, ranks = terms.workload.accumulation, terms.workload.world_size
     group = tuple(range(ranks))
@@ -374,24 +380,15 @@ def _traffic(
     )
 
 
-def _work(
-    terms: Terms, coordinator: Gathering, part: int, *, params_on_host: bool
-) -> dict[str, float]:
-    """Gathered weights are copied out of what they came in; gradients into the bucket and by ranks.
+def _copied(terms: Terms, coordinator: Gathering, part: int, *, params_on_host: bool) -> float:
+    """Bytes between device and host in a step.
 
     Sums on the host go to the device and back in each micro-batch, and there again at its end.
     """
     turns, ranks = terms.workload.accumulation, terms.workload.world_size
-    gathered = turns * coordinator.gathered
-    gradients = turns * terms.trained * (terms.compute + 6.0 * terms.reduce)
-    updated = updated_bytes(terms, part)
     copied = 0.0
     if terms.on_host:
         copied += part * (2 * turns * terms.reduce + terms.master + terms.compute)
     if params_on_host:
-        copied += gathered / ranks
-    return {
-        "host_bytes": updated if terms.on_host else 0.0,
-        "copied_bytes": copied,
-        "other_bytes": 2.0 * gathered + gradients + (0.0 if terms.on_host else updated),
-    }
+        copied += turns * coordinator.gathered / ranks
+    return copied
