@@ -573,11 +573,15 @@ class HeldLayers:
         first, end: from which to before which, counted from 0. The embedding belongs to the first
             layer, the output layer and the loss to the last.
         in_flight: micro-batches whose activations are there at once.
+        apart: backward makes the gradients of hidden states of all the layers first, and then that
+            of one weight after the other. Until the last one the activations are there, and what a
+            layer recomputes: each time anew.
     """
 
     first: int
     end: int
     in_flight: int = 1
+    apart: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -590,7 +594,8 @@ class MemoryEstimate:
         traffic: of one optimizer step.
         stages: the decoder layers that the rank computes; empty: all of them, and one micro-batch
             after the other.
-        host_bytes: what operations on the host read and write in a step, where it is not the device.
+        host_bytes: what operations on the host read and write in a step, where it is not the
+            device.
         copied_bytes: what is copied to the host and from it in a step.
         other_bytes: what the device reads and writes in a step beside the model's own operations:
             the update, gradients that are added up, gathered weights that are copied.

@@ -75,8 +75,9 @@ def plan_run(run: RunFile, registry: Registry, backend: Backend, world_size: int
     Raises:
         AnygaugeError: what the run's ranks would refuse, or what cannot be planned.
     """
+    traces: dict[SequencePart | None, ModelTrace] = {}
     found = (
-        _plan_rank(run, registry, backend, world_size, rank)
+        _plan_rank(run, registry, backend, world_size, rank, traces)
         for rank in ranks_that_differ(run, world_size)
     )
     return functools.reduce(RunMemory.with_other, found)
@@ -94,8 +95,17 @@ def ranks_that_differ(run: RunFile, world_size: int) -> tuple[int, ...]:
 
 
 def _plan_rank(
-    run: RunFile, registry: Registry, backend: Backend, world_size: int, rank: int
+    run: RunFile,
+    registry: Registry,
+    backend: Backend,
+    world_size: int,
+    rank: int,
+    traces: dict[SequencePart | None, ModelTrace],
 ) -> RunMemory:
+    """Args: traces: of the run's other ranks, by their part of sequences; those with one are alike.
+
+    A stage of a pipeline is given the trace of the whole model, of which it has some layers.
+    """
     if run.precision.fp8:
         raise UnsupportedError(
             "precision.fp8: what a device's library keeps for it is not known, so it cannot be "
@@ -112,7 +122,10 @@ def _plan_rank(
     workload = workload_of(run, registry, backend, precision, rank, world_size, model)
     estimate = memory_of(strategy, workload)
     kernels, names = _kernels(run, registry, backend, factory)
-    trace = _traced(run, factory, kernels, strategy, workload, staged=bool(estimate.stages))
+    part, staged = workload.share.sequence, bool(estimate.stages)
+    if part not in traces:
+        traces[part] = _traced(run, factory, kernels, strategy, workload, staged=staged)
+    trace = traces[part]
     kinds = _kinds(model, factory.config.get_text_config(), workload)
     layers = [trace.layers[kinds.index(kind)] for kind in kinds]
     flops = step_flops(model, factory.config, lambda parameter: tuple(parameter.shape))
@@ -421,6 +434,10 @@ def _device(
         at(BACKWARD, COLLECT, trace.base)
         at(EVALUATION, GATHER, trace.base)
         at(EVALUATION, EVALUATION, trace.base + max(one.evaluation for one in mine))
+        if stage.apart:
+            # At the most: what a weight's gradient was made of is let go of.
+            made = (one.trained * one.recomputed if one.recomputed else one.kept for one in mine)
+            at(BACKWARD, BACKWARD, before[-1] + mine[-1].kept + sum(made))
         if stage.end == len(layers):
             at(LOSS, LOSS, base + sum(layer.kept for layer in mine), trace.loss)
             at(EVALUATION, LOSS, trace.base, trace.loss_evaluation)

@@ -9,7 +9,7 @@ say, see `MemoryEstimate`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +38,8 @@ class LayerTrace:
         kept: from forward until backward.
         forward, backward, evaluation: the most that is there at once beside what layers before it
             keep; in backward, what it keeps itself is in it.
+        recomputed: what is there when backward has recomputed it; 0 where it does not.
+        trained: how many of its parameters are.
         work: of forward and backward.
     """
 
@@ -45,6 +47,8 @@ class LayerTrace:
     forward: int
     backward: int
     evaluation: int
+    recomputed: int
+    trained: int
     work: Work
 
 
@@ -91,6 +95,8 @@ class _Trace(TorchDispatchMode):
         super().__init__()
         self.moment: Moment = (BEGIN, 0)
         self.live = self.embedded = self.forwarded = 0
+        self.before: dict[int, int] = {}
+        self.recomputed: dict[int, int] = {}
         self.entered: dict[Moment, int] = {self.moment: 0}
         self.most: dict[Moment, int] = {self.moment: 0}
         self.counters: dict[Moment, Counter] = {self.moment: Counter()}
@@ -222,7 +228,8 @@ def trace_model(
     model.eval()
     with _Trace(model, all_set=all_set) as evaluated, _watched(evaluated, layers), torch.no_grad():
         model_loss(model(**batch()))
-    return _of_moments(trace, evaluated, len(layers))
+    trained = [sum(p.requires_grad for p in layer.parameters()) for layer in layers]
+    return _of_moments(trace, evaluated, trained)
 
 
 def _drop_gradient(parameter: nn.Parameter) -> None:
@@ -242,6 +249,14 @@ def _watched(trace: _Trace, layers: list[nn.Module]) -> Iterator[None]:
                     trace.embedded = args[0].untyped_storage().nbytes()
                 trace.enter((FORWARD, index))
 
+        def beginning(*_: Any) -> None:
+            if trace.moment[0] == BACKWARD:
+                trace.before.setdefault(index, trace.live)
+
+        def done(*_: Any) -> None:
+            if trace.moment[0] == BACKWARD:
+                trace.recomputed[index] = trace.live - trace.before[index]
+
         def leaving(_: nn.Module, args: Any, output: Any) -> None:
             if trace.moment[0] != FORWARD:
                 return  # it is recomputed
@@ -256,6 +271,10 @@ def _watched(trace: _Trace, layers: list[nn.Module]) -> Iterator[None]:
 
         handles.append(layer.register_forward_pre_hook(entering))
         handles.append(layer.register_forward_hook(leaving))
+        for part in layer.children():  # the layer itself may be called once
+            handles.append(part.register_forward_pre_hook(beginning))
+            # Recomputation ends with an exception, as soon as backward has what it needs.
+            handles.append(part.register_forward_hook(done, always_call=True))
 
     for index, layer in enumerate(layers):
         watch(index, layer)
@@ -266,8 +285,8 @@ def _watched(trace: _Trace, layers: list[nn.Module]) -> Iterator[None]:
             handle.remove()
 
 
-def _of_moments(trace: _Trace, evaluated: _Trace, layers: int) -> ModelTrace:
-    nothing = Work()
+def _of_moments(trace: _Trace, evaluated: _Trace, trained: Sequence[int]) -> ModelTrace:
+    nothing, layers = Work(), len(trained)
 
     def most(moment: Moment, beside: int) -> int:
         return max(0, trace.most.get(moment, 0) - beside)
@@ -287,6 +306,8 @@ def _of_moments(trace: _Trace, evaluated: _Trace, layers: int) -> ModelTrace:
             forward=most((FORWARD, index), starts[index]),
             backward=most((BACKWARD, index), starts[index]),
             evaluation=evaluated.most[FORWARD, index] - evaluated.entered[FORWARD, index],
+            recomputed=trace.recomputed.get(index, 0),
+            trained=trained[index],
             work=work((FORWARD, index), (BACKWARD, index)),
         )
         for index in range(layers)

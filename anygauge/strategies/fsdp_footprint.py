@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from anygauge.interface import HOST_DEVICE
 from anygauge.interface.strategy import (
     BACKWARD,
     BEGIN,
@@ -41,7 +42,7 @@ from anygauge.strategies.footprint import (
     update_made,
 )
 from anygauge.strategies.fsdp_options import FsdpOptions
-from anygauge.strategies.materialise import decoder_layers
+from anygauge.strategies.materialise import decoder_layers, units
 from anygauge.strategies.whole_footprint import (
     TrainedPlaces,
     beside_one,
@@ -180,11 +181,14 @@ def fsdp_memory(
     found = {moment: most.kinds(device) for moment, most in moments.items()}
     largest = max((p.numel() for p in trained), default=0) * item_bytes(precision.master_dtype)
     found[LOAD] = {kind: size for kind, size in device.items() if kind != OPTIMIZER}
-    found[SAVE] = {**found[SAVE], SAVED: SAVED_WHOLES * largest}
+    # Where the device is the host, all of them are there together, when one is whole at a time.
+    apart = workload.backend.device_type != HOST_DEVICE
+    found[SAVE] = {**found[SAVE], SAVED: SAVED_WHOLES * largest if apart else largest}
     made = update_made(workload, (rows_of(p, ranks) for p in trained))
     update = {GRADIENTS: parts, OPTIMIZER: held.optimizer + made}
     found[UPDATE] = device if offloaded else {**device, **update}
-    host = {moment: {**kinds} for moment, kinds in on_host(workload).items()}
+    read = values_read(model)
+    host = {**on_host(workload), LOAD: {WEIGHTS: read}}
     work = step_bytes(
         workload, parts // item_bytes(precision.master_dtype), held.optimizer, masters=False
     )
@@ -194,7 +198,7 @@ def fsdp_memory(
         host = {
             **{moment: several for moment in (BEGIN, FORWARD, LOSS)},
             **{moment: {**own, GRADIENTS: parts} for moment in (BACKWARD, END)},
-            LOAD: {WEIGHTS: own[WEIGHTS]},
+            LOAD: {WEIGHTS: own[WEIGHTS] + read},
             UPDATE: {**own, **update},
             EVALUATION: own,
             SAVE: {**own, **host[SAVE]},
@@ -209,6 +213,16 @@ def fsdp_memory(
         copied_bytes=moved,
         other_bytes=moved + copies + (0.0 if offloaded else work),
     )
+
+
+def values_read(model: nn.Module) -> int:
+    """Bytes of values on the host while the model is made: `ModelFactory.values` of a unit, in
+    float32 where they are drawn, while a tensor of the unit before is still there."""
+    most = before = 0
+    for _, unit in units(model):
+        sizes = [p.numel() for p in unit.parameters()]
+        most, before = max(most, before + sum(sizes)), sizes[-1]
+    return 4 * most
 
 
 SAVED_WHOLES = 3
@@ -235,55 +249,60 @@ def _moments(options: FsdpOptions, ranks: int, workload: Workload) -> dict[str, 
     largest = max(every, key=lambda one: one.whole, default=_Group())
     together = 1 if ranks > 1 else 0  # alone, there is nothing that comes together
     gathering = together * largest.whole
-    several, everything = workload.accumulation > 1, _all_trained(model)
+    first = root.whole * (1 + together) + gathering + largest.whole
     trained = TrainedPlaces.of(model)
     item = item_bytes(workload.precision.param_dtype)
+    reduced_item = item_bytes(workload.precision.reduce_dtype)
     parts = root.part + sum(one.part for one in every)
-    count = numbers_of(tuple(trained))
-    # Those of all weights are reduced each time, an adapter's once: they are added up whole before.
-    before = 0
-    if several:
-        before = parts if everything else count * item_bytes(workload.precision.reduce_dtype)
+    several, everything = workload.accumulation > 1, _all_trained(model)
+    there = 0 if options.offload != "none" else 1
+    # Those of all weights are reduced after each micro-batch, and the sums are parts; an adapter's
+    # are added up whole before, and reduced once.
+    sums = there * parts if several and everything else 0
+    pending = numbers_of(tuple(trained.in_backward())) * reduced_item
+    pending = pending if several and not everything else 0
     waiting = root.reduced if several and everything else 0
-    step = _Most(gradients=before + waiting)
+    gradients = sums + pending + waiting
+    after = root.whole
     if options.gather == "step":
-        layers_whole = sum(one.whole for one in every)
-        whole = root.whole + layers_whole
-        begin = whole if several else root.whole * (1 + together) + gathering + largest.whole
-        forward, gather = whole + gathering, whole + 2 * gathering
-        backward = whole
-        end = whole if several else root.whole + largest.whole
-        after = whole
-        kept = layers_whole if several else 0
+        kept = sum(one.whole for one in every)
+        after += kept
+        # Later micro-batches gather nothing, the first has no gradients before.
+        gathered = {
+            BEGIN: max(after if several else 0, first),
+            GATHER: after + 2 * gathering,
+            FORWARD: after + gathering,
+            LOSS: after + gathering,
+            BACKWARD: after,
+            END: after if several else root.whole + largest.whole,
+        }
+        kept = kept if several else 0
     else:
-        begin = root.whole * (1 + together) + gathering + largest.whole
-        forward = root.whole + gathering + largest.whole
-        gather = forward + gathering
-        backward = end = forward
-        after, kept = root.whole, 0
+        kept, two = 0, root.whole + gathering + largest.whole
+        gathered = {
+            BEGIN: first,
+            GATHER: two + gathering,
+            FORWARD: two,
+            LOSS: root.whole + gathering,
+            BACKWARD: two,
+            END: two,
+        }
     last = trained.layers[-1] if trained.layers else ()
-    of_head = numbers_of(trained.head) * item
-    of_layer = beside_one(last) * item
+    of_head, of_layer = numbers_of(trained.head) * item, beside_one(last) * item
     reducing = max((one.reduced for one in every), default=0)
-    done = sum(one.part for one in every)
-    pending = before if several and not everything else 0
-    sums = before if several and everything else 0
-    held = 0 if options.offload != "none" else 1
-    shards = held * (sums + (largest.part if several else max(0, done - 2 * largest.part)))
-    all_parts = held * (sums + (largest.part if several else done))
-    step = _Most(gradients=held * sums + pending + waiting)
+    done = there * sum(one.part for one in every)
+    # The last of them is added to a sum, or stays as it is; two layers are not there yet.
+    before = sums + there * largest.part if several else max(0, done - 2 * there * largest.part)
+    all_done = sums + there * largest.part if several else done
+    before, all_done = before + pending, all_done + pending
+    added = gradients if options.gather == "layer" else max(0, gradients - gathering)
     return {
-        BEGIN: _Most(begin, step.gradients),
-        GATHER: _Most(gather, step.gradients),
-        FORWARD: _Most(forward, step.gradients),
-        LOSS: _Most(
-            root.whole + gathering if options.gather == "layer" else forward, step.gradients
-        ),
-        BACKWARD: _Most(backward, step.gradients + of_head + of_layer),
-        END: _Most(end, pending + shards + of_head + of_layer, reducing),
-        EMBEDDING: _Most(root.whole + kept, pending + all_parts + of_head, reducing),
-        COLLECT: _Most(kept, pending + all_parts + root.gradients, root.reduced),
-        EVALUATION: _Most(forward),
+        **{at: _Most(gathered[at], added) for at in (BEGIN, GATHER, FORWARD, LOSS)},
+        BACKWARD: _Most(gathered[BACKWARD], gradients + of_head + of_layer),
+        END: _Most(gathered[END], before + of_head + of_layer, reducing),
+        EMBEDDING: _Most(root.whole + kept, all_done + of_head, reducing),
+        COLLECT: _Most(kept, all_done + root.gradients, root.reduced),
+        EVALUATION: _Most(gathered[FORWARD]),
         SAVE: _Most(after),
     }
 

@@ -104,6 +104,8 @@ def pipeline_memory(options: Degrees, workload: Workload) -> MemoryEstimate:
     mine = stages_at(stages, options, place)
     sizes = [part.end - part.first for part in mine]
     full = fullest(actions(schedule, place, options.pp, count), sizes)
+    # `PipelineStage.backward_one_chunk`: the first stage alone has all of backward at once.
+    apart = schedule == "zero_bubble"
     unit, pipeline = _unit(workload), PipelineModel(model)
     received = sum((not part.begins) + (not part.ends) for part in mine)
     weights = held.weights + sum(scale_bytes(pipeline.part(part)) for part in mine)
@@ -125,9 +127,12 @@ def pipeline_memory(options: Degrees, workload: Workload) -> MemoryEstimate:
         BUFFERS: received * count * unit,
     }
     step = {**fixed, BUFFERS: fixed[BUFFERS] + on_way, **before}
-    # `sum_at` puts all gradients into one message.
+    # `stage_backward_input` leaves gradients with its buffers until the next step begins.
+    left = unit * count * sum(apart and not part.begins for part in mine)
+    after = {**fixed, BUFFERS: fixed[BUFFERS] + left}
+    # `sum_at` puts gradients into one message: all, or those of a weight that both ends have.
     made = update_made(workload, (p.numel() for p in trained.values()))
-    message = held.gradients if rows > 1 else 0
+    message = held.gradients if rows > 1 else held.sent.get("all_reduce", 0)
     whole = max((p.numel() for p in model.parameters() if p.requires_grad), default=0)
     return MemoryEstimate(
         device={
@@ -138,22 +143,22 @@ def pipeline_memory(options: Degrees, workload: Workload) -> MemoryEstimate:
             BACKWARD: step,
             END: {**step, **added},
             UPDATE: {
-                **fixed,
+                **after,
                 **added,
                 GRADIENTS: held.gradients + max(0, message - made),
                 OPTIMIZER: fixed[OPTIMIZER] + made,
             },
-            EVALUATION: fixed,
+            EVALUATION: after,
             # The first rank of a pipeline is handed the tensors of all.
             SAVE: {
-                **fixed,
+                **after,
                 SAVED: whole * item_bytes(precision.master_dtype) if place == 0 else 0,
             },
         },
         host=on_host(workload),
         traffic=_traffic(options, workload, held.sent, place, rows),
         stages=tuple(
-            HeldLayers(part.first, part.end, max(1, at_once))
+            HeldLayers(part.first, part.end, max(1, at_once), apart and not part.begins)
             for part, at_once in zip(mine, full.in_flight, strict=True)
         ),
         other_bytes=step_bytes(workload, numbers(trained.values()), held.optimizer),

@@ -31,8 +31,8 @@ from anygauge.interface.strategy import (
 from anygauge.strategies.footprint import item_bytes, update_made, whole_model
 from anygauge.strategies.materialise import decoder_layers
 
-BUCKET = 25 * 2**20
-"""Bytes of DDP's buckets, but for the first one and for larger parameters."""
+FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
+"""Bytes after which DDP closes a bucket: the first one, others."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,10 +49,11 @@ class TrainedPlaces:
     layers: tuple[tuple[nn.Parameter, ...], ...]
     embedding: tuple[nn.Parameter, ...]
 
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        yield from self.head
-        for layer in self.layers:
-            yield from layer
+    def in_backward(self) -> Iterator[nn.Parameter]:
+        """As backward comes to them."""
+        yield from reversed(self.head)
+        for layer in reversed(self.layers):
+            yield from reversed(layer)
         yield from self.embedding
 
     @classmethod
@@ -96,7 +97,7 @@ def on_host(workload: Workload) -> dict[str, dict[str, int]]:
     `Engine.export_trained` gives them all at once; one more is on its way.
     """
     assert workload.skeleton is not None, "an estimate is made from the model"
-    sizes = [p.numel() for p in TrainedPlaces.of(workload.skeleton)]
+    sizes = [p.numel() for p in TrainedPlaces.of(workload.skeleton).in_backward()]
     whole = (sum(sizes) + max(sizes, default=0)) * item_bytes(workload.precision.master_dtype)
     return {SAVE: {SAVED: whole if workload.rank == 0 else 0}}
 
@@ -129,14 +130,13 @@ def whole_memory(workload: Workload, *, replicas: int = 1) -> MemoryEstimate:
     last = trained.layers[-1] if trained.layers else ()
     at_first = numbers_of(trained.head) + beside_one(last)
     at_end = count - numbers_of(trained.embedding)
-    backward, end, collect = (
-        (_replicated if replicas > 1 else _alone)(size, sums, own, reduced)
-        for size in (at_first, at_end, count)
-    )
     if replicas == 1:
-        collect = max(collect, _converted(everything, own, reduced, sums))
-    elif several:
-        collect = max(collect, sums + count * own, sums + _bucket(everything, own, reduced))
+        backward, end = (sums + size * own for size in (at_first, at_end))
+        collect = _converted(everything, own, reduced, sums)
+    else:
+        backward, end, collect = (
+            _in_replica(trained, size, own, reduced, sums) for size in (at_first, at_end, count)
+        )
     # Of one type, `Tensor.to` makes no second tensor.
     summed = 0 if replicas > 1 and reduced == own else count * reduced
     again = 0 if reduced == master else count * master
@@ -176,18 +176,25 @@ def whole_memory(workload: Workload, *, replicas: int = 1) -> MemoryEstimate:
     )
 
 
-def _alone(size: int, sums: int, own: int, reduced: int) -> int:
-    """Bytes of gradients where backward has so many, with sums of earlier micro-batches."""
-    return sums + size * own
+def _in_replica(trained: TrainedPlaces, size: int, own: int, reduced: int, sums: int) -> int:
+    """Bytes of gradients under DDP beside its buckets, where backward has so many.
 
-
-def _replicated(size: int, sums: int, own: int, reduced: int) -> int:
-    """The same under DDP, whose buckets are there in any case.
-
-    A micro-batch that is not the last has gradients of its own; in the last one
-    `SummedOverRanks._reduce` makes a sum of each bucket, in place of the sum before.
+    A micro-batch that is not the last has gradients of its own. In the last one
+    `SummedOverRanks._reduce` makes the sum of a bucket once all of it is there, in place of the sum
+    before.
     """
-    return sums + size * own if sums else size * (0 if reduced == own else reduced)
+    if sums:
+        return sums + size * own
+    if reduced == own:
+        return 0
+    done = at = 0
+    for parameter in trained.in_backward():
+        at += parameter.numel()
+        if at > size:
+            return done * reduced
+        if (at - done) * own >= (BUCKET if done else FIRST_BUCKET):
+            done = at
+    return size * reduced
 
 
 def _converted(parameters: tuple[nn.Parameter, ...], own: int, reduced: int, sums: int) -> int:
@@ -200,12 +207,6 @@ def _converted(parameters: tuple[nn.Parameter, ...], own: int, reduced: int, sum
         most = max(most, waiting + done)
         waiting -= parameter.numel() * own
     return most
-
-
-def _bucket(parameters: tuple[nn.Parameter, ...], own: int, reduced: int) -> int:
-    """Bytes of a bucket's sum."""
-    largest = max((p.numel() for p in parameters), default=0)
-    return max(largest * reduced, min(BUCKET // own, numbers_of(parameters)) * reduced)
 
 
 def step_bytes(workload: Workload, count: int, state: int, *, masters: bool = True) -> float:
