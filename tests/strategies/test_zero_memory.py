@@ -47,7 +47,6 @@ def test_a_rank_of_stage_3_has_its_part_of_all_and_one_layer_whole_at_a_time() -
         assert device[of.BEGIN][WEIGHTS] == 2 * NUMBERS // ranks
         assert device[of.BEGIN][OPTIMIZER] == (4 + 8) * NUMBERS // ranks
         assert device[FORWARD][GATHERED] == 2 * LAYER
-        assert device[of.LOSS][GATHERED] == 2 * TABLE
         assert device[of.BEGIN][of.BUFFERS] == 4 * NUMBERS + 4 * NUMBERS // ranks
 
 
@@ -76,11 +75,6 @@ def test_weights_are_gathered_twice_in_each_micro_batch() -> None:
     assert [one.bytes for one in thrice] == [3 * one.bytes for one in once]
     assert once[0].bytes == 2 * 2 * NUMBERS  # what is recomputed is kept for its backward
     assert once[1].bytes == 4 * NUMBERS
-
-
-def test_a_tied_table_stays_from_the_embedding_to_the_output_layer() -> None:
-    free = {**ONE_AT_A_TIME, "stage3_max_reuse_distance": 2 * TABLE}
-    assert estimate(tied=True, options=free).device[FORWARD][GATHERED] == 2 * (TABLE + LAYER)
 
 
 def test_offloading_moves_bytes_to_the_host() -> None:
