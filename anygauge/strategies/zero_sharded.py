@@ -100,7 +100,8 @@ class _Weights:
             embedding=passing(model.get_input_embeddings()),
             head=passing(head) if head is not None and not head.weight.requires_grad else 0,
             ahead=live * terms.compute,
-            calls=2 + sum(any(p.numel() > below for p in m.parameters(False)) for m in fetching),
+            calls=sum(passing(end) > 0 for end in (model.get_input_embeddings(), head))
+            + sum(any(p.numel() > below for p in m.parameters(False)) for m in fetching),
         )
 
     def whole(self, more: int) -> int:
@@ -134,6 +135,7 @@ def sharded_memory(terms: Terms) -> MemoryEstimate:
     def at(gathered: int, gradients: int = 0) -> dict[str, int]:
         return {**held, GATHERED: gathered, GRADIENTS: gradients}
 
+    work = _work(terms, weights, part, params_on_host=params_on_host)
     return MemoryEstimate(
         device={
             LOAD: _loaded(terms, here, part, groups, params_on_host=params_on_host),
@@ -150,7 +152,9 @@ def sharded_memory(terms: Terms) -> MemoryEstimate:
         },
         host=_host(terms, weights.parts if params_on_host else 0, part, groups),
         traffic=_traffic(terms, weights),
-        **_work(terms, weights, part, params_on_host=params_on_host),
+        host_bytes=work["host_bytes"],
+        copied_bytes=work["copied_bytes"],
+        other_bytes=work["other_bytes"],
     )
 
 
