@@ -145,7 +145,8 @@ def sharded_memory(terms: Terms) -> MemoryEstimate:
             REDUCE: at(weights.whole(0), emptied),
             BACKWARD: at(weights.whole(weights.layer), beside),
             END: at(weights.whole(0), beside),
-            EMBEDDING: at(weights.embedding, emptied),
+            # The gradient that the embedding's backward makes is in the trace.
+            EMBEDDING: at(weights.embedding, max(0, emptied - _embedding_gradient(terms))),
             UPDATE: _updated(terms, held, here, part, groups),
             EVALUATION: at(weights.whole(weights.layer)),
             SAVE: {**held, SAVED: terms.gathered_to_save(ranks)},
@@ -156,6 +157,12 @@ def sharded_memory(terms: Terms) -> MemoryEstimate:
         copied_bytes=work["copied_bytes"],
         other_bytes=work["other_bytes"],
     )
+
+
+def _embedding_gradient(terms: Terms) -> int:
+    model: Any = terms.model
+    table = model.get_input_embeddings()
+    return sum(p.numel() * terms.compute for p in table.parameters() if p.requires_grad)
 
 
 def _beside_bucket(terms: Terms) -> tuple[int, int]:
