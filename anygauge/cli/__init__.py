@@ -140,9 +140,9 @@ def run_command(name: str, arguments: list[str], *, own_process: bool = False) -
     """Import the command's file and hand its arguments to typer."""
     if name == "plan" and "--calibrate" not in arguments and any(map(os.path.isfile, arguments)):
         # Its imports take longer than the command line's, and all that is checked before.
-        from anygauge.planning.process import begin
+        from anygauge.planning.process import start_planner
 
-        begin()
+        start_planner()
     with _interrupts_end_imports():
         import typer
         import typer.main
@@ -179,7 +179,7 @@ def _interrupts_end_imports() -> Iterator[None]:
     def end(*_: object) -> None:
         os.write(2, b"interrupted\n")
         if process := sys.modules.get("anygauge.planning.process"):
-            process.end_begun()
+            process.end_started()
         os._exit(130)
 
     signal.signal(signal.SIGINT, end)

@@ -61,7 +61,7 @@ PlanOption = Annotated[
     bool | None,
     typer.Option(
         "--plan/--no-plan",
-        help="Always (--plan) or never (--no-plan) rehearse first how much memory the run needs; "
+        help="Always (--plan) or never (--no-plan) plan first how much memory the run needs; "
         "default: only if memory may be short.",
         show_default=False,
     ),

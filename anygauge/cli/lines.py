@@ -20,11 +20,14 @@ def step_line(event: Event) -> str:
 
 def step_metrics(event: Event) -> list[str]:
     """The metrics of a step that are there, each with its unit; mfu is a fraction of 1."""
-    return [
-        show(event[name])
+    found = {
+        name: show(event[name])
         for name, show in _STEP.items()
         if isinstance(event.get(name), int | float)
-    ]
+    }
+    if "peak_memory" in found:
+        found["peak_memory"] += _COUNTED.get(event.get("memory_kind", ""), "")
+    return list(found.values())
 
 
 def evaluation_line(event: Event) -> str:
@@ -126,6 +129,8 @@ _STEP: Mapping[str, Callable[[float], str]] = {
     "mfu": lambda value: f"mfu {value:.1%}",
     "peak_memory": lambda value: f"peak {size(value)}",
 }
+_COUNTED = {"allocator": " of tensors", "process": " of the process"}
+"""By what counted it; see `anygauge.interface.MemoryStats`."""
 _EVALUATION: Mapping[str, Callable[[float], str]] = {
     "eval_loss": lambda value: f"loss {value:.4f}",
     "perplexity": lambda value: f"perplexity {value:.2f}",

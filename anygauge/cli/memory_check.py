@@ -1,15 +1,14 @@
-"""A run is rehearsed before its ranks start: what cannot fit this machine's devices is refused.
+"""A run is planned before its ranks start: what cannot fit this machine's devices is refused.
 
-The rehearsal runs in its own process while the checks of `anygauge.cli.preflight` run, and
-is left out where arithmetic tells that the run is far from any limit. Strategy `auto` becomes the
-first that fits.
+A process of its own imports what a plan needs while the checks of `anygauge.cli.preflight` run. No
+plan is made where arithmetic tells that the run is far from any limit. Strategy `auto` becomes the
+first form that fits.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time as clock
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,11 +16,10 @@ from anygauge.cli.lines import size
 from anygauge.config.strategies import default_section
 from anygauge.interface import AnygaugeError, Backend, Card, RunFileError
 from anygauge.models.hub import copy_of, names_hub
-from anygauge.planning.fit import Fit, fit, most_bytes
+from anygauge.planning.fit import Fit, most_bytes
 from anygauge.planning.machines import Hardware, measured_files
-from anygauge.planning.planner import Planner
-from anygauge.planning.process import TooLongError
-from anygauge.planning.trials import Target, timed
+from anygauge.planning.process import Planner, TooLongError
+from anygauge.planning.trials import Target, Trial, Trials
 from anygauge.registry import Registry, Selection
 from anygauge.training.auto import AUTO, candidates, in_words
 from anygauge.training.strategy import share_of
@@ -30,15 +28,15 @@ if TYPE_CHECKING:
     from anygauge.cli.intent import Intent
     from anygauge.config.schema import RunFile
     from anygauge.planning.memory import RunMemory
-    from anygauge.planning.time import Duration
 
 PATIENCE_S = 30.0
-"""Seconds from its beginning that a rehearsal gets at least; it may take as long as the checks."""
+"""Seconds from the beginning of the checks that a plan gets at least; it may take as long as they
+do."""
 AUTO_PATIENCE_S = 120.0
 """Likewise where several strategies are tried."""
 UNDECIDED = "the ranks decide once their devices are open"
 SMALL = 0.25
-"""Part of a device's memory below which nothing is rehearsed."""
+"""Part of a device's memory below which nothing is planned."""
 _ASK = "`anygauge plan RUN.yaml --machine NAME` plans for a machine that you name"
 
 FoundT = TypeVar("FoundT")
@@ -51,7 +49,7 @@ class Expectation:
     Attributes:
         lines: for whoever starts it.
         note: what should be looked at; "" for nothing.
-        found: of the rehearsal; None where there was none.
+        found: of the plan; None where there was none.
         step_s: planned seconds of a step; None: not known.
         run: with the strategy that `auto` became, if that is not the first of `Intent.forms`.
         why: why that one.
@@ -85,19 +83,29 @@ def checked(
     asked: bool | None = None,
     force: bool = False,
 ) -> tuple[Intent, FoundT, Expectation]:
-    """Check a run and rehearse it; returns it with what was found.
+    """Check a run and plan it; returns it with what was found.
 
     Args:
         check: of model and rows.
-        asked: True: rehearse also where that is not needed; False: never.
+        asked: True: plan also where that is not needed; False: never.
         force: refuse nothing.
 
     Raises:
         AnygaugeError: what ranks would refuse, or the run cannot fit.
     """
-    with rehearsing(intent, asked) as rehearsal:
+    card, unknown = _card(intent)
+    expected = _without_a_plan(intent, card, unknown, asked)
+    if expected is not None:
         found = check(intent)
-        expected = rehearsal.result(force=force)
+    else:
+        with contextlib.ExitStack() as stack:
+            planner = stack.enter_context(Planner(intent.run.environment))
+            patience_s = AUTO_PATIENCE_S if len(intent.forms) > 1 else PATIENCE_S
+            trials = Trials(intent.registry, planner, limit_s=patience_s)
+            if _is_here(intent.run):
+                trials.begin(intent.run, intent.job.backend)
+            found = check(intent)
+            expected = _planned(intent, card, trials, patience_s, force)
     decided = expected.applied_to(intent)
     if expected.run is not None and expected.run.strategy.name != AUTO:
         found = check(decided)
@@ -111,7 +119,7 @@ def forms_of_auto(
     not to fit; no strategy where the ranks must decide.
 
     Args:
-        joined: another launcher has started this process, which rehearses nothing.
+        joined: another launcher has started this process, which plans nothing.
 
     Raises:
         AnygaugeError: no strategy can train it.
@@ -144,190 +152,111 @@ def memory_of_rank(card: Card | None, devices: int) -> int | None:
     return card.memory // (devices if card.shared_memory else 1)
 
 
-@contextlib.contextmanager
-def rehearsing(intent: Intent, asked: bool | None) -> Iterator[Rehearsal]:
-    """Rehearse a run meanwhile; its process is gone afterwards, whatever happens."""
-    with contextlib.ExitStack() as stack:
-        yield Rehearsal(intent, asked, stack)
+def _card(intent: Intent) -> tuple[Card | None, str]:
+    """What this machine's devices are, and why their memory is not known; "" where it is."""
+    if intent.registry.find_launcher(intent.run.launch.launcher).spec.remote:
+        return None, f"since ranks run on other machines; {_ASK}"
+    names = intent.selection.probe.cards
+    card = Hardware.load(intent.registry, measured_files()).of_devices(names)
+    if card is not None and card.memory is not None:
+        return card, ""
+    seen = " and ".join(names) or f"the devices of {intent.job.backend}"
+    return card, f"since no description covers {seen}; {_ASK}"
 
 
-@dataclass(frozen=True, slots=True)
-class _CheckedRun:
-    """A run that was rehearsed, how it fits, and how long a step takes; None: not known."""
-
-    run: RunFile
-    found: RunMemory
-    fits: Fit | None
-    time: Duration | None
+def _is_here(run: RunFile) -> bool:
+    """Whether the model's configuration need not be fetched before."""
+    name = run.model.name
+    if name is None or not names_hub(name):
+        return True
+    return copy_of(name, run.model.revision) is not None
 
 
-class Rehearsal:
-    """One run's, which runs meanwhile; see `rehearsing`."""
-
-    def __init__(self, intent: Intent, asked: bool | None, stack: contextlib.ExitStack) -> None:
-        """Args: stack: ends the process."""
-        self._intent = intent
-        self._asked = asked
-        self._stack = stack
-        self._card: Card | None = None
-        self._planner: Planner | None = None
-        self._answer: Expectation | None = None
-        self._runs: list[RunFile] = []
-        self._patience_s = PATIENCE_S
-        self._until = 0.0
-        self._trials: list[_CheckedRun] = []
-        self._left_out: list[str] = []
-        model = intent.run.model
-        fetched = model.name is None or not names_hub(model.name)
-        if fetched or copy_of(model.name, model.revision) is not None:
-            self._begin()
-
-    def result(self, *, force: bool = False) -> Expectation:
-        """What was found; where the model was not there before, it is now.
-
-        Args:
-            force: refuse nothing.
-
-        Raises:
-            RunFileError: the run cannot fit.
-        """
-        if self._planner is None and self._answer is None:
-            self._begin()
-        if self._planner is None:
-            assert self._answer is not None
-            return self._answer
-        try:
-            self._try(self._planner)
-        except TooLongError:
-            return self._unplanned(
-                f"the rehearsal takes longer than {self._patience_s:.0f} s; `anygauge plan "
-                "RUN.yaml` waits for it"
-            )
-        if not self._trials:
-            return self._unplanned(self._left_out[0])
-        return self._held_against(force)
-
-    def _unplanned(self, why: str) -> Expectation:
-        """Nothing was found: what `auto` is, the ranks decide."""
-        run = self._intent.run
-        note = f"memory was not planned: {why}" if why else ""
-        if not self._intent.forms:
-            return Expectation(note=note)
-        undecided = run.model_copy(update={"strategy": default_section()})
-        return Expectation(note=note, run=undecided, why=UNDECIDED)
-
-    def _begin(self) -> None:
-        """Start what must be rehearsed, or say why nothing must."""
-        intent = self._intent
-        if self._asked is False:
-            self._unknown()
-            small = surely_small(intent.run, intent.registry, self._memory) is not None
-            self._answer = Expectation() if small else self._unplanned("")
-            return
-        why = self._unknown()
-        if why and (not self._asked or intent.run.strategy.name == AUTO):
-            self._answer = Expectation(lines=(f"memory: not planned, {why}",))
-            return
-        most = None if self._asked else surely_small(intent.run, intent.registry, self._memory)
-        if most is not None:
-            line = f"memory: needs at most {size(most)} of {size(self._memory or 0)}"
-            self._answer = Expectation(lines=(f"{line}, so not rehearsed",))
-            return
-        self._runs = [*intent.forms] or [intent.run]
-        if len(self._runs) > 1:
-            self._patience_s = AUTO_PATIENCE_S
-        planner = Planner(intent.job.world_size, intent.run.environment)
-        self._planner = self._stack.enter_context(planner)
-        self._until = clock.monotonic() + self._patience_s
-        planner.ask(self._runs[0], intent.job.backend)
-
-    def _try(self, planner: Planner) -> None:
-        """Rehearse until one fits; the first has been asked about.
-
-        Raises:
-            TooLongError: there is no time left, and none is known to fit.
-        """
-        job, card = self._intent.job, self._card
-        target = Target(backend=job.backend, card=card)
-        for number, run in enumerate(self._runs):
-            try:
-                if number:
-                    planner.ask(run, job.backend)
-                found = planner.answer(max(0.0, self._until - clock.monotonic()))
-            except TooLongError:
-                raise
-            except AnygaugeError as error:
-                why = str(error).partition("\n")[0]
-                several = len(self._runs) > 1
-                self._left_out.append(f"{in_words(run)} cannot: {why}" if several else why)
-                continue
-            fits = None if card is None else fit(found, card, job.world_size, job.launch.devices)
-            time = timed(run, found, target, self._intent.registry)[0]
-            self._trials.append(_CheckedRun(run, found, fits, time))
-            if fits is None or fits.left >= 0:
-                return
-            self._left_out.append(
-                f"{in_words(run)} would need {size(fits.needed)} of {size(fits.memory)}"
-            )
-
-    def _held_against(self, force: bool) -> Expectation:
-        taken = max(self._trials, key=lambda one: one.fits.left if one.fits else 0)
-        chosen, why = None, ""
-        lines: tuple[str, ...] = ()
-        if taken.run is not self._intent.run:
-            reasons = self._left_out
-            if taken.fits is not None and taken.fits.left < 0:
-                reasons = ["no strategy fits, and this one needs least", *reasons]
-            chosen, why = taken.run, f"auto: {'; '.join(reasons)}"
-            lines = (f"strategy: {in_words(taken.run)} ({why})",)
-        step_s = None if taken.time is None else taken.time.step
-        known = Expectation(lines=lines, found=taken.found, step_s=step_s, run=chosen, why=why)
-        card, fits = self._card, taken.fits
-        if card is None or fits is None:
-            peak = taken.found.worst[1].total
-            return replace(known, lines=(*lines, f"memory: {size(peak)} of tensors on each rank"))
-        if fits.left >= 0:
-            line = f"memory: needs {size(fits.needed)}, {_has(fits, card)}"
-            return replace(known, lines=(*lines, line))
-        words = f"{_needs(fits, taken.found)}, and {_has(fits, card)}"
-        # What is surely too much: tensors alone, without the estimates on top of them.
-        if fits.tensors + (card.reserved or 0) <= fits.memory:
-            return replace(known, note=f"the run may not fit: {words}")
-        if force:
-            return replace(known, note=f"the run cannot fit: {words}")
-        auto = f", with strategy {in_words(taken.run)}, which needs least" if chosen else ""
-        raise RunFileError(
-            f"the run cannot fit{auto}: {words}. `anygauge plan RUN.yaml --suggest` suggests "
-            "changes; --force starts the run anyway"
-        )
-
-    def _unknown(self) -> str:
-        """Why nothing is known of the devices; "" where `_card` says how much memory they have."""
-        intent = self._intent
-        if intent.registry.find_launcher(intent.run.launch.launcher).spec.remote:
-            return f"since ranks run on other machines; {_ASK}"
-        names = intent.selection.probe.cards
-        self._card = Hardware.load(intent.registry, measured_files()).of_devices(names)
-        if self._memory is not None:
-            return ""
-        seen = " and ".join(names) or f"the devices of {intent.job.backend}"
-        return f"since no description covers {seen}; {_ASK}"
-
-    @property
-    def _memory(self) -> int | None:
-        """Of a rank's device, in bytes."""
-        return memory_of_rank(self._card, self._intent.job.launch.devices)
+def _without_a_plan(
+    intent: Intent, card: Card | None, unknown: str, asked: bool | None
+) -> Expectation | None:
+    """What is known where no plan is needed, or none can be made; None: make one."""
+    memory = memory_of_rank(card, intent.job.launch.devices)
+    most = None if asked else surely_small(intent.run, intent.registry, memory)
+    if asked is False:
+        return Expectation() if most is not None else _undecided(intent, "")
+    if unknown and (not asked or intent.run.strategy.name == AUTO):
+        return Expectation(lines=(f"memory: not planned, {unknown}",))
+    if most is not None and memory is not None:
+        line = f"memory: needs at most {size(most)} of {size(memory)}, so no plan was made"
+        return Expectation(lines=(line,))
+    return None
 
 
-def _needs(fits: Fit, found: RunMemory) -> str:
-    kinds = sorted(found.device[fits.phase].kinds.items(), key=lambda one: -one[1])
-    listed = ", ".join(f"{size(count)} {kind}" for kind, count in kinds if count)
-    rest = size(fits.needed - fits.tensors)
-    return (
-        f"each rank needs {size(fits.needed)} in phase {fits.phase!r} ({listed}; {rest} in "
-        "addition to tensors)"
+def _undecided(intent: Intent, why: str) -> Expectation:
+    """No plan was made: what `auto` is, the ranks decide."""
+    note = f"memory was not planned: {why}" if why else ""
+    if not intent.forms:
+        return Expectation(note=note)
+    undecided = intent.run.model_copy(update={"strategy": default_section()})
+    return Expectation(note=note, run=undecided, why=UNDECIDED)
+
+
+def _planned(
+    intent: Intent, card: Card | None, trials: Trials, patience_s: float, force: bool
+) -> Expectation:
+    """What a plan says; of `auto`, the plan of the first form that fits.
+
+    Raises:
+        RunFileError: the run cannot fit.
+    """
+    target = Target(backend=intent.job.backend, card=card)
+    try:
+        trial = trials.first_that_fits([*intent.forms] or [intent.run], target)
+    except TooLongError:
+        why = f"a plan takes longer than {patience_s:.0f} s; `anygauge plan RUN.yaml` waits for it"
+        return _undecided(intent, why)
+    except AnygaugeError as error:
+        return _undecided(intent, str(error).partition("\n")[0])
+    chosen, why = None, ""
+    lines: tuple[str, ...] = ()
+    fit = trial.fit
+    if trial.run is not intent.run:
+        reasons = [_why_not(form, found) for form, found in trial.passed_over]
+        if not trial.fits:
+            reasons = ["no strategy fits, and this one needs least", *reasons]
+        chosen, why = trial.run, f"auto: {'; '.join(reasons)}"
+        lines = (f"strategy: {in_words(trial.run)} ({why})",)
+    step_s = None if trial.time is None else trial.time.step
+    known = Expectation(lines=lines, found=trial.memory, step_s=step_s, run=chosen, why=why)
+    if card is None or fit is None:
+        line = f"memory: {size(trial.memory.worst[1].total)} of tensors on each rank"
+        return replace(known, lines=(*lines, line))
+    has = f"{card.name} has {size(fit.memory)} per rank"
+    on_top = fit.needed - fit.tensors
+    if trial.fits:
+        line = f"memory: needs {size(fit.tensors)} of tensors, {size(on_top)} on top; {has}"
+        return replace(known, lines=(*lines, line))
+    words = f"{_needs(fit, trial.memory)}, and {has}"
+    # What is surely too much: tensors alone, without the estimates on top of them.
+    if fit.tensors + (card.reserved or 0) <= fit.memory:
+        return replace(known, note=f"the run may not fit: {words}")
+    if force:
+        return replace(known, note=f"the run cannot fit: {words}")
+    auto = f", with strategy {in_words(chosen)}, which needs least" if chosen else ""
+    raise RunFileError(
+        f"the run cannot fit{auto}: {words}. `anygauge plan RUN.yaml` says what to change; --force "
+        "starts the run anyway"
     )
 
 
-def _has(fits: Fit, card: Card) -> str:
-    return f"{card.name} has {size(fits.memory)} per rank"
+def _why_not(form: RunFile, found: Trial | AnygaugeError) -> str:
+    if isinstance(found, AnygaugeError):
+        return f"{in_words(form)} cannot: {str(found).partition(chr(10))[0]}"
+    assert found.fit is not None, "what is not known to lack anything is taken"
+    return f"{in_words(form)} would need {size(found.fit.needed)} of {size(found.fit.memory)}"
+
+
+def _needs(fit: Fit, found: RunMemory) -> str:
+    kinds = sorted(found.device[fit.phase].kinds.items(), key=lambda one: -one[1])
+    listed = ", ".join(f"{size(count)} {kind}" for kind, count in kinds if count)
+    rest = size(fit.needed - fit.tensors)
+    return (
+        f"each rank needs {size(fit.needed)} in phase {fit.phase!r} ({listed}; {rest} on top of "
+        "tensors)"
+    )

@@ -1,4 +1,7 @@
-"""``anygauge plan RUN.yaml``: what a run takes of each device, and how long that takes."""
+"""``anygauge plan RUN.yaml``: what a run takes of each device, how long that takes, what to change.
+
+What is found is printed at once; `anygauge.cli.planned` has the words.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,14 +28,7 @@ if TYPE_CHECKING:
     from anygauge.registry import Registry
 
 PATIENCE_S = 0.2
-"""A rehearsal that takes longer is announced, where somebody watches."""
-
-
-class What(StrEnum):
-    """What `--largest` looks for."""
-
-    batch = "batch"
-    sequence = "sequence"
+"""A plan that takes longer is announced, where somebody watches."""
 
 
 def plan(
@@ -61,9 +56,7 @@ def plan(
     set_: SetOption = None,
     suggest: Annotated[
         bool,
-        typer.Option(
-            "--suggest", help="Suggest changes that need less memory, even if the run fits."
-        ),
+        typer.Option("--suggest", help="Suggest changes that need less, even if the run fits."),
     ] = False,
     strategies: Annotated[
         bool,
@@ -74,9 +67,6 @@ def plan(
         typer.Option(
             "--compare", metavar="NAME", help="Another machine to compare with; repeatable."
         ),
-    ] = None,
-    largest: Annotated[
-        What | None, typer.Option("--largest", help="Find the largest that fits.")
     ] = None,
     rows: Annotated[
         int | None,
@@ -98,11 +88,12 @@ def plan(
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show how much memory and time a run needs, without its devices."""
-    from anygauge.cli import plan_time, planned
+    from anygauge.cli.planned import Page, no_memory
     from anygauge.interface import UsageError
-    from anygauge.planning.changes import nearest
+    from anygauge.planning.answers import row, scaled, try_strategies
+    from anygauge.planning.changes import largest_batch, longest_rows, what_to_change
     from anygauge.planning.machines import Hardware, measured_files
-    from anygauge.planning.process import begun
+    from anygauge.planning.process import planner_for
     from anygauge.planning.trials import Trials
     from anygauge.registry import Registry
 
@@ -119,39 +110,36 @@ def plan(
         raise UsageError("no run file is given: anygauge plan RUN.yaml, or --calibrate without one")
     registry = Registry.load()
     described = Hardware.load(registry, [*measured_files(), *(hardware or ())])
-    overrides = list(set_ or ())
     flags = {"backend": backend, "launch.devices": devices, "launch.nodes": nodes}
-    machines = list(dict.fromkeys([*([machine] if machine else []), *(compare or ())]))
-    cases = [
-        _case(run_file, overrides, flags, name, described, registry) for name in machines or [None]
-    ]
+    names = list(dict.fromkeys([*([machine] if machine else []), *(compare or ())])) or [None]
+    cases = [_case(run_file, set_ or [], flags, name, described, registry) for name in names]
     run, target = cases[0]
-    planned.check_wanted(target, suggest=suggest, largest=largest is not None)
+    known = target.card is not None and target.card.memory is not None
+    if suggest and not known:
+        why = "no card was found here" if target.card is None else no_memory(target)
+        raise UsageError(f"--suggest: {why}; name a machine whose memory is known")
     _fetch(run)
-    with Trials(registry, _waiting, begun()) as trials:
-        trial = trials(run, target)
+    page = Page(quiet=json_)
+    with planner_for(run.environment) as planner:
+        tried = Trials(registry, planner, _waiting)
+        trial = tried(run, target)
+        machines = [other.machine for _, other in cases if other.machine is not None]
+        page.trial(trial, target, rows, [n for one in machines if (n := described.note_on(one))])
         run = trial.run  # with what strategy `auto` is there
-        answers = planned.PlanAnswers(trial=trial, target=target, rows=rows)
-        shown = planned.Shown(quiet=json_)
-        shown.trial(trial, target)  # the others may take their time
-        shown.lines(*plan_time.lines(trial, target, rows))
+        if known:
+            batch = largest_batch(trial, target, tried, registry)
+            lengths = longest_rows(trial, target, tried)
+            page.largest(batch, lengths)
         if compare:
-            answers.machines = [planned.row(r, t, trials, planned.name_of(t)) for r, t in cases]
-            shown.rows("machine", answers.machines)
+            page.rows("machine", "machines", [row(r, t, tried) for r, t in cases])
         if scale is not None:
-            answers.scaling = planned.scaled(run, target, trials, scale)
-            shown.rows("machines", answers.scaling)
+            page.rows("machines", "scaling", scaled(run, target, tried, scale))
         if strategies:
-            answers.strategies = planned.try_strategies(run, target, trials)
-            shown.rows("strategy", answers.strategies)
-        if largest is not None:
-            answers.largest = planned.find_largest(run, target, trials, largest.value)
-            shown.lines(planned.words_of_largest(*answers.largest))
-        if suggest or not (trial.fit is None or trial.fit.fits or strategies or compare):
-            answers.changes = nearest(run, target, trials, registry)
-            shown.changes(answers.changes)
+            page.rows("strategy", "strategies", try_strategies(run, target, tried, registry))
+        if known and (suggest or not trial.fits):
+            page.changes(what_to_change(trial, target, tried, registry, batch, lengths))
     if json_:
-        typer.echo(json.dumps(planned.record(answers), indent=2))
+        typer.echo(json.dumps(page.record, indent=2))
 
 
 def _case(
@@ -163,38 +151,33 @@ def _case(
     registry: Registry,
 ) -> tuple[RunFile, Target]:
     """The run as it would be on a machine, and that machine; None: this one."""
-    from anygauge.config.schema import AUTO_ORDER
     from anygauge.interface import RunFileError
-    from anygauge.planning.trials import Target
+    from anygauge.planning.trials import Target, changed, fast_types
     from anygauge.registry import select_backend
 
-    flags = dict(flags)
-    asked = None if name is None else described.machine(name)
-    if asked is not None:
-        card = described.card(asked.card)
-        # A card that no backend drives is planned as for the first of those that drive cards.
-        first = max(registry.backends, key=lambda one: one.spec.priority).spec.name
-        usual = {"launch.devices": asked.cards, "backend": card.backend or first}
-        given = {path for path, value in flags.items() if value is not None}
-        given |= {override.partition("=")[0].strip() for override in overrides}
-        flags |= {path: value for path, value in usual.items() if path not in given}
-    run = _loaded(run_file, overrides, flags)
-    if asked is not None and run.precision.param_dtype == "auto":
-        rates = {**card.flops, **card.matmul}
-        fast = [kind for kind in AUTO_ORDER if kind in rates]
-        if fast and fast[0] != AUTO_ORDER[0]:
-            # What its backend would say when the card is open.
-            run = _loaded(run_file, overrides, {**flags, "precision.param_dtype": fast[0]})
-    if asked is not None and run.launch.devices > asked.cards:
+    if name is None:
+        run = _loaded(run_file, overrides, flags)
+        chosen = select_backend(registry, run.backend, need_device=False).spec.name
+        known = any(one.name == chosen for one in described.cards)
+        return run, Target(backend=chosen, card=described.card(chosen) if known else None)
+    machine = described.machine(name)
+    card = described.card(machine.card)
+    # A card that no backend drives is planned as for the first of those that drive cards.
+    first = max(registry.backends, key=lambda one: one.spec.priority).spec.name
+    usual = {"launch.devices": machine.cards, "backend": card.backend or first}
+    given = {path for path, value in flags.items() if value is not None}
+    given |= {override.partition("=")[0].strip() for override in overrides}
+    own = {path: value for path, value in usual.items() if path not in given}
+    run = _loaded(run_file, overrides, {**flags, **own})
+    if run.precision.param_dtype == "auto" and (kinds := fast_types(card)):
+        # What its backend would say when the card is open.
+        run = changed(run, {"precision.param_dtype": kinds[0]})
+    if run.launch.devices > machine.cards:
         raise RunFileError(
-            f"launch.devices: {run.launch.devices}, but machine {asked.name!r} has {asked.cards} "
-            "cards; leave --devices out, or name a larger machine"
+            f"launch.devices: {run.launch.devices}, but machine {machine.name!r} has "
+            f"{machine.cards} cards; leave --devices out, or name a larger machine"
         )
-    if asked is not None:
-        return run, Target(backend=run.backend, card=card, machine=asked)
-    chosen = select_backend(registry, run.backend, need_device=False).spec.name
-    known = any(one.name == chosen for one in described.cards)
-    return run, Target(backend=chosen, card=described.card(chosen) if known else None)
+    return run, Target(backend=run.backend, card=card, machine=machine)
 
 
 def _loaded(run_file: Path, overrides: list[str], flags: dict[str, Any]) -> RunFile:
@@ -226,7 +209,7 @@ def _fetch(run: RunFile) -> None:
 
 @contextmanager
 def _waiting(subject: str) -> Iterator[None]:
-    """Say what is rehearsed where that takes long, on a terminal alone."""
+    """Say what is planned where that takes long, on a terminal alone."""
     import threading
 
     from anygauge.cli.console import Console

@@ -1,79 +1,159 @@
-"""The answers of ``anygauge plan``: how they are found, and shown as text and JSON."""
+"""What ``anygauge plan`` prints, as text and as JSON."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
-from anygauge.cli import plan_time
 from anygauge.cli.console import Console
 from anygauge.cli.lines import seconds
-from anygauge.config.schema import RunFile
-from anygauge.interface import AnygaugeError, UsageError
-from anygauge.planning.candidates import layouts, section_in_words
-from anygauge.planning.changes import Fitting, Largest, largest_batch, largest_sequence
-from anygauge.planning.fit import GIB
-from anygauge.planning.memory import KINDS, Peak
-from anygauge.planning.trials import Target, Trial, Trials, Try, changed
-from anygauge.training.strategy import share_of
+from anygauge.interface.strategy import KINDS
+from anygauge.planning.answers import PlanRow, sent, total_times
+from anygauge.planning.changes import ChangedTrial, Largest
+from anygauge.planning.fit import GIB, SLACK
+from anygauge.planning.time import Duration
+from anygauge.planning.trials import Target, Trial
+
+ASKED = ("largest", "changes", "machines", "scaling", "strategies")
+"""Keys of the JSON that not every plan has."""
+SMALL = 0.001
+"""Kinds of a smaller part of the largest phase have no line."""
+LEAST = 10**7
+"""Bytes: what is sent of less is left to JSON."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanRow:
-    """One of several ways: on another machine, or with another strategy.
+class Page:
+    """Prints each answer when it is there, the verdict first.
 
-    Attributes:
-        name: the machine, or the strategy.
-        card: "" where none is known.
-        ranks: of the run.
-        trial: None where the run is refused.
-        refused: why.
-    """
-
-    name: str
-    card: str
-    ranks: int
-    trial: Trial | None
-    refused: str = ""
-
-
-@dataclass(kw_only=True, slots=True)
-class PlanAnswers:
-    """What was asked for; None: it was not.
+    Args:
+        quiet: print nothing: JSON follows.
 
     Attributes:
-        rows: of the training data.
-        changes: with which the run fits.
-        machines, strategies: what the run takes there.
-        scaling: the run on 1 to several machines, with as many rows a step on each.
-        largest: what was looked for, and what was found.
+        record: of all of them, for programs; docs/planning.md has the keys.
     """
 
-    trial: Trial
-    target: Target
-    rows: int | None = None
-    changes: Sequence[Fitting] | None = None
-    machines: Sequence[PlanRow] | None = None
-    strategies: Sequence[PlanRow] | None = None
-    scaling: Sequence[PlanRow] | None = None
-    largest: tuple[str, Largest] | None = None
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._console = Console(quiet=quiet)
+        self.record: dict[str, Any] = {}
 
+    def trial(self, trial: Trial, target: Target, rows: int | None, notes: Sequence[str]) -> None:
+        """The verdict, what each phase takes, and how long a step does.
 
-# -- finding ---------------------------------------------------------------------------------------
+        Args:
+            rows: of the training data; None: not known.
+            notes: on machines.
+        """
+        found, fit, run, ranks = trial.memory, trial.fit, trial.run, _ranks(trial)
+        wholes = total_times(trial, target.machine, rows)
+        self.record = {
+            "fits": None if fit is None else fit.fits,
+            "nodes": run.launch.nodes,
+            "devices": run.launch.devices,
+            "ranks": ranks,
+            "backend": target.backend,
+            "machine": None if target.machine is None else target.machine.name,
+            "notes": list(notes),
+            "card": None if target.card is None else target.card.name,
+            "strategy": found.strategy,
+            "precision": asdict(found.precision),
+            "kernels": dict(found.kernels),
+            "parameters": found.numbers[0],
+            "trained_parameters": found.numbers[1],
+            "time": None if trial.time is None else trial.time.record(),
+            "untimed": trial.untimed or None,
+            "traffic": sent(trial),
+            "wholes": [asdict(one) for one in wholes],
+            "activations_per_layer": found.per_layer,
+            "device": {phase: asdict(peak) for phase, peak in found.device.items()},
+            "host": {phase: asdict(peak) for phase, peak in found.host.items()},
+            "uncompiled": {phase: asdict(peak) for phase, peak in found.uncompiled.items()},
+            "compiled": found.compiled or None,
+            "fit": None if fit is None else fit.record(),
+            **dict.fromkeys(ASKED),
+        }
+        self._line(verdict(trial, target), "bold")
+        for line in (*_about(trial, target), *notes):
+            self._line(line)
+        self._phases(trial)
+        for line in _time(trial, target):
+            self._line(line)
+        for one in wholes:
+            money = "" if one.money is None else f", cost {one.money:,.2f}"
+            self._line(f"  the {one.of}: {one.steps:,} steps, {seconds(one.seconds)}{money}")
 
+    def largest(self, batch: Largest, rows: Largest) -> None:
+        """What fits at the most."""
+        self.record["largest"] = {"batch": batch.record(), "rows": rows.record()}
+        for what, found in (("Largest micro-batch", batch), ("Longest rows", rows)):
+            self._line(words_of_largest(what, found))
 
-def check_wanted(target: Target, *, suggest: bool, largest: bool) -> None:
-    """Raises: UsageError: nothing is known to hold a run against."""
-    if not (suggest or largest) or (target.card is not None and target.card.memory is not None):
-        return
-    option = "--suggest" if suggest else "--largest"
-    known = "no card was found here" if target.card is None else no_memory(target)
-    raise UsageError(f"{option}: {known}; name a machine whose memory is known (--machine h100:8)")
+    def rows(self, what: str, key: str, rows: Sequence[PlanRow]) -> None:
+        """Machines or strategies."""
+        self.record[key] = [one.record() for one in rows]
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column(what, min_width=max(len(w) for one in rows for w in one.name.split()))
+        for heading in ("ranks", "fits", "needed, GiB", "left, GiB", "phase", "step", "tokens/s"):
+            table.add_column(heading, justify="left" if heading in ("fits", "phase") else "right")
+        for one in rows:
+            if one.trial is not None:
+                table.add_row(one.name, str(one.ranks), *_cells(one.trial))
+        self._console.print(table)
+        for one in rows:
+            if one.trial is None:
+                self._line(f"refused: {one.name}: {one.refused}", "dim")
+
+    def changes(self, changes: Iterator[ChangedTrial]) -> None:
+        """What to change, with lines to paste."""
+        record = self.record["changes"] = []
+        for number, found in enumerate(changes, 1):
+            record.append(found.record())
+            if number == 1:
+                self._line("What to change, cheapest first:", "bold")
+            fit, change = found.trial.fit, found.change
+            assert fit is not None
+            needs = f"{'fits' if fit.fits else 'does not fit'}: needs {_gib(fit.needed)} GiB"
+            takes = "" if found.trial.time is None else f", a step {seconds(found.trial.time.step)}"
+            several = "together, " if found.together else ""
+            self._line(f"{number}. {several}{needs}{takes}: {change.costs}")
+            for line in change.text.splitlines():
+                self._line(f"     {line}", "green")
+            options = " ".join(f"--set {shlex.quote(one)}" for one in change.options)
+            self._line(f"     {options}", "dim", soft_wrap=True)
+        if not any(one["fits"] for one in record):
+            self._line(
+                "Nothing that was tried makes it fit: use more cards, or cards with more memory "
+                "(--compare shows several), or a smaller model"
+            )
+
+    def _phases(self, trial: Trial) -> None:
+        found, fit = trial.memory, trial.fit
+        peaks = found.device.values()
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("GiB")
+        for phase in found.device:
+            table.add_column(phase, justify="right", min_width=len(phase))
+        least = SMALL * found.worst[1].total
+        kinds = dict.fromkeys([*KINDS, *(kind for peak in peaks for kind in peak.kinds)])
+        lines = {kind: [peak.kinds.get(kind, 0) for peak in peaks] for kind in kinds}
+        lines = {kind: sizes for kind, sizes in lines.items() if max(sizes) > least}
+        totals = [peak.total for peak in peaks]
+        if fit is None:
+            lines["tensors"] = totals
+        else:
+            needed = [fit.phases[phase] for phase in found.device]
+            lines["on top"] = [a - b for a, b in zip(needed, totals, strict=True)]
+            lines |= {"needed": needed, "left": [fit.memory - one for one in needed]}
+        for heading, sizes in lines.items():
+            table.add_row(heading, *map(_gib, sizes))
+        self._console.print(table)
+
+    def _line(self, text: str, style: str = "", soft_wrap: bool | None = None) -> None:
+        self._console.print(text, style=style, soft_wrap=soft_wrap)
 
 
 def no_memory(target: Target) -> str:
@@ -84,260 +164,6 @@ def no_memory(target: Target) -> str:
         "memory it has. Add it in a file of your own (--hardware FILE.toml): "
         f'[card.{target.card.name}] memory = "80 GiB"'
     )
-
-
-def find_largest(run: RunFile, target: Target, trials: Trials, what: str) -> tuple[str, Largest]:
-    """The largest ``batch`` or ``sequence``."""
-    if what == "sequence":
-        return what, largest_sequence(run, target, trials)
-    share = share_of(run, trials.registry, 0, run.launch.nodes * run.launch.devices)
-    return what, largest_batch(run, target, trials, share.count)
-
-
-def try_strategies(run: RunFile, target: Target, trials: Trials) -> Sequence[PlanRow]:
-    """Every layout that a number of ranks can have: those that fit first, the fastest first."""
-    ranks = run.launch.nodes * run.launch.devices
-    rows = []
-    for section in layouts(trials.registry, ranks, run.launch.devices):
-        name = section_in_words(section)
-        try:
-            rows.append(row(changed(run, {"strategy": section}), target, trials, name))
-        except AnygaugeError as error:
-            rows.append(PlanRow(name=name, card="", ranks=ranks, trial=None, refused=str(error)))
-    return sorted(rows, key=_order)
-
-
-def _order(row: PlanRow) -> tuple[bool, bool, float]:
-    """Without a time, by what is needed."""
-    trial = row.trial
-    if trial is None:
-        return True, True, 0
-    needed = trial.memory.worst[1].total if trial.fit is None else trial.fit.needed
-    slow = needed if trial.time is None else trial.time.step
-    return False, trial.fit is not None and not trial.fit.fits, slow
-
-
-def scaled(run: RunFile, target: Target, trials: Try, most: int) -> Sequence[PlanRow]:
-    """The run on 1 to so many machines, each with as many rows a step."""
-    found = []
-    for count in plan_time.machines_up_to(most):
-        rows = run.train.global_batch_size * count // run.launch.nodes
-        lines = {"launch.nodes": count, "train.global_batch_size": rows}
-        found.append(row(changed(run, lines), target, trials, str(count)))
-    return found
-
-
-def row(run: RunFile, target: Target, trials: Try, name: str) -> PlanRow:
-    """A run somewhere; a refusal is an answer."""
-    ranks = run.launch.nodes * run.launch.devices
-    card = "" if target.card is None else target.card.name
-    try:
-        return PlanRow(name=name, card=card, ranks=ranks, trial=trials(run, target))
-    except AnygaugeError as error:
-        return PlanRow(name=name, card=card, ranks=ranks, trial=None, refused=str(error))
-
-
-def name_of(target: Target) -> str:
-    """What a machine is called."""
-    return "this machine" if target.machine is None else target.machine.name
-
-
-# -- JSON ------------------------------------------------------------------------------------------
-
-
-def record(answers: PlanAnswers) -> dict[str, Any]:
-    """All of it for programs; every key is always there (docs/planning.md has them)."""
-    found, run, fit = answers.trial.memory, answers.trial.run, answers.trial.fit
-    target, largest = answers.target, answers.largest
-    return {
-        "fits": None if fit is None else fit.fits,
-        "nodes": run.launch.nodes,
-        "devices": run.launch.devices,
-        "ranks": run.launch.nodes * run.launch.devices,
-        "backend": target.backend,
-        "machine": None if target.machine is None else target.machine.name,
-        "card": None if target.card is None else target.card.name,
-        "strategy": found.strategy,
-        "precision": asdict(found.precision),
-        "parameters": found.numbers[0],
-        "trained_parameters": found.numbers[1],
-        "rehearsed": found.how,
-        "time": None if answers.trial.time is None else answers.trial.time.record(),
-        "untimed": answers.trial.untimed or None,
-        "traffic": plan_time.sent(answers.trial),
-        "wholes": [
-            asdict(one)
-            for one in plan_time.total_times(answers.trial, target.machine, answers.rows)
-        ],
-        "activations_per_layer": found.per_layer,
-        "device": {phase: _peak(peak) for phase, peak in found.device.items()},
-        "host": {phase: _peak(peak) for phase, peak in found.host.items()},
-        "fit": None if fit is None else fit.record(),
-        "changes": None if answers.changes is None else [_change(c) for c in answers.changes],
-        "machines": _rows(answers.machines),
-        "strategies": _rows(answers.strategies),
-        "scaling": _rows(answers.scaling),
-        "largest": None if largest is None else _largest(*largest),
-    }
-
-
-def _peak(peak: Peak) -> dict[str, Any]:
-    return {"total": peak.total, "kinds": dict(peak.kinds), "parts": list(peak.parts)}
-
-
-def _change(fitting: Fitting) -> dict[str, Any]:
-    change, fit = fitting.change, fitting.trial.fit
-    assert fit is not None
-    return {
-        "lines": dict(change.lines),
-        "set": change.options,
-        "yaml": change.text,
-        "costs": change.costs,
-        "needed": fit.needed,
-        "left": fit.left,
-    }
-
-
-def _rows(rows: Sequence[PlanRow] | None) -> list[dict[str, Any]] | None:
-    return None if rows is None else [_row(one) for one in rows]
-
-
-def _row(row: PlanRow) -> dict[str, Any]:
-    trial = row.trial
-    phase, peak = (None, None) if trial is None else trial.memory.worst
-    fit, time = (None, None) if trial is None else (trial.fit, trial.time)
-    return {
-        "name": row.name,
-        "card": row.card or None,
-        "ranks": row.ranks,
-        "tensors": None if peak is None else peak.total,
-        "phase": phase,
-        "fit": None if fit is None else fit.record(),
-        "time": None if time is None else time.record(),
-        "refused": row.refused or None,
-    }
-
-
-def _largest(what: str, found: Largest) -> dict[str, Any]:
-    trial = found.trial
-    fit = None if trial is None else trial.fit
-    return {
-        "of": what,
-        "lines": None if found.change is None else dict(found.change.lines),
-        "needed": None if fit is None else fit.needed,
-        "left": None if fit is None else fit.left,
-        "beyond": None if found.beyond is None else dict(found.beyond.lines),
-        "refused": found.refused or None,
-    }
-
-
-# -- text ------------------------------------------------------------------------------------------
-
-SMALL = 0.001
-"""Kinds of a smaller part of the largest phase have no column."""
-COLUMNS: Sequence[tuple[str, Callable[[Trial], str]]] = (
-    ("fits", lambda trial: "?" if trial.fit is None else "yes" if trial.fit.fits else "no"),
-    ("needed, GiB", lambda trial: "?" if trial.fit is None else _gib(trial.fit.needed)),
-    ("left, GiB", lambda trial: "?" if trial.fit is None else _gib(trial.fit.left)),
-    ("phase", lambda trial: trial.memory.worst[0]),
-    ("step", lambda trial: "?" if trial.time is None else seconds(trial.time.step)),
-    ("tokens/s", lambda trial: "?" if trial.time is None else f"{trial.time.tokens_per_s:,.0f}"),
-)
-"""Of the tables of machines and strategies, behind their names."""
-NUMBERS = ("GiB", "tokens/s", "step")
-
-
-class Shown:
-    """Prints each answer when it is there, the verdict first.
-
-    Args:
-        quiet: print nothing: JSON follows.
-    """
-
-    def __init__(self, *, quiet: bool = False) -> None:
-        self._console = Console(quiet=quiet)
-
-    def trial(self, trial: Trial, target: Target) -> None:
-        """The verdict, and what each phase takes."""
-        found, fit = trial.memory, trial.fit
-        self._line(verdict(trial, target), "bold")
-        total, trained = found.numbers
-        ranks = trial.run.launch.nodes * trial.run.launch.devices
-        self._line(
-            f"{total:,} parameters, {trained:,} trained; {found.precision.param_dtype}; "
-            f"{found.strategy}; {ranks} rank{'s' if ranks > 1 else ''}; rehearsed: {found.how}"
-        )
-        if target.card is not None and not target.card.backend:
-            card, backend = target.card.name, target.backend
-            self._line(f"No backend here drives {card}; planned with {backend} instead")
-        if found.per_layer is not None:
-            self._line(
-                f"Activations: {found.per_layer / 2**20:,.1f} MiB of each layer for a micro-batch"
-            )
-        largest: dict[str, int] = {}
-        for peak in found.device.values():
-            for kind, size in peak.kinds.items():
-                largest[kind] = max(size, largest.get(kind, 0))
-        seen = {kind for kind, size in largest.items() if size > SMALL * found.worst[1].total}
-        kinds = [kind for kind in dict.fromkeys([*KINDS, *largest]) if kind in seen]
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("GiB")
-        for phase in found.device:
-            table.add_column(phase, justify="right")
-        rows = {kind: [peak.kinds.get(kind, 0) for peak in found.device.values()] for kind in kinds}
-        totals = [peak.total for peak in found.device.values()]
-        if fit is None:
-            rows["most at once"] = totals
-        else:
-            needed = [fit.phases[phase] for phase in found.device]
-            rows["on top"] = [a - b for a, b in zip(needed, totals, strict=True)]
-            rows |= {"needed": needed, "left": [fit.memory - one for one in needed]}
-        for heading, sizes in rows.items():
-            table.add_row(heading, *map(_gib, sizes))
-        self._console.print(table)
-
-    def rows(self, what: str, rows: Sequence[PlanRow]) -> None:
-        """Machines or strategies."""
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column(what, min_width=max(len(w) for one in rows for w in one.name.split()))
-        table.add_column("ranks", justify="right")
-        for heading, _ in COLUMNS:
-            table.add_column(heading, justify="right" if heading.endswith(NUMBERS) else "left")
-        for one in rows:
-            if one.trial is not None:
-                values = (value(one.trial) for _, value in COLUMNS)
-                table.add_row(one.name, str(one.ranks), *values)
-        self._console.print(table)
-        for one in rows:
-            if one.trial is None:
-                self._line(f"refused: {one.name}: {one.refused}", "dim")
-
-    def lines(self, *lines: str) -> None:
-        """Plain ones."""
-        for line in lines:
-            self._line(line)
-
-    def changes(self, changes: Sequence[Fitting]) -> None:
-        """Lines to paste."""
-        if not changes:
-            self._line(
-                "None of the changes that were tried fits: use cards with more memory (--compare "
-                "shows several), or a smaller model"
-            )
-            return
-        self._line("Changes that fit, cheapest first:", "bold")
-        for number, fitting in enumerate(changes, 1):
-            fit, change = fitting.trial.fit, fitting.change
-            assert fit is not None
-            needs = f"needs {_gib(fit.needed)} GiB, {_gib(fit.left)} stay free"
-            self._line(f"{number}. {needs}: {change.costs}")
-            for line in change.text.splitlines():
-                self._line(f"     {line}", "green")
-            options = " ".join(f"--set {shlex.quote(one)}" for one in change.options)
-            self._line(f"     {options}", "dim", soft_wrap=True)
-
-    def _line(self, text: str, style: str = "", soft_wrap: bool | None = None) -> None:
-        self._console.print(text, style=style, soft_wrap=soft_wrap)
 
 
 def verdict(trial: Trial, target: Target) -> str:
@@ -358,15 +184,81 @@ def verdict(trial: Trial, target: Target) -> str:
     return f"Does not fit: {has}; missing: {', '.join(missing)}"
 
 
+def _about(trial: Trial, target: Target) -> Iterator[str]:
+    found, ranks = trial.memory, _ranks(trial)
+    total, trained = found.numbers
+    yield (
+        f"{total:,} parameters, {trained:,} trained; {found.precision.param_dtype}; "
+        f"{found.strategy}; {ranks} rank{'s' if ranks > 1 else ''}"
+    )
+    if found.kernels:
+        yield f"Kernels assumed: {', '.join(f'{k} {name}' for k, name in found.kernels.items())}"
+    yield f"Activations: {found.per_layer / 2**20:,.1f} MiB of each layer for a micro-batch"
+    if trial.fit is not None and found.uncompiled:
+        most = max(peak.total for peak in found.uncompiled.values())
+        needed = round((1 + SLACK) * most) + trial.fit.context + trial.fit.collectives
+        yield f"Without its graph compiler ({found.compiled}): {_gib(needed)} GiB"
+    if target.card is not None and not target.card.backend:
+        yield f"No backend here drives {target.card.name}; planned with {target.backend} instead"
+
+
+def _time(trial: Trial, target: Target) -> Iterator[str]:
+    time, ranks = trial.time, _ranks(trial)
+    if time is None:
+        if target.card is not None:
+            yield f"Time: not known: {trial.untimed}"
+        return
+    mfu = "" if time.mfu is None else f"; MFU {time.mfu:.0%}"
+    each = f" ({time.tokens_per_s / ranks:,.0f} each)" if ranks > 1 else ""
+    yield f"Time: a step {seconds(time.step)}; {time.tokens_per_s:,.0f} tokens/s{each}{mfu}"
+    yield f"  {', '.join(_parts(time))}"
+    if target.card is not None and target.card.shared_memory:
+        yield "  a rough estimate: a processor reaches other rates than those of large products"
+    for one in sent(trial):
+        if one["sent"] >= LEAST:
+            where = "between machines" if one["link"] == "machines" else "in a machine"
+            yield (
+                f"  each rank sends {one['sent'] / 1e9:,.2f} GB {where}: {one['operation']} of "
+                f"{one['ranks']} ranks, {one['times']:,} times"
+            )
+
+
+def _parts(time: Duration) -> Iterator[str]:
+    parts = {
+        "matrix products": time.multiplying,
+        "other operations": time.moving,
+        "host": time.issuing,
+        "sends in a machine": time.sending["cards"],
+        "sends between machines": time.sending["machines"],
+        "copies to the host and back": time.copying,
+        "operations there": time.on_host,
+        "overlapped": -time.hidden,
+        "stages wait": time.idle,
+    }
+    return (f"{name} {seconds(abs(took))}" for name, took in parts.items() if took)
+
+
 def words_of_largest(what: str, found: Largest) -> str:
-    """One line: the largest batch or sequence that fits."""
+    """One line: the largest micro-batch, or the longest rows."""
     if found.change is None or found.trial is None or found.trial.fit is None:
-        why = f": {found.refused}" if found.refused else ""
-        return f"Largest {what}: not even the smallest fits{why}"
+        return f"{what} on this card: none fits"
     lines = ", ".join(f"{path}: {value:,}" for path, value in found.change.lines.items())
-    fit = found.trial.fit
-    said = f"Largest {what}: {lines}; needs {_gib(fit.needed)} GiB, {_gib(fit.left)} stay free"
-    return f"{said}. The next is refused: {found.refused}" if found.refused else said
+    why = f"; {found.ended_by}" if found.ended_by else ""
+    return f"{what} on this card: {lines} (needs {_gib(found.trial.fit.needed)} GiB{why})"
+
+
+def _cells(trial: Trial) -> Iterator[str]:
+    fit, time = trial.fit, trial.time
+    yield "?" if fit is None else "yes" if fit.fits else "no"
+    yield "?" if fit is None else _gib(fit.needed)
+    yield "?" if fit is None else _gib(fit.left)
+    yield trial.memory.worst[0]
+    yield "?" if time is None else seconds(time.step)
+    yield "?" if time is None else f"{time.tokens_per_s:,.0f}"
+
+
+def _ranks(trial: Trial) -> int:
+    return trial.run.launch.nodes * trial.run.launch.devices
 
 
 def _gib(size: int) -> str:

@@ -1,45 +1,31 @@
-"""What to change of a run: lines that make it fit, and the largest batch or rows that fit.
-
-Lines to paste into the run file; each change is rehearsed before it is shown.
-"""
+"""What to change of a run, what else its ranks could be, and the largest of it that fits."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
+from pydantic import BaseModel, ValidationError
 
 from anygauge.config.resolved import values_of
 from anygauge.config.schema import RunFile
+from anygauge.config.sections import QuantiseSection
 from anygauge.interface import AnygaugeError
-from anygauge.planning.memory import ADAPTER, GRADIENTS, KINDS, OPTIMIZER, WEIGHTS
+from anygauge.kernels.choose import LOSS, REFERENCE
 from anygauge.planning.trials import Target, Trial, Try, changed
 from anygauge.registry import Registry
 from anygauge.registry.registry import load_options
+from anygauge.training.auto import AUTO
 from anygauge.training.strategy import share_of
 
+USEFUL = 0.01
+"""Of a card's memory: a change that gains less, and no verdict, is left out."""
+SHORTEST = 128
+"""Tokens of a row that is not made shorter."""
 DEGREES = ("cp", "tp", "pp")
 """Fields of a strategy by which rows and layers are divided: another strategy keeps them."""
-ENOUGH = 3
-"""Changes that fit; no more are looked for."""
-MOST_TRIALS = 16
-"""Rehearsals at most: each takes seconds, of a large model more."""
-USEFUL = 0.99
-"""Of changes that are added up, one that leaves more than this missing is left out."""
-SHORT = 128
-"""Tokens of a row below which it is not made shorter."""
-SMALL_R = 8
-"""An adapter's rank below which it is not made smaller."""
-MOST_NODES = 8
-HELD = (WEIGHTS, ADAPTER, GRADIENTS, OPTIMIZER)
-"""What does not depend on the batch."""
-
-Lines = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,12 +35,10 @@ class Change:
     Attributes:
         lines: dotted path -> value; ``strategy`` is the whole section.
         costs: in words.
-        leaves: kinds of tensors that stay as they are; (): it may take from all.
     """
 
-    lines: Lines
+    lines: Mapping[str, Any]
     costs: str
-    leaves: tuple[str, ...] = ()
 
     @property
     def options(self) -> list[str]:
@@ -80,20 +64,13 @@ class Change:
             at[name] = dict(value) if isinstance(value, Mapping) else value
         return "\n".join(f"{key}: {_inline(value)}" for key, value in tree.items())
 
-    def over(self, other: Change) -> Change:
-        """Both changes."""
-        return Change(
-            lines={**other.lines, **self.lines},
-            costs="; ".join(filter(None, (other.costs, self.costs))),
-        )
-
 
 def _all(changes: Sequence[Change]) -> Change:
     """All of them; a later one over an earlier one."""
-    together = Change(lines={}, costs="")
+    lines: dict[str, Any] = {}
     for change in changes:
-        together = change.over(together)
-    return together
+        lines |= change.lines
+    return Change(lines=lines, costs="; ".join(change.costs for change in changes))
 
 
 def _inline(value: Any) -> str:
@@ -102,214 +79,199 @@ def _inline(value: Any) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fitting:
-    """A change, and the run with it, which fits."""
+class ChangedTrial:
+    """A change, and the run with it.
+
+    Attributes:
+        together: it is several changes, none of which is enough.
+    """
 
     change: Change
     trial: Trial
+    together: bool = False
+
+    def record(self) -> dict[str, Any]:
+        """What JSON can hold."""
+        change, fit, time = self.change, self.trial.fit, self.trial.time
+        assert fit is not None, "there is a card to hold it against"
+        return {
+            "lines": dict(change.lines),
+            "set": change.options,
+            "yaml": change.text,
+            "costs": change.costs,
+            "together": self.together,
+            "fits": fit.fits,
+            "needed": fit.needed,
+            "left": fit.left,
+            "step": None if time is None else time.step,
+        }
 
 
-def candidates(run: RunFile, target: Target, registry: Registry) -> Iterator[Sequence[Change]]:
-    """Changes that take memory away, those that cost least first.
+# -- what to change --------------------------------------------------------------------------------
 
-    Each is a list from mild to strong. What a configuration or a backend refuses is among them.
+
+def eight_changes(
+    trial: Trial, registry: Registry, batch: Largest, rows: Largest
+) -> Iterator[Sequence[Change]]:
+    """Changes that take memory away, those that cost least first; eight at most.
+
+    Each is a list of ways to do it: the first that fits is taken. What a configuration or a
+    backend refuses is among them.
+
+    Args:
+        batch, rows: the largest that fit.
     """
-    ranks = run.launch.nodes * run.launch.devices
+    run, ranks = trial.run, trial.run.launch.nodes * trial.run.launch.devices
     parts = share_of(run, registry, 0, ranks).count
-    train = run.train
-    sharded, offloaded = _lighter(run, registry)
-    for change in sharded if ranks > 1 else ():
-        yield [change]
-    rows = train.global_batch_size // parts
-    fewer = [n for n in range(train.sequences_at_once(parts) - 1, 0, -1) if rows % n == 0]
-    smaller = [
-        _change({"train.micro_batch_size": n}, "more, smaller forwards in a step", HELD)
-        for n in fewer
-    ]
-    if smaller:
-        yield smaller
-    if train.activations.every != 1 or train.activations.selective:
-        costs = "layers are computed twice: a third more arithmetic"
-        yield [_change({"train.gradient_checkpointing": True}, costs, HELD)]
-    if train.optimizer.name == "adamw":
-        costs = "the optimizer's state has 8 bits"
+    if trial.memory.kernels.get(LOSS) == REFERENCE:
         yield [
-            _change(
-                {"train.optimizer.name": "adamw_8bit"},
-                costs,
-                tuple(k for k in KINDS if k != OPTIMIZER),
-            )
+            Change(lines={f"kernels.{LOSS}": p.spec.name}, costs="logits are made in parts, twice")
+            for p in registry.kernels
+            if p.spec.operation == LOSS and p.spec.default and not p.spec.device_types
         ]
-    if not train.activation_offloading:
-        costs = "activations travel to the host and back"
-        yield [_change({"train.activation_offloading": True}, costs, HELD)]
-    for change in offloaded:
-        yield [change]
-    if run.adapter is not None and run.model.quantise is None:
-        yield [_change({"model.quantise": "nf4"}, "the base has 4 bits: some loss of quality")]
+    sharded, offloaded, all_offloaded = _lighter(run, registry)
+    if ranks > 1:
+        yield sharded
+    size, most = run.train.sequences_at_once(parts), max(1, batch.number)
+    share = run.train.global_batch_size // parts
+    fewer = [n for n in range(min(size - 1, most), 0, -1) if share % n == 0]
+    if fewer:
+        yield [Change(lines={"train.micro_batch_size": fewer[0]}, costs="more, smaller forwards")]
+    if run.train.activations.every != 1 or run.train.activations.selective:
+        costs = "layers are computed twice: a third more arithmetic"
+        yield [Change(lines={"train.gradient_checkpointing": True}, costs=costs)]
+    yield offloaded
+    yield all_offloaded
+    yield list(_smaller_base(run))
+    length = rows.number or run.data.max_length // 2
+    if SHORTEST <= length < run.data.max_length:
+        yield [Change(lines={"data.max_length": length}, costs="longer rows are cut")]
+
+
+def _smaller_base(run: RunFile) -> Iterator[Change]:
     if run.adapter is None:
-        costs = "an adapter is trained in place of all weights"
-        adapter = {"adapter": {"r": 16}}
-        nf4 = {**adapter, "model.quantise": "nf4"}
-        yield [_change(adapter, costs), _change(nf4, f"{costs}, of a base with 4 bits")]
-    elif run.adapter.r > SMALL_R and run.adapter.start_from is None:
-        yield [_change({"adapter.r": SMALL_R}, "a smaller adapter")]
-    yield from _more_ranks(run, target)
-    lengths: list[Change] = []
-    while (length := run.data.max_length >> len(lengths) + 1) >= SHORT:
-        lengths.append(_change({"data.max_length": length}, "longer rows are cut", HELD))
-    if lengths:
-        yield lengths
+        yield Change(lines={"adapter": {"r": 16}}, costs="an adapter in place of all weights")
+    elif run.model.quantise is None:
+        costs = "the base has 4 bits: some loss of quality"
+        yield Change(lines={"model.quantise": "nf4"}, costs=costs)
+        double = {"type": "nf4", "double_quantisation": True}
+        yield Change(lines={"model.quantise": double}, costs=f"{costs}; its scales have 8")
+    else:
+        given = run.model.quantise
+        section = given if isinstance(given, QuantiseSection) else QuantiseSection(type=given)
+        if section.type == "nf4" and not section.double_quantisation:
+            double = {**section.model_dump(), "double_quantisation": True}
+            yield Change(lines={"model.quantise": double}, costs="the base's scales have 8 bits")
 
 
-def _lighter(run: RunFile, registry: Registry) -> tuple[list[Change], list[Change]]:
-    """What strategies propose, the first of each by itself; nothing that takes more than it."""
+def _lighter(run: RunFile, registry: Registry) -> tuple[list[Change], list[Change], list[Change]]:
+    """What strategies propose: to divide, to offload some of it, to offload all; the run's own
+    first, then the fastest. Nothing that takes more than what the run has."""
     section = values_of(run)["strategy"]
     kept = {name: section[name] for name in DEGREES if section.get(name, 1) > 1}
-    proposed: dict[str, list[Change]] = {}
-    for provided in registry.strategies:
-        if not provided.spec.lighter:
-            continue
-        if kept.keys() - load_options(provided, "strategy").model_fields.keys():
+    own: list[Change] = []
+    others: list[list[Change]] = []
+    for provided in sorted(
+        registry.strategies, key=lambda one: min([f.place for f in one.spec.auto], default=99)
+    ):
+        spec = provided.spec
+        if not spec.lighter or kept.keys() - load_options(provided, "strategy").model_fields.keys():
             continue  # the run's own division would be lost
-        proposed[provided.spec.name] = [
-            _change({"strategy": {"name": provided.spec.name, **kept, **fields}}, costs)
-            for fields, costs in provided.spec.lighter
+        proposed = [
+            Change(lines={"strategy": {"name": spec.name, **kept, **fields}}, costs=costs)
+            for fields, costs in spec.lighter
         ]
-    own = proposed.get(section["name"], [])
+        if spec.name == section["name"]:
+            own = proposed
+        else:
+            others.append(proposed)
     level = next((n for n, one in enumerate(own) if changed(run, one.lines) == run), -1)
-    others = [changes for changes in proposed.values() if changes is not own]
-    first = [one[0] for one in ([own] if own and level < 0 else []) + (others if level < 1 else [])]
-    return first, [*own[max(1, level + 1) :], *(one for more in others for one in more[1:])]
+    first = own[:1] if level < 0 else []
+    first += [one[0] for one in others if level < 0]
+    middle = own[max(1, level + 1) : -1] + [c for one in others if level < 1 for c in one[1:-1]]
+    last = own[max(1, level + 1) :][-1:]
+    last += [one[-1] for one in others if len(one) > 1 and (last or not own)]
+    return first, middle, last
 
 
-def _more_ranks(run: RunFile, target: Target) -> Iterator[Sequence[Change]]:
-    """The machine's other cards, then further machines; rows of a global batch are enough."""
-    nodes, devices = run.launch.nodes, run.launch.devices
-    most = devices if target.machine is None else target.machine.cards
-    batch = run.train.global_batch_size
-    found = [
-        _change({"launch.devices": n}, f"{n} cards")
-        for n in range(devices + 1, most + 1)
-        if not batch % (n * nodes)
-    ]
-    found += [
-        _change({"launch.devices": most, "launch.nodes": n}, f"{n} machines")
-        for n in range(nodes + 1, nodes * MOST_NODES + 1)
-        if not batch % (n * most) and n % nodes == 0
-    ]
-    if found and target.card is not None and not target.card.shared_memory:
-        yield found
+def what_to_change(
+    trial: Trial, target: Target, tried: Try, registry: Registry, batch: Largest, rows: Largest
+) -> Iterator[ChangedTrial]:
+    """Each change that gains something; where none fits, at the end as few together as fit.
 
-
-def _change(lines: Lines, costs: str, leaves: tuple[str, ...] = ()) -> Change:
-    return Change(lines=lines, costs=costs, leaves=leaves)
-
-
-def nearest(run: RunFile, target: Target, tried: Try, registry: Registry) -> list[Fitting]:
-    """Changes with which a run fits, those that cost least first; few of them.
-
-    Where no single one is enough they are added up, until it fits; empty: not even so.
+    Args:
+        trial: of the run; its card's memory is known.
     """
-    search = _Search(run, target, tried, registry)
-    found = search.single()
-    return found or search.together()
+    ways = [one for one in eight_changes(trial, registry, batch, rows) if one]
+    fits, margin = trial.fits, _margin(trial)
+    for each in ways:
+        found = _first_that_fits(trial.run, [], each, target, tried)
+        if found is not None and _gains(found.trial, trial):
+            fits |= found.trial.fits
+            yield found
+    if fits:
+        return
+    kept: list[Change] = []
+    for each in ways:
+        found = _first_that_fits(trial.run, kept, each, target, tried)
+        if found is None or _margin(found.trial) <= margin:
+            continue
+        kept.append(found.change)
+        margin = _margin(found.trial)
+        if found.trial.fits:
+            yield _without_needless(trial.run, kept, target, tried)
+            return
 
 
-class _Search:
-    def __init__(self, run: RunFile, target: Target, tried: Try, registry: Registry) -> None:
-        self._run, self._target, self._try = run, target, tried
-        self._candidates = tuple(candidates(run, target, registry))
-        self._done: dict[str, Trial | None] = {}
-
-    def single(self) -> list[Fitting]:
-        """Changes that are enough by themselves."""
-        found: list[Fitting] = []
-        for ladder in self._candidates:
-            if not self._may_do(ladder[-1]):
-                continue
-            fitting = self._mildest(ladder, _all([]))
-            if fitting is not None:
-                found.append(fitting)
-            if len(found) == ENOUGH:
-                break
-        return found
-
-    def _may_do(self, change: Change) -> bool:
-        """Whether there is room for what a change leaves as it is: if not, nothing is rehearsed."""
-        trial = self._trial(_all([]))
-        if trial is None or trial.fit is None:
-            return True
-        least = (
-            sum(peak.kinds.get(kind, 0) for kind in change.leaves)
-            for peak in trial.memory.device.values()
-        )
-        return trial.fit.holds(max(least))
-
-    def together(self) -> list[Fitting]:
-        """The first changes in their order that are enough together; those without use left out."""
-        kept: list[Change] = []
-        least: int | None = None
-        self._done.clear()
-        for ladder in self._candidates:
-            below = _all(kept)
-            strongest = self._strongest(ladder, below)
-            trial = None if strongest is None else self._trial(ladder[strongest].over(below))
-            if strongest is None or trial is None or trial.fit is None:
-                continue
-            if trial.fit.fits:
-                return self._without_needless(kept, ladder)
-            missing = sum(trial.fit.lacking.values())
-            if least is None or missing < USEFUL * least:
-                kept, least = [*kept, ladder[strongest]], missing
-        return []
-
-    def _without_needless(self, kept: list[Change], ladder: Sequence[Change]) -> list[Fitting]:
-        for change in reversed(kept):
-            fewer = [one for one in kept if one is not change]
-            if self._mildest(ladder[-1:], _all(fewer)) is not None:
-                kept = fewer
-        found = self._mildest(ladder, _all(kept))
-        return [] if found is None else [found]
-
-    def _strongest(self, ladder: Sequence[Change], below: Change) -> int | None:
-        """Of a list, the last that is not refused."""
-        numbers = reversed(range(len(ladder)))
-        return next((n for n in numbers if self._trial(ladder[n].over(below))), None)
-
-    def _mildest(self, ladder: Sequence[Change], below: Change) -> Fitting | None:
-        """The first of a list that fits; None if the strongest does not."""
-        low, high = 0, self._strongest(ladder, below)
-        best = None if high is None else self._fitting(ladder[high].over(below))
-        while best is not None and high is not None and low < high:
-            middle = (low + high) // 2
-            milder = self._fitting(ladder[middle].over(below))
-            if milder is None:
-                low = middle + 1
-            else:
-                best, high = milder, middle
-        return best
-
-    def _fitting(self, change: Change) -> Fitting | None:
-        trial = self._trial(change)
-        return None if trial is None or not trial.fits else Fitting(change=change, trial=trial)
-
-    def _trial(self, change: Change) -> Trial | None:
-        """None: it is refused, or there were enough rehearsals."""
-        key = json.dumps(change.lines, sort_keys=True)
-        if key not in self._done:
-            self._done[key] = None
-            if sum(trial is not None for trial in self._done.values()) < MOST_TRIALS:
-                with contextlib.suppress(AnygaugeError):
-                    run = changed(self._run, change.lines)
-                    self._done[key] = self._try(run, self._target)
-        return self._done[key]
+def _without_needless(run: RunFile, kept: list[Change], target: Target, tried: Try) -> ChangedTrial:
+    """Changes that fit together; of them, those without which they do not, the costly ones first
+    left out."""
+    for change in reversed(kept):
+        fewer = [one for one in kept if one is not change]
+        found = _first_that_fits(run, fewer[:-1], fewer[-1:], target, tried)
+        if found is not None and found.trial.fits:
+            kept = fewer
+    together = _all(kept)
+    trial = tried(changed(run, together.lines), target)
+    return ChangedTrial(change=together, trial=trial, together=True)
 
 
-MOST_PROBES = 12
-"""Rehearsals at most; the answer is then what is known to fit by then."""
-MOST = 2**20
-PLACES = 64
+def _first_that_fits(
+    run: RunFile, below: Sequence[Change], ways: Sequence[Change], target: Target, tried: Try
+) -> ChangedTrial | None:
+    """Of several ways, over other changes; where none fits, the one that lacks least; None: all
+    are refused."""
+    best: ChangedTrial | None = None
+    for change in ways:
+        try:
+            lines = _all([*below, change]).lines
+            found = ChangedTrial(change=change, trial=tried(changed(run, lines), target))
+        except AnygaugeError:
+            continue
+        if found.trial.fits:
+            return found
+        if best is None or _margin(found.trial) > _margin(best.trial):
+            best = found
+    return best
+
+
+def _margin(trial: Trial) -> int:
+    assert trial.fit is not None, "there is a card to hold it against"
+    return trial.fit.margin
+
+
+def _gains(one: Trial, other: Trial) -> bool:
+    assert one.fit is not None
+    return one.fits > other.fits or _margin(one) - _margin(other) > USEFUL * one.fit.memory
+
+
+# -- the largest that fits -------------------------------------------------------------------------
+
+MOST_PLANS = 6
+"""Of one answer: two give a line, one checks what it says; more where it is none."""
+MOST_SEQUENCES = 1024
+MOST_TOKENS = 2**20
+TOKENS = 64
 """Lengths of rows that are tried are multiples of it."""
 
 
@@ -318,92 +280,175 @@ class Largest:
     """The largest number that fits.
 
     Attributes:
-        change: what to write; None: not even the smallest fits.
+        number: 0: not even the smallest fits.
+        change: what to write; None: nothing fits.
         trial: of that number.
-        beyond: the smallest that is known not to fit, or not to be taken; None: none was met.
-        refused: why `beyond` is not taken; "" where it does not fit.
+        ended_by: why more is not tried; "" where more does not fit.
     """
 
+    number: int
     change: Change | None
     trial: Trial | None
-    beyond: Change | None
-    refused: str = ""
+    ended_by: str = ""
+
+    def record(self) -> dict[str, Any]:
+        """What JSON can hold."""
+        fit = None if self.trial is None else self.trial.fit
+        return {
+            "number": self.number,
+            "lines": None if self.change is None else dict(self.change.lines),
+            "needed": None if fit is None else fit.needed,
+            "left": None if fit is None else fit.left,
+            "ended_by": self.ended_by or None,
+        }
 
 
-def largest_batch(run: RunFile, target: Target, tried: Try, parts: int) -> Largest:
-    """The most sequences per forward; a step has as many forwards as before.
-
-    Args:
-        parts: into how many parts the ranks divide the rows of a step.
-    """
-    size = run.train.sequences_at_once(parts)
+def largest_batch(trial: Trial, target: Target, tried: Try, registry: Registry) -> Largest:
+    """The most sequences per forward; a step has as many forwards as before."""
+    run, ranks = trial.run, trial.run.launch.nodes * trial.run.launch.devices
+    size = run.train.sequences_at_once(share_of(run, registry, 0, ranks).count)
     forwards = run.train.global_batch_size // size
 
     def lines(size: int) -> Change:
         batch = {"train.micro_batch_size": size, "train.global_batch_size": size * forwards}
         return Change(lines=batch, costs=f"a step has {size * forwards:,} sequences")
 
-    return _Bisection(run, target, tried, lines).found(size)
+    ended_by = f"no more than {MOST_SEQUENCES:,} are tried"
+    return _largest(trial, target, tried, lines, size, 1, MOST_SEQUENCES, ended_by)
 
 
-def largest_sequence(run: RunFile, target: Target, tried: Try) -> Largest:
+def longest_rows(trial: Trial, target: Target, tried: Try) -> Largest:
     """The most tokens in a row."""
 
     def lines(size: int) -> Change:
-        return Change(lines={"data.max_length": size * PLACES}, costs="rows are longer or shorter")
+        return Change(lines={"data.max_length": size}, costs="rows are longer or shorter")
 
-    return _Bisection(run, target, tried, lines).found(max(1, run.data.max_length // PLACES))
+    most, ended_by = MOST_TOKENS, f"no more than {MOST_TOKENS:,} are tried"
+    if (positions := trial.memory.positions) and positions < most:
+        most, ended_by = positions, "the model was made for no more positions"
+    return _largest(trial, target, tried, lines, trial.run.data.max_length, TOKENS, most, ended_by)
 
 
-class _Bisection:
-    """Follows the line through two points to where nothing is left, and looks on both sides."""
-
-    def __init__(
-        self, run: RunFile, target: Target, tried: Try, lines: Callable[[int], Change]
-    ) -> None:
-        self._run, self._target, self._try, self._lines = run, target, tried, lines
-        self._left: dict[int, int] = {}
-        self._low, self._high = 0, MOST
-        self._best: Trial | None = None
-        self._refused = ""
-
-    def found(self, first: int) -> Largest:
-        number = first
-        while self._high - self._low > 1 and len(self._left) < MOST_PROBES:
-            before = self._high - self._low
-            self._look(number)
-            number = self._guess(number)
-            if self._high < MOST and self._high - self._low > before / 2:
-                number = (self._low + self._high) // 2  # the line is none
-        return Largest(
-            change=self._lines(self._low) if self._low else None,
-            trial=self._best,
-            beyond=None if self._high == MOST else self._lines(self._high),
-            refused=self._refused,
-        )
-
-    def _look(self, number: int) -> None:
+def _largest(
+    trial: Trial,
+    target: Target,
+    tried: Try,
+    lines: Callable[[int], Change],
+    first: int,
+    unit: int,
+    most: int,
+    ended_by: str,
+) -> Largest:
+    """What the formula through known plans says, until a plan of that agrees."""
+    plans: dict[int, Trial] = {first: trial}
+    for _ in range(MOST_PLANS):
+        if len(plans) > 1:
+            number = _solved(plans, unit, most)
+        else:
+            number = 2 * first if trial.fits else max(unit, first // 2)
+        number = max(min(unit, most), min(number, most))
+        if number in plans:
+            break
         try:
-            trial = self._try(changed(self._run, self._lines(number).lines), self._target)
+            plans[number] = tried(changed(trial.run, lines(number).lines), target)
         except AnygaugeError as error:
-            self._high, self._refused = number, str(error)
-            return
-        assert trial.fit is not None, "there is a card to hold it against"
-        self._left[number] = trial.fit.margin
-        if trial.fit.fits:
-            self._low, self._best = number, trial
-        else:
-            self._high, self._refused = number, ""
+            most, ended_by = first, f"{number:,} is refused: {error}"
+            break
+    fitting = [number for number, found in plans.items() if found.fits]
+    if not fitting:
+        return Largest(number=0, change=None, trial=None)
+    best = max(fitting)
+    reason = ended_by if best + unit > most else ""
+    return Largest(number=best, change=lines(best), trial=plans[best], ended_by=reason)
 
-    def _guess(self, number: int) -> int:
-        near = [one for one in (self._low, self._high) if one in self._left]
-        if len(near) < 2:
-            near = sorted(self._left, key=lambda one: abs(self._left[one]))[:2]
-        if len(near) < 2 or self._left[near[0]] == self._left[near[1]]:
-            guess = 2 * number if self._low else number // 2
+
+def _solved(plans: Mapping[int, Trial], unit: int, most: int) -> int:
+    """The largest multiple of `unit` with which all that is needed is there, by the curves through
+    the plans that are nearest to that: of each phase, and of what ranks share."""
+    over = sorted(number for number, found in plans.items() if not found.fits)[:2]
+    under = sorted((n for n, found in plans.items() if found.fits), reverse=True)[: 3 - len(over)]
+    near = [*under[:1], *over[:1], *under[1:], *over[1:]]
+    curves: list[tuple[Callable[[float], float], int]] = []
+    for name in _against(plans[near[0]]):
+        points = [(n, _against(plans[n])[name]) for n in near if name in _against(plans[n])]
+        curves.append((_curve([(n, needed) for n, (needed, _) in points]), points[0][1][1]))
+    low, high = 0, most // unit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if all(curve(middle * unit) <= has for curve, has in curves):
+            low = middle
         else:
-            (a, b), left = near, self._left
-            guess = math.floor(a + left[a] * (b - a) / (left[a] - left[b]))
-        if self._refused and len(near) < 2:
-            guess = (self._low + self._high) // 2
-        return max(self._low + 1, min(guess, self._high - 1))
+            high = middle - 1
+    return low * unit if low * unit + unit <= most else most
+
+
+def _against(trial: Trial) -> Mapping[str, tuple[int, int]]:
+    assert trial.fit is not None, "there is a card to hold it against"
+    return trial.fit.against
+
+
+def _curve(points: Sequence[tuple[int, int]]) -> Callable[[float], float]:
+    """Through one to three points; a line where it would bend down."""
+    (a, at_a), *others = points
+    if not others:
+        return lambda x: at_a
+    (b, at_b), *last = others
+    slope = (at_b - at_a) / (b - a)
+    bend = 0.0
+    for c, at_c in last:
+        bend = max(0.0, ((at_c - at_b) / (c - b) - slope) / (c - a))
+    return lambda x: at_a + (x - a) * (slope + bend * (x - b))
+
+
+# -- every layout of the ranks ---------------------------------------------------------------------
+
+DIVIDED = ("dp_replicate", *DEGREES)
+"""Fields of a strategy's options by which ranks are divided; those of third parties too."""
+CHOICES: Mapping[str, tuple[Any, ...]] = {
+    "stage": (0, 1, 2, 3),
+    "offload": ("optimizer", "parameters", "both"),
+}
+"""Further fields that decide what a rank holds, with what they may have."""
+
+
+def layouts(registry: Registry, ranks: int, devices: int) -> Iterator[Mapping[str, Any]]:
+    """Sections `strategy` of run files: each strategy as it is, and with each field changed once.
+
+    Args:
+        ranks: of the run.
+        devices: ranks on one machine: layers and sequences are divided over no more.
+    """
+    for provided in registry.strategies:
+        spec = provided.spec
+        if spec.name == AUTO or (spec.world_sizes and ranks not in spec.world_sizes):
+            continue
+        yield {"name": spec.name}
+        options = load_options(provided, "strategy")
+        fields = options.model_fields
+        for name in DIVIDED:
+            most = ranks - 1 if name == "dp_replicate" else devices
+            for degree in range(2, most + 1):
+                if name in fields and ranks % degree == 0:
+                    yield {"name": spec.name, name: degree}
+        for name, values in CHOICES.items():
+            for value in values:
+                if (
+                    name in fields
+                    and fields[name].default != value
+                    and _takes(options, name, value)
+                ):
+                    yield {"name": spec.name, name: value}
+
+
+def _takes(options: type[BaseModel], name: str, value: Any) -> bool:
+    try:
+        options.model_validate({name: value})
+    except ValidationError:
+        return False
+    return True
+
+
+def section_in_words(section: Mapping[str, Any]) -> str:
+    """A section in a few words: ``zero, stage 2``."""
+    rest = [f"{name} {value}" for name, value in section.items() if name != "name"]
+    return ", ".join([section["name"], *rest])

@@ -1,7 +1,7 @@
 """Whether what a rank holds fits: the memory of its card, and what ranks share of their machine.
 
-Also whether a run is so small that no rehearsal is needed: `most_bytes` is more than it can take,
-by arithmetic alone. Imports no torch, and reads at most one configuration file.
+Also whether a run is so small that no plan is needed: `most_bytes` is more than it can take, by
+arithmetic alone. Imports no torch, and reads at most one configuration file.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any
 
 from anygauge.config.schema import RunFile
 from anygauge.interface import Card
+from anygauge.interface.strategy import SAVED
 from anygauge.models.hub import CONFIG, copy_of
 from anygauge.planning.machines import Machine
-from anygauge.planning.memory import SAVED, Peak, RunMemory
+from anygauge.planning.memory import Peak, RunMemory
 from anygauge.training.strategy import STATE_BYTES
 from anygauge.util.files import read_json
 
@@ -68,9 +69,14 @@ class Fit:
         known = [has - needed for needed, has in self.shared.values() if has is not None]
         return min(self.left, *known) if known else self.left
 
-    def holds(self, tensors: int) -> bool:
-        """Whether the card has room for other tensors, with what comes on top of them."""
-        return round((1 + SLACK) * tensors) + self.context + self.collectives <= self.memory
+    @property
+    def against(self) -> dict[str, tuple[int, int]]:
+        """Each phase, and what is shared -> what it needs, and what there is for it."""
+        found = {phase: (needed, self.memory) for phase, needed in self.phases.items()}
+        for name, (needed, has) in self.shared.items():
+            if has is not None:
+                found[name] = needed, has
+        return found
 
     @property
     def lacking(self) -> Mapping[str, int]:
@@ -116,7 +122,7 @@ def fit(
     phase, peak = found.worst
     shared: dict[str, tuple[int, int | None]] = {}
     if found.host:
-        # Rehearsed as if it were in the host's memory: no disk is opened.
+        # Planned as if it were in the host's memory.
         host = max(_of_machine(peak, disk, per_machine) for peak in found.host.values())
         shared["host memory"] = host, None if machine is None else machine.host_memory
     if disk:

@@ -61,6 +61,7 @@ class RunMemory:
         per_layer: bytes that forward keeps of a layer for backward, for each micro-batch, on
             average.
         kernels: operation -> kernel that was assumed.
+        positions: that the model was made for; None where it says none.
         uncompiled: as `device`, where operations would run one by one; empty where they do.
         compiled: where the difference is from; see `HeldAtOnce`.
     """
@@ -74,6 +75,7 @@ class RunMemory:
     numbers: tuple[int, int]
     per_layer: int
     kernels: Mapping[str, str]
+    positions: int | None = None
     uncompiled: dict[str, Peak] = field(default_factory=dict)
     compiled: str = ""
 

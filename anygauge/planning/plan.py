@@ -158,6 +158,7 @@ def _plan_rank(
         numbers=(numbers, sum(p.numel() for p in every if p.requires_grad)),
         per_layer=sum(layer.kept for layer in layers) // len(layers),
         kernels=names,
+        positions=getattr(factory.config, "max_position_embeddings", None),
         uncompiled=uncompiled,
         compiled="" if held is None else held.source,
     )
@@ -379,7 +380,7 @@ def _kernels(
         attention = replace(plan.attention, name=fused)
         plan = replace(plan, attention=attention)
     chosen = {one: plan.choices[one].name for one in CALLED if one in plan.choices}
-    return plan, {**chosen, **names}
+    return plan, {**chosen, ATTENTION: plan.attention.name, **names}
 
 
 def _plain(specs: Mapping[tuple[str, str], KernelSpec], operation: str) -> str:

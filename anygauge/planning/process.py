@@ -1,4 +1,7 @@
-"""The process that rehearses runs: started, asked, and ended. Imports next to nothing."""
+"""The process that plans: one child that has torch, asked in JSON, and gone with the command.
+
+Imports next to nothing: it is started before the run file is read.
+"""
 
 from __future__ import annotations
 
@@ -9,97 +12,128 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from collections import deque
+from collections.abc import Mapping
+from typing import IO, TYPE_CHECKING, Any
 
+from anygauge.util import errors
 from anygauge.util.errors import AnygaugeError
 from anygauge.util.processes import describe_exit, parent_environment
 
+if TYPE_CHECKING:
+    from anygauge.config.schema import RunFile
+    from anygauge.planning.memory import RunMemory
+
 LIMIT_S = 600.0
-"""A rehearsal that takes longer counts as hung."""
+"""A plan that takes longer counts as hung."""
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     "OMP_NUM_THREADS": "1",
 }
-FEW_BITS = "bitsandbytes"
-USUALLY_HIDDEN = (FEW_BITS,)
 _TAIL = 2000
 
-
-_begun: list[Rehearser] = []
-
-
-def begin() -> None:
-    """Have a process import meanwhile, which `begun` gives."""
-    _begun.append(Rehearser())
+_started: list[Planner] = []
 
 
-def begun() -> Rehearser | None:
-    """The process that `begin` has started, once."""
-    return _begun.pop() if _begun else None
+def start_planner() -> None:
+    """Have a process import meanwhile, which `planner_for` gives."""
+    _started.append(Planner())
 
 
-def end_begun() -> None:
-    """End the process that `begin` has started and nobody has taken."""
-    while _begun:
-        _begun.pop().end()
+def planner_for(environment: Mapping[str, str]) -> Planner:
+    """The process that `start_planner` has started, or one with the variables of a run."""
+    if _started and not environment:
+        return _started.pop()
+    end_started()
+    return Planner(environment)
+
+
+def end_started() -> None:
+    """End the process that `start_planner` has started and nobody has taken."""
+    while _started:
+        _started.pop().end()
 
 
 class TooLongError(AnygaugeError):
-    """A rehearsal has not ended within its time."""
+    """A plan was not made within its time."""
 
 
-class Rehearser:
-    """A process that imports what a rehearsal needs, and waits for questions.
+class Planner:
+    """A process that plans runs, one after the other; see `anygauge.planning.plan`.
 
     Args:
-        environment: variables that it has in addition to this process's; they win.
-        hidden: packages that are not there for it, whose import takes longer than a rehearsal.
+        environment: variables that it has in addition to this process's; these win.
     """
 
-    def __init__(
-        self,
-        environment: Mapping[str, str] | None = None,
-        hidden: Sequence[str] = USUALLY_HIDDEN,
-    ) -> None:
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "anygauge.planning", *hidden],
+            [sys.executable, "-m", "anygauge.planning"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._said,
+            stderr=self._printed,
             env={**(environment or {}), **os.environ, **ENVIRONMENT, **parent_environment()},
         )
-        self.end = weakref.finalize(self, _end, self._process, self._said)
+        self._asked: deque[bytes] = deque()
+        self.end = weakref.finalize(self, _end, self._process, self._printed)
 
-    def ask(self, line: bytes) -> None:
-        """Have it begin.
+    def __enter__(self) -> Planner:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def ask(self, run: RunFile, backend: str, world_size: int) -> None:
+        """Have a run planned meanwhile: `plan` of the same run then waits for its rest alone.
 
         Raises:
-            AnygaugeError: it has ended.
+            AnygaugeError: the process has ended.
         """
+        self._ask(_question(run, backend, world_size))
+
+    def plan(
+        self, run: RunFile, backend: str, world_size: int, limit_s: float = LIMIT_S
+    ) -> RunMemory:
+        """What a run takes of its ranks, and what its steps compute.
+
+        Args:
+            backend: its name.
+
+        Raises:
+            TooLongError: there was no answer within so many seconds.
+            AnygaugeError: what the run's ranks would refuse, or what cannot be planned; or the
+                process has ended.
+        """
+        from anygauge.planning.memory import RunMemory
+
+        question = _question(run, backend, world_size)
+        if question not in self._asked:
+            self._ask(question)
+        answer = self._answer(limit_s)
+        while self._asked.popleft() != question:
+            answer = self._answer(limit_s)
+        if answer["event"] == "refused":
+            raise getattr(errors, answer["error"], AnygaugeError)(answer["message"])
+        return RunMemory.of_record(answer["found"])
+
+    def _ask(self, question: bytes) -> None:
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(line)
+            self._process.stdin.write(question)
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._broken() from None
+        self._asked.append(question)
 
-    def answer(self, limit_s: float) -> dict[str, Any]:
-        """What it found.
-
-        Raises:
-            TooLongError: it was not there within so many seconds.
-            AnygaugeError: it has ended.
-        """
+    def _answer(self, limit_s: float) -> dict[str, Any]:
         stdout = self._process.stdout
         assert stdout is not None
         if not select.select([stdout], [], [], limit_s)[0]:
             raise TooLongError(
-                f"the rehearsal of this run has taken longer than {limit_s:.0f} s; plan with fewer "
-                "layers or a smaller data.max_length"
+                f"no plan of this run was made within {limit_s:.0f} s; plan with fewer layers or a "
+                "smaller data.max_length"
             )
         answer = stdout.readline()
         if not answer:
@@ -108,14 +142,24 @@ class Rehearser:
 
     def _broken(self) -> AnygaugeError:
         code = self._process.wait()
-        self._said.seek(0, os.SEEK_END)
-        self._said.seek(max(0, self._said.tell() - _TAIL))
-        lines = self._said.read().decode(errors="replace").strip().splitlines()
+        self._printed.seek(0, os.SEEK_END)
+        self._printed.seek(max(0, self._printed.tell() - _TAIL))
+        lines = self._printed.read().decode(errors="replace").strip().splitlines()
         last = f": {lines[-1].strip()}" if lines else ""
-        return AnygaugeError(f"the rehearsal ended with {describe_exit(code)}{last}")
+        return AnygaugeError(
+            f"the process that plans ended with {describe_exit(code)}{last}. There may be too "
+            "little memory; a smaller data.max_length or train.micro_batch_size needs less"
+        )
 
 
-def _end(process: subprocess.Popen[bytes], said: IO[bytes]) -> None:
+def _question(run: RunFile, backend: str, world_size: int) -> bytes:
+    from anygauge.config.resolved import run_json
+
+    text = run_json(run.model_copy(update={"environment": {}}))
+    return json.dumps({"run": text, "backend": backend, "world_size": world_size}).encode() + b"\n"
+
+
+def _end(process: subprocess.Popen[bytes], printed: IO[bytes]) -> None:
     process.kill()
     process.communicate()
-    said.close()
+    printed.close()

@@ -363,7 +363,7 @@ def _attend(
 
 
 FUSED = AttentionKernel(
-    name="planned",
+    name="fused",
     forward=_attend,
     describe="a plan's: no scores are held",
     mask="sdpa",

@@ -1,24 +1,24 @@
-"""Runs rehearsed and held against machines, each once: what every further answer is made of."""
+"""Runs planned and held against machines, each once: what every further answer is made of."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from pydantic import ValidationError
 
 from anygauge.config.resolved import values_of
-from anygauge.config.schema import RunFile
+from anygauge.config.schema import AUTO_ORDER, RunFile
 from anygauge.data.batches import accumulation
-from anygauge.interface import AnygaugeError, Card, RunFileError
+from anygauge.interface import AnygaugeError, Card, RunFileError, UnsupportedError
 from anygauge.planning.fit import Fit, fit, on_disk
 from anygauge.planning.machines import Machine
-from anygauge.planning.memory import RunMemory, stages_of
-from anygauge.planning.planner import Planner
-from anygauge.planning.process import Rehearser
+from anygauge.planning.memory import RunMemory
+from anygauge.planning.process import LIMIT_S, Planner, TooLongError
 from anygauge.planning.time import Duration, Ranks, UnknownRateError, duration
 from anygauge.registry import Registry
 from anygauge.strategies.degrees import stages_per_rank
@@ -55,6 +55,7 @@ class Trial:
         fit: None where the card's memory is not known.
         time: None where a rate is not known that it needs.
         untimed: which.
+        passed_over: of strategy ``auto``: forms that come before this one, and why they are not it.
     """
 
     run: RunFile
@@ -62,6 +63,7 @@ class Trial:
     fit: Fit | None
     time: Duration | None = None
     untimed: str = ""
+    passed_over: tuple[tuple[RunFile, Trial | AnygaugeError], ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -77,98 +79,124 @@ class Try(Protocol):
 
 
 class Trials:
-    """Rehearses runs; one process at a time does it, for one number of ranks.
+    """Plans runs by a process, which is asked once for what is alike.
 
     Args:
-        waiting: what to show during a rehearsal, given its subject.
-        first: a process for the first of them, which imports meanwhile.
+        waiting: what to show meanwhile, given the subject of a plan.
+        limit_s: seconds from now that all plans may take; None: each has a limit of its own.
     """
 
     def __init__(
         self,
         registry: Registry,
+        planner: Planner,
         waiting: Callable[[str], AbstractContextManager[Any]] = lambda subject: nullcontext(),
-        first: Rehearser | None = None,
+        limit_s: float | None = None,
     ) -> None:
         self.registry = registry
+        self._planner = planner
         self._waiting = waiting
-        self._first = first
-        self._planner: Planner | None = None
-        self._found: dict[tuple[str, int, str], RunMemory | AnygaugeError] = {}
+        self._until = None if limit_s is None else time.monotonic() + limit_s
+        self._memories: dict[tuple[str, int, str], RunMemory | AnygaugeError] = {}
 
-    def __enter__(self) -> Trials:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._planner is not None:
-            self._planner.__exit__(*error)
-            self._planner = None
-
-    def __call__(self, run: RunFile, target: Target) -> Trial:
-        """Rehearse a run, unless one like it was, and hold it against a machine.
+    def begin(self, run: RunFile, backend: str) -> None:
+        """Have a run planned meanwhile that will be tried.
 
         Raises:
-            AnygaugeError: what the run's ranks would refuse, or what cannot be rehearsed.
+            AnygaugeError: the process has ended.
+        """
+        self._planner.ask(_in_memory(run), backend, run.launch.nodes * run.launch.devices)
+
+    def __call__(self, run: RunFile, target: Target) -> Trial:
+        """Plan a run, unless one like it was, and hold it against a machine.
+
+        Raises:
+            TooLongError: there is no time left.
+            AnygaugeError: what the run's ranks would refuse, or what cannot be planned.
         """
         ranks = run.launch.nodes * run.launch.devices
-        made = self.registry.create_backend(target.backend, run.backend_options)
+        backend = self.registry.create_backend(target.backend, run.backend_options)
         if run.strategy.name == AUTO:
-            return self._first_that_fits(
-                candidates(run, self.registry, made, ranks, ranks_run_here=False), target
-            )
+            forms = candidates(run, self.registry, backend, ranks, ranks_run_here=False)
+            return self.first_that_fits(forms, target)
         spec = self.registry.find_strategy(run.strategy.name).spec
         check_ranks(spec, ranks, self.registry)
-        # It is rehearsed here, wherever the run's ranks will be.
+        # It is planned here, wherever the run's ranks will be.
         check_installed(spec, self.registry)
-        check_strategy(run, self.registry, made, ranks, ranks_run_here=False)
+        check_strategy(run, self.registry, backend, ranks, ranks_run_here=False)
         check_batch(run, self.registry, ranks)
-        memory = self._rehearsed(run, target.backend, ranks)
+        _check_type(run, target.card)
+        memory = self._memory(run, target.backend, ranks)
         held = None
         if target.card is not None:
             disk = on_disk(run, memory, ranks)
             held = fit(memory, target.card, ranks, run.launch.devices, target.machine, disk)
-        time, untimed = timed(run, memory, target, self.registry)
-        return Trial(run=run, memory=memory, fit=held, time=time, untimed=untimed)
+        step, untimed = timed(run, memory, target, self.registry)
+        return Trial(run=run, memory=memory, fit=held, time=step, untimed=untimed)
 
-    def _first_that_fits(self, forms: Sequence[RunFile], target: Target) -> Trial:
-        """Of what strategy `auto` may become; where none fits, the one that lacks least."""
-        tried: list[Trial] = []
-        refused: list[AnygaugeError] = []
+    def first_that_fits(self, forms: Sequence[RunFile], target: Target) -> Trial:
+        """Of several forms of a run; where none fits, the one that lacks least.
+
+        Raises:
+            TooLongError: there is no time left.
+            AnygaugeError: all are refused; why the first is.
+        """
+        tried: list[tuple[RunFile, Trial | AnygaugeError]] = []
         for form in forms:
             try:
                 trial = self(form, target)
+            except TooLongError:
+                raise
             except AnygaugeError as error:
-                refused.append(error)
+                tried.append((form, error))
                 continue
+            tried.append((form, trial))
             if trial.fit is None or trial.fits:
-                return trial
-            tried.append(trial)
-        if not tried:
-            raise refused[0]
-        return max(tried, key=lambda one: 0 if one.fit is None else one.fit.margin)
+                break
+        trials = [trial for _, trial in tried if isinstance(trial, Trial)]
+        if not trials:
+            raise next(error for _, error in tried if isinstance(error, AnygaugeError))
+        best = max(trials, key=lambda one: 0 if one.fit is None else one.fit.margin)
+        others = tuple((form, found) for form, found in tried if found is not best)
+        return replace(best, passed_over=others)
 
-    def _rehearsed(self, run: RunFile, backend: str, ranks: int) -> RunMemory:
+    def _memory(self, run: RunFile, backend: str, ranks: int) -> RunMemory:
         run = _in_memory(run)
         values = values_of(run)
         same = {k: v for k, v in values.items() if k not in ("launch", "name", "output", "backend")}
         key = backend, ranks, json.dumps(same, default=str)
-        if key not in self._found:
+        if key not in self._memories:
+            limit_s = LIMIT_S if self._until is None else max(0.0, self._until - time.monotonic())
             try:
-                with self._waiting(f"rehearsing {_subject(run, ranks)}"):
-                    self._found[key] = self._of_ranks(ranks).rehearse(run, backend)
+                with self._waiting(f"planning {_subject(run, ranks)}"):
+                    self._memories[key] = self._planner.plan(run, backend, ranks, limit_s)
+            except TooLongError:
+                raise
             except AnygaugeError as error:
-                self._found[key] = error
-        found = self._found[key]
+                self._memories[key] = error
+        found = self._memories[key]
         if isinstance(found, AnygaugeError):
             raise found
         return found
 
-    def _of_ranks(self, ranks: int) -> Planner:
-        if self._planner is None or self._planner.world_size != ranks:
-            self.__exit__()
-            first, self._first = self._first, None
-            self._planner = Planner(ranks) if first is None else Planner(ranks, first=first)
-        return self._planner
+
+def fast_types(card: Card) -> list[str]:
+    """What runs may compute in, of which a card has rates; the one that ``auto`` takes first."""
+    return [kind for kind in AUTO_ORDER if kind in {**card.flops, **card.matmul}]
+
+
+def _check_type(run: RunFile, card: Card | None) -> None:
+    """Raises: UnsupportedError: the card computes in other types."""
+    kinds, asked = [] if card is None else fast_types(card), run.precision.param_dtype
+    if card is None or not kinds or asked == "auto":
+        return
+    if AUTO_ORDER.index(asked) < AUTO_ORDER.index(kinds[0]):
+        raise UnsupportedError(
+            f"precision.param_dtype: {asked}: the description of {card.name} ({card.origin}) has "
+            f"rates for {', '.join(kinds)} alone. Set precision.param_dtype: {kinds[0]} (or auto); "
+            f"if the card computes in {asked}, add its flops.{asked} in a file of your own "
+            "(--hardware FILE.toml, docs/hardware.md)"
+        )
 
 
 def timed(
@@ -181,7 +209,7 @@ def timed(
     parts = share_of(run, registry, 0, ranks).count
     batch, length = run.train.global_batch_size, run.data.max_length
     per_token, per_position = memory.model_flops
-    stages = stages_of(run)
+    stages = int(getattr(run.strategy, "pp", 1) or 1)
     rounds = accumulation(batch, run.train.sequences_at_once(parts), parts)
     try:
         return duration(
@@ -208,7 +236,7 @@ def _subject(run: RunFile, ranks: int) -> str:
 
 
 def _in_memory(run: RunFile) -> RunFile:
-    """A run whose optimizer is on a disk, with that in the host's memory: a disk is not opened."""
+    """A run whose optimizer is on a disk, with that in the host's memory; see `on_disk`."""
     if getattr(run.strategy, "nvme", None) is None:
         return run
     return changed(run, {"strategy.nvme": None})

@@ -93,9 +93,10 @@ class MetricsLogger:
 
     def _see_memory(self, phase: str) -> int:
         """This device's peak, in bytes; kept as the phase's."""
-        peak = self._backend.placement.memory().peak
-        self._peaks[phase] = max(peak, self._peaks.get(phase, 0))
-        return peak
+        memory = self._backend.placement.memory()
+        self._memory_kind = memory.kind
+        self._peaks[phase] = max(memory.peak, self._peaks.get(phase, 0))
+        return memory.peak
 
     def memory(self, expected: Mapping[str, int]) -> dict[str, Any]:
         """The most that rank 0 held, in bytes, for the report.
@@ -103,9 +104,8 @@ class MetricsLogger:
         Args:
             expected: phase -> what was planned of its tensors; empty where it was not.
         """
-        kind = self._backend.placement.memory().kind
         predicted = {"predicted": dict(expected)} if expected else {}
-        return {**predicted, "measured": dict(self._peaks), "counted": kind}
+        return {**predicted, "measured": dict(self._peaks), "counted": self._memory_kind}
 
     def step_seconds(self, expected: float | None) -> dict[str, float | None]:
         """What a step took on average after the warm-up, for the report.
@@ -178,6 +178,7 @@ class MetricsLogger:
                 step=index + 1,
                 steps=self._steps,
                 elapsed_s=self.history.seconds,
+                memory_kind=self._memory_kind,
                 **finite(metrics),
             )
         self._trackers.log(index + 1, {f"train/{name}": v for name, v in metrics.items()})

@@ -28,13 +28,13 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 8000}
 
 
 class StandIn:
-    """In the place of the process that rehearses."""
+    """In the place of the process that plans."""
 
     found: RunMemory | AnygaugeError | Mapping[str, RunMemory | AnygaugeError]
     started = 0
     ended = 0
 
-    def __init__(self, world_size: int, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         type(self).started += 1
 
     def __enter__(self) -> StandIn:
@@ -43,28 +43,29 @@ class StandIn:
     def __exit__(self, *error: object) -> None:
         type(self).ended += 1
 
-    def ask(self, run: RunFile, backend: str) -> None:
-        found = self.found
-        self.asked = found[in_words(run)] if isinstance(found, Mapping) else found
+    def ask(self, run: RunFile, backend: str, world_size: int) -> None:
+        """It answers at once."""
 
-    def answer(self, limit_s: float = 0.0) -> RunMemory:
-        if isinstance(self.asked, AnygaugeError):
-            raise self.asked
-        return self.asked
+    def plan(self, run: RunFile, backend: str, world_size: int, limit_s: float) -> RunMemory:
+        found = self.found
+        answer = found[in_words(run)] if isinstance(found, Mapping) else found
+        if isinstance(answer, AnygaugeError):
+            raise answer
+        return answer
 
 
 def takes(count: int) -> RunMemory:
-    peak = Peak(total=count, kinds={"weights": count}, parts=(count, 0, 0))
+    peak = Peak(total=count, kinds={"weights": count})
     return RunMemory(
-        held={"weights": 0, "gradients": 0, "masters": 0, "optimizer": 0},
-        work=Work.none(),
+        work=Work(),
         model_flops=(0.0, 0.0),
         device={"load": peak},
         host={},
         strategy="single",
         precision=Precision(param_dtype="bfloat16", reduce_dtype="float32"),
         numbers=(1, 1),
-        how="all layers",
+        per_layer=0,
+        kernels={},
     )
 
 
@@ -108,9 +109,9 @@ def test_what_cannot_fit_is_refused_and_leaves_no_folder(
             command([*line, *options])
         assert refused.value.exit_status == 2
         assert (
-            "cannot fit: each rank needs 210.0 MiB in phase 'load' (200.0 MiB weights; 10.0 MiB in "
-            "addition to tensors), and sim has 100.0 MiB per rank. `anygauge plan RUN.yaml "
-            "--suggest`"
+            "cannot fit: each rank needs 210.0 MiB in phase 'load' (200.0 MiB weights; 10.0 MiB on "
+            "top of tensors), and sim has 100.0 MiB per rank. `anygauge plan RUN.yaml` says what to "
+            "change"
         ) in str(refused.value)
         assert not (tmp_path / "out").exists() and capsys.readouterr().out == ""
     assert command([*line, "--dry-run", "--force"]) == 0
@@ -123,11 +124,11 @@ def test_what_cannot_fit_is_refused_and_leaves_no_folder(
         (80 * MIB, ""),
         (99 * MIB, "the run may not fit: each rank needs 103.9 MiB"),  # by an estimate alone
         (AnygaugeError("it broke\nthere"), "memory was not planned: it broke"),
-        (TooLongError("long"), "memory was not planned: the rehearsal takes longer than 30 s;"),
+        (TooLongError("long"), "memory was not planned: a plan takes longer than 30 s;"),
     ],
     ids=["fits", "may not fit", "fails", "takes long"],
 )
-def test_a_rehearsal_stops_no_run_that_may_fit(
+def test_a_plan_stops_no_run_that_may_fit(
     found: int | AnygaugeError,
     note: str,
     tmp_path: Path,
@@ -139,7 +140,9 @@ def test_a_rehearsal_stops_no_run_that_may_fit(
     assert expectation.note.startswith(note) and bool(expectation.note) is bool(note)
     if not note:
         (line,) = expectation.lines
-        assert line == "memory: needs 84.0 MiB, sim has 100.0 MiB per rank"
+        assert (
+            line == "memory: needs 80.0 MiB of tensors, 4.0 MiB on top; sim has 100.0 MiB per rank"
+        )
         assert expectation.found == planner.found
     assert planner.ended == planner.started == 1, "left and ended"
 
@@ -149,7 +152,7 @@ def test_a_small_run_starts_no_process(
 ) -> None:
     found = expected(run_file(tmp_path))
     (line,) = found.lines
-    assert line.startswith("memory: needs at most ") and line.endswith(", so not rehearsed")
+    assert line.startswith("memory: needs at most ") and line.endswith(", so no plan was made")
     assert planner.started == 0
     assert expected(run_file(tmp_path), asked=True).found == planner.found
     assert planner.started == 1
@@ -218,9 +221,9 @@ def test_auto_becomes_the_first_that_fits_and_says_why(
     why = "ddp would need 6.2 GiB of 5.0 GiB; fsdp cannot: no"
     assert found.lines == (
         f"strategy: zero (auto: {why})",
-        "memory: needs 4.1 GiB, sim has 5.0 GiB per rank",
+        "memory: needs 2.0 GiB of tensors, 2.1 GiB on top; sim has 5.0 GiB per rank",
     )
-    # The first form is checked while it is rehearsed, as if it had been named.
+    # The first form is checked while it is planned, as if it had been named.
     assert checked == ["ddp", "zero"]
     assert chosen.run.strategy.name == chosen.job.strategy == "zero"
     assert chosen.job.strategy_why == f"auto: {why}"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from anygauge.cli import lines, plan_time, planned
+from anygauge.cli import lines, planned
 from anygauge.config.schema import RunFile
 from anygauge.interface import Card
+from anygauge.planning.answers import PlanRow, _order, scaled, total_times
 from anygauge.planning.machines import Machine
 from anygauge.planning.time import Ranks, duration
 from anygauge.planning.trials import Target, Trial
@@ -27,7 +27,7 @@ def trial(of: RunFile, count: float = 80e9) -> Trial:
     gather = Traffic(
         operation="all_gather", group=tuple(range(ranks)), waited=False, times=9, bytes=count
     )
-    work = replace(Work.none(), flops={"bfloat16": 80e12}, traffic=(gather,))
+    work = replace(Work(), flops={"bfloat16": 80e12}, traffic=(gather,))
     time = duration(
         work,
         CARD,
@@ -39,20 +39,24 @@ def trial(of: RunFile, count: float = 80e9) -> Trial:
     return Trial(run=of, memory=replace(memory(1000), work=work), fit=None, time=time)
 
 
-def said(of: Trial, rows: int | None = None) -> list[str]:
-    return list(plan_time.lines(of, TARGET, rows))
+def said(of: Trial) -> list[str]:
+    return list(planned._time(of, TARGET))
 
 
-def test_a_step_its_parts_and_an_epoch_with_its_price() -> None:
+def test_a_step_its_parts_and_an_epoch_with_its_price(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     found = trial(run(train={"steps": 100}))
     assert found.time is not None
-    first, parts, sends, epoch, whole = said(found, 640)
+    first, parts, sends = said(found)
     each = found.time.tokens_per_s / 8
     assert first.endswith(
         f"({each:,.0f} each); MFU {found.time.flops / 8e14 / found.time.step:.0%}"
     )
     assert "matrix products 1.00 s" in parts and "sends in a machine" in parts
     assert sends == "  each rank sends 70.00 GB in a machine: all_gather of 8 ranks, 9 times"
+    planned.Page().trial(found, TARGET, 640, [])
+    *_, epoch, whole = capsys.readouterr().out.splitlines()
     assert epoch.startswith("  the epoch: 10 steps, ")
     cost = 36 * 100 * found.time.step / 3600
     assert whole == f"  the run: 100 steps, {100 * found.time.step / 60:.1f} min, cost {cost:,.2f}"
@@ -61,19 +65,20 @@ def test_a_step_its_parts_and_an_epoch_with_its_price() -> None:
 def test_several_machines_send_to_each_other_and_all_are_paid() -> None:
     one, two = trial(run()), trial(run(launch={"nodes": 2, "devices": 8}))
     assert "between machines" in said(two)[2]
-    epoch, _ = plan_time.total_times(two, MACHINE, 640)
+    epoch, _ = total_times(two, MACHINE, 640)
     assert epoch.money == pytest.approx(2 * 36 * epoch.seconds / 3600)
-    assert plan_time.total_times(one, None, 640)[0].money is None
-    assert plan_time.total_times(one, MACHINE, None) == []
+    assert total_times(one, None, 640)[0].money is None
+    assert total_times(one, MACHINE, None) == []
 
 
 def test_without_a_rate_it_says_which_is_missing() -> None:
     unknown = replace(trial(run()), time=None, untimed="no bandwidth")
     assert said(unknown) == ["Time: not known: no bandwidth"]
-    assert plan_time.total_times(unknown, MACHINE, 640) == []
+    assert total_times(unknown, MACHINE, 640) == []
 
 
-def test_scaling_keeps_the_rows_of_a_machine() -> None:
+@pytest.mark.parametrize(("most", "counts"), [(2, [1, 2]), (8, [1, 2, 4, 8]), (6, [1, 2, 4, 6])])
+def test_scaling_keeps_the_rows_of_a_machine(most: int, counts: list[int]) -> None:
     asked: list[RunFile] = []
 
     class Trials:
@@ -81,14 +86,10 @@ def test_scaling_keeps_the_rows_of_a_machine() -> None:
             asked.append(of)
             return trial(of)
 
-    rows = planned.scaled(run(), TARGET, Trials(), 6)
-    assert [row.name for row in rows] == ["1", "2", "4", "6"]
-    assert [(one.launch.nodes, one.train.global_batch_size) for one in asked] == [
-        (1, 64),
-        (2, 128),
-        (4, 256),
-        (6, 384),
-    ]
+    rows = scaled(run(), TARGET, Trials(), most)
+    assert [row.name for row in rows] == list(map(str, counts))
+    sizes = [(one.launch.nodes, one.train.global_batch_size) for one in asked]
+    assert sizes == [(count, 64 * count) for count in counts]
 
 
 @pytest.mark.parametrize(
@@ -99,14 +100,9 @@ def test_times_in_words(value: float, expected: str) -> None:
     assert lines.seconds(value) == expected
 
 
-@pytest.mark.parametrize(("most", "expected"), [(2, [1, 2]), (8, [1, 2, 4, 8]), (5, [1, 2, 4, 5])])
-def test_numbers_of_machines(most: int, expected: list[int]) -> None:
-    assert list(plan_time.machines_up_to(most)) == expected
-
-
-def test_faster_ways_come_first(tmp_path: Path) -> None:
-    def row(name: str, count: float) -> planned.PlanRow:
-        return planned.PlanRow(name=name, card="", ranks=8, trial=trial(run(), count))
+def test_faster_ways_come_first() -> None:
+    def row(name: str, count: float) -> PlanRow:
+        return PlanRow(name=name, card="", ranks=8, trial=trial(run(), count))
 
     rows = [row("slow", 900e9), row("quick", 8e9), row("middle", 90e9)]
-    assert [one.name for one in sorted(rows, key=planned._order)] == ["quick", "middle", "slow"]
+    assert [one.name for one in sorted(rows, key=_order)] == ["quick", "middle", "slow"]

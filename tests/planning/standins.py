@@ -1,8 +1,9 @@
-"""Runs whose memory is a formula, so that answers are tested without rehearsing anything."""
+"""Runs whose memory is a formula, so that answers are tested without a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from anygauge.config.schema import RunFile
@@ -19,25 +20,24 @@ TARGET = Target(backend="cpu", card=CARD)
 
 
 def peak(total: int, **kinds: int) -> Peak:
-    return Peak(total=total, kinds=kinds or {"tensors": total}, parts=(total, 0, 0))
+    return Peak(total=total, kinds=kinds or {"tensors": total})
 
 
 def memory(step: int, host: int | None = None, kind: str = "tensors") -> RunMemory:
     """Of a run whose largest phase is `step`, in bytes, all of one kind."""
     return RunMemory(
-        held={"weights": 0, "gradients": 0, "masters": 0, "optimizer": 0},
-        work=Work.none(),
+        work=Work(),
         model_flops=(0.0, 0.0),
         device={
             phase: peak(step // part, **{kind: step // part})
-            for phase, part in (("load", 4), ("step", 1), ("update", 2))
+            for phase, part in (("load", 4), ("backward", 1), ("update", 2))
         },
-        host={} if host is None else {"load": peak(host), "step": peak(0)},
+        host={} if host is None else {"load": peak(host), "backward": peak(0)},
         strategy="square",
         precision=Precision(param_dtype="bfloat16", reduce_dtype="float32"),
         numbers=(1000, 100),
-        how="all layers",
         per_layer=2**20,
+        kernels={"attention": "fused", "linear_cross_entropy": "chunked"},
     )
 
 
@@ -59,19 +59,27 @@ def run(**sections: Any) -> RunFile:
 class Tried:
     """A `Try` that takes what a formula says.
 
+    Args:
+        needed, host: of a rank's device, and of its host, in bytes.
+        more: fields of its `RunMemory`.
+
     Attributes:
         runs: those that were tried.
     """
 
     def __init__(
-        self, needed: Callable[[RunFile], int], host: int | None = None, kind: str = "tensors"
+        self,
+        needed: Callable[[RunFile], int],
+        host: Callable[[RunFile], int] | None = None,
+        **more: Any,
     ) -> None:
         self.runs: list[RunFile] = []
-        self._needed, self._host, self._kind = needed, host, kind
+        self._needed, self._host, self._more = needed, host, more
 
     def __call__(self, run: RunFile, target: Target) -> Trial:
         self.runs.append(run)
-        found = memory(self._needed(run), self._host, self._kind)
+        found = memory(self._needed(run), None if self._host is None else self._host(run))
+        found = replace(found, **self._more)
         ranks = run.launch.nodes * run.launch.devices
         assert target.card is not None
         held = fit(found, target.card, ranks, run.launch.devices, target.machine)

@@ -1,4 +1,4 @@
-"""Changes that make a run fit: which are tried, in which order, and lines that can be pasted."""
+"""What to change: in which order, what is left out, and lines that can be pasted."""
 
 from __future__ import annotations
 
@@ -11,90 +11,96 @@ import yaml
 from anygauge.config.load import load_run_file
 from anygauge.config.schema import RunFile
 from anygauge.interface import UnsupportedError
-from anygauge.planning.changes import ENOUGH, MOST_TRIALS, Change, _Search, candidates, nearest
+from anygauge.planning.changes import (
+    Change,
+    ChangedTrial,
+    Largest,
+    eight_changes,
+    largest_batch,
+    longest_rows,
+    what_to_change,
+)
 from anygauge.planning.fit import GIB
-from anygauge.planning.memory import ACTIVATIONS, OPTIMIZER, WEIGHTS
-from anygauge.planning.trials import Target, Trial, changed
+from anygauge.planning.trials import changed
 from anygauge.registry import Registry
 from tests.helpers.runs import TINY
-from tests.planning.standins import CARD, TARGET, Tried, machine, run
+from tests.planning.standins import TARGET, Tried, run
 
 REGISTRY = Registry.load()
-FULL = {"train": {"gradient_checkpointing": False}, "strategy": {"name": "ddp"}}
+ALL = {"train": {"gradient_checkpointing": False}, "strategy": {"name": "ddp"}}
+NONE = Largest(number=0, change=None, trial=None)
 
 
-def paths(run: RunFile, target: Target = TARGET) -> list[list[str]]:
-    return [sorted(ladder[0].lines) for ladder in candidates(run, target, REGISTRY)]
+def ways(run: RunFile, batch: Largest = NONE, **more: Any) -> list[list[dict[str, Any]]]:
+    trial = Tried(lambda run: 80 * GIB, **more)(run, TARGET)
+    found = eight_changes(trial, REGISTRY, batch, NONE)
+    return [[dict(change.lines) for change in each] for each in found if each]
 
 
-def test_what_costs_least_comes_first_and_shorter_rows_last() -> None:
-    found = paths(run(**FULL), Target(backend="cpu", card=CARD, machine=machine()))
-    assert found == [
-        ["strategy"],
+def suggested(run: RunFile, tried: Tried) -> list[ChangedTrial]:
+    trial = tried(run, TARGET)
+    batch = largest_batch(trial, TARGET, tried, REGISTRY)
+    rows = longest_rows(trial, TARGET, tried)
+    return list(what_to_change(trial, TARGET, tried, REGISTRY, batch, rows))
+
+
+def test_eight_at_most_in_the_order_of_their_cost() -> None:
+    kernels = {"linear_cross_entropy": "reference"}
+    found = ways(run(**ALL, adapter={"r": 8}), kernels=kernels)
+    assert [sorted({path for one in each for path in one}) for each in found] == [
+        ["kernels.linear_cross_entropy"],
         ["strategy"],
         ["train.micro_batch_size"],
         ["train.gradient_checkpointing"],
-        ["train.optimizer.name"],
-        ["train.activation_offloading"],
         ["strategy"],
         ["strategy"],
-        ["strategy"],
-        ["adapter"],
-        ["launch.devices", "launch.nodes"],
+        ["model.quantise"],
         ["data.max_length"],
     ]
+    assert found[0] == [{"kernels.linear_cross_entropy": "chunked"}]
+    assert found[6][1]["model.quantise"]["double_quantisation"] is True
+    assert ways(run(**ALL))[-2] == [{"adapter": {"r": 16}}]
 
 
 def test_what_a_run_has_already_is_not_proposed() -> None:
-    small = run(
-        adapter={"r": 8},
-        model={"name": "some/model", "config": None, "tokenizer": None, "quantise": "nf4"},
-        train={
-            "micro_batch_size": 1,
-            "activation_offloading": True,
-            "optimizer": {"name": "adamw_8bit"},
-        },
-        strategy={"name": "fsdp", "offload": "both"},
-        data={"max_length": 200},
-    )
-    found = paths(small)
-    assert found == [["strategy"], ["strategy"], ["launch.devices", "launch.nodes"]]
-    assert paths(run(adapter={"r": 64}))[-4:-1] == [
-        ["model.quantise"],
-        ["adapter.r"],
-        ["launch.devices", "launch.nodes"],
-    ]
-
-
-def strategies(**section: Any) -> list[dict[str, Any]]:
-    ladders = candidates(run(strategy=section), TARGET, REGISTRY)
-    return [dict(one[0].lines["strategy"]) for one in ladders if "strategy" in one[0].lines]
+    model = {"name": "some/model", "config": None, "tokenizer": None}
+    small: dict[str, Any] = {
+        "adapter": {"r": 8},
+        "train": {"micro_batch_size": 1},
+        "strategy": {"name": "fsdp", "offload": "both"},
+        "data": {"max_length": 200},
+    }
+    for quantise, left in (("int8", []), ("nf4", [["model.quantise"]])):
+        found = ways(run(**small, model={**model, "quantise": quantise}))
+        assert [list(one) for each in found for one in each] == left
 
 
 def test_a_strategy_is_proposed_that_takes_less_than_the_runs() -> None:
+    def strategies(**section: Any) -> list[list[dict[str, Any]]]:
+        found = ways(run(strategy=section))
+        return [[one["strategy"] for one in each] for each in found if "strategy" in each[0]]
+
     zero, fsdp = {"name": "zero", "stage": 3}, {"name": "fsdp"}
-    zeros = [{**zero, "offload": "optimizer"}, {**zero, "offload": "both"}]
-    fsdps = [{**fsdp, "offload": "both"}]
-    assert strategies(name="ddp") == [zero, fsdp, *zeros, *fsdps]
-    assert strategies(name="zero", stage=2) == [zero, fsdp, *zeros, *fsdps]
-    assert strategies(name="zero") == [fsdp, *zeros, *fsdps]
-    assert strategies(**zeros[0]) == [zeros[1], *fsdps]
-    assert strategies(**zeros[1]) == fsdps
-    assert strategies(name="fsdp", dp_replicate=2) == [fsdp, zero, *fsdps, *zeros]
-    assert strategies(name="ddp", tp=2) == [{**fsdp, "tp": 2}, {**fsdp, "tp": 2, "offload": "both"}]
+    some, both = {**zero, "offload": "optimizer"}, {**zero, "offload": "both"}
+    fsdp_both = {**fsdp, "offload": "both"}
+    assert strategies(name="ddp") == [[fsdp, zero], [some], [fsdp_both, both]]
+    assert strategies(name="zero", stage=2) == [[zero, fsdp], [some], [both, fsdp_both]]
+    assert strategies(name="zero") == [[some], [both, fsdp_both]]
+    assert strategies(**some) == [[both, fsdp_both]]
+    assert strategies(**both) == []
+    assert strategies(name="fsdp") == [[some], [fsdp_both, both]]
+    halves = {**fsdp, "tp": 2}
+    assert strategies(name="ddp", tp=2) == [[halves], [{**halves, "offload": "both"}]]
 
 
-def test_the_global_batch_is_kept() -> None:
-    (fewer,) = (
-        one
-        for one in candidates(run(), TARGET, REGISTRY)
-        if "train.micro_batch_size" in one[0].lines
-    )
-    assert [change.lines["train.micro_batch_size"] for change in fewer] == [4, 2, 1]
+@pytest.mark.parametrize(("fits", "expected"), [(0, 1), (5, 4), (2, 2), (7, 4)])
+def test_a_smaller_batch_divides_the_global_one(fits: int, expected: int) -> None:
+    batch = Largest(number=fits, change=None, trial=None)
+    assert [{"train.micro_batch_size": expected}] in ways(run(), batch)
 
 
 @pytest.mark.parametrize(
-    "sections", [FULL, {"adapter": {"r": 32}, "strategy": {"name": "zero", "stage": 2}}]
+    "sections", [ALL, {"adapter": {"r": 32}, "strategy": {"name": "zero", "stage": 2}}]
 )
 def test_lines_can_be_pasted_and_set(sections: dict[str, Any], tmp_path: Path) -> None:
     values = {
@@ -107,92 +113,81 @@ def test_lines_can_be_pasted_and_set(sections: dict[str, Any], tmp_path: Path) -
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(values))
     plain = load_run_file(path).run
-    seen = 0
-    for ladder in candidates(plain, TARGET, REGISTRY):
-        for change in ladder:
-            if "model.quantise" in change.lines:
-                continue  # a configuration has no weights to quantise
-            assert load_run_file(path, change.options).run == changed(plain, change.lines)
-            pasted = yaml.safe_load(change.text)
-            for section, given in pasted.items():
-                both = {} if section == "strategy" else values.get(section, {})
-                pasted[section] = {**both, **given}
-            (tmp_path / "pasted.yaml").write_text(yaml.safe_dump({**values, **pasted}))
-            assert load_run_file(tmp_path / "pasted.yaml").run == changed(plain, change.lines)
-            seen += 1
-    assert seen > 8
-
-
-def test_a_run_goes_on_until_three_fit() -> None:
-    def needed(run: RunFile) -> int:
-        size = 80 if run.strategy.name == "ddp" else 20
-        return size * GIB // (9 - run.train.micro_batch_size)
-
-    tried = Tried(needed)
-    found = nearest(run(**FULL), TARGET, tried, REGISTRY)
-    assert [list(one.change.lines) for one in found] == [
-        ["strategy"],
-        ["strategy"],
-        ["train.micro_batch_size"],
-    ]
-    assert found[2].change.lines == {"train.micro_batch_size": 4}, "the mildest that fits"
-    assert len(found) == ENOUGH and all(one.trial.fits for one in found)
-    assert len(tried.runs) == 6, "the run as it is among them"
-
-
-@pytest.mark.parametrize(
-    ("kind", "skipped"), [(WEIGHTS, 5), (ACTIVATIONS, 1), (OPTIMIZER, 4), ("any", 0)]
-)
-def test_what_cannot_be_enough_is_not_rehearsed_alone(kind: str, skipped: int) -> None:
-    alone = [ladder for ladder in candidates(run(**FULL), TARGET, REGISTRY)]
-    tried = Tried(lambda run: 4000 * GIB, kind=kind)
-    _Search(run(**FULL), TARGET, tried, REGISTRY).single()
-    assert len(tried.runs) == 1 + len(alone) - skipped
-
-
-def test_what_is_refused_is_left_out() -> None:
-    def needed(run: RunFile) -> int:
-        if run.strategy.name != "ddp" or run.train.micro_batch_size == 1:
-            raise UnsupportedError("not here")
-        return (80 if run.train.micro_batch_size > 2 else 20) * GIB
-
-    found = nearest(run(**FULL), TARGET, Tried(needed), REGISTRY)
-    assert [dict(one.change.lines) for one in found] == [{"train.micro_batch_size": 2}]
-
-
-def test_changes_are_added_up_where_none_is_enough_and_the_needless_left_out() -> None:
-    def needed(run: RunFile) -> int:
-        size = 200 * GIB
-        size //= 2 if run.train.gradient_checkpointing else 1
-        size //= 4 if run.strategy.name == "zero" and run.strategy.offload == "both" else 1  # type: ignore[attr-defined]
-        size -= (8 - run.train.micro_batch_size) * GIB // 8
-        return size
-
-    tried = Tried(needed)
-    (found,) = nearest(run(**FULL), TARGET, tried, REGISTRY)
-    assert dict(found.change.lines) == {
-        "train.gradient_checkpointing": True,
-        "strategy": {"name": "zero", "stage": 3, "offload": "both"},
-    }
-    assert found.trial.fits
-
-
-def test_nothing_helps() -> None:
-    tried = Tried(lambda run: 4000 * GIB)
-    assert nearest(run(**FULL), TARGET, tried, REGISTRY) == []
-    assert len(tried.runs) <= 2 * MOST_TRIALS
+    found = [Change(lines=one, costs="") for each in ways(plain) for one in each]
+    assert len(found) >= 6
+    for change in found:
+        if "model.quantise" in change.lines:
+            continue  # a configuration has no weights to quantise
+        assert load_run_file(path, change.options).run == changed(plain, change.lines)
+        pasted = yaml.safe_load(change.text)
+        for section, given in pasted.items():
+            both = {} if section == "strategy" else values.get(section, {})
+            pasted[section] = {**both, **given}
+        (tmp_path / "pasted.yaml").write_text(yaml.safe_dump({**values, **pasted}))
+        assert load_run_file(tmp_path / "pasted.yaml").run == changed(plain, change.lines)
 
 
 def test_two_changes_of_one_section_are_one_line() -> None:
-    change = Change(
-        lines={"train.micro_batch_size": 1, "train.gradient_checkpointing": True}, costs=""
-    )
+    lines = {"train.micro_batch_size": 1, "train.gradient_checkpointing": True}
+    change = Change(lines=lines, costs="")
     assert change.text == "train: {micro_batch_size: 1, gradient_checkpointing: true}"
     assert change.options == ["train.micro_batch_size=1", "train.gradient_checkpointing=true"]
 
 
-def test_the_trial_is_of_the_changed_run() -> None:
-    found: list[Trial] = [
-        one.trial for one in nearest(run(**FULL), TARGET, Tried(lambda r: GIB), REGISTRY)
+def test_what_gains_nothing_is_left_out() -> None:
+    def needed(run: RunFile) -> int:
+        sharded = run.strategy.name != "ddp"
+        return (20 if sharded else 80) * GIB - (0 if run.train.gradient_checkpointing else -GIB)
+
+    found = suggested(run(**ALL), Tried(needed))
+    said = [(list(one.change.lines), one.trial.fits) for one in found]
+    assert said == [
+        (["strategy"], True),
+        (["train.gradient_checkpointing"], False),
+        (["strategy"], True),
+        (["strategy"], True),
     ]
-    assert [one.run.strategy.name for one in found] == ["zero", "fsdp", "ddp"]
+    assert found[0].change.lines == {"strategy": {"name": "fsdp"}}
+    assert found[0].trial.run.strategy.name == "fsdp"
+
+
+def test_the_first_way_that_fits_is_taken_and_what_is_refused_passed_over() -> None:
+    def needed(run: RunFile) -> int:
+        if run.strategy.name == "fsdp" or run.train.micro_batch_size == 1:
+            raise UnsupportedError("not here")
+        return (20 if run.strategy.name == "zero" else 80) * GIB
+
+    found = suggested(run(**ALL), Tried(needed))
+    assert found[0].change.lines == {"strategy": {"name": "zero", "stage": 3}}
+    assert not [one for one in found if "train.micro_batch_size" in one.change.lines]
+
+
+def offloaded(run: RunFile, size: int) -> int:
+    size //= 2 if run.train.gradient_checkpointing else 1
+    return size // (4 if getattr(run.strategy, "offload", "") == "both" else 1)
+
+
+def test_as_few_as_fit_together_where_none_is_enough() -> None:
+    def needed(run: RunFile) -> int:
+        # A smaller batch gains, and is not needed once the others are there.
+        return offloaded(run, 200 * GIB) - (8 - run.train.micro_batch_size) * GIB // 4
+
+    *single, together = suggested(run(**ALL), Tried(needed))
+    assert not any(one.trial.fits or one.together for one in single)
+    assert together.together and together.trial.fits
+    assert dict(together.change.lines) == {
+        "train.gradient_checkpointing": True,
+        "strategy": {"name": "fsdp", "offload": "both"},
+    }
+    assert together.record()["set"] == [
+        "train.gradient_checkpointing=true",
+        "strategy=fsdp",
+        "strategy.offload=both",
+    ]
+
+
+def test_nothing_helps() -> None:
+    tried = Tried(lambda run: offloaded(run, 4000 * GIB))
+    assert not any(one.trial.fits for one in suggested(run(**ALL), tried))
+    assert suggested(run(**ALL), Tried(lambda run: 4000 * GIB)) == []
+    assert len(tried.runs) < 40

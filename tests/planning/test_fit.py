@@ -14,10 +14,10 @@ STEP = 20 * GIB
 def test_slack_context_and_collectives_come_on_top() -> None:
     found = fit(memory(STEP), CARD, 8, 8)
     assert found is not None
-    assert (found.phase, found.tensors) == ("step", STEP)
+    assert (found.phase, found.tensors) == ("backward", STEP)
     assert found.needed == STEP + round(SLACK * STEP) + GIB + CONNECTED
     assert found.left == CARD.memory - found.needed  # type: ignore[operator]
-    assert found.fits and found.phases["step"] == found.needed
+    assert found.fits and found.phases["backward"] == found.needed
     assert found.phases["load"] == STEP // 4 + round(SLACK * STEP / 4) + GIB + CONNECTED
 
 

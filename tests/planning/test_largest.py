@@ -1,18 +1,21 @@
-"""The largest batch and the longest rows: the exact number, by few rehearsals."""
+"""The largest micro-batch and the longest rows: by two plans, and a third that agrees."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from anygauge.config.schema import RunFile
 from anygauge.interface import ModelError
-from anygauge.planning.changes import MOST_PROBES, largest_batch, largest_sequence
+from anygauge.planning.changes import MOST_SEQUENCES, Largest, largest_batch, longest_rows
 from anygauge.planning.fit import GIB
-from tests.planning.standins import TARGET, Tried, run
+from anygauge.registry import Registry
+from tests.planning.standins import TARGET, Tried, machine, run
 
 MIB = 2**20
+REGISTRY = Registry.load()
 
 
 def linear(run: RunFile) -> int:
@@ -29,37 +32,74 @@ def squared(run: RunFile) -> int:
     return 5 * GIB + 200 * run.train.micro_batch_size**2 * run.data.max_length**2
 
 
+def batch(given: RunFile, tried: Tried) -> Largest:
+    return largest_batch(tried(given, TARGET), TARGET, tried, REGISTRY)
+
+
+def rows(given: RunFile, tried: Tried) -> Largest:
+    return longest_rows(tried(given, TARGET), TARGET, tried)
+
+
 @pytest.mark.parametrize("needed", [linear, bent, squared])
 @pytest.mark.parametrize("first", [1, 8, 64])
 def test_the_largest_batch_is_exact(needed: Callable[[RunFile], int], first: int) -> None:
     tried = Tried(needed)
     given = run(train={"micro_batch_size": first, "global_batch_size": 16 * first})
-    found = largest_batch(given, TARGET, tried, 8)
-    assert found.change is not None and found.beyond is not None and found.trial is not None
-    size = found.change.lines["train.micro_batch_size"]
-    assert found.change.lines["train.global_batch_size"] == 16 * size, "as many forwards"
-    assert found.trial.fits and found.trial.run.train.micro_batch_size == size
-    assert found.beyond.lines["train.micro_batch_size"] == size + 1, "one more does not fit"
-    assert len(tried.runs) <= MOST_PROBES
+    found = batch(given, tried)
+    assert found.change is not None and found.trial is not None and found.trial.fits
+    assert found.change.lines == {
+        "train.micro_batch_size": found.number,
+        "train.global_batch_size": 16 * found.number,  # a step has as many forwards
+    }
+    beyond = run(train={"micro_batch_size": found.number + 1, "global_batch_size": 16})
+    assert not tried(beyond, TARGET).fits, "one more does not fit"
 
 
-def test_a_line_takes_five_rehearsals() -> None:
+@pytest.mark.parametrize("first", [1, 8])
+def test_a_line_takes_two_plans_more(first: int) -> None:
     tried = Tried(linear)
-    largest_batch(run(), TARGET, tried, 8)
-    assert len(tried.runs) <= 5
+    batch(run(train={"micro_batch_size": first}), tried)
+    assert len(tried.runs) == 3
+
+
+@pytest.mark.parametrize("length", [100, 1024, 4096])
+def test_the_longest_rows_are_a_multiple(length: int) -> None:
+    tried = Tried(linear)
+    found = rows(run(data={"max_length": length}), tried)
+    assert found.trial is not None and found.trial.fits and found.number % 64 == 0
+    assert not tried(run(data={"max_length": found.number + 64}), TARGET).fits
 
 
 def test_the_longest_rows_end_where_the_model_ends() -> None:
-    def needed(run: RunFile) -> int:
-        if run.data.max_length > 4096:
-            raise ModelError("the model was made for 4096 positions")
-        return GIB + run.data.max_length * 1000
+    tried = Tried(lambda run: GIB + run.data.max_length * 1000, positions=4095)
+    found = rows(run(), tried)
+    assert (found.number, found.ended_by) == (4095, "the model was made for no more positions")
 
-    found = largest_sequence(run(), TARGET, Tried(needed))
-    assert found.change is not None and found.change.lines == {"data.max_length": 4096}
-    assert found.refused == "the model was made for 4096 positions"
+
+def test_what_is_refused_ends_it() -> None:
+    def needed(run: RunFile) -> int:
+        if run.data.max_length > 2048:
+            raise ModelError("no more than 2048 today")
+        return GIB
+
+    found = rows(run(), Tried(needed))
+    assert found.number == 2048
+    assert found.ended_by == "1,048,576 is refused: no more than 2048 today"
+
+
+def test_it_looks_for_no_end() -> None:
+    found = batch(run(), Tried(lambda run: GIB))
+    assert (found.number, found.ended_by) == (MOST_SEQUENCES, "no more than 1,024 are tried")
+
+
+def test_the_host_of_a_machine_may_be_what_ends_it() -> None:
+    tried = Tried(lambda run: GIB, host=lambda run: run.train.micro_batch_size * GIB)
+    target = replace(TARGET, machine=machine(host_memory=200 * GIB))
+    found = largest_batch(tried(run(), target), target, tried, REGISTRY)
+    assert found.number == 21, "8 ranks of 2 GiB and as many of 1.05 GiB for each sequence"
 
 
 def test_not_even_the_smallest_fits() -> None:
-    found = largest_batch(run(), TARGET, Tried(lambda run: 100 * GIB), 8)
-    assert found.change is None and found.trial is None
+    found = batch(run(), Tried(lambda run: 100 * GIB))
+    assert found == Largest(number=0, change=None, trial=None)
+    assert found.record()["lines"] is None

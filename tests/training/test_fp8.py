@@ -11,7 +11,7 @@ import pytest
 from anygauge.config.load import load_run_file
 from anygauge.config.schema import RunFile
 from anygauge.interface import FULL, Backend, UnsupportedError
-from anygauge.planning.run import rehearse_run
+from anygauge.planning.plan import plan_run
 from anygauge.registry import Registry
 from anygauge.training.fp8 import CAPABILITY, check_fp8
 from tests.helpers.runs import run_file
@@ -72,4 +72,4 @@ def test_it_cannot_be_planned(tmp_path: Path) -> None:
     with pytest.raises(
         UnsupportedError, match=r"precision.fp8: .* cannot be planned. Plan without"
     ):
-        rehearse_run(asked, registry, registry.create_backend("cpu"), 1, 0)
+        plan_run(asked, registry, registry.create_backend("cpu"), 1)
