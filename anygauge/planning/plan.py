@@ -188,12 +188,12 @@ def _adapted(factory: CausalModelFactory) -> nn.Module:
     model = factory.adapt(model)
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and not parameter.is_meta:
-                if id(parameter) not in moved:
-                    value = parameter.detach().to("meta", factory._dtype)
-                    moved[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
-                module._parameters[name] = moved[id(parameter)]
+        for name, real in module._parameters.items():
+            if real is not None and not real.is_meta:
+                if id(real) not in moved:
+                    value = real.detach().to("meta", factory._dtype)
+                    moved[id(real)] = nn.Parameter(value, real.requires_grad)
+                module._parameters[name] = moved[id(real)]
     return model
 
 

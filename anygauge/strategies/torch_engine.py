@@ -111,6 +111,7 @@ class TorchEngine:
             self._gradients.collect()
             self._graph.mark_step(Phase.BACKWARD)
             sums.append(loss.detach())
+            del outputs, loss  # of which the next forward needs nothing
         return StepResult(sums)
 
     def update(self, lr: float, max_norm: float) -> UpdateResult:

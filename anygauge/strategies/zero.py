@@ -119,6 +119,7 @@ class ZeroEngine:
                 self._engine.backward(scaled(loss, scale), scale_wrt_gas=False)
             self._backend.graph.mark_step(Phase.BACKWARD)
             sums.append(loss.detach())
+            del outputs, loss  # of which the next forward needs nothing
         return StepResult(sums)
 
     def update(self, lr: float, max_norm: float) -> UpdateResult:

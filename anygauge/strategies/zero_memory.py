@@ -263,6 +263,7 @@ def _replicated_memory(terms: Terms) -> MemoryEstimate:
         first = most = found.summed
     collect = found.bucket + found.exchanged
     step = {**held, GRADIENTS: several}
+    updated = updated_bytes(terms, part)
     return MemoryEstimate(
         device={
             LOAD: _replicated_load(terms, found, weights, part, made),
@@ -280,7 +281,9 @@ def _replicated_memory(terms: Terms) -> MemoryEstimate:
         },
         host=_replicated_host(terms, found, part, made),
         traffic=_replicated_traffic(terms),
-        **_replicated_work(terms, part),
+        host_bytes=updated if terms.on_host else 0.0,
+        copied_bytes=part * (terms.compute + terms.master) if terms.on_host else 0.0,
+        other_bytes=_added_up(terms) + (0.0 if terms.on_host else updated),
     )
 
 
@@ -429,19 +432,12 @@ def _replicated_traffic(terms: Terms) -> tuple[Traffic, ...]:
     )
 
 
-def _replicated_work(terms: Terms, part: int) -> dict[str, float]:
-    """Gradients are read and written by each sum and each copy, what is updated once."""
-    stage, turns = terms.options.stage, terms.workload.accumulation
-    times = turns if stage == 2 else 1
-    sums = turns * terms.trained * (terms.compute + 2 * terms.reduce)
-    exchanged = times * 4 * terms.trained * terms.reduce
-    updated = updated_bytes(terms, part)
-    copied = part * (terms.compute + terms.master) if terms.on_host else 0
-    return {
-        "host_bytes": updated if terms.on_host else 0,
-        "copied_bytes": copied,
-        "other_bytes": sums + exchanged + (0 if terms.on_host else updated),
-    }
+def _added_up(terms: Terms) -> float:
+    """What is read and written to add gradients up, and to exchange them through copies."""
+    turns = terms.workload.accumulation
+    times = turns if terms.options.stage == 2 else 1
+    summed = turns * terms.trained * (terms.compute + 2.0 * terms.reduce)
+    return summed + times * 4.0 * terms.trained * terms.reduce
 
 
 def total(kinds: Mapping[str, int]) -> int:

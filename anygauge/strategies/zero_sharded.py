@@ -6,8 +6,11 @@ Terms are those of DeepSpeed's ``runtime/zero`` 0.19: ``stage3.py``, ``partition
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from torch import nn
 
 from anygauge.interface import HOST_DEVICE
 from anygauge.interface.strategy import (
@@ -18,7 +21,6 @@ from anygauge.interface.strategy import (
     END,
     EVALUATION,
     FORWARD,
-    GATHER,
     GATHERED,
     GRADIENTS,
     LOAD,
@@ -32,12 +34,10 @@ from anygauge.interface.strategy import (
     MemoryEstimate,
     Traffic,
 )
-from anygauge.strategies import zero_gathering as gathering
 from anygauge.strategies.footprint import item_size, scale_bytes
-from anygauge.strategies.materialise import units
-from anygauge.strategies.zero_gathering import Gathering, Pieces, Weight, Whole
+from anygauge.strategies.materialise import decoder_layers, units
 from anygauge.strategies.zero_memory import NORM, Terms, total, updated_bytes
-from anygauge.strategies.zero_settings import DEFAULT_LIVE, DEFAULT_PERSISTENCE, DEFAULT_PREFETCH
+from anygauge.strategies.zero_settings import DEFAULT_LIVE, DEFAULT_PERSISTENCE
 
 SUB_GROUP = 1_000_000_000
 """Default of ``sub_group_size``: numbers of a rank's part that are updated at once."""
@@ -45,74 +45,145 @@ SWAPPED_AT_ONCE = 4
 """Default of ``offload_optimizer.buffer_count``: pinned buffers for what lies on a disk."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Weights:
+    """Sizes of a model's weights, in bytes, whole and padded to a multiple of the ranks.
+
+    Attributes:
+        parts: of all, that a rank holds.
+        resident: of those that stay whole.
+        others: of all that do not.
+        layer, embedding: of those that do not, the largest of a decoder layer, and the embedding.
+        head: the same of the output layer; 0 where it is trained, since it is read at once again.
+        ahead: that are there at the most before a module fetches what it lacks itself.
+        calls: modules that fetch.
+    """
+
+    parts: int
+    resident: int
+    others: int
+    layer: int
+    embedding: int
+    head: int
+    ahead: int
+    calls: int
+
+    @classmethod
+    def of(cls, terms: Terms) -> _Weights:
+        model: Any = terms.model
+        ranks, zero = terms.workload.world_size, terms.zero
+        below = int(zero.get("stage3_param_persistence_threshold", DEFAULT_PERSISTENCE))
+        live = int(zero.get("stage3_max_live_parameters", DEFAULT_LIVE))
+        every = {id(p): p for p in model.parameters()}.values()
+        of_layers = list(decoder_layers(model))
+
+        def size(*parameters: nn.Parameter) -> int:
+            return sum(
+                _part(p.numel(), ranks) * ranks * item_size(p, terms.dtype) for p in parameters
+            )
+
+        def passing(module: nn.Module | None) -> int:
+            if module is None:
+                return 0
+            found = {id(p): p for p in module.parameters() if p.numel() > below}
+            return size(*found.values())
+
+        head = model.get_output_embeddings()
+        fetching = of_layers
+        if terms.options.gather != "layer":
+            fetching = [module for layer in of_layers for module in layer.modules()]
+        return cls(
+            parts=size(*every) // ranks,
+            resident=size(*(p for p in every if p.numel() <= below)),
+            others=size(*(p for p in every if p.numel() > below)),
+            layer=max(map(passing, of_layers)),
+            embedding=passing(model.get_input_embeddings()),
+            head=passing(head) if head is not None and not head.weight.requires_grad else 0,
+            ahead=live * terms.compute,
+            calls=sum(passing(end) > 0 for end in (model.get_input_embeddings(), head))
+            + sum(any(p.numel() > below for p in m.parameters(False)) for m in fetching),
+        )
+
+    def whole(self, more: int) -> int:
+        """What is whole at once: what was fetched ahead, up to a limit, and what is needed now."""
+        return min(self.others, self.ahead + more)
+
+
 def sharded_memory(terms: Terms) -> MemoryEstimate:
-    """Of a run with stage 3."""
-    workload, zero = terms.workload, terms.zero
-    ranks, dtype = workload.world_size, workload.precision.param_dtype
+    """Of a run with stage 3.
 
-    def size(parameter: Any) -> int:
-        padded: int = -(-parameter.numel() // ranks) * ranks
-        return padded * item_size(parameter, dtype)
-
-    resident_below = int(zero.get("stage3_param_persistence_threshold", DEFAULT_PERSISTENCE))
-    pieces = Pieces(terms.model, size, resident_below, by_layer=terms.options.gather == "layer")
-    recomputes = [workload.activations.recomputes(at) for at in range(len(pieces.layers))]
-    coordinator = Gathering(
-        pieces.step(recomputes),
-        prefetch=int(zero.get("stage3_prefetch_bucket_size", DEFAULT_PREFETCH)),
-        live=int(zero.get("stage3_max_live_parameters", DEFAULT_LIVE)),
-        reuse=int(zero.get("stage3_max_reuse_distance", DEFAULT_LIVE)),
-    )
-    step = _Step(pieces, coordinator.run(), _least_kept(terms))
-    buckets = _Buckets(terms, step)
-    weights = pieces.weights.values()
-    parts = sum(one.size for one in weights) // ranks
-    resident = sum(one.size for one in weights if one.resident)
-    part = sum(_part(one.numbers, ranks) for one in weights if one.trained)
+    From the third micro-batch on DeepSpeed fetches weights ahead, and keeps what is used again
+    soon, until so many are whole (``stage3_max_live_parameters``), beside what a module needs.
+    """
+    workload = terms.workload
+    ranks = workload.world_size
+    weights = _Weights.of(terms)
+    part = sum(_part(size, ranks) for size in terms.sizes)
     groups = sub_groups(terms, ranks)
     params_on_host = terms.options.offload in ("parameters", "both")
-    scales = scale_bytes(terms.model)
     # ``grad_partitions_flat_buffer``, and a bucket as long as the engine lives
-    flat = part * terms.reduce
-    bucket = terms.bucket * terms.reduce
-    optimizer = terms.of_part(part)
     held = {
-        WEIGHTS: scales + resident + (0 if params_on_host else parts),
-        OPTIMIZER: 0 if terms.on_host else optimizer,
-        BUFFERS: bucket + (0 if terms.on_host else flat),
+        WEIGHTS: scale_bytes(terms.model)
+        + weights.resident
+        + (0 if params_on_host else weights.parts),
+        OPTIMIZER: 0 if terms.on_host else terms.of_part(part),
+        BUFFERS: terms.bucket * terms.reduce + (0 if terms.on_host else part * terms.reduce),
     }
-    here = {**held, WEIGHTS: held[WEIGHTS] - resident}
+    here = {**held, WEIGHTS: held[WEIGHTS] - weights.resident}
+    beside, emptied = _beside_bucket(terms)
 
     def at(gathered: int, gradients: int = 0) -> dict[str, int]:
         return {**held, GATHERED: gathered, GRADIENTS: gradients}
 
+    work = _work(terms, weights, part, params_on_host=params_on_host)
     return MemoryEstimate(
         device={
-            LOAD: _loaded(terms, pieces, here, part, groups, params_on_host=params_on_host),
-            BEGIN: at(step.begin),
-            GATHER: at(step.gather),
-            FORWARD: at(step.forward),
-            LOSS: at(step.loss),
-            REDUCE: at(*buckets.exchanging),
-            BACKWARD: at(*buckets.computing),
-            END: at(step.first, buckets.beside_first),
-            EMBEDDING: at(step.embedding, max(buckets.beside_first, buckets.at_last)),
+            LOAD: _loaded(terms, here, part, groups, params_on_host=params_on_host),
+            BEGIN: at(weights.whole(0)),
+            FORWARD: at(weights.whole(weights.layer)),
+            LOSS: at(weights.whole(weights.head + weights.layer if weights.head else 0)),
+            REDUCE: at(weights.whole(0), emptied),
+            BACKWARD: at(weights.whole(weights.layer), beside),
+            END: at(weights.whole(0), beside),
+            # The gradient that the embedding's backward makes is in the trace.
+            EMBEDDING: at(weights.embedding, max(0, emptied - _embedding_gradient(terms))),
             UPDATE: _updated(terms, held, here, part, groups),
-            EVALUATION: at(step.evaluation),
+            EVALUATION: at(weights.whole(weights.layer)),
             SAVE: {**held, SAVED: terms.gathered_to_save(ranks)},
         },
-        host=_host(terms, parts if params_on_host else 0, part, groups),
-        traffic=_traffic(terms, coordinator, buckets, resident),
-        **_work(terms, coordinator, part, params_on_host=params_on_host),
+        host=_host(terms, weights.parts if params_on_host else 0, part, groups),
+        traffic=_traffic(terms, weights),
+        host_bytes=work["host_bytes"],
+        copied_bytes=work["copied_bytes"],
+        other_bytes=work["other_bytes"],
     )
 
 
-def _least_kept(terms: Terms) -> int:
-    """Bytes that a layer keeps of a micro-batch on the device at the least: its input."""
-    table: Any = terms.model.get_input_embeddings()  # type: ignore[operator]
-    workload = terms.workload
-    tokens = workload.micro_batch * workload.length
-    return 0 if workload.activations.offload else tokens * table.weight.shape[1] * terms.compute
+def _embedding_gradient(terms: Terms) -> int:
+    model: Any = terms.model
+    table = model.get_input_embeddings()
+    return sum(p.numel() * terms.compute for p in table.parameters() if p.requires_grad)
+
+
+def _beside_bucket(terms: Terms) -> tuple[int, int]:
+    """Bytes of gradients beside the bucket: while backward makes them, and when it is emptied.
+
+    One that does not fit lies outside, see ``__add_grad_to_ipg_bucket``. What is reduced is laid
+    out by ranks in a tensor of its own (``reduce_scatter_coalesced``).
+    """
+    ranks = terms.workload.world_size
+    outside = terms.largest * terms.compute if terms.largest > terms.bucket else 0
+    widened = terms.reduce if terms.reduce != terms.compute else 0
+    at_once = min(max(terms.bucket, terms.largest), terms.trained)
+    emptied = at_once * terms.reduce
+    if outside:
+        emptied += outside + terms.largest * widened
+    if terms.workload.backend.device_type == HOST_DEVICE:
+        emptied += at_once * terms.reduce  # gloo copies what goes into ``_reduce_scatter_base``
+    if terms.on_host:
+        # Sums are brought back for their norm, see ``partition_grads``.
+        emptied += _part(terms.largest, ranks) * (terms.reduce + NORM)
+    return outside, emptied
 
 
 def _part(numbers: int, ranks: int) -> int:
@@ -131,121 +202,11 @@ def sub_groups(terms: Terms, ranks: int) -> list[int]:
     return [*found, numbers] if numbers else found
 
 
-class _Step:
-    """Whole weights by moment, in bytes.
-
-    Args:
-        least: bytes that a layer keeps at the least. So much less than the last layer, each of
-            those before it has beside weights.
-    """
-
-    def __init__(self, pieces: Pieces, found: Sequence[Whole], least: int) -> None:
-        below = {layer: at for at, layer in enumerate(reversed(pieces.layers))}
-
-        def less(one: Whole) -> int:
-            return below[one.stop.layer] * least if one.stop.layer is not None else 0
-
-        self.less = less
-        forward = [one for one in found if one.passing == gathering.FORWARD]
-        self.backward = found[len(forward) :]
-        of_layers = [at for at, one in enumerate(forward) if one.stop.layer is not None]
-        before, layers = forward[: of_layers[0]], forward[of_layers[0] : of_layers[-1] + 1]
-        after = forward[of_layers[-1] + 1 :]
-        first_back = next(at for at, o in enumerate(self.backward) if o.stop.layer is not None)
-        # Only trained, the output layer takes part in backward.
-        head = [at for at in range(first_back) if self.backward[at].stop is after[-1].stop]
-        back = self.backward[: head[0] + 1] if head else []
-        self.begin = max(max(one.fetching, one.computing) for one in before)
-        self.gather = max(one.fetching - less(one) for one in (*layers, *after))
-        self.forward = max(one.computing - less(one) for one in layers)
-        self.loss = max(one.computing for one in (*after[-1:], *back))
-        first = [at for at, o in enumerate(self.backward) if o.stop.layer is pieces.layers[0]]
-        embedding = self.backward[first[-1] + 1 :]
-        self.first = max(self.backward[at].computing for at in first)
-        self.embedding = max((max(o.fetching, o.computing) for o in embedding), default=0)
-        self.evaluation = max(one.computing for one in forward)
-
-
-class _Buckets:
-    """Gradients on their way through the bucket, beside it, in bytes.
-
-    Gradients of a piece are there until its backward is over; they are copied into the bucket one
-    by one, but for one that does not fit, see ``__add_grad_to_ipg_bucket``. When the next does not
-    fit, what is in it is laid out by ranks in a tensor of its own (``reduce_scatter_coalesced``).
-
-    Attributes:
-        exchanging: whole weights and gradients at the most when a bucket is emptied, or weights are
-            fetched.
-        computing: the same while a layer computes; the largest of its gradients is not in it.
-        beside_first: gradients while the first layer computes.
-        at_last: gradients when the last bucket is emptied, but for one that the embedding's
-            backward has made.
-        emptied: how often, in a micro-batch.
-    """
-
-    def __init__(self, terms: Terms, step: _Step) -> None:
-        self._terms = terms
-        self._waiting: list[tuple[Weight, bool]] = []
-        self._numbers = 0
-        self.emptied = 0
-        exchanging, computing = [(0, 0)], [(0, 0)]
-        last = {weight: one.stop for one in step.backward for weight in one.stop.own}
-        for one in step.backward:
-            less = step.less(one)
-            mine = [w for w in one.stop.own if w.trained and last[w] is one.stop]
-            if one.passing == gathering.AGAIN:
-                mine = []
-            left = sum(weight.numbers for weight in mine) * terms.compute
-            if one.stop.layer is not None:
-                largest = max((weight.numbers for weight in mine), default=0) * terms.compute
-                outside = self._outside() + left - largest
-                computing.append((one.computing - less, outside))
-            exchanging.append((one.fetching - less, self._outside()))
-            for weight in sorted(mine, key=lambda each: each.place):
-                if self._waiting and self._numbers + weight.numbers > terms.bucket:
-                    exchanging.append((one.computing - less, left + self._emptied()))
-                self._numbers += weight.numbers
-                fits = self._numbers <= terms.bucket
-                self._waiting.append((weight, fits))
-                left -= weight.numbers * terms.compute if fits else 0
-        self.exchanging = max(exchanging, key=sum)
-        self.computing = max(computing, key=sum)
-        self.beside_first = computing[-1][1]
-        made = sum(w.numbers for w, _ in self._waiting if w in step.backward[-1].stop.own)
-        emptied = self._emptied() if self._waiting else 0
-        self.at_last = max(0, emptied - made * terms.compute)
-
-    def _outside(self) -> int:
-        return sum(w.numbers for w, fits in self._waiting if not fits) * self._terms.compute
-
-    def _emptied(self) -> int:
-        terms, ranks = self._terms, self._terms.workload.world_size
-        found = self._outside()
-        if terms.reduce != terms.compute:
-            found += sum(w.numbers for w, fits in self._waiting if not fits) * terms.reduce
-        if len(self._waiting) > 1 or self._waiting[0][0].numbers % ranks:
-            padded = sum(_part(weight.numbers, ranks) * ranks for weight, _ in self._waiting)
-            found += padded * terms.reduce
-        if terms.workload.backend.device_type == HOST_DEVICE:
-            # Gloo copies what goes into ``_reduce_scatter_base``.
-            found += sum(_part(weight.numbers, ranks) * ranks for weight, _ in self._waiting) * (
-                terms.reduce
-            )
-        if terms.on_host:
-            # Sums are brought back for their norm, see ``partition_grads``.
-            part = max(_part(weight.numbers, ranks) for weight, _ in self._waiting)
-            found += part * (terms.reduce + NORM)
-        self._waiting, self._numbers = [], 0
-        self.emptied += 1
-        return found
-
-
 # -- the model, the update, the host ---------------------------------------------------------------
 
 
 def _loaded(
     terms: Terms,
-    pieces: Pieces,
     here: Mapping[str, int],
     part: int,
     groups: Sequence[int],
@@ -255,19 +216,18 @@ def _loaded(
     """While units are loaded whole and divided one by one, or when the engine is made."""
     ranks = terms.workload.world_size
     loading, parts = 0, 0
-    seen: set[Weight] = set()
+    seen: set[int] = set()
     for _, unit in units(terms.model):
-        mine = {pieces.weights[p] for p in unit.parameters()} - seen
-        seen |= mine
-        whole = sum(weight.size for weight in mine)
-        largest = max((weight.size for weight in mine), default=0) // ranks
-        loading = max(loading, whole + (0 if params_on_host else parts + largest))
-        parts += whole // ranks
+        mine = [p for p in unit.parameters() if id(p) not in seen]
+        seen.update(map(id, mine))
+        sizes = [p.numel() * item_size(p, terms.dtype) for p in mine]
+        largest = max(sizes, default=0) // ranks
+        loading = max(loading, sum(sizes) + (0 if params_on_host else parts + largest))
+        parts += sum(sizes) // ranks
     weights, masters = here[WEIGHTS], 0 if terms.on_host else part * terms.master
     made = max(groups, default=0) * terms.master
     # To put its hooks on, each trained weight is gathered, when all else is there.
-    trained = [weight for weight in pieces.weights.values() if weight.trained]
-    largest = max((weight.size for weight in trained), default=0)
+    largest = terms.largest * terms.compute
     ready = {
         **here,
         OPTIMIZER: masters,
@@ -349,40 +309,37 @@ def _host(
 # -- traffic and work ------------------------------------------------------------------------------
 
 
-def _traffic(
-    terms: Terms, coordinator: Gathering, buckets: _Buckets, resident: int
-) -> Iterator[Traffic] | tuple[Traffic, ...]:
+def _traffic(terms: Terms, weights: _Weights) -> tuple[Traffic, ...]:
     """Of a step: weights are gathered in each micro-batch, resident ones after the update."""
     turns, ranks = terms.workload.accumulation, terms.workload.world_size
     group = tuple(range(ranks))
-    gradients = sum(_part(size, ranks) * ranks for size in terms.sizes) * terms.reduce
+    gradients = sum(_part(size, ranks) * ranks for size in terms.sizes)
+    resident = weights.resident
     return (
         Traffic(
             operation="all_gather",
             group=group,
             waited=False,
-            times=turns * coordinator.calls + (1 if resident else 0),
-            bytes=turns * coordinator.gathered + resident,
+            times=turns * 2 * weights.calls + (1 if resident else 0),
+            bytes=turns * 2 * weights.others + resident,
         ),
         Traffic(
             operation="reduce_scatter",
             group=group,
             waited=False,
-            times=turns * buckets.emptied,
-            bytes=turns * gradients,
+            times=turns * -(-gradients // max(1, terms.bucket)),
+            bytes=turns * gradients * terms.reduce,
         ),
     )
 
 
-def _work(
-    terms: Terms, coordinator: Gathering, part: int, *, params_on_host: bool
-) -> dict[str, float]:
+def _work(terms: Terms, weights: _Weights, part: int, *, params_on_host: bool) -> dict[str, float]:
     """Gathered weights are copied out of what they came in; gradients into the bucket and by ranks.
 
     Sums on the host go to the device and back in each micro-batch, and there again at its end.
     """
     turns, ranks = terms.workload.accumulation, terms.workload.world_size
-    gathered = turns * coordinator.gathered
+    gathered = turns * 2 * weights.others
     gradients = turns * terms.trained * (terms.compute + 6.0 * terms.reduce)
     updated = updated_bytes(terms, part)
     copied = 0.0

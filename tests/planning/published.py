@@ -274,7 +274,7 @@ def main(*names: str) -> None:
         for of in RUNS:
             if names and of.name not in names:
                 continue
-            found, fits = planned(of, Path(folder), registry)
+            _, fits = planned(of, Path(folder), registry)
             error = "" if of.said is None else f"{100 * (fits.needed / of.said - 1):+.0f}%"
             said = "" if of.said is None else f"{of.said / GIB:.1f}"
             sizes = (fits.tensors, fits.needed, fits.memory)

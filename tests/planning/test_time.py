@@ -21,7 +21,7 @@ CARD = Card(
 )
 MACHINE = Machine(name="four", card="square", cards=4, link=100e9, network=50e9)
 ONE = Ranks(ranks=1, per_machine=1)
-WORK = replace(Work.none(), flops={"bfloat16": 72e12}, other_bytes=0.8e12)
+WORK = Work(flops={"bfloat16": 72e12}, other_bytes=0.8e12)
 MEASURED = replace(CARD, matmul={"bfloat16": 40e12}, copy=0.4e12, exchange=10e9, issue=1.0)
 HOST = replace(MEASURED, shared_memory=True, issue=1e-6)
 
