@@ -55,6 +55,7 @@ class _Weights:
         others: of all that do not.
         layer, embedding: of those that do not, the largest of a decoder layer, and the embedding.
         head: the same of the output layer; 0 where it is trained, since it is read at once again.
+        trained: whether layers are: frozen ones, read to be recomputed, count among those ahead.
         ahead: that are there at the most before a module fetches what it lacks itself.
         calls: modules that fetch.
     """
@@ -65,6 +66,7 @@ class _Weights:
     layer: int
     embedding: int
     head: int
+    trained: bool
     ahead: int
     calls: int
 
@@ -99,6 +101,7 @@ class _Weights:
             layer=max(map(passing, of_layers)),
             embedding=passing(model.get_input_embeddings()),
             head=passing(head) if head is not None and not head.weight.requires_grad else 0,
+            trained=any(p.requires_grad for p in of_layers[0].parameters() if p.numel() > below),
             ahead=live * terms.compute,
             calls=sum(passing(end) > 0 for end in (model.get_input_embeddings(), head))
             + sum(any(p.numel() > below for p in m.parameters(False)) for m in fetching),
@@ -143,7 +146,7 @@ def sharded_memory(terms: Terms) -> MemoryEstimate:
             FORWARD: at(weights.whole(weights.layer)),
             LOSS: at(weights.whole(weights.head + weights.layer if weights.head else 0)),
             REDUCE: at(weights.whole(0), emptied),
-            BACKWARD: at(weights.whole(weights.layer), beside),
+            BACKWARD: at(weights.whole(weights.layer if weights.trained else 0), beside),
             END: at(weights.whole(0), beside),
             # The gradient that the embedding's backward makes is in the trace.
             EMBEDDING: at(weights.embedding, max(0, emptied - _embedding_gradient(terms))),
