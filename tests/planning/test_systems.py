@@ -1,0 +1,100 @@
+"""Systems that others train on, planned: each verdict is the one that a count by hand gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from anygauge.config.schema import RunFile
+from anygauge.interface import AnygaugeError
+from anygauge.planning.fit import fit
+from anygauge.planning.machines import Hardware
+from anygauge.planning.memory import RunMemory
+from anygauge.planning.plan import plan_run
+from anygauge.planning.process import Planner
+from anygauge.planning.trials import Target, Trials
+from anygauge.registry import Registry
+from tests.helpers.sizes import LLAMA_8B, LLAMA_70B
+
+LLAMA_3_70B = {**LLAMA_70B, "vocab_size": 128256, "max_position_embeddings": 8192}
+LAYER = 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672)
+"""Numbers in a layer's matrices: queries and outputs, keys and values, the feed-forward."""
+TABLE = 128256 * 8192
+RANKS, LENGTH = 32, 512
+FACTORS = 80 * 16 * (4 * 8192 + 2 * (8192 + 1024) + 3 * (8192 + 28672))
+"""Numbers of an adapter of rank 16 on all of these."""
+KEPT = 80 * LENGTH * 8192 * 2
+"""Bytes of what layers keep: their inputs, in 16 bits."""
+IN_A_LAYER = LENGTH * (10 * 8192 + 6 * 28672) * 2
+"""What one layer has meanwhile, roughly."""
+
+
+def run_file(nodes: int, **sections: Any) -> RunFile:
+    values: dict[str, Any] = {
+        "model": {"config": LLAMA_3_70B, "tokenizer": "none"},
+        "data": {"train": {"path": "rows.jsonl"}, "max_length": LENGTH},
+        "adapter": {"r": 16},
+        "precision": {"param_dtype": "float16"},
+        "strategy": {"name": "fsdp"},
+        "train": {"micro_batch_size": 1, "global_batch_size": 8 * nodes},
+        "launch": {"nodes": nodes, "devices": 8},
+    }
+    for name, section in sections.items():
+        values[name] = {**values[name], **section}
+    return RunFile.model_validate(values)
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return Registry.load()
+
+
+def planned(run: RunFile, registry: Registry) -> RunMemory:
+    return plan_run(run, registry, registry.create_backend("cuda"), 8 * run.launch.nodes)
+
+
+@pytest.mark.parametrize("card", ["v100-16", "v100-32"])
+@pytest.mark.parametrize("codes", [False, True], ids=["float16", "nf4"])
+def test_70b_with_an_adapter_over_32_cards_by_fsdp(
+    card: str, codes: bool, registry: Registry
+) -> None:
+    run = run_file(4, model={"quantise": "nf4"} if codes else {})
+    tables = 2 * TABLE * 2
+    # An adapter's factors are gathered at once, and copied out of what came.
+    factors = 2 * FACTORS * 2
+    if codes:
+        # Rows of codes; scales, four bytes for each 64 codes, which every rank has; tables of words
+        # that the root gathers, and copies out of what came.
+        by_hand = (80 * LAYER * 0.5 + tables) / RANKS + 80 * LAYER * 4 / 64 + 2 * tables + factors
+    else:
+        # A rank's piece of the layers, two layers at once, and whole tables.
+        by_hand = 80 * LAYER * 2 / RANKS + 2 * LAYER * 2 + tables + factors + KEPT + IN_A_LAYER
+    found = planned(run, registry)
+    assert found.worst[1].total == pytest.approx(by_hand, rel=0.1)
+    described = Hardware.load(registry).card(card)
+    held = fit(found, described, RANKS, 8)
+    assert held is not None
+    # 5% beside tensors, 1 GiB of context, 2 GiB of collectives.
+    assert held.fits == (1.05 * by_hand + 3 * 2**30 <= (described.memory or 0))
+
+
+def test_cards_without_bfloat16_refuse_it_by_name(registry: Registry) -> None:
+    hardware = Hardware.load(registry)
+    machine = hardware.machine("v100-32:8")
+    target = Target(backend="cuda", card=hardware.card(machine.card), machine=machine)
+    run = run_file(1, precision={"param_dtype": "bfloat16"})
+    with Planner() as planner, pytest.raises(AnygaugeError, match="bfloat16"):
+        Trials(registry, planner)(run, target)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+def test_8b_with_an_adapter_by_ddp_on_v100s(nodes: int, registry: Registry) -> None:
+    run = run_file(nodes, model={"config": LLAMA_8B}, strategy={"name": "ddp"})
+    layer = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
+    by_hand = 2 * (32 * layer + 2 * 128256 * 4096) + 32 * LENGTH * 4096 * 2
+    found = planned(run, registry)
+    assert found.worst[1].total == pytest.approx(by_hand, rel=0.1)
+    for card, fits in (("v100-16", False), ("v100-32", True)):
+        held = fit(found, Hardware.load(registry).card(card), 8 * nodes, 8)
+        assert held is not None and held.fits == fits
