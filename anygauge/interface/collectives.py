@@ -68,6 +68,11 @@ class Collectives:
         """
         import torch.distributed as dist
 
+        # Its functions have the world as a default. Imported later, as torch's optimizers do it,
+        # they would keep this one: its threads would outlive `close` and run beside the
+        # interpreter's end, where one that gives a tensor back aborts the process.
+        import torch.distributed.nn.functional  # noqa: F401
+
         name = self.backend_name(device)
         timeout = datetime.timedelta(seconds=timeout_s)
         # Not even as None where it is not wanted: a vendor may have replaced the function by one

@@ -6,6 +6,8 @@ import os
 import re
 import secrets
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,6 +89,32 @@ def test_a_command_that_ends_while_its_ranks_import_leaves_nothing(
     command.until(lambda: len(command.of(RANK)) == 2, "the ranks")
     os.killpg(command.process.pid, signum)
     assert command.end()[0] == status
+
+
+WITHIN_AN_IMPORT = """
+import os, signal, sys
+from anygauge import cli
+
+class Dropped:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            Dropped()
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Finder())
+sys.exit(cli.run(["train", "--help"]))
+"""
+
+
+def test_ctrl_c_where_python_drops_exceptions_ends_an_import() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHIN_AN_IMPORT], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 @pytest.mark.parametrize("what", ["command", AGENT, pytest.param(RANK, marks=pytest.mark.slow)])

@@ -169,6 +169,11 @@ EARLY: dict[str, tuple[dict[str, Any], int, str]] = {
         2,
         r".*  tiny\.yaml:\d+: data\.train\.path: .*rows\.jsonl",
     ),
+    "a column that the first row lacks": (
+        {"data": {"train": {"path": "chats.jsonl", "format": "text"}}},
+        2,
+        r"DIR/chats\.jsonl:1: no column 'text'",
+    ),
     "an option that the launcher lacks": (
         {"launch": {"options": {"grace": 3}}},
         2,

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anygauge.testing import bisect, noise
+from anygauge.testing import bisect, noise, trials
 from anygauge.testing.bisect import Replay
-from anygauge.testing.loop import Trained, differences, first_beyond
+from anygauge.testing.check import sharding
+from anygauge.testing.loop import RunFailed, Trained, differences, first_beyond
 from anygauge.testing.noise import EVALUATION, LOSS, NORM
 from anygauge.testing.process import Subject
 from anygauge.testing.trials import LoopTrials
@@ -134,6 +135,28 @@ def test_ranks_do_not_wait_long_for_one_that_has_ended(
     monkeypatch.setattr(bisect, "start", started)
     said = bisect.cause_of(Subject(name="cpu"), tmp_path, tmp_path / "run", 1, ranks=2)
     assert said == "the device leaves the host first on rank 1 in aten::mm, step 1: 2 where"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_fails_in_training_has_a_cause(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = RunFailed("it ended with status 1", tmp_path)
+
+    def made(self: LoopTrials, kind: str, dtype: str, *, host: bool = False, **_: Any) -> Trained:
+        if not host:
+            raise failed
+        return run([6.0], {})
+
+    monkeypatch.setattr(LoopTrials, "run", made)
+    monkeypatch.setattr(trials, "cause_of", lambda *at, **of: f"{at[2]} on {of['ranks']}")
+    kind, spec = ("adapter", None) if ranks == 1 else ("spread", sharding())
+    of = LoopTrials(Subject(name="cpu"), tmp_path, {})
+    with pytest.raises(RunFailed):
+        of.trial(kind, spec=spec, ranks=ranks)  # it has not come to a step
+    (tmp_path / "run.json").touch()
+    wanted = f"it ended with status 1; {tmp_path} on {ranks}"
+    assert of.trial(kind, spec=spec, ranks=ranks) == wanted
 
 
 # -- how far losses may be ------------------------------------------------------------------------

@@ -142,6 +142,15 @@ def test_a_class_of_the_author_is_enough(tmp_path: Path) -> None:
     assert "on a device (all " in page
 
 
+def test_devices_are_counted_where_they_will_be_used(tmp_path: Path) -> None:
+    one = "    backend = 'sim'\n    environment = {'ANYGAUGE_SIM_CARDS': '1'}\n"
+    mine(tmp_path, f"class TestMine(BackendContract):\n{one}")
+    done = kit(tmp_path, "-k", "on_ranks", "--anygauge-report", "page.json", ANYGAUGE_SIM_CARDS="2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = asked_for(tmp_path)["checks"]
+    assert {line["why"] for line in lines} == {"fewer devices than the 2 ranks that it takes"}
+
+
 def test_what_was_left_out_by_choice_was_not_tried(tmp_path: Path) -> None:
     mine(
         tmp_path,

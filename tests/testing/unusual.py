@@ -137,6 +137,23 @@ class HalfOptions(Options):
     float16: bool = False
 
 
+@sound("factors of float32 products keep 11 bits, as it says")
+def _(on: Wrong) -> None:
+    on.placement.float32_product_bits = 11
+
+    def short(x: Any) -> Any:
+        head = x * (2.0**13 + 1)
+        return head - (head - x) if x.element_size() == 4 else x
+
+    @on.operation("mm", "bmm")
+    def product(usual: Any, left: Any, right: Any, **kwargs: Any) -> Any:
+        return usual(short(left), short(right), **kwargs)
+
+    @on.operation("addmm", "baddbmm")
+    def added(usual: Any, to: Any, left: Any, right: Any, **kwargs: Any) -> Any:
+        return usual(to, short(left), short(right), **kwargs)
+
+
 @sound("float16 is switched off by an option")
 def _(on: Wrong) -> None:
     on.spec(options=f"{__name__}:HalfOptions")

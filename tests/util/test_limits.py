@@ -84,3 +84,37 @@ def test_a_process_alone_is_patient_with_nobody() -> None:
     alone = Collectives("cpu")
     with alone.patient(then=1.0):
         assert alone.limit(5.0) == ()
+
+
+ALONE = """
+import sys
+from pathlib import Path
+
+import torch
+
+from anygauge.interface import Collectives
+
+def threads():
+    tasks = Path("/proc/self/task").iterdir()
+    return sum("gloo" in (task / "comm").read_text() for task in tasks)
+
+alone = Collectives("cpu")
+alone.open(
+    rendezvous=sys.argv[1], rank=0, world_size=1, timeout_s=60.0, device=torch.device("cpu")
+)
+inside = threads()
+import torch.distributed.nn.functional  # as torch's optimizers do it
+alone.close()
+print(inside > 0, threads())
+"""
+
+
+def test_no_thread_of_a_group_outlives_it(tmp_path: Path) -> None:
+    """One that gives a tensor back while the interpreter ends aborts the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, (tmp_path / "meet").as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=HANGS_S,
+    )
+    assert (done.stdout, done.returncode) == ("True 0\n", 0), done.stderr
