@@ -137,7 +137,6 @@ LINES = {
     "plan": "no run file is given: anygauge plan RUN.yaml",
     "plan RUN --calibrate": "--calibrate measures this machine and takes no run file: leave",
     "plan RUN --compare h1000:8": "there is no machine named 'h1000:8'; did you mean 'h100'",
-    "plan RUN --largest rows": "Invalid value for '--largest': .*'rows' is not one of 'batch', 's",
     "backends --nonsense": "No such option: --nonsense",
     "kernels --backend gpu": BACKENDS,
     "kernels --nonsense": "No such option: --nonsense",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import textwrap
@@ -40,6 +41,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         (info / "entry_points.txt").write_text(f"[anygauge]\n{lines}")
         for name, source in modules.items():
             (site / f"{name}.py").write_text(textwrap.dedent(source))
+        importlib.invalidate_caches()  # a folder may have been listed within the same tick
 
     yield put
     for name in set(sys.modules) - before:
