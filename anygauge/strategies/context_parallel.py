@@ -8,6 +8,7 @@ queries of its heads. Masks are explicit, so packed documents stay isolated.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,10 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from anygauge.interface import UnsupportedError
-from anygauge.interface.strategy import BuildContext, Traffic, Workload
+from anygauge.interface.strategy import BuildContext, MemoryEstimate, Workload
 from anygauge.strategies.degrees import ContextParallel
 from anygauge.strategies.exchanges import CountedGroup, Exchange, Gather, Group, size_of
-from anygauge.strategies.footprint import item_bytes
+from anygauge.strategies.footprint import item_bytes, sent
 from anygauge.strategies.materialise import decoder_layers
 
 NAME = "anygauge_context_parallel"
@@ -138,17 +139,13 @@ def joined(group: dist.ProcessGroup | None) -> Callable[[Tensor], Tensor]:
     return whole
 
 
-def attention_bytes(options: ContextParallel, workload: Workload) -> dict[str, int]:
-    """What attention sends in a step, by collective, in the compute type."""
-    return {one.operation: int(one.bytes) for one in attention_traffic(options, workload)}
-
-
-def attention_traffic(options: ContextParallel, workload: Workload) -> list[Traffic]:
-    """What attention sends in a step, in the compute type."""
+def with_attention(
+    options: ContextParallel, workload: Workload, found: MemoryEstimate
+) -> MemoryEstimate:
+    """An estimate and what attention sends in a step, in the compute type."""
     if options.cp == 1:
-        return []
+        return found
     model: Any = workload.skeleton
-    assert model is not None, "a footprint is counted from the model"
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -163,26 +160,20 @@ def attention_traffic(options: ContextParallel, workload: Workload) -> list[Traf
     size = workload.micro_batch * (of_key + of_value) * item_bytes(workload.precision.param_dtype)
     # What selective recomputation keeps comes after the exchanges, which it makes again.
     forwards = layers + workload.activations.recomputed(layers)
-
-    def sent(operation: str, times: int, numbers: int) -> Traffic:
-        return Traffic(
-            operation=operation,
-            group=neighbours(workload.rank, options.cp),
-            waited=True,
-            times=times * workload.accumulation,
-            bytes=numbers * workload.accumulation * size,
-        )
-
-    if options.cp_method == "gather":
-        keys = kv_heads * length * options.cp
-        return [
-            sent("all_gather", forwards, forwards * keys),
-            sent("reduce_scatter", layers, layers * keys),
-        ]
+    group, turns = neighbours(workload.rank, options.cp), workload.accumulation
+    keys = kv_heads * length * options.cp
     moved = kv_heads if kv_heads % options.cp == 0 else heads
-    # Queries, keys, values and outputs.
-    times = forwards + layers
-    return [sent("all_to_all", 4 * times, times * (heads + moved) * length)]
+    # Operation -> how often, and numbers; Ulysses has queries, keys, values and outputs.
+    exchanges = {
+        "gather": {"all_gather": (forwards, keys), "reduce_scatter": (layers, keys)},
+        "ulysses": {"all_to_all": (4 * (forwards + layers), (heads + moved) * length / 4)},
+    }[options.cp_method]
+    traffic = [
+        one
+        for operation, (times, each) in exchanges.items()
+        for one in sent(operation, group, turns * times, turns * times * each * size, waited=True)
+    ]
+    return dataclasses.replace(found, traffic=(*found.traffic, *traffic))
 
 
 def neighbours(rank: int, degree: int) -> tuple[int, ...]:

@@ -7,8 +7,7 @@ same ones, from files or from the seed.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,31 +18,20 @@ from torch.nn.parallel import DistributedDataParallel
 from anygauge.interface import Setting
 from anygauge.interface.strategy import BuildContext, Footprint, MemoryEstimate, Workload
 from anygauge.strategies.common import compile_regions, floating, mark_recomputation, torch_dtype
-from anygauge.strategies.context_parallel import (
-    attention_bytes,
-    attention_traffic,
-    divide_sequences,
-    joined,
-)
+from anygauge.strategies.context_parallel import divide_sequences, joined, with_attention
 from anygauge.strategies.degrees import Degrees, in_words
-from anygauge.strategies.footprint import (
-    added,
-    item_bytes,
-    trained_numbers,
-    whole_model,
-)
+from anygauge.strategies.footprint import footprint_of, whole_memory
 from anygauge.strategies.gradients import Gradients, LocalGradients
 from anygauge.strategies.layout import Whole
 from anygauge.strategies.materialise import decoder_layers
 from anygauge.strategies.pipeline import build_pipeline
-from anygauge.strategies.pipeline_footprint import pipeline_footprint, pipeline_memory
+from anygauge.strategies.pipeline_footprint import pipeline_memory
 from anygauge.strategies.rank_part import take_part
 from anygauge.strategies.shards import fill
 from anygauge.strategies.single import build_whole
-from anygauge.strategies.tensor_footprint import in_tensor_parts, tensor_memory
+from anygauge.strategies.tensor_footprint import tensor_memory
 from anygauge.strategies.tensor_parallel import divide_layers
 from anygauge.strategies.torch_engine import TorchEngine
-from anygauge.strategies.whole_footprint import whole_memory
 
 
 class SummedOverRanks(LocalGradients):
@@ -108,9 +96,7 @@ class DdpPlanner:
             return pipeline_memory(self.options, workload)
         if self.options.tp > 1:
             return tensor_memory(self.options, workload, memory_of_replica)
-        found = memory_of_replica(workload)
-        sent = (*found.traffic, *attention_traffic(self.options, workload))
-        return dataclasses.replace(found, traffic=sent)
+        return with_attention(self.options, workload, memory_of_replica(workload))
 
     def part_of(self, model: nn.Module, workload: Workload) -> None:
         """See `StrategyPlanner.part_of`."""
@@ -136,16 +122,7 @@ class Ddp:
 
     def footprint(self, workload: Workload) -> Footprint:
         """See `Strategy.footprint`."""
-        if self.options.pp > 1:
-            return pipeline_footprint(self.options, workload)
-        sent: Mapping[str, int] = attention_bytes(self.options, workload)
-        if self.options.tp > 1:
-            workload, sent = in_tensor_parts(self.options, workload)
-        assert workload.skeleton is not None, "a footprint is counted from the model"
-        sums = trained_numbers(workload.skeleton) * item_bytes(workload.precision.reduce_dtype)
-        if workload.world_size > self.options.tp:
-            sent = added(sent, {"all_reduce": sums})
-        return dataclasses.replace(whole_model(workload), sent=sent)
+        return footprint_of(self.planner.memory(workload))
 
     def build(self, context: BuildContext) -> TorchEngine:
         """See `Strategy.build`."""

@@ -8,10 +8,8 @@ whole between forward and backward.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -29,16 +27,11 @@ from torch.distributed.tensor import DTensor
 from anygauge.interface import HOST_DEVICE, Setting, UnsupportedError
 from anygauge.interface.strategy import BuildContext, Footprint, MemoryEstimate, Workload
 from anygauge.strategies.common import compile_regions, mark_recomputation, torch_dtype
-from anygauge.strategies.context_parallel import (
-    attention_bytes,
-    attention_traffic,
-    divide_sequences,
-    joined,
-)
+from anygauge.strategies.context_parallel import divide_sequences, joined, with_attention
 from anygauge.strategies.degrees import in_words
 from anygauge.strategies.flat import FLAT, FlatLayers, flat_layers_fit
-from anygauge.strategies.footprint import added
-from anygauge.strategies.fsdp_footprint import fsdp_footprint, fsdp_memory
+from anygauge.strategies.footprint import Sizes, footprint_of
+from anygauge.strategies.fsdp_footprint import fsdp_memory
 from anygauge.strategies.fsdp_options import FsdpOptions
 from anygauge.strategies.fsdp_spec import shards
 from anygauge.strategies.gradients import Gradients
@@ -46,7 +39,7 @@ from anygauge.strategies.layout import TensorLayout
 from anygauge.strategies.materialise import decoder_layers
 from anygauge.strategies.rank_part import take_part
 from anygauge.strategies.shards import Sharded, fill, set_types
-from anygauge.strategies.tensor_footprint import in_tensor_parts, tensor_memory
+from anygauge.strategies.tensor_footprint import tensor_memory
 from anygauge.strategies.tensor_parallel import divide_layers
 from anygauge.strategies.torch_engine import TorchEngine
 
@@ -156,36 +149,28 @@ class FsdpPlanner:
     def memory(self, workload: Workload) -> MemoryEstimate:
         """See `StrategyPlanner.memory`."""
         ranks = shards(self.options, workload.world_size)
+
+        def plain(one: Workload) -> MemoryEstimate:
+            size = Sizes.of(one)
+            flat = is_flat(self.options, size.model, one)
+            return fsdp_memory(self.options, ranks, size, flat=flat)
+
         if self.options.tp > 1:
-            plain = functools.partial(fsdp_memory, self.options, ranks, flat=False)
             return tensor_memory(self.options, workload, plain, ranks)
-        found = memory_of_shards(self.options, ranks, workload)
-        sent = (*found.traffic, *attention_traffic(self.options, workload))
-        return dataclasses.replace(found, traffic=sent)
+        return with_attention(self.options, workload, plain(workload))
 
     def part_of(self, model: nn.Module, workload: Workload) -> None:
         """See `StrategyPlanner.part_of`."""
         take_part(self.options, model, workload)
 
 
-def memory_of_shards(options: FsdpOptions, ranks: int, workload: Workload) -> MemoryEstimate:
-    """Of a rank whose layers nobody else has a part of but ranks that divide their rows.
-
-    Args:
-        ranks: those.
-    """
-    assert workload.skeleton is not None, "an estimate is made from the model"
-    flat = is_flat(options, workload.skeleton, workload)
-    return fsdp_memory(options, ranks, workload, flat=flat)
-
-
 def is_flat(options: FsdpOptions, model: nn.Module, workload: Workload) -> bool:
     """Whether frozen layers are gathered by `FlatLayers`, and FSDP2 has the trained weights."""
     usual = options.tp == 1 and options.offload == "none" and options.gather == "layer"
-    several = shards(options, workload.world_size) > 1
     # A compiled layer takes the hooks that gather for a part of itself.
     compiled = workload.backend.graph.compiler is not None
-    return usual and several and not compiled and _IGNORES and flat_layers_fit(model)
+    fits = usual and not compiled and _IGNORES and flat_layers_fit(model)
+    return fits and shards(options, workload.world_size) > 1
 
 
 class Fsdp:
@@ -204,14 +189,7 @@ class Fsdp:
 
     def footprint(self, workload: Workload) -> Footprint:
         """See `Strategy.footprint`."""
-        sent: Mapping[str, int] = attention_bytes(self.options, workload)
-        ranks = shards(self.options, workload.world_size)
-        if self.options.tp > 1:
-            workload, sent = in_tensor_parts(self.options, workload, ranks)
-        assert workload.skeleton is not None, "a footprint is counted from the model"
-        flat = is_flat(self.options, workload.skeleton, workload)
-        found = fsdp_footprint(self.options, ranks, workload, flat=flat)
-        return dataclasses.replace(found, sent=added(found.sent, sent))
+        return footprint_of(self.planner.memory(workload))
 
     def build(self, context: BuildContext) -> TorchEngine:
         """See `Strategy.build`."""

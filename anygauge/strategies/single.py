@@ -14,10 +14,9 @@ from torch import nn
 from anygauge.interface import Setting
 from anygauge.interface.strategy import BuildContext, Footprint, MemoryEstimate, Workload
 from anygauge.strategies.common import compile_regions, mark_recomputation, torch_dtype
-from anygauge.strategies.footprint import whole_model
+from anygauge.strategies.footprint import whole_memory, whole_model
 from anygauge.strategies.materialise import materialise
 from anygauge.strategies.torch_engine import TorchEngine
-from anygauge.strategies.whole_footprint import whole_memory
 
 
 class SinglePlanner:

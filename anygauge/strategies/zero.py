@@ -39,9 +39,9 @@ from anygauge.strategies.common import (
     trained_parameters,
 )
 from anygauge.strategies.finite import FiniteSteps, scaled
+from anygauge.strategies.footprint import footprint_of
 from anygauge.strategies.fp8 import PLAIN, Fp8Contexts, fp8_contexts
 from anygauge.strategies.materialise import buffers_of, materialise, restore_buffers
-from anygauge.strategies.zero_footprint import zero_footprint
 from anygauge.strategies.zero_memory import ZeroPlanner
 from anygauge.strategies.zero_nvme import folder_of_rank, load_operator
 from anygauge.strategies.zero_options import ZeroOptions
@@ -212,9 +212,7 @@ class Zero:
 
     def footprint(self, workload: Workload) -> Footprint:
         """See `Strategy.footprint`."""
-        zero = as_config(self.settings(workload))["zero_optimization"]
-        resident = zero.get("stage3_param_persistence_threshold", 0)
-        return zero_footprint(self.options.stage, resident, workload)
+        return footprint_of(self.planner.memory(workload))
 
     def build(self, context: BuildContext) -> ZeroEngine:
         """See `Strategy.build`."""
@@ -232,9 +230,8 @@ class Zero:
         if self.options.nvme is not None:
             found = self.footprint(dataclasses.replace(context.workload, skeleton=skeleton))
             load_operator()
-            swapped = folder_of_rank(
-                self.options.nvme, found.masters + found.optimizer + found.gradients
-            )
+            # A gradient in the masters' type stands beside each master.
+            swapped = folder_of_rank(self.options.nvme, 2 * found.masters + found.optimizer)
             config["zero_optimization"]["offload_optimizer"]["nvme_path"] = swapped.name
 
         device = context.backend.placement.device
