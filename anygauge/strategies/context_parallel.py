@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from anygauge.interface import UnsupportedError
 from anygauge.interface.strategy import BuildContext, MemoryEstimate, Workload
 from anygauge.strategies.degrees import ContextParallel
-from anygauge.strategies.exchanges import CountedGroup, Exchange, Gather, Group, size_of
+from anygauge.strategies.exchanges import EXCHANGE, GATHER, CountedGroup, Group, over_ranks, size_of
 from anygauge.strategies.footprint import item_bytes, sent
 from anygauge.strategies.materialise import decoder_layers
 
@@ -82,7 +82,7 @@ def _gathered(attention: Attention, group: Group) -> Attention:
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any
     ) -> Any:
         # One message for both, whose heads may differ in width.
-        both = Gather.apply(torch.cat([key, value], dim=-1), group, 2)
+        both = over_ranks(torch.cat([key, value], dim=-1), GATHER, group, 2)
         key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         return attention(module, query, key, value, mask, **more)
 
@@ -97,7 +97,7 @@ def _exchanged(attention: Attention, group: Group) -> Attention:
         if key.shape[1] % ranks:
             times = query.shape[1] // key.shape[1]
             key, value = (t.repeat_interleave(times, dim=1) for t in (key, value))
-        query, key, value = (Exchange.apply(t, group, 1, 2) for t in (query, key, value))
+        query, key, value = (over_ranks(t, EXCHANGE, group, 1, 2) for t in (query, key, value))
         # The module's heads are those of all ranks; the function asks it for their ratio.
         seen = SimpleNamespace(
             stands_for=type(module),
@@ -107,7 +107,7 @@ def _exchanged(attention: Attention, group: Group) -> Attention:
             is_causal=getattr(module, "is_causal", True),
         )
         output, weights = attention(seen, query, key, value, mask, **more)
-        return Exchange.apply(output, group, 1, 2), weights
+        return over_ranks(output, EXCHANGE, group, 1, 2), weights
 
     return forward
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anygauge.interface import Setting
 from anygauge.interface.strategy import BuildContext, Footprint, MemoryEstimate, Workload
-from anygauge.strategies.common import compile_regions, floating, mark_recomputation, torch_dtype
+from anygauge.strategies.common import torch_dtype
 from anygauge.strategies.context_parallel import divide_sequences, joined, with_attention
 from anygauge.strategies.degrees import Degrees, in_words
 from anygauge.strategies.footprint import footprint_of, whole_memory
@@ -27,7 +27,7 @@ from anygauge.strategies.materialise import decoder_layers
 from anygauge.strategies.pipeline import build_pipeline
 from anygauge.strategies.pipeline_footprint import pipeline_memory
 from anygauge.strategies.rank_part import take_part
-from anygauge.strategies.shards import fill
+from anygauge.strategies.shards import fill, sharded_later
 from anygauge.strategies.single import build_whole
 from anygauge.strategies.tensor_footprint import tensor_memory
 from anygauge.strategies.tensor_parallel import divide_layers
@@ -143,35 +143,29 @@ class Ddp:
         )
 
     def _build_divided(self, context: BuildContext) -> TorchEngine:
-        factory, precision = context.factory, context.precision
         device = context.backend.placement.device
         replicas = context.workload.world_size // self.options.tp
         mesh = init_device_mesh(
             device.type, (replicas, self.options.tp), mesh_dim_names=("dp", "tp")
         )
-        model, names = factory.adapted_on_meta()
-        for parameter in floating(model):
-            parameter.data = parameter.data.to(torch_dtype(precision.param_dtype))
-        factory.checkpoint_activations(model)
-        mark_recomputation(model, context.backend.graph)
-        compile_regions(model, context.backend)
+        model, names = sharded_later(context)
         parallel = divide_layers(model, self.options, mesh.get_group("tp"), device)
-        fill(model, names, factory, device, cuts=parallel.division.cuts)
+        fill(model, names, context.factory, device, cuts=parallel.division.cuts)
         wrapper = wrapped(model, mesh.get_group("dp")) if replicas > 1 else None
-        dtype = torch_dtype(precision.reduce_dtype)
-        layout = parallel.layout(Whole(context.clip_grad_norm), model)
+        dtype = torch_dtype(context.precision.reduce_dtype)
 
         def gradients(trained: Sequence[nn.Parameter]) -> Gradients:
             if wrapper is None:
-                return parallel.gradients(LocalGradients(trained, dtype), layout, model)
-            return parallel.gradients(SummedOverRanks(wrapper, trained, dtype), layout, model)
+                return LocalGradients(trained, dtype)
+            return SummedOverRanks(wrapper, trained, dtype)
 
         return TorchEngine(
             model,
             context,
             call=wrapper,
             gradients=gradients,
-            layout=layout,
+            layout=parallel.layout(Whole(context.clip_grad_norm), model),
+            sums=parallel.sums(model),
             join_logits=joined(parallel.group),
         )
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from anygauge.interface import HOST_DEVICE, Setting, UnsupportedError
 from anygauge.interface.strategy import BuildContext, Footprint, MemoryEstimate, Workload
-from anygauge.strategies.common import compile_regions, mark_recomputation, torch_dtype
+from anygauge.strategies.common import torch_dtype
 from anygauge.strategies.context_parallel import divide_sequences, joined, with_attention
 from anygauge.strategies.degrees import in_words
 from anygauge.strategies.flat import FLAT, FlatLayers, flat_layers_fit
@@ -38,7 +38,7 @@ from anygauge.strategies.gradients import Gradients
 from anygauge.strategies.layout import TensorLayout
 from anygauge.strategies.materialise import decoder_layers
 from anygauge.strategies.rank_part import take_part
-from anygauge.strategies.shards import Sharded, fill, set_types
+from anygauge.strategies.shards import Sharded, fill, sharded_later
 from anygauge.strategies.tensor_footprint import tensor_memory
 from anygauge.strategies.tensor_parallel import divide_layers
 from anygauge.strategies.torch_engine import TorchEngine
@@ -47,8 +47,8 @@ _IGNORES = "ignored_params" in inspect.signature(fully_shard).parameters
 """Whether FSDP2 can leave parameters to others: since torch 2.7."""
 
 
-class ReducedByFsdp:
-    """Gradients that FSDP2 sums over ranks into parts; see `Gradients`.
+class ReducedByFsdp(Gradients):
+    """Gradients that FSDP2 adds up, and sums over ranks into parts; see `Gradients`.
 
     An adapter's are added up whole and reduced once a step. Those of all weights would not fit:
     they are reduced after each micro-batch.
@@ -87,9 +87,6 @@ class ReducedByFsdp:
         if self._keeps_weights:
             self._model.set_reshard_after_backward(last)
         yield
-
-    def collect(self) -> None:
-        """See `Gradients.collect`; FSDP2 adds them up."""
 
     def take(self) -> list[Tensor | None]:
         """See `Gradients.take`."""
@@ -193,14 +190,9 @@ class Fsdp:
 
     def build(self, context: BuildContext) -> TorchEngine:
         """See `Strategy.build`."""
-        factory, precision = context.factory, context.precision
         device = context.backend.placement.device
         mesh = self._mesh(device.type, context.workload.world_size)
-        model, names = factory.adapted_on_meta()
-        set_types(model, precision)
-        factory.checkpoint_activations(model)
-        mark_recomputation(model, context.backend.graph)
-        compile_regions(model, context.backend)
+        model, names = sharded_later(context, masters=True)
         group = divide_sequences(model, self.options, context)
         parallel = None
         if self.options.tp > 1:
@@ -213,7 +205,7 @@ class Fsdp:
         host = torch.device(HOST_DEVICE)
         storage = None if self.options.offload == "none" else host
         cuts = {} if parallel is None else parallel.division.cuts
-        fill(model, names, factory, device, storage=storage, cuts=cuts, flat=flat)
+        fill(model, names, context.factory, device, storage=storage, cuts=cuts, flat=flat)
         assert isinstance(model, FSDPModule)
         wrapped: FSDPModule = model
         everything = all(p.requires_grad for p in model.parameters())
@@ -222,7 +214,7 @@ class Fsdp:
             layout = parallel.layout(layout, model)
 
         def gradients(trained: Sequence[nn.Parameter]) -> Gradients:
-            reduced = ReducedByFsdp(
+            return ReducedByFsdp(
                 wrapped,
                 trained,
                 every_time=everything,
@@ -231,13 +223,13 @@ class Fsdp:
                 group=mesh.get_group("dp_shard"),
                 device=device,
             )
-            return reduced if parallel is None else parallel.gradients(reduced, layout, model)
 
         return TorchEngine(
             model,
             context,
             gradients=gradients,
             layout=layout,
+            sums=() if parallel is None else parallel.sums(model),
             join_logits=joined(group if parallel is None else parallel.group),
         )
 

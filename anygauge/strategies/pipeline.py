@@ -23,19 +23,13 @@ from anygauge.interface.strategy import (
     LossFunction,
     StepResult,
 )
-from anygauge.strategies.common import (
-    compile_regions,
-    floating,
-    mark_recomputation,
-    torch_dtype,
-    trained_parameters,
-)
+from anygauge.strategies.common import torch_dtype, trained_parameters
 from anygauge.strategies.degrees import Degrees
 from anygauge.strategies.finite import scaled
 from anygauge.strategies.pipeline_cut import StagePart, rank_of_stage, stage_parts, stages_at
 from anygauge.strategies.pipeline_layout import Staged, StageGradients, receive, send
 from anygauge.strategies.pipeline_stage import PipelineModel, Stage, owned
-from anygauge.strategies.shards import fill
+from anygauge.strategies.shards import fill, sharded_later
 from anygauge.strategies.torch_engine import TorchEngine
 
 SCHEDULES: dict[str, type[Any]] = {
@@ -207,37 +201,36 @@ class PipelineEngine(TorchEngine):
 
 def build_pipeline(context: BuildContext, options: Degrees) -> PipelineEngine:
     """This rank's stages on the opened device; the rest of the model stays on meta."""
-    factory, precision = context.factory, context.precision
     device = context.backend.placement.device
     rows = context.workload.world_size // options.pp
     mesh = init_device_mesh(device.type, (options.pp, rows), mesh_dim_names=("pp", "dp"))
-    model, names = factory.adapted_on_meta()
-    for parameter in floating(model):
-        parameter.data = parameter.data.to(torch_dtype(precision.param_dtype))
-    factory.checkpoint_activations(model)
-    mark_recomputation(model, context.backend.graph)
-    compile_regions(model, context.backend)
+    model, names = sharded_later(context)
     pipeline = PipelineModel(model)
     stages = stage_parts(model, options)
     place = mesh.get_local_rank("pp")
     mine = owned(pipeline, stages_at(stages, options, place))
     foreign = {id(p) for p in model.parameters()} - mine
-    fill(model, names, factory, device, foreign=foreign)
+    fill(model, names, context.factory, device, foreign=foreign)
     owners = [owned(pipeline, stages_at(stages, options, at)) for at in range(options.pp)]
     trained = [parameter for _, parameter in trained_parameters(model)]
     shared = [at for at, p in enumerate(trained) if sum(id(p) in ids for ids in owners) > 1]
-    replicas = mesh.get_group("dp") if rows > 1 else None
+    sums = []
+    if rows > 1:
+        # Ranks with the same stages, which read other rows.
+        own = [at for at, p in enumerate(trained) if not p.is_meta]
+        sums.append((own, mesh.get_group("dp")))
     ends = _ends(mesh, rank_of_stage(len(stages) - 1, options)) if shared else None
-    dtype = torch_dtype(precision.reduce_dtype)
+    if ends is not None:
+        sums.append((shared, ends))
+    dtype = torch_dtype(context.precision.reduce_dtype)
     return PipelineEngine(
         pipeline,
         context,
         options,
         stages,
         mesh,
-        gradients=lambda trained: StageGradients(
-            trained, dtype, device, replicas=replicas, ends=ends, shared=shared
-        ),
+        gradients=lambda trained: StageGradients(trained, dtype),
+        sums=sums,
         layout=Staged(owners, trained, mesh.get_group("pp"), device),
     )
 

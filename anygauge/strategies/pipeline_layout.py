@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from anygauge.strategies.gradients import LocalGradients, sum_at
-from anygauge.strategies.layout import local_square, scale_to
+from anygauge.strategies.gradients import LocalGradients
+from anygauge.strategies.layout import GroupLayout, scale_to
 
 
-class Staged:
+class Staged(GroupLayout):
     """A rank holds its stages' parameters whole, and nothing of others; see `TensorLayout`.
 
     A weight that the first and the last stage share counts on the first rank that has it.
@@ -29,8 +29,7 @@ class Staged:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        self._group = group
-        self._device = device
+        super().__init__(group, device)
         self._place = dist.get_rank(group)
         self._mine = owners[self._place]
         self._owner = {
@@ -41,16 +40,6 @@ class Staged:
     def local(self, parameter: nn.Parameter) -> nn.Parameter:
         """See `TensorLayout.local`."""
         return parameter if id(parameter) in self._mine else nn.Parameter(torch.empty(0))
-
-    def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """See `TensorLayout.shape`."""
-        return tuple(parameter.shape)
-
-    def square(self, parts: Sequence[nn.Parameter]) -> Tensor:
-        """See `TensorLayout.square`."""
-        square = local_square(parts).to(self._device)
-        dist.all_reduce(square, group=self._group)
-        return square
 
     def clip(self, parts: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """See `TensorLayout.clip`."""
@@ -68,10 +57,6 @@ class Staged:
         found = torch.empty(parameter.shape, dtype=part.dtype, device=self._device)
         return receive(found, self._group, owner)
 
-    def part(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        """See `TensorLayout.part`."""
-        return whole
-
 
 class StageGradients(LocalGradients):
     """Those of a rank's stages, summed after the schedule; see `Gradients`.
@@ -79,38 +64,13 @@ class StageGradients(LocalGradients):
     Backward of several micro-batches runs within one call of torch's, so each gradient is taken as
     soon as it is there, to be summed in its own type. A schedule that computes gradients of weights
     one by one adds those up itself, in the type of the weights.
-
-    Args:
-        replicas: ranks with the same stages, which read other rows; None: there are none.
-        ends: ranks of the first and the last stage; None: they share no trained weight.
-        shared: places of the weights that they share.
     """
 
-    def __init__(
-        self,
-        trained: Sequence[nn.Parameter],
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        replicas: dist.ProcessGroup | None,
-        ends: dist.ProcessGroup | None,
-        shared: Sequence[int],
-    ) -> None:
+    def __init__(self, trained: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
         super().__init__(trained, dtype)
-        self._device = device
-        self._replicas, self._ends, self._shared = replicas, ends, shared
-        self._mine = [at for at, parameter in enumerate(trained) if not parameter.is_meta]
-        for at in self._mine:
-            trained[at].register_post_accumulate_grad_hook(lambda _, at=at: self._add(at))
-
-    def take(self) -> list[Tensor | None]:
-        """See `Gradients.take`."""
-        found = super().take()
-        if self._replicas is not None:
-            sum_at(found, self._mine, self._trained, self._replicas, self._device)
-        if self._ends is not None:
-            sum_at(found, self._shared, self._trained, self._ends, self._device)
-        return found
+        for at, parameter in enumerate(trained):
+            if not parameter.is_meta:
+                parameter.register_post_accumulate_grad_hook(lambda _, at=at: self._add(at))
 
 
 def send(tensor: Tensor, group: dist.ProcessGroup, place: int) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from anygauge.interface import Setting
 from anygauge.interface.strategy import BuildContext, Footprint, MemoryEstimate, Workload
-from anygauge.strategies.common import compile_regions, mark_recomputation, torch_dtype
+from anygauge.strategies.common import prepare, torch_dtype
 from anygauge.strategies.footprint import whole_memory, whole_model
 from anygauge.strategies.materialise import materialise
 from anygauge.strategies.torch_engine import TorchEngine
@@ -62,7 +62,5 @@ def build_whole(context: BuildContext) -> nn.Module:
         dtype=torch_dtype(context.precision.param_dtype),
     )
     model = context.factory.adapt(model)
-    context.factory.checkpoint_activations(model)
-    mark_recomputation(model, context.backend.graph)
-    compile_regions(model, context.backend)
+    prepare(model, context)
     return model

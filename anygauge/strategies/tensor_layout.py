@@ -1,20 +1,18 @@
-"""Where the parts of a model's parameters are, and its sums, under tensor parallelism."""
+"""Where the parts of a model's parameters are under tensor parallelism."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from anygauge.strategies.gradients import Gradients, sum_at
-from anygauge.strategies.layout import TensorLayout, scale_to
+from anygauge.strategies.layout import GroupLayout, TensorLayout
 from anygauge.strategies.tensor_division import Cut
 
 
-class TensorParts:
+class TensorParts(GroupLayout):
     """This rank's parts of cut parameters, laid out by another layout; see `TensorLayout`.
 
     Args:
@@ -31,11 +29,10 @@ class TensorParts:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
+        super().__init__(group, device)
         self._inner = inner
         self._cuts = cuts
         self._cut = [id(parameter) in cuts for parameter in trained]
-        self._group = group
-        self._device = device
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter:
         """See `TensorLayout.local`."""
@@ -57,10 +54,6 @@ class TensorParts:
         dist.all_reduce(total, group=self._group)
         return total + self._inner.square(whole).to(self._device)
 
-    def clip(self, parts: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        """See `TensorLayout.clip`."""
-        return scale_to(parts, self.square(parts).sqrt(), max_norm)
-
     def whole(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
         """See `TensorLayout.whole`."""
         mine = self._inner.whole(parameter, part).to(self._device)
@@ -78,41 +71,3 @@ class TensorParts:
             at = (*(slice(None),) * cut.dim, cut.place(whole.shape[cut.dim]))
             whole = whole[at]
         return self._inner.part(parameter, whole)
-
-
-class SummedOverParts:
-    """Gradients of which some are parts of sums over a group; see `Gradients`.
-
-    Args:
-        inner: finds this rank's gradients.
-        parts: those of them, by their place, that are summed, in one message.
-        shapes: of all.
-    """
-
-    def __init__(
-        self,
-        inner: Gradients,
-        parts: Sequence[int],
-        held: Sequence[nn.Parameter],
-        group: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:
-        self._inner = inner
-        self._parts = parts
-        self._held = held
-        self._group = group
-        self._device = device
-
-    def during(self, last: bool) -> AbstractContextManager[None]:
-        """See `Gradients.during`."""
-        return self._inner.during(last)
-
-    def collect(self) -> None:
-        """See `Gradients.collect`."""
-        self._inner.collect()
-
-    def take(self) -> list[Tensor | None]:
-        """See `Gradients.take`."""
-        found = self._inner.take()
-        sum_at(found, self._parts, self._held, self._group, self._device)
-        return found

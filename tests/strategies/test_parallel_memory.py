@@ -15,7 +15,15 @@ from anygauge.planning.memory import RunMemory
 from anygauge.planning.plan import plan_run
 from anygauge.registry import Registry
 from anygauge.strategies.context_parallel import NAME
-from anygauge.strategies.exchanges import CountedGroup, Exchange, Gather, Own, Scatter, Sum
+from anygauge.strategies.exchanges import (
+    EXCHANGE,
+    GATHER,
+    OWN,
+    SCATTER,
+    SUM,
+    CountedGroup,
+    over_ranks,
+)
 from anygauge.strategies.pipeline import SCHEDULES
 from anygauge.strategies.pipeline_order import actions, fullest
 from tests.helpers.runs import TINY
@@ -42,9 +50,9 @@ def planned(strategy: dict[str, Any], ranks: int = 2, times: int = 1, **more: An
 def test_exchanges_of_a_counted_group_have_shapes_and_gradients() -> None:
     group = CountedGroup(4, 1)
     x = torch.zeros(8, 12, device="meta", requires_grad=True)
-    made = {(32, 12): Gather.apply(x, group, 0), (8, 3): Scatter.apply(x, group, 1)}
-    made |= {(8, 12): Sum.apply(x, group), (2, 12): Own.apply(x, group, 0, True)}
-    made[2, 48] = Exchange.apply(x, group, 0, 1)
+    asked: Any = {(32, 12): (GATHER, 0), (8, 3): (SCATTER, 1), (8, 12): (SUM,), (2, 12): (OWN, 0)}
+    asked[2, 48] = (EXCHANGE, 0, 1)
+    made = {shape: over_ranks(x, name, group, *dims) for shape, (name, *dims) in asked.items()}
     for shape, found in made.items():
         assert tuple(found.shape) == shape
         x.grad = None
