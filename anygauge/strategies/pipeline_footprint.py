@@ -18,7 +18,6 @@ from anygauge.strategies.footprint import (
     weight_bytes,
 )
 from anygauge.strategies.pipeline_cut import rank_of_stage, stage_parts, stages_at
-from anygauge.strategies.pipeline_order import actions, fullest
 from anygauge.strategies.pipeline_stage import PipelineModel
 
 
@@ -55,19 +54,18 @@ def pipeline_memory(options: Degrees, workload: Workload) -> MemoryEstimate:
         for other in (part.index - 1, part.index + 1)
         if 0 <= other < part.count
     )
-    full = fullest(
-        actions(schedule, place, options.pp, count), [part.end - part.first for part in mine]
-    )
-    on_way = unit if any(full.done) and place > 0 else 0
+    at_once = in_flight(schedule, place, options.pp, count)
+    done = [count - n for n in at_once]
+    on_way = unit if any(done) and place > 0 else 0
     if len(mine) > 1:
-        on_way = unit * sum(n * edge for n, edge in zip(full.done, edges, strict=True))
+        on_way = unit * sum(n * edge for n, edge in zip(done, edges, strict=True))
     # `PipelineStage.backward_one_chunk`: the first stage alone has all of backward at once.
     # `stage_backward_input` leaves gradients with its buffers until the next step begins.
     apart = [schedule == "zero_bubble" and not part.begins for part in mine]
     received = sum(edges) * count * unit
     after = {at.BUFFERS: received + unit * count * sum(apart)}
     # `StageGradients` adds each gradient to its sum as soon as it is there.
-    step = {at.BUFFERS: received + on_way, at.GRADIENTS: gradients if any(full.done) else 0}
+    step = {at.BUFFERS: received + on_way, at.GRADIENTS: gradients if any(done) else 0}
     # `sum_at` puts gradients into one message: all, or those of a weight that both ends have.
     last = rank_of_stage(len(stages) - 1, options)
     ends = [{id(p): p for p in pipeline.part(stages[end]).parameters()} for end in (0, -1)]
@@ -102,8 +100,27 @@ def pipeline_memory(options: Degrees, workload: Workload) -> MemoryEstimate:
             *sent("all_reduce", (row, last * rows + row), 1, shared * size.reduce, waited=True),
         ),
         stages=tuple(
-            HeldLayers(part.first, part.end, max(1, at_once), one)
-            for part, at_once, one in zip(mine, full.in_flight, apart, strict=True)
+            HeldLayers(part.first, part.end, max(1, n), one)
+            for part, n, one in zip(mine, at_once, apart, strict=True)
         ),
         other_bytes=size.updated(numbers(trained), state),
     )
+
+
+def in_flight(schedule: str, place: int, ranks: int, count: int) -> tuple[int, ...]:
+    """Of each stage of the rank at a place of `ranks`, the micro-batches that it has at once.
+
+    At the last moment of a step of `count` at which they are most, by the order of torch's schedule
+    of that name: from then on, each forward follows a backward. Backward of a micro-batch is that
+    of its weights, where a schedule has two.
+    """
+    if schedule == "gpipe":
+        return (count,)
+    if schedule == "1f1b":
+        return (min(count, ranks - place),)
+    if schedule == "zero_bubble":
+        return min(count, 2 * ranks - place - 1), min(count, place + 1)
+    in_round = count // max(1, count // ranks)
+    forwards = min(2 * count, in_round + 2 * (ranks - 1 - place) + 1)
+    second = sum(at // in_round % 2 for at in range(forwards))
+    return forwards - second, second
