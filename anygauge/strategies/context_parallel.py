@@ -22,9 +22,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from anygauge.interface import UnsupportedError
 from anygauge.interface.strategy import BuildContext, MemoryEstimate, Workload
 from anygauge.strategies.degrees import ContextParallel
-from anygauge.strategies.exchanges import EXCHANGE, GATHER, CountedGroup, Group, over_ranks, size_of
+from anygauge.strategies.exchanges import (
+    EXCHANGE,
+    GATHER,
+    CountedGroup,
+    Group,
+    gathered,
+    over_ranks,
+    size_of,
+)
 from anygauge.strategies.footprint import item_bytes, sent
 from anygauge.strategies.materialise import decoder_layers
+from anygauge.strategies.tensor_division import causal_of
 
 NAME = "anygauge_context_parallel"
 EAGER = "eager"
@@ -42,11 +51,17 @@ def attend_in_parts(model: nn.Module, group: Group, method: str) -> None:
         method: ``gather`` or ``ulysses``.
 
     Raises:
-        UnsupportedError: its layers have attention of several kinds.
+        UnsupportedError: its layers have attention of several kinds, or that takes no other.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
+    causal = type(causal_of(model))
+    if not hasattr(sys.modules[causal.__module__], "ALL_ATTENTION_FUNCTIONS"):
+        raise UnsupportedError(
+            f"strategy.cp: the attention of {causal.__name__} computes by itself, so nothing can "
+            "be exchanged around it. Set strategy.cp: 1, or divide layers with strategy.tp"
+        )
     found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     configs = {id(one): one for one in found if hasattr(one, "_attn_implementation")}
     inner = {str(config._attn_implementation) for config in configs.values()}
@@ -130,11 +145,7 @@ def joined(group: dist.ProcessGroup | None) -> Callable[[Tensor], Tensor]:
     """Logits of this rank's positions -> those of all, (B, T, V)."""
 
     def whole(logits: Tensor) -> Tensor:
-        if group is None:
-            return logits
-        parts = [torch.empty_like(logits) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, logits.contiguous(), group=group)
-        return torch.cat(parts, dim=1)
+        return logits if group is None else gathered(logits, group, 1)
 
     return whole
 

@@ -15,18 +15,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from anygauge.interface import Setting
-from anygauge.interface.strategy import BuildContext, Footprint, MemoryEstimate, Workload
+from anygauge.interface.strategy import BuildContext, MemoryEstimate, Workload
 from anygauge.strategies.common import torch_dtype
 from anygauge.strategies.context_parallel import divide_sequences, joined, with_attention
 from anygauge.strategies.degrees import Degrees, in_words
-from anygauge.strategies.footprint import footprint_of, whole_memory
+from anygauge.strategies.footprint import whole_memory
 from anygauge.strategies.gradients import Gradients, LocalGradients
 from anygauge.strategies.layout import Whole
 from anygauge.strategies.materialise import decoder_layers
 from anygauge.strategies.pipeline import build_pipeline
 from anygauge.strategies.pipeline_footprint import pipeline_memory
-from anygauge.strategies.rank_part import take_part
+from anygauge.strategies.rank_part import DividedStrategy
 from anygauge.strategies.shards import fill, sharded_later
 from anygauge.strategies.single import build_whole
 from anygauge.strategies.tensor_footprint import tensor_memory
@@ -84,45 +83,20 @@ class SummedOverRanks(LocalGradients):
         return work.get_future().then(lambda _: buffer)
 
 
-class DdpPlanner:
-    """See `StrategyPlanner`."""
+class Ddp(DividedStrategy):
+    """The whole model on every rank, or a part of every layer."""
 
     def __init__(self, options: Degrees) -> None:
         self.options = options
+        self.description = f"ddp{in_words(options)}"
 
     def memory(self, workload: Workload) -> MemoryEstimate:
         """See `StrategyPlanner.memory`."""
         if self.options.pp > 1:
             return pipeline_memory(self.options, workload)
         if self.options.tp > 1:
-            return tensor_memory(self.options, workload, memory_of_replica)
-        return with_attention(self.options, workload, memory_of_replica(workload))
-
-    def part_of(self, model: nn.Module, workload: Workload) -> None:
-        """See `StrategyPlanner.part_of`."""
-        take_part(self.options, model, workload)
-
-
-def memory_of_replica(workload: Workload) -> MemoryEstimate:
-    """Of a rank that has the same as all ranks of the workload."""
-    return whole_memory(workload, replicas=workload.world_size)
-
-
-class Ddp:
-    """The whole model on every rank, or a part of every layer."""
-
-    def __init__(self, options: Degrees) -> None:
-        self.options = options
-        self.description = f"ddp{in_words(options)}"
-        self.planner = DdpPlanner(options)
-
-    def settings(self, workload: Workload) -> Sequence[Setting]:
-        """torch's DDP has nothing here that a run would change."""
-        return ()
-
-    def footprint(self, workload: Workload) -> Footprint:
-        """See `Strategy.footprint`."""
-        return footprint_of(self.planner.memory(workload))
+            return tensor_memory(self.options, workload, whole_memory)
+        return with_attention(self.options, workload, whole_memory(workload))
 
     def build(self, context: BuildContext) -> TorchEngine:
         """See `Strategy.build`."""

@@ -14,8 +14,16 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from anygauge.interface import Setting
 from anygauge.interface import strategy as at
-from anygauge.interface.strategy import Footprint, MemoryEstimate, Strategy, Traffic, Workload
+from anygauge.interface.strategy import (
+    Footprint,
+    MemoryEstimate,
+    Strategy,
+    StrategyPlanner,
+    Traffic,
+    Workload,
+)
 from anygauge.strategies.common import torch_dtype
 from anygauge.strategies.materialise import decoder_layers
 
@@ -243,6 +251,30 @@ def footprint_of(found: MemoryEstimate) -> Footprint:
     )
 
 
+class EstimatedStrategy:
+    """A strategy that is its own planner, and of which a rank computes the whole model."""
+
+    @property
+    def planner(self) -> StrategyPlanner:
+        """See `Strategy.planner`."""
+        return self
+
+    def settings(self, workload: Workload) -> Sequence[Setting]:
+        """See `Strategy.settings`; plain torch has no configuration of its own."""
+        return ()
+
+    def footprint(self, workload: Workload) -> Footprint:
+        """See `Strategy.footprint`."""
+        return footprint_of(self.memory(workload))
+
+    def memory(self, workload: Workload) -> MemoryEstimate:
+        """See `StrategyPlanner.memory`."""
+        return whole_memory(workload)
+
+    def part_of(self, model: nn.Module, workload: Workload) -> None:
+        """See `StrategyPlanner.part_of`."""
+
+
 # -- the whole model -------------------------------------------------------------------------------
 
 
@@ -260,16 +292,15 @@ def whole_model(workload: Workload) -> Footprint:
     )
 
 
-def whole_memory(
-    workload: Workload, holds: Footprint | None = None, *, replicas: int = 1
-) -> MemoryEstimate:
+def whole_memory(workload: Workload, holds: Footprint | None = None) -> MemoryEstimate:
     """Of a rank whose gradients are those of `LocalGradients`, or of `SummedOverRanks`.
 
     Args:
-        holds: what the rank does from step to step; None: what `whole_model` says.
-        replicas: ranks over which DDP sums; 1: there is no DDP.
+        holds: what the rank of another engine does from step to step; None: several ranks are
+            DDP's replicas.
     """
-    size, holds = Sizes.of(workload), holds or whole_model(workload)
+    size, replicas = Sizes.of(workload), 1 if holds else workload.world_size
+    holds = holds or whole_model(workload)
     held = {at.WEIGHTS: holds.weights, at.OPTIMIZER: holds.masters + holds.optimizer}
     if replicas > 1:
         # With `gradient_as_bucket_view`, DDP's Reducer keeps a place for each gradient.

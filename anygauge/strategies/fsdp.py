@@ -8,6 +8,7 @@ whole between forward and backward.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterator, Sequence
 
@@ -24,20 +25,20 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from anygauge.interface import HOST_DEVICE, Setting, UnsupportedError
-from anygauge.interface.strategy import BuildContext, Footprint, MemoryEstimate, Workload
+from anygauge.interface import HOST_DEVICE, UnsupportedError
+from anygauge.interface.strategy import BuildContext, MemoryEstimate, Workload
 from anygauge.strategies.common import torch_dtype
 from anygauge.strategies.context_parallel import divide_sequences, joined, with_attention
 from anygauge.strategies.degrees import in_words
 from anygauge.strategies.flat import FLAT, FlatLayers, flat_layers_fit
-from anygauge.strategies.footprint import Sizes, footprint_of
+from anygauge.strategies.footprint import Sizes
 from anygauge.strategies.fsdp_footprint import fsdp_memory
 from anygauge.strategies.fsdp_options import FsdpOptions
 from anygauge.strategies.fsdp_spec import shards
 from anygauge.strategies.gradients import Gradients
 from anygauge.strategies.layout import TensorLayout
 from anygauge.strategies.materialise import decoder_layers
-from anygauge.strategies.rank_part import take_part
+from anygauge.strategies.rank_part import DividedStrategy
 from anygauge.strategies.shards import Sharded, fill, sharded_later
 from anygauge.strategies.tensor_footprint import tensor_memory
 from anygauge.strategies.tensor_parallel import divide_layers
@@ -137,11 +138,23 @@ def check_average(group: dist.ProcessGroup, device: torch.device) -> None:
         )
 
 
-class FsdpPlanner:
-    """See `StrategyPlanner`."""
+def is_flat(options: FsdpOptions, model: nn.Module, workload: Workload) -> bool:
+    """Whether frozen layers are gathered by `FlatLayers`, and FSDP2 has the trained weights."""
+    usual = options.tp == 1 and options.offload == "none" and options.gather == "layer"
+    # A compiled layer takes the hooks that gather for a part of itself.
+    compiled = workload.backend.graph.compiler is not None
+    fits = usual and not compiled and _IGNORES and flat_layers_fit(model)
+    return fits and shards(options, workload.world_size) > 1
+
+
+class Fsdp(DividedStrategy):
+    """FSDP2 over all ranks."""
 
     def __init__(self, options: FsdpOptions) -> None:
-        self.options = options
+        self.options: FsdpOptions = options
+        replicas = f", {options.dp_replicate} replicas" if options.dp_replicate > 1 else ""
+        offload = ", offloaded" if options.offload != "none" else ""
+        self.description = f"fsdp{replicas}{in_words(options)}{offload}"
 
     def memory(self, workload: Workload) -> MemoryEstimate:
         """See `StrategyPlanner.memory`."""
@@ -155,38 +168,6 @@ class FsdpPlanner:
         if self.options.tp > 1:
             return tensor_memory(self.options, workload, plain, ranks)
         return with_attention(self.options, workload, plain(workload))
-
-    def part_of(self, model: nn.Module, workload: Workload) -> None:
-        """See `StrategyPlanner.part_of`."""
-        take_part(self.options, model, workload)
-
-
-def is_flat(options: FsdpOptions, model: nn.Module, workload: Workload) -> bool:
-    """Whether frozen layers are gathered by `FlatLayers`, and FSDP2 has the trained weights."""
-    usual = options.tp == 1 and options.offload == "none" and options.gather == "layer"
-    # A compiled layer takes the hooks that gather for a part of itself.
-    compiled = workload.backend.graph.compiler is not None
-    fits = usual and not compiled and _IGNORES and flat_layers_fit(model)
-    return fits and shards(options, workload.world_size) > 1
-
-
-class Fsdp:
-    """FSDP2 over all ranks."""
-
-    def __init__(self, options: FsdpOptions) -> None:
-        self.options = options
-        replicas = f", {options.dp_replicate} replicas" if options.dp_replicate > 1 else ""
-        offload = ", offloaded" if options.offload != "none" else ""
-        self.description = f"fsdp{replicas}{in_words(options)}{offload}"
-        self.planner = FsdpPlanner(options)
-
-    def settings(self, workload: Workload) -> Sequence[Setting]:
-        """FSDP2 is configured in code; what decides is in the run file."""
-        return ()
-
-    def footprint(self, workload: Workload) -> Footprint:
-        """See `Strategy.footprint`."""
-        return footprint_of(self.planner.memory(workload))
 
     def build(self, context: BuildContext) -> TorchEngine:
         """See `Strategy.build`."""
@@ -256,30 +237,13 @@ class Fsdp:
         offloaded = self.options.offload != "none"
         on_host = context.backend.placement.device.type == HOST_DEVICE
         offload = CPUOffloadPolicy(pin_memory=not on_host) if offloaded else OffloadPolicy()
+        sharded = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
         if flat is not None:
             # What else is frozen stays whole: the root would hold it so for all of a step.
             frozen = {p for p in model.parameters() if not p.requires_grad}
-            fully_shard(
-                model,
-                mesh=mesh,
-                reshard_after_forward=False,
-                mp_policy=policy,
-                ignored_params=frozen,
-            )
+            sharded(model, reshard_after_forward=False, ignored_params=frozen)
             return
-        keep = self.options.gather == "step"
+        again = self.options.gather == "layer"
         for layer in decoder_layers(model):
-            fully_shard(
-                layer,
-                mesh=mesh,
-                reshard_after_forward=not keep,
-                mp_policy=policy,
-                offload_policy=offload,
-            )
-        fully_shard(
-            model,
-            mesh=mesh,
-            reshard_after_forward=False,
-            mp_policy=policy,
-            offload_policy=offload,
-        )
+            sharded(layer, reshard_after_forward=again, offload_policy=offload)
+        sharded(model, reshard_after_forward=False, offload_policy=offload)

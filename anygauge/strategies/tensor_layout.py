@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from anygauge.strategies.exchanges import gathered
 from anygauge.strategies.layout import GroupLayout, TensorLayout
 from anygauge.strategies.tensor_division import Cut
 
@@ -58,11 +59,7 @@ class TensorParts(GroupLayout):
         """See `TensorLayout.whole`."""
         mine = self._inner.whole(parameter, part).to(self._device)
         cut = self._cuts.get(id(parameter))
-        if cut is None:
-            return mine
-        parts = [torch.empty_like(mine) for _ in range(cut.count)]
-        dist.all_gather(parts, mine.contiguous(), group=self._group)
-        return torch.cat(parts, dim=cut.dim)
+        return mine if cut is None else gathered(mine, self._group, cut.dim)
 
     def part(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         """See `TensorLayout.part`."""

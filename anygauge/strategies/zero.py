@@ -21,8 +21,8 @@ from anygauge.interface.strategy import (
     BuildContext,
     Counters,
     DeviceBatch,
-    Footprint,
     LossFunction,
+    MemoryEstimate,
     OptimizerFactory,
     StepResult,
     TrainedState,
@@ -39,10 +39,10 @@ from anygauge.strategies.common import (
     trained_parameters,
 )
 from anygauge.strategies.finite import FiniteSteps, scaled
-from anygauge.strategies.footprint import footprint_of
+from anygauge.strategies.footprint import EstimatedStrategy
 from anygauge.strategies.fp8 import PLAIN, Fp8Contexts, fp8_contexts
 from anygauge.strategies.materialise import buffers_of, materialise, restore_buffers
-from anygauge.strategies.zero_memory import ZeroPlanner
+from anygauge.strategies.zero_memory import zero_memory
 from anygauge.strategies.zero_nvme import folder_of_rank, load_operator
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_runtime import (
@@ -194,12 +194,11 @@ class ZeroEngine:
             self._swapped.cleanup()
 
 
-class Zero:
+class Zero(EstimatedStrategy):
     """DeepSpeed over all ranks."""
 
     def __init__(self, options: ZeroOptions) -> None:
         self.options = options
-        self.planner = ZeroPlanner(options)
         where = "" if options.nvme is None else " to a disk"
         offload = "" if options.offload == "none" else f", {options.offload} offloaded{where}"
         self.description = f"zero, stage {options.stage}{offload}"
@@ -210,9 +209,9 @@ class Zero:
         sizes = None if skeleton is None else ModelSizes.of(skeleton)
         return zero_settings(self.options, workload, sizes)
 
-    def footprint(self, workload: Workload) -> Footprint:
-        """See `Strategy.footprint`."""
-        return footprint_of(self.planner.memory(workload))
+    def memory(self, workload: Workload) -> MemoryEstimate:
+        """See `StrategyPlanner.memory`."""
+        return zero_memory(self.options, workload)
 
     def build(self, context: BuildContext) -> ZeroEngine:
         """See `Strategy.build`."""

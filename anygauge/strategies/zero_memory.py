@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from anygauge.interface import strategy as at
 from anygauge.interface.strategy import MemoryEstimate, Workload
 from anygauge.strategies.footprint import (
@@ -138,23 +136,14 @@ def of_ranks(count: int, ranks: int) -> int:
     return -(-count // ranks)
 
 
-class ZeroPlanner:
-    """See `Strategy.planner`."""
+def zero_memory(options: ZeroOptions, workload: Workload) -> MemoryEstimate:
+    """What the workload's rank holds and sends."""
+    terms = Terms.of(options, workload)
+    if options.stage == 3:
+        from anygauge.strategies.zero_sharded import sharded_memory
 
-    def __init__(self, options: ZeroOptions) -> None:
-        self._options = options
-
-    def memory(self, workload: Workload) -> MemoryEstimate:
-        """See `StrategyPlanner.memory`."""
-        terms = Terms.of(self._options, workload)
-        if self._options.stage == 3:
-            from anygauge.strategies.zero_sharded import sharded_memory
-
-            return sharded_memory(terms)
-        return _replicated_memory(terms)
-
-    def part_of(self, model: nn.Module, workload: Workload) -> None:
-        """See `StrategyPlanner.part_of`: a rank computes all of it."""
+        return sharded_memory(terms)
+    return _replicated_memory(terms)
 
 
 # -- stages 0 to 2: each rank has all weights ------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from anygauge.config.schema import RunFile
+from anygauge.interface import UnsupportedError
 from anygauge.planning.memory import RunMemory
 from anygauge.planning.plan import plan_run
 from anygauge.registry import Registry
@@ -27,6 +28,7 @@ from anygauge.strategies.exchanges import (
 from anygauge.strategies.pipeline import SCHEDULES
 from anygauge.strategies.pipeline_footprint import in_flight
 from tests.helpers.runs import TINY
+from tests.strategies.test_tensor import MODELS
 
 LENGTH, BATCH = 64, 2
 CONFIG = {**TINY, "num_hidden_layers": 4, "vocab_size": 512}
@@ -78,6 +80,11 @@ def test_the_attention_of_a_run_is_left_alone_and_eager_ones_exchange_heads() ->
     assert ALL_ATTENTION_FUNCTIONS[NAME] is runs_own
     # Four each time of four layers: forward, again, and backward.
     assert [t.times for t in sent if t.operation == "all_to_all"] == [4 * 3 * 4]
+
+
+def test_attention_that_takes_no_other_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"GPTJ.*strategy\.cp: 1, or .* strategy\.tp"):
+        planned(CP, config=MODELS["gptj"])
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(2, 4), (3, 3), (4, 2), (4, 8), (4, 12)])
