@@ -25,11 +25,10 @@ from anygauge.strategies.layout import Whole
 from anygauge.strategies.materialise import decoder_layers
 from anygauge.strategies.pipeline import build_pipeline
 from anygauge.strategies.pipeline_footprint import pipeline_memory
-from anygauge.strategies.rank_part import DividedStrategy
 from anygauge.strategies.shards import fill, sharded_later
 from anygauge.strategies.single import build_whole
 from anygauge.strategies.tensor_footprint import tensor_memory
-from anygauge.strategies.tensor_parallel import divide_layers
+from anygauge.strategies.tensor_parallel import DividedStrategy, divide_layers
 from anygauge.strategies.torch_engine import TorchEngine
 
 

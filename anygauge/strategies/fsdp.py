@@ -38,10 +38,9 @@ from anygauge.strategies.fsdp_spec import shards
 from anygauge.strategies.gradients import Gradients
 from anygauge.strategies.layout import TensorLayout
 from anygauge.strategies.materialise import decoder_layers
-from anygauge.strategies.rank_part import DividedStrategy
 from anygauge.strategies.shards import Sharded, fill, sharded_later
 from anygauge.strategies.tensor_footprint import tensor_memory
-from anygauge.strategies.tensor_parallel import divide_layers
+from anygauge.strategies.tensor_parallel import DividedStrategy, divide_layers
 from anygauge.strategies.torch_engine import TorchEngine
 
 _IGNORES = "ignored_params" in inspect.signature(fully_shard).parameters

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from anygauge.interface import HOST_DEVICE
 from anygauge.interface import strategy as at
 from anygauge.interface.strategy import MemoryEstimate, Traffic
 from anygauge.strategies.flat import BUFFERS, flat_lengths, gathered_in_a_turn
@@ -245,9 +244,7 @@ def fsdp_memory(options: FsdpOptions, ranks: int, size: Sizes, *, flat: bool) ->
     if flat:
         held[at.GATHERED] = BUFFERS * max(shards.flat) * size.compute
         moments = shards.in_flat_step()
-    # Where the device is the host, all of them are there together, when one is whole at a time.
-    wholes = 1 if workload.backend.device_type == HOST_DEVICE else SAVED_WHOLES
-    saved = {at.SAVED: wholes * size.largest * size.master}
+    saved = {at.SAVED: SAVED_WHOLES * size.largest * size.master}
     made = update_made(workload, (rows_of(p, ranks) for p in size.parameters))
     update = {at.GRADIENTS: shards.part, at.OPTIMIZER: made}
     more = {**moments, at.SAVE: plus(moments[at.SAVE], saved)}

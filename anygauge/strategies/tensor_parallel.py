@@ -10,7 +10,7 @@ that sends less than logits or sums of a divided vocabulary would, and takes any
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from anygauge.interface.strategy import Workload
 from anygauge.strategies.common import trained_parameters
+from anygauge.strategies.context_parallel import attend_in_parts
 from anygauge.strategies.degrees import Degrees
 from anygauge.strategies.exchanges import (
     GATHER,
@@ -29,14 +31,18 @@ from anygauge.strategies.exchanges import (
     SCATTER,
     SUM,
     SUM_GRADIENT,
+    CountedGroup,
     Group,
+    gathered,
     over_ranks,
     own,
     rank_in,
     size_of,
 )
-from anygauge.strategies.layout import TensorLayout
+from anygauge.strategies.footprint import EstimatedStrategy
+from anygauge.strategies.layout import GroupLayout, TensorLayout
 from anygauge.strategies.tensor_division import (
+    Cut,
     Division,
     causal_of,
     decoder_of,
@@ -44,10 +50,66 @@ from anygauge.strategies.tensor_division import (
     partial_gradients,
 )
 from anygauge.strategies.tensor_experts import use_own_experts
-from anygauge.strategies.tensor_layout import TensorParts
 from anygauge.strategies.tensor_plans import all_positions_after
 
 HIDDEN = "hidden_states"
+
+
+class TensorParts(GroupLayout):
+    """This rank's parts of cut parameters, laid out by another layout; see `TensorLayout`.
+
+    Args:
+        inner: of what is cut already.
+        cuts: by the identity of a parameter, trained or not.
+        trained: in the engine's order.
+    """
+
+    def __init__(
+        self,
+        inner: TensorLayout,
+        cuts: Mapping[int, Cut],
+        trained: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        super().__init__(group, device)
+        self._inner = inner
+        self._cuts = cuts
+        self._cut = [id(parameter) in cuts for parameter in trained]
+
+    def local(self, parameter: nn.Parameter) -> nn.Parameter:
+        """See `TensorLayout.local`."""
+        return self._inner.local(parameter)
+
+    def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """See `TensorLayout.shape`."""
+        shape = list(self._inner.shape(parameter))
+        cut = self._cuts.get(id(parameter))
+        if cut is not None:
+            shape[cut.dim] *= cut.count
+        return tuple(shape)
+
+    def square(self, parts: Sequence[nn.Parameter]) -> Tensor:
+        """See `TensorLayout.square`; what every rank of the group has counts once."""
+        cut = [part for part, is_cut in zip(parts, self._cut, strict=True) if is_cut]
+        whole = [part for part, is_cut in zip(parts, self._cut, strict=True) if not is_cut]
+        total = self._inner.square(cut).to(self._device)
+        dist.all_reduce(total, group=self._group)
+        return total + self._inner.square(whole).to(self._device)
+
+    def whole(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
+        """See `TensorLayout.whole`."""
+        mine = self._inner.whole(parameter, part).to(self._device)
+        cut = self._cuts.get(id(parameter))
+        return mine if cut is None else gathered(mine, self._group, cut.dim)
+
+    def part(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        """See `TensorLayout.part`."""
+        cut = self._cuts.get(id(parameter))
+        if cut is not None:
+            at = (*(slice(None),) * cut.dim, cut.place(whole.shape[cut.dim]))
+            whole = whole[at]
+        return self._inner.part(parameter, whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,3 +259,19 @@ def _own_labels(group: Group, _: nn.Module, args: Any, kwargs: dict[str, Any]) -
     if labels is not None:
         kwargs = {**kwargs, "shift_labels": own(labels, group, 1)}
     return args, kwargs
+
+
+class DividedStrategy(EstimatedStrategy):
+    """A strategy with `Degrees`."""
+
+    options: Degrees
+
+    def part_of(self, model: nn.Module, workload: Workload) -> None:
+        """See `StrategyPlanner.part_of`; a stage of a pipeline has whole layers."""
+        options = self.options
+        if options.tp > 1:
+            group = CountedGroup(options.tp, workload.rank % options.tp)
+            connect(model, divide(model, group.size, group.rank), options, group)
+        elif options.cp > 1:
+            group = CountedGroup(options.cp, workload.rank % options.cp)
+            attend_in_parts(model, group, options.cp_method)

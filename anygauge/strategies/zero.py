@@ -92,14 +92,12 @@ class ZeroEngine:
             else FiniteSteps(engine.optimizer, engine.step)
         )
         self._finite = True
-        self._undo_release = (
-            synchronise_before_release(context.backend.placement.synchronize)
-            if stage == 3 and context.backend.graph.sync_on_release
-            else lambda: None
-        )
-        self._undo_keeping = (
-            keep_recomputed_until_backward(self.model) if stage == 3 else lambda: None
-        )
+        self._undo = contextlib.ExitStack()
+        if stage == 3:
+            self._undo.callback(keep_recomputed_until_backward(self.model))
+            if context.backend.graph.sync_on_release:
+                wait = context.backend.placement.synchronize
+                self._undo.callback(synchronise_before_release(wait))
 
     def run_step(
         self, batches: Sequence[DeviceBatch], loss_function: LossFunction, normalizer: int
@@ -187,8 +185,7 @@ class ZeroEngine:
 
     def close(self) -> None:
         """Take hooks off and free DeepSpeed's buffers."""
-        self._undo_release()
-        self._undo_keeping()
+        self._undo.close()
         destroy(self._engine)
         if self._swapped is not None:
             self._swapped.cleanup()
@@ -265,12 +262,10 @@ class Zero(EstimatedStrategy):
         buffers = buffers_of(model)
         trained = trained_parameters(model)
         shapes = {name: whole_shape(p) for name, p in trained}
-        on_host = self.options.offload in ("optimizer", "both")
-        optimizer: Any = (
-            on_the_host(context.optimizer, trained, shapes)
-            if on_host
-            else context.optimizer(trained, shapes)
-        )
+        if self.options.offload in ("optimizer", "both"):
+            optimizer = on_the_host(context.optimizer, trained, shapes)
+        else:
+            optimizer = context.optimizer(trained, shapes)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         restore_buffers(buffers)
         return ZeroEngine(engine, self.options.stage, context, swapped, fp8)
