@@ -432,7 +432,7 @@ def _device(
         at(BACKWARD, BACKWARD, max(beside + one.backward for beside, one in pairs))
         at(BACKWARD, END, base + mine[0].backward)
         at(BACKWARD, REDUCE, before[-1] + mine[-1].kept)
-        at(BACKWARD, COLLECT, trace.base + trace.loss_kept)
+        at(BACKWARD, COLLECT, trace.base)
         at(EVALUATION, GATHER, trace.base)
         at(EVALUATION, EVALUATION, trace.base + max(one.evaluation for one in mine))
         if stage.apart:
