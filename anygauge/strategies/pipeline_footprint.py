@@ -122,5 +122,5 @@ def in_flight(schedule: str, place: int, ranks: int, count: int) -> tuple[int, .
         return min(count, 2 * ranks - place - 1), min(count, place + 1)
     in_round = count // max(1, count // ranks)
     forwards = min(2 * count, in_round + 2 * (ranks - 1 - place) + 1)
-    second = sum(at // in_round % 2 for at in range(forwards))
+    second = sum(turn // in_round % 2 for turn in range(forwards))
     return forwards - second, second
