@@ -42,7 +42,6 @@ from anygauge.strategies.finite import FiniteSteps, scaled
 from anygauge.strategies.footprint import EstimatedStrategy
 from anygauge.strategies.fp8 import PLAIN, Fp8Contexts, fp8_contexts
 from anygauge.strategies.materialise import buffers_of, materialise, restore_buffers
-from anygauge.strategies.zero_memory import zero_memory
 from anygauge.strategies.zero_nvme import folder_of_rank, load_operator
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_runtime import (
@@ -59,6 +58,7 @@ from anygauge.strategies.zero_runtime import (
     synchronise_before_release,
 )
 from anygauge.strategies.zero_settings import ModelSizes, as_config, zero_settings
+from anygauge.strategies.zero_sharded import zero_memory
 from anygauge.strategies.zero_state import ZeroState, whole_shape
 from anygauge.strategies.zero_versions import needs_reentrant_checkpointing, skips_non_finite
 

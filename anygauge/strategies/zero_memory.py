@@ -136,16 +136,6 @@ def of_ranks(count: int, ranks: int) -> int:
     return -(-count // ranks)
 
 
-def zero_memory(options: ZeroOptions, workload: Workload) -> MemoryEstimate:
-    """What the workload's rank holds and sends."""
-    terms = Terms.of(options, workload)
-    if options.stage == 3:
-        from anygauge.strategies.zero_sharded import sharded_memory
-
-        return sharded_memory(terms)
-    return _replicated_memory(terms)
-
-
 # -- stages 0 to 2: each rank has all weights ------------------------------------------------------
 
 
@@ -220,7 +210,8 @@ def _gradients(terms: Terms) -> _Gradients:
     )
 
 
-def _replicated_memory(terms: Terms) -> MemoryEstimate:
+def replicated_memory(terms: Terms) -> MemoryEstimate:
+    """Of a run with stage 0, 1 or 2."""
     size, stage, part = terms.size, terms.options.stage, terms.part
     workload, found = size.workload, _gradients(terms)
     turns = workload.accumulation

@@ -14,7 +14,7 @@ from torch import nn
 
 from anygauge.interface import HOST_DEVICE
 from anygauge.interface import strategy as at
-from anygauge.interface.strategy import MemoryEstimate
+from anygauge.interface.strategy import MemoryEstimate, Workload
 from anygauge.strategies.footprint import (
     Kinds,
     by_moment,
@@ -24,7 +24,8 @@ from anygauge.strategies.footprint import (
     unique,
 )
 from anygauge.strategies.materialise import decoder_layers
-from anygauge.strategies.zero_memory import NORM, Terms, of_ranks
+from anygauge.strategies.zero_memory import NORM, Terms, of_ranks, replicated_memory
+from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_settings import DEFAULT_LIVE, DEFAULT_PERSISTENCE
 
 SUB_GROUP = 1_000_000_000
@@ -100,6 +101,12 @@ class _Weights:
     def whole(self, more: int) -> int:
         """What is whole at once: what was fetched ahead, up to a limit, and what is needed now."""
         return min(self.others, self.ahead + more)
+
+
+def zero_memory(options: ZeroOptions, workload: Workload) -> MemoryEstimate:
+    """What the workload's rank holds and sends, in any stage."""
+    terms = Terms.of(options, workload)
+    return sharded_memory(terms) if options.stage == 3 else replicated_memory(terms)
 
 
 def sharded_memory(terms: Terms) -> MemoryEstimate:

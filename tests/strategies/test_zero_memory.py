@@ -10,8 +10,8 @@ from anygauge.config.schema import AdapterSection
 from anygauge.interface import Backend, Precision
 from anygauge.interface import strategy as of
 from anygauge.interface.strategy import FORWARD, GATHERED, OPTIMIZER, WEIGHTS, MemoryEstimate
-from anygauge.strategies.zero_memory import zero_memory
 from anygauge.strategies.zero_options import ZeroOptions
+from anygauge.strategies.zero_sharded import zero_memory
 from tests.helpers.build import a_workload, model_factory
 
 LAYERS, WIDTH, WORDS = 4, 64, 512
