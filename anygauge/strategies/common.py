@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from anygauge.interface import Backend, Graph, Phase
-from anygauge.interface.strategy import DeviceBatch, LossFunction
+from anygauge.interface.strategy import BuildContext, DeviceBatch, LossFunction
 from anygauge.strategies.materialise import decoder_layers
 
 
@@ -57,6 +57,13 @@ def logits_of(model: nn.Module, backend: Backend, batch: DeviceBatch) -> Tensor:
         logits: Tensor = model(**inputs).logits
     backend.graph.mark_step(Phase.FORWARD)
     return logits
+
+
+def prepare(model: nn.Module, context: BuildContext) -> None:
+    """Have layers recompute their activations, mark their graphs and be compiled, as asked for."""
+    context.factory.checkpoint_activations(model)
+    mark_recomputation(model, context.backend.graph)
+    compile_regions(model, context.backend)
 
 
 def compile_regions(model: nn.Module, backend: Backend) -> int:

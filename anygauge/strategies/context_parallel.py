@@ -8,6 +8,7 @@ queries of its heads. Masks are explicit, so packed documents stay isolated.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,11 +20,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from anygauge.interface import UnsupportedError
-from anygauge.interface.strategy import BuildContext, Traffic, Workload
+from anygauge.interface.strategy import BuildContext, MemoryEstimate, Workload
 from anygauge.strategies.degrees import ContextParallel
-from anygauge.strategies.exchanges import CountedGroup, Exchange, Gather, Group, size_of
-from anygauge.strategies.footprint import item_bytes
+from anygauge.strategies.exchanges import (
+    EXCHANGE,
+    GATHER,
+    CountedGroup,
+    Group,
+    gathered,
+    over_ranks,
+    size_of,
+)
+from anygauge.strategies.footprint import item_bytes, sent
 from anygauge.strategies.materialise import decoder_layers
+from anygauge.strategies.tensor_division import causal_of
 
 NAME = "anygauge_context_parallel"
 EAGER = "eager"
@@ -41,11 +51,17 @@ def attend_in_parts(model: nn.Module, group: Group, method: str) -> None:
         method: ``gather`` or ``ulysses``.
 
     Raises:
-        UnsupportedError: its layers have attention of several kinds.
+        UnsupportedError: its layers have attention of several kinds, or that takes no other.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
+    causal = type(causal_of(model))
+    if not hasattr(sys.modules[causal.__module__], "ALL_ATTENTION_FUNCTIONS"):
+        raise UnsupportedError(
+            f"strategy.cp: the attention of {causal.__name__} computes by itself, so nothing can "
+            "be exchanged around it. Set strategy.cp: 1, or divide layers with strategy.tp"
+        )
     found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     configs = {id(one): one for one in found if hasattr(one, "_attn_implementation")}
     inner = {str(config._attn_implementation) for config in configs.values()}
@@ -81,7 +97,7 @@ def _gathered(attention: Attention, group: Group) -> Attention:
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any
     ) -> Any:
         # One message for both, whose heads may differ in width.
-        both = Gather.apply(torch.cat([key, value], dim=-1), group, 2)
+        both = over_ranks(torch.cat([key, value], dim=-1), GATHER, group, 2)
         key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         return attention(module, query, key, value, mask, **more)
 
@@ -96,7 +112,7 @@ def _exchanged(attention: Attention, group: Group) -> Attention:
         if key.shape[1] % ranks:
             times = query.shape[1] // key.shape[1]
             key, value = (t.repeat_interleave(times, dim=1) for t in (key, value))
-        query, key, value = (Exchange.apply(t, group, 1, 2) for t in (query, key, value))
+        query, key, value = (over_ranks(t, EXCHANGE, group, 1, 2) for t in (query, key, value))
         # The module's heads are those of all ranks; the function asks it for their ratio.
         seen = SimpleNamespace(
             stands_for=type(module),
@@ -106,7 +122,7 @@ def _exchanged(attention: Attention, group: Group) -> Attention:
             is_causal=getattr(module, "is_causal", True),
         )
         output, weights = attention(seen, query, key, value, mask, **more)
-        return Exchange.apply(output, group, 1, 2), weights
+        return over_ranks(output, EXCHANGE, group, 1, 2), weights
 
     return forward
 
@@ -129,26 +145,18 @@ def joined(group: dist.ProcessGroup | None) -> Callable[[Tensor], Tensor]:
     """Logits of this rank's positions -> those of all, (B, T, V)."""
 
     def whole(logits: Tensor) -> Tensor:
-        if group is None:
-            return logits
-        parts = [torch.empty_like(logits) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, logits.contiguous(), group=group)
-        return torch.cat(parts, dim=1)
+        return logits if group is None else gathered(logits, group, 1)
 
     return whole
 
 
-def attention_bytes(options: ContextParallel, workload: Workload) -> dict[str, int]:
-    """What attention sends in a step, by collective, in the compute type."""
-    return {one.operation: int(one.bytes) for one in attention_traffic(options, workload)}
-
-
-def attention_traffic(options: ContextParallel, workload: Workload) -> list[Traffic]:
-    """What attention sends in a step, in the compute type."""
+def with_attention(
+    options: ContextParallel, workload: Workload, found: MemoryEstimate
+) -> MemoryEstimate:
+    """An estimate and what attention sends in a step, in the compute type."""
     if options.cp == 1:
-        return []
+        return found
     model: Any = workload.skeleton
-    assert model is not None, "a footprint is counted from the model"
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -163,26 +171,20 @@ def attention_traffic(options: ContextParallel, workload: Workload) -> list[Traf
     size = workload.micro_batch * (of_key + of_value) * item_bytes(workload.precision.param_dtype)
     # What selective recomputation keeps comes after the exchanges, which it makes again.
     forwards = layers + workload.activations.recomputed(layers)
-
-    def sent(operation: str, times: int, numbers: int) -> Traffic:
-        return Traffic(
-            operation=operation,
-            group=neighbours(workload.rank, options.cp),
-            waited=True,
-            times=times * workload.accumulation,
-            bytes=numbers * workload.accumulation * size,
-        )
-
-    if options.cp_method == "gather":
-        keys = kv_heads * length * options.cp
-        return [
-            sent("all_gather", forwards, forwards * keys),
-            sent("reduce_scatter", layers, layers * keys),
-        ]
+    group, turns = neighbours(workload.rank, options.cp), workload.accumulation
+    keys = kv_heads * length * options.cp
     moved = kv_heads if kv_heads % options.cp == 0 else heads
-    # Queries, keys, values and outputs.
-    times = forwards + layers
-    return [sent("all_to_all", 4 * times, times * (heads + moved) * length)]
+    # Operation -> how often, and numbers; Ulysses has queries, keys, values and outputs.
+    exchanges = {
+        "gather": {"all_gather": (forwards, keys), "reduce_scatter": (layers, keys)},
+        "ulysses": {"all_to_all": (4 * (forwards + layers), (heads + moved) * length / 4)},
+    }[options.cp_method]
+    traffic = [
+        one
+        for operation, (times, each) in exchanges.items()
+        for one in sent(operation, group, turns * times, turns * times * each * size, waited=True)
+    ]
+    return dataclasses.replace(found, traffic=(*found.traffic, *traffic))
 
 
 def neighbours(rank: int, degree: int) -> tuple[int, ...]:

@@ -7,8 +7,7 @@ same ones, from files or from the seed.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,34 +15,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from anygauge.interface import Setting
-from anygauge.interface.strategy import BuildContext, Footprint, MemoryEstimate, Workload
-from anygauge.strategies.common import compile_regions, floating, mark_recomputation, torch_dtype
-from anygauge.strategies.context_parallel import (
-    attention_bytes,
-    attention_traffic,
-    divide_sequences,
-    joined,
-)
+from anygauge.interface.strategy import BuildContext, MemoryEstimate, Workload
+from anygauge.strategies.common import torch_dtype
+from anygauge.strategies.context_parallel import divide_sequences, joined, with_attention
 from anygauge.strategies.degrees import Degrees, in_words
-from anygauge.strategies.footprint import (
-    added,
-    item_bytes,
-    trained_numbers,
-    whole_model,
-)
+from anygauge.strategies.footprint import whole_memory
 from anygauge.strategies.gradients import Gradients, LocalGradients
 from anygauge.strategies.layout import Whole
 from anygauge.strategies.materialise import decoder_layers
 from anygauge.strategies.pipeline import build_pipeline
-from anygauge.strategies.pipeline_footprint import pipeline_footprint, pipeline_memory
-from anygauge.strategies.rank_part import take_part
-from anygauge.strategies.shards import fill
+from anygauge.strategies.pipeline_footprint import pipeline_memory
+from anygauge.strategies.shards import fill, sharded_later
 from anygauge.strategies.single import build_whole
-from anygauge.strategies.tensor_footprint import in_tensor_parts, tensor_memory
-from anygauge.strategies.tensor_parallel import divide_layers
+from anygauge.strategies.tensor_footprint import tensor_memory
+from anygauge.strategies.tensor_parallel import DividedStrategy, divide_layers
 from anygauge.strategies.torch_engine import TorchEngine
-from anygauge.strategies.whole_footprint import whole_memory
 
 
 class SummedOverRanks(LocalGradients):
@@ -96,56 +82,20 @@ class SummedOverRanks(LocalGradients):
         return work.get_future().then(lambda _: buffer)
 
 
-class DdpPlanner:
-    """See `StrategyPlanner`."""
+class Ddp(DividedStrategy):
+    """The whole model on every rank, or a part of every layer."""
 
     def __init__(self, options: Degrees) -> None:
         self.options = options
+        self.description = f"ddp{in_words(options)}"
 
     def memory(self, workload: Workload) -> MemoryEstimate:
         """See `StrategyPlanner.memory`."""
         if self.options.pp > 1:
             return pipeline_memory(self.options, workload)
         if self.options.tp > 1:
-            return tensor_memory(self.options, workload, memory_of_replica)
-        found = memory_of_replica(workload)
-        sent = (*found.traffic, *attention_traffic(self.options, workload))
-        return dataclasses.replace(found, traffic=sent)
-
-    def part_of(self, model: nn.Module, workload: Workload) -> None:
-        """See `StrategyPlanner.part_of`."""
-        take_part(self.options, model, workload)
-
-
-def memory_of_replica(workload: Workload) -> MemoryEstimate:
-    """Of a rank that has the same as all ranks of the workload."""
-    return whole_memory(workload, replicas=workload.world_size)
-
-
-class Ddp:
-    """The whole model on every rank, or a part of every layer."""
-
-    def __init__(self, options: Degrees) -> None:
-        self.options = options
-        self.description = f"ddp{in_words(options)}"
-        self.planner = DdpPlanner(options)
-
-    def settings(self, workload: Workload) -> Sequence[Setting]:
-        """torch's DDP has nothing here that a run would change."""
-        return ()
-
-    def footprint(self, workload: Workload) -> Footprint:
-        """See `Strategy.footprint`."""
-        if self.options.pp > 1:
-            return pipeline_footprint(self.options, workload)
-        sent: Mapping[str, int] = attention_bytes(self.options, workload)
-        if self.options.tp > 1:
-            workload, sent = in_tensor_parts(self.options, workload)
-        assert workload.skeleton is not None, "a footprint is counted from the model"
-        sums = trained_numbers(workload.skeleton) * item_bytes(workload.precision.reduce_dtype)
-        if workload.world_size > self.options.tp:
-            sent = added(sent, {"all_reduce": sums})
-        return dataclasses.replace(whole_model(workload), sent=sent)
+            return tensor_memory(self.options, workload, whole_memory)
+        return with_attention(self.options, workload, whole_memory(workload))
 
     def build(self, context: BuildContext) -> TorchEngine:
         """See `Strategy.build`."""
@@ -166,35 +116,29 @@ class Ddp:
         )
 
     def _build_divided(self, context: BuildContext) -> TorchEngine:
-        factory, precision = context.factory, context.precision
         device = context.backend.placement.device
         replicas = context.workload.world_size // self.options.tp
         mesh = init_device_mesh(
             device.type, (replicas, self.options.tp), mesh_dim_names=("dp", "tp")
         )
-        model, names = factory.adapted_on_meta()
-        for parameter in floating(model):
-            parameter.data = parameter.data.to(torch_dtype(precision.param_dtype))
-        factory.checkpoint_activations(model)
-        mark_recomputation(model, context.backend.graph)
-        compile_regions(model, context.backend)
+        model, names = sharded_later(context)
         parallel = divide_layers(model, self.options, mesh.get_group("tp"), device)
-        fill(model, names, factory, device, cuts=parallel.division.cuts)
+        fill(model, names, context.factory, device, cuts=parallel.division.cuts)
         wrapper = wrapped(model, mesh.get_group("dp")) if replicas > 1 else None
-        dtype = torch_dtype(precision.reduce_dtype)
-        layout = parallel.layout(Whole(context.clip_grad_norm), model)
+        dtype = torch_dtype(context.precision.reduce_dtype)
 
         def gradients(trained: Sequence[nn.Parameter]) -> Gradients:
             if wrapper is None:
-                return parallel.gradients(LocalGradients(trained, dtype), layout, model)
-            return parallel.gradients(SummedOverRanks(wrapper, trained, dtype), layout, model)
+                return LocalGradients(trained, dtype)
+            return SummedOverRanks(wrapper, trained, dtype)
 
         return TorchEngine(
             model,
             context,
             call=wrapper,
             gradients=gradients,
-            layout=layout,
+            layout=parallel.layout(Whole(context.clip_grad_norm), model),
+            sums=parallel.sums(model),
             join_logits=joined(parallel.group),
         )
 

@@ -21,6 +21,7 @@ from anygauge.strategies.degrees import (
     check_micro_batches,
     check_model,
     check_optimizer,
+    check_recomputation,
     check_routers,
     share,
 )
@@ -33,7 +34,8 @@ def check(run: StrategyRun) -> None:
 
     Raises:
         RunFileError: they do not fit the ranks, or the optimizer needs whole matrices.
-        UnsupportedError: the adapter's first values depend on whole weights.
+        UnsupportedError: the adapter's first values depend on whole weights, or a schedule undoes
+            recomputation.
     """
     check_divides(run.options, run.world_size)
     if run.options.tp > 1:
@@ -43,6 +45,7 @@ def check(run: StrategyRun) -> None:
             check_adapter(run, f"strategy.{name}")
     check_routers(run)
     check_micro_batches(run)
+    check_recomputation(run)
     check_codes(run)
 
 

@@ -205,6 +205,17 @@ def check_layers(options: Any, config: Any) -> None:
     )
 
 
+def check_recomputation(run: StrategyRun) -> None:
+    """Raises: UnsupportedError: a schedule would undo what recomputation saves."""
+    if run.options.schedule == "zero_bubble" and run.activations.every:
+        raise UnsupportedError(
+            "strategy.schedule: zero_bubble computes the gradients of weights one by one, after "
+            "those of hidden states: torch recomputes a layer for each of its trained weights, and "
+            "keeps all of it until the last. Set strategy.schedule: 1f1b, or "
+            "train.gradient_checkpointing: false"
+        )
+
+
 def check_micro_batches(run: StrategyRun) -> None:
     """Refuse a step that a schedule cannot order.
 

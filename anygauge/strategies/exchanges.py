@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -63,128 +64,87 @@ def summed(part: Tensor, group: Group) -> Tensor:
     return total
 
 
-def own(whole: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's part of a dimension that all ranks have."""
+def place(whole: Tensor, group: Group, dim: int) -> Tensor:
+    """Where this rank's part lies in a dimension that all ranks have, as a view."""
     each = whole.shape[dim] // size_of(group)
     return whole.narrow(dim, rank_in(group) * each, each)
 
 
-class Gather(torch.autograd.Function):
-    """Parts of a dimension -> the whole; gradients are summed over ranks, and divided again."""
+def own(whole: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's part of a dimension that all ranks have."""
+    return place(whole, group, dim).contiguous()
+
+
+def _same(x: Tensor, group: Group, *_: int) -> Tensor:
+    return x.view_as(x)
+
+
+def _alone(part: Tensor, group: Group, dim: int) -> Tensor:
+    """Zero in others' parts of a dimension."""
+    shape = list(part.shape)
+    shape[dim] *= size_of(group)
+    whole = part.new_zeros(shape)
+    place(whole, group, dim).copy_(part)
+    return whole
+
+
+def _own_alone(whole: Tensor, group: Group, dim: int) -> Tensor:
+    return _alone(place(whole, group, dim), group, dim)
+
+
+def _exchanged(x: Tensor, group: Group, divide: int, join: int) -> Tensor:
+    """One dimension is divided over ranks, and another put together."""
+    sent = torch.stack(x.chunk(size_of(group), dim=divide)).contiguous()
+    received = torch.empty_like(sent)
+    if not isinstance(group, CountedGroup):
+        dist.all_to_all_single(received, sent, group=group)
+    return torch.cat(received.unbind(0), dim=join)
+
+
+def _exchanged_back(x: Tensor, group: Group, divide: int, join: int) -> Tensor:
+    return _exchanged(x, group, join, divide)
+
+
+GATHER, SCATTER, EXCHANGE = "gather", "scatter", "exchange"
+SUM, SUM_GRADIENT = "sum", "sum gradient"
+OWN, OWN_ALONE, OWN_GRADIENT, REJOIN = "own", "own alone", "own gradient", "rejoin"
+_OPERATIONS: Mapping[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    # Parts of a dimension -> the whole; gradients are summed over ranks, and divided again.
+    GATHER: (gathered, scattered),
+    # Sum over ranks, each of which keeps its part of a dimension; gradients are gathered.
+    SCATTER: (scattered, gathered),
+    # The sum over ranks; the gradient, which all of them have, passes.
+    SUM: (summed, _same),
+    # The same for each rank, which does its part with it; gradients are summed over ranks.
+    SUM_GRADIENT: (_same, summed),
+    # The whole -> this rank's part of a dimension; each rank has all of the gradient.
+    OWN: (own, gathered),
+    # Likewise; the gradient is zero in others' parts.
+    OWN_ALONE: (own, _alone),
+    # The same; of the gradient, which all ranks have, each keeps its part of a dimension.
+    OWN_GRADIENT: (_same, _own_alone),
+    # Parts of a dimension -> the whole; of the gradient, which all ranks have, each takes its.
+    REJOIN: (gathered, own),
+    # Divide one dimension over ranks and put another together; backward does the reverse.
+    EXCHANGE: (_exchanged, _exchanged_back),
+}
+
+
+class _OverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str, group: Group, *dims: int) -> Tensor:
+        ctx.given = (name, group, dims)
+        return _OPERATIONS[name][0](x, group, *dims)
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Group, dim: int) -> Tensor:  # noqa: D102
-        ctx.given = (group, dim)
-        return gathered(part, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
-        return scattered(gradients[0], *ctx.given), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        name, group, dims = ctx.given
+        return _OPERATIONS[name][1](gradients[0], group, *dims), *(
+            None for _ in (name, group, *dims)
+        )
 
 
-class Scatter(torch.autograd.Function):
-    """Sum over ranks, each of which keeps its part of a dimension; gradients are gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: Group, dim: int) -> Tensor:  # noqa: D102
-        ctx.given = (group, dim)
-        return scattered(whole, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
-        return gathered(gradients[0], *ctx.given), None, None
-
-
-class Sum(torch.autograd.Function):
-    """The sum over ranks; the gradient, which all of them have, passes."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Group) -> Tensor:  # noqa: D102
-        return summed(part, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
-        return gradients[0], None
-
-
-class SumGradient(torch.autograd.Function):
-    """The same for each rank, which does its part with it; gradients are summed over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: Group) -> Tensor:  # noqa: D102
-        ctx.group = group
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
-        return summed(gradients[0], ctx.group), None
-
-
-class Own(torch.autograd.Function):
-    """The whole -> this rank's part of a dimension.
-
-    The gradient is gathered, so that each rank has all of it, or is zero in others' parts.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: Group, dim: int, gathers: bool) -> Tensor:  # noqa: D102
-        ctx.given = (group, dim, gathers)
-        return own(whole, group, dim).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
-        group, dim, gathers = ctx.given
-        (part,) = gradients
-        if gathers:
-            return gathered(part, group, dim), None, None, None
-        shape = list(part.shape)
-        shape[dim] *= size_of(group)
-        whole = part.new_zeros(shape)
-        own(whole, group, dim).copy_(part)
-        return whole, None, None, None
-
-
-class Rejoin(torch.autograd.Function):
-    """Parts of a dimension -> the whole; of the gradient, which all ranks have, each takes its."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Group, dim: int) -> Tensor:  # noqa: D102
-        ctx.given = (group, dim)
-        return gathered(part, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
-        return own(gradients[0], *ctx.given).contiguous(), None, None
-
-
-class OwnGradient(torch.autograd.Function):
-    """The same; of the gradient, which all ranks have, each keeps its part of a dimension."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: Group, dim: int) -> Tensor:  # noqa: D102
-        ctx.given = (group, dim)
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
-        kept = torch.zeros_like(gradients[0])
-        own(kept, *ctx.given).copy_(own(gradients[0], *ctx.given))
-        return kept, None, None
-
-
-class Exchange(torch.autograd.Function):
-    """Divide one dimension over ranks and put another together; backward does the reverse."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, divide: int, join: int) -> Tensor:  # noqa: D102
-        ctx.given = (group, divide, join)
-        sent = torch.stack(x.chunk(size_of(group), dim=divide)).contiguous()
-        received = torch.empty_like(sent)
-        if not isinstance(group, CountedGroup):
-            dist.all_to_all_single(received, sent, group=group)
-        return torch.cat(received.unbind(0), dim=join)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
-        group, divide, join = ctx.given
-        return Exchange.apply(gradients[0], group, join, divide), None, None, None
+def over_ranks(x: Tensor, name: str, group: Group, *dims: int) -> Tensor:
+    """What a rank has after an operation of this module, by its name; see `_OPERATIONS`."""
+    found: Tensor = _OverRanks.apply(x, name, group, *dims)
+    return found

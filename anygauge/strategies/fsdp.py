@@ -8,10 +8,9 @@ whole between forward and backward.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,36 +25,30 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from anygauge.interface import HOST_DEVICE, Setting, UnsupportedError
-from anygauge.interface.strategy import BuildContext, Footprint, MemoryEstimate, Workload
-from anygauge.strategies.common import compile_regions, mark_recomputation, torch_dtype
-from anygauge.strategies.context_parallel import (
-    attention_bytes,
-    attention_traffic,
-    divide_sequences,
-    joined,
-)
+from anygauge.interface import HOST_DEVICE, UnsupportedError
+from anygauge.interface.strategy import BuildContext, MemoryEstimate, Workload
+from anygauge.strategies.common import torch_dtype
+from anygauge.strategies.context_parallel import divide_sequences, joined, with_attention
 from anygauge.strategies.degrees import in_words
 from anygauge.strategies.flat import FLAT, FlatLayers, flat_layers_fit
-from anygauge.strategies.footprint import added
-from anygauge.strategies.fsdp_footprint import fsdp_footprint, fsdp_memory
+from anygauge.strategies.footprint import Sizes
+from anygauge.strategies.fsdp_footprint import fsdp_memory
 from anygauge.strategies.fsdp_options import FsdpOptions
 from anygauge.strategies.fsdp_spec import shards
 from anygauge.strategies.gradients import Gradients
 from anygauge.strategies.layout import TensorLayout
 from anygauge.strategies.materialise import decoder_layers
-from anygauge.strategies.rank_part import take_part
-from anygauge.strategies.shards import Sharded, fill, set_types
-from anygauge.strategies.tensor_footprint import in_tensor_parts, tensor_memory
-from anygauge.strategies.tensor_parallel import divide_layers
+from anygauge.strategies.shards import Sharded, fill, sharded_later
+from anygauge.strategies.tensor_footprint import tensor_memory
+from anygauge.strategies.tensor_parallel import DividedStrategy, divide_layers
 from anygauge.strategies.torch_engine import TorchEngine
 
 _IGNORES = "ignored_params" in inspect.signature(fully_shard).parameters
 """Whether FSDP2 can leave parameters to others: since torch 2.7."""
 
 
-class ReducedByFsdp:
-    """Gradients that FSDP2 sums over ranks into parts; see `Gradients`.
+class ReducedByFsdp(Gradients):
+    """Gradients that FSDP2 adds up, and sums over ranks into parts; see `Gradients`.
 
     An adapter's are added up whole and reduced once a step. Those of all weights would not fit:
     they are reduced after each micro-batch.
@@ -94,9 +87,6 @@ class ReducedByFsdp:
         if self._keeps_weights:
             self._model.set_reshard_after_backward(last)
         yield
-
-    def collect(self) -> None:
-        """See `Gradients.collect`; FSDP2 adds them up."""
 
     def take(self) -> list[Tensor | None]:
         """See `Gradients.take`."""
@@ -147,82 +137,42 @@ def check_average(group: dist.ProcessGroup, device: torch.device) -> None:
         )
 
 
-class FsdpPlanner:
-    """See `StrategyPlanner`."""
+def is_flat(options: FsdpOptions, model: nn.Module, workload: Workload) -> bool:
+    """Whether frozen layers are gathered by `FlatLayers`, and FSDP2 has the trained weights."""
+    usual = options.tp == 1 and options.offload == "none" and options.gather == "layer"
+    # A compiled layer takes the hooks that gather for a part of itself.
+    compiled = workload.backend.graph.compiler is not None
+    fits = usual and not compiled and _IGNORES and flat_layers_fit(model)
+    return fits and shards(options, workload.world_size) > 1
+
+
+class Fsdp(DividedStrategy):
+    """FSDP2 over all ranks."""
 
     def __init__(self, options: FsdpOptions) -> None:
-        self.options = options
+        self.options: FsdpOptions = options
+        replicas = f", {options.dp_replicate} replicas" if options.dp_replicate > 1 else ""
+        offload = ", offloaded" if options.offload != "none" else ""
+        self.description = f"fsdp{replicas}{in_words(options)}{offload}"
 
     def memory(self, workload: Workload) -> MemoryEstimate:
         """See `StrategyPlanner.memory`."""
         ranks = shards(self.options, workload.world_size)
+
+        def plain(one: Workload) -> MemoryEstimate:
+            size = Sizes.of(one)
+            flat = is_flat(self.options, size.model, one)
+            return fsdp_memory(self.options, ranks, size, flat=flat)
+
         if self.options.tp > 1:
-            plain = functools.partial(fsdp_memory, self.options, ranks, flat=False)
             return tensor_memory(self.options, workload, plain, ranks)
-        found = memory_of_shards(self.options, ranks, workload)
-        sent = (*found.traffic, *attention_traffic(self.options, workload))
-        return dataclasses.replace(found, traffic=sent)
-
-    def part_of(self, model: nn.Module, workload: Workload) -> None:
-        """See `StrategyPlanner.part_of`."""
-        take_part(self.options, model, workload)
-
-
-def memory_of_shards(options: FsdpOptions, ranks: int, workload: Workload) -> MemoryEstimate:
-    """Of a rank whose layers nobody else has a part of but ranks that divide their rows.
-
-    Args:
-        ranks: those.
-    """
-    assert workload.skeleton is not None, "an estimate is made from the model"
-    flat = is_flat(options, workload.skeleton, workload)
-    return fsdp_memory(options, ranks, workload, flat=flat)
-
-
-def is_flat(options: FsdpOptions, model: nn.Module, workload: Workload) -> bool:
-    """Whether frozen layers are gathered by `FlatLayers`, and FSDP2 has the trained weights."""
-    usual = options.tp == 1 and options.offload == "none" and options.gather == "layer"
-    several = shards(options, workload.world_size) > 1
-    # A compiled layer takes the hooks that gather for a part of itself.
-    compiled = workload.backend.graph.compiler is not None
-    return usual and several and not compiled and _IGNORES and flat_layers_fit(model)
-
-
-class Fsdp:
-    """FSDP2 over all ranks."""
-
-    def __init__(self, options: FsdpOptions) -> None:
-        self.options = options
-        replicas = f", {options.dp_replicate} replicas" if options.dp_replicate > 1 else ""
-        offload = ", offloaded" if options.offload != "none" else ""
-        self.description = f"fsdp{replicas}{in_words(options)}{offload}"
-        self.planner = FsdpPlanner(options)
-
-    def settings(self, workload: Workload) -> Sequence[Setting]:
-        """FSDP2 is configured in code; what decides is in the run file."""
-        return ()
-
-    def footprint(self, workload: Workload) -> Footprint:
-        """See `Strategy.footprint`."""
-        sent: Mapping[str, int] = attention_bytes(self.options, workload)
-        ranks = shards(self.options, workload.world_size)
-        if self.options.tp > 1:
-            workload, sent = in_tensor_parts(self.options, workload, ranks)
-        assert workload.skeleton is not None, "a footprint is counted from the model"
-        flat = is_flat(self.options, workload.skeleton, workload)
-        found = fsdp_footprint(self.options, ranks, workload, flat=flat)
-        return dataclasses.replace(found, sent=added(found.sent, sent))
+        return with_attention(self.options, workload, plain(workload))
 
     def build(self, context: BuildContext) -> TorchEngine:
         """See `Strategy.build`."""
-        factory, precision = context.factory, context.precision
         device = context.backend.placement.device
         mesh = self._mesh(device.type, context.workload.world_size)
-        model, names = factory.adapted_on_meta()
-        set_types(model, precision)
-        factory.checkpoint_activations(model)
-        mark_recomputation(model, context.backend.graph)
-        compile_regions(model, context.backend)
+        model, names = sharded_later(context, masters=True)
         group = divide_sequences(model, self.options, context)
         parallel = None
         if self.options.tp > 1:
@@ -235,7 +185,7 @@ class Fsdp:
         host = torch.device(HOST_DEVICE)
         storage = None if self.options.offload == "none" else host
         cuts = {} if parallel is None else parallel.division.cuts
-        fill(model, names, factory, device, storage=storage, cuts=cuts, flat=flat)
+        fill(model, names, context.factory, device, storage=storage, cuts=cuts, flat=flat)
         assert isinstance(model, FSDPModule)
         wrapped: FSDPModule = model
         everything = all(p.requires_grad for p in model.parameters())
@@ -244,7 +194,7 @@ class Fsdp:
             layout = parallel.layout(layout, model)
 
         def gradients(trained: Sequence[nn.Parameter]) -> Gradients:
-            reduced = ReducedByFsdp(
+            return ReducedByFsdp(
                 wrapped,
                 trained,
                 every_time=everything,
@@ -253,13 +203,13 @@ class Fsdp:
                 group=mesh.get_group("dp_shard"),
                 device=device,
             )
-            return reduced if parallel is None else parallel.gradients(reduced, layout, model)
 
         return TorchEngine(
             model,
             context,
             gradients=gradients,
             layout=layout,
+            sums=() if parallel is None else parallel.sums(model),
             join_logits=joined(group if parallel is None else parallel.group),
         )
 
@@ -286,30 +236,13 @@ class Fsdp:
         offloaded = self.options.offload != "none"
         on_host = context.backend.placement.device.type == HOST_DEVICE
         offload = CPUOffloadPolicy(pin_memory=not on_host) if offloaded else OffloadPolicy()
+        sharded = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
         if flat is not None:
             # What else is frozen stays whole: the root would hold it so for all of a step.
             frozen = {p for p in model.parameters() if not p.requires_grad}
-            fully_shard(
-                model,
-                mesh=mesh,
-                reshard_after_forward=False,
-                mp_policy=policy,
-                ignored_params=frozen,
-            )
+            sharded(model, reshard_after_forward=False, ignored_params=frozen)
             return
-        keep = self.options.gather == "step"
+        again = self.options.gather == "layer"
         for layer in decoder_layers(model):
-            fully_shard(
-                layer,
-                mesh=mesh,
-                reshard_after_forward=not keep,
-                mp_policy=policy,
-                offload_policy=offload,
-            )
-        fully_shard(
-            model,
-            mesh=mesh,
-            reshard_after_forward=False,
-            mp_policy=policy,
-            offload_policy=offload,
-        )
+            sharded(layer, reshard_after_forward=again, offload_policy=offload)
+        sharded(model, reshard_after_forward=False, offload_policy=offload)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 
-class Gradients(Protocol):
+class Gradients:
     """The gradients of one step, for one engine."""
 
     def during(self, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of a micro-batch; `last` of the step."""
+        return contextlib.nullcontext()
 
     def collect(self) -> None:
         """After backward of each micro-batch."""
@@ -26,9 +26,10 @@ class Gradients(Protocol):
 
         In the type of reductions, and the engine's from then on; None counts as zero.
         """
+        raise NotImplementedError
 
 
-class LocalGradients:
+class LocalGradients(Gradients):
     """Added up on one rank, which has all of them; see `Gradients`.
 
     Args:
@@ -40,10 +41,6 @@ class LocalGradients:
         self._trained = trained
         self._dtype = dtype
         self._sums: list[Tensor | None] = [None] * len(trained)
-
-    def during(self, last: bool) -> AbstractContextManager[None]:
-        """See `Gradients.during`."""
-        return contextlib.nullcontext()
 
     def collect(self) -> None:
         """See `Gradients.collect`."""

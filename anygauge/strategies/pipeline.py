@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -23,19 +23,14 @@ from anygauge.interface.strategy import (
     LossFunction,
     StepResult,
 )
-from anygauge.strategies.common import (
-    compile_regions,
-    floating,
-    mark_recomputation,
-    torch_dtype,
-    trained_parameters,
-)
+from anygauge.strategies.common import torch_dtype, trained_parameters
 from anygauge.strategies.degrees import Degrees
 from anygauge.strategies.finite import scaled
+from anygauge.strategies.gradients import LocalGradients
+from anygauge.strategies.layout import GroupLayout, scale_to
 from anygauge.strategies.pipeline_cut import StagePart, rank_of_stage, stage_parts, stages_at
-from anygauge.strategies.pipeline_layout import Staged, StageGradients, receive, send
 from anygauge.strategies.pipeline_stage import PipelineModel, Stage, owned
-from anygauge.strategies.shards import fill
+from anygauge.strategies.shards import fill, sharded_later
 from anygauge.strategies.torch_engine import TorchEngine
 
 SCHEDULES: dict[str, type[Any]] = {
@@ -103,30 +98,23 @@ class PipelineEngine(TorchEngine):
         nothing = torch.zeros((), device=self._device)
         return StepResult([self._sums.get(number, nothing) for number in range(len(batches))])
 
+    @torch.no_grad()
     def evaluate(
         self, batches: Iterable[DeviceBatch], loss_function: LossFunction
     ) -> Sequence[Tensor]:
         """See `Engine.evaluate`; one batch after another goes through the stages."""
-        self.model.eval()
         sums = []
-        with torch.no_grad():
-            for batch in batches:
-                outputs = self._forward(batch)
-                self._graph.mark_step(Phase.FORWARD)
-                sums.append(
-                    torch.zeros((), device=self._device)
-                    if outputs is None
-                    else loss_function(outputs)
-                )
+        for batch in batches:
+            outputs = self._forward(batch)
+            nothing = torch.zeros((), device=self._device)
+            sums.append(nothing if outputs is None else loss_function(outputs))
         return sums
 
+    @torch.no_grad()
     def logits(self, batch: DeviceBatch) -> Tensor | None:
         """See `Engine.logits`."""
-        self.model.eval()
         inputs = {name: value for name, value in batch.inputs.items() if name != "shift_labels"}
-        with torch.no_grad():
-            outputs = self._forward(DeviceBatch(inputs))
-        self._graph.mark_step(Phase.FORWARD)
+        outputs = self._forward(DeviceBatch(inputs))
         last = self._ranks[-1]
         logits: Tensor | None = None if outputs is None else outputs.logits.float().contiguous()
         if last == 0:
@@ -142,6 +130,7 @@ class PipelineEngine(TorchEngine):
 
     def _forward(self, batch: DeviceBatch) -> Any:
         """What the model returns of a batch, on the rank of the last stage; None on others."""
+        self.model.eval()
         shape = (*batch.inputs["input_ids"].shape, self._hidden)
         given: Any = None
         for part in self._mine:
@@ -150,12 +139,10 @@ class PipelineEngine(TorchEngine):
                 given = torch.empty(shape, dtype=self._dtype, device=self._device)
                 receive(given, self._group, before)
             given = self._pipeline.call(part, None if part.begins else given, batch.inputs)
-            if part.ends:
-                return given
-            after = self._ranks[part.index + 1]
-            if after != self._place:
+            if not part.ends and (after := self._ranks[part.index + 1]) != self._place:
                 send(given, self._group, after)
-        return None
+        self._graph.mark_step(Phase.FORWARD)
+        return given if self._mine[-1].ends else None
 
     def _take(self, number: int, part: StagePart | None) -> DeviceBatch:
         """A micro-batch on the device; kept until this rank's last stage has had it."""
@@ -207,37 +194,36 @@ class PipelineEngine(TorchEngine):
 
 def build_pipeline(context: BuildContext, options: Degrees) -> PipelineEngine:
     """This rank's stages on the opened device; the rest of the model stays on meta."""
-    factory, precision = context.factory, context.precision
     device = context.backend.placement.device
     rows = context.workload.world_size // options.pp
     mesh = init_device_mesh(device.type, (options.pp, rows), mesh_dim_names=("pp", "dp"))
-    model, names = factory.adapted_on_meta()
-    for parameter in floating(model):
-        parameter.data = parameter.data.to(torch_dtype(precision.param_dtype))
-    factory.checkpoint_activations(model)
-    mark_recomputation(model, context.backend.graph)
-    compile_regions(model, context.backend)
+    model, names = sharded_later(context)
     pipeline = PipelineModel(model)
     stages = stage_parts(model, options)
     place = mesh.get_local_rank("pp")
     mine = owned(pipeline, stages_at(stages, options, place))
     foreign = {id(p) for p in model.parameters()} - mine
-    fill(model, names, factory, device, foreign=foreign)
+    fill(model, names, context.factory, device, foreign=foreign)
     owners = [owned(pipeline, stages_at(stages, options, at)) for at in range(options.pp)]
     trained = [parameter for _, parameter in trained_parameters(model)]
     shared = [at for at, p in enumerate(trained) if sum(id(p) in ids for ids in owners) > 1]
-    replicas = mesh.get_group("dp") if rows > 1 else None
+    sums = []
+    if rows > 1:
+        # Ranks with the same stages, which read other rows.
+        own = [at for at, p in enumerate(trained) if not p.is_meta]
+        sums.append((own, mesh.get_group("dp")))
     ends = _ends(mesh, rank_of_stage(len(stages) - 1, options)) if shared else None
-    dtype = torch_dtype(precision.reduce_dtype)
+    if ends is not None:
+        sums.append((shared, ends))
+    dtype = torch_dtype(context.precision.reduce_dtype)
     return PipelineEngine(
         pipeline,
         context,
         options,
         stages,
         mesh,
-        gradients=lambda trained: StageGradients(
-            trained, dtype, device, replicas=replicas, ends=ends, shared=shared
-        ),
+        gradients=lambda trained: StageGradients(trained, dtype),
+        sums=sums,
         layout=Staged(owners, trained, mesh.get_group("pp"), device),
     )
 
@@ -251,3 +237,78 @@ def _ends(mesh: DeviceMesh, last: int) -> dist.ProcessGroup | None:
         if dist.get_rank() in pair:
             found = group
     return found
+
+
+# -- trained parameters, and their gradients, of a rank's stages -----------------------------------
+
+
+class Staged(GroupLayout):
+    """A rank holds its stages' parameters whole, and nothing of others; see `TensorLayout`.
+
+    A weight that the first and the last stage share counts on the first rank that has it.
+
+    Args:
+        owners: for each rank of the pipeline, the identities of the parameters that it has.
+        trained: in the engine's order.
+    """
+
+    def __init__(
+        self,
+        owners: Sequence[set[int]],
+        trained: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        super().__init__(group, device)
+        self._place = dist.get_rank(group)
+        self._mine = owners[self._place]
+        self._owner = {
+            id(p): next(at for at, ids in enumerate(owners) if id(p) in ids) for p in trained
+        }
+        self._counts = [self._owner[id(p)] == self._place for p in trained]
+
+    def local(self, parameter: nn.Parameter) -> nn.Parameter:
+        """See `TensorLayout.local`."""
+        return parameter if id(parameter) in self._mine else nn.Parameter(torch.empty(0))
+
+    def clip(self, parts: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        """See `TensorLayout.clip`."""
+        counted = [part for part, counts in zip(parts, self._counts, strict=True) if counts]
+        return scale_to(parts, self.square(counted).sqrt(), max_norm)
+
+    def whole(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
+        """See `TensorLayout.whole`; the first rank of the pipeline alone gets it."""
+        owner = self._owner[id(parameter)]
+        if owner == 0 or self._place not in (0, owner):
+            return part
+        if self._place == owner:
+            send(part.to(self._device), self._group, 0)
+            return part
+        found = torch.empty(parameter.shape, dtype=part.dtype, device=self._device)
+        return receive(found, self._group, owner)
+
+
+class StageGradients(LocalGradients):
+    """Those of a rank's stages, summed after the schedule; see `Gradients`.
+
+    Backward of several micro-batches runs within one call of torch's, so each gradient is taken as
+    soon as it is there, to be summed in its own type. A schedule that computes gradients of weights
+    one by one adds those up itself, in the type of the weights.
+    """
+
+    def __init__(self, trained: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+        super().__init__(trained, dtype)
+        for at, parameter in enumerate(trained):
+            if not parameter.is_meta:
+                parameter.register_post_accumulate_grad_hook(lambda _, at=at: self._add(at))
+
+
+def send(tensor: Tensor, group: dist.ProcessGroup, place: int) -> None:
+    """Hand a tensor to the rank at a place in a group."""
+    dist.send(tensor.contiguous(), dst=dist.get_global_rank(group, place), group=group)
+
+
+def receive(into: Tensor, group: dist.ProcessGroup, place: int) -> Tensor:
+    """Fill a tensor with what the rank at a place in a group sends; returns it."""
+    dist.recv(into, src=dist.get_global_rank(group, place), group=group)
+    return into

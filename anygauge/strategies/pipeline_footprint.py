@@ -3,88 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
-from anygauge.interface.strategy import (
-    BACKWARD,
-    BEGIN,
-    BUFFERS,
-    END,
-    EVALUATION,
-    FORWARD,
-    GRADIENTS,
-    LOAD,
-    LOSS,
-    OPTIMIZER,
-    SAVE,
-    SAVED,
-    UPDATE,
-    WEIGHTS,
-    Footprint,
-    HeldLayers,
-    MemoryEstimate,
-    Traffic,
-    Workload,
-)
-from anygauge.strategies.degrees import WIDTH, Degrees, stages_per_rank
+from anygauge.interface import strategy as at
+from anygauge.interface.strategy import HeldLayers, MemoryEstimate, Workload
+from anygauge.strategies.degrees import WIDTH, Degrees
 from anygauge.strategies.footprint import (
-    item_bytes,
+    Sizes,
+    by_moment,
     numbers,
     scale_bytes,
+    sent,
+    unique,
     update_made,
     weight_bytes,
 )
 from anygauge.strategies.pipeline_cut import rank_of_stage, stage_parts, stages_at
-from anygauge.strategies.pipeline_order import actions, fullest
 from anygauge.strategies.pipeline_stage import PipelineModel
-from anygauge.strategies.tensor_division import causal_of
-from anygauge.strategies.whole_footprint import on_host, step_bytes
-
-
-def pipeline_footprint(options: Degrees, workload: Workload) -> Footprint:
-    """See `Strategy.footprint`; of the workload's rank."""
-    model, precision = workload.skeleton, workload.precision
-    assert model is not None, "a footprint is counted from the model"
-    stages = stage_parts(model, options)
-    rows = workload.world_size // options.pp
-    place = workload.rank // rows
-    pipeline = PipelineModel(model)
-    mine = stages_at(stages, options, place)
-    held = [p for part in mine for p in pipeline.part(part).parameters()]
-    trained = numbers(p for p in held if p.requires_grad)
-    own_masters = precision.master_dtype != precision.param_dtype
-    # Each boundary to another rank: hidden states one way, their gradients the other.
-    boundaries = [
-        rank_of_stage(other, options) != place
-        for part in mine
-        for other in (part.index - 1, part.index + 1)
-        if 0 <= other < part.count
-    ]
-    unit = _unit(workload)
-    sent = {"send": sum(boundaries) * workload.accumulation * unit}
-    sums = trained if rows > 1 else 0
-    ends = {rank_of_stage(0, options), rank_of_stage(len(stages) - 1, options)}
-    if len(ends) > 1 and place in ends:
-        first, last = (
-            {id(p): p for p in pipeline.part(s).parameters()} for s in (stages[0], stages[-1])
-        )
-        sums += numbers(p for key, p in first.items() if key in last and p.requires_grad)
-    if sums:
-        sent["all_reduce"] = sums * item_bytes(precision.reduce_dtype)
-    return Footprint(
-        weights=weight_bytes(held, precision.param_dtype),
-        gradients=trained * item_bytes(precision.reduce_dtype),
-        masters=trained * item_bytes(precision.master_dtype) if own_masters else 0,
-        optimizer=round(trained * workload.state_bytes),
-        sent=sent,
-    )
-
-
-def _unit(workload: Workload) -> int:
-    """Bytes of the hidden states of a micro-batch."""
-    width = causal_of(workload.skeleton).config.get_text_config().hidden_size
-    length = min(math.ceil(workload.length / WIDTH) * WIDTH, workload.length)
-    return int(workload.micro_batch * length * width * item_bytes(workload.precision.param_dtype))
 
 
 def pipeline_memory(options: Degrees, workload: Workload) -> MemoryEstimate:
@@ -95,100 +29,98 @@ def pipeline_memory(options: Degrees, workload: Workload) -> MemoryEstimate:
     `_create_grad_recv_info`). `Schedule1F1B` lets go of a gradient that it sent when the next one
     is there; schedules of several stages keep all that they send until a step ends.
     """
-    model, precision = workload.skeleton, workload.precision
-    assert model is not None, "an estimate is made from the model"
-    held = pipeline_footprint(options, workload)
-    rows, count = workload.world_size // options.pp, workload.accumulation
-    place, schedule = workload.rank // rows, options.schedule or "1f1b"
-    stages = stage_parts(model, options)
+    size, count = Sizes.of(workload), workload.accumulation
+    rows, schedule = workload.world_size // options.pp, options.schedule or "1f1b"
+    place, row = divmod(workload.rank, rows)
+    stages, pipeline = stage_parts(size.model, options), PipelineModel(size.model)
     mine = stages_at(stages, options, place)
-    sizes = [part.end - part.first for part in mine]
-    full = fullest(actions(schedule, place, options.pp, count), sizes)
-    # `PipelineStage.backward_one_chunk`: the first stage alone has all of backward at once.
-    apart = schedule == "zero_bubble"
-    unit, pipeline = _unit(workload), PipelineModel(model)
-    received = sum((not part.begins) + (not part.ends) for part in mine)
-    weights = held.weights + sum(scale_bytes(pipeline.part(part)) for part in mine)
-    trained = {
-        id(p): p for part in mine for p in pipeline.part(part).parameters() if p.requires_grad
-    }
-    # `StageGradients` adds each gradient to its sum as soon as it is there.
-    added = {GRADIENTS: held.gradients}
-    before = added if any(full.done) else {}
-    on_way = unit if any(full.done) and place > 0 else 0
+    parts = [pipeline.part(part) for part in mine]
+    held = unique(p for part in parts for p in part.parameters())
+    trained = [p for p in held if p.requires_grad]
+    weights = weight_bytes(held, workload.precision.param_dtype)
+    weights += sum(scale_bytes(part) for part in parts)
+    state = round(numbers(trained) * workload.state_bytes)
+    own_masters = size.master != size.compute
+    masters = numbers(trained) * size.master if own_masters else 0
+    gradients = numbers(trained) * size.reduce
+    width = pipeline.causal.config.get_text_config().hidden_size
+    length = min(math.ceil(workload.length / WIDTH) * WIDTH, workload.length)
+    unit = int(workload.micro_batch * length * width * size.compute)
+    # Of each stage, edges at which it receives: hidden states one way, their gradients the other.
+    edges = [(not part.begins) + (not part.ends) for part in mine]
+    sends = sum(
+        rank_of_stage(other, options) != place
+        for part in mine
+        for other in (part.index - 1, part.index + 1)
+        if 0 <= other < part.count
+    )
+    at_once = in_flight(schedule, place, options.pp, count)
+    done = [count - n for n in at_once]
+    on_way = unit if any(done) and place > 0 else 0
     if len(mine) > 1:
-        on_way = unit * sum(
-            done * ((not part.begins) + (not part.ends))
-            for part, done in zip(mine, full.done, strict=True)
-        )
-    fixed = {
-        WEIGHTS: weights,
-        OPTIMIZER: held.masters + held.optimizer,
-        BUFFERS: received * count * unit,
-    }
-    step = {**fixed, BUFFERS: fixed[BUFFERS] + on_way, **before}
+        on_way = unit * sum(n * edge for n, edge in zip(done, edges, strict=True))
+    # `PipelineStage.backward_one_chunk`: the first stage alone has all of backward at once.
     # `stage_backward_input` leaves gradients with its buffers until the next step begins.
-    left = unit * count * sum(apart and not part.begins for part in mine)
-    after = {**fixed, BUFFERS: fixed[BUFFERS] + left}
+    apart = [schedule == "zero_bubble" and not part.begins for part in mine]
+    received = sum(edges) * count * unit
+    after = {at.BUFFERS: received + unit * count * sum(apart)}
+    # `StageGradients` adds each gradient to its sum as soon as it is there.
+    step = {at.BUFFERS: received + on_way, at.GRADIENTS: gradients if any(done) else 0}
     # `sum_at` puts gradients into one message: all, or those of a weight that both ends have.
-    made = update_made(workload, (p.numel() for p in trained.values()))
-    message = held.gradients if rows > 1 else held.sent.get("all_reduce", 0)
-    whole = max((p.numel() for p in model.parameters() if p.requires_grad), default=0)
+    last = rank_of_stage(len(stages) - 1, options)
+    ends = [{id(p): p for p in pipeline.part(stages[end]).parameters()} for end in (0, -1)]
+    shared = 0
+    if last != 0 and place in (0, last):
+        shared = numbers(p for key, p in ends[0].items() if key in ends[1] and p.requires_grad)
+    replicas = range(place * rows, (place + 1) * rows)
+    message = (gradients if rows > 1 else 0) or shared * size.reduce
+    made = update_made(workload, (p.numel() for p in trained))
+    pair = sorted((neighbour * rows + row) for neighbour in (place, (place + 1) % options.pp))
     return MemoryEstimate(
-        device={
-            LOAD: {WEIGHTS: weights, OPTIMIZER: held.masters},
-            BEGIN: step,
-            FORWARD: step,
-            LOSS: step,
-            BACKWARD: step,
-            END: {**step, **added},
-            UPDATE: {
-                **after,
-                **added,
-                GRADIENTS: held.gradients + max(0, message - made),
-                OPTIMIZER: fixed[OPTIMIZER] + made,
+        device=by_moment(
+            {at.WEIGHTS: weights, at.OPTIMIZER: masters + state},
+            masters,
+            step,
+            {
+                at.END: {**step, at.GRADIENTS: gradients},
+                at.UPDATE: {
+                    **after,
+                    at.GRADIENTS: gradients + max(0, message - made),
+                    at.OPTIMIZER: made,
+                },
+                at.EVALUATION: after,
+                # The first rank of a pipeline is handed the tensors of all.
+                at.SAVE: {**after, at.SAVED: size.largest * size.master if place == 0 else 0},
             },
-            EVALUATION: after,
-            # The first rank of a pipeline is handed the tensors of all.
-            SAVE: {
-                **after,
-                SAVED: whole * item_bytes(precision.master_dtype) if place == 0 else 0,
-            },
-        },
-        host=on_host(workload),
-        traffic=_traffic(options, workload, held.sent, place, rows),
-        stages=tuple(
-            HeldLayers(part.first, part.end, max(1, at_once), apart and not part.begins)
-            for part, at_once in zip(mine, full.in_flight, strict=True)
         ),
-        other_bytes=step_bytes(workload, numbers(trained.values()), held.optimizer),
+        host={at.SAVE: size.saved},
+        traffic=(
+            *sent("send", pair, sends * count, sends * count * unit, waited=True),
+            *sent("all_reduce", replicas, 1, gradients, waited=True),
+            *sent("all_reduce", (row, last * rows + row), 1, shared * size.reduce, waited=True),
+        ),
+        stages=tuple(
+            HeldLayers(part.first, part.end, max(1, n), one)
+            for part, n, one in zip(mine, at_once, apart, strict=True)
+        ),
+        other_bytes=size.updated(numbers(trained), state),
     )
 
 
-def _traffic(
-    options: Degrees, workload: Workload, sent: Mapping[str, int], place: int, rows: int
-) -> tuple[Traffic, ...]:
-    """Of a rank's footprint, by group: a rank of the pipeline beside it, and its replicas."""
-    found = []
-    if sent.get("send"):
-        other = (place + 1) % options.pp
-        pair = tuple(sorted(at * rows + workload.rank % rows for at in (place, other)))
-        times = sent["send"] / _unit(workload)
-        found.append(
-            Traffic(operation="send", group=pair, waited=True, times=times, bytes=sent["send"])
-        )
-    if sent.get("all_reduce"):
-        group = tuple(range(place * rows, (place + 1) * rows))
-        if rows == 1:
-            last = rank_of_stage(options.pp * stages_per_rank(options) - 1, options)
-            group = (workload.rank % rows, last * rows + workload.rank % rows)
-        found.append(
-            Traffic(
-                operation="all_reduce",
-                group=group,
-                waited=True,
-                times=1,
-                bytes=sent["all_reduce"],
-            )
-        )
-    return tuple(found)
+def in_flight(schedule: str, place: int, ranks: int, count: int) -> tuple[int, ...]:
+    """Of each stage of the rank at a place of `ranks`, the micro-batches that it has at once.
+
+    At the last moment of a step of `count` at which they are most, by the order of torch's schedule
+    of that name: from then on, each forward follows a backward. Backward of a micro-batch is that
+    of its weights, where a schedule has two.
+    """
+    if schedule == "gpipe":
+        return (count,)
+    if schedule == "1f1b":
+        return (min(count, ranks - place),)
+    if schedule == "zero_bubble":
+        return min(count, 2 * ranks - place - 1), min(count, place + 1)
+    in_round = count // max(1, count // ranks)
+    forwards = min(2 * count, in_round + 2 * (ranks - 1 - place) + 1)
+    second = sum(turn // in_round % 2 for turn in range(forwards))
+    return forwards - second, second

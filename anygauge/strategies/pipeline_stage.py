@@ -45,10 +45,19 @@ class Passed(nn.Module):
 
 
 class Through(nn.Module):
-    """In place of a module after the layers."""
+    """In place of a module after the layers, or of one that may not be there.
+
+    Args:
+        note: called with it.
+    """
+
+    def __init__(self, note: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self._note = note
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Nothing is done."""
+        self._note()
         return x
 
 
@@ -132,7 +141,7 @@ class PipelineModel:
             called: list[str] = []
             entered: list[Tensor] = []
             stand_ins: dict[str, nn.Module] = {
-                name: _Noted(functools.partial(called.append, name)) for name in others
+                name: Through(functools.partial(called.append, name)) for name in others
             }
             layers = [Passed(layer, as_tuple) for layer in self.layers]
             layers[0].register_forward_pre_hook(
@@ -166,18 +175,6 @@ class PipelineModel:
             f"strategy.pp: {type(self.decoder).__name__} cannot be cut between its layers: "
             f"{next((r for r in reasons if r in (BEFORE, AFTER)), reasons[0])}. {REMEDY}"
         )
-
-
-class _Noted(nn.Module):
-    """In place of a module with parameters, which may not be there: says that it was called."""
-
-    def __init__(self, note: Callable[[], None]) -> None:
-        super().__init__()
-        self._note = note
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self._note()
-        return x
 
 
 @contextlib.contextmanager

@@ -6,48 +6,24 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from anygauge.interface.strategy import ModelFactory, Precision
-from anygauge.strategies.common import floating, torch_dtype
+from anygauge.interface.strategy import BuildContext, ModelFactory
+from anygauge.strategies.common import floating, prepare, torch_dtype
 from anygauge.strategies.flat import FlatLayers
-from anygauge.strategies.layout import local_square, scale_to
+from anygauge.strategies.layout import GroupLayout
 from anygauge.strategies.materialise import owners_of, units
 from anygauge.strategies.tensor_division import Cut
 
 
-class Sharded:
-    """Parameters are DTensors; see `TensorLayout`.
-
-    Args:
-        group: the ranks that together hold each parameter once.
-        device: on which ranks communicate; parts may lie on another.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
-        self._device = device
+class Sharded(GroupLayout):
+    """Parameters are DTensors, which show their whole shapes; see `TensorLayout`."""
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter:
         """See `TensorLayout.local`."""
         assert isinstance(parameter, DTensor)
         return nn.Parameter(parameter.to_local().detach())
-
-    def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """See `TensorLayout.shape`; a DTensor shows the whole one."""
-        return tuple(parameter.shape)
-
-    def square(self, parts: Sequence[nn.Parameter]) -> Tensor:
-        """See `TensorLayout.square`."""
-        square = local_square(parts).to(self._device)
-        dist.all_reduce(square, group=self._group)
-        return square
-
-    def clip(self, parts: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        """See `TensorLayout.clip`."""
-        return scale_to(parts, self.square(parts).sqrt(), max_norm)
 
     def whole(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
         """See `TensorLayout.whole`."""
@@ -92,15 +68,26 @@ def part_of(parameter: Tensor, cut: Cut | None = None) -> tuple[slice, ...]:
     return tuple(slice(start, end) for start, end in ends)
 
 
-def set_types(model: nn.Module, precision: Precision) -> None:
-    """Give each parameter the type that it is stored in.
+def sharded_later(
+    context: BuildContext, *, masters: bool = False
+) -> tuple[nn.Module, Mapping[str, str]]:
+    """A model before it has values, whose layers recompute and are compiled as the run asks for.
 
-    Frozen weights have that of arithmetic; trained ones are the optimizer's masters, and are
-    converted when they are gathered. Codes of quantised weights stay what they are.
+    Parameters have the type of arithmetic; codes of quantised weights stay what they are.
+
+    Args:
+        masters: trained parameters have the optimizer's, and are converted when they are gathered.
+
+    Returns:
+        As `ModelFactory.adapted_on_meta`.
     """
-    frozen, trained = torch_dtype(precision.param_dtype), torch_dtype(precision.master_dtype)
+    precision = context.precision
+    model, names = context.factory.adapted_on_meta()
     for parameter in floating(model):
-        parameter.data = parameter.data.to(trained if parameter.requires_grad else frozen)
+        own = precision.master_dtype if masters and parameter.requires_grad else None
+        parameter.data = parameter.data.to(torch_dtype(own or precision.param_dtype))
+    prepare(model, context)
+    return model, names
 
 
 def fill(

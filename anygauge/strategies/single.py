@@ -6,47 +6,24 @@ shape in particular. Weights are stored in the compute type; the optimizer works
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
-from anygauge.interface import Setting
-from anygauge.interface.strategy import BuildContext, Footprint, MemoryEstimate, Workload
-from anygauge.strategies.common import compile_regions, mark_recomputation, torch_dtype
-from anygauge.strategies.footprint import whole_model
+from anygauge.interface.strategy import BuildContext
+from anygauge.strategies.common import prepare, torch_dtype
+from anygauge.strategies.footprint import EstimatedStrategy
 from anygauge.strategies.materialise import materialise
 from anygauge.strategies.torch_engine import TorchEngine
-from anygauge.strategies.whole_footprint import whole_memory
 
 
-class SinglePlanner:
-    """See `StrategyPlanner`."""
-
-    def memory(self, workload: Workload) -> MemoryEstimate:
-        """See `StrategyPlanner.memory`."""
-        return whole_memory(workload)
-
-    def part_of(self, model: nn.Module, workload: Workload) -> None:
-        """See `StrategyPlanner.part_of`; it is all of it."""
-
-
-class Single:
+class Single(EstimatedStrategy):
     """One process, one device, the whole model."""
 
     description = "single"
-    planner = SinglePlanner()
 
     def __init__(self, options: Any = None) -> None:
         """Args: options: the run file's section, which has no fields but the name."""
-
-    def settings(self, workload: Workload) -> Sequence[Setting]:
-        """Plain torch has no configuration of its own."""
-        return ()
-
-    def footprint(self, workload: Workload) -> Footprint:
-        """See `Strategy.footprint`."""
-        return whole_model(workload)
 
     def build(self, context: BuildContext) -> TorchEngine:
         """See `Strategy.build`."""
@@ -63,7 +40,5 @@ def build_whole(context: BuildContext) -> nn.Module:
         dtype=torch_dtype(context.precision.param_dtype),
     )
     model = context.factory.adapt(model)
-    context.factory.checkpoint_activations(model)
-    mark_recomputation(model, context.backend.graph)
-    compile_regions(model, context.backend)
+    prepare(model, context)
     return model

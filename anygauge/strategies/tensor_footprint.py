@@ -10,20 +10,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from anygauge.interface.strategy import (
-    GRADIENTS,
-    OPTIMIZER,
-    SAVE,
-    SAVED,
-    UPDATE,
-    MemoryEstimate,
-    Traffic,
-    Workload,
-)
+from anygauge.interface import strategy as at
+from anygauge.interface.strategy import MemoryEstimate, Workload
 from anygauge.strategies.common import trained_parameters
 from anygauge.strategies.context_parallel import neighbours
 from anygauge.strategies.degrees import Degrees
-from anygauge.strategies.footprint import item_bytes, rows_of
+from anygauge.strategies.footprint import Sizes, item_bytes, plus, rows_of, sent
 from anygauge.strategies.tensor_division import (
     DividedLayer,
     Division,
@@ -32,33 +24,9 @@ from anygauge.strategies.tensor_division import (
     partial_gradients,
 )
 from anygauge.strategies.tensor_plans import all_positions_after
-from anygauge.strategies.whole_footprint import on_host
 
 NORMS_AFTER = ("post_feedforward_layernorm", "post_mlp_layernorm")
 """What layers call a norm that comes after their last block."""
-
-
-def in_tensor_parts(
-    options: Degrees, workload: Workload, ranks: int = 1
-) -> tuple[Workload, dict[str, int]]:
-    """A workload of the first rank's part of the model, and what it sends its group in a step.
-
-    Args:
-        ranks: that divide the rows of each of the parts, under FSDP.
-    """
-    assert workload.skeleton is not None, "a footprint is counted from the model"
-    model, division = divided_skeleton(workload.skeleton, options.tp)
-    trained = trained_parameters(model)
-    partial = partial_gradients(model, division, options, [name for name, _ in trained])
-    numbers = sum(rows_of(p, ranks) for (_, p), part in zip(trained, partial, strict=True) if part)
-    sent = tensor_bytes(options, workload, model, division, numbers)
-    return dataclasses.replace(workload, skeleton=model), sent
-
-
-def divided_skeleton(model: nn.Module, count: int) -> tuple[nn.Module, Division]:
-    """A copy of a model on the meta device, with the parameters of the first rank."""
-    model = copy.deepcopy(model)
-    return model, divide(model, count, 0)
 
 
 def tensor_memory(
@@ -67,53 +35,46 @@ def tensor_memory(
     plain: Callable[[Workload], MemoryEstimate],
     ranks: int = 1,
 ) -> MemoryEstimate:
-    """What a rank holds and sends that has a part of each layer.
+    """What a rank holds and sends that has a part of each layer, as large as the first rank's.
 
     Args:
         plain: of a job of the ranks that have the same part, whose model is that part.
         ranks: that divide the rows of each of the parts, under FSDP.
     """
-    assert workload.skeleton is not None, "an estimate is made from the model"
-    count, index = options.tp, workload.rank % options.tp
-    model, division = divided_skeleton(workload.skeleton, count)
-    found = plain(
-        dataclasses.replace(
-            workload,
-            skeleton=model,
-            world_size=workload.world_size // count,
-            rank=workload.rank // count,
-        )
-    )
+    whole, (place, index) = Sizes.of(workload), divmod(workload.rank, options.tp)
+    model = copy.deepcopy(whole.model)
+    division = divide(model, options.tp, 0)
+    world_size = workload.world_size // options.tp
+    found = plain(dataclasses.replace(workload, skeleton=model, world_size=world_size, rank=place))
     trained = trained_parameters(model)
     partial = partial_gradients(model, division, options, [name for name, _ in trained])
     sums = sum(rows_of(p, ranks) for (_, p), part in zip(trained, partial, strict=True) if part)
-    sums *= item_bytes(workload.precision.reduce_dtype)
+    sums *= whole.reduce
+    group = neighbours(workload.rank, options.tp)
     unit, calls = tensor_calls(options, workload, model, division)
-    group = neighbours(workload.rank, count)
-
-    def sent(operation: str, times: int, size: int) -> Traffic:
-        return Traffic(operation=operation, group=group, waited=True, times=times, bytes=size)
-
     # `TensorParts.whole`: the parts of all ranks, and what is put together of them.
-    wholes = (p.numel() * (count if name in division.cuts else 1) for name, p in trained)
-    saved = 2 * max(wholes, default=0) * item_bytes(workload.precision.master_dtype)
-    device = {moment: dict(kinds) for moment, kinds in found.device.items()}
-    device[SAVE][SAVED] = max(device[SAVE].get(SAVED, 0), saved)
+    kept = found.device[at.SAVE]
+    saved = max(kept.get(at.SAVED, 0), 2 * whole.largest * whole.master)
     # `sum_at`: partial gradients are put into one message, which then takes their place, before an
     # optimizer makes anything.
-    made = device[UPDATE].get(OPTIMIZER, 0) - device[SAVE].get(OPTIMIZER, 0)
-    device[UPDATE][GRADIENTS] = device[UPDATE].get(GRADIENTS, 0) + max(0, sums - made)
+    made = found.device[at.UPDATE].get(at.OPTIMIZER, 0) - kept.get(at.OPTIMIZER, 0)
+    message = {at.GRADIENTS: max(0, sums - made)}
+    beside = [
+        dataclasses.replace(one, group=tuple(each * options.tp + index for each in one.group))
+        for one in found.traffic
+    ]
     return dataclasses.replace(
         found,
-        device=device,
-        host={**found.host, SAVE: {**found.host.get(SAVE, {}), **on_host(workload)[SAVE]}},
+        device={
+            **found.device,
+            at.SAVE: {**kept, at.SAVED: saved},
+            at.UPDATE: plus(found.device[at.UPDATE], message),
+        },
+        host={**found.host, at.SAVE: {**found.host.get(at.SAVE, {}), **whole.saved}},
         traffic=(
-            *(
-                dataclasses.replace(one, group=tuple(at * count + index for at in one.group))
-                for one in found.traffic
-            ),
-            *(sent(operation, times, times * unit) for operation, times in calls.items()),
-            *([sent("all_reduce", 1, sums)] if sums else []),
+            *beside,
+            *(one for c, n in calls.items() for one in sent(c, group, n, n * unit, waited=True)),
+            *sent("all_reduce", group, 1, sums, waited=True),
         ),
     )
 
@@ -174,22 +135,6 @@ def _blocks(layer: DividedLayer, parts: bool) -> Iterator[tuple[int, int, list[n
     for row in layer.rows:
         if id(row) not in within:
             yield 0, 1, list(row.parameters())
-
-
-def tensor_bytes(
-    options: Degrees, workload: Workload, model: nn.Module, division: Division, partial: int
-) -> dict[str, int]:
-    """What one rank gives to its group in a step, by collective.
-
-    Args:
-        model, division: of `divided_skeleton`.
-        partial: numbers of this rank's gradients that are parts of sums.
-    """
-    unit, times = tensor_calls(options, workload, model, division)
-    sent = {name: number * unit for name, number in times.items()}
-    sums = partial * item_bytes(workload.precision.reduce_dtype)
-    sent["all_reduce"] = sent.get("all_reduce", 0) + sums
-    return {name: size for name, size in sent.items() if size}
 
 
 def tensor_calls(

@@ -10,7 +10,7 @@ that sends less than logits or sums of a divided vocabulary would, and takes any
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,24 +18,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from anygauge.interface.strategy import Workload
 from anygauge.strategies.common import trained_parameters
+from anygauge.strategies.context_parallel import attend_in_parts
 from anygauge.strategies.degrees import Degrees
 from anygauge.strategies.exchanges import (
-    Gather,
+    GATHER,
+    OWN,
+    OWN_ALONE,
+    OWN_GRADIENT,
+    REJOIN,
+    SCATTER,
+    SUM,
+    SUM_GRADIENT,
+    CountedGroup,
     Group,
-    Own,
-    OwnGradient,
-    Rejoin,
-    Scatter,
-    Sum,
-    SumGradient,
+    gathered,
+    over_ranks,
     own,
     rank_in,
     size_of,
 )
-from anygauge.strategies.gradients import Gradients
-from anygauge.strategies.layout import TensorLayout
+from anygauge.strategies.footprint import EstimatedStrategy
+from anygauge.strategies.layout import GroupLayout, TensorLayout
 from anygauge.strategies.tensor_division import (
+    Cut,
     Division,
     causal_of,
     decoder_of,
@@ -43,10 +50,66 @@ from anygauge.strategies.tensor_division import (
     partial_gradients,
 )
 from anygauge.strategies.tensor_experts import use_own_experts
-from anygauge.strategies.tensor_layout import SummedOverParts, TensorParts
 from anygauge.strategies.tensor_plans import all_positions_after
 
 HIDDEN = "hidden_states"
+
+
+class TensorParts(GroupLayout):
+    """This rank's parts of cut parameters, laid out by another layout; see `TensorLayout`.
+
+    Args:
+        inner: of what is cut already.
+        cuts: by the identity of a parameter, trained or not.
+        trained: in the engine's order.
+    """
+
+    def __init__(
+        self,
+        inner: TensorLayout,
+        cuts: Mapping[int, Cut],
+        trained: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        super().__init__(group, device)
+        self._inner = inner
+        self._cuts = cuts
+        self._cut = [id(parameter) in cuts for parameter in trained]
+
+    def local(self, parameter: nn.Parameter) -> nn.Parameter:
+        """See `TensorLayout.local`."""
+        return self._inner.local(parameter)
+
+    def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """See `TensorLayout.shape`."""
+        shape = list(self._inner.shape(parameter))
+        cut = self._cuts.get(id(parameter))
+        if cut is not None:
+            shape[cut.dim] *= cut.count
+        return tuple(shape)
+
+    def square(self, parts: Sequence[nn.Parameter]) -> Tensor:
+        """See `TensorLayout.square`; what every rank of the group has counts once."""
+        cut = [part for part, is_cut in zip(parts, self._cut, strict=True) if is_cut]
+        whole = [part for part, is_cut in zip(parts, self._cut, strict=True) if not is_cut]
+        total = self._inner.square(cut).to(self._device)
+        dist.all_reduce(total, group=self._group)
+        return total + self._inner.square(whole).to(self._device)
+
+    def whole(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
+        """See `TensorLayout.whole`."""
+        mine = self._inner.whole(parameter, part).to(self._device)
+        cut = self._cuts.get(id(parameter))
+        return mine if cut is None else gathered(mine, self._group, cut.dim)
+
+    def part(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        """See `TensorLayout.part`."""
+        cut = self._cuts.get(id(parameter))
+        if cut is not None:
+            at = (*(slice(None),) * cut.dim, cut.place(whole.shape[cut.dim]))
+            whole = whole[at]
+        return self._inner.part(parameter, whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +132,11 @@ class TensorParallel:
         trained = [parameter for _, parameter in trained_parameters(model)]
         return TensorParts(inner, cuts, trained, self.group, self.device)
 
-    def gradients(self, inner: Gradients, layout: TensorLayout, model: nn.Module) -> Gradients:
-        """Those that `inner` finds, summed over the group where they are parts of sums."""
-        trained = trained_parameters(model)
-        partial = partial_gradients(model, self.division, self.options, [n for n, _ in trained])
-        places = [at for at, is_part in enumerate(partial) if is_part]
-        held = [layout.local(parameter) for _, parameter in trained]
-        return SummedOverParts(inner, places, held, self.group, self.device)
+    def sums(self, model: nn.Module) -> list[tuple[list[int], dist.ProcessGroup]]:
+        """Places of trained parameters of whose gradients each rank has a part of the sum."""
+        names = [name for name, _ in trained_parameters(model)]
+        partial = partial_gradients(model, self.division, self.options, names)
+        return [([at for at, is_part in enumerate(partial) if is_part], self.group)]
 
 
 def divide_layers(
@@ -96,10 +157,19 @@ def connect(model: nn.Module, division: Division, options: Degrees, group: Group
         model: adapted; its length of sequences is a multiple of the group's ranks.
     """
     parts = options.sequence_parallel
+
+    def gather(x: Tensor) -> Tensor:
+        # Blocks of all kinds view it as rows of tokens.
+        return over_ranks(x, GATHER, group, x.dim() - 2).contiguous()
+
+    def own_positions(x: Tensor) -> Tensor:
+        """Of what every rank computes alike; the gradient of others' positions is zero here."""
+        return over_ranks(x, OWN_ALONE, group, x.dim() - 2)
+
+    into = gather if parts else lambda x: over_ranks(x, SUM_GRADIENT, group)
     for layer in division.layers:
         for entry in layer.entries:
-            into = _gather if parts else SumGradient.apply
-            _on_input(entry, functools.partial(_over, into, group))
+            _on_input(entry, into)
         for row in layer.rows:
             _on_output(row, group, parts)
         for mixture in layer.mixtures:
@@ -107,8 +177,8 @@ def connect(model: nn.Module, division: Division, options: Degrees, group: Group
             _on_input(mixture.block, torch.clone)
             use_own_experts(mixture, rank_in(group), size_of(group))
         for block in layer.whole if parts else ():
-            _on_input(block, functools.partial(_over, _gather, group))
-            _on_result(block, functools.partial(_over, _own_positions, group))
+            _on_input(block, gather)
+            _on_result(block, own_positions)
     if division.embedding is not None:
         _divide_vocabulary(division.embedding, group)
     # What comes before the layers is whole: where the output layer shares its weight, the gradient
@@ -116,27 +186,17 @@ def connect(model: nn.Module, division: Division, options: Degrees, group: Group
     first = division.layers[0].module
     whole = division.embedding is not None
     if parts:
-        _on_input(first, lambda x: Own.apply(x, group, 1, whole))
+        _on_input(first, lambda x: over_ranks(x, OWN if whole else OWN_ALONE, group, 1))
     elif not whole:
-        _on_input(first, lambda x: OwnGradient.apply(x, group, 1))
+        _on_input(first, lambda x: over_ranks(x, OWN_GRADIENT, group, 1))
     causal = causal_of(model)
     last = all_positions_after(causal.config)
     if parts and last is not None:
         end = decoder_of(causal).get_submodule(last)
-        end.register_forward_hook(lambda _, args, output: Rejoin.apply(output, group, 1))
+        end.register_forward_hook(lambda _, args, output: over_ranks(output, REJOIN, group, 1))
     if not parts or last is not None:
-        _on_input(causal.get_output_embeddings(), lambda x: Own.apply(x, group, 1, True))
+        _on_input(causal.get_output_embeddings(), lambda x: over_ranks(x, OWN, group, 1))
     model.register_forward_pre_hook(functools.partial(_own_labels, group), with_kwargs=True)
-
-
-def _gather(x: Tensor, group: Group) -> Tensor:
-    found: Tensor = Gather.apply(x, group, x.dim() - 2)
-    # Blocks of all kinds view it as rows of tokens.
-    return found.contiguous()
-
-
-def _over(function: Callable[[Tensor, Group], Tensor], group: Group, x: Tensor) -> Tensor:
-    return function(x, group)
 
 
 def _on_input(module: Any, change: Callable[[Tensor], Tensor]) -> None:
@@ -158,11 +218,9 @@ def _on_output(row: Any, group: Group, parts: bool) -> None:
         base.forward = lambda x: nn.functional.linear(x, base.weight)
 
     def total(output: Tensor) -> Tensor:
-        summed = (
-            Scatter.apply(output, group, output.dim() - 2) if parts else Sum.apply(output, group)
-        )
-        found: Tensor = summed + base.bias.to(summed.dtype) if bias else summed
-        return found
+        way = (SCATTER, group, output.dim() - 2) if parts else (SUM, group)
+        summed = over_ranks(output, *way)
+        return summed + base.bias.to(summed.dtype) if bias else summed
 
     _on_result(row, total)
 
@@ -178,12 +236,6 @@ def _on_result(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     module.register_forward_hook(after)
 
 
-def _own_positions(x: Tensor, group: Group) -> Tensor:
-    """Of what every rank computes alike; the gradient of others' positions is zero here."""
-    mine: Tensor = Own.apply(x, group, x.dim() - 2, False)
-    return mine
-
-
 def _divide_vocabulary(embedding: Any, group: Group) -> None:
     """Look up this rank's rows of the vocabulary, and sum over ranks."""
 
@@ -197,8 +249,7 @@ def _divide_vocabulary(embedding: Any, group: Group) -> None:
         local = torch.where(inside, ids - start, 0)
         # Rows of others are looked up as row 0, and give it no gradient.
         found = nn.functional.embedding(local, weight, padding) * inside[..., None].to(weight.dtype)
-        total: Tensor = Sum.apply(found, group)
-        return total
+        return over_ranks(found, SUM, group)
 
     embedding.forward = forward
 
@@ -206,5 +257,21 @@ def _divide_vocabulary(embedding: Any, group: Group) -> None:
 def _own_labels(group: Group, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     labels = kwargs.get("shift_labels")
     if labels is not None:
-        kwargs = {**kwargs, "shift_labels": own(labels, group, 1).contiguous()}
+        kwargs = {**kwargs, "shift_labels": own(labels, group, 1)}
     return args, kwargs
+
+
+class DividedStrategy(EstimatedStrategy):
+    """A strategy with `Degrees`."""
+
+    options: Degrees
+
+    def part_of(self, model: nn.Module, workload: Workload) -> None:
+        """See `StrategyPlanner.part_of`; a stage of a pipeline has whole layers."""
+        options = self.options
+        if options.tp > 1:
+            group = CountedGroup(options.tp, workload.rank % options.tp)
+            connect(model, divide(model, group.size, group.rank), options, group)
+        elif options.cp > 1:
+            group = CountedGroup(options.cp, workload.rank % options.cp)
+            attend_in_parts(model, group, options.cp_method)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from anygauge.interface import FULL, HOST_DEVICE, Phase, Support
@@ -34,7 +35,7 @@ from anygauge.strategies.common import (
 )
 from anygauge.strategies.finite import FiniteSteps, scaled
 from anygauge.strategies.fp8 import fp8_contexts
-from anygauge.strategies.gradients import Gradients, LocalGradients
+from anygauge.strategies.gradients import Gradients, LocalGradients, sum_at
 from anygauge.strategies.layout import TensorLayout, Whole
 from anygauge.strategies.loss_scale import LossScale
 from anygauge.strategies.quantised import pack, unpacked
@@ -49,6 +50,8 @@ class TorchEngine:
         call: what is called in place of the model in training, such as a wrapper around it.
         gradients: made of the trained parameters; None: there is one rank.
         layout: which part of each parameter this rank holds.
+        sums: places of gradients that are parts of sums, and the ranks that sum them, in one
+            message each.
         join_logits: puts together the logits of positions that several ranks have.
     """
 
@@ -60,6 +63,7 @@ class TorchEngine:
         call: nn.Module | None = None,
         gradients: Callable[[Sequence[nn.Parameter]], Gradients] | None = None,
         layout: TensorLayout | None = None,
+        sums: Sequence[tuple[Sequence[int], dist.ProcessGroup]] = (),
         join_logits: Callable[[Tensor], Tensor] = lambda logits: logits,
     ) -> None:
         self.model = model
@@ -73,6 +77,7 @@ class TorchEngine:
         self._trained = trained_parameters(model)
         dtype = torch_dtype(context.precision.master_dtype)
         held = [self._layout.local(p) for _, p in self._trained]
+        self._held, self._group_sums = held, sums
         # A parameter already stored in the master type is its own master.
         self._masters = [
             part if part.dtype is dtype else nn.Parameter(part.detach().to(dtype)) for part in held
@@ -116,7 +121,10 @@ class TorchEngine:
 
     def update(self, lr: float, max_norm: float) -> UpdateResult:
         """See `Engine.update`."""
-        for master, gradient in zip(self._masters, self._gradients.take(), strict=True):
+        gradients = self._gradients.take()
+        for places, group in self._group_sums:
+            sum_at(gradients, places, self._held, group, self._backend.placement.device)
+        for master, gradient in zip(self._masters, gradients, strict=True):
             if gradient is not None:
                 gradient = gradient.to(master.dtype)
                 master.grad = gradient.div_(self._scale.factor) if self._scale.enabled else gradient

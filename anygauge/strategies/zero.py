@@ -21,8 +21,8 @@ from anygauge.interface.strategy import (
     BuildContext,
     Counters,
     DeviceBatch,
-    Footprint,
     LossFunction,
+    MemoryEstimate,
     OptimizerFactory,
     StepResult,
     TrainedState,
@@ -39,10 +39,9 @@ from anygauge.strategies.common import (
     trained_parameters,
 )
 from anygauge.strategies.finite import FiniteSteps, scaled
+from anygauge.strategies.footprint import EstimatedStrategy
 from anygauge.strategies.fp8 import PLAIN, Fp8Contexts, fp8_contexts
 from anygauge.strategies.materialise import buffers_of, materialise, restore_buffers
-from anygauge.strategies.zero_footprint import zero_footprint
-from anygauge.strategies.zero_memory import ZeroPlanner
 from anygauge.strategies.zero_nvme import folder_of_rank, load_operator
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_runtime import (
@@ -59,6 +58,7 @@ from anygauge.strategies.zero_runtime import (
     synchronise_before_release,
 )
 from anygauge.strategies.zero_settings import ModelSizes, as_config, zero_settings
+from anygauge.strategies.zero_sharded import zero_memory
 from anygauge.strategies.zero_state import ZeroState, whole_shape
 from anygauge.strategies.zero_versions import needs_reentrant_checkpointing, skips_non_finite
 
@@ -92,14 +92,12 @@ class ZeroEngine:
             else FiniteSteps(engine.optimizer, engine.step)
         )
         self._finite = True
-        self._undo_release = (
-            synchronise_before_release(context.backend.placement.synchronize)
-            if stage == 3 and context.backend.graph.sync_on_release
-            else lambda: None
-        )
-        self._undo_keeping = (
-            keep_recomputed_until_backward(self.model) if stage == 3 else lambda: None
-        )
+        self._undo = contextlib.ExitStack()
+        if stage == 3:
+            self._undo.callback(keep_recomputed_until_backward(self.model))
+            if context.backend.graph.sync_on_release:
+                wait = context.backend.placement.synchronize
+                self._undo.callback(synchronise_before_release(wait))
 
     def run_step(
         self, batches: Sequence[DeviceBatch], loss_function: LossFunction, normalizer: int
@@ -187,19 +185,17 @@ class ZeroEngine:
 
     def close(self) -> None:
         """Take hooks off and free DeepSpeed's buffers."""
-        self._undo_release()
-        self._undo_keeping()
+        self._undo.close()
         destroy(self._engine)
         if self._swapped is not None:
             self._swapped.cleanup()
 
 
-class Zero:
+class Zero(EstimatedStrategy):
     """DeepSpeed over all ranks."""
 
     def __init__(self, options: ZeroOptions) -> None:
         self.options = options
-        self.planner = ZeroPlanner(options)
         where = "" if options.nvme is None else " to a disk"
         offload = "" if options.offload == "none" else f", {options.offload} offloaded{where}"
         self.description = f"zero, stage {options.stage}{offload}"
@@ -210,11 +206,9 @@ class Zero:
         sizes = None if skeleton is None else ModelSizes.of(skeleton)
         return zero_settings(self.options, workload, sizes)
 
-    def footprint(self, workload: Workload) -> Footprint:
-        """See `Strategy.footprint`."""
-        zero = as_config(self.settings(workload))["zero_optimization"]
-        resident = zero.get("stage3_param_persistence_threshold", 0)
-        return zero_footprint(self.options.stage, resident, workload)
+    def memory(self, workload: Workload) -> MemoryEstimate:
+        """See `StrategyPlanner.memory`."""
+        return zero_memory(self.options, workload)
 
     def build(self, context: BuildContext) -> ZeroEngine:
         """See `Strategy.build`."""
@@ -232,9 +226,8 @@ class Zero:
         if self.options.nvme is not None:
             found = self.footprint(dataclasses.replace(context.workload, skeleton=skeleton))
             load_operator()
-            swapped = folder_of_rank(
-                self.options.nvme, found.masters + found.optimizer + found.gradients
-            )
+            # A gradient in the masters' type stands beside each master.
+            swapped = folder_of_rank(self.options.nvme, 2 * found.masters + found.optimizer)
             config["zero_optimization"]["offload_optimizer"]["nvme_path"] = swapped.name
 
         device = context.backend.placement.device
@@ -269,12 +262,10 @@ class Zero:
         buffers = buffers_of(model)
         trained = trained_parameters(model)
         shapes = {name: whole_shape(p) for name, p in trained}
-        on_host = self.options.offload in ("optimizer", "both")
-        optimizer: Any = (
-            on_the_host(context.optimizer, trained, shapes)
-            if on_host
-            else context.optimizer(trained, shapes)
-        )
+        if self.options.offload in ("optimizer", "both"):
+            optimizer = on_the_host(context.optimizer, trained, shapes)
+        else:
+            optimizer = context.optimizer(trained, shapes)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         restore_buffers(buffers)
         return ZeroEngine(engine, self.options.stage, context, swapped, fp8)

@@ -85,8 +85,7 @@ def accelerator_of(backend: Backend) -> Any:
         def manual_seed(self, seed: int) -> None:
             placement.seed(seed)
 
-        def manual_seed_all(self, seed: int) -> None:
-            placement.seed(seed)
+        manual_seed_all = manual_seed
 
         # A device without numbers of its own has the host's alone.
 
@@ -120,8 +119,7 @@ def accelerator_of(backend: Backend) -> Any:
             def current_stream(self, device_index: Any = None) -> Any:
                 return torch.accelerator.current_stream(placement.device)
 
-            def default_stream(self, device_index: Any = None) -> Any:
-                return torch.accelerator.current_stream(placement.device)
+            default_stream = current_stream
 
         # -- memory -----------------------------------------------------------------------------
 
@@ -142,9 +140,7 @@ def accelerator_of(backend: Backend) -> Any:
             stats = placement.memory()
             return stats.in_use if stats.reserved is None else stats.reserved
 
-        def max_memory_reserved(self, device_index: Any = None) -> int:
-            return placement.memory().peak
-
+        max_memory_reserved = max_memory_allocated
         memory_cached = memory_reserved
         max_memory_cached = max_memory_reserved
         reset_max_memory_cached = reset_max_memory_allocated

@@ -7,59 +7,27 @@ host's part.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
-from anygauge.interface import HOST_DEVICE
-from anygauge.interface.strategy import (
-    BACKWARD,
-    BEGIN,
-    BUFFERS,
-    COLLECT,
-    END,
-    EVALUATION,
-    FORWARD,
-    GRADIENTS,
-    LOAD,
-    LOSS,
-    OPTIMIZER,
-    REDUCE,
-    SAVE,
-    SAVED,
-    UPDATE,
-    WEIGHTS,
-    MemoryEstimate,
-    Traffic,
-    Workload,
-)
-from anygauge.models.quantised import quantised_layers
+from anygauge.interface import strategy as at
+from anygauge.interface.strategy import MemoryEstimate, Workload
 from anygauge.strategies.footprint import (
-    item_bytes,
-    item_size,
+    Kinds,
+    Sizes,
+    by_moment,
     scale_bytes,
+    sent,
     update_made,
     weight_bytes,
 )
-from anygauge.strategies.materialise import units
-from anygauge.strategies.whole_footprint import TrainedPlaces, beside_one, numbers_of, on_host
-from anygauge.strategies.zero_footprint import zero_footprint
 from anygauge.strategies.zero_options import ZeroOptions
-from anygauge.strategies.zero_settings import (
-    DEFAULT_BUCKET,
-    ModelSizes,
-    as_config,
-    zero_settings,
-)
+from anygauge.strategies.zero_settings import DEFAULT_BUCKET, ModelSizes, as_config, zero_settings
 
 COPIED_BEFORE = 4
 """Bytes of the copy of each number in `Workload.update_bytes`, for optimizers that are stepped by
 anygauge itself."""
-DRAWN = 4
-"""Bytes of a number that is drawn."""
 NORM = 8
 """Norms are taken of each gradient as float64, see ``get_norm_dtype``."""
 
@@ -70,55 +38,30 @@ class Terms:
 
     Attributes:
         zero: DeepSpeed's ``zero_optimization``.
-        sizes: numbers of each trained parameter, in the model's order.
         bucket: numbers that DeepSpeed reduces at once.
-        compute, reduce, master: bytes of a number, of each type.
+        part: numbers that a rank updates.
     """
 
     options: ZeroOptions
-    workload: Workload
-    model: nn.Module
+    size: Sizes
     zero: Mapping[str, Any]
-    sizes: tuple[int, ...]
     bucket: int
-    compute: int
-    reduce: int
-    master: int
+    part: int
 
     @classmethod
     def of(cls, options: ZeroOptions, workload: Workload) -> Terms:
         """Those of a run."""
-        model, precision = workload.skeleton, workload.precision
-        assert model is not None, "an estimate is made from the model"
-        settings = zero_settings(options, workload, ModelSizes.of(model))
-        zero = as_config(settings)["zero_optimization"]
-        trained = {id(p): p.numel() for p in model.parameters() if p.requires_grad}
+        size = Sizes.of(workload)
+        settings = zero_settings(options, workload, ModelSizes.of(size.model))
+        zero, ranks = as_config(settings)["zero_optimization"], workload.world_size
+        parts = {0: size.trained, 3: sum(of_ranks(p.numel(), ranks) for p in size.parameters)}
         return cls(
             options=options,
-            workload=workload,
-            model=model,
+            size=size,
             zero=zero,
-            sizes=tuple(trained.values()),
             bucket=int(zero.get("reduce_bucket_size", DEFAULT_BUCKET)),
-            compute=item_bytes(precision.param_dtype),
-            reduce=item_bytes(precision.reduce_dtype),
-            master=item_bytes(precision.master_dtype),
+            part=parts.get(options.stage, of_ranks(size.trained, ranks)),
         )
-
-    @property
-    def dtype(self) -> str:
-        """The compute type."""
-        return self.workload.precision.param_dtype
-
-    @property
-    def trained(self) -> int:
-        """Numbers that are trained."""
-        return sum(self.sizes)
-
-    @property
-    def largest(self) -> int:
-        """Numbers of the largest trained parameter."""
-        return max(self.sizes, default=0)
 
     @property
     def on_host(self) -> bool:
@@ -126,90 +69,71 @@ class Terms:
         return self.options.offload in ("optimizer", "both")
 
     @property
-    def pinned(self) -> bool:
-        """Whether what is on the host is pinned, which DeepSpeed does by a copy."""
-        return bool(self.zero.get("offload_optimizer", {}).get("pin_memory"))
-
-    @property
     def plain(self) -> bool:
         """Whether torch's own optimizer is handed through: stage 0 in the masters' type."""
-        return self.options.stage == 0 and self.compute == self.master
+        return self.options.stage == 0 and self.size.compute == self.size.master
 
     @property
-    def overflows(self) -> bool:
-        """Whether not all gradients fit in a bucket."""
-        return self.trained > self.bucket
+    def masters(self) -> int:
+        """Bytes of a rank's copies of trained weights."""
+        return 0 if self.plain else self.part * self.size.master
 
-    def of_part(self, part: int) -> int:
-        """Bytes of the masters and the optimizer's state of so many numbers."""
-        return part * self.master + round(part * self.workload.state_bytes)
+    @property
+    def state(self) -> int:
+        """Bytes of a rank's part of the optimizer's state."""
+        return round(self.part * self.size.workload.state_bytes)
 
-    def made(self, numbers: int) -> int:
+    @property
+    def widened(self) -> int:
+        """Bytes of a gradient's number in the type of reductions, where it is another one."""
+        return self.size.reduce if self.size.reduce != self.size.compute else 0
+
+    def made(self, count: int) -> int:
         """Bytes that an update of so many numbers makes.
 
         DeepSpeed leaves an update out by itself: nothing is copied before.
         """
-        return round(numbers * max(0.0, self.workload.update_bytes - COPIED_BEFORE))
+        if self.plain:
+            return update_made(self.size.workload, (p.numel() for p in self.size.parameters))
+        return round(count * max(0.0, self.size.workload.update_bytes - COPIED_BEFORE))
 
-    def drawn(self, parts_of: int = 0) -> int:
-        """Most bytes on the host while rank 0 draws a new model's values, see `materialise`.
+    def updating(self, count: int) -> int:
+        """Bytes beside gradients and state when so many numbers are updated on the device.
 
-        Those of a unit are in float32, and looked at for what is not a number; those of the unit
-        before are still there. Stored values, which are read one by one, take less.
-
-        Args:
-            parts_of: ranks that each keep their part on the host; 0: it goes to the device.
+        Gradients are laid out as one vector, and get the masters' type.
         """
-        if self.workload.backend.device_type == HOST_DEVICE:
-            return 0  # more is there later
-        most = before = kept = 0
-        seen: set[int] = set()
-        for _, unit in units(self.model):
-            codes = quantised_layers(unit)
-            sizes, whole = [0], 0
-            for name, parameter in unit.named_parameters():
-                if id(parameter) in seen or ".lora_" in name:
-                    continue
-                seen.add(id(parameter))
-                plain = math.prod(codes[name].plain_shape) if name in codes else parameter.numel()
-                sizes.append(plain)
-                whole += parameter.numel() * item_size(parameter, self.dtype)
-            most = max(most, before + sum(sizes) * DRAWN + max(sizes) + kept)
-            before = sum(sizes) * DRAWN
-            kept += whole // parts_of if parts_of else 0
-        return most
+        size = self.size
+        vector = size.reduce + (size.master if size.reduce != size.master else 0)
+        return max(count * vector, 0 if self.on_host else count * size.master + self.made(count))
 
-    def saved(self) -> Mapping[str, int]:
-        """What is put together on the host to be saved."""
-        return on_host(self.workload)[SAVE]
-
-    def gathered_to_save(self, ranks: int) -> int:
-        """Bytes of the masters that are put together on a device: one, while the last is there.
+    @property
+    def saved(self) -> Kinds:
+        """Masters that are put together on a device: one, while the last is there.
 
         A part comes from the host before, if it is there.
         """
-        pairs = zip((0, *self.sizes), self.sizes, strict=False)
-        most = max((a + b for a, b in pairs), default=0)
-        return (most + (-(-self.largest // ranks) if self.on_host else 0)) * self.master
+        sizes = [p.numel() for p in self.size.parameters]
+        most = max((a + b for a, b in zip((0, *sizes), sizes, strict=False)), default=0)
+        part = of_ranks(self.size.largest, self.size.workload.world_size) if self.on_host else 0
+        return {at.SAVED: (most + part) * self.size.master if self.options.stage else 0}
+
+    @property
+    def updated(self) -> float:
+        """Bytes that an update reads and writes: masters and state, gradients that are scaled and
+        read, and weights that are copied."""
+        size = self.size
+        each = 4 * size.master + size.compute
+        return 2.0 * (self.part * size.master + self.state) + self.part * each
+
+    def on_the_host(self, always: Kinds, update: Kinds) -> dict[str, dict[str, int]]:
+        """What an offloaded optimizer has there beside other things."""
+        held = {**always, at.OPTIMIZER: self.masters + self.state}
+        return by_moment(held, self.masters, {}, {at.UPDATE: update, at.SAVE: self.size.saved})
 
 
-class ZeroPlanner:
-    """See `Strategy.planner`."""
-
-    def __init__(self, options: ZeroOptions) -> None:
-        self._options = options
-
-    def memory(self, workload: Workload) -> MemoryEstimate:
-        """See `StrategyPlanner.memory`."""
-        terms = Terms.of(self._options, workload)
-        if self._options.stage == 3:
-            from anygauge.strategies.zero_sharded import sharded_memory
-
-            return sharded_memory(terms)
-        return _replicated_memory(terms)
-
-    def part_of(self, model: nn.Module, workload: Workload) -> None:
-        """See `StrategyPlanner.part_of`: a rank computes all of it."""
+def of_ranks(count: int, ranks: int) -> int:
+    """What a rank has of so many numbers."""
+    return -(-count // ranks)
 
 
 # -- stages 0 to 2: each rank has all weights ------------------------------------------------------
@@ -220,17 +144,16 @@ class _Gradients:
     """Of an engine whose ranks have all weights, in bytes.
 
     Attributes:
-        always: there from the first step on, which `loaded` of it is before.
+        always: there from the first step on.
         summed: beside it from the first micro-batch of a step until its update.
         each: of `summed`, for each number; 0: all is there as soon as one is.
         bucket: beside these in backward, with gradients that do not fit in.
         exchanged: beside the bucket when it is emptied, or all are exchanged.
         update: beside what is always there until the update, and in it.
-        host: on the host, always.
+        host: on the host, always, if the optimizer is.
     """
 
     always: int = 0
-    loaded: int = 0
     summed: int = 0
     each: int = 0
     bucket: int = 0
@@ -239,215 +162,115 @@ class _Gradients:
     host: int = 0
 
 
-def _replicated_memory(terms: Terms) -> MemoryEstimate:
-    workload, stage = terms.workload, terms.options.stage
-    part = -(-terms.trained // workload.world_size) if stage else terms.trained
-    weights = weight_bytes(terms.model.parameters(), workload.precision.param_dtype)
-    weights += scale_bytes(terms.model)
-    masters = 0 if terms.plain else part * terms.master
-    optimizer = masters + round(part * workload.state_bytes)
-    made = update_made(workload, terms.sizes) if terms.plain else terms.made(part)
-    found = _gradients(terms, part, made)
-    held = {
-        WEIGHTS: weights,
-        OPTIMIZER: 0 if terms.on_host else optimizer,
-        # ``temp_grad_buffer_for_gpu_offload``
-        BUFFERS: found.always + (terms.largest * terms.compute if terms.on_host else 0),
-    }
-    several = found.summed if workload.accumulation > 1 else 0
-    trained = TrainedPlaces.of(terms.model)
-    last = trained.layers[-1] if trained.layers else ()
-    first = several or found.each * (numbers_of(trained.head) + beside_one(last))
-    most = several or found.each * (terms.trained - numbers_of(trained.embedding))
-    if not found.each and terms.overflows:
-        first = most = found.summed
-    collect = found.bucket + found.exchanged
-    step = {**held, GRADIENTS: several}
-    updated = updated_bytes(terms, part)
-    return MemoryEstimate(
-        device={
-            LOAD: _replicated_load(terms, found, weights, part, made),
-            BEGIN: step,
-            FORWARD: step,
-            LOSS: step,
-            # All gradients go through a bucket meanwhile, where they are more than it.
-            REDUCE: {**held, GRADIENTS: collect if stage == 2 and terms.overflows else several},
-            BACKWARD: {**held, GRADIENTS: first + found.bucket},
-            END: {**held, GRADIENTS: most + found.bucket},
-            COLLECT: {**held, GRADIENTS: collect},
-            UPDATE: {**held, GRADIENTS: found.update},
-            EVALUATION: held,
-            SAVE: {**held, SAVED: terms.gathered_to_save(workload.world_size) if stage else 0},
-        },
-        host=_replicated_host(terms, found, part, made),
-        traffic=_replicated_traffic(terms),
-        host_bytes=updated if terms.on_host else 0.0,
-        copied_bytes=part * (terms.compute + terms.master) if terms.on_host else 0.0,
-        other_bytes=_added_up(terms) + (0.0 if terms.on_host else updated),
-    )
-
-
-def _gradients(terms: Terms, part: int, made: int) -> _Gradients:
-    if terms.options.stage == 0:
-        return _unsharded(terms, made)
-    if terms.options.stage == 2:
-        return _reduced_at_once(terms, part, made)
-    precision = terms.workload.precision
+def _gradients(terms: Terms) -> _Gradients:
+    size, part, stage = terms.size, terms.part, terms.options.stage
+    compute, reduce, widened = size.compute, size.reduce, terms.widened
+    precision = size.workload.precision
+    if stage == 0:
+        # ``allreduce_no_retain`` of what autograd has summed: parameters until they are more than
+        # 500 million numbers. An update has gradients in the masters' type beside those.
+        summed = size.trained * compute
+        at_once = min(size.trained, DEFAULT_BUCKET + size.largest)
+        update = summed + terms.masters + terms.made(part)
+        exchanged = summed + at_once * compute
+        return _Gradients(summed=summed, each=compute, exchanged=exchanged, update=update)
+    if stage == 2:
+        # A bucket in the compute type is copied, and in the type of sums again. What a rank keeps
+        # of it is summed in a vector of that type, or stays in copies.
+        summed = part * reduce
+        at_once = max(min(terms.bucket, size.trained), size.largest)
+        beyond = size.largest * compute if size.largest > terms.bucket else 0
+        return _Gradients(
+            summed=summed,
+            bucket=terms.bucket * compute + beyond,
+            exchanged=summed + at_once * (compute + widened),
+            update=max(
+                summed + NORM * min(size.largest, part),
+                (0 if widened else summed) + terms.updating(part),
+            ),
+            host=part * compute if size.several and not widened else 0,
+        )
+    summed = size.trained * reduce
     of_types = (precision.param_dtype, precision.reduce_dtype) == ("bfloat16", "float32")
     if of_types and not terms.on_host:
-        return _summed_whole(terms, made)
-    return _reduced_at_the_end(terms, part, made)
-
-
-def _unsharded(terms: Terms, made: int) -> _Gradients:
-    """Stage 0: ``allreduce_no_retain`` of the gradients that autograd has summed.
-
-    It takes parameters until they are more than 500 million numbers. An update has gradients in the
-    masters' type beside those.
-    """
-    gradients = terms.trained * terms.compute
-    at_once = min(terms.trained, DEFAULT_BUCKET + terms.largest)
-    widened = 0 if terms.plain else terms.trained * terms.master
-    return _Gradients(
-        summed=gradients,
-        each=terms.compute,
-        exchanged=gradients + at_once * terms.compute,
-        update=gradients + widened + made,
-    )
-
-
-def _summed_whole(terms: Terms, made: int) -> _Gradients:
-    """Stage 1 in bfloat16 with sums in float32: ``BF16_Optimizer``.
-
-    It has all sums as one vector, and keeps autograd's gradients, which it sets to zero; the vector
-    is copied to be reduced.
-    """
-    sums = terms.trained * terms.reduce
-    return _Gradients(
-        always=sums + terms.trained * terms.compute, loaded=sums, exchanged=sums, update=made
-    )
-
-
-def _reduced_at_the_end(terms: Terms, part: int, made: int) -> _Gradients:
-    """Stage 1: all gradients are summed as they are, and go through a bucket at the end.
-
-    Those of a rank's part are copied, and laid out as one vector for the update.
-    """
-    each = terms.reduce
-    summed, copied = terms.trained * each, part * terms.compute
-    widened = terms.master if each != terms.master else 0
-    # A gradient that is copied into the bucket lies there alone.
-    outside = max(0, terms.trained - terms.bucket) * each
+        # ``BF16_Optimizer`` has all sums as one vector, and keeps autograd's gradients, which it
+        # sets to zero; the vector is copied to be reduced.
+        always = summed + size.trained * compute
+        return _Gradients(always=always, exchanged=summed, update=terms.made(part))
+    # All gradients are summed as they are, and go through a bucket at the end. Those of a rank's
+    # part are copied, and laid out as one vector for the update.
+    copied = part * compute
     return _Gradients(
         summed=summed,
-        each=each,
-        bucket=terms.bucket * each,
-        exchanged=outside + min(terms.bucket, terms.trained) * each + copied,
-        update=max(
-            summed + copied + NORM * terms.largest,
-            copied + part * (each + widened),
-            0 if terms.on_host else part * terms.master + made,
-        ),
-        host=summed if terms.workload.accumulation > 1 else 0,
+        each=reduce,
+        bucket=terms.bucket * reduce,
+        exchanged=summed + copied,
+        update=max(summed + copied + NORM * size.largest, copied + terms.updating(part)),
+        host=summed if size.several else 0,
     )
 
 
-def _reduced_at_once(terms: Terms, part: int, made: int) -> _Gradients:
-    """Stage 2: a bucket of gradients in the compute type is copied, and in the type of sums again.
+def replicated_memory(terms: Terms) -> MemoryEstimate:
+    """Of a run with stage 0, 1 or 2."""
+    size, stage, part = terms.size, terms.options.stage, terms.part
+    workload, found = size.workload, _gradients(terms)
+    turns = workload.accumulation
+    optimizer = terms.masters + terms.state
+    # ``temp_grad_buffer_for_gpu_offload``
+    copied = size.largest * size.compute if terms.on_host else 0
+    weights = weight_bytes(size.model.parameters(), workload.precision.param_dtype)
+    held = {
+        at.WEIGHTS: weights + scale_bytes(size.model),
+        at.OPTIMIZER: 0 if terms.on_host else optimizer,
+        at.BUFFERS: found.always + copied,
+    }
+    step = {at.GRADIENTS: found.summed if size.several else 0}
+    overflows = size.trained > terms.bucket
+    first, most = size.head + size.layer, size.trained - size.embedding
 
-    What a rank keeps of it is summed in a vector of that type, or stays in copies.
-    """
-    compute, reduce = terms.compute, terms.reduce
-    widened = reduce if reduce != compute else 0
-    at_once = max(min(terms.bucket, terms.trained), terms.largest)
-    beyond = terms.largest * compute if terms.largest > terms.bucket else 0
-    summed = part * reduce
-    return _Gradients(
-        summed=summed,
-        bucket=terms.bucket * compute + beyond,
-        exchanged=summed + at_once * (compute + widened),
-        update=max(
-            summed + NORM * min(terms.largest, part),
-            (0 if widened else summed)
-            + part * (reduce + (terms.master if reduce != terms.master else 0)),
-            0 if terms.on_host else part * terms.master + made,
-        ),
-        host=0 if widened or terms.workload.accumulation == 1 else part * compute,
-    )
+    def backward(count: int) -> Kinds:
+        there = found.each * count
+        if not found.each and overflows:
+            there = found.summed
+        return {at.GRADIENTS: (step[at.GRADIENTS] or there) + found.bucket}
 
-
-def _replicated_load(
-    terms: Terms, found: _Gradients, weights: int, part: int, made: int
-) -> dict[str, int]:
-    """When the engine is made.
-
-    Trained weights are put into one vector; through the host, where the device has no room for it.
-    """
-    masters = 0 if terms.on_host or terms.plain else part * terms.master
-    ready = {WEIGHTS: weights, OPTIMIZER: masters, BUFFERS: found.loaded}
+    collect = {at.GRADIENTS: found.bucket + found.exchanged}
+    # ``initialize_optimizer_states`` has a gradient of each master; stage 0 makes an update.
+    initial = 0 if terms.on_host or found.always else terms.masters
+    if stage == 0:
+        initial += terms.state + terms.made(part)
+    more = {
+        at.LOAD: {at.GRADIENTS: initial},
+        at.BACKWARD: backward(first),
+        at.END: backward(most),
+        at.COLLECT: collect,
+        at.UPDATE: {at.GRADIENTS: found.update},
+        at.SAVE: terms.saved,
+        # All gradients go through a bucket meanwhile, where they are more than it.
+        at.REDUCE: collect if stage == 2 and overflows else step,
+    }
+    # Masters, their gradients and state; a copy of a part of the weights, and of one gradient.
+    there = {
+        at.GRADIENTS: part * size.master + found.host,
+        at.BUFFERS: (part + size.largest) * size.compute,
+    }
+    host = {at.SAVE: size.saved}
     if terms.on_host:
-        ready[BUFFERS] = terms.largest * terms.compute
-    elif not terms.plain and not found.loaded:
-        # ``initialize_optimizer_states`` has a gradient of each; without ZeRO it makes an update.
-        ready[GRADIENTS] = part * terms.master
-        if terms.options.stage == 0:
-            ready[OPTIMIZER] += round(part * terms.workload.state_bytes) + made
-    return ready
-
-
-def _replicated_host(
-    terms: Terms, found: _Gradients, part: int, made: int
-) -> dict[str, dict[str, int]]:
-    """Masters, their gradients and state; a copy of a part of the weights, and of one gradient."""
-    drawn = {BUFFERS: terms.drawn()}
-    if not terms.on_host:
-        return {LOAD: drawn, SAVE: dict(terms.saved())}
-    always = {
-        OPTIMIZER: terms.of_part(part),
-        GRADIENTS: part * terms.master + found.host,
-        BUFFERS: (part + terms.largest) * terms.compute,
-    }
-    return {
-        LOAD: max(drawn, {**always, OPTIMIZER: part * terms.master}, key=total),
-        **{moment: always for moment in (BEGIN, FORWARD, LOSS, BACKWARD, END, EVALUATION)},
-        UPDATE: {**always, OPTIMIZER: always[OPTIMIZER] + made},
-        SAVE: {**always, **terms.saved()},
-    }
-
-
-def _replicated_traffic(terms: Terms) -> tuple[Traffic, ...]:
-    stage, turns = terms.options.stage, terms.workload.accumulation
-    sent = zero_footprint(stage, 0, terms.workload).sent
-    group = tuple(range(terms.workload.world_size))
-    buckets = -(-terms.trained // terms.bucket) * (turns if stage == 2 else 1)
-    return tuple(
-        Traffic(
-            operation=operation,
-            group=group,
-            waited=False,
-            times=buckets if operation == "all_reduce" else 1,
-            bytes=size,
-        )
-        for operation, size in sent.items()
+        host = terms.on_the_host(there, {at.OPTIMIZER: terms.made(part)})
+    # Stage 2 keeps a part of the gradients alone, so it reduces after each micro-batch.
+    times = turns if stage == 2 else 1
+    summed = size.trained * size.reduce
+    group = range(workload.world_size)
+    buckets = times * of_ranks(size.trained, terms.bucket)
+    added = turns * size.trained * (size.compute + 2.0 * size.reduce)
+    return MemoryEstimate(
+        device=by_moment(held, 0 if terms.on_host else terms.masters, step, more),
+        host=host,
+        traffic=(
+            *sent("all_reduce", group, buckets, times * summed),
+            *(sent("all_gather", group, 1, size.trained * size.compute) if stage else ()),
+        ),
+        host_bytes=terms.updated if terms.on_host else 0.0,
+        copied_bytes=part * (size.compute + size.master) if terms.on_host else 0.0,
+        other_bytes=added + times * 4.0 * summed + (0.0 if terms.on_host else terms.updated),
     )
-
-
-def _added_up(terms: Terms) -> float:
-    """What is read and written to add gradients up, and to exchange them through copies."""
-    turns = terms.workload.accumulation
-    times = turns if terms.options.stage == 2 else 1
-    summed = turns * terms.trained * (terms.compute + 2.0 * terms.reduce)
-    return summed + times * 4.0 * terms.trained * terms.reduce
-
-
-def total(kinds: Mapping[str, int]) -> int:
-    """Bytes of all kinds."""
-    return sum(kinds.values())
-
-
-def updated_bytes(terms: Terms, part: int) -> float:
-    """What an update of so many numbers reads and writes.
-
-    Masters and state, gradients that are scaled and read, and weights that are copied.
-    """
-    return 2.0 * terms.of_part(part) + part * (4 * terms.master + terms.compute)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.interface import NotAvailableError, RunFileError, StrategyRun, UnsupportedError
+from anygauge.strategies.zero_versions import ENGINE, parsed
 
 _PROGRAM = "#include <libaio.h>\nint main(void) { return io_submit(0, 0, 0); }\n"
 
@@ -143,15 +144,10 @@ def operator_lacks(environment: Mapping[str, str]) -> str:
 
 def installed_operators() -> dict[str, Any]:
     """Operators of DeepSpeed -> whether they were built ahead; read, since importing it is slow."""
-    package = importlib.util.find_spec("deepspeed")
-    if package is None or package.origin is None:
+    if importlib.util.find_spec(ENGINE) is None:
         return {"async_io": True}  # that DeepSpeed is missing is reported by another check
-    file = Path(package.origin).with_name("git_version_info_installed.py")
-    try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):
-        return {}
-    for line in tree.body:
+    tree = parsed("git_version_info_installed.py")
+    for line in () if tree is None else tree.body:
         if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "installed_ops":
             found: dict[str, Any] = ast.literal_eval(line.value)
             return found

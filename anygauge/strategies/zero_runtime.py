@@ -6,20 +6,18 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from importlib import metadata
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from packaging.version import Version
 from torch import nn
 
 from anygauge.interface import HOST_DEVICE, Backend, UnsupportedError
 from anygauge.strategies.materialise import decoder_layers
-from anygauge.strategies.zero_versions import ENGINE
+from anygauge.strategies.zero_versions import ENGINE, is_at_least
 
-WAITS_FOR_EACH_SINCE = Version("0.19.8")
+WAITS_FOR_EACH_SINCE = (0, 19, 8)
 """First version here whose gathering of several weights waits for each of them (#8539)."""
 
 
@@ -88,10 +86,6 @@ def destroy(engine: Any) -> None:
     engine.destroy()
 
 
-def _version() -> Version:
-    return Version(metadata.version(ENGINE))
-
-
 @contextlib.contextmanager
 def gathered_by_peft(config: Mapping[str, Any]) -> Iterator[None]:
     """Let peft gather a sharded weight that it reads while it adds an adapter, as DoRA's norms do.
@@ -103,7 +97,7 @@ def gathered_by_peft(config: Mapping[str, Any]) -> Iterator[None]:
 
     alive = HfDeepSpeedConfig(dict(config))
     one_by_one = (
-        contextlib.nullcontext() if _version() >= WAITS_FOR_EACH_SINCE else _gathered_one_by_one()
+        contextlib.nullcontext() if is_at_least(WAITS_FOR_EACH_SINCE) else _gathered_one_by_one()
     )
     try:
         with one_by_one:

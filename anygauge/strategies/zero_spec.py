@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from anygauge.interface import (
@@ -31,6 +29,7 @@ from anygauge.strategies.zero_versions import (
     is_at_least,
     needs_reentrant_checkpointing,
     offloads_gradients,
+    parsed,
 )
 from anygauge.util.text import did_you_mean
 
@@ -184,13 +183,8 @@ def _check_known(options: dict[str, Any]) -> None:
 
 def zero_fields() -> set[str] | None:
     """Fields of zero_optimization, read from DeepSpeed's source: to import it takes seconds."""
-    package = importlib.util.find_spec(ENGINE)
-    if package is None or package.origin is None:
-        return None
-    file = Path(package.origin).with_name("runtime") / "zero" / "config.py"
-    try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):
+    tree = parsed("runtime/zero/config.py")
+    if tree is None:
         return None
     found = set()
     for kind in ast.walk(tree):

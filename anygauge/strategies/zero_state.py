@@ -68,26 +68,23 @@ class ZeroState:
         # DeepSpeed links the state after the first group's update, when others have none yet.
         self._link()
         with self._unpacked(written=False):
-            keys = (PARAMETER, *self._keys())
-            for index, named in self._by_flat():
-                with self._in_memory(index, written=False):
-                    for name, parameter in named:
-                        for key in keys:
-                            yield name, key, self._kept(self._whole(parameter, key))
+            yield from self._each((PARAMETER, *self._keys()))
 
     def masters(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Trained parameters, as `export` gives them.
+        """Trained parameters, as `export` gives them."""
+        for name, _, value in self._each((PARAMETER,)):
+            yield name, value
 
-        Stage 0 keeps no master of its own in float32 and float16: there, the weights themselves.
-        """
+    def _each(self, keys: Sequence[str]) -> Iterator[tuple[str, str, Tensor | None]]:
+        """Stage 0 keeps no master in float32 and float16: there, the weights themselves."""
         for index, named in self._by_flat():
             with self._in_memory(index, written=False):
                 for name, parameter in named:
-                    whole = self._whole(parameter, PARAMETER)
-                    yield (
-                        name,
-                        self._kept(parameter if whole is None and not self._stage else whole),
-                    )
+                    for key in keys:
+                        whole = self._whole(parameter, key)
+                        if whole is None and self._stage == 0:
+                            whole = parameter
+                        yield name, key, self._kept(whole)
 
     def load(self, state: TrainedState) -> None:
         """Take this rank's part of every tensor."""

@@ -48,6 +48,7 @@ def check(name: str, **given: Any) -> None:
 
 
 INTERLEAVED = {"pp": 2, "schedule": "interleaved"}
+ZERO_BUBBLE = {"pp": 2, "schedule": "zero_bubble", "micro_batches": 4}
 BF16 = Precision(param_dtype="bfloat16", reduce_dtype="bfloat16")
 MIXED = Precision(param_dtype="bfloat16", reduce_dtype="float32")
 OF_ITS_OWN = r"only its own optimizer.*strategy\.offload: opt"
@@ -75,6 +76,8 @@ CASES: list[tuple[str, dict[str, Any], str | None]] = [
         {**INTERLEAVED, "micro_batches": 5},
         "a multiple of 2, or fewer than 4 micro-batches",
     ),
+    ("ddp", {**ZERO_BUBBLE, "activations": Activations()}, None),
+    ("ddp", {**ZERO_BUBBLE, "activations": Activations(every=2)}, r"strategy\.schedule: 1f1b, or"),
     ("ddp", {"pp": 2, "micro_batches": 4, "adapter": "dora"}, r"DoRA.*strategy\.pp divides"),
     *(
         (

@@ -10,8 +10,8 @@ from anygauge.config.schema import AdapterSection
 from anygauge.interface import Backend, Precision
 from anygauge.interface import strategy as of
 from anygauge.interface.strategy import FORWARD, GATHERED, OPTIMIZER, WEIGHTS, MemoryEstimate
-from anygauge.strategies.zero_memory import ZeroPlanner
 from anygauge.strategies.zero_options import ZeroOptions
+from anygauge.strategies.zero_sharded import zero_memory
 from tests.helpers.build import a_workload, model_factory
 
 LAYERS, WIDTH, WORDS = 4, 64, 512
@@ -38,7 +38,7 @@ def estimate(*, r: int = 0, reduce: str = "float32", **f: Any) -> MemoryEstimate
     model = factory.adapt(factory.skeleton())
     precision = Precision(param_dtype="bfloat16", reduce_dtype=reduce)
     workload = a_workload(Device(), precision, skeleton=model, **changes)
-    return ZeroPlanner(ZeroOptions(**f)).memory(workload)
+    return zero_memory(ZeroOptions(**f), workload)
 
 
 def test_a_rank_of_stage_3_has_its_part_of_all_and_one_layer_whole_at_a_time() -> None:

@@ -42,7 +42,15 @@ WORDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "hsdp": (4, ("strategy=fsdp", "strategy.dp_replicate=2")),
     "tensor x fsdp": (4, ("strategy=fsdp", "strategy.tp=2")),
     "tensor, alone in its group": (2, ("strategy=fsdp", "strategy.tp=2")),
-    "pipeline x ddp": (4, ("strategy=ddp", "strategy.pp=2", "strategy.schedule=zero_bubble")),
+    "pipeline x ddp": (
+        4,
+        (
+            "strategy=ddp",
+            "strategy.pp=2",
+            "strategy.schedule=zero_bubble",
+            "train.gradient_checkpointing=false",
+        ),
+    ),
     **{
         f"{name}, streamed": (2, (f"strategy={name}", STREAMED))
         for name in ("ddp", "fsdp", "tensor", "pipeline")
