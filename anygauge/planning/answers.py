@@ -49,35 +49,36 @@ class PlanRow:
         }
 
 
-def row(run: RunFile, target: Target, tried: Try, name: str = "") -> PlanRow:
+def ranks_of(run: RunFile) -> int:
+    """All of its ranks."""
+    return run.launch.nodes * run.launch.devices
+
+
+def row(
+    run: RunFile, target: Target, tried: Try, name: str = "", lines: Mapping[str, Any] | None = None
+) -> PlanRow:
     """A run somewhere; a refusal is an answer.
 
     Args:
         name: empty: that of the machine.
+        lines: what is changed of it.
     """
     name = name or ("this machine" if target.machine is None else target.machine.name)
-    ranks = run.launch.nodes * run.launch.devices
     card = "" if target.card is None else target.card.name
+    trial, refused = None, ""
     try:
-        return PlanRow(name=name, card=card, ranks=ranks, trial=tried(run, target))
+        trial = tried(changed(run, lines) if lines else run, target)
     except AnygaugeError as error:
-        return PlanRow(name=name, card=card, ranks=ranks, trial=None, refused=str(error))
+        refused = str(error)
+    return PlanRow(name=name, card=card, ranks=ranks_of(run), trial=trial, refused=refused)
 
 
 def try_strategies(
     run: RunFile, target: Target, tried: Try, registry: Registry
 ) -> Sequence[PlanRow]:
     """Every layout that a number of ranks can have: those that fit first, the fastest first."""
-    ranks = run.launch.nodes * run.launch.devices
-    rows = []
-    for section in layouts(registry, ranks, run.launch.devices):
-        name = section_in_words(section)
-        try:
-            other = changed(run, {"strategy": section})
-        except AnygaugeError as error:
-            rows.append(PlanRow(name=name, card="", ranks=ranks, trial=None, refused=str(error)))
-        else:
-            rows.append(row(other, target, tried, name))
+    sections = layouts(registry, ranks_of(run), run.launch.devices)
+    rows = [row(run, target, tried, section_in_words(s), {"strategy": s}) for s in sections]
     return sorted(rows, key=_order)
 
 
@@ -91,61 +92,30 @@ def _order(row: PlanRow) -> tuple[bool, bool, float]:
     return False, trial.fit is not None and not trial.fit.fits, slow
 
 
-def scaled(run: RunFile, target: Target, tried: Try, most: int) -> Sequence[PlanRow]:
-    """The run on 1 to so many machines (powers of two, and the last), as many rows on each."""
-    counts = [1]
-    while 2 * counts[-1] < most:
-        counts.append(2 * counts[-1])
-    found = []
-    for count in dict.fromkeys([*counts, most]):
-        rows = run.train.global_batch_size * count // run.launch.nodes
-        lines = {"launch.nodes": count, "train.global_batch_size": rows}
-        found.append(row(changed(run, lines), target, tried, str(count)))
-    return found
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TotalTime:
-    """A whole epoch, or a whole run.
-
-    Attributes:
-        of: ``epoch`` or ``run``.
-        money: in the currency of the machine's price; None where it has none.
-    """
-
-    of: str
-    steps: int
-    seconds: float
-    money: float | None
-
-
-def total_times(trial: Trial, machine: Machine | None, rows: int | None) -> list[TotalTime]:
-    """What is known of an epoch and of the run.
+def total_times(trial: Trial, machine: Machine | None, rows: int | None) -> list[dict[str, Any]]:
+    """What is known of an epoch and of the run: ``of``, ``steps``, ``seconds``, and ``money`` in the
+    currency of the machine's price; None where it has none.
 
     Args:
         rows: of the training data; None: not known.
     """
+    train, steps = trial.run.train, dict[str, int]()
     if trial.time is None:
         return []
-    train, step = trial.run.train, trial.time.step
-    steps: dict[str, int] = {}
     if rows is not None:
         steps["epoch"] = math.ceil(rows / train.global_batch_size)
+        if train.epochs is not None:
+            steps["run"] = math.ceil(rows * train.epochs / train.global_batch_size)
     if train.steps is not None:
         steps["run"] = train.steps
-    elif rows is not None and train.epochs is not None:
-        steps["run"] = math.ceil(rows * train.epochs / train.global_batch_size)
     price = None if machine is None else machine.price
     hourly = None if price is None else price * trial.run.launch.nodes
-    return [
-        TotalTime(
-            of=of,
-            steps=count,
-            seconds=count * step,
-            money=None if hourly is None else hourly * count * step / HOUR,
-        )
-        for of, count in steps.items()
-    ]
+    found = []
+    for of, count in steps.items():
+        seconds = count * trial.time.step
+        money = None if hourly is None else hourly * seconds / HOUR
+        found.append({"of": of, "steps": count, "seconds": seconds, "money": money})
+    return found
 
 
 def sent(trial: Trial) -> list[Mapping[str, Any]]:

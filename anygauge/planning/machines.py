@@ -166,11 +166,13 @@ class Hardware:
         """What to say of a machine that is imagined, and which described one has such cards."""
         if not machine.imagined:
             return ""
-        said = f"no description has a machine of {machine.cards} {machine.card}: one is imagined, "
-        said += "with the link of such cards between all of them"
-        for fewer in self._with_cards(machine.card)[:1]:
-            nodes = math.ceil(machine.cards / fewer.cards)
-            said += f". {fewer.name} has {fewer.cards}: --machine {fewer.name} --nodes {nodes}"
+        said = (
+            f"no description has a machine of {machine.cards} {machine.card}: one is imagined, "
+            "with the link of such cards between all of them"
+        )
+        for one in self._with_cards(machine.card)[:1]:
+            nodes = math.ceil(machine.cards / one.cards)
+            said += f". {one.name} has {one.cards}: --machine {one.name} --nodes {nodes}"
         return said
 
     def _of_cards(self, name: str) -> Machine:
@@ -191,9 +193,8 @@ class Hardware:
 
     def _with_cards(self, card: str) -> list[Machine]:
         """The described machines that have a card, the largest first."""
-        [known] = self._cards[_plain(card)]
-        names = {_plain(one) for one in (known.name, *known.names)}
-        having = [one for one in self.machines if one.cards and _plain(one.card) in names]
+        known = self._cards[_plain(card)]
+        having = [m for m in self.machines if m.cards and self._cards.get(_plain(m.card)) == known]
         return sorted(having, key=lambda one: -one.cards)
 
     def _with_answers(self, card: Card) -> Card:
@@ -257,10 +258,8 @@ def _over(base: DescribedT, over: DescribedT) -> DescribedT:
     changed: dict[str, Any] = {"origin": f"{base.origin} and {over.origin}"}
     for name in {one.name for one in fields(over)} - {"name", "origin"}:
         old, new = getattr(base, name), getattr(over, name)
-        if isinstance(new, Mapping):
-            changed[name] = {**old, **new}
-        elif isinstance(new, tuple):
-            changed[name] = (*old, *new)
+        if isinstance(new, Mapping | tuple):
+            changed[name] = {**old, **new} if isinstance(new, Mapping) else (*old, *new)
         elif new or name in over.sources:
             changed[name] = new
     return replace(base, **changed)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from anygauge.interface.strategy import (
     BACKWARD,
@@ -85,35 +84,14 @@ class RunMemory:
         phase = max(self.device, key=lambda name: self.device[name].total)
         return phase, self.device[phase]
 
-    def record(self) -> dict[str, Any]:
-        """What JSON can hold, and `of_record` reads."""
-        return asdict(self)
-
-    @classmethod
-    def of_record(cls, record: Mapping[str, Any]) -> RunMemory:
-        """The same again."""
-        peaks = {
-            kind: {phase: Peak(**peak) for phase, peak in record[kind].items()}
-            for kind in ("device", "host", "uncompiled")
-        }
-        precision = Precision(**record["precision"])
-        work = Work.of_record(record["work"])
-        pairs = {name: tuple(record[name]) for name in ("numbers", "model_flops")}
-        return cls(**{**record, **peaks, **pairs, "precision": precision, "work": work})
-
     def with_other(self, other: RunMemory) -> RunMemory:
         """The most of two ranks of a run, by phase, and the work of the one that has more."""
 
         def most(one: Mapping[str, Peak], two: Mapping[str, Peak]) -> dict[str, Peak]:
             # The last stage of a pipeline alone has a loss.
-            return {
-                phase: max(
-                    (peaks[phase] for peaks in (one, two) if phase in peaks),
-                    key=lambda peak: peak.total,
-                )
-                for phase in PHASES
-                if phase in one or phase in two
-            }
+            phases = (phase for phase in PHASES if phase in one or phase in two)
+            both = {phase: [p[phase] for p in (one, two) if phase in p] for phase in phases}
+            return {phase: max(peaks, key=lambda peak: peak.total) for phase, peaks in both.items()}
 
         return replace(
             self,

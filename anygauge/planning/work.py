@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from anygauge.interface.strategy import Traffic
 
@@ -12,7 +11,7 @@ PLAIN = ("matrix_bytes", "other_bytes", "copied_bytes", "host_bytes", "operation
 """Figures of `Work` that are plain numbers."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Work:
     """Of one optimizer step of one rank.
 
@@ -45,9 +44,3 @@ class Work:
             **{name: getattr(self, name) + times * getattr(other, name) for name in PLAIN},
             traffic=self.traffic,
         )
-
-    @classmethod
-    def of_record(cls, record: Mapping[str, Any]) -> Work:
-        """What JSON holds of it, made it again."""
-        traffic = (Traffic(**{**one, "group": tuple(one["group"])}) for one in record["traffic"])
-        return cls(**{**record, "traffic": tuple(traffic)})
