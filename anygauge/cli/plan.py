@@ -58,8 +58,13 @@ def plan(
     from anygauge.cli import interrupts_end_process
     from anygauge.cli.planned import Page, no_memory
     from anygauge.interface import UsageError
-    from anygauge.planning.answers import row, try_strategies
-    from anygauge.planning.changes import largest_batch, longest_rows, what_to_change
+    from anygauge.planning.changes import (
+        largest_batch,
+        longest_rows,
+        row,
+        try_strategies,
+        what_to_change,
+    )
     from anygauge.planning.machines import Hardware, measured_files
     from anygauge.planning.trials import Trials
     from anygauge.registry import Registry

@@ -13,8 +13,7 @@ from rich.table import Table
 from anygauge.cli.console import Console
 from anygauge.cli.lines import seconds
 from anygauge.interface.strategy import KINDS
-from anygauge.planning.answers import PlanRow, ranks_of, sent, total_times
-from anygauge.planning.changes import ChangedTrial, Largest
+from anygauge.planning.changes import ChangedTrial, Largest, PlanRow, ranks_of, sent, total_times
 from anygauge.planning.fit import GIB, SLACK
 from anygauge.planning.trials import Target, Trial
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +17,7 @@ from anygauge.config.schema import RunFile
 from anygauge.config.sections import QuantiseSection
 from anygauge.interface import AnygaugeError
 from anygauge.kernels.choose import LOSS, REFERENCE
+from anygauge.planning.machines import Machine
 from anygauge.planning.trials import Target, Trial, Try, changed
 from anygauge.registry import Registry
 from anygauge.registry.registry import load_options
@@ -374,13 +376,12 @@ def _curve(points: Sequence[tuple[int, int]]) -> Callable[[float], float]:
 
 # -- every layout of the ranks ---------------------------------------------------------------------
 
-DIVIDED = ("dp_replicate", *DEGREES)
-"""Fields of a strategy's options by which ranks are divided; those of third parties too."""
-CHOICES: Mapping[str, tuple[Any, ...]] = {
+CHOICES: Mapping[str, Sequence[Any]] = {
     "stage": (0, 1, 2, 3),
     "offload": ("optimizer", "parameters", "both"),
 }
-"""Further fields that decide what a rank holds, with what they may have."""
+"""Fields of a strategy's options that decide what a rank holds, with what they may have; those of
+third parties too."""
 
 
 def layouts(registry: Registry, ranks: int, devices: int) -> Iterator[Mapping[str, Any]]:
@@ -390,28 +391,148 @@ def layouts(registry: Registry, ranks: int, devices: int) -> Iterator[Mapping[st
         ranks: of the run.
         devices: ranks on one machine: layers and sequences are divided over no more.
     """
+    degrees = [degree for degree in range(2, ranks + 1) if ranks % degree == 0]
+    choices = {name: [one for one in degrees if one <= devices] for name in DEGREES}
+    choices |= {"dp_replicate": [one for one in degrees if one < ranks], **CHOICES}
     for provided in registry.strategies:
         spec = provided.spec
         if spec.name == AUTO or (spec.world_sizes and ranks not in spec.world_sizes):
             continue
         yield {"name": spec.name}
         options = load_options(provided, "strategy")
-        fields = options.model_fields
-        for name in DIVIDED:
-            most = ranks - 1 if name == "dp_replicate" else devices
-            for degree in range(2, most + 1):
-                if name in fields and ranks % degree == 0:
-                    yield {"name": spec.name, name: degree}
-        for name, values in CHOICES.items():
-            for value in values:
-                if name not in fields or fields[name].default == value:
-                    continue
-                with suppress(ValidationError):
-                    options.model_validate({name: value})
-                    yield {"name": spec.name, name: value}
+        for name, values in choices.items():
+            for value in values if name in options.model_fields else ():
+                if value != options.model_fields[name].default:
+                    with suppress(ValidationError):
+                        options.model_validate({name: value})
+                        yield {"name": spec.name, name: value}
 
 
 def section_in_words(section: Mapping[str, Any]) -> str:
     """A section in a few words: ``zero, stage 2``."""
     rest = [f"{name} {value}" for name, value in section.items() if name != "name"]
     return ", ".join([section["name"], *rest])
+
+
+# -- other machines and strategies, and what all comes to -----------------------------------------
+
+HOUR = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRow:
+    """One of several ways: on another machine, on more of them, or with another strategy.
+
+    Attributes:
+        trial: None where the run is refused.
+        refused: why.
+    """
+
+    name: str
+    card: str
+    ranks: int
+    trial: Trial | None
+    refused: str = ""
+
+    def record(self) -> dict[str, Any]:
+        """What JSON can hold."""
+        trial = self.trial
+        phase, peak = (None, None) if trial is None else trial.memory.worst
+        fit, time = (None, None) if trial is None else (trial.fit, trial.time)
+        return {
+            "name": self.name,
+            "card": self.card or None,
+            "ranks": self.ranks,
+            "tensors": None if peak is None else peak.total,
+            "phase": phase,
+            "fit": None if fit is None else fit.record(),
+            "time": None if time is None else time.record(),
+            "refused": self.refused or None,
+        }
+
+
+def ranks_of(run: RunFile) -> int:
+    """All of its ranks."""
+    return run.launch.nodes * run.launch.devices
+
+
+def row(
+    run: RunFile, target: Target, tried: Try, name: str = "", lines: Mapping[str, Any] | None = None
+) -> PlanRow:
+    """A run somewhere; a refusal is an answer.
+
+    Args:
+        name: empty: that of the machine.
+        lines: what is changed of it.
+    """
+    name = name or ("this machine" if target.machine is None else target.machine.name)
+    card = "" if target.card is None else target.card.name
+    trial, refused = None, ""
+    try:
+        trial = tried(changed(run, lines) if lines else run, target)
+    except AnygaugeError as error:
+        refused = str(error)
+    return PlanRow(name=name, card=card, ranks=ranks_of(run), trial=trial, refused=refused)
+
+
+def try_strategies(
+    run: RunFile, target: Target, tried: Try, registry: Registry
+) -> Sequence[PlanRow]:
+    """Every layout that a number of ranks can have: those that fit first, the fastest first."""
+    sections = layouts(registry, ranks_of(run), run.launch.devices)
+    rows = [row(run, target, tried, section_in_words(s), {"strategy": s}) for s in sections]
+    return sorted(rows, key=_order)
+
+
+def _order(row: PlanRow) -> tuple[bool, bool, float]:
+    """Without a time, by what is needed."""
+    trial = row.trial
+    if trial is None:
+        return True, True, 0
+    needed = trial.memory.worst[1].total if trial.fit is None else trial.fit.needed
+    slow = needed if trial.time is None else trial.time.step
+    return False, trial.fit is not None and not trial.fit.fits, slow
+
+
+def total_times(trial: Trial, machine: Machine | None, rows: int | None) -> list[dict[str, Any]]:
+    """An epoch, and the run: ``of`` which, ``steps``, ``seconds``, ``money`` in the currency
+    of the machine's price; None where it has none.
+
+    Args:
+        rows: of the training data; None: not known.
+    """
+    if trial.time is None:
+        return []
+    train, machines = trial.run.train, trial.run.launch.nodes
+    lengths = {"epoch": 1, "run": train.epochs}
+    steps = {
+        of: math.ceil(rows * epochs / train.global_batch_size)
+        for of, epochs in lengths.items()
+        if rows is not None and epochs is not None
+    }
+    if train.steps is not None:
+        steps["run"] = train.steps
+    price = None if machine is None else machine.price
+    found = []
+    for of, count in steps.items():
+        seconds = count * trial.time.step
+        money = None if price is None else price * machines * seconds / HOUR
+        found.append({"of": of, "steps": count, "seconds": seconds, "money": money})
+    return found
+
+
+def sent(trial: Trial) -> list[Mapping[str, Any]]:
+    """What a rank sends in a step, by collective and by the links it goes over, most first."""
+    per_machine = trial.run.launch.devices
+    found = [
+        {
+            "operation": one.operation,
+            "ranks": len(one.group),
+            "link": "machines" if one.spans(per_machine) else "cards",
+            "times": round(one.times),
+            "bytes": round(one.bytes),
+            "sent": round(one.wire),
+        }
+        for one in trial.memory.work.traffic
+    ]
+    return sorted(found, key=lambda one: -int(one["sent"]))

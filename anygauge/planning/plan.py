@@ -29,9 +29,8 @@ from anygauge.models.inputs import PLAIN, model_inputs, positions, shift_labels
 from anygauge.models.masks import MaskPlan, plan_masks
 from anygauge.models.quantised import quantised_layers
 from anygauge.models.source import check_positions, check_written
-from anygauge.planning.memory import PHASES, Peak, RunMemory
+from anygauge.planning.memory import PHASES, Peak, RunMemory, Work
 from anygauge.planning.trace import FUSED, LayerTrace, ModelTrace, trace_model
-from anygauge.planning.work import Work
 from anygauge.registry import Registry
 from anygauge.strategies.common import torch_dtype
 from anygauge.strategies.footprint import memory_of

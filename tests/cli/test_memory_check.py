@@ -16,10 +16,9 @@ from anygauge.cli.memory_check import UNDECIDED
 from anygauge.config.load import load_run_file
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, Precision, RunFileError
-from anygauge.planning.memory import PHASES, Peak, RunMemory
+from anygauge.planning.memory import PHASES, Peak, RunMemory, Work
 from anygauge.planning.process import TooLongError
 from anygauge.planning.trials import Target, Trial, Trials
-from anygauge.planning.work import Work
 from anygauge.registry import Registry
 from anygauge.training.auto import candidates, in_words
 from tests.helpers.gaudi import without_driver

@@ -9,11 +9,11 @@ import pytest
 from anygauge.cli import lines, planned
 from anygauge.config.schema import RunFile
 from anygauge.interface import Card
-from anygauge.planning.answers import PlanRow, _order, total_times
+from anygauge.planning.changes import PlanRow, _order, total_times
 from anygauge.planning.machines import Machine
+from anygauge.planning.memory import Traffic, Work
 from anygauge.planning.time import Ranks, duration
 from anygauge.planning.trials import Target, Trial
-from anygauge.planning.work import Traffic, Work
 from tests.planning.standins import memory, run
 
 CARD = Card(name="square", flops={"bfloat16": 100e12}, bandwidth=1e12, link=100e9)

@@ -11,12 +11,14 @@ import pytest
 from anygauge.cli import planned
 from anygauge.cli.planned import Page, verdict
 from anygauge.interface import Card, RunFileError, UnsupportedError
-from anygauge.planning.answers import PlanRow, row, try_strategies
 from anygauge.planning.changes import (
+    PlanRow,
     largest_batch,
     layouts,
     longest_rows,
+    row,
     section_in_words,
+    try_strategies,
     what_to_change,
 )
 from anygauge.planning.fit import GIB
