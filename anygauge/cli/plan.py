@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from anygauge.planning.trials import Target
     from anygauge.registry import Registry
 
-PATIENCE_S = 0.2
-"""A plan that takes longer is announced, where somebody watches."""
 MACHINE = "A node type, or a card and a count: p5.48xlarge, h100:8. Default: this machine."
 HARDWARE = "A file that describes cards and machines; repeatable."
 COMPARE = "Another machine to compare with; repeatable."
@@ -56,6 +53,7 @@ def plan(
 ) -> None:
     """Show how much memory and time a run needs, without its devices."""
     from anygauge.cli import interrupts_end_process
+    from anygauge.cli.fetch import fetch_configuration
     from anygauge.cli.planned import Page, no_memory
     from anygauge.interface import UsageError
     from anygauge.planning.changes import (
@@ -90,7 +88,7 @@ def plan(
     if suggest and not known:
         why = "no card was found here" if target.card is None else no_memory(target)
         raise UsageError(f"--suggest: {why}; name a machine whose memory is known")
-    _fetch(run)
+    fetch_configuration(run)
     for name, value in run.environment.items():
         os.environ.setdefault(name, value)
     page, tried = Page(quiet=json_), Trials(registry, _waiting)
@@ -164,29 +162,11 @@ def _loaded(run_file: Path, overrides: list[str], flags: dict[str, Any]) -> RunF
         raise
 
 
-def _fetch(run: RunFile) -> None:
-    """Have the model's configuration here; where no hub answers, a copy that is here will do."""
-    from anygauge.cli.fetch import fetched
-    from anygauge.models.hub import CONFIG, copy_of, wanted_for_plan
-    from anygauge.models.hub_errors import HubUnreachableError
-
-    try:
-        fetched(wanted_for_plan(run.model), {**run.environment, **os.environ}, quiet=True)
-    except HubUnreachableError:
-        copy = copy_of(run.model.name or "", run.model.revision)
-        if copy is None or not (copy / CONFIG).is_file():
-            raise
-
-
-@contextmanager
-def _waiting(subject: str) -> Iterator[None]:
-    """Say what is planned where that takes long, on a terminal alone."""
-
+def _waiting(subject: str) -> AbstractContextManager[Any]:
+    """Say what is planned, on a terminal alone."""
     from anygauge.cli.console import Console
 
     console = Console(stderr=True)
     if not console.is_terminal or console.is_dumb_terminal:
-        yield
-        return
-    with console.status(subject):
-        yield
+        return nullcontext()
+    return console.status(subject)

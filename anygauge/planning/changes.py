@@ -392,7 +392,9 @@ def layouts(registry: Registry, ranks: int, devices: int) -> Iterator[Mapping[st
         devices: ranks on one machine: layers and sequences are divided over no more.
     """
     degrees = [degree for degree in range(2, ranks + 1) if ranks % degree == 0]
-    choices = {name: [one for one in degrees if one <= devices] for name in DEGREES}
+    choices: dict[str, Sequence[Any]] = {
+        name: [one for one in degrees if one <= devices] for name in DEGREES
+    }
     choices |= {"dp_replicate": [one for one in degrees if one < ranks], **CHOICES}
     for provided in registry.strategies:
         spec = provided.spec

@@ -189,16 +189,27 @@ ROTARY = "RotaryEmbedding"
 
 def _rotate_on_host(module: nn.Module) -> None:
     """Have angles computed there: earlier releases of transformers begin with a context manager of
-    torch's that knows no meta device."""
+    torch's that knows no meta device. Those of one row are computed: all rows' are alike."""
+    rows = 1
 
     def to_host(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(Tensor, on_host, (args, kwargs))
+
+    def on_host(tensor: Tensor) -> Tensor:
+        nonlocal rows
+        shape: Sequence[int] = tensor.shape
+        if len(shape) == 2:  # positions
+            rows, shape = shape[0], (1, shape[1])
         # One number in all places: of hidden states, the type alone is looked at.
-        return tree_map_only(
-            Tensor, lambda t: torch.zeros((), dtype=t.dtype).expand(t.shape), (args, kwargs)
-        )
+        return torch.zeros((), dtype=tensor.dtype).expand(shape)
 
     def to_meta(_: nn.Module, args: Any, output: Any) -> Any:
-        return tree_map_only(Tensor, lambda t: t.to("meta"), output)
+        return tree_map_only(Tensor, on_meta, output)
+
+    def on_meta(tensor: Tensor) -> Tensor:
+        several = tensor.shape[:1] == (1,)
+        shape = (rows, *tensor.shape[1:]) if several else tensor.shape
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
     module.register_forward_pre_hook(to_host, with_kwargs=True)
     module.register_forward_hook(to_meta)
