@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rich import box
-from rich.table import Table
+from rich.table import Column, Table
 
 from anygauge.cli.console import Console
 from anygauge.cli.lines import seconds
@@ -50,7 +50,7 @@ class Page:
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self._console = Console(quiet=quiet)
+        self._print = Console(quiet=quiet).print
         self.record: dict[str, Any] = {}
 
     def trial(self, trial: Trial, target: Target, rows: int | None, notes: Sequence[str]) -> None:
@@ -83,16 +83,16 @@ class Page:
             **{name: plain[name] for name in OF_MEMORY},
             **dict.fromkeys(ASKED),
         }
-        self._line(verdict(trial, target), "bold")
+        self._print(verdict(trial, target), style="bold")
         for line in (*_about(trial, target), *notes):
-            self._line(line)
+            self._print(line)
         self._phases(trial)
         for line in _time(trial, target):
-            self._line(line)
+            self._print(line)
         for one in wholes:
             money = "" if one["money"] is None else f", cost {one['money']:,.2f}"
             took = seconds(one["seconds"])
-            self._line(f"  the {one['of']}: {one['steps']:,} steps, {took}{money}")
+            self._print(f"  the {one['of']}: {one['steps']:,} steps, {took}{money}")
 
     def largest(self, batch: Largest, rows: Largest) -> None:
         """What fits at the most."""
@@ -103,21 +103,29 @@ class Page:
                 said = ", ".join(f"{path}: {value:,}" for path, value in found.change.lines.items())
                 why = f"; {found.ended_by}" if found.ended_by else ""
                 said += f" (needs {_gib(found.trial.fit.needed)} GiB{why})"
-            self._line(f"{what} on this card: {said}")
+            self._print(f"{what} on this card: {said}")
 
     def rows(self, what: str, key: str, rows: Sequence[PlanRow]) -> None:
         """Machines or strategies."""
         self.record[key] = [one.record() for one in rows]
-        wide = max(len(word) for one in rows for word in one.name.split())
-        headings = ("ranks", "fits", "needed, GiB", "left, GiB", "phase", "step", "tokens/s")
-        table = self._table(what, headings, wide, left=("fits", "phase"))
+        names = Column(what, min_width=max(len(word) for one in rows for word in one.name.split()))
+        headings = ("needed, GiB", "left, GiB", "phase", "step", "tokens/s")
+        others = (Column(one, justify="left" if one == "phase" else "right") for one in headings)
+        table = Table(
+            names,
+            Column("ranks", justify="right"),
+            "fits",
+            *others,
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+        )
         for one in rows:
             if one.trial is not None:
                 table.add_row(one.name, str(one.ranks), *_cells(one.trial))
-        self._console.print(table)
+        self._print(table)
         for one in rows:
             if one.trial is None:
-                self._line(f"refused: {one.name}: {one.refused}", "dim")
+                self._print(f"refused: {one.name}: {one.refused}", style="dim")
 
     def changes(self, changes: Iterator[ChangedTrial]) -> None:
         """What to change, with lines to paste."""
@@ -125,18 +133,18 @@ class Page:
         for number, found in enumerate(changes, 1):
             record.append(found.record())
             if number == 1:
-                self._line("What to change, cheapest first:", "bold")
+                self._print("What to change, cheapest first:", style="bold")
             said, needed = record[-1], _gib(record[-1]["needed"])
             fits = "fits" if said["fits"] else "does not fit"
             takes = "" if said["step"] is None else f", a step {seconds(said['step'])}"
             several = "together, " if found.together else ""
-            self._line(f"{number}. {several}{fits}: needs {needed} GiB{takes}: {said['costs']}")
+            self._print(f"{number}. {several}{fits}: needs {needed} GiB{takes}: {said['costs']}")
             for line in said["yaml"].splitlines():
-                self._line(f"     {line}", "green")
+                self._print(f"     {line}", style="green")
             options = " ".join(f"--set {shlex.quote(one)}" for one in said["set"])
-            self._line(f"     {options}", "dim", soft_wrap=True)
+            self._print(f"     {options}", style="dim", soft_wrap=True)
         if not any(one["fits"] for one in record):
-            self._line(
+            self._print(
                 "Nothing that was tried makes it fit: use more cards, or cards with more memory "
                 "(--compare shows several), or a smaller model"
             )
@@ -158,24 +166,11 @@ class Page:
             needed = [fit.phases[phase] for phase in device]
             lines["on top"] = [a - b for a, b in zip(needed, totals, strict=True)]
             lines |= {"needed": needed, "left": [fit.memory - one for one in needed]}
-        table = self._table("GiB", list(device), 0)
+        phases = [Column(phase, justify="right", min_width=len(phase)) for phase in device]
+        table = Table(Column("GiB"), *phases, box=box.SIMPLE_HEAD, pad_edge=False)
         for heading, sizes in lines.items():
             table.add_row(heading, *map(_gib, sizes))
-        self._console.print(table)
-
-    def _table(
-        self, first: str, headings: Sequence[str], wide: int, left: Sequence[str] = ()
-    ) -> Table:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column(first, min_width=wide)
-        for heading in headings:
-            width = len(heading) if not wide else None
-            justify: Any = "left" if heading in left else "right"
-            table.add_column(heading, justify=justify, min_width=width)
-        return table
-
-    def _line(self, text: str, style: str = "", soft_wrap: bool | None = None) -> None:
-        self._console.print(text, style=style, soft_wrap=soft_wrap)
+        self._print(table)
 
 
 def no_memory(target: Target) -> str:
