@@ -138,12 +138,7 @@ def command_function(name: str) -> Callable[..., None]:
 
 def run_command(name: str, arguments: list[str], *, own_process: bool = False) -> int:
     """Import the command's file and hand its arguments to typer."""
-    if name == "plan" and "--calibrate" not in arguments and any(map(os.path.isfile, arguments)):
-        # Its imports take longer than the command line's, and all that is checked before.
-        from anygauge.planning.process import start_planner
-
-        start_planner()
-    with _interrupts_end_imports():
+    with interrupts_end_process():
         import typer
         import typer.main
 
@@ -166,10 +161,10 @@ def run_command(name: str, arguments: list[str], *, own_process: bool = False) -
 
 
 @contextlib.contextmanager
-def _interrupts_end_imports() -> Iterator[None]:
-    """Have Ctrl-C end this process at once: nothing but imports is under way.
+def interrupts_end_process() -> Iterator[None]:
+    """Have Ctrl-C end this process at once: it only imports, or computes a plan.
 
-    An interrupt may meet a callback of an import, where Python prints it and drops it.
+    An interrupt may meet a callback of an import or of torch, where Python prints it and drops it.
     """
     usual = signal.getsignal(signal.SIGINT)
     if usual is not signal.default_int_handler:
@@ -177,9 +172,9 @@ def _interrupts_end_imports() -> Iterator[None]:
         return
 
     def end(*_: object) -> None:
-        os.write(2, b"interrupted\n")
-        if process := sys.modules.get("anygauge.planning.process"):
-            process.end_started()
+        # On a terminal, what shows progress has hidden the cursor in a line of its own.
+        begins = b"\r\x1b[K\x1b[?25h" if os.isatty(2) else b""
+        os.write(2, begins + b"interrupted\n")
         os._exit(130)
 
     signal.signal(signal.SIGINT, end)

@@ -22,6 +22,7 @@ from rich.progress import (
 from anygauge.cli.console import Console
 
 if TYPE_CHECKING:
+    from anygauge.config.schema import RunFile
     from anygauge.models.hub import Wanted
 
 
@@ -56,6 +57,23 @@ def fetched(
             elif event["event"] == "fetched":
                 left += event["left"]
     return left
+
+
+def fetch_configuration(run: RunFile) -> None:
+    """Have what a plan needs of the run's model; where no hub answers, a copy that is here will do.
+
+    Raises:
+        ModelError: what cannot be had, why, and what to do.
+    """
+    from anygauge.models.hub import CONFIG, copy_of, wanted_for_plan
+    from anygauge.models.hub_errors import HubUnreachableError
+
+    try:
+        fetched(wanted_for_plan(run.model), {**run.environment, **os.environ}, quiet=True)
+    except HubUnreachableError:
+        copy = copy_of(run.model.name or "", run.model.revision)
+        if copy is None or not (copy / CONFIG).is_file():
+            raise
 
 
 class _Shown:

@@ -1,6 +1,6 @@
 """A run is planned before its ranks start: what cannot fit this machine's devices is refused.
 
-A process of its own imports what a plan needs while the checks of `anygauge.cli.preflight` run. No
+A process of its own plans while the checks of `anygauge.cli.preflight` run. No
 plan is made where arithmetic tells that the run is far from any limit. Strategy `auto` becomes the
 first form that fits.
 """
@@ -8,6 +8,7 @@ first form that fits.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
@@ -19,7 +20,7 @@ from anygauge.models.hub import copy_of, names_hub
 from anygauge.planning.fit import Fit, most_bytes
 from anygauge.planning.machines import Hardware, measured_files
 from anygauge.planning.process import Planner, TooLongError
-from anygauge.planning.trials import Target, Trial, Trials
+from anygauge.planning.trials import Target, Trial
 from anygauge.registry import Registry, Selection
 from anygauge.training.auto import AUTO, candidates, in_words
 from anygauge.training.strategy import share_of
@@ -98,14 +99,15 @@ def checked(
     if expected is not None:
         found = check(intent)
     else:
+        target = Target(backend=intent.job.backend, card=card)
+        began, planner = time.monotonic(), None
         with contextlib.ExitStack() as stack:
-            planner = stack.enter_context(Planner(intent.run.environment))
-            patience_s = AUTO_PATIENCE_S if len(intent.forms) > 1 else PATIENCE_S
-            trials = Trials(intent.registry, planner, limit_s=patience_s)
             if _is_here(intent.run):
-                trials.begin(intent.run, intent.job.backend)
+                planner = stack.enter_context(_planner(intent, target))
             found = check(intent)
-            expected = _planned(intent, card, trials, patience_s, force)
+            if planner is None:
+                began, planner = time.monotonic(), stack.enter_context(_planner(intent, target))
+            expected = _planned(intent, card, planner, began, force)
     decided = expected.applied_to(intent)
     if expected.run is not None and expected.run.strategy.name != AUTO:
         found = check(decided)
@@ -197,17 +199,24 @@ def _undecided(intent: Intent, why: str) -> Expectation:
     return Expectation(note=note, run=undecided, why=UNDECIDED)
 
 
+def _planner(intent: Intent, target: Target) -> Planner:
+    return Planner(intent.forms or (intent.run,), target, intent.run.environment)
+
+
 def _planned(
-    intent: Intent, card: Card | None, trials: Trials, patience_s: float, force: bool
+    intent: Intent, card: Card | None, planner: Planner, began: float, force: bool
 ) -> Expectation:
     """What a plan says; of `auto`, the plan of the first form that fits.
+
+    Args:
+        began: when its process did; see `time.monotonic`.
 
     Raises:
         RunFileError: the run cannot fit.
     """
-    target = Target(backend=intent.job.backend, card=card)
+    patience_s = AUTO_PATIENCE_S if len(intent.forms) > 1 else PATIENCE_S
     try:
-        trial = trials.first_that_fits([*intent.forms] or [intent.run], target)
+        trial = planner.trial(began + patience_s - time.monotonic())
     except TooLongError:
         why = f"a plan takes longer than {patience_s:.0f} s; `anygauge plan RUN.yaml` waits for it"
         return _undecided(intent, why)
@@ -216,7 +225,7 @@ def _planned(
     chosen, why = None, ""
     lines: tuple[str, ...] = ()
     fit = trial.fit
-    if trial.run is not intent.run:
+    if trial.run != intent.run:
         reasons = [_why_not(form, found) for form, found in trial.passed_over]
         if not trial.fits:
             reasons = ["no strategy fits, and this one needs least", *reasons]

@@ -7,19 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anygauge.cli.intent import (
-    BackendOption,
-    DevicesOption,
-    NodesOption,
-    SetOption,
-)
+from anygauge.cli.intent import BackendOption, DevicesOption, NodesOption, SetOption
 
 if TYPE_CHECKING:
     from anygauge.config.schema import RunFile
@@ -27,73 +21,49 @@ if TYPE_CHECKING:
     from anygauge.planning.trials import Target
     from anygauge.registry import Registry
 
-PATIENCE_S = 0.2
-"""A plan that takes longer is announced, where somebody watches."""
+MACHINE = "A node type, or a card and a count: p5.48xlarge, h100:8. Default: this machine."
+HARDWARE = "A file that describes cards and machines; repeatable."
+COMPARE = "Another machine to compare with; repeatable."
+ROWS = "Number of training rows: shows time and cost of an epoch."
+CALIBRATE = "Measure the speed of this machine's cards for later plans; takes no run file."
+SUGGEST = "Suggest changes that need less, even if the run fits."
+
+Paths = Annotated[list[Path] | None, typer.Option("--hardware", metavar="FILE", help=HARDWARE)]
+Names = Annotated[list[str] | None, typer.Option("--compare", metavar="NAME", help=COMPARE)]
 
 
 def plan(
     run_file: Annotated[
         Path | None, typer.Argument(help="The run file (YAML).", metavar="RUN.yaml")
     ] = None,
-    machine: Annotated[
-        str | None,
-        typer.Option(
-            "--machine",
-            help="A node type, or a card and a count: p5.48xlarge, h100:8. Default: this machine.",
-        ),
-    ] = None,
+    machine: Annotated[str | None, typer.Option("--machine", help=MACHINE)] = None,
     nodes: NodesOption = None,
     devices: DevicesOption = None,
     backend: BackendOption = None,
-    hardware: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--hardware",
-            metavar="FILE",
-            help="A file that describes cards and machines; repeatable.",
-        ),
-    ] = None,
+    hardware: Paths = None,
     set_: SetOption = None,
-    suggest: Annotated[
-        bool,
-        typer.Option("--suggest", help="Suggest changes that need less, even if the run fits."),
-    ] = False,
+    suggest: Annotated[bool, typer.Option("--suggest", help=SUGGEST)] = False,
     strategies: Annotated[
-        bool,
-        typer.Option("--strategies", help="Try every strategy and mesh of that many ranks."),
+        bool, typer.Option("--strategies", help="Try every strategy and mesh of that many ranks.")
     ] = False,
-    compare: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--compare", metavar="NAME", help="Another machine to compare with; repeatable."
-        ),
-    ] = None,
-    rows: Annotated[
-        int | None,
-        typer.Option(
-            "--rows", min=1, help="Number of training rows: shows time and cost of an epoch."
-        ),
-    ] = None,
-    scale: Annotated[
-        int | None,
-        typer.Option("--scale", min=2, help="Show the speed on 1 up to this many machines."),
-    ] = None,
-    calibrate: Annotated[
-        bool,
-        typer.Option(
-            "--calibrate",
-            help="Measure the speed of this machine's cards for later plans; takes no run file.",
-        ),
-    ] = False,
+    compare: Names = None,
+    rows: Annotated[int | None, typer.Option("--rows", min=1, help=ROWS)] = None,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help=CALIBRATE)] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show how much memory and time a run needs, without its devices."""
+    from anygauge.cli import interrupts_end_process
+    from anygauge.cli.fetch import fetch_configuration
     from anygauge.cli.planned import Page, no_memory
     from anygauge.interface import UsageError
-    from anygauge.planning.answers import row, scaled, try_strategies
-    from anygauge.planning.changes import largest_batch, longest_rows, what_to_change
+    from anygauge.planning.changes import (
+        largest_batch,
+        longest_rows,
+        row,
+        try_strategies,
+        what_to_change,
+    )
     from anygauge.planning.machines import Hardware, measured_files
-    from anygauge.planning.process import planner_for
     from anygauge.planning.trials import Trials
     from anygauge.registry import Registry
 
@@ -118,13 +88,14 @@ def plan(
     if suggest and not known:
         why = "no card was found here" if target.card is None else no_memory(target)
         raise UsageError(f"--suggest: {why}; name a machine whose memory is known")
-    _fetch(run)
-    page = Page(quiet=json_)
-    with planner_for(run.environment) as planner:
-        tried = Trials(registry, planner, _waiting)
+    fetch_configuration(run)
+    for name, value in run.environment.items():
+        os.environ.setdefault(name, value)
+    page, tried = Page(quiet=json_), Trials(registry, _waiting)
+    with interrupts_end_process():
         trial = tried(run, target)
-        machines = [other.machine for _, other in cases if other.machine is not None]
-        page.trial(trial, target, rows, [n for one in machines if (n := described.note_on(one))])
+        notes = [described.note_on(other.machine) for _, other in cases if other.machine]
+        page.trial(trial, target, rows, [note for note in notes if note])
         run = trial.run  # with what strategy `auto` is there
         if known:
             batch = largest_batch(trial, target, tried, registry)
@@ -132,8 +103,6 @@ def plan(
             page.largest(batch, lengths)
         if compare:
             page.rows("machine", "machines", [row(r, t, tried) for r, t in cases])
-        if scale is not None:
-            page.rows("machines", "scaling", scaled(run, target, tried, scale))
         if strategies:
             page.rows("strategy", "strategies", try_strategies(run, target, tried, registry))
         if known and (suggest or not trial.fits):
@@ -193,38 +162,11 @@ def _loaded(run_file: Path, overrides: list[str], flags: dict[str, Any]) -> RunF
         raise
 
 
-def _fetch(run: RunFile) -> None:
-    """Have the model's configuration here; where no hub answers, a copy that is here will do."""
-    from anygauge.cli.fetch import fetched
-    from anygauge.models.hub import CONFIG, copy_of, wanted_for_plan
-    from anygauge.models.hub_errors import HubUnreachableError
-
-    try:
-        fetched(wanted_for_plan(run.model), {**run.environment, **os.environ}, quiet=True)
-    except HubUnreachableError:
-        copy = copy_of(run.model.name or "", run.model.revision)
-        if copy is None or not (copy / CONFIG).is_file():
-            raise
-
-
-@contextmanager
-def _waiting(subject: str) -> Iterator[None]:
-    """Say what is planned where that takes long, on a terminal alone."""
-    import threading
-
+def _waiting(subject: str) -> AbstractContextManager[Any]:
+    """Say what is planned, on a terminal alone."""
     from anygauge.cli.console import Console
 
     console = Console(stderr=True)
     if not console.is_terminal or console.is_dumb_terminal:
-        yield
-        return
-    status = console.status(subject)
-    timer = threading.Timer(PATIENCE_S, status.start)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
-        status.stop()
+        return nullcontext()
+    return console.status(subject)

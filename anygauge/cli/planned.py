@@ -8,23 +8,35 @@ from dataclasses import asdict
 from typing import Any
 
 from rich import box
-from rich.table import Table
+from rich.table import Column, Table
 
 from anygauge.cli.console import Console
 from anygauge.cli.lines import seconds
 from anygauge.interface.strategy import KINDS
-from anygauge.planning.answers import PlanRow, sent, total_times
-from anygauge.planning.changes import ChangedTrial, Largest
+from anygauge.planning.changes import ChangedTrial, Largest, PlanRow, ranks_of, sent, total_times
 from anygauge.planning.fit import GIB, SLACK
-from anygauge.planning.time import Duration
 from anygauge.planning.trials import Target, Trial
 
-ASKED = ("largest", "changes", "machines", "scaling", "strategies")
+ASKED = ("largest", "changes", "machines", "strategies")
 """Keys of the JSON that not every plan has."""
+OF_MEMORY = ("strategy", "precision", "kernels", "device", "host", "uncompiled")
+"""Keys of the JSON that are fields of `RunMemory`."""
 SMALL = 0.001
 """Kinds of a smaller part of the largest phase have no line."""
 LEAST = 10**7
 """Bytes: what is sent of less is left to JSON."""
+PARTS = {
+    "multiplying": "matrix products",
+    "moving": "other operations",
+    "issuing": "host",
+    "cards": "sends in a machine",
+    "machines": "sends between machines",
+    "copying": "copies to the host and back",
+    "on_host": "operations there",
+    "hidden": "overlapped",
+    "idle": "stages wait",
+}
+"""Fields of `Duration`, and what is printed of them."""
 
 
 class Page:
@@ -38,7 +50,7 @@ class Page:
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self._console = Console(quiet=quiet)
+        self._print = Console(quiet=quiet).print
         self.record: dict[str, Any] = {}
 
     def trial(self, trial: Trial, target: Target, rows: int | None, notes: Sequence[str]) -> None:
@@ -48,64 +60,72 @@ class Page:
             rows: of the training data; None: not known.
             notes: on machines.
         """
-        found, fit, run, ranks = trial.memory, trial.fit, trial.run, _ranks(trial)
-        wholes = total_times(trial, target.machine, rows)
+        found, fit, time, launch = trial.memory, trial.fit, trial.time, trial.run.launch
+        wholes, plain = total_times(trial, target.machine, rows), asdict(found)
         self.record = {
             "fits": None if fit is None else fit.fits,
-            "nodes": run.launch.nodes,
-            "devices": run.launch.devices,
-            "ranks": ranks,
+            "nodes": launch.nodes,
+            "devices": launch.devices,
+            "ranks": ranks_of(trial.run),
             "backend": target.backend,
-            "machine": None if target.machine is None else target.machine.name,
+            "machine": target.machine and target.machine.name,
+            "card": target.card and target.card.name,
             "notes": list(notes),
-            "card": None if target.card is None else target.card.name,
-            "strategy": found.strategy,
-            "precision": asdict(found.precision),
-            "kernels": dict(found.kernels),
             "parameters": found.numbers[0],
             "trained_parameters": found.numbers[1],
-            "time": None if trial.time is None else trial.time.record(),
+            "time": None if time is None else time.record(),
             "untimed": trial.untimed or None,
             "traffic": sent(trial),
-            "wholes": [asdict(one) for one in wholes],
+            "wholes": wholes,
             "activations_per_layer": found.per_layer,
-            "device": {phase: asdict(peak) for phase, peak in found.device.items()},
-            "host": {phase: asdict(peak) for phase, peak in found.host.items()},
-            "uncompiled": {phase: asdict(peak) for phase, peak in found.uncompiled.items()},
             "compiled": found.compiled or None,
             "fit": None if fit is None else fit.record(),
+            **{name: plain[name] for name in OF_MEMORY},
             **dict.fromkeys(ASKED),
         }
-        self._line(verdict(trial, target), "bold")
+        self._print(verdict(trial, target), style="bold")
         for line in (*_about(trial, target), *notes):
-            self._line(line)
+            self._print(line)
         self._phases(trial)
         for line in _time(trial, target):
-            self._line(line)
+            self._print(line)
         for one in wholes:
-            money = "" if one.money is None else f", cost {one.money:,.2f}"
-            self._line(f"  the {one.of}: {one.steps:,} steps, {seconds(one.seconds)}{money}")
+            money = "" if one["money"] is None else f", cost {one['money']:,.2f}"
+            took = seconds(one["seconds"])
+            self._print(f"  the {one['of']}: {one['steps']:,} steps, {took}{money}")
 
     def largest(self, batch: Largest, rows: Largest) -> None:
         """What fits at the most."""
         self.record["largest"] = {"batch": batch.record(), "rows": rows.record()}
         for what, found in (("Largest micro-batch", batch), ("Longest rows", rows)):
-            self._line(words_of_largest(what, found))
+            said = "none fits"
+            if found.change is not None and found.trial is not None and found.trial.fit is not None:
+                said = ", ".join(f"{path}: {value:,}" for path, value in found.change.lines.items())
+                why = f"; {found.ended_by}" if found.ended_by else ""
+                said += f" (needs {_gib(found.trial.fit.needed)} GiB{why})"
+            self._print(f"{what} on this card: {said}")
 
     def rows(self, what: str, key: str, rows: Sequence[PlanRow]) -> None:
         """Machines or strategies."""
         self.record[key] = [one.record() for one in rows]
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column(what, min_width=max(len(w) for one in rows for w in one.name.split()))
-        for heading in ("ranks", "fits", "needed, GiB", "left, GiB", "phase", "step", "tokens/s"):
-            table.add_column(heading, justify="left" if heading in ("fits", "phase") else "right")
+        names = Column(what, min_width=max(len(word) for one in rows for word in one.name.split()))
+        headings = ("needed, GiB", "left, GiB", "phase", "step", "tokens/s")
+        others = (Column(one, justify="left" if one == "phase" else "right") for one in headings)
+        table = Table(
+            names,
+            Column("ranks", justify="right"),
+            "fits",
+            *others,
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+        )
         for one in rows:
             if one.trial is not None:
                 table.add_row(one.name, str(one.ranks), *_cells(one.trial))
-        self._console.print(table)
+        self._print(table)
         for one in rows:
             if one.trial is None:
-                self._line(f"refused: {one.name}: {one.refused}", "dim")
+                self._print(f"refused: {one.name}: {one.refused}", style="dim")
 
     def changes(self, changes: Iterator[ChangedTrial]) -> None:
         """What to change, with lines to paste."""
@@ -113,47 +133,44 @@ class Page:
         for number, found in enumerate(changes, 1):
             record.append(found.record())
             if number == 1:
-                self._line("What to change, cheapest first:", "bold")
-            fit, change = found.trial.fit, found.change
-            assert fit is not None
-            needs = f"{'fits' if fit.fits else 'does not fit'}: needs {_gib(fit.needed)} GiB"
-            takes = "" if found.trial.time is None else f", a step {seconds(found.trial.time.step)}"
+                self._print("What to change, cheapest first:", style="bold")
+            said, needed = record[-1], _gib(record[-1]["needed"])
+            fits = "fits" if said["fits"] else "does not fit"
+            takes = "" if said["step"] is None else f", a step {seconds(said['step'])}"
             several = "together, " if found.together else ""
-            self._line(f"{number}. {several}{needs}{takes}: {change.costs}")
-            for line in change.text.splitlines():
-                self._line(f"     {line}", "green")
-            options = " ".join(f"--set {shlex.quote(one)}" for one in change.options)
-            self._line(f"     {options}", "dim", soft_wrap=True)
+            self._print(f"{number}. {several}{fits}: needs {needed} GiB{takes}: {said['costs']}")
+            for line in said["yaml"].splitlines():
+                self._print(f"     {line}", style="green")
+            options = " ".join(f"--set {shlex.quote(one)}" for one in said["set"])
+            self._print(f"     {options}", style="dim", soft_wrap=True)
         if not any(one["fits"] for one in record):
-            self._line(
+            self._print(
                 "Nothing that was tried makes it fit: use more cards, or cards with more memory "
                 "(--compare shows several), or a smaller model"
             )
 
     def _phases(self, trial: Trial) -> None:
-        found, fit = trial.memory, trial.fit
-        peaks = found.device.values()
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("GiB")
-        for phase in found.device:
-            table.add_column(phase, justify="right", min_width=len(phase))
-        least = SMALL * found.worst[1].total
-        kinds = dict.fromkeys([*KINDS, *(kind for peak in peaks for kind in peak.kinds)])
-        lines = {kind: [peak.kinds.get(kind, 0) for peak in peaks] for kind in kinds}
+        device, fit = trial.memory.device, trial.fit
+        lines = {
+            kind: [peak.kinds.get(kind, 0) for peak in device.values()]
+            for kind in dict.fromkeys(
+                [*KINDS, *(k for peak in device.values() for k in peak.kinds)]
+            )
+        }
+        least = SMALL * trial.memory.worst[1].total
         lines = {kind: sizes for kind, sizes in lines.items() if max(sizes) > least}
-        totals = [peak.total for peak in peaks]
+        totals = [peak.total for peak in device.values()]
         if fit is None:
             lines["tensors"] = totals
         else:
-            needed = [fit.phases[phase] for phase in found.device]
+            needed = [fit.phases[phase] for phase in device]
             lines["on top"] = [a - b for a, b in zip(needed, totals, strict=True)]
             lines |= {"needed": needed, "left": [fit.memory - one for one in needed]}
+        phases = [Column(phase, justify="right", min_width=len(phase)) for phase in device]
+        table = Table(Column("GiB"), *phases, box=box.SIMPLE_HEAD, pad_edge=False)
         for heading, sizes in lines.items():
             table.add_row(heading, *map(_gib, sizes))
-        self._console.print(table)
-
-    def _line(self, text: str, style: str = "", soft_wrap: bool | None = None) -> None:
-        self._console.print(text, style=style, soft_wrap=soft_wrap)
+        self._print(table)
 
 
 def no_memory(target: Target) -> str:
@@ -168,25 +185,26 @@ def no_memory(target: Target) -> str:
 
 def verdict(trial: Trial, target: Target) -> str:
     """One line: whether a run fits, what it needs, and what is left or missing."""
-    if target.card is None:
+    fit, card = trial.fit, target.card
+    if card is None:
         return "Not compared with a device's memory: name a machine (--machine h100:8)"
-    fit = trial.fit
     if fit is None:
         return f"No verdict: {no_memory(target)}"
-    card = target.card.name
-    has = f"each {card} needs {_gib(fit.needed)} of {_gib(fit.memory)} GiB ({fit.phase})"
+    has = f"each {card.name} needs {_gib(fit.needed)} of {_gib(fit.memory)} GiB ({fit.phase})"
     for name, (needed, there) in fit.shared.items():
         of = "" if there is None else f" of {_gib(there)}"
         has += f"; {name} of a machine: {_gib(needed)}{of} GiB"
     if fit.fits:
-        return f"Fits: {has}; {_gib(fit.left)} GiB of {card} stay free"
-    missing = (f"{_gib(n)} GiB of {card if k == 'memory' else k}" for k, n in fit.lacking.items())
+        return f"Fits: {has}; {_gib(fit.left)} GiB of {card.name} stay free"
+    missing = (
+        f"{_gib(size)} GiB of {card.name if what == 'memory' else what}"
+        for what, size in fit.lacking.items()
+    )
     return f"Does not fit: {has}; missing: {', '.join(missing)}"
 
 
 def _about(trial: Trial, target: Target) -> Iterator[str]:
-    found, ranks = trial.memory, _ranks(trial)
-    total, trained = found.numbers
+    found, (total, trained), ranks = trial.memory, trial.memory.numbers, ranks_of(trial.run)
     yield (
         f"{total:,} parameters, {trained:,} trained; {found.precision.param_dtype}; "
         f"{found.strategy}; {ranks} rank{'s' if ranks > 1 else ''}"
@@ -203,7 +221,7 @@ def _about(trial: Trial, target: Target) -> Iterator[str]:
 
 
 def _time(trial: Trial, target: Target) -> Iterator[str]:
-    time, ranks = trial.time, _ranks(trial)
+    time, ranks = trial.time, ranks_of(trial.run)
     if time is None:
         if target.card is not None:
             yield f"Time: not known: {trial.untimed}"
@@ -211,7 +229,8 @@ def _time(trial: Trial, target: Target) -> Iterator[str]:
     mfu = "" if time.mfu is None else f"; MFU {time.mfu:.0%}"
     each = f" ({time.tokens_per_s / ranks:,.0f} each)" if ranks > 1 else ""
     yield f"Time: a step {seconds(time.step)}; {time.tokens_per_s:,.0f} tokens/s{each}{mfu}"
-    yield f"  {', '.join(_parts(time))}"
+    took = {**asdict(time), **time.sending}
+    yield "  " + ", ".join(f"{said} {seconds(took[n])}" for n, said in PARTS.items() if took[n])
     if target.card is not None and target.card.shared_memory:
         yield "  a rough estimate: a processor reaches other rates than those of large products"
     for one in sent(trial):
@@ -223,30 +242,6 @@ def _time(trial: Trial, target: Target) -> Iterator[str]:
             )
 
 
-def _parts(time: Duration) -> Iterator[str]:
-    parts = {
-        "matrix products": time.multiplying,
-        "other operations": time.moving,
-        "host": time.issuing,
-        "sends in a machine": time.sending["cards"],
-        "sends between machines": time.sending["machines"],
-        "copies to the host and back": time.copying,
-        "operations there": time.on_host,
-        "overlapped": -time.hidden,
-        "stages wait": time.idle,
-    }
-    return (f"{name} {seconds(abs(took))}" for name, took in parts.items() if took)
-
-
-def words_of_largest(what: str, found: Largest) -> str:
-    """One line: the largest micro-batch, or the longest rows."""
-    if found.change is None or found.trial is None or found.trial.fit is None:
-        return f"{what} on this card: none fits"
-    lines = ", ".join(f"{path}: {value:,}" for path, value in found.change.lines.items())
-    why = f"; {found.ended_by}" if found.ended_by else ""
-    return f"{what} on this card: {lines} (needs {_gib(found.trial.fit.needed)} GiB{why})"
-
-
 def _cells(trial: Trial) -> Iterator[str]:
     fit, time = trial.fit, trial.time
     yield "?" if fit is None else "yes" if fit.fits else "no"
@@ -255,10 +250,6 @@ def _cells(trial: Trial) -> Iterator[str]:
     yield trial.memory.worst[0]
     yield "?" if time is None else seconds(time.step)
     yield "?" if time is None else f"{time.tokens_per_s:,.0f}"
-
-
-def _ranks(trial: Trial) -> int:
-    return trial.run.launch.nodes * trial.run.launch.devices
 
 
 def _gib(size: int) -> str:

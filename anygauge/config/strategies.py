@@ -28,6 +28,10 @@ class StrategySection(Section):
 
     name: str = Field(description=_NAME)
 
+    def __reduce__(self) -> Any:
+        """Each process makes the classes of its sections."""
+        return _of_fields, (self.name, self.model_dump(exclude_unset=True))
+
 
 def registry() -> Registry:
     """The plugins of this process, looked for once for each path that it may import from."""
@@ -53,6 +57,10 @@ def all_sections() -> dict[str, type[StrategySection]]:
     """Strategy -> its section; the default comes first."""
     names = sorted((p.spec.name for p in registry().strategies), key=lambda n: (n != DEFAULT, n))
     return {name: section_of(name) for name in names}
+
+
+def _of_fields(name: str, fields: Mapping[str, Any]) -> StrategySection:
+    return section_of(name).model_validate(fields)
 
 
 @cache

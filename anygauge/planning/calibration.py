@@ -39,8 +39,8 @@ def measure(backend: str, ranks: int) -> dict[str, Any]:
 def run_rank(job: Job, rank: int, world_size: int, local_rank: int) -> dict[str, Any]:
     """Measure; returns the figures of rank 0: bytes per second, operations per second, seconds."""
     with Registry.load().create_backend(job.backend, job.backend_options) as backend:
-        device = backend.open(local_rank)
-        backend.collectives.open(
+        device, collectives = backend.open(local_rank), backend.collectives
+        collectives.open(
             rendezvous=job.rendezvous,
             rank=rank,
             world_size=world_size,
@@ -54,12 +54,12 @@ def run_rank(job: Job, rank: int, world_size: int, local_rank: int) -> dict[str,
             return 2 * side**3, lambda: square @ square
 
         def addition(size: int) -> Work:
-            one, two, total = (torch.ones(size // 4, device=device) for _ in range(3))
+            one, two, total = torch.ones(3, size // 4, device=device)
             return 3 * size, lambda: torch.add(one, two, out=total)
 
         def gather(size: int) -> Work:
             one = torch.ones(size // 4, device=device)
-            return (world_size - 1) * size, lambda: backend.collectives.all_gather(one)
+            return (world_size - 1) * size, lambda: collectives.all_gather(one)
 
         # float32 is not a capability, since all compute in it.
         kinds = [kind for kind in AUTO_ORDER if kind == "float32" or backend.support(kind)]
@@ -67,8 +67,8 @@ def run_rank(job: Job, rank: int, world_size: int, local_rank: int) -> dict[str,
         found: dict[str, Any] = {"matmul": matmul, "copy": _rate(backend, BYTES, addition)}
         if world_size > 1:
             one = torch.zeros(1, device=device)
-            call = _seconds(backend, lambda: backend.collectives.all_reduce(one), 10 * REPEATS)
-            found |= {"exchange": _rate(backend, BYTES, gather), "call": call}
+            found["call"] = _seconds(backend, lambda: collectives.all_reduce(one), 10 * REPEATS)
+            found["exchange"] = _rate(backend, BYTES, gather)
         return found
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from anygauge.config.resolved import values_of
 from anygauge.config.schema import RunFile
 from anygauge.config.sections import QuantiseSection
 from anygauge.interface import AnygaugeError
 from anygauge.kernels.choose import LOSS, REFERENCE
+from anygauge.planning.machines import Machine
 from anygauge.planning.trials import Target, Trial, Try, changed
 from anygauge.registry import Registry
 from anygauge.registry.registry import load_options
@@ -43,34 +47,30 @@ class Change:
     @property
     def options(self) -> list[str]:
         """The same for a command line, each to stand behind ``--set``."""
-        found = []
-        for path, value in self.lines.items():
-            if path == "strategy":
-                found.append(f"strategy={value['name']}")
-                found += [f"strategy.{k}={_inline(v)}" for k, v in value.items() if k != "name"]
-            else:
-                found.append(f"{path}={_inline(value)}")
-        return found
+        lines = dict(self.lines)
+        section = dict(lines.pop("strategy", {}))
+        found = [f"{path}={_inline(value)}" for path, value in lines.items()]
+        if section:
+            found.append(f"strategy={section.pop('name')}")
+        return found + [f"strategy.{name}={_inline(value)}" for name, value in section.items()]
 
     @property
     def text(self) -> str:
         """The same as YAML, to be pasted into a run file."""
         tree: dict[str, Any] = {}
         for path, value in self.lines.items():
-            *sections, name = path.split(".")
-            at = tree
-            for section in sections:
-                at = at.setdefault(section, {})
-            at[name] = dict(value) if isinstance(value, Mapping) else value
+            section, _, name = path.rpartition(".")
+            if section:
+                tree.setdefault(section, {})[name] = value
+            else:
+                tree[name] = value
         return "\n".join(f"{key}: {_inline(value)}" for key, value in tree.items())
 
-
-def _all(changes: Sequence[Change]) -> Change:
-    """All of them; a later one over an earlier one."""
-    lines: dict[str, Any] = {}
-    for change in changes:
-        lines |= change.lines
-    return Change(lines=lines, costs="; ".join(change.costs for change in changes))
+    def over(self, others: Sequence[Change]) -> Change:
+        """This one, and others where it says nothing."""
+        every = (*others, self)
+        lines = {path: value for one in every for path, value in one.lines.items()}
+        return Change(lines=lines, costs="; ".join(one.costs for one in every))
 
 
 def _inline(value: Any) -> str:
@@ -130,13 +130,12 @@ def eight_changes(
             if p.spec.operation == LOSS and p.spec.default and not p.spec.device_types
         ]
     sharded, offloaded, all_offloaded = _lighter(run, registry)
-    if ranks > 1:
-        yield sharded
+    yield sharded if ranks > 1 else []
     size, most = run.train.sequences_at_once(parts), max(1, batch.number)
     share = run.train.global_batch_size // parts
     fewer = [n for n in range(min(size - 1, most), 0, -1) if share % n == 0]
-    if fewer:
-        yield [Change(lines={"train.micro_batch_size": fewer[0]}, costs="more, smaller forwards")]
+    costs = "more, smaller forwards"
+    yield [Change(lines={"train.micro_batch_size": n}, costs=costs) for n in fewer[:1]]
     if run.train.activations.every != 1 or run.train.activations.selective:
         costs = "layers are computed twice: a third more arithmetic"
         yield [Change(lines={"train.gradient_checkpointing": True}, costs=costs)]
@@ -151,47 +150,42 @@ def eight_changes(
 def _smaller_base(run: RunFile) -> Iterator[Change]:
     if run.adapter is None:
         yield Change(lines={"adapter": {"r": 16}}, costs="an adapter in place of all weights")
-    elif run.model.quantise is None:
-        costs = "the base has 4 bits: some loss of quality"
+        return
+    given, costs = run.model.quantise, "the base has 4 bits: some loss of quality"
+    scales = "its scales have 8"
+    if given is None:
         yield Change(lines={"model.quantise": "nf4"}, costs=costs)
-        double = {"type": "nf4", "double_quantisation": True}
-        yield Change(lines={"model.quantise": double}, costs=f"{costs}; its scales have 8")
-    else:
-        given = run.model.quantise
-        section = given if isinstance(given, QuantiseSection) else QuantiseSection(type=given)
-        if section.type == "nf4" and not section.double_quantisation:
-            double = {**section.model_dump(), "double_quantisation": True}
-            yield Change(lines={"model.quantise": double}, costs="the base's scales have 8 bits")
+        given, scales = "nf4", f"{costs}; {scales}"
+    section = given if isinstance(given, QuantiseSection) else QuantiseSection(type=given)
+    if section.type == "nf4" and not section.double_quantisation:
+        double = {**section.model_dump(), "double_quantisation": True}
+        yield Change(lines={"model.quantise": double}, costs=scales)
 
 
-def _lighter(run: RunFile, registry: Registry) -> tuple[list[Change], list[Change], list[Change]]:
+def _lighter(run: RunFile, registry: Registry) -> Sequence[list[Change]]:
     """What strategies propose: to divide, to offload some of it, to offload all; the run's own
-    first, then the fastest. Nothing that takes more than what the run has."""
+    first, then the fastest. Nothing that takes no less than what the run has."""
     section = values_of(run)["strategy"]
     kept = {name: section[name] for name in DEGREES if section.get(name, 1) > 1}
-    own: list[Change] = []
-    others: list[list[Change]] = []
+    levels: tuple[list[Change], ...] = ([], [], [])
+    has = -1
+    fastest = {
+        p.spec.name: min([f.place for f in p.spec.auto], default=99) for p in registry.strategies
+    }
     for provided in sorted(
-        registry.strategies, key=lambda one: min([f.place for f in one.spec.auto], default=99)
+        registry.strategies,
+        key=lambda one: (one.spec.name != section["name"], fastest[one.spec.name]),
     ):
         spec = provided.spec
-        if not spec.lighter or kept.keys() - load_options(provided, "strategy").model_fields.keys():
+        if kept.keys() - load_options(provided, "strategy").model_fields.keys():
             continue  # the run's own division would be lost
-        proposed = [
-            Change(lines={"strategy": {"name": spec.name, **kept, **fields}}, costs=costs)
-            for fields, costs in spec.lighter
-        ]
-        if spec.name == section["name"]:
-            own = proposed
-        else:
-            others.append(proposed)
-    level = next((n for n, one in enumerate(own) if changed(run, one.lines) == run), -1)
-    first = own[:1] if level < 0 else []
-    first += [one[0] for one in others if level < 0]
-    middle = own[max(1, level + 1) : -1] + [c for one in others if level < 1 for c in one[1:-1]]
-    last = own[max(1, level + 1) :][-1:]
-    last += [one[-1] for one in others if len(one) > 1 and (last or not own)]
-    return first, middle, last
+        for index, (fields, costs) in enumerate(spec.lighter):
+            level = 0 if index == 0 else 2 if index == len(spec.lighter) - 1 else 1
+            change = Change(lines={"strategy": {"name": spec.name, **kept, **fields}}, costs=costs)
+            levels[level].append(change)
+            if spec.name == section["name"] and changed(run, change.lines) == run:
+                has = level
+    return [changes if level > has else [] for level, changes in enumerate(levels)]
 
 
 def what_to_change(
@@ -203,7 +197,7 @@ def what_to_change(
         trial: of the run; its card's memory is known.
     """
     ways = [one for one in eight_changes(trial, registry, batch, rows) if one]
-    fits, margin = trial.fits, _margin(trial)
+    fits, margin = trial.fits, trial.margin
     for each in ways:
         found = _first_that_fits(trial.run, [], each, target, tried)
         if found is not None and _gains(found.trial, trial):
@@ -214,26 +208,21 @@ def what_to_change(
     kept: list[Change] = []
     for each in ways:
         found = _first_that_fits(trial.run, kept, each, target, tried)
-        if found is None or _margin(found.trial) <= margin:
+        if found is None or found.trial.margin <= margin:
             continue
         kept.append(found.change)
-        margin = _margin(found.trial)
+        margin = found.trial.margin
         if found.trial.fits:
-            yield _without_needless(trial.run, kept, target, tried)
-            return
-
-
-def _without_needless(run: RunFile, kept: list[Change], target: Target, tried: Try) -> ChangedTrial:
-    """Changes that fit together; of them, those without which they do not, the costly ones first
-    left out."""
-    for change in reversed(kept):
+            break
+    else:
+        return
+    for change in reversed(kept):  # those that cost most are left out first, if the rest fits
         fewer = [one for one in kept if one is not change]
-        found = _first_that_fits(run, fewer[:-1], fewer[-1:], target, tried)
-        if found is not None and found.trial.fits:
-            kept = fewer
-    together = _all(kept)
-    trial = tried(changed(run, together.lines), target)
-    return ChangedTrial(change=together, trial=trial, together=True)
+        found = _first_that_fits(trial.run, fewer[:-1], fewer[-1:], target, tried)
+        kept = fewer if found is not None and found.trial.fits else kept
+    found = _first_that_fits(trial.run, [], [kept[-1].over(kept[:-1])], target, tried)
+    assert found is not None, "it was planned"
+    yield replace(found, together=True)
 
 
 def _first_that_fits(
@@ -244,25 +233,20 @@ def _first_that_fits(
     best: ChangedTrial | None = None
     for change in ways:
         try:
-            lines = _all([*below, change]).lines
+            lines = change.over(below).lines
             found = ChangedTrial(change=change, trial=tried(changed(run, lines), target))
         except AnygaugeError:
             continue
         if found.trial.fits:
             return found
-        if best is None or _margin(found.trial) > _margin(best.trial):
+        if best is None or found.trial.margin > best.trial.margin:
             best = found
     return best
 
 
-def _margin(trial: Trial) -> int:
-    assert trial.fit is not None, "there is a card to hold it against"
-    return trial.fit.margin
-
-
 def _gains(one: Trial, other: Trial) -> bool:
     assert one.fit is not None
-    return one.fits > other.fits or _margin(one) - _margin(other) > USEFUL * one.fit.memory
+    return one.fits > other.fits or one.margin - other.margin > USEFUL * one.fit.memory
 
 
 # -- the largest that fits -------------------------------------------------------------------------
@@ -341,11 +325,8 @@ def _largest(
 ) -> Largest:
     """What the formula through known plans says, until a plan of that agrees."""
     plans: dict[int, Trial] = {first: trial}
+    number = 2 * first if trial.fits else max(unit, first // 2)
     for _ in range(MOST_PLANS):
-        if len(plans) > 1:
-            number = _solved(plans, unit, most)
-        else:
-            number = 2 * first if trial.fits else max(unit, first // 2)
         number = max(min(unit, most), min(number, most))
         if number in plans:
             break
@@ -354,10 +335,10 @@ def _largest(
         except AnygaugeError as error:
             most, ended_by = first, f"{number:,} is refused: {error}"
             break
-    fitting = [number for number, found in plans.items() if found.fits]
-    if not fitting:
+        number = _solved(plans, unit, most)
+    best = max((number for number, found in plans.items() if found.fits), default=0)
+    if not best:
         return Largest(number=0, change=None, trial=None)
-    best = max(fitting)
     reason = ended_by if best + unit > most else ""
     return Largest(number=best, change=lines(best), trial=plans[best], ended_by=reason)
 
@@ -367,24 +348,17 @@ def _solved(plans: Mapping[int, Trial], unit: int, most: int) -> int:
     the plans that are nearest to that: of each phase, and of what ranks share."""
     over = sorted(number for number, found in plans.items() if not found.fits)[:2]
     under = sorted((n for n, found in plans.items() if found.fits), reverse=True)[: 3 - len(over)]
-    near = [*under[:1], *over[:1], *under[1:], *over[1:]]
-    curves: list[tuple[Callable[[float], float], int]] = []
-    for name in _against(plans[near[0]]):
-        points = [(n, _against(plans[n])[name]) for n in near if name in _against(plans[n])]
-        curves.append((_curve([(n, needed) for n, (needed, _) in points]), points[0][1][1]))
-    low, high = 0, most // unit
-    while low < high:
-        middle = (low + high + 1) // 2
-        if all(curve(middle * unit) <= has for curve, has in curves):
-            low = middle
-        else:
-            high = middle - 1
-    return low * unit if low * unit + unit <= most else most
-
-
-def _against(trial: Trial) -> Mapping[str, tuple[int, int]]:
-    assert trial.fit is not None, "there is a card to hold it against"
-    return trial.fit.against
+    near = {n: plans[n].against for n in (*under[:1], *over[:1], *under[1:], *over[1:])}
+    curves = [
+        (_curve([(n, needs[name][0]) for n, needs in near.items() if name in needs]), has)
+        for name, (_, has) in next(iter(near.values())).items()
+    ]
+    units = bisect_left(
+        range(1, most // unit + 1),
+        True,
+        key=lambda count: any(curve(count * unit) > has for curve, has in curves),
+    )
+    return units * unit if (units + 1) * unit <= most else most
 
 
 def _curve(points: Sequence[tuple[int, int]]) -> Callable[[float], float]:
@@ -402,13 +376,12 @@ def _curve(points: Sequence[tuple[int, int]]) -> Callable[[float], float]:
 
 # -- every layout of the ranks ---------------------------------------------------------------------
 
-DIVIDED = ("dp_replicate", *DEGREES)
-"""Fields of a strategy's options by which ranks are divided; those of third parties too."""
-CHOICES: Mapping[str, tuple[Any, ...]] = {
+CHOICES: Mapping[str, Sequence[Any]] = {
     "stage": (0, 1, 2, 3),
     "offload": ("optimizer", "parameters", "both"),
 }
-"""Further fields that decide what a rank holds, with what they may have."""
+"""Fields of a strategy's options that decide what a rank holds, with what they may have; those of
+third parties too."""
 
 
 def layouts(registry: Registry, ranks: int, devices: int) -> Iterator[Mapping[str, Any]]:
@@ -418,37 +391,150 @@ def layouts(registry: Registry, ranks: int, devices: int) -> Iterator[Mapping[st
         ranks: of the run.
         devices: ranks on one machine: layers and sequences are divided over no more.
     """
+    degrees = [degree for degree in range(2, ranks + 1) if ranks % degree == 0]
+    choices: dict[str, Sequence[Any]] = {
+        name: [one for one in degrees if one <= devices] for name in DEGREES
+    }
+    choices |= {"dp_replicate": [one for one in degrees if one < ranks], **CHOICES}
     for provided in registry.strategies:
         spec = provided.spec
         if spec.name == AUTO or (spec.world_sizes and ranks not in spec.world_sizes):
             continue
         yield {"name": spec.name}
         options = load_options(provided, "strategy")
-        fields = options.model_fields
-        for name in DIVIDED:
-            most = ranks - 1 if name == "dp_replicate" else devices
-            for degree in range(2, most + 1):
-                if name in fields and ranks % degree == 0:
-                    yield {"name": spec.name, name: degree}
-        for name, values in CHOICES.items():
-            for value in values:
-                if (
-                    name in fields
-                    and fields[name].default != value
-                    and _takes(options, name, value)
-                ):
-                    yield {"name": spec.name, name: value}
-
-
-def _takes(options: type[BaseModel], name: str, value: Any) -> bool:
-    try:
-        options.model_validate({name: value})
-    except ValidationError:
-        return False
-    return True
+        for name, values in choices.items():
+            for value in values if name in options.model_fields else ():
+                if value != options.model_fields[name].default:
+                    with suppress(ValidationError):
+                        options.model_validate({name: value})
+                        yield {"name": spec.name, name: value}
 
 
 def section_in_words(section: Mapping[str, Any]) -> str:
     """A section in a few words: ``zero, stage 2``."""
     rest = [f"{name} {value}" for name, value in section.items() if name != "name"]
     return ", ".join([section["name"], *rest])
+
+
+# -- other machines and strategies, and what all comes to -----------------------------------------
+
+HOUR = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRow:
+    """One of several ways: on another machine, on more of them, or with another strategy.
+
+    Attributes:
+        trial: None where the run is refused.
+        refused: why.
+    """
+
+    name: str
+    card: str
+    ranks: int
+    trial: Trial | None
+    refused: str = ""
+
+    def record(self) -> dict[str, Any]:
+        """What JSON can hold."""
+        trial = self.trial
+        phase, peak = (None, None) if trial is None else trial.memory.worst
+        fit, time = (None, None) if trial is None else (trial.fit, trial.time)
+        return {
+            "name": self.name,
+            "card": self.card or None,
+            "ranks": self.ranks,
+            "tensors": None if peak is None else peak.total,
+            "phase": phase,
+            "fit": None if fit is None else fit.record(),
+            "time": None if time is None else time.record(),
+            "refused": self.refused or None,
+        }
+
+
+def ranks_of(run: RunFile) -> int:
+    """All of its ranks."""
+    return run.launch.nodes * run.launch.devices
+
+
+def row(
+    run: RunFile, target: Target, tried: Try, name: str = "", lines: Mapping[str, Any] | None = None
+) -> PlanRow:
+    """A run somewhere; a refusal is an answer.
+
+    Args:
+        name: empty: that of the machine.
+        lines: what is changed of it.
+    """
+    name = name or ("this machine" if target.machine is None else target.machine.name)
+    card = "" if target.card is None else target.card.name
+    trial, refused = None, ""
+    try:
+        trial = tried(changed(run, lines) if lines else run, target)
+    except AnygaugeError as error:
+        refused = str(error)
+    return PlanRow(name=name, card=card, ranks=ranks_of(run), trial=trial, refused=refused)
+
+
+def try_strategies(
+    run: RunFile, target: Target, tried: Try, registry: Registry
+) -> Sequence[PlanRow]:
+    """Every layout that a number of ranks can have: those that fit first, the fastest first."""
+    sections = layouts(registry, ranks_of(run), run.launch.devices)
+    rows = [row(run, target, tried, section_in_words(s), {"strategy": s}) for s in sections]
+    return sorted(rows, key=_order)
+
+
+def _order(row: PlanRow) -> tuple[bool, bool, float]:
+    """Without a time, by what is needed."""
+    trial = row.trial
+    if trial is None:
+        return True, True, 0
+    needed = trial.memory.worst[1].total if trial.fit is None else trial.fit.needed
+    slow = needed if trial.time is None else trial.time.step
+    return False, trial.fit is not None and not trial.fit.fits, slow
+
+
+def total_times(trial: Trial, machine: Machine | None, rows: int | None) -> list[dict[str, Any]]:
+    """An epoch, and the run: ``of`` which, ``steps``, ``seconds``, ``money`` in the currency
+    of the machine's price; None where it has none.
+
+    Args:
+        rows: of the training data; None: not known.
+    """
+    if trial.time is None:
+        return []
+    train, machines = trial.run.train, trial.run.launch.nodes
+    lengths = {"epoch": 1, "run": train.epochs}
+    steps = {
+        of: math.ceil(rows * epochs / train.global_batch_size)
+        for of, epochs in lengths.items()
+        if rows is not None and epochs is not None
+    }
+    if train.steps is not None:
+        steps["run"] = train.steps
+    price = None if machine is None else machine.price
+    found = []
+    for of, count in steps.items():
+        seconds = count * trial.time.step
+        money = None if price is None else price * machines * seconds / HOUR
+        found.append({"of": of, "steps": count, "seconds": seconds, "money": money})
+    return found
+
+
+def sent(trial: Trial) -> list[Mapping[str, Any]]:
+    """What a rank sends in a step, by collective and by the links it goes over, most first."""
+    per_machine = trial.run.launch.devices
+    found = [
+        {
+            "operation": one.operation,
+            "ranks": len(one.group),
+            "link": "machines" if one.spans(per_machine) else "cards",
+            "times": round(one.times),
+            "bytes": round(one.bytes),
+            "sent": round(one.wire),
+        }
+        for one in trial.memory.work.traffic
+    ]
+    return sorted(found, key=lambda one: -int(one["sent"]))

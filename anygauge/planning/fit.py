@@ -7,6 +7,7 @@ arithmetic alone. Imports no torch, and reads at most one configuration file.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,24 +67,19 @@ class Fit:
     @property
     def margin(self) -> int:
         """The least that is left of anything; below zero: the run does not fit."""
-        known = [has - needed for needed, has in self.shared.values() if has is not None]
-        return min(self.left, *known) if known else self.left
+        return min(has - needed for needed, has in self.against.values())
 
     @property
     def against(self) -> dict[str, tuple[int, int]]:
         """Each phase, and what is shared -> what it needs, and what there is for it."""
         found = {phase: (needed, self.memory) for phase, needed in self.phases.items()}
-        for name, (needed, has) in self.shared.items():
-            if has is not None:
-                found[name] = needed, has
-        return found
+        return found | {name: (n, has) for name, (n, has) in self.shared.items() if has is not None}
 
     @property
     def lacking(self) -> Mapping[str, int]:
         """What there is too little of, the card's memory first -> bytes that are missing."""
         found = {"memory": -self.left}
-        for name, (needed, has) in self.shared.items():
-            found[name] = 0 if has is None else needed - has
+        found |= {name: n - has for name, (n, has) in self.shared.items() if has is not None}
         return {name: missing for name, missing in found.items() if missing > 0}
 
     @property
@@ -116,9 +112,8 @@ def fit(
     """
     if card.memory is None:
         return None
-    in_common = card.shared_memory
     context = RESERVED if card.reserved is None else card.reserved
-    collectives = CONNECTED if ranks > 1 and not in_common else 0
+    collectives = CONNECTED if ranks > 1 and not card.shared_memory else 0
     phase, peak = found.worst
     shared: dict[str, tuple[int, int | None]] = {}
     if found.host:
@@ -127,15 +122,16 @@ def fit(
         shared["host memory"] = host, None if machine is None else machine.host_memory
     if disk:
         shared["disk"] = per_machine * disk, None if machine is None else machine.disk
+    slack = {name: round(SLACK * one.total) for name, one in found.device.items()}
     return Fit(
-        memory=card.memory // per_machine if in_common else card.memory,
+        memory=card.memory // per_machine if card.shared_memory else card.memory,
         phase=phase,
         tensors=peak.total,
-        slack=round(SLACK * peak.total),
+        slack=slack[phase],
         context=context,
         collectives=collectives,
         phases={
-            name: one.total + round(SLACK * one.total) + context + collectives
+            name: one.total + slack[name] + context + collectives
             for name, one in found.device.items()
         },
         shared=shared,
@@ -157,10 +153,9 @@ def on_disk(run: RunFile, found: RunMemory, ranks: int) -> int:
     return round(found.numbers[1] * each / ranks)
 
 
-_NUMBER = 4
-"""Bytes of a number in the longest type."""
-_TRAINED = 24
-"""Bytes for each trained number: weight, gradient, its sum, master and two moments, all float32."""
+_NUMBER, _TRAINED = 4, 24
+"""Bytes of a number in the longest type; and for each trained one: weight, gradient, its sum,
+master and two moments, all float32."""
 _KEPT_OF_HIDDEN, _KEPT_OF_INNER, _KEPT_OF_SCORES, _KEPT_OF_LOGITS = 24, 6, 4, 4
 """Tensors of these widths that a layer, or the loss, keeps for a token; recomputing keeps less."""
 _MORE_IS_TRAINED = frozenset({"groups", "target_parameters", "modules_to_save", "dora"})
@@ -176,45 +171,40 @@ def most_bytes(run: RunFile, parts: int) -> int | None:
         parts: of the global batch, as `Share.count`.
     """
     fields, model, adapter = _configuration(run), run.model, run.adapter
-    if fields is None or model.new_tokens or model.new_special_tokens:
+    if model.new_tokens or model.new_special_tokens:
         return None
     if any(name.endswith("_config") for name in fields):
         return None  # a model of several, such as one that sees
-    if any(not _largest(fields.get(name)) for name in _SIZES):
+    sizes = [_largest(fields.get(name)) for name in _SIZES]
+    if not all(sizes):
         return None
-    hidden, inner, layers, words = (_largest(fields[name]) for name in _SIZES)
+    hidden, inner, layers, words = sizes
     inner = max(inner, *(_largest(v) for k, v in fields.items() if "intermediate" in k))
     heads = max(1, _largest(fields.get("num_attention_heads")))
     wide = max(hidden, heads * _largest(fields.get("head_dim")))
     experts = max([1, *(_largest(v) for k, v in fields.items() if "expert" in k)])
-    layer = 4 * hidden * wide + 4 * hidden * inner * (experts + 1)
-    whole = layers * layer + 2 * words * hidden
+    whole = layers * 4 * hidden * (wide + inner * (experts + 1)) + 2 * words * hidden
     trained = whole
     if adapter is not None and not (adapter.given & _MORE_IS_TRAINED or adapter.start_from):
         ends = 4 * (hidden + wide) + 4 * (hidden + inner) * (experts + 1)
         trained = min(whole, adapter.r * (layers * ends + 2 * (hidden + words)))
     length = run.data.max_length
-    rows = run.train.sequences_at_once(parts)
     kept = _KEPT_OF_HIDDEN * wide + _KEPT_OF_INNER * inner * (experts + 1)
     kept += _KEPT_OF_SCORES * heads * length
-    tokens = rows * length * (layers * kept + _KEPT_OF_LOGITS * words)
-    return _NUMBER * (whole + tokens) + _TRAINED * trained
+    tokens = run.train.sequences_at_once(parts) * length
+    return (
+        _NUMBER * (whole + tokens * (layers * kept + _KEPT_OF_LOGITS * words)) + _TRAINED * trained
+    )
 
 
-def _configuration(run: RunFile) -> Mapping[str, Any] | None:
-    """The model's; None where it is not on this machine, or cannot be read."""
-    if run.model.config is not None:
-        return run.model.config
-    assert run.model.name is not None
-    folder = Path(run.model.name)
-    found = folder if folder.is_dir() else copy_of(run.model.name, run.model.revision)
-    if found is None:
-        return None
-    try:
-        fields = read_json(found / CONFIG)
-    except (OSError, ValueError):
-        return None  # the checks say what is wrong
-    return fields if isinstance(fields, dict) else None
+def _configuration(run: RunFile) -> Mapping[str, Any]:
+    """The model's; empty where it is not on this machine, or cannot be read."""
+    name, fields = run.model.name, run.model.config
+    if name is not None:
+        folder = Path(name) if Path(name).is_dir() else copy_of(name, run.model.revision)
+        with suppress(OSError, ValueError):  # the checks say what is wrong
+            fields = None if folder is None else read_json(folder / CONFIG)
+    return fields if isinstance(fields, dict) else {}
 
 
 def _largest(value: Any) -> int:

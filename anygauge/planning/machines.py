@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -97,14 +98,12 @@ class Hardware:
         Raises:
             UsageError: a user's file cannot be read, or says what cannot be.
         """
-        cards, machines, failures = _shipped(registry)
+        shipped, failures = _shipped(registry)
         users = [_users(Path(file)) for file in files]
-        return cls(
-            tuple(failures),
-            _by_name(cards, [card for of_file, _ in users for card in of_file]),
-            _by_name(machines, [machine for _, of_file in users for machine in of_file]),
-            {backend.spec.name: backend.spec.this_machine for backend in registry.backends},
-        )
+        ask = {backend.spec.name: backend.spec.this_machine for backend in registry.backends}
+        cards = _by_name([one for one, _ in shipped], [one for one, _ in users])
+        machines = _by_name([one for _, one in shipped], [one for _, one in users])
+        return cls(tuple(failures), cards, machines, ask)
 
     @property
     def cards(self) -> tuple[Card, ...]:
@@ -166,11 +165,13 @@ class Hardware:
         """What to say of a machine that is imagined, and which described one has such cards."""
         if not machine.imagined:
             return ""
-        said = f"no description has a machine of {machine.cards} {machine.card}: one is imagined, "
-        said += "with the link of such cards between all of them"
-        for fewer in self._with_cards(machine.card)[:1]:
-            nodes = math.ceil(machine.cards / fewer.cards)
-            said += f". {fewer.name} has {fewer.cards}: --machine {fewer.name} --nodes {nodes}"
+        said = (
+            f"no description has a machine of {machine.cards} {machine.card}: one is imagined, "
+            "with the link of such cards between all of them"
+        )
+        for one in self._with_cards(machine.card)[:1]:
+            nodes = math.ceil(machine.cards / one.cards)
+            said += f". {one.name} has {one.cards}: --machine {one.name} --nodes {nodes}"
         return said
 
     def _of_cards(self, name: str) -> Machine:
@@ -191,9 +192,8 @@ class Hardware:
 
     def _with_cards(self, card: str) -> list[Machine]:
         """The described machines that have a card, the largest first."""
-        [known] = self._cards[_plain(card)]
-        names = {_plain(one) for one in (known.name, *known.names)}
-        having = [one for one in self.machines if one.cards and _plain(one.card) in names]
+        known = self._cards[_plain(card)]
+        having = [m for m in self.machines if m.cards and self._cards.get(_plain(m.card)) == known]
         return sorted(having, key=lambda one: -one.cards)
 
     def _with_answers(self, card: Card) -> Card:
@@ -220,16 +220,18 @@ class Hardware:
         near += difflib.get_close_matches(plain, spelt, n=5)
         nearest = list(dict.fromkeys(repr(spelt[one]) for one in near))[:3]
         hint = f"; did you mean {' or '.join(nearest)}?" if near else ""
-        lines = [f"there is no {kind} named {name!r}{hint}"]
-        if kind == "machine":
-            lines.append(f"  machines: {listed(machine.name for machine in self.machines)}")
-            lines.append("  or a card and how many of it, as in CARD:8")
-        lines.append(f"  cards: {listed(card.name for card in self.cards)}")
-        for one in self.failures:
-            cannot = "may describe it and cannot be read"
-            lines.append(f"  {one.entry_point} of {one.origin} {cannot}: {one.reason}")
+        cards = f"  cards: {listed(card.name for card in self.cards)}"
+        machines = (
+            f"  machines: {listed(machine.name for machine in self.machines)}",
+            "  or a card and how many of it, as in CARD:8",
+        )
+        unread = (
+            f"  {one.entry_point} of {one.origin} may describe it and cannot be read: {one.reason}"
+            for one in self.failures
+        )
         own = f"Others are described in a file of your own: {_PAGE}; examples/hardware has some"
-        return "\n".join([*lines, own])
+        first = f"there is no {kind} named {name!r}{hint}"
+        return "\n".join([first, *(machines if kind == "machine" else ()), cards, *unread, own])
 
 
 def _plain(name: str) -> str:
@@ -238,14 +240,14 @@ def _plain(name: str) -> str:
 
 
 def _by_name(
-    shipped: Sequence[DescribedT], users: Sequence[DescribedT]
+    shipped: Iterable[Sequence[DescribedT]], users: Iterable[Sequence[DescribedT]]
 ) -> dict[str, list[DescribedT]]:
     """Plain name -> whose it is: several where plugins' descriptions are at odds."""
     found: dict[str, list[DescribedT]] = {}
-    for one in shipped:
+    for one in chain.from_iterable(shipped):
         for name in {_plain(one.name), *map(_plain, one.names)}:
             found.setdefault(name, []).append(one)
-    for over in users:
+    for over in chain.from_iterable(users):
         base = found.get(_plain(over.name), ())
         merged = _over(base[0], over) if len(base) == 1 else over
         found |= {_plain(name): [merged] for name in (merged.name, *merged.names)}
@@ -257,10 +259,8 @@ def _over(base: DescribedT, over: DescribedT) -> DescribedT:
     changed: dict[str, Any] = {"origin": f"{base.origin} and {over.origin}"}
     for name in {one.name for one in fields(over)} - {"name", "origin"}:
         old, new = getattr(base, name), getattr(over, name)
-        if isinstance(new, Mapping):
-            changed[name] = {**old, **new}
-        elif isinstance(new, tuple):
-            changed[name] = (*old, *new)
+        if isinstance(new, Mapping | tuple):
+            changed[name] = {**old, **new} if isinstance(new, Mapping) else (*old, *new)
         elif new or name in over.sources:
             changed[name] = new
     return replace(base, **changed)
@@ -283,10 +283,12 @@ def _find(found: Mapping[str, Sequence[DescribedT]], name: str) -> DescribedT | 
     return listed[0] if listed else None
 
 
-def _shipped(registry: Registry) -> tuple[list[Card], list[Machine], list[PluginFailure]]:
+Described = tuple[Sequence[Card], Sequence[Machine]]
+
+
+def _shipped(registry: Registry) -> tuple[list[Described], list[PluginFailure]]:
     """What the plugins' files describe; several specs may name one file."""
-    cards: list[Card] = []
-    machines: list[Machine] = []
+    found: list[Described] = []
     failures: list[PluginFailure] = []
     provided: tuple[Provided[Any], ...] = (*registry.launchers, *registry.backends)
     for place, one in {one.spec.hardware: one for one in provided if one.spec.hardware}.items():
@@ -294,26 +296,22 @@ def _shipped(registry: Registry) -> tuple[list[Card], list[Machine], list[Plugin
         backend = one.spec.name if isinstance(one.spec, BackendSpec) else ""
         try:
             text = importlib.resources.files(package).joinpath(file).read_text(encoding="utf-8")
-            found = read_hardware(text, f"{file} of {one.origin}", backend=backend)
+            found.append(read_hardware(text, f"{file} of {one.origin}", backend=backend))
         except Exception as error:
             why = str(error) if isinstance(error, UsageError) else describe(error)
             of = {"distribution": one.distribution, "version": one.version}
             failures.append(PluginFailure(**of, entry_point=place, reason=why))
-            continue
-        cards += found[0]
-        machines += found[1]
-    return cards, machines, failures
+    return found, failures
 
 
-def _users(file: Path) -> tuple[Sequence[Card], Sequence[Machine]]:
+def _users(file: Path) -> Described:
     """Raises: UsageError: it cannot be read, or says what cannot be."""
     try:
         return read_hardware(file.read_text(encoding="utf-8"), str(file), sourced=False)
     except (OSError, UnicodeDecodeError, UsageError) as error:
-        said = str(error)
-        if not isinstance(error, UsageError):
-            why = error.strerror if isinstance(error, OSError) else "it is not a text in UTF-8"
-            said = f"{file}: cannot be read as a description of hardware: {why}"
+        why = error.strerror if isinstance(error, OSError) else "it is not a text in UTF-8"
+        said = f"{file}: cannot be read as a description of hardware: {why}"
+        said = str(error) if isinstance(error, UsageError) else said
         if file == measured_file():
             said += ". Remove the file, or write it anew: anygauge plan --calibrate"
         raise UsageError(said) from None

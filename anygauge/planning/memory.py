@@ -1,10 +1,10 @@
-"""What a plan found: bytes by phase and by what they are for. Imports no torch."""
+"""What a plan found: bytes by phase and by what they are for, and what a step computes, moves and
+sends. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from anygauge.interface.strategy import (
     BACKWARD,
@@ -15,12 +15,51 @@ from anygauge.interface.strategy import (
     SAVE,
     UPDATE,
     Precision,
+    Traffic,
 )
-from anygauge.planning.work import Work
 
 PHASES = (LOAD, FORWARD, LOSS, BACKWARD, UPDATE, EVALUATION, SAVE)
 STEP = (FORWARD, LOSS, BACKWARD)
 """Phases of all micro-batches of a step."""
+
+
+PLAIN = ("matrix_bytes", "other_bytes", "copied_bytes", "host_bytes", "operations")
+"""Figures of `Work` that are plain numbers."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Work:
+    """Of one optimizer step of one rank.
+
+    Attributes:
+        flops: type -> floating point operations of matrix products, recomputed ones among them.
+        matrix_bytes: what these read and write.
+        other_bytes: what all other operations read and write.
+        copied_bytes: of them, what they copy to the host or from it.
+        host_bytes: what operations on the host read and write, where that is not the device.
+        operations: how many there are of both, without views.
+        traffic: what is sent.
+    """
+
+    flops: Mapping[str, float] = field(default_factory=dict)
+    matrix_bytes: float = 0.0
+    other_bytes: float = 0.0
+    copied_bytes: float = 0.0
+    host_bytes: float = 0.0
+    operations: float = 0.0
+    traffic: tuple[Traffic, ...] = ()
+
+    def plus(self, other: Work, times: float = 1.0) -> Work:
+        """With so many times what another one is; its traffic does not count."""
+        kinds = {**self.flops, **other.flops}
+        return Work(
+            flops={
+                kind: self.flops.get(kind, 0.0) + times * other.flops.get(kind, 0.0)
+                for kind in kinds
+            },
+            **{name: getattr(self, name) + times * getattr(other, name) for name in PLAIN},
+            traffic=self.traffic,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,35 +124,14 @@ class RunMemory:
         phase = max(self.device, key=lambda name: self.device[name].total)
         return phase, self.device[phase]
 
-    def record(self) -> dict[str, Any]:
-        """What JSON can hold, and `of_record` reads."""
-        return asdict(self)
-
-    @classmethod
-    def of_record(cls, record: Mapping[str, Any]) -> RunMemory:
-        """The same again."""
-        peaks = {
-            kind: {phase: Peak(**peak) for phase, peak in record[kind].items()}
-            for kind in ("device", "host", "uncompiled")
-        }
-        precision = Precision(**record["precision"])
-        work = Work.of_record(record["work"])
-        pairs = {name: tuple(record[name]) for name in ("numbers", "model_flops")}
-        return cls(**{**record, **peaks, **pairs, "precision": precision, "work": work})
-
     def with_other(self, other: RunMemory) -> RunMemory:
         """The most of two ranks of a run, by phase, and the work of the one that has more."""
 
         def most(one: Mapping[str, Peak], two: Mapping[str, Peak]) -> dict[str, Peak]:
             # The last stage of a pipeline alone has a loss.
-            return {
-                phase: max(
-                    (peaks[phase] for peaks in (one, two) if phase in peaks),
-                    key=lambda peak: peak.total,
-                )
-                for phase in PHASES
-                if phase in one or phase in two
-            }
+            phases = (phase for phase in PHASES if phase in one or phase in two)
+            both = {phase: [p[phase] for p in (one, two) if phase in p] for phase in phases}
+            return {phase: max(peaks, key=lambda peak: peak.total) for phase, peaks in both.items()}
 
         return replace(
             self,

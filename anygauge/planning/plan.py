@@ -6,7 +6,8 @@ import copy
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,38 +16,10 @@ from torch.utils._pytree import tree_map_only
 
 from anygauge.config.problems import LAYERS
 from anygauge.config.schema import RunFile, resolve_precision
-from anygauge.interface import (
-    HOST_DEVICE,
-    Backend,
-    Graph,
-    KernelSpec,
-    SequencePart,
-    UnsupportedError,
-)
+from anygauge.interface import HOST_DEVICE, Backend, Graph, SequencePart, UnsupportedError
+from anygauge.interface import strategy as at
 from anygauge.interface.placement import HeldAtOnce
-from anygauge.interface.strategy import (
-    ACTIVATIONS,
-    BACKWARD,
-    BEGIN,
-    COLLECT,
-    EMBEDDING,
-    END,
-    EVALUATION,
-    FORWARD,
-    GATHER,
-    GRADIENTS,
-    LOAD,
-    LOGITS,
-    LOSS,
-    REDUCE,
-    SAVE,
-    UPDATE,
-    WEIGHTS,
-    HeldLayers,
-    MemoryEstimate,
-    Strategy,
-    Workload,
-)
+from anygauge.interface.strategy import HeldLayers, MemoryEstimate, Strategy, Workload
 from anygauge.kernels.attention import register_attention
 from anygauge.kernels.choose import ATTENTION, CALLED, REFERENCE, kernels_of_run
 from anygauge.kernels.plan import KernelPlan, plan_kernels
@@ -56,9 +29,8 @@ from anygauge.models.inputs import PLAIN, model_inputs, positions, shift_labels
 from anygauge.models.masks import MaskPlan, plan_masks
 from anygauge.models.quantised import quantised_layers
 from anygauge.models.source import check_positions, check_written
-from anygauge.planning.memory import PHASES, Peak, RunMemory
+from anygauge.planning.memory import PHASES, Peak, RunMemory, Work
 from anygauge.planning.trace import FUSED, LayerTrace, ModelTrace, trace_model
-from anygauge.planning.work import Work
 from anygauge.registry import Registry
 from anygauge.strategies.common import torch_dtype
 from anygauge.strategies.footprint import memory_of
@@ -121,12 +93,15 @@ def _plan_rank(
     model = _whole_model(run.model, run.adapter, factory)
     workload = workload_of(run, registry, backend, precision, rank, world_size, model)
     estimate = memory_of(strategy, workload)
-    kernels, names = _kernels(run, registry, backend, factory)
+    kinds = _kinds(model, factory.config.get_text_config(), workload)
+    # The first layers, until each kind of them was there.
+    few = _of_depth(factory, min(len(kinds), max(2, 1 + max(map(kinds.index, kinds)))))
+    kernels, names = _kernels(run, registry, backend, few)
     part, staged = workload.share.sequence, bool(estimate.stages)
     if part not in traces:
-        traces[part] = _traced(run, factory, kernels, strategy, workload, staged=staged)
+        few = few.having(kernels.attention.name, kernels.model)
+        traces[part] = _traced(run, few, kernels, strategy, workload, staged=staged)
     trace = traces[part]
-    kinds = _kinds(model, factory.config.get_text_config(), workload)
     layers = [trace.layers[kinds.index(kind)] for kind in kinds]
     flops = step_flops(model, factory.config, lambda parameter: tuple(parameter.shape))
     every = {id(p): p for p in model.parameters()}.values()
@@ -214,13 +189,27 @@ ROTARY = "RotaryEmbedding"
 
 def _rotate_on_host(module: nn.Module) -> None:
     """Have angles computed there: earlier releases of transformers begin with a context manager of
-    torch's that knows no meta device."""
+    torch's that knows no meta device. Those of one row are computed: all rows' are alike."""
+    rows = 1
 
     def to_host(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype), (args, kwargs))
+        return tree_map_only(Tensor, on_host, (args, kwargs))
+
+    def on_host(tensor: Tensor) -> Tensor:
+        nonlocal rows
+        shape: Sequence[int] = tensor.shape
+        if len(shape) == 2:  # positions
+            rows, shape = shape[0], (1, shape[1])
+        # One number in all places: of hidden states, the type alone is looked at.
+        return torch.zeros((), dtype=tensor.dtype).expand(shape)
 
     def to_meta(_: nn.Module, args: Any, output: Any) -> Any:
-        return tree_map_only(Tensor, lambda t: t.to("meta"), output)
+        return tree_map_only(Tensor, on_meta, output)
+
+    def on_meta(tensor: Tensor) -> Tensor:
+        several = tensor.shape[:1] == (1,)
+        shape = (rows, *tensor.shape[1:]) if several else tensor.shape
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
     module.register_forward_pre_hook(to_host, with_kwargs=True)
     module.register_forward_hook(to_meta)
@@ -276,14 +265,9 @@ def _traced(
     *,
     staged: bool,
 ) -> ModelTrace:
-    """The first layers, until each kind of them was there, with what is around them."""
-    assert workload.skeleton is not None
-    kinds = _kinds(workload.skeleton, factory.config.get_text_config(), workload)
-    least = 1 + max(kinds.index(kind) for kind in kinds)
-    few = _of_depth(factory, min(len(kinds), max(2, least)))
-    few = few.having(kernels.attention.name, kernels.model)
-    model = _on_meta(_adapted(few))
-    few.checkpoint_activations(model)
+    """Args: factory: of a few layers, with the run's kernels."""
+    model = _on_meta(_adapted(factory))
+    factory.checkpoint_activations(model)
     planner = getattr(strategy, "planner", None)
     if planner is not None:
         planner.part_of(model, workload)
@@ -292,41 +276,28 @@ def _traced(
     if run.data.packing or part is not None:
         masks = plan_masks(factory.config, kernels.attention.masks_of, run.data.max_length)
     padded = not run.data.packing and workload.micro_batch > 1
-    rows = _Rows(workload, run.data.packing, padded, masks, part)
+    rows = functools.partial(_micro_batch, workload, masks, part, packing=run.data.packing)
     return trace_model(model, rows, all_set=not padded, holds_outputs=not staged)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensors:
-    input_ids: Tensor
-    attention_mask: Tensor
-    position_ids: Tensor
-    segment_ids: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Micro-batches of a run, all of the largest size."""
-
-    workload: Workload
-    packing: bool
-    padded: bool
-    masks: MaskPlan
-    part: SequencePart | None
-
-    def __call__(self) -> Mapping[str, Any]:
-        """One, on the meta device."""
-        length = self.workload.length
-        if self.part is not None:
-            length += -length % self.part.count
-        length += -length % self.workload.share.multiple
-        ids = torch.zeros(self.workload.micro_batch, length, dtype=torch.long, device="meta")
-        ones = torch.ones_like(ids)
-        batch = _Tensors(ids, ones, torch.zeros_like(ids), ones if self.packing else None)
-        dtype = torch_dtype(self.workload.precision.param_dtype)
-        inputs = model_inputs(batch, dtype, self.masks, self.part)
-        labels = shift_labels(ids)[:, positions(self.part, length)]
-        return {**inputs, "shift_labels": labels}
+def _micro_batch(
+    workload: Workload, masks: MaskPlan, part: SequencePart | None, *, packing: bool
+) -> Mapping[str, Any]:
+    """One of the largest size, on the meta device."""
+    length = workload.length
+    if part is not None:
+        length += -length % part.count
+    length += -length % workload.share.multiple
+    ids = torch.zeros(workload.micro_batch, length, dtype=torch.long, device="meta")
+    ones = torch.ones_like(ids)
+    batch = SimpleNamespace(
+        input_ids=ids,
+        attention_mask=ones,
+        position_ids=torch.zeros_like(ids),
+        segment_ids=ones if packing else None,
+    )
+    inputs = model_inputs(batch, torch_dtype(workload.precision.param_dtype), masks, part)
+    return {**inputs, "shift_labels": shift_labels(ids)[:, positions(part, length)]}
 
 
 class _Traced(Backend):
@@ -356,6 +327,8 @@ def _kernels(
     traced = _Traced(backend)
     fused = register_attention(FUSED)
     specs = {(p.spec.operation, p.spec.name): p.spec for p in registry.kernels}
+    everywhere = sorted(key for key, one in specs.items() if one.default and not one.device_types)
+    defaults = dict(reversed(everywhere))
     preferred = {**backend.kernels, **(backend.packed_kernels if run.data.packing else {})}
     traced.attention, traced.attention_why = backend.attention, backend.attention_why
     asked = dict(run.kernels)
@@ -365,7 +338,7 @@ def _kernels(
         if spec is None or backend.device_type not in spec.device_types:
             continue
         names[operation] = name
-        asked[operation] = spec.plain or _plain(specs, operation)
+        asked[operation] = spec.plain or defaults.get(operation, REFERENCE)
         if operation == ATTENTION and not spec.plain:
             del asked[operation]
             traced.attention = "sdpa"  # the library's that holds no scores
@@ -383,14 +356,6 @@ def _kernels(
     return plan, {**chosen, ATTENTION: plan.attention.name, **names}
 
 
-def _plain(specs: Mapping[tuple[str, str], KernelSpec], operation: str) -> str:
-    """The default for all devices, or the reference."""
-    for (of, name), spec in sorted(specs.items()):
-        if of == operation and spec.default and not spec.device_types:
-            return name
-    return REFERENCE
-
-
 # -- put together ----------------------------------------------------------------------------------
 
 
@@ -404,18 +369,18 @@ def _device(
     """
     found: dict[str, Peak] = {}
 
-    def at(phase: str, moment: str, activations: int = 0, logits: int = 0) -> None:
+    def hold(phase: str, moment: str, activations: int = 0, logits: int = 0) -> None:
         held = estimate.device.get(moment, {})
-        if phase == EVALUATION:
-            held = _without_gradients(held)
-        peak = Peak.of(held, {WEIGHTS: buffers, ACTIVATIONS: activations, LOGITS: logits})
+        if phase == at.EVALUATION:
+            held = {kind: size for kind, size in held.items() if kind != at.GRADIENTS}
+        peak = Peak.of(held, {at.WEIGHTS: buffers, at.ACTIVATIONS: activations, at.LOGITS: logits})
         found[phase] = max(found.get(phase, peak), peak, key=lambda one: one.total)
 
     stages = _stages(estimate, layers)
     kept = [_kept(trace, layers, stage) for stage in stages]
     of_all = sum(stage.in_flight * size for stage, size in zip(stages, kept, strict=True))
-    for moment in (LOAD, UPDATE, SAVE):
-        at(moment, moment)
+    for moment in (at.LOAD, at.UPDATE, at.SAVE):
+        hold(moment, moment)
     for stage, own in zip(stages, kept, strict=True):
         # Of other micro-batches, and of this one in other stages.
         others = of_all - own
@@ -424,24 +389,25 @@ def _device(
         before = [base + sum(layer.kept for layer in mine[:index]) for index in range(len(mine))]
         pairs = list(zip(before, mine, strict=True))
         if stage.first == 0:
-            at(FORWARD, BEGIN, others + trace.begin)
-            at(BACKWARD, EMBEDDING if EMBEDDING in estimate.device else END, others + trace.end)
-            at(EVALUATION, BEGIN, trace.begin)
-        at(FORWARD, GATHER, before[-1])
-        at(FORWARD, FORWARD, max(beside + one.forward for beside, one in pairs))
-        at(BACKWARD, BACKWARD, max(beside + one.backward for beside, one in pairs))
-        at(BACKWARD, END, base + mine[0].backward)
-        at(BACKWARD, REDUCE, before[-1] + mine[-1].kept)
-        at(BACKWARD, COLLECT, trace.base)
-        at(EVALUATION, GATHER, trace.base)
-        at(EVALUATION, EVALUATION, trace.base + max(one.evaluation for one in mine))
+            hold(at.FORWARD, at.BEGIN, others + trace.begin)
+            last = at.EMBEDDING if at.EMBEDDING in estimate.device else at.END
+            hold(at.BACKWARD, last, others + trace.end)
+            hold(at.EVALUATION, at.BEGIN, trace.begin)
+        hold(at.FORWARD, at.GATHER, before[-1])
+        hold(at.FORWARD, at.FORWARD, max(beside + one.forward for beside, one in pairs))
+        hold(at.BACKWARD, at.BACKWARD, max(beside + one.backward for beside, one in pairs))
+        hold(at.BACKWARD, at.END, base + mine[0].backward)
+        hold(at.BACKWARD, at.REDUCE, before[-1] + mine[-1].kept)
+        hold(at.BACKWARD, at.COLLECT, trace.base)
+        hold(at.EVALUATION, at.GATHER, trace.base)
+        hold(at.EVALUATION, at.EVALUATION, trace.base + max(one.evaluation for one in mine))
         if stage.apart:
             # At the most: what a weight's gradient was made of is let go of.
             made = (one.trained * one.recomputed if one.recomputed else one.kept for one in mine)
-            at(BACKWARD, BACKWARD, before[-1] + mine[-1].kept + sum(made))
+            hold(at.BACKWARD, at.BACKWARD, before[-1] + mine[-1].kept + sum(made))
         if stage.end == len(layers):
-            at(LOSS, LOSS, base + sum(layer.kept for layer in mine), trace.loss)
-            at(EVALUATION, LOSS, trace.base, trace.loss_evaluation)
+            hold(at.LOSS, at.LOSS, base + sum(layer.kept for layer in mine), trace.loss)
+            hold(at.EVALUATION, at.LOSS, trace.base, trace.loss_evaluation)
     return {phase: found[phase] for phase in PHASES if phase in found}
 
 
@@ -472,11 +438,6 @@ def _compiled(layer: LayerTrace, held: HeldAtOnce) -> LayerTrace:
         evaluation=round(held.share * layer.evaluation),
         work=replace(layer.work, other_bytes=held.share * layer.work.other_bytes),
     )
-
-
-def _without_gradients(kinds: Mapping[str, int]) -> dict[str, int]:
-    """What is there in a step that an evaluation has, too."""
-    return {kind: size for kind, size in kinds.items() if kind != GRADIENTS}
 
 
 def _work(

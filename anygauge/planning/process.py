@@ -1,59 +1,39 @@
-"""The process that plans: one child that has torch, asked in JSON, and gone with the command.
+"""A plan in a process of its own: what is imported for it is gone with it, it is bounded in time
+and memory, and the checks of a run need not wait for it.
 
-Imports next to nothing: it is started before the run file is read.
+``python -m anygauge.planning.process`` is that process. Question and answer are pickled: both ends
+are this program.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import select
+import pickle
+import signal
 import subprocess
 import sys
 import tempfile
 import weakref
-from collections import deque
-from collections.abc import Mapping
-from typing import IO, TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import IO, TYPE_CHECKING
 
-from anygauge.util import errors
 from anygauge.util.errors import AnygaugeError
-from anygauge.util.processes import describe_exit, parent_environment
+from anygauge.util.processes import describe_exit, die_with_parent, parent_environment
 
 if TYPE_CHECKING:
     from anygauge.config.schema import RunFile
-    from anygauge.planning.memory import RunMemory
+    from anygauge.planning.trials import Target, Trial
 
-LIMIT_S = 600.0
-"""A plan that takes longer counts as hung."""
+LIMIT = 8 * 2**30
+"""Memory of the process, in bytes: a plan that needs more has met something that it should not."""
+LEAST_S = 1.0
+"""Seconds in which an answer that is there can be read."""
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     "OMP_NUM_THREADS": "1",
 }
-_TAIL = 2000
-
-_started: list[Planner] = []
-
-
-def start_planner() -> None:
-    """Have a process import meanwhile, which `planner_for` gives."""
-    _started.append(Planner())
-
-
-def planner_for(environment: Mapping[str, str]) -> Planner:
-    """The process that `start_planner` has started, or one with the variables of a run."""
-    if _started and not environment:
-        return _started.pop()
-    end_started()
-    return Planner(environment)
-
-
-def end_started() -> None:
-    """End the process that `start_planner` has started and nobody has taken."""
-    while _started:
-        _started.pop().end()
 
 
 class TooLongError(AnygaugeError):
@@ -61,22 +41,27 @@ class TooLongError(AnygaugeError):
 
 
 class Planner:
-    """A process that plans runs, one after the other; see `anygauge.planning.plan`.
+    """Begins at once to plan the first of several forms of a run that fits.
 
     Args:
-        environment: variables that it has in addition to this process's; these win.
+        forms, target: see `Trials.first_that_fits`.
+        environment: variables that the process has in addition to this one's; these win.
     """
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, forms: Sequence[RunFile], target: Target, environment: Mapping[str, str]
+    ) -> None:
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "anygauge.planning"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._printed,
-            env={**(environment or {}), **os.environ, **ENVIRONMENT, **parent_environment()},
-        )
-        self._asked: deque[bytes] = deque()
+        with tempfile.TemporaryFile() as question:
+            pickle.dump((forms, target), question)
+            question.seek(0)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "anygauge.planning.process"],
+                stdin=question,
+                stdout=subprocess.PIPE,
+                stderr=self._printed,
+                env={**environment, **os.environ, **ENVIRONMENT, **parent_environment()},
+            )
         self.end = weakref.finalize(self, _end, self._process, self._printed)
 
     def __enter__(self) -> Planner:
@@ -85,81 +70,62 @@ class Planner:
     def __exit__(self, *error: object) -> None:
         self.end()
 
-    def ask(self, run: RunFile, backend: str, world_size: int) -> None:
-        """Have a run planned meanwhile: `plan` of the same run then waits for its rest alone.
+    def trial(self, limit_s: float) -> Trial:
+        """The plan.
 
         Raises:
-            AnygaugeError: the process has ended.
-        """
-        self._ask(_question(run, backend, world_size))
-
-    def plan(
-        self, run: RunFile, backend: str, world_size: int, limit_s: float = LIMIT_S
-    ) -> RunMemory:
-        """What a run takes of its ranks, and what its steps compute.
-
-        Args:
-            backend: its name.
-
-        Raises:
-            TooLongError: there was no answer within so many seconds.
+            TooLongError: it is not made within so many seconds.
             AnygaugeError: what the run's ranks would refuse, or what cannot be planned; or the
                 process has ended.
         """
-        from anygauge.planning.memory import RunMemory
-
-        question = _question(run, backend, world_size)
-        if question not in self._asked:
-            self._ask(question)
-        answer = self._answer(limit_s)
-        while self._asked.popleft() != question:
-            answer = self._answer(limit_s)
-        if answer["event"] == "refused":
-            raise getattr(errors, answer["error"], AnygaugeError)(answer["message"])
-        return RunMemory.of_record(answer["found"])
-
-    def _ask(self, question: bytes) -> None:
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(question)
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise self._broken() from None
-        self._asked.append(question)
-
-    def _answer(self, limit_s: float) -> dict[str, Any]:
-        stdout = self._process.stdout
-        assert stdout is not None
-        if not select.select([stdout], [], [], limit_s)[0]:
-            raise TooLongError(
-                f"no plan of this run was made within {limit_s:.0f} s; plan with fewer layers or a "
-                "smaller data.max_length"
-            )
-        answer = stdout.readline()
-        if not answer:
-            raise self._broken()
-        return dict(json.loads(answer))
-
-    def _broken(self) -> AnygaugeError:
-        code = self._process.wait()
-        self._printed.seek(0, os.SEEK_END)
-        self._printed.seek(max(0, self._printed.tell() - _TAIL))
+            answer, _ = self._process.communicate(timeout=max(LEAST_S, limit_s))
+        except subprocess.TimeoutExpired:
+            raise TooLongError(f"no plan of this run was made within {limit_s:.0f} s") from None
+        if answer:
+            found: Trial | AnygaugeError = pickle.loads(answer)
+            if isinstance(found, AnygaugeError):
+                raise found
+            return found
+        self._printed.seek(0)
         lines = self._printed.read().decode(errors="replace").strip().splitlines()
         last = f": {lines[-1].strip()}" if lines else ""
-        return AnygaugeError(
-            f"the process that plans ended with {describe_exit(code)}{last}. There may be too "
-            "little memory; a smaller data.max_length or train.micro_batch_size needs less"
+        raise AnygaugeError(
+            f"the process that plans ended with {describe_exit(self._process.returncode)}{last}. "
+            "There may be too little memory; a smaller data.max_length or train.micro_batch_size "
+            "needs less"
         )
-
-
-def _question(run: RunFile, backend: str, world_size: int) -> bytes:
-    from anygauge.config.resolved import run_json
-
-    text = run_json(run.model_copy(update={"environment": {}}))
-    return json.dumps({"run": text, "backend": backend, "world_size": world_size}).encode() + b"\n"
 
 
 def _end(process: subprocess.Popen[bytes], printed: IO[bytes]) -> None:
     process.kill()
     process.communicate()
     printed.close()
+
+
+def main() -> int:
+    """Answer the question; returns the exit status."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends this process itself
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what libraries print must not stand in the answer
+    from anygauge.planning.trials import Trials
+    from anygauge.registry import Registry
+    from anygauge.training.preflight import bound_memory
+
+    bound_memory(LIMIT)
+    forms, target = pickle.load(sys.stdin.buffer)
+    found: Trial | AnygaugeError
+    try:
+        found = Trials(Registry.load()).first_that_fits(forms, target)
+    except AnygaugeError as error:
+        found = error
+    with os.fdopen(answers, "wb") as file:
+        pickle.dump(found, file)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)  # what libraries do at exit has no use here

@@ -15,7 +15,7 @@ from typing import Any
 
 from anygauge.interface import AnygaugeError, Card
 from anygauge.planning.machines import Machine
-from anygauge.planning.work import Traffic, Work
+from anygauge.planning.memory import Traffic, Work
 
 REACHED = 0.8
 """Of a card's peak: what large matrix products reach, where nobody has measured it."""

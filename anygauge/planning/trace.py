@@ -8,6 +8,7 @@ say, see `MemoryEstimate`.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,19 +16,58 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from anygauge.interface import AttentionKernel
 from anygauge.interface.strategy import BACKWARD, BEGIN, END, FORWARD, LOSS
 from anygauge.kernels.loss import model_loss
-from anygauge.planning.counting import Counter
-from anygauge.planning.work import Work
+from anygauge.planning.memory import Work
 from anygauge.strategies.materialise import decoder_layers
 
 ops = torch.ops.aten
+UNTOUCHED = {
+    "_unsafe_view",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "resize_",
+    "set_",
+}
+"""Operations that make room or say what there is, and touch none of it."""
+
 Moment = tuple[str, int]
 """Of `MOMENTS`, and the number of the layer; 0 where there is none."""
+
+
+def count(work: Work, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
+    """Add an operation that is done."""
+    if func.is_view or func.namespace != "aten" or func.overloadpacket.__name__ in UNTOUCHED:
+        return
+    touched: tuple[Any, ...] = (args, kwargs, result)
+    if func is ops.embedding.default:  # of its table it reads as much as it writes
+        touched = (result, result)
+    elif func is ops.copy_.default:  # what was there is not read
+        touched = (args[1:], kwargs, result)
+    size = sum(one.numel() * one.element_size() for one in tree_leaves(touched) if is_tensor(one))
+    work.operations += 1
+    formula: Callable[..., int] | None = flop_registry.get(func.overloadpacket)
+    if formula is None:
+        work.other_bytes += size
+        return
+    made = result[0] if isinstance(result, tuple | list) else result
+    multiply(work, made.dtype, formula(*args, **kwargs, out_val=result))
+    work.matrix_bytes += size
+
+
+def multiply(work: Work, dtype: torch.dtype, flops: float) -> None:
+    """Add the matrix products of what is no single operation."""
+    name = str(dtype).removeprefix("torch.")
+    work.flops = {**work.flops, name: work.flops.get(name, 0.0) + flops}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,31 +129,23 @@ class _Trace(TorchDispatchMode):
         all_set: what is answered where somebody asks whether all of a mask is set.
     """
 
-    current: _Trace | None = None
+    last: _Trace | None = None
 
     def __init__(self, model: nn.Module, *, all_set: bool) -> None:
         super().__init__()
+        _Trace.last = self
         self.moment: Moment = (BEGIN, 0)
         self.live = self.embedded = self.forwarded = 0
         self.before: dict[int, int] = {}
         self.recomputed: dict[int, int] = {}
         self.entered: dict[Moment, int] = {self.moment: 0}
         self.most: dict[Moment, int] = {self.moment: 0}
-        self.counters: dict[Moment, Counter] = {self.moment: Counter()}
+        self.work: dict[Moment, Work] = {self.moment: Work()}
         self._all_set = all_set
         self._of_all: set[int] = set()
         kept = [*model.parameters(), *model.buffers()]
         self._seen = {tensor.untyped_storage()._cdata for tensor in kept}
         self._storages: dict[int, Any] = {}
-
-    def __enter__(self) -> _Trace:
-        _Trace.current = self
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        _Trace.current = None
 
     def enter(self, moment: Moment) -> None:
         """A moment begins."""
@@ -122,12 +154,7 @@ class _Trace(TorchDispatchMode):
         self.moment = moment
         self.entered.setdefault(moment, self.live)
         self.most[moment] = max(self.most.get(moment, 0), self.live)
-        self.counters.setdefault(moment, Counter())
-
-    @property
-    def counter(self) -> Counter:
-        """Of the current moment."""
-        return self.counters[self.moment]
+        self.work.setdefault(moment, Work())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -135,24 +162,15 @@ class _Trace(TorchDispatchMode):
         """Run an operation, and look at what it gives out."""
         kwargs = kwargs or {}
         if func is ops.logsumexp.default:
-            with self._again():
+            with self:  # its parts are seen
                 return _logsumexp(*args, **kwargs)
         result = self._answered(func, args, kwargs)
-        self.counter.see(func, args, kwargs, result)
+        count(self.work[self.moment], func, args, kwargs, result)
         for value in result if isinstance(result, tuple | list) else (result,):
             if isinstance(value, Tensor):
                 self._see(value.untyped_storage())
         self.most[self.moment] = max(self.most[self.moment], self.live)
         return result
-
-    @contextmanager
-    def _again(self) -> Iterator[None]:
-        """Within it, operations are seen that one of them consists of."""
-        super().__enter__()
-        try:
-            yield
-        finally:
-            super().__exit__(None, None, None)
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         address, size = storage._cdata, storage.nbytes()
@@ -286,17 +304,13 @@ def _watched(trace: _Trace, layers: list[nn.Module]) -> Iterator[None]:
 
 
 def _of_moments(trace: _Trace, evaluated: _Trace, trained: Sequence[int]) -> ModelTrace:
-    nothing, layers = Work(), len(trained)
+    layers = len(trained)
 
     def most(moment: Moment, beside: int) -> int:
         return max(0, trace.most.get(moment, 0) - beside)
 
     def work(*moments: Moment) -> Work:
-        total = nothing
-        for moment in moments:
-            if moment in trace.counters:
-                total = total.plus(trace.counters[moment].work())
-        return total
+        return functools.reduce(Work.plus, (trace.work.get(one, Work()) for one in moments), Work())
 
     starts = [trace.entered[FORWARD, index] for index in range(layers)] + [trace.entered[LOSS, 0]]
     base = starts[0]
@@ -351,8 +365,9 @@ class _Attention(torch.autograd.Function):
 
 
 def _multiply(dtype: torch.dtype, flops: float) -> None:
-    if _Trace.current is not None:
-        _Trace.current.counter.multiply(dtype, flops)
+    trace = _Trace.last
+    assert trace is not None, "it is run by a trace alone"
+    multiply(trace.work[trace.moment], dtype, flops)
 
 
 def _attend(

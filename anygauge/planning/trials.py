@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import ValidationError
 
 from anygauge.config.resolved import values_of
 from anygauge.config.schema import AUTO_ORDER, RunFile
 from anygauge.data.batches import accumulation
-from anygauge.interface import AnygaugeError, Card, RunFileError, UnsupportedError
+from anygauge.interface import AnygaugeError, Backend, Card, RunFileError, UnsupportedError
 from anygauge.planning.fit import Fit, fit, on_disk
 from anygauge.planning.machines import Machine
 from anygauge.planning.memory import RunMemory
-from anygauge.planning.process import LIMIT_S, Planner, TooLongError
 from anygauge.planning.time import Duration, Ranks, UnknownRateError, duration
 from anygauge.registry import Registry
 from anygauge.strategies.degrees import stages_per_rank
@@ -30,6 +28,7 @@ from anygauge.training.strategy import (
     check_strategy,
     share_of,
 )
+from anygauge.util.text import describe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,48 +69,48 @@ class Trial:
         """Whether it is known to fit."""
         return self.fit is not None and self.fit.fits
 
+    @property
+    def against(self) -> Mapping[str, tuple[int, int]]:
+        """See `Fit.against`; there is a card to hold it against."""
+        assert self.fit is not None
+        return self.fit.against
 
-class Try(Protocol):
-    """`Trials`, or what stands in for it in a test."""
+    @property
+    def margin(self) -> int:
+        """See `Fit.margin`; likewise."""
+        assert self.fit is not None
+        return self.fit.margin
 
-    def __call__(self, run: RunFile, target: Target) -> Trial:
-        """See `Trials.__call__`."""
+
+Try = Callable[[RunFile, Target], Trial]
+"""See `Trials.__call__`."""
+Plan = Callable[[RunFile, Registry, Backend, int], RunMemory]
+"""See `anygauge.planning.plan.plan_run`."""
 
 
 class Trials:
-    """Plans runs by a process, which is asked once for what is alike.
+    """Plans runs in this process, each once.
 
     Args:
         waiting: what to show meanwhile, given the subject of a plan.
-        limit_s: seconds from now that all plans may take; None: each has a limit of its own.
+        plan: None: `plan_run`.
     """
 
     def __init__(
         self,
         registry: Registry,
-        planner: Planner,
         waiting: Callable[[str], AbstractContextManager[Any]] = lambda subject: nullcontext(),
-        limit_s: float | None = None,
+        plan: Plan | None = None,
     ) -> None:
         self.registry = registry
-        self._planner = planner
         self._waiting = waiting
-        self._until = None if limit_s is None else time.monotonic() + limit_s
+        self._plan = plan
         self._memories: dict[tuple[str, int, str], RunMemory | AnygaugeError] = {}
-
-    def begin(self, run: RunFile, backend: str) -> None:
-        """Have a run planned meanwhile that will be tried.
-
-        Raises:
-            AnygaugeError: the process has ended.
-        """
-        self._planner.ask(_in_memory(run), backend, run.launch.nodes * run.launch.devices)
 
     def __call__(self, run: RunFile, target: Target) -> Trial:
         """Plan a run, unless one like it was, and hold it against a machine.
 
         Raises:
-            TooLongError: there is no time left.
             AnygaugeError: what the run's ranks would refuse, or what cannot be planned.
         """
         ranks = run.launch.nodes * run.launch.devices
@@ -126,7 +125,7 @@ class Trials:
         check_strategy(run, self.registry, backend, ranks, ranks_run_here=False)
         check_batch(run, self.registry, ranks)
         _check_type(run, target.card)
-        memory = self._memory(run, target.backend, ranks)
+        memory = self._memory(run, backend, ranks)
         held = None
         if target.card is not None:
             disk = on_disk(run, memory, ranks)
@@ -138,46 +137,55 @@ class Trials:
         """Of several forms of a run; where none fits, the one that lacks least.
 
         Raises:
-            TooLongError: there is no time left.
             AnygaugeError: all are refused; why the first is.
         """
         tried: list[tuple[RunFile, Trial | AnygaugeError]] = []
+        trials: list[Trial] = []
         for form in forms:
             try:
-                trial = self(form, target)
-            except TooLongError:
-                raise
+                trials.append(self(form, target))
             except AnygaugeError as error:
                 tried.append((form, error))
                 continue
-            tried.append((form, trial))
-            if trial.fit is None or trial.fits:
+            tried.append((form, trials[-1]))
+            if trials[-1].fit is None or trials[-1].fits:
                 break
-        trials = [trial for _, trial in tried if isinstance(trial, Trial)]
         if not trials:
             raise next(error for _, error in tried if isinstance(error, AnygaugeError))
         best = max(trials, key=lambda one: 0 if one.fit is None else one.fit.margin)
         others = tuple((form, found) for form, found in tried if found is not best)
         return replace(best, passed_over=others)
 
-    def _memory(self, run: RunFile, backend: str, ranks: int) -> RunMemory:
-        run = _in_memory(run)
+    def _memory(self, run: RunFile, backend: Backend, ranks: int) -> RunMemory:
+        if getattr(run.strategy, "nvme", None) is not None:
+            # With what is on a disk in the host's memory; see `on_disk`.
+            run = changed(run, {"strategy.nvme": None})
         values = values_of(run)
         same = {k: v for k, v in values.items() if k not in ("launch", "name", "output", "backend")}
-        key = backend, ranks, json.dumps(same, default=str)
+        key = backend.name, ranks, json.dumps(same, default=str)
         if key not in self._memories:
-            limit_s = LIMIT_S if self._until is None else max(0.0, self._until - time.monotonic())
-            try:
-                with self._waiting(f"planning {_subject(run, ranks)}"):
-                    self._memories[key] = self._planner.plan(run, backend, ranks, limit_s)
-            except TooLongError:
-                raise
-            except AnygaugeError as error:
-                self._memories[key] = error
+            rows, length = run.train.micro_batch_size, run.data.max_length
+            subject = f"{run.strategy.name} on {ranks} ranks, {rows} x {length:,} tokens"
+            with self._waiting(f"planning {subject}"):
+                self._memories[key] = self._planned(run, backend, ranks)
         found = self._memories[key]
         if isinstance(found, AnygaugeError):
             raise found
         return found
+
+    def _planned(self, run: RunFile, backend: Backend, ranks: int) -> RunMemory | AnygaugeError:
+        if self._plan is None:  # it imports what takes long
+            from anygauge.models.quiet import quiet_libraries
+            from anygauge.planning.plan import plan_run
+
+            quiet_libraries()
+            self._plan = plan_run
+        try:
+            return self._plan(run, self.registry, backend, ranks)
+        except AnygaugeError as error:
+            return error
+        except Exception as error:
+            return AnygaugeError(f"the run cannot be planned: {describe(error)}")
 
 
 def fast_types(card: Card) -> list[str]:
@@ -207,20 +215,16 @@ def timed(
         return None, "no machine is named"
     ranks = run.launch.nodes * run.launch.devices
     parts = share_of(run, registry, 0, ranks).count
-    batch, length = run.train.global_batch_size, run.data.max_length
-    per_token, per_position = memory.model_flops
     stages = int(getattr(run.strategy, "pp", 1) or 1)
+    batch, length = run.train.global_batch_size, run.data.max_length
     rounds = accumulation(batch, run.train.sequences_at_once(parts), parts)
+    rounds *= stages_per_rank(run.strategy) if stages > 1 else 1
+    per_token, per_position = memory.model_flops
     try:
         return duration(
             memory.work,
             target.card,
-            Ranks(
-                ranks=ranks,
-                per_machine=run.launch.devices,
-                stages=stages,
-                rounds=rounds * (stages_per_rank(run.strategy) if stages > 1 else 1),
-            ),
+            Ranks(ranks=ranks, per_machine=run.launch.devices, stages=stages, rounds=rounds),
             machine=target.machine,
             dtype=memory.precision.param_dtype,
             tokens=batch * length,
@@ -228,18 +232,6 @@ def timed(
         ), ""
     except UnknownRateError as error:
         return None, str(error)
-
-
-def _subject(run: RunFile, ranks: int) -> str:
-    rows, length = run.train.micro_batch_size, run.data.max_length
-    return f"{run.strategy.name} on {ranks} ranks, {rows} x {length:,} tokens"
-
-
-def _in_memory(run: RunFile) -> RunFile:
-    """A run whose optimizer is on a disk, with that in the host's memory; see `on_disk`."""
-    if getattr(run.strategy, "nvme", None) is None:
-        return run
-    return changed(run, {"strategy.nvme": None})
 
 
 def changed(run: RunFile, lines: Mapping[str, Any]) -> RunFile:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from anygauge.cli.memory_check import UNDECIDED
 from anygauge.config.load import load_run_file
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, Precision, RunFileError
-from anygauge.planning.memory import PHASES, Peak, RunMemory
+from anygauge.planning.memory import PHASES, Peak, RunMemory, Work
 from anygauge.planning.process import TooLongError
-from anygauge.planning.work import Work
+from anygauge.planning.trials import Target, Trial, Trials
+from anygauge.registry import Registry
 from anygauge.training.auto import candidates, in_words
 from tests.helpers.gaudi import without_driver
 from tests.helpers.runs import TINY, check_here, run_file, trained
@@ -34,8 +35,11 @@ class StandIn:
     started = 0
     ended = 0
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, forms: Sequence[RunFile], target: Target, environment: Mapping[str, str]
+    ) -> None:
         type(self).started += 1
+        self.forms, self.target = forms, target
 
     def __enter__(self) -> StandIn:
         return self
@@ -43,10 +47,12 @@ class StandIn:
     def __exit__(self, *error: object) -> None:
         type(self).ended += 1
 
-    def ask(self, run: RunFile, backend: str, world_size: int) -> None:
-        """It answers at once."""
+    def trial(self, limit_s: float) -> Trial:
+        if isinstance(self.found, TooLongError):
+            raise self.found
+        return Trials(Registry.load(), plan=self.plan).first_that_fits(self.forms, self.target)
 
-    def plan(self, run: RunFile, backend: str, world_size: int, limit_s: float) -> RunMemory:
+    def plan(self, run: RunFile, registry: Any, backend: Any, world_size: int) -> RunMemory:
         found = self.found
         answer = found[in_words(run)] if isinstance(found, Mapping) else found
         if isinstance(answer, AnygaugeError):

@@ -223,15 +223,13 @@ def test_a_model_of_the_hub_needs_its_configuration_alone(tmp_path: Path) -> Non
 def test_ctrl_c_ends_it_at_once_and_leaves_no_process(tmp_path: Path) -> None:
     process = begin("plan", run_file(tmp_path), "--strategies", start_new_session=True)
     deadline = time.monotonic() + PATIENCE_S
-    while len(group(process.pid)) < 2:
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():  # it plans, or will
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
     sent = time.monotonic()
     out, err = process.communicate(timeout=PATIENCE_S)
-    # Where Python met generated code of an import, it ends by the signal; shells show 130 then.
-    assert process.returncode in (130, -signal.SIGINT)
-    assert out == "" and "Traceback" not in err
+    assert (process.returncode, out, err) == (130, "", "interrupted\n")
     assert time.monotonic() - sent < 5
     assert group(process.pid) == []
 

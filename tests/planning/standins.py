@@ -10,9 +10,8 @@ from anygauge.config.schema import RunFile
 from anygauge.interface import Card, Precision
 from anygauge.planning.fit import GIB, fit
 from anygauge.planning.machines import Machine
-from anygauge.planning.memory import Peak, RunMemory
+from anygauge.planning.memory import Peak, RunMemory, Work
 from anygauge.planning.trials import Target, Trial
-from anygauge.planning.work import Work
 from tests.helpers.runs import TINY
 
 CARD = Card(name="square", memory=40 * GIB, reserved=GIB)

@@ -11,12 +11,14 @@ import pytest
 from anygauge.cli import planned
 from anygauge.cli.planned import Page, verdict
 from anygauge.interface import Card, RunFileError, UnsupportedError
-from anygauge.planning.answers import PlanRow, row, try_strategies
 from anygauge.planning.changes import (
+    PlanRow,
     largest_batch,
     layouts,
     longest_rows,
+    row,
     section_in_words,
+    try_strategies,
     what_to_change,
 )
 from anygauge.planning.fit import GIB
@@ -57,13 +59,13 @@ def test_layers_are_divided_within_a_machine_and_one_rank_has_no_meshes() -> Non
 
 
 class CountingPlanner:
-    """In the place of the process: counts what it plans; refuses rows of 13 tokens."""
+    """In the place of `plan_run`: counts what it plans; refuses rows of 13 tokens."""
 
     def __init__(self, **sizes: int) -> None:
         self.asked: list[int] = []
         self._sizes = sizes
 
-    def plan(self, run: Any, backend: str, world_size: int, limit_s: float) -> RunMemory:
+    def __call__(self, run: Any, registry: Any, backend: Any, world_size: int) -> RunMemory:
         assert getattr(run.strategy, "nvme", None) is None, "what is on a disk is in memory"
         self.asked.append(world_size)
         offloaded = getattr(run.strategy, "offload", "none") != "none"
@@ -79,7 +81,7 @@ def planner() -> CountingPlanner:
 
 @pytest.fixture
 def trials(planner: CountingPlanner) -> Trials:
-    return Trials(REGISTRY, planner)  # type: ignore[arg-type]
+    return Trials(REGISTRY, plan=planner)
 
 
 def test_what_is_alike_is_planned_once(trials: Trials, planner: CountingPlanner) -> None:
@@ -102,9 +104,9 @@ def test_what_is_alike_is_planned_once(trials: Trials, planner: CountingPlanner)
 def test_a_run_that_names_no_strategy_is_planned_as_it_would_train(
     gib: int, name: str, fits: bool, before: list[str]
 ) -> None:
-    planner: Any = CountingPlanner(ddp=90, fsdp=50, zero=20)
+    planner = CountingPlanner(ddp=90, fsdp=50, zero=20)
     target = Target(backend="cpu", card=Card(name="card", memory=gib * GIB))
-    found = Trials(REGISTRY, planner)(run(strategy={"name": "auto"}), target)
+    found = Trials(REGISTRY, plan=planner)(run(strategy={"name": "auto"}), target)
     assert (found.run.strategy.name, found.fits) == (name, fits)
     names = [form.strategy.name for form, _ in found.passed_over]
     assert names == before if fits else {"ddp", "fsdp", "zero"} <= set(names)

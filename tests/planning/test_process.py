@@ -1,9 +1,9 @@
-"""The process that plans: there before it is asked, asked in order, gone when nobody has it."""
+"""The process that plans beside a run's checks: it answers as the function does, and is gone."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,69 +12,48 @@ import pytest
 from anygauge.config.load import load_run_file
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, ModelError
-from anygauge.planning import process
-from anygauge.planning.plan import plan_run
-from anygauge.planning.process import Planner, TooLongError, planner_for
+from anygauge.planning.process import Planner, TooLongError
+from anygauge.planning.trials import Target, Trials
 from anygauge.registry import Registry
 from tests.helpers.processes import alive
 from tests.helpers.runs import run_file
 
+TARGET = Target(backend="cpu", card=None)
 
-def test_it_ends_with_what_started_it() -> None:
-    kept, dropped = Planner(), Planner()
+
+def run(folder: Path, **changes: Any) -> RunFile:
+    path = run_file(folder, **{"strategy": {"name": "single"}, **changes})
+    return load_run_file(path).run
+
+
+def test_it_ends_with_what_started_it(tmp_path: Path) -> None:
+    kept, dropped = (Planner((run(tmp_path),), TARGET, {}) for _ in range(2))
     pids = [one._process.pid for one in (kept, dropped)]
     assert all(map(alive, pids))
-    kept.end()
+    with kept, pytest.raises(TooLongError, match="within 0 s"):
+        kept.trial(0)
     del dropped
     assert not any(map(alive, pids))
 
 
-def test_the_one_that_was_started_ahead_is_taken_unless_a_run_has_variables(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ended: list[int] = []
-
-    class Standin:
-        def __init__(self, environment: Any = None) -> None:
-            self.environment = environment
-            self.end = lambda: ended.append(id(self))
-
-    monkeypatch.setattr(process, "Planner", Standin)
-    process.start_planner()
-    first = process._started[0]
-    assert planner_for({}) is first and not process._started
-    process.start_planner()
-    second = process._started[0]
-    assert planner_for({"HF_HOME": "/models"}).environment == {"HF_HOME": "/models"}  # type: ignore[attr-defined]
-    assert ended == [id(second)]
-
-
-def test_it_is_started_before_anything_heavy_is_imported() -> None:
-    heavy = ("pydantic", "numpy", "torch", "anygauge.registry")
-    script = (
-        "import sys, anygauge.planning.process; "
-        f"assert not {{*{heavy}}} & {{*sys.modules}}, sys.modules.keys()"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
-
-
 @pytest.mark.slow
-def test_it_answers_as_the_function_does_in_the_order_of_its_questions(tmp_path: Path) -> None:
-    def run(length: int) -> RunFile:
-        path = run_file(tmp_path, strategy={"name": "single"}, data={"max_length": length})
-        return load_run_file(path).run
+def test_it_answers_as_the_function_does(tmp_path: Path) -> None:
+    long = run(tmp_path, data={"max_length": 512})
+    here = Trials(Registry.load()).first_that_fits([long, run(tmp_path)], TARGET)
+    with Planner((long, run(tmp_path)), TARGET, {}) as planner:
+        there = planner.trial(120)
+    assert (there.run, there.memory, there.fit) == (here.run, here.memory, here.fit)
+    ((passed, error),) = there.passed_over
+    assert passed == long and "was made for 256 positions" in str(error)
+    with (
+        Planner((long,), TARGET, {}) as planner,
+        pytest.raises(ModelError, match="was made for 256 positions"),
+    ):
+        planner.trial(120)
 
-    registry = Registry.load()
-    here = {n: plan_run(run(n), registry, registry.create_backend("cpu"), 1) for n in (64, 128)}
-    with Planner() as planner:
-        planner.ask(run(64), "cpu", 1)  # nobody waits for it
-        assert planner.plan(run(128), "cpu", 1) == here[128]
-        with pytest.raises(ModelError, match="was made for 256 positions"):
-            planner.plan(run(512), "cpu", 1)
-        with pytest.raises(TooLongError, match="within 0 s; plan with fewer layers"):
-            planner.plan(run(64), "cpu", 1, limit_s=0.0)
-        assert planner.plan(run(64), "cpu", 1) == here[64]
-        planner._process.kill()
-        planner._process.wait()
+
+def test_one_that_is_killed_is_told(tmp_path: Path) -> None:
+    with Planner((run(tmp_path),), TARGET, {}) as planner:
+        os.kill(planner._process.pid, signal.SIGKILL)
         with pytest.raises(AnygaugeError, match=r"plans ended with signal 9, SIGKILL.* too little"):
-            planner.plan(run(128), "cpu", 1)
+            planner.trial(60)

@@ -12,7 +12,6 @@ from anygauge.planning.fit import fit
 from anygauge.planning.machines import Hardware
 from anygauge.planning.memory import RunMemory
 from anygauge.planning.plan import plan_run
-from anygauge.planning.process import Planner
 from anygauge.planning.trials import Target, Trials
 from anygauge.registry import Registry
 from tests.helpers.sizes import LLAMA_8B, LLAMA_70B
@@ -84,8 +83,8 @@ def test_cards_without_bfloat16_refuse_it_by_name(registry: Registry) -> None:
     machine = hardware.machine("v100-32:8")
     target = Target(backend="cuda", card=hardware.card(machine.card), machine=machine)
     run = run_file(1, precision={"param_dtype": "bfloat16"})
-    with Planner() as planner, pytest.raises(AnygaugeError, match="bfloat16"):
-        Trials(registry, planner)(run, target)
+    with pytest.raises(AnygaugeError, match="bfloat16"):
+        Trials(registry)(run, target)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])

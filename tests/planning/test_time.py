@@ -9,8 +9,8 @@ import pytest
 from anygauge.interface import Card, Rates
 from anygauge.planning import time as times
 from anygauge.planning.machines import Machine
+from anygauge.planning.memory import Traffic, Work
 from anygauge.planning.time import Ranks, UnknownRateError, duration
-from anygauge.planning.work import Traffic, Work
 
 CARD = Card(
     name="square",
