@@ -13,7 +13,7 @@ from typing import Any, get_origin
 from pydantic import ValidationError
 
 from anygauge.config.describe import Kind, field_kind, kind_of_run
-from anygauge.config.document import MOST_LEVELS, NotYaml, read_yaml
+from anygauge.config.document import NotYaml, read_yaml
 from anygauge.config.paths import (
     CACHE,
     OUTPUT,
@@ -38,9 +38,6 @@ MOST_BYTES = 2**20
 """Of a run file. One with a chat template in it has some ten thousand."""
 
 _FIELD = re.compile(r"(?P<path>[a-z_]+(\.[^\s:]+)?): (?P<text>.+)")
-
-MOST_FILES = 100
-"""That a run file may extend, each as often as it is named."""
 
 
 @dataclass(frozen=True)
@@ -200,10 +197,6 @@ def _read(
         chain: the files that led here, each real path with its shown name.
     """
     files.append(path)
-    if len(files) > MOST_FILES:
-        text = f"this run reads more than {MOST_FILES} files through 'extends'"
-        text += ", each counted as often as it is named"
-        raise RunFileError(f"{shown}: extends: {text}; extend fewer files, or each only once")
     root = _document(path, shown, problems)
     chain = (*chain, (path.resolve(), shown))
     extends = root.value.pop("extends", None)
@@ -387,9 +380,6 @@ def _parse(text: str, folder: Path, problems: list[Problem]) -> tuple[str, YamlN
         problems.append(
             Problem(origin, "", f"{path!r} is not a path of names with dots between, {_EXAMPLE}")
         )
-    elif path.count(".") >= MOST_LEVELS:
-        text = f"a path of {path.count('.') + 1} names; at most {MOST_LEVELS}, {_EXAMPLE}"
-        problems.append(Problem(origin, "", text))
     elif path == "extends":
         problems.append(Problem(origin, "", "'extends' works in a file alone"))
     elif not value.strip():

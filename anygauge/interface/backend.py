@@ -225,7 +225,7 @@ class Outcome:
     FAIL = "fail"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """One line of ``doctor``: what was seen, and what to do about it."""
 
@@ -233,6 +233,11 @@ class Check:
     outcome: str
     seen: str
     remedy: str = ""
+
+    @classmethod
+    def of(cls, name: str, passed: bool, seen: str, remedy: str) -> Check:
+        """One that passed, or else failed and has a remedy."""
+        return cls(name, Outcome.PASS, seen) if passed else cls(name, Outcome.FAIL, seen, remedy)
 
 
 CAPABILITIES: Mapping[str, str] = {

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 from anygauge.interface import (
+    GLOO_INTERFACE,
     THREADS,
     EnvironmentRule,
     RuleContext,
     Scope,
     Setting,
     Skip,
-    meeting_interface,
 )
 
 CORES_VARIABLE = "ANYGAUGE_CPU_CORES"
@@ -80,14 +80,7 @@ def _allocator(context: RuleContext) -> Setting | Skip:
 
 
 RULES = (
-    EnvironmentRule(
-        name="GLOO_SOCKET_IFNAME",
-        value="the loopback on one machine; else the first physical interface that is up",
-        scope=Scope.NODE,
-        reason="gloo otherwise resolves the host name, which fails or finds an unreachable address",
-        source="pytorch.org/docs: distributed, choosing the network interface to use",
-        decide=meeting_interface,
-    ),
+    GLOO_INTERFACE,
     EnvironmentRule(
         name="LD_PRELOAD",
         value="tcmalloc or jemalloc, where one is installed",
