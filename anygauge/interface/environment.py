@@ -19,7 +19,6 @@ from anygauge.util.errors import RunFileError
 
 __all__ = [
     "ETHERNET",
-    "GLOO_INTERFACE",
     "ONE_NODE",
     "THREADS",
     "ChosenFabric",
@@ -30,6 +29,7 @@ __all__ = [
     "Skip",
     "detected_by",
     "main_interface",
+    "meeting_rule",
     "missing_fabric",
     "named_fabric",
 ]
@@ -266,22 +266,25 @@ def _meeting_interface(context: RuleContext) -> Setting | Skip:
     return context.set_to(node.main_interface.name, why + _others_up(node))
 
 
+def meeting_rule(name: str, library: str) -> EnvironmentRule:
+    """The variable by which a library of torch's takes the interface that ranks meet on."""
+    return EnvironmentRule(
+        name=name,
+        value="the loopback on one machine; else the first physical interface that is up",
+        scope=Scope.NODE,
+        reason=f"{library} otherwise resolves the host name, which fails or finds an unreachable "
+        "address",
+        source="pytorch.org/docs: distributed, choosing the network interface to use",
+        decide=_meeting_interface,
+    )
+
+
 def _threads(context: RuleContext) -> Setting:
     node, ranks = context.node, context.job.launch.devices
     return context.set_to(
         str(node.threads_per_rank(ranks)), f"{node.physical_cores} physical cores for {ranks} ranks"
     )
 
-
-GLOO_INTERFACE = EnvironmentRule(
-    name="GLOO_SOCKET_IFNAME",
-    value="the loopback on one machine; else the first physical interface that is up",
-    scope=Scope.NODE,
-    reason="gloo otherwise resolves the host name, which fails or finds an unreachable address",
-    source="pytorch.org/docs: distributed, choosing the network interface to use",
-    decide=_meeting_interface,
-)
-"""The interface that ranks meet on for messages between hosts."""
 
 THREADS = EnvironmentRule(
     name="OMP_NUM_THREADS",

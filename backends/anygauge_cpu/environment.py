@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 from anygauge.interface import (
-    GLOO_INTERFACE,
     THREADS,
     EnvironmentRule,
     RuleContext,
     Scope,
     Setting,
     Skip,
+    meeting_rule,
 )
 
 CORES_VARIABLE = "ANYGAUGE_CPU_CORES"
@@ -80,7 +80,7 @@ def _allocator(context: RuleContext) -> Setting | Skip:
 
 
 RULES = (
-    GLOO_INTERFACE,
+    meeting_rule("GLOO_SOCKET_IFNAME", "gloo"),
     EnvironmentRule(
         name="LD_PRELOAD",
         value="tcmalloc or jemalloc, where one is installed",

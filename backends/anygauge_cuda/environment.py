@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 from anygauge.interface import (
     ETHERNET,
-    GLOO_INTERFACE,
     ONE_NODE,
     THREADS,
     EnvironmentRule,
@@ -23,6 +22,7 @@ from anygauge.interface import (
     Skip,
     detected_by,
     main_interface,
+    meeting_rule,
 )
 
 ALLOCATOR_OLD, ALLOCATOR_NEW = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
@@ -233,7 +233,7 @@ RULES = (
     ),
     _allocator(since_2_9=False),
     _allocator(since_2_9=True),
-    GLOO_INTERFACE,
+    meeting_rule("GLOO_SOCKET_IFNAME", "gloo"),
     EnvironmentRule(
         name="NCCL_SOCKET_IFNAME",
         value="=NAME of the first physical interface, on several machines with several interfaces",

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from anygauge.interface import (
-    GLOO_INTERFACE,
     ONE_NODE,
     THREADS,
     EnvironmentRule,
@@ -19,6 +18,7 @@ from anygauge.interface import (
     Setting,
     Skip,
     main_interface,
+    meeting_rule,
 )
 from anygauge_hpu.mode import LAZY_VARIABLE, Mode, choose_mode
 from anygauge_hpu.modules import modules_here
@@ -232,7 +232,7 @@ RULES = (
         source=_HCL,
         decide=lambda context: main_interface(context, "there is a single one"),
     ),
-    GLOO_INTERFACE,
+    meeting_rule("GLOO_SOCKET_IFNAME", "gloo"),
     _efa("RDMAV_FORK_SAFE"),
     _efa("FI_EFA_USE_DEVICE_RDMA"),
     EnvironmentRule(
