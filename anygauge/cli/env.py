@@ -235,15 +235,13 @@ def print_environment(
     Args:
         values: show what the run file sets, too.
     """
-    from anygauge.registry import shown_overruled, shown_value
-
     rows: dict[tuple[str, str, str], tuple[list[int], ResolvedSetting]] = {}
     for rank, found in by_rank.items():
         for one in found:
-            key = (one.name, shown_value(one, values=values), one.origin)
+            key = (one.name, one.shown(one.value, values=values), one.origin)
             rows.setdefault(key, ([], one))[0].append(rank)
     for (name, value, origin), (ranks, one) in rows.items():
-        over = "; ".join(f"not {v} ({o})" for o, v in shown_overruled(one, values=values))
+        over = "; ".join(f"not {one.shown(v, values=values)} ({o})" for o, v in one.overruled)
         why = f"{one.setting.reason} [{one.setting.source}]" + (f"; {over}" if over else "")
         which = "all ranks" if len(ranks) == len(by_rank) else f"rank {','.join(map(str, ranks))}"
         console.print(Text(f"  {name}  {value}", style="bold"))

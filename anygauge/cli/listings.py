@@ -31,7 +31,6 @@ from anygauge.registry import (
     Provided,
     Registry,
     installed_version,
-    questions,
     select_backend,
 )
 
@@ -102,7 +101,7 @@ def _probe(probe: Probe) -> dict[str, Any]:
                 "detail": finding.detail,
                 "looked_at": list(finding.looked_at),
             }
-            for question, finding in questions(probe)
+            for question, finding in probe.questions
         },
     }
 

@@ -8,6 +8,4 @@ In the order in which a run file passes through them:
 - `schema`, `sections`: what each field takes; pydantic checks a run against them.
 - `problems`, `describe`: complaints, and the schema in words.
 - `resolved`: the result as text, for ranks and for people.
-
-`reference` writes the table of all fields.
 """

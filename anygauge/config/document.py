@@ -2,9 +2,8 @@
 
 PyYAML's safe types, with four differences that all prevent a wrong number or text: `2e-4` and `1e5`
 are numbers; `12:30:00` is text and not a count of seconds; `010` is text and not 8; a date is text.
-A key that is not text, or is written twice in one mapping, is an error. So is a whole number beyond
-64 bits, and so are more values than any run has: an alias of an alias of an alias names a billion
-of them in one line.
+A key that is not text, or is written twice in one mapping, is an error, and so is a whole number
+beyond 64 bits.
 """
 
 from __future__ import annotations
@@ -18,12 +17,6 @@ import yaml
 
 from anygauge.config.resolved import RESOLVERS, TAG
 from anygauge.config.tree import Origin, Problem, YamlNode, dotted
-
-MOST_VALUES = 20_000
-"""Values of one document, each as often as aliases repeat it. A run file has a few hundred."""
-
-MOST_LEVELS = 100
-"""Mappings and lists within each other."""
 
 _INT_BITS = 63
 _HALF = re.compile("[\ud800-\udfff]")
@@ -40,21 +33,6 @@ class _Loader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._values = self._level = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """PyYAML's, within bounds."""
-        line = self.peek_event().start_mark.line + 1
-        self._values += 1
-        self._level += 1
-        refuse_beyond(self._values, self._level, line)
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self._level -= 1
-
 
 for _tag, _pattern, _first in RESOLVERS:
     _Loader.add_implicit_resolver(_tag, _pattern, _first)
@@ -70,22 +48,6 @@ class NotYaml(Exception):
     def __init__(self, text: str, line: int | None) -> None:
         super().__init__(text)
         self.line = line
-
-
-def refuse_beyond(values: int, level: int, line: int | None) -> None:
-    """Refuse a document with more values or levels than there are to be.
-
-    Raises:
-        NotYaml: says which bound it is.
-    """
-    if level > MOST_LEVELS:
-        raise NotYaml(f"mappings and lists are nested more than {MOST_LEVELS} deep", line)
-    if values > MOST_VALUES:
-        raise NotYaml(
-            f"more than {MOST_VALUES:,} values, counting each again wherever an alias (*name) "
-            "repeats it; a run needs a few hundred. Write fewer values, or use fewer aliases",
-            line,
-        )
 
 
 def read_yaml(
@@ -132,7 +94,7 @@ def read_yaml(
             said += "; indent with spaces"
         raise NotYaml(said, None if mark is None else mark.line + 1) from None
     except RecursionError:
-        raise NotYaml("nested too deeply", None) from None
+        raise NotYaml("nested too deeply, or an alias stands in its own value", None) from None
 
 
 class _Builder:
@@ -146,33 +108,22 @@ class _Builder:
         self._folder = folder
         self._problems = problems
         self._lines = lines
-        self._open: set[int] = set()
-        self._values = 0
 
     def origin(self, raw: yaml.Node) -> Origin:
         line = raw.start_mark.line + 1 if self._lines else None
         return Origin(self._label, line, self._folder)
 
     def node(self, raw: yaml.Node, origin: Origin, path: tuple[object, ...]) -> YamlNode:
-        self._values += 1
-        refuse_beyond(self._values, len(self._open), origin.line)
-        if id(raw) in self._open:
-            text = f"the value that begins on line {origin.line} contains an alias of itself"
-            return self._refuse(origin, path, text)
-        self._open.add(id(raw))
-        try:
-            if isinstance(raw, yaml.MappingNode) and raw.tag == f"{TAG}map":
-                return YamlNode(self._mapping(raw, path), origin)
-            if isinstance(raw, yaml.SequenceNode) and raw.tag == f"{TAG}seq":
-                items = (
-                    self.node(item, self.origin(item), (*path, index))
-                    for index, item in enumerate(raw.value)
-                )
-                return YamlNode(tuple(items), origin)
-            if isinstance(raw, yaml.ScalarNode) and raw.tag in _SCALARS:
-                return self._scalar(raw, origin, path)
-        finally:
-            self._open.discard(id(raw))
+        if isinstance(raw, yaml.MappingNode) and raw.tag == f"{TAG}map":
+            return YamlNode(self._mapping(raw, path), origin)
+        if isinstance(raw, yaml.SequenceNode) and raw.tag == f"{TAG}seq":
+            items = (
+                self.node(item, self.origin(item), (*path, index))
+                for index, item in enumerate(raw.value)
+            )
+            return YamlNode(tuple(items), origin)
+        if isinstance(raw, yaml.ScalarNode) and raw.tag in _SCALARS:
+            return self._scalar(raw, origin, path)
         tag = raw.tag.replace(TAG, "!!")
         return self._refuse(origin, path, f"the tag {tag} means nothing here; write a plain value")
 

@@ -13,7 +13,7 @@ from typing import Any, get_origin
 from pydantic import ValidationError
 
 from anygauge.config.describe import Kind, field_kind, kind_of_run
-from anygauge.config.document import MOST_LEVELS, NotYaml, read_yaml
+from anygauge.config.document import NotYaml, read_yaml
 from anygauge.config.paths import (
     CACHE,
     OUTPUT,
@@ -32,15 +32,12 @@ from anygauge.config.tree import Origin, Problem, YamlNode, dotted, merge, plain
 from anygauge.interface import PluginError, RunFileError
 from anygauge.util.files import read_bounded
 from anygauge.util.hiding import HIDDEN
-from anygauge.util.text import did_you_mean
+from anygauge.util.text import near_file
 
 MOST_BYTES = 2**20
 """Of a run file. One with a chat template in it has some ten thousand."""
 
 _FIELD = re.compile(r"(?P<path>[a-z_]+(\.[^\s:]+)?): (?P<text>.+)")
-
-MOST_FILES = 100
-"""That a run file may extend, each as often as it is named."""
 
 
 @dataclass(frozen=True)
@@ -200,10 +197,6 @@ def _read(
         chain: the files that led here, each real path with its shown name.
     """
     files.append(path)
-    if len(files) > MOST_FILES:
-        text = f"this run reads more than {MOST_FILES} files through 'extends'"
-        text += ", each counted as often as it is named"
-        raise RunFileError(f"{shown}: extends: {text}; extend fewer files, or each only once")
     root = _document(path, shown, problems)
     chain = (*chain, (path.resolve(), shown))
     extends = root.value.pop("extends", None)
@@ -218,7 +211,7 @@ def _read(
         text, complaint = expand(item.value, environ)
         base = path.parent / text
         if not complaint and not base.is_file():
-            complaint = f"no such file: {base}{_similar(base)}"
+            complaint = f"no such file: {base}{near_file(base)}"
         seen = [real for real, _ in chain]
         if not complaint and base.resolve() in seen:
             circle = [*(name for _, name in chain[seen.index(base.resolve()) :]), item.value]
@@ -241,9 +234,9 @@ def _document(path: Path, shown: str, problems: list[Problem]) -> YamlNode:
     try:
         text = read_bounded(path, MOST_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
-        raise RunFileError(f"{shown}: no such file{_similar(path)}") from None
+        raise RunFileError(f"{shown}: no such file{near_file(path)}") from None
     except IsADirectoryError:
-        found = sorted(each.name for each in path.iterdir() if _is_yaml(each.name))
+        found = sorted(each.name for each in path.iterdir() if each.suffix in (".yaml", ".yml"))
         hint = f"; it holds {', '.join(found)}" if found else ""
         raise RunFileError(f"{shown}: is a folder, expected a run file{hint}") from None
     except UnicodeDecodeError as error:
@@ -263,17 +256,6 @@ def _document(path: Path, shown: str, problems: list[Problem]) -> YamlNode:
         text = f"got {received(root)}, expected a mapping such as 'model: {{...}}' at the top"
         raise RunFileError(f"{root.origin}: {text}")
     return YamlNode(root.value, whole)
-
-
-def _similar(path: Path) -> str:
-    if not path.parent.is_dir():
-        return ""
-    names = sorted(each.name for each in path.parent.iterdir() if _is_yaml(each.name))
-    return did_you_mean(path.name, names)
-
-
-def _is_yaml(name: str) -> bool:
-    return name.endswith((".yaml", ".yml"))
 
 
 def _strategy_known(root: YamlNode, problems: list[Problem]) -> YamlNode:
@@ -387,9 +369,6 @@ def _parse(text: str, folder: Path, problems: list[Problem]) -> tuple[str, YamlN
         problems.append(
             Problem(origin, "", f"{path!r} is not a path of names with dots between, {_EXAMPLE}")
         )
-    elif path.count(".") >= MOST_LEVELS:
-        text = f"a path of {path.count('.') + 1} names; at most {MOST_LEVELS}, {_EXAMPLE}"
-        problems.append(Problem(origin, "", text))
     elif path == "extends":
         problems.append(Problem(origin, "", "'extends' works in a file alone"))
     elif not value.strip():

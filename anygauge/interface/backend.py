@@ -154,9 +154,14 @@ class Probe:
     cards: tuple[str, ...] = ()
 
     @property
+    def questions(self) -> tuple[tuple[str, Finding], ...]:
+        """The three questions by name, in the order in which they are asked."""
+        return (("device", self.devices), ("driver", self.driver), ("software", self.software))
+
+    @property
     def available(self) -> bool:
         """True if all three questions are answered yes, or need no answer."""
-        return bool(self.devices.presence and self.driver.presence and self.software.presence)
+        return all(finding.presence for _, finding in self.questions)
 
     @property
     def has_hardware(self) -> bool:
@@ -166,18 +171,11 @@ class Probe:
     @property
     def reason(self) -> str:
         """One line: why it is available, or everything that is missing."""
-        parts = [
-            (title, finding)
-            for title, finding in (
-                ("device", self.devices),
-                ("driver", self.driver),
-                ("software", self.software),
-            )
-        ]
-        missing = [f"{title}: {f.detail}" for title, f in parts if not f.presence]
+        missing = [f"{title}: {f.detail}" for title, f in self.questions if not f.presence]
         if missing:
             return "; ".join(missing)
-        return "; ".join(f.detail for _, f in parts if f.presence is Presence.YES) or "always there"
+        found = [f.detail for _, f in self.questions if f.presence is Presence.YES]
+        return "; ".join(found) or "always there"
 
 
 API_VERSION = 1
@@ -225,7 +223,7 @@ class Outcome:
     FAIL = "fail"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """One line of ``doctor``: what was seen, and what to do about it."""
 
@@ -233,6 +231,11 @@ class Check:
     outcome: str
     seen: str
     remedy: str = ""
+
+    @classmethod
+    def of(cls, name: str, passed: bool, seen: str, remedy: str) -> Check:
+        """One that passed, or else failed and has a remedy."""
+        return cls(name, Outcome.PASS, seen) if passed else cls(name, Outcome.FAIL, seen, remedy)
 
 
 CAPABILITIES: Mapping[str, str] = {

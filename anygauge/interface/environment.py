@@ -28,10 +28,10 @@ __all__ = [
     "Setting",
     "Skip",
     "detected_by",
-    "meeting_interface",
+    "main_interface",
+    "meeting_rule",
     "missing_fabric",
     "named_fabric",
-    "others_up",
 ]
 
 
@@ -228,14 +228,32 @@ ONE_NODE = "all ranks are on one machine"
 """Why a rule about the network between machines leaves its variable."""
 
 
-def others_up(node: Node) -> str:
+def main_interface(context: RuleContext, only_one: str, *, exactly: str = "") -> Setting | Skip:
+    """The main interface, for a library that would choose among several of a machine.
+
+    Args:
+        only_one: why it is left alone where there is a single one.
+        exactly: what the library wants before a name that is no prefix.
+    """
+    node = context.node
+    if context.job.launch.nodes == 1:
+        return Skip(ONE_NODE)
+    if node.main_interface is None:
+        return Skip("no interface is the obvious one: the library chooses")
+    if len(node.outward) == 1:
+        return Skip(only_one)
+    why = "ranks must meet on interfaces that reach each other"
+    why += f"; {exactly!r}: the whole name, not a prefix" if exactly else ""
+    return context.set_to(exactly + node.main_interface.name, why + _others_up(node))
+
+
+def _others_up(node: Node) -> str:
     """``; also up: eth1``: interfaces other than the main one that could have been meant."""
     names = [i.name for i in node.outward if i != node.main_interface]
     return f"; also up: {', '.join(names)}" if names else ""
 
 
-def meeting_interface(context: RuleContext) -> Setting | Skip:
-    """The network interface that ranks meet on for messages between hosts."""
+def _meeting_interface(context: RuleContext) -> Setting | Skip:
     node = context.node
     if context.job.launch.nodes == 1:
         if node.loopback is None:
@@ -245,7 +263,20 @@ def meeting_interface(context: RuleContext) -> Setting | Skip:
     if node.main_interface is None:
         return Skip("no interface is the obvious one: the host name is resolved")
     why = "the first interface that is up and physical"
-    return context.set_to(node.main_interface.name, why + others_up(node))
+    return context.set_to(node.main_interface.name, why + _others_up(node))
+
+
+def meeting_rule(name: str, library: str) -> EnvironmentRule:
+    """The variable by which a library of torch's takes the interface that ranks meet on."""
+    return EnvironmentRule(
+        name=name,
+        value="the loopback on one machine; else the first physical interface that is up",
+        scope=Scope.NODE,
+        reason=f"{library} otherwise resolves the host name, which fails or finds an unreachable "
+        "address",
+        source="pytorch.org/docs: distributed, choosing the network interface to use",
+        decide=_meeting_interface,
+    )
 
 
 def _threads(context: RuleContext) -> Setting:

@@ -97,10 +97,15 @@ def read_releases(file: Path) -> tuple[ImageRelease, ...]:
     """A backend's table of releases, oldest first, as docker's bake reads it, too.
 
     Args:
-        file: JSON with one entry under ``variable``, whose ``default`` is the list of rows.
+        file: JSON with one entry under ``variable``, whose ``default`` is the list of rows: the
+            fields of `ImageRelease`, some under bake's names, and ``arguments`` for bake alone.
     """
     (table,) = json.loads(file.read_text(encoding="utf-8-sig"))["variable"].values()
-    return tuple(map(_release, table["default"]))
+    ours = {"release": "name", "image": "built"}
+    return tuple(
+        ImageRelease(**{ours.get(key, key): row[key] for key in row if key != "arguments"})
+        for row in table["default"]
+    )
 
 
 def own_image(backend: str, releases: tuple[ImageRelease, ...]) -> str:
@@ -123,18 +128,6 @@ def tagged(backend: str, release: ImageRelease) -> str:
     except PackageNotFoundError:  # run from sources that are not installed
         own = "dev"
     return f"{repository}:{own}-{backend}-{release.name}"
-
-
-def _release(row: Mapping[str, Any]) -> ImageRelease:
-    return ImageRelease(
-        name=row["release"],
-        base=row["base"],
-        built=row["image"],
-        versions=row["versions"],
-        goes_with=row.get("goes_with", {}),
-        source=row["source"],
-        note=row.get("note", ""),
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,8 +4,6 @@ from anygauge.registry.environment import (
     ResolvedSetting,
     applied,
     resolve_environment,
-    shown_overruled,
-    shown_value,
 )
 from anygauge.registry.plugins import (
     AUTO,
@@ -16,7 +14,7 @@ from anygauge.registry.plugins import (
     Provided,
 )
 from anygauge.registry.registry import Registry, installed_version, missing_of
-from anygauge.registry.selection import Selection, questions, select_backend
+from anygauge.registry.selection import Selection, select_backend
 
 __all__ = [
     "AUTO",
@@ -31,9 +29,6 @@ __all__ = [
     "applied",
     "installed_version",
     "missing_of",
-    "questions",
     "resolve_environment",
     "select_backend",
-    "shown_overruled",
-    "shown_value",
 ]

@@ -57,30 +57,29 @@ class ResolvedSetting:
         """
         return {
             "name": self.name,
-            "value": None if self.value is None else shown_value(self, values=values),
+            "value": None if self.value is None else self.shown(self.value, values=values),
             "scope": self.setting.scope.value,
             "set_by": self.origin,
             "reason": self.setting.reason,
             "source": self.setting.source,
-            "overruled": [{"by": o, "value": v} for o, v in shown_overruled(self, values=values)],
+            "overruled": [
+                {"by": origin, "value": self.shown(value, values=values)}
+                for origin, value in self.overruled
+            ],
         }
 
+    def shown(self, value: str | None, *, values: bool = False) -> str:
+        """One of its values for screens and records.
 
-def shown_value(resolved: ResolvedSetting, *, values: bool = False) -> str:
-    """The winner's value for screens and records.
+        Hidden are secrets, by name or in the value, and whatever the run file sets.
 
-    Hidden are secrets, by name or in the value, and whatever the run file sets.
-
-    Args:
-        values: show what the run file sets; secrets stay hidden.
-    """
-    return _shown(resolved.value, resolved.secret or (resolved.private and not values))
-
-
-def shown_overruled(resolved: ResolvedSetting, *, values: bool = False) -> list[tuple[str, str]]:
-    """The other values, in the same way."""
-    hidden = resolved.secret or (resolved.private and not values)
-    return [(origin, _shown(value, hidden)) for origin, value in resolved.overruled]
+        Args:
+            values: show what the run file sets; secrets stay hidden.
+        """
+        if value is None:
+            return REMOVED
+        hidden = self.secret or (self.private and not values)
+        return HIDDEN if hidden else without_secrets(value)
 
 
 def applied(resolved: Iterable[ResolvedSetting], base: Mapping[str, str]) -> dict[str, str]:
@@ -238,9 +237,3 @@ def _check(setting: Any, title: str) -> None:
             f"{title}: {setting.name} has a value of type {type(setting.value).__name__}; "
             "environment variables are strings, or None to remove one"
         )
-
-
-def _shown(value: str | None, hidden: bool) -> str:
-    if value is None:
-        return REMOVED
-    return HIDDEN if hidden else without_secrets(value)

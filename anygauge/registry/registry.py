@@ -144,11 +144,6 @@ class Registry:
         title = f"backend {provided.spec.name!r} of {provided.origin}"
         factory_name = provided.spec.factory
         factory = load_factory(provided, "backend")
-        if isinstance(factory, type) and not issubclass(factory, Backend):
-            raise PluginError(
-                f"{title}: its factory {factory_name!r} is a class that does not derive from "
-                "anygauge.interface.Backend"
-            )
         read = read_options(provided, "backend", options)
         try:
             backend = factory(read)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from anygauge.interface import BackendSpec, Finding, NotAvailableError, Probe
+from anygauge.interface import BackendSpec, NotAvailableError, Probe
 from anygauge.registry.plugins import AUTO, BLOCK_VARIABLE, Provided
 from anygauge.registry.registry import Registry, guarded_probe
 from anygauge.util.text import listed
@@ -29,11 +29,6 @@ class Selection:
     def spec(self) -> BackendSpec:
         """The backend's."""
         return self.provided.spec
-
-
-def questions(probe: Probe) -> tuple[tuple[str, Finding], ...]:
-    """The three questions by name, in the order in which they are asked."""
-    return (("device", probe.devices), ("driver", probe.driver), ("software", probe.software))
 
 
 def select_backend(registry: Registry, name: str, *, need_device: bool = True) -> Selection:
@@ -157,7 +152,7 @@ def _absent(registry: Registry) -> list[tuple[str, str]]:
 
 def _findings(probe: Probe) -> str:
     lines = []
-    for question, finding in questions(probe):
+    for question, finding in probe.questions:
         looked = f" (looked at {', '.join(finding.looked_at)})" if finding.looked_at else ""
         lines.append(f"  {question}: {finding.presence.value}: {finding.detail}{looked}")
     return "\n".join(lines)

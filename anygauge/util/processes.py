@@ -11,8 +11,6 @@ import ctypes
 import os
 import signal
 import sys
-import threading
-import time
 from typing import NoReturn
 
 PARENT_PID = "ANYGAUGE_PARENT_PID"
@@ -27,13 +25,12 @@ REPEATED_SIGNAL_S = 0.5
 and to its processes, and programs pass on what a terminal has sent to their children as well."""
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-_POLL_S = 0.5
 
 
 def parent_environment() -> dict[str, str]:
     """What a parent adds to a child's environment for `die_with_parent` to find.
 
-    On Linux the parent is the *thread* that starts the child: start children from a thread that
+    The parent is the *thread* that starts the child: start children from a thread that
     lives as long as they should, best the main thread.
     """
     return {PARENT_PID: str(os.getpid())}
@@ -62,10 +59,7 @@ def tie_to_parent(signum: int, parent: int | None = None) -> None:
         parent: its process id; None for the one that there is now.
     """
     parent = os.getppid() if parent is None else parent
-    if not _signal_at_parent_death(signum):
-        threading.Thread(
-            target=_watch_parent, args=(parent, signum), name="parent-watch", daemon=True
-        ).start()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signum), 0, 0, 0)
     # The parent may have ended before the request was made: then nothing would ever arrive.
     if os.getppid() != parent:
         os.kill(os.getpid(), signum)
@@ -93,20 +87,3 @@ def describe_exit(code: int) -> str:
         return f"signal {-code}, {signal.Signals(-code).name}"
     except ValueError:
         return f"signal {-code}"
-
-
-def _signal_at_parent_death(signum: int) -> bool:
-    """Ask the kernel for it; whether that worked."""
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        prctl = ctypes.CDLL(None, use_errno=True).prctl
-    except (OSError, AttributeError):
-        return False
-    return prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signum), 0, 0, 0) == 0
-
-
-def _watch_parent(parent: int, signum: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_POLL_S)
-    os.kill(os.getpid(), signum)

@@ -27,9 +27,10 @@ def did_you_mean(name: str, valid: Iterable[str], cutoff: float = 0.7) -> str:
 def near_file(path: Path) -> str:
     """The same for a file or folder that is not there, from what its folder holds."""
     try:
-        return did_you_mean(path.name, sorted(each.name for each in path.parent.iterdir()))
+        names = sorted(each.name for each in path.parent.iterdir())
     except OSError:  # its folder is not there, either, or cannot be read
         return ""
+    return did_you_mean(path.name, [name for name in names if name != path.name])
 
 
 def hanging(text: str, width: int) -> str:

@@ -21,55 +21,38 @@ def checks(root: Path = Path("/")) -> Sequence[Check]:
 
 def _torch() -> Check:
     try:
-        version = importlib.metadata.version("torch")
+        return Check("torch", Outcome.PASS, importlib.metadata.version("torch"))
     except importlib.metadata.PackageNotFoundError:
-        return Check(
-            name="torch", outcome=Outcome.FAIL, seen="not installed", remedy="pip install torch"
-        )
-    return Check(name="torch", outcome=Outcome.PASS, seen=version)
+        return Check("torch", Outcome.FAIL, "not installed", "pip install torch")
 
 
 def _collectives() -> Check:
+    name = "collectives"
     try:
         from torch.distributed import is_available, is_gloo_available
     except ImportError as error:
-        return Check(
-            name="collectives",
-            outcome=Outcome.FAIL,
-            seen=f"torch.distributed cannot be imported: {error}",
-            remedy="install a build of torch with distributed support",
-        )
+        seen = f"torch.distributed cannot be imported: {error}"
+        remedy = "install a build of torch with distributed support"
+        return Check(name, Outcome.FAIL, seen, remedy)
     if is_available() and is_gloo_available():
-        return Check(name="collectives", outcome=Outcome.PASS, seen="gloo is built in")
-    return Check(
-        name="collectives",
-        outcome=Outcome.WARN,
-        seen="this build of torch has no gloo",
-        remedy="run one process only, or install a build with gloo",
-    )
+        return Check(name, Outcome.PASS, "gloo is built in")
+    remedy = "run one process only, or install a build with gloo"
+    return Check(name, Outcome.WARN, "this build of torch has no gloo", remedy)
 
 
 def _cores() -> Check:
     usable, installed = len(os.sched_getaffinity(0)), os.cpu_count() or 0
     seen = f"{usable} of {installed} logical processors may be used"
     if usable >= installed:
-        return Check(name="cores", outcome=Outcome.PASS, seen=seen)
-    return Check(
-        name="cores",
-        outcome=Outcome.WARN,
-        seen=seen,
-        remedy="widen the affinity mask or the container's cpuset, if that was not meant",
-    )
+        return Check("cores", Outcome.PASS, seen)
+    remedy = "widen the affinity mask or the container's cpuset, if that was not meant"
+    return Check("cores", Outcome.WARN, seen, remedy)
 
 
 def _arithmetic(root: Path) -> Check:
-    if "bfloat16" in hardware_dtypes(root):
-        return Check(name="bfloat16", outcome=Outcome.PASS, seen="in hardware")
-    return Check(
-        name="bfloat16",
-        outcome=Outcome.PASS,
-        seen="emulated: 'auto' chooses float32 on this processor",
-    )
+    emulated = "emulated: 'auto' chooses float32 on this processor"
+    seen = "in hardware" if "bfloat16" in hardware_dtypes(root) else emulated
+    return Check("bfloat16", Outcome.PASS, seen)
 
 
 def _memory(root: Path) -> Check:
@@ -77,10 +60,6 @@ def _memory(root: Path) -> Check:
     try:
         in_use, _ = memory.resident_bytes(root)
     except UnsupportedError as error:
-        return Check(
-            name="memory", outcome=Outcome.SKIP, seen=str(error), remedy="use the backend on Linux"
-        )
+        return Check("memory", Outcome.SKIP, str(error), "use the backend on Linux")
     total = "an unknown limit" if limit is None else f"{limit / _GIB:.1f} GiB"
-    return Check(
-        name="memory", outcome=Outcome.PASS, seen=f"{in_use / _GIB:.1f} GiB in use of {total}"
-    )
+    return Check("memory", Outcome.PASS, f"{in_use / _GIB:.1f} GiB in use of {total}")

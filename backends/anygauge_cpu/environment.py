@@ -11,7 +11,7 @@ from anygauge.interface import (
     Scope,
     Setting,
     Skip,
-    meeting_interface,
+    meeting_rule,
 )
 
 CORES_VARIABLE = "ANYGAUGE_CPU_CORES"
@@ -80,14 +80,7 @@ def _allocator(context: RuleContext) -> Setting | Skip:
 
 
 RULES = (
-    EnvironmentRule(
-        name="GLOO_SOCKET_IFNAME",
-        value="the loopback on one machine; else the first physical interface that is up",
-        scope=Scope.NODE,
-        reason="gloo otherwise resolves the host name, which fails or finds an unreachable address",
-        source="pytorch.org/docs: distributed, choosing the network interface to use",
-        decide=meeting_interface,
-    ),
+    meeting_rule("GLOO_SOCKET_IFNAME", "gloo"),
     EnvironmentRule(
         name="LD_PRELOAD",
         value="tcmalloc or jemalloc, where one is installed",

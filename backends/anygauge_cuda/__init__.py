@@ -18,7 +18,7 @@ def anygauge_provide_backends() -> Iterable[BackendSpec]:
         BackendSpec(
             name="cuda",
             factory="anygauge_cuda.backend:CudaBackend",
-            options="anygauge_cuda.options:CudaOptions",
+            options="anygauge_cuda.backend:CudaOptions",
             probe=probe,
             api_version=WRITTEN_FOR,
             priority=100,

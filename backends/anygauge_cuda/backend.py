@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
 
 from anygauge.interface import (
     FULL,
@@ -12,6 +14,7 @@ from anygauge.interface import (
     Collectives,
     LaunchProfile,
     Level,
+    Options,
     Setting,
     ShapePolicy,
     Support,
@@ -31,7 +34,6 @@ from anygauge_cuda.environment import (
     VISIBLE,
     WSL_DEVICE,
 )
-from anygauge_cuda.options import CudaOptions
 from anygauge_cuda.placement import CudaPlacement, hardware_dtypes
 from anygauge_cuda.versions import RELEASES
 
@@ -46,6 +48,16 @@ NO_FP8 = Support(
 )
 # NVIDIA's advice for containers that run several processes with NCCL.
 _SHARED_MEMORY = ("--ipc=host", "--ulimit=memlock=-1", "--ulimit=stack=67108864")
+
+
+class CudaOptions(Options):
+    """Options of the cuda backend."""
+
+    pad_to_multiple_of: Annotated[int, Field(ge=1)] = Field(
+        64,
+        description="Round the width of each batch up to a multiple of so many tokens: cuDNN's "
+        "attention builds a plan for each new width, in more than half a second.",
+    )
 
 
 class CudaCollectives(Collectives):

@@ -8,16 +8,16 @@ from pathlib import Path
 from anygauge.interface import Check, Outcome
 from anygauge_cuda.placement import without_kernels
 from anygauge_cuda.probe import driver_version, probe
-from anygauge_cuda.versions import RELEASES, TORCH_BUILDS, driver_serves, published_builds
+from anygauge_cuda.versions import RELEASES, driver_serves
 
 
 def checks(root: Path = Path("/"), torch_folder: Path | None = None) -> Sequence[Check]:
     """Look at files first, then ask torch, so that each step that fails has its own line."""
     found = probe(root, torch_folder)
     results = [
-        _step("GPUs", found.devices.presence.value == "yes", found.devices.detail, _NO_GPU),
-        _step("driver", bool(found.driver.presence), found.driver.detail, _NO_DRIVER),
-        _step("torch", bool(found.software.presence), found.software.detail, _NO_SOFTWARE),
+        Check.of("GPUs", found.devices.presence.value == "yes", found.devices.detail, _NO_GPU),
+        Check.of("driver", bool(found.driver.presence), found.driver.detail, _NO_DRIVER),
+        Check.of("torch", bool(found.software.presence), found.software.detail, _NO_SOFTWARE),
     ]
     if found.software.presence:
         results += [_build(), _compatibility(driver_version(root)), _usable(found.device_count)]
@@ -35,35 +35,18 @@ _NO_DRIVER = "install NVIDIA's driver on the host (not in the container) and loa
 _NO_SOFTWARE = "install a build of torch with CUDA: pytorch.org/get-started"
 
 
-def _step(name: str, passed: bool, seen: str, remedy: str) -> Check:
-    if passed:
-        return Check(name=name, outcome=Outcome.PASS, seen=seen)
-    return Check(name=name, outcome=Outcome.FAIL, seen=seen, remedy=remedy)
-
-
 def _skip(name: str, seen: str) -> Check:
-    return Check(name=name, outcome=Outcome.SKIP, seen=seen, remedy="solve the checks above first")
+    return Check(name, Outcome.SKIP, seen, "solve the checks above first")
 
 
 def _warn(name: str, seen: str, remedy: str) -> Check:
-    return Check(name=name, outcome=Outcome.WARN, seen=seen, remedy=remedy)
+    return Check(name, Outcome.WARN, seen, remedy)
 
 
 def _build() -> Check:
     import torch
 
-    version, cuda, name = torch.__version__, torch.version.cuda, _BUILD
-    seen = f"torch {version} for CUDA {cuda}"
-    published = published_builds(version)
-    if published is None:
-        known = ", ".join(TORCH_BUILDS)
-        remedy = f"anygauge does not know the CUDA versions of this torch, only of torch {known}"
-        return _warn(name, seen, remedy)
-    remedy = (
-        f"this torch is published for CUDA {', '.join(published)}: a build of one's own must bring "
-        "an NCCL for it, too"
-    )
-    return _step(name, True, seen, "") if cuda in published else _warn(name, seen, remedy)
+    return Check(_BUILD, Outcome.PASS, f"torch {torch.__version__} for CUDA {torch.version.cuda}")
 
 
 def _compatibility(driver: str | None) -> Check:
@@ -80,7 +63,9 @@ def _compatibility(driver: str | None) -> Check:
         return _warn(name, seen, remedy)
     images = [r.name for r in RELEASES if r.built and driver_serves(driver, r.versions["cuda"])]
     ready = f"; images for this driver: anygauge image --release {images[-1]}" if images else ""
-    return _step(name, serves, seen, f"install a newer driver, or a torch for an older CUDA{ready}")
+    return Check.of(
+        name, serves, seen, f"install a newer driver, or a torch for an older CUDA{ready}"
+    )
 
 
 def _usable(expected: int | None) -> Check:
@@ -90,16 +75,16 @@ def _usable(expected: int | None) -> Check:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         remedy = "compare driver and torch above; check CUDA_VISIBLE_DEVICES"
-        return _step(_USABLE, False, str(error), remedy)
+        return Check.of(_USABLE, False, str(error), remedy)
     count = torch.cuda.device_count()
     names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(count)}))
     seen = f"{count} usable ({names})"
     lacking = next(filter(None, map(without_kernels, range(count))), "")
     if lacking:
         found, _, remedy = lacking.partition(": ")
-        return _step(_USABLE, False, found, remedy)
+        return Check.of(_USABLE, False, found, remedy)
     if expected is None or count >= expected:
-        return _step(_USABLE, True, seen, "")
+        return Check.of(_USABLE, True, seen, "")
     seen = f"{seen}, of {expected} in this machine"
     return _warn(_USABLE, seen, "check CUDA_VISIBLE_DEVICES, if fewer were not meant")
 

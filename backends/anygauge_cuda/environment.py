@@ -21,8 +21,8 @@ from anygauge.interface import (
     Setting,
     Skip,
     detected_by,
-    meeting_interface,
-    others_up,
+    main_interface,
+    meeting_rule,
 )
 
 ALLOCATOR_OLD, ALLOCATOR_NEW = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
@@ -150,18 +150,8 @@ _RECORDER = (
 
 
 def _nccl_interface(context: RuleContext) -> Setting | Skip:
-    interface = context.node.main_interface
-    if context.job.launch.nodes == 1:
-        return Skip(ONE_NODE)
-    if interface is None:
-        return Skip("no interface is the obvious one: NCCL chooses")
-    if len(context.node.outward) == 1:
-        return Skip("there is a single one, and NCCL's own rules for InfiniBand do better")
-    return context.set_to(
-        f"={interface.name}",
-        "ranks must meet on interfaces that reach each other; '=' matches the whole name, not a "
-        "prefix" + others_up(context.node),
-    )
+    only_one = "there is a single one, and NCCL's own rules for InfiniBand do better"
+    return main_interface(context, only_one, exactly="=")
 
 
 def _topology(context: RuleContext) -> Setting | Skip:
@@ -178,22 +168,6 @@ def _topology(context: RuleContext) -> Setting | Skip:
     )
 
 
-def _efa_version(context: RuleContext) -> tuple[int, ...] | None:
-    stated = context.options.ofi_nccl_version
-    if stated is None:
-        return None
-    return tuple(int(part) for part in stated.split(".")[:2])
-
-
-def _not_over_efa(context: RuleContext) -> str | None:
-    """Why a rule for EFA does not apply."""
-    if context.job.launch.nodes == 1:
-        return ONE_NODE
-    if context.fabric.name != "efa":
-        return f"the network between machines is {context.fabric.name or 'unknown'}"
-    return None
-
-
 def _net(context: RuleContext) -> Setting | Skip:
     if context.job.launch.nodes == 1:
         return Skip(ONE_NODE)
@@ -208,42 +182,11 @@ def _net(context: RuleContext) -> Setting | Skip:
     )
 
 
-def _efa_rule(
-    name: str, value: str, *, below: tuple[int, int], since: tuple[int, int], reason: str
-) -> EnvironmentRule:
-    """A variable that plugins of versions from `since` up to, and without, `below` need."""
-    span = f"aws-ofi-nccl below {below[0]}.{below[1]}" + (
-        f", from {since[0]}.{since[1]} on" if since > (0, 0) else ""
-    )
-
-    def decide(context: RuleContext) -> Setting | Skip:
-        otherwise = _not_over_efa(context)
-        if otherwise is not None:
-            return Skip(otherwise)
-        version = _efa_version(context)
-        if version is None:
-            return Skip(
-                "backend_options.ofi_nccl_version is not set: 1.7 or newer is assumed, which "
-                "needs nothing"
-            )
-        if since <= version < below:
-            return context.set_to(value, f"{reason} (aws-ofi-nccl {'.'.join(map(str, version))})")
-        return Skip(f"for {span} only")
-
-    return EnvironmentRule(
-        name=name,
-        value=f"{value} on EFA, with {span}",
-        scope=Scope.NODE,
-        reason=reason,
-        source=_EFA_SOURCE,
-        decide=decide,
-    )
-
-
 def _huge_pages(context: RuleContext) -> Setting | Skip:
-    otherwise = _not_over_efa(context)
-    if otherwise is not None:
-        return Skip(otherwise)
+    if context.job.launch.nodes == 1:
+        return Skip(ONE_NODE)
+    if context.fabric.name != "efa":
+        return Skip(f"the network between machines is {context.fabric.name or 'unknown'}")
     return context.set_to(
         "0",
         "a process that holds huge pages may fail to start helpers ('Cannot allocate memory'), at "
@@ -290,14 +233,7 @@ RULES = (
     ),
     _allocator(since_2_9=False),
     _allocator(since_2_9=True),
-    EnvironmentRule(
-        name="GLOO_SOCKET_IFNAME",
-        value="the loopback on one machine; else the first physical interface that is up",
-        scope=Scope.NODE,
-        reason="gloo otherwise resolves the host name, which fails or finds an unreachable address",
-        source="pytorch.org/docs: distributed, choosing the network interface to use",
-        decide=meeting_interface,
-    ),
+    meeting_rule("GLOO_SOCKET_IFNAME", "gloo"),
     EnvironmentRule(
         name="NCCL_SOCKET_IFNAME",
         value="=NAME of the first physical interface, on several machines with several interfaces",
@@ -323,27 +259,6 @@ RULES = (
         reason="NCCL's rings otherwise cross between the machine's sockets",
         source="scripts for Azure's ND machines (JonShelley/azure); " + _NCCL_SOURCE,
         decide=_topology,
-    ),
-    _efa_rule(
-        "FI_PROVIDER",
-        "efa",
-        below=(1, 6),
-        since=(0, 0),
-        reason="older plugins do not choose the EFA provider by themselves",
-    ),
-    _efa_rule(
-        "NCCL_PROTO",
-        "simple",
-        below=(1, 6),
-        since=(0, 0),
-        reason="older plugins were made for this one of NCCL's protocols",
-    ),
-    _efa_rule(
-        "FI_EFA_USE_DEVICE_RDMA",
-        "1",
-        below=(1, 7),
-        since=(0, 0),
-        reason="older plugins do not request reads between GPUs by themselves",
     ),
     EnvironmentRule(
         name="FI_EFA_USE_HUGE_PAGE",

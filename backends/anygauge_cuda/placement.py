@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anygauge.interface import NotAvailableError, PeakFlops, Placement
-from anygauge_cuda.peaks import published_peak
+from anygauge.interface import Card, NotAvailableError, PeakFlops, Placement, read_cards
 from anygauge_cuda.versions import has_kernels
 
 if TYPE_CHECKING:
@@ -52,6 +53,25 @@ def without_kernels(index: int) -> str:
         f"{' '.join(built)} alone: install one from https://download.pytorch.org/whl/{build} (make "
         "TORCH_INDEX=..., pip install torch --index-url ...)"
     )
+
+
+def published_peak(device_name: str, dtype: str) -> PeakFlops | None:
+    """The dense peak of a card for ``float32``, ``float16`` or ``bfloat16``.
+
+    None for a card that cards.toml does not list by the driver's whole name: those of slices of a
+    card, and of other cards, begin alike, and a guess would make a wrong utilisation look measured.
+    """
+    card = _by_driver_name().get(device_name)
+    if card is None or dtype not in card.flops:
+        return None
+    return PeakFlops(value=card.flops[dtype], source=card.sources[f"flops.{dtype}"])
+
+
+@cache
+def _by_driver_name() -> dict[str, Card]:
+    file = Path(__file__).with_name("cards.toml")
+    cards = read_cards(file.read_text(encoding="utf-8"), file.name)
+    return {name: card for card in cards for name in card.names}
 
 
 class CudaPlacement(Placement):

@@ -55,7 +55,7 @@ def anygauge_provide_kernels() -> Iterable[KernelSpec]:
             ("softmax", "gaudi_fp32", "kernels:softmax_in_float32"),
             ("rms_norm", "gaudi_fused", "kernels:fused_rms_norm"),
             ("rope", "gaudi_fused", "kernels:fused_rope"),
-            ("adamw", "gaudi_fused", "updates:fused_adamw"),
-            ("clip_grad_norm", "gaudi_fused", "updates:fused_clip_grad_norm"),
+            ("adamw", "gaudi_fused", "kernels:fused_adamw"),
+            ("clip_grad_norm", "gaudi_fused", "kernels:fused_clip_grad_norm"),
         )
     ]

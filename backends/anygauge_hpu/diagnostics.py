@@ -48,9 +48,9 @@ def checks(
         versions = {name: v for name in names if (v := installed_version(name))}
     found = probe(root, versions.get(PLUGIN))
     return [
-        _step("cards", found.devices.presence.value == "yes", found.devices.detail, _NO_CARD),
-        _step("driver", bool(found.driver.presence), found.driver.detail, _NO_DRIVER),
-        _step("software", PLUGIN in versions, _stated(PLUGIN, versions), _NO_SOFTWARE),
+        Check.of("cards", found.devices.presence.value == "yes", found.devices.detail, _NO_CARD),
+        Check.of("driver", bool(found.driver.presence), found.driver.detail, _NO_DRIVER),
+        Check.of("software", PLUGIN in versions, _stated(PLUGIN, versions), _NO_SOFTWARE),
         *(
             _versions(root, versions)
             if PLUGIN in versions
@@ -72,7 +72,7 @@ def _versions(root: Path, versions: Mapping[str, str]) -> list[Check]:
     if release is None or not (fits or is_of(versions[PLUGIN], release)):
         release_check = _warn("release", seen, f"releases known here: {known}; compare Intel's")
     else:
-        release_check = _step(
+        release_check = Check.of(
             "release",
             fits,
             f"{seen}; {release.name} goes with torch {release.versions['torch']} "
@@ -85,11 +85,9 @@ def _versions(root: Path, versions: Mapping[str, str]) -> list[Check]:
     if driver is None:
         return [release_check, _skip("driver release", "the driver is not loaded")]
     if same:
-        return [release_check, Check(name="driver release", outcome=Outcome.PASS, seen=pair)]
-    return [
-        release_check,
-        _warn("driver release", pair, "use driver and software of one release"),
-    ]
+        return [release_check, Check("driver release", Outcome.PASS, pair)]
+    remedy = "use driver and software of one release"
+    return [release_check, _warn("driver release", pair, remedy)]
 
 
 def _deepspeed(versions: Mapping[str, str]) -> Check:
@@ -115,25 +113,19 @@ def _deepspeed(versions: Mapping[str, str]) -> Check:
     wanted = None if release is None else release.versions[name]
     seen = f"deepspeed {version}, Intel's build of release {built}"
     if wanted is None or major_minor(built) == major_minor(wanted):
-        return Check(name=name, outcome=Outcome.PASS, seen=seen)
+        return Check(name, Outcome.PASS, seen)
     return _warn(name, f"{seen}; {PLUGIN} {versions[PLUGIN]} goes with {wanted}", install)
 
 
 def _mode(environ: Mapping[str, str], versions: Mapping[str, str]) -> Check:
     value, torch = environ.get(LAZY_VARIABLE), versions.get("torch", "")
     if value is None:
-        return Check(
-            name="mode", outcome=Outcome.PASS, seen=f"{LAZY_VARIABLE} is unset: anygauge sets it"
-        )
+        return Check("mode", Outcome.PASS, f"{LAZY_VARIABLE} is unset: anygauge sets it")
     seen = f"{LAZY_VARIABLE}={value}, torch {torch or 'not installed'}"
     if value != "0" and torch and not is_fork(torch):
-        return Check(
-            name="mode",
-            outcome=Outcome.FAIL,
-            seen=seen,
-            remedy="lazy mode needs Intel's build of torch (+git...): unset the variable, or use "
-            "Intel's image",
-        )
+        remedy = "unset the variable, or use Intel's image"
+        remedy = f"lazy mode needs Intel's build of torch (+git...): {remedy}"
+        return Check("mode", Outcome.FAIL, seen, remedy)
     return _warn("mode", seen, "unset it: a run file chooses with backend_options.mode")
 
 
@@ -143,27 +135,22 @@ def _modules(environ: Mapping[str, str], cards: int | None, here: Sequence[str] 
     if text is None:
         stated = f" ({','.join(here)})" if here else ""
         seen = f"{MODULES_VARIABLE} is unset: all{stated}"
-        return Check(name=name, outcome=Outcome.PASS, seen=seen)
+        return Check(name, Outcome.PASS, seen)
     seen = f"{MODULES_VARIABLE}={text}"
     if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text):
         remedy = "write module numbers with commas between them, such as 0,1,2,3"
-        return Check(name=name, outcome=Outcome.FAIL, seen=seen, remedy=remedy)
+        return Check(name, Outcome.FAIL, seen, remedy)
     numbers = [int(part) for part in text.split(",")]
     if len(set(numbers)) < len(numbers):
-        return Check(
-            name=name, outcome=Outcome.FAIL, seen=seen, remedy="name each module only once"
-        )
+        return Check(name, Outcome.FAIL, seen, "name each module only once")
     absent = [number for number in numbers if here is not None and str(number) not in here]
     if absent:
-        return Check(
-            name=name,
-            outcome=Outcome.FAIL,
-            seen=f"{seen}, but the modules here are {','.join(here or ())}",
-            remedy=f"name modules that are here, or unset {MODULES_VARIABLE}",
-        )
+        seen += f", but the modules here are {','.join(here or ())}"
+        remedy = f"name modules that are here, or unset {MODULES_VARIABLE}"
+        return Check(name, Outcome.FAIL, seen, remedy)
     if cards is not None and len(numbers) > cards:
         return _warn(name, f"{seen}, but {cards} cards are here", "name as many as there are")
-    return Check(name=name, outcome=Outcome.PASS, seen=seen)
+    return Check(name, Outcome.PASS, seen)
 
 
 def _kernels_path(environ: Mapping[str, str], *, installed: bool) -> Check:
@@ -174,8 +161,8 @@ def _kernels_path(environ: Mapping[str, str], *, installed: bool) -> Check:
         if missing:
             remedy = "unset it, or use the image that it was set for"
             seen = f"GC_KERNEL_PATH names {missing[0]}, which is not here"
-            return Check(name="kernel library", outcome=Outcome.FAIL, seen=seen, remedy=remedy)
-        return Check(name="kernel library", outcome=Outcome.PASS, seen=f"GC_KERNEL_PATH={path}")
+            return Check("kernel library", Outcome.FAIL, seen, remedy)
+        return Check("kernel library", Outcome.PASS, f"GC_KERNEL_PATH={path}")
     if not installed:
         return _skip("kernel library")
     return _warn(
@@ -189,15 +176,9 @@ def _stated(name: str, versions: Mapping[str, str]) -> str:
     return f"{name} {versions[name]}" if name in versions else f"{name} is not installed"
 
 
-def _step(name: str, passed: bool, seen: str, remedy: str) -> Check:
-    if passed:
-        return Check(name=name, outcome=Outcome.PASS, seen=seen)
-    return Check(name=name, outcome=Outcome.FAIL, seen=seen, remedy=remedy)
-
-
 def _skip(name: str, seen: str = "Gaudi's software is not installed") -> Check:
-    return Check(name=name, outcome=Outcome.SKIP, seen=seen, remedy="solve the checks above first")
+    return Check(name, Outcome.SKIP, seen, "solve the checks above first")
 
 
 def _warn(name: str, seen: str, remedy: str) -> Check:
-    return Check(name=name, outcome=Outcome.WARN, seen=seen, remedy=remedy)
+    return Check(name, Outcome.WARN, seen, remedy)

@@ -17,8 +17,8 @@ from anygauge.interface import (
     Scope,
     Setting,
     Skip,
-    meeting_interface,
-    others_up,
+    main_interface,
+    meeting_rule,
 )
 from anygauge_hpu.mode import LAZY_VARIABLE, Mode, choose_mode
 from anygauge_hpu.modules import modules_here
@@ -142,18 +142,6 @@ def _gaudi_direct(context: RuleContext) -> Setting | Skip:
     return context.set_to("1", "launch.fabric: host_nic_direct")
 
 
-def _hccl_interface(context: RuleContext) -> Setting | Skip:
-    node = context.node
-    if context.job.launch.nodes == 1:
-        return Skip(ONE_NODE)
-    if node.main_interface is None:
-        return Skip("no interface is the obvious one: the library chooses")
-    if len(node.outward) == 1:
-        return Skip("there is a single one")
-    why = "ranks must meet on interfaces that reach each other"
-    return context.set_to(node.main_interface.name, why + others_up(node))
-
-
 def _efa(name: str) -> EnvironmentRule:
     def decide(context: RuleContext) -> Setting | Skip:
         if context.job.launch.nodes == 1:
@@ -242,16 +230,9 @@ RULES = (
         scope=Scope.NODE,
         reason="ranks may otherwise use a network that other machines cannot reach",
         source=_HCL,
-        decide=_hccl_interface,
+        decide=lambda context: main_interface(context, "there is a single one"),
     ),
-    EnvironmentRule(
-        name="GLOO_SOCKET_IFNAME",
-        value="the loopback on one machine; else the first physical interface that is up",
-        scope=Scope.NODE,
-        reason="gloo otherwise resolves the host name, which fails or finds an unreachable address",
-        source="pytorch.org/docs: distributed, choosing the network interface to use",
-        decide=meeting_interface,
-    ),
+    meeting_rule("GLOO_SOCKET_IFNAME", "gloo"),
     _efa("RDMAV_FORK_SAFE"),
     _efa("FI_EFA_USE_DEVICE_RDMA"),
     EnvironmentRule(

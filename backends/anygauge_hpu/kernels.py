@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from anygauge.interface import AttentionKernel, UnsupportedError
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
 
 
 def fused_attention(*, fast: bool = False, recompute: bool = False) -> AttentionKernel:
@@ -84,29 +84,15 @@ fused_attention_fast_recompute = functools.partial(fused_attention, fast=True, r
 
 def attention_with_softmax_in_bfloat16() -> AttentionKernel:
     """Products and a softmax in the type of the scores: half the memory of float32's."""
-    return AttentionKernel(
-        name="gaudi_softmax_bf16",
-        forward=_with_softmax(lambda scores: scores.dtype),
-        describe="products and a softmax in the compute type",
-    )
+    return _with_softmax("gaudi_softmax_bf16", "the compute type", in_float32=False)
 
 
 def attention_with_softmax_in_float32() -> AttentionKernel:
     """Products and a softmax in float32, as the model library has it on other devices."""
-
-    def float32(scores: Tensor) -> torch.dtype:
-        import torch
-
-        return torch.float32
-
-    return AttentionKernel(
-        name="gaudi_softmax_fp32",
-        forward=_with_softmax(float32),
-        describe="products and a softmax in float32",
-    )
+    return _with_softmax("gaudi_softmax_fp32", "float32", in_float32=True)
 
 
-def _with_softmax(softmax_dtype: Callable[[Tensor], torch.dtype]) -> Callable[..., Any]:
+def _with_softmax(name: str, kind: str, *, in_float32: bool) -> AttentionKernel:
     import torch
 
     def forward(
@@ -131,11 +117,13 @@ def _with_softmax(softmax_dtype: Callable[[Tensor], torch.dtype]) -> Callable[..
         if attention_mask is not None:
             scores = scores + attention_mask[..., : key.shape[-2]]
         # The type is named: autocast on this device would choose bfloat16 by itself.
-        weights = torch.softmax(scores, dim=-1, dtype=softmax_dtype(scores)).to(query.dtype)
+        softmax_dtype = torch.float32 if in_float32 else scores.dtype
+        weights = torch.softmax(scores, dim=-1, dtype=softmax_dtype).to(query.dtype)
         weights = torch.nn.functional.dropout(weights, p=dropout, training=module.training)
         return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
-    return forward
+    describe = f"products and a softmax in {kind}"
+    return AttentionKernel(name=name, forward=forward, describe=describe)
 
 
 def softmax_in_bfloat16() -> Callable[..., Tensor]:
@@ -144,21 +132,15 @@ def softmax_in_bfloat16() -> Callable[..., Tensor]:
     An exception from the operation's rule, to be asked for: what the library accumulates in is not
     known.
     """
-    return _softmax(lambda x: x.dtype)
+    return _softmax(in_float32=False)
 
 
 def softmax_in_float32() -> Callable[..., Tensor]:
     """The softmax operation in float32, rounded at the end."""
-
-    def float32(x: Tensor) -> torch.dtype:
-        import torch
-
-        return torch.float32
-
-    return _softmax(float32)
+    return _softmax(in_float32=True)
 
 
-def _softmax(inner: Callable[[Tensor], torch.dtype]) -> Callable[..., Tensor]:
+def _softmax(*, in_float32: bool) -> Callable[..., Tensor]:
     import torch
 
     def softmax(
@@ -170,7 +152,7 @@ def _softmax(inner: Callable[[Tensor], torch.dtype]) -> Callable[..., Tensor]:
         causal_offset: int | None = None,
     ) -> Tensor:
         """See `anygauge.interface.kernels`."""
-        scores = x.to(inner(x))
+        scores = x.float() if in_float32 else x
         if scale != 1.0:
             scores = scores * scale
         if mask is not None and mask.dtype is torch.bool:
@@ -228,3 +210,46 @@ def fused_rms_norm() -> Callable[[Tensor, Tensor, float], Tensor]:
         return FusedRMSNorm.apply(x.to(both), weight.to(both), epsilon).to(x.dtype)
 
     return apply
+
+
+def fused_adamw() -> Callable[..., Optimizer]:
+    """(groups, lr, betas, eps) -> AdamW in one kernel per group.
+
+    Its epsilon is added before the second moment's bias is corrected, torch's after. In lazy mode
+    it marks a step before each group and at the end.
+    """
+    from habana_frameworks.torch.hpex.optimizers import FusedAdamW
+
+    class CountedAdamW(FusedAdamW):
+        """The library counts the steps of a group; here each parameter has the count, too, as
+        torch's optimizers have it: a run resumes from there, on this device or another."""
+
+        def step(self, closure: Callable[[], Any] | None = None) -> Any:
+            for group in self.param_groups:
+                # Each has made the same number of steps, but for those without a state.
+                made = {int(self.state[p]["step"]) for p in group["params"] if self.state.get(p)}
+                group["step"] = max(made, default=0)
+            result = super().step(closure)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self.state[parameter]["step"] = group["step"]
+            return result
+
+    return CountedAdamW
+
+
+def fused_clip_grad_norm() -> Callable[[Sequence[nn.Parameter], float], Tensor]:
+    """(parameters, max_norm) -> norm of all gradients, which are scaled in place, in one kernel."""
+    from habana_frameworks.torch.hpex.normalization import FusedClipNorm
+
+    clippers: dict[float, Any] = {}
+
+    def clip(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        # Each copies its limit to the card once.
+        if max_norm not in clippers:
+            clippers[max_norm] = FusedClipNorm(parameters, max_norm)
+        norm: Tensor = clippers[max_norm].clip_norm(parameters)
+        return norm
+
+    return clip

@@ -13,38 +13,26 @@ WRITTEN_FOR = 1
 @hookimpl
 def anygauge_provide_launchers() -> Iterable[LauncherSpec]:
     """Announce the clouds' launchers."""
+    kubernetes = "kubernetes:Kubernetes", "kubernetes_options:KubernetesOptions"
+    azureml = "azureml:Azureml", "azureml:AzuremlOptions"
+    sagemaker = "sagemaker:Sagemaker", "sagemaker:SagemakerOptions"
     return [
         # Its clusters consist of machines that anygauge_launchers describes.
-        LauncherSpec(
-            name="kubernetes",
-            factory="anygauge_clouds.kubernetes:Kubernetes",
-            options="anygauge_clouds.kubernetes_options:KubernetesOptions",
-            api_version=WRITTEN_FOR,
-            tested_on="emulated",
-            remote=True,
-            shared_filesystem=False,
-            can=frozenset({"detach", "warn", "requeue"}),
-        ),
-        LauncherSpec(
-            name="azureml",
-            factory="anygauge_clouds.azureml:Azureml",
-            options="anygauge_clouds.azureml:AzuremlOptions",
-            api_version=WRITTEN_FOR,
-            tested_on="emulated",
-            remote=True,
-            shared_filesystem=False,
-            can=frozenset({"detach"}),
-            hardware="anygauge_clouds:azure.toml",
-        ),
-        LauncherSpec(
-            name="sagemaker",
-            factory="anygauge_clouds.sagemaker:Sagemaker",
-            options="anygauge_clouds.sagemaker_request:SagemakerOptions",
-            api_version=WRITTEN_FOR,
-            tested_on="emulated",
-            remote=True,
-            shared_filesystem=False,
-            can=frozenset({"detach", "warn", "requeue"}),
-            hardware="anygauge_clouds:aws.toml",
-        ),
+        _launcher("kubernetes", *kubernetes, "", "detach", "warn", "requeue"),
+        _launcher("azureml", *azureml, "anygauge_clouds:azure.toml", "detach"),
+        _launcher("sagemaker", *sagemaker, "anygauge_clouds:aws.toml", "detach", "warn", "requeue"),
     ]
+
+
+def _launcher(name: str, factory: str, options: str, hardware: str, *can: str) -> LauncherSpec:
+    return LauncherSpec(
+        name=name,
+        factory=f"anygauge_clouds.{factory}",
+        options=f"anygauge_clouds.{options}",
+        api_version=WRITTEN_FOR,
+        tested_on="emulated",
+        remote=True,
+        shared_filesystem=False,
+        can=frozenset(can),
+        hardware=hardware,
+    )

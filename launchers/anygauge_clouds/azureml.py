@@ -24,10 +24,9 @@ from anygauge.interface import (
     PlannedFile,
     PlannedProcess,
     RunFileError,
-    UnsupportedError,
 )
 from anygauge.util.clients import last_line, printed, run_client
-from anygauge_clouds.service_job import Service, ServiceJob, ServiceState
+from anygauge_clouds.service_job import Service, ServiceJob, ServiceLauncher, ServiceState
 from anygauge_clouds.submission import (
     CloudOptions,
     Folder,
@@ -161,8 +160,67 @@ class AzuremlOptions(CloudOptions):
         return (*where, *more)
 
 
-class Azureml:
+_PHASES: Mapping[str, Literal["running", "done", "failed", "stopped"]] = {
+    "Running": "running",
+    "Completed": "done",
+    "Failed": "failed",
+    "Canceled": "stopped",
+}
+"""Azure's words for a job's state; with all others it waits for its machines."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AzureService(Service):
+    """One job of a workspace."""
+
+    name: str
+    scope: tuple[str, ...]
+
+    @property
+    def shown(self) -> str:
+        """For humans."""
+        return f"Azure ML job {self.name}"
+
+    def az(self, action: str, *words: str) -> tuple[str, ...]:
+        """A command of the az client on this job."""
+        return ("az", "ml", "job", action, "--name", self.name, *self.scope, *words)
+
+    def state(self) -> ServiceState:
+        """See `Service.state`."""
+        done = run_client(self.az("show", "--query", "status", "--output", "tsv"))
+        if done.returncode:
+            if re.search(r"ResourceNotFound|\(UserError\).* not found", done.stderr):
+                return ServiceState(phase="gone", text=f"{self.shown} is gone")
+            return ServiceState(
+                phase="silent", text=f"Azure does not answer: {last_line(done.stderr)}"
+            )
+        word = done.stdout.strip()
+        return ServiceState(phase=_PHASES.get(word, "waiting"), text=f"{self.shown}: {word}")
+
+    def log_command(self) -> tuple[str, ...] | None:
+        """See `Service.log_command`: the client streams the first machine's output."""
+        return ("env", f"{_POLLING}=5", *self.az("stream"))
+
+    def whole_log(self, folder: Path) -> bytes:
+        """See `Service.whole_log`: of an ended job the client streams nothing."""
+        target = folder / "azure"
+        with contextlib.suppress(AnygaugeError):
+            run_client(self.az("download", "--download-path", str(target)))
+        logs = sorted(target.rglob("user_logs/std_log*.txt"))
+        return logs[0].read_bytes() if logs else b""
+
+    def stop(self, *, force: bool) -> None:
+        """See `Service.stop`; whether ranks are asked before they are killed, Azure decides."""
+        done = run_client(self.az("cancel"))
+        if done.returncode:
+            raise AnygaugeError(f"Azure ML cannot end {self.shown}: {last_line(done.stderr)}")
+
+
+class Azureml(ServiceLauncher):
     """Hands a job to an Azure ML workspace."""
+
+    service = AzureService
+    called = "an Azure ML job"
 
     def render(self, job: Job, options: AzuremlOptions) -> Plan:
         """The job's YAML, its files, and the commands that take them.
@@ -219,18 +277,6 @@ class Azureml:
             raise AnygaugeError(f"Azure ML refused the job: {printed(done)}")
         scope = argv[argv.index("--resource-group") : argv.index("--query")]
         return ServiceJob(AzureService(name=name, scope=scope), job_yaml.parent)
-
-    def attach(self, record: Mapping[str, Any], run_directory: Path) -> ServiceJob:
-        """A job that was submitted before.
-
-        Raises:
-            UnsupportedError: the record is not one of this launcher.
-        """
-        try:
-            service = AzureService(name=record["name"], scope=tuple(record["scope"]))
-        except (KeyError, TypeError) as error:
-            raise UnsupportedError(f"{dict(record)} is not a record of an Azure ML job") from error
-        return ServiceJob(service, run_directory)
 
 
 def _job_yaml(job: Job, own: AzuremlOptions, run: str, name: str) -> dict[str, Any]:
@@ -297,59 +343,3 @@ def _job_yaml(job: Job, own: AzuremlOptions, run: str, name: str) -> dict[str, A
 
 def _prefixed(name: str) -> str:
     return name if name.startswith("azureml:") else f"azureml:{name}"
-
-
-_PHASES: Mapping[str, Literal["running", "done", "failed", "stopped"]] = {
-    "Running": "running",
-    "Completed": "done",
-    "Failed": "failed",
-    "Canceled": "stopped",
-}
-"""Azure's words for a job's state; with all others it waits for its machines."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AzureService(Service):
-    """One job of a workspace."""
-
-    name: str
-    scope: tuple[str, ...]
-
-    @property
-    def shown(self) -> str:
-        """For humans."""
-        return f"Azure ML job {self.name}"
-
-    def az(self, action: str, *words: str) -> tuple[str, ...]:
-        """A command of the az client on this job."""
-        return ("az", "ml", "job", action, "--name", self.name, *self.scope, *words)
-
-    def state(self) -> ServiceState:
-        """See `Service.state`."""
-        done = run_client(self.az("show", "--query", "status", "--output", "tsv"))
-        if done.returncode:
-            if re.search(r"ResourceNotFound|\(UserError\).* not found", done.stderr):
-                return ServiceState(phase="gone", text=f"{self.shown} is gone")
-            return ServiceState(
-                phase="silent", text=f"Azure does not answer: {last_line(done.stderr)}"
-            )
-        word = done.stdout.strip()
-        return ServiceState(phase=_PHASES.get(word, "waiting"), text=f"{self.shown}: {word}")
-
-    def log_command(self) -> tuple[str, ...] | None:
-        """See `Service.log_command`: the client streams the first machine's output."""
-        return ("env", f"{_POLLING}=5", *self.az("stream"))
-
-    def whole_log(self, folder: Path) -> bytes:
-        """See `Service.whole_log`: of an ended job the client streams nothing."""
-        target = folder / "azure"
-        with contextlib.suppress(AnygaugeError):
-            run_client(self.az("download", "--download-path", str(target)))
-        logs = sorted(target.rglob("user_logs/std_log*.txt"))
-        return logs[0].read_bytes() if logs else b""
-
-    def stop(self, *, force: bool) -> None:
-        """See `Service.stop`; whether ranks are asked before they are killed, Azure decides."""
-        done = run_client(self.az("cancel"))
-        if done.returncode:
-            raise AnygaugeError(f"Azure ML cannot end {self.shown}: {last_line(done.stderr)}")

@@ -21,12 +21,11 @@ from anygauge.interface import (
     Plan,
     PlannedFile,
     PlannedProcess,
-    UnsupportedError,
 )
 from anygauge.util.clients import last_line, printed, run_client
 from anygauge_clouds.kubernetes_manifest import SUBMISSION_LABEL, manifest_of, secret_of
-from anygauge_clouds.kubernetes_options import NAME_LIMIT, KubernetesOptions
-from anygauge_clouds.service_job import Service, ServiceJob, ServiceState
+from anygauge_clouds.kubernetes_options import NAME_LIMIT, Kind, KubernetesOptions
+from anygauge_clouds.service_job import Service, ServiceJob, ServiceLauncher, ServiceState
 from anygauge_clouds.submission import relocate, service_name, variables_file, write_files
 
 MANIFEST = "manifest.yaml"
@@ -41,126 +40,14 @@ _NOT_FOUND = "(NotFound)"
 _DONE = ("Succeeded", "Complete", "Completed")
 
 
-class Kubernetes:
-    """Hands a job to a cluster by kubectl."""
-
-    def render(self, job: Job, options: KubernetesOptions) -> Plan:
-        """The manifest, the job file, and the commands that take them.
-
-        Raises:
-            RunFileError: an option is wrong.
-        """
-        options.check(job)
-        here = Path(job.run_directory)
-        there = relocate(job, f"{options.storage.path}/{here.name}")
-        name = options.name or service_name(job, NAME_LIMIT)
-        manifest = manifest_of(there, options, name)
-        service = KubernetesService(
-            kind=options.kind, name=name, namespace=options.namespace, context=options.context
-        )
-        secret = (
-            *service.kubectl("create", "secret", "generic", service.secret),
-            *(f"--from-file=job.json={here / 'job.json'}",),
-            *(f"--from-file=variables.json={here / 'variables.json'}",),
-        )
-        return Plan(
-            files=(
-                PlannedFile(path=str(here / "job.json"), text=there.dump(), mode=0o600),
-                variables_file(here),
-                PlannedFile(
-                    path=str(here / MANIFEST), text=yaml.safe_dump(manifest, sort_keys=False)
-                ),
-            ),
-            processes=(
-                PlannedProcess(
-                    node_rank=0,
-                    host=service.shown,
-                    argv=service.kubectl("create", "-f", str(here / MANIFEST), "-o", "json"),
-                ),
-            ),
-            pass_environment=tuple(job.launch.pass_environment),
-            operations={
-                "submit": service.kubectl("create", "-f", str(here / MANIFEST)),
-                "secret": secret,
-                "status": service.kubectl("get", options.kind.lower(), name),
-                "logs": service.kubectl("logs", "-f", "-l", service.coordinator, "--tail=-1"),
-                "cancel": service.kubectl("delete", options.kind.lower(), name),
-            },
-            folders=options.folders,
-            notes=options.notes_for(job),
-        )
-
-    def submit(self, plan: Plan) -> ServiceJob:
-        """Create the Secret and the object, and have the object own the Secret.
-
-        Raises:
-            AnygaugeError: kubectl is missing or refuses, or a file cannot be written. Nothing is
-                left in the cluster.
-        """
-        write_files(plan)
-        job_file, variables, manifest = (Path(file.path) for file in plan.files)
-        command = plan.processes[0].argv
-        wanted = yaml.safe_load(manifest.read_text())
-        service = _service(wanted, command)
-        secret = {
-            "apiVersion": "v1",
-            "kind": "Secret",
-            "metadata": {
-                "name": service.secret,
-                "namespace": service.namespace,
-                "labels": wanted["metadata"]["labels"],
-            },
-            "stringData": {file.name: file.read_text() for file in (job_file, variables)},
-        }
-        try:
-            _carry_out(service.kubectl("create", "-f", "-"), "the job's Secret", json.dumps(secret))
-            made = json.loads(_carry_out(command, "the job"))
-            owner = {
-                **{"apiVersion": made["apiVersion"], "kind": made["kind"]},
-                **{"name": made["metadata"]["name"], "uid": made["metadata"]["uid"]},
-            }
-            # The cluster deletes it with the job.
-            patch = json.dumps({"metadata": {"ownerReferences": [owner]}})
-            _carry_out(service.kubectl("patch", "secret", service.secret, "-p", patch), "its owner")
-        except BaseException as error:
-            # Where kubectl did not answer, it may have created the object all the same.
-            _remove(service, wanted["metadata"]["labels"][SUBMISSION_LABEL])
-            if isinstance(error, (ValueError, KeyError, TypeError)):
-                raise AnygaugeError(f"kubectl printed no {service.kind}: {error!r}") from error
-            raise
-        return ServiceJob(service, job_file.parent)
-
-    def attach(self, record: Mapping[str, Any], run_directory: Path) -> ServiceJob:
-        """A job that was submitted before.
-
-        Raises:
-            UnsupportedError: the record is not one of this launcher.
-        """
-        return ServiceJob(KubernetesService.from_record(record), run_directory)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KubernetesService(Service):
     """The object of one job in a cluster."""
 
-    kind: str
+    kind: Kind
     name: str
     namespace: str
     context: str | None = None
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> KubernetesService:
-        """The object of a job that was submitted before.
-
-        Raises:
-            UnsupportedError: the record is not one of this launcher.
-        """
-        try:
-            found = cls(**record)
-            _COORDINATORS[found.kind]
-        except (TypeError, KeyError) as error:
-            raise UnsupportedError(f"{dict(record)} is not a record of a Kubernetes job") from error
-        return found
 
     @property
     def shown(self) -> str:
@@ -247,6 +134,99 @@ class KubernetesService(Service):
             return ServiceState(phase="gone", text=f"{self.shown} is gone")
         why = last_line(done.stderr)
         return ServiceState(phase="silent", text=f"the cluster does not answer: {why}")
+
+
+class Kubernetes(ServiceLauncher):
+    """Hands a job to a cluster by kubectl."""
+
+    service = KubernetesService
+    called = "a Kubernetes job"
+
+    def render(self, job: Job, options: KubernetesOptions) -> Plan:
+        """The manifest, the job file, and the commands that take them.
+
+        Raises:
+            RunFileError: an option is wrong.
+        """
+        options.check(job)
+        here = Path(job.run_directory)
+        there = relocate(job, f"{options.storage.path}/{here.name}")
+        name = options.name or service_name(job, NAME_LIMIT)
+        manifest = manifest_of(there, options, name)
+        service = KubernetesService(
+            kind=options.kind, name=name, namespace=options.namespace, context=options.context
+        )
+        secret = (
+            *service.kubectl("create", "secret", "generic", service.secret),
+            *(f"--from-file=job.json={here / 'job.json'}",),
+            *(f"--from-file=variables.json={here / 'variables.json'}",),
+        )
+        return Plan(
+            files=(
+                PlannedFile(path=str(here / "job.json"), text=there.dump(), mode=0o600),
+                variables_file(here),
+                PlannedFile(
+                    path=str(here / MANIFEST), text=yaml.safe_dump(manifest, sort_keys=False)
+                ),
+            ),
+            processes=(
+                PlannedProcess(
+                    node_rank=0,
+                    host=service.shown,
+                    argv=service.kubectl("create", "-f", str(here / MANIFEST), "-o", "json"),
+                ),
+            ),
+            pass_environment=tuple(job.launch.pass_environment),
+            operations={
+                "submit": service.kubectl("create", "-f", str(here / MANIFEST)),
+                "secret": secret,
+                "status": service.kubectl("get", options.kind.lower(), name),
+                "logs": service.kubectl("logs", "-f", "-l", service.coordinator, "--tail=-1"),
+                "cancel": service.kubectl("delete", options.kind.lower(), name),
+            },
+            folders=options.folders,
+            notes=options.notes_for(job),
+        )
+
+    def submit(self, plan: Plan) -> ServiceJob:
+        """Create the Secret and the object, and have the object own the Secret.
+
+        Raises:
+            AnygaugeError: kubectl is missing or refuses, or a file cannot be written. Nothing is
+                left in the cluster.
+        """
+        write_files(plan)
+        job_file, variables, manifest = (Path(file.path) for file in plan.files)
+        command = plan.processes[0].argv
+        wanted = yaml.safe_load(manifest.read_text())
+        service = _service(wanted, command)
+        secret = {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {
+                "name": service.secret,
+                "namespace": service.namespace,
+                "labels": wanted["metadata"]["labels"],
+            },
+            "stringData": {file.name: file.read_text() for file in (job_file, variables)},
+        }
+        try:
+            _carry_out(service.kubectl("create", "-f", "-"), "the job's Secret", json.dumps(secret))
+            made = json.loads(_carry_out(command, "the job"))
+            owner = {
+                **{"apiVersion": made["apiVersion"], "kind": made["kind"]},
+                **{"name": made["metadata"]["name"], "uid": made["metadata"]["uid"]},
+            }
+            # The cluster deletes it with the job.
+            patch = json.dumps({"metadata": {"ownerReferences": [owner]}})
+            _carry_out(service.kubectl("patch", "secret", service.secret, "-p", patch), "its owner")
+        except BaseException as error:
+            # Where kubectl did not answer, it may have created the object all the same.
+            _remove(service, wanted["metadata"]["labels"][SUBMISSION_LABEL])
+            if isinstance(error, (ValueError, KeyError, TypeError)):
+                raise AnygaugeError(f"kubectl printed no {service.kind}: {error!r}") from error
+            raise
+        return ServiceJob(service, job_file.parent)
 
 
 def _carry_out(command: Sequence[str], what: str, stdin: str | None = None) -> str:

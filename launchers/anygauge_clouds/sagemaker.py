@@ -1,7 +1,8 @@
 """SageMaker: a training job with one agent on each machine, through the aws client.
 
-The request is the plain API's. The job travels in its hyperparameters, in pieces: no bucket is
-needed for code, and no shell reads it.
+The request is the plain API's, CreateTrainingJob; patterns, limits and fields are those of its
+published model. The job travels in its hyperparameters, in pieces: no bucket is needed for code,
+and no shell reads it.
 
 ``python -m anygauge_clouds.sagemaker aws logs filter-log-events ...`` follows a log of CloudWatch.
 The aws client of version 2 can do so itself, that of version 1 cannot; this repeats the command of
@@ -17,26 +18,37 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints, model_validator
 
 from anygauge.interface import (
+    REPOSITORY_VARIABLE,
     AnygaugeError,
     Job,
+    Options,
     Plan,
     PlannedFile,
     PlannedProcess,
+    RunFileError,
     UnsupportedError,
 )
 from anygauge.util.clients import last_line, printed, run_client
 from anygauge.util.files import write_text
 from anygauge.util.processes import tie_to_parent
 from anygauge_clouds.sagemaker_node import CHANNELS, PIECE, RUNS, packed
-from anygauge_clouds.sagemaker_request import SagemakerOptions, request_of
-from anygauge_clouds.service_job import Service, ServiceJob, ServiceState
-from anygauge_clouds.submission import relocate, service_name, submit_by_client
+from anygauge_clouds.service_job import Service, ServiceJob, ServiceLauncher, ServiceState
+from anygauge_clouds.submission import (
+    CloudOptions,
+    Variable,
+    relocate,
+    service_name,
+    submit_by_client,
+)
 
 REQUEST = "request.json"
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
@@ -48,8 +60,317 @@ _VARIABLE_LIMIT, _VARIABLES_LIMIT, _PIECES_LIMIT = 512, 100, 100
 _NAME_LIMIT = 63
 
 
-class Sagemaker:
+Role = Annotated[
+    str, StringConstraints(pattern=r"^arn:aws[a-z\-]*:iam::\d{12}:role/?[a-zA-Z_0-9+=,.@\-_/]+$")
+]
+S3 = Annotated[str, StringConstraints(pattern=r"^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^\s]*)?$")]
+SecretArn = Annotated[
+    str, StringConstraints(pattern=r"^arn:aws[a-z\-]*:secretsmanager:[a-z0-9-]+:\d{12}:secret:\S+$")
+]
+Channel = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+_ECR = r"^\d{12}\.dkr\.ecr(-fips)?\.[a-z0-9-]+\.amazonaws\.com(\.cn)?/\S+$"
+
+Registry = Annotated[str, StringConstraints(pattern=_ECR, max_length=255)]
+
+FABRICS = ("efa", "ethernet")
+"""Networks between machines that instance types have."""
+
+STOP_S = 120
+"""Seconds from SIGTERM to SIGKILL."""
+
+_MACHINES = tomllib.loads(Path(__file__).with_name("aws.toml").read_text(encoding="utf-8"))
+CARDS: Mapping[str, int] = {
+    name: machine["cards"][0]
+    for machine in _MACHINES["machine"].values()
+    for name in machine["names"]
+}
+"""Accelerators of an instance type that ``aws.toml`` describes; others are not counted."""
+
+
+class FileSystem(Options):
+    """A file system as a channel; it is shared by all machines.
+
+    Attributes:
+        id: ``fs-...``.
+        path: folder in it.
+    """
+
+    id: Annotated[str, StringConstraints(pattern=r"^fs-[0-9a-f]{8,17}$")]
+    type: Literal["EFS", "FSxLustre"]
+    path: Annotated[str, StringConstraints(pattern=r"^/\S*$", max_length=4096)]
+    access: Literal["ro", "rw"] = "ro"
+
+
+class SagemakerOptions(CloudOptions):
+    """Options of the sagemaker launcher.
+
+    Attributes:
+        image: in Amazon ECR.
+        output: where in S3 run directories are kept, each under its name; SageMaker copies there
+            while the job runs, and back when it is started again.
+        channels: name -> where it comes from: data that machines find in /opt/ml/input/data/NAME.
+        channel_mode: of channels in S3: copied first, or read as they are needed.
+        spot: spare capacity, which may be taken away; the job then resumes from its newest
+            checkpoint.
+        max_wait_s: with spot: seconds that waiting and running may take.
+        restarts: after faults of the service.
+        secrets: variable -> ARN in Secrets Manager, read by the role on each machine.
+        region: of the aws client; its own by default.
+        profile: of the aws client.
+    """
+
+    role: Role
+    image: Registry | None = None
+    instance_type: Annotated[
+        str, StringConstraints(pattern=r"^ml\.[a-z0-9-]+\.(metal|[0-9]*x?large|medium)$")
+    ]
+    output: S3
+    channels: dict[Channel, S3 | FileSystem] = Field(default_factory=dict, max_length=20)
+    channel_mode: Literal["File", "FastFile"] = "File"
+    volume_gb: Annotated[int, Field(ge=1, le=16384)] | None = None
+    time_limit_s: Annotated[int, Field(ge=1, le=28 * 86400)] = 86400
+    spot: bool = False
+    max_wait_s: Annotated[int, Field(ge=1)] | None = None
+    restarts: Annotated[int, Field(ge=0, le=30)] = 0
+    keep_alive_s: Annotated[int, Field(ge=0, le=21600)] = 0
+    subnets: list[Annotated[str, StringConstraints(pattern=r"^[-0-9a-zA-Z]{1,32}$")]] = Field(
+        default_factory=list, max_length=16
+    )
+    security_groups: list[Annotated[str, StringConstraints(pattern=r"^[-0-9a-zA-Z]{1,32}$")]] = (
+        Field(default_factory=list, max_length=5)
+    )
+    encrypt_traffic: bool = False
+    network_isolation: bool = False
+    secrets: dict[Variable, SecretArn] = Field(default_factory=dict)
+    tags: dict[str, str] = Field(default_factory=dict, max_length=50)
+    region: Annotated[str, StringConstraints(pattern=r"^[a-z]{2}(-[a-z]+)+-\d$")] | None = None
+    profile: Annotated[str, StringConstraints(pattern=r"^\S+$")] | None = None
+
+    @model_validator(mode="after")
+    def _go_together(self) -> SagemakerOptions:
+        if self.spot and (self.max_wait_s or 0) < self.time_limit_s:
+            raise ValueError(
+                f"max_wait_s: got {self.max_wait_s}; spot: true needs it, with at least the "
+                f"seconds of time_limit_s ({self.time_limit_s})"
+            )
+        if self.max_wait_s is not None and not self.spot:
+            raise ValueError("max_wait_s: it works only with spot: true; set that, or leave it out")
+        if self.spot and self.keep_alive_s:
+            raise ValueError(
+                "keep_alive_s: SageMaker does not keep the machines of spot jobs; leave it out, "
+                "or leave spot out"
+            )
+        if bool(self.subnets) is not bool(self.security_groups):
+            raise ValueError("subnets and security_groups: give both or neither")
+        files = [name for name, one in self.channels.items() if isinstance(one, FileSystem)]
+        if files and not self.subnets:
+            raise ValueError(
+                f"channels.{files[0]}: SageMaker reaches a file system only through your subnets; "
+                "give subnets and security_groups"
+            )
+        if self.secrets and self.network_isolation:
+            raise ValueError(
+                "secrets: with network_isolation, machines cannot reach Secrets Manager; leave one "
+                "of them out"
+            )
+        return self
+
+    def check(self, job: Job) -> None:
+        """What depends on the job.
+
+        Raises:
+            RunFileError: the options do not go with it.
+        """
+        if not re.match(_ECR, self.image_for(job)):
+            raise RunFileError(
+                "launch.options.image: SageMaker takes images from Amazon ECR alone, and "
+                f"{job.profile.image} is not there: push it, and name it here or its repository in "
+                f"{REPOSITORY_VARIABLE}"
+            )
+        device = job.profile.cluster_resource
+        if device is not None and not device.startswith("nvidia.com/"):
+            raise RunFileError(
+                f"backend: {job.backend} needs {device}, which no machine of SageMaker has"
+            )
+        if job.launch.max_restarts and job.launch.nodes > 1:
+            raise RunFileError(
+                "launch.max_restarts: on several machines of SageMaker, the other machines get "
+                "checkpoints only when the job is started again. Use launch.options.restarts or "
+                "spot instead"
+            )
+        if job.network is not None and job.network.name not in FABRICS:
+            raise RunFileError(
+                f"launch.fabric: {job.network.name}: machines of SageMaker have "
+                f"{' or '.join(FABRICS)}"
+            )
+        needed = job.stop_grace_s + self.grace_s
+        if needed > STOP_S - 10:
+            raise RunFileError(
+                f"checkpoint.grace_s ({job.stop_grace_s:g} s) and launch.options.grace_s "
+                f"({self.grace_s:g} s) may have at most {STOP_S - 10} s together: SageMaker kills "
+                f"a job {STOP_S} s after it asks it to end"
+            )
+        cards = CARDS.get(self.instance_type)
+        if cards is not None and job.launch.devices > cards:
+            raise RunFileError(
+                f"launch.options.instance_type: {self.instance_type} has {cards} accelerators, and "
+                f"launch.devices is {job.launch.devices}"
+            )
+
+
+def request_of(
+    job: Job, own: SagemakerOptions, name: str, run: str, carried: dict[str, str]
+) -> dict[str, object]:
+    """The request for CreateTrainingJob.
+
+    Args:
+        job: as its machines see it.
+        run: under which its run directory is kept.
+        carried: hyperparameters that bring the job there.
+    """
+    stop: dict[str, int] = {"MaxRuntimeInSeconds": own.time_limit_s}
+    if own.max_wait_s is not None:
+        stop["MaxWaitTimeInSeconds"] = own.max_wait_s
+    resources: dict[str, object] = {
+        "InstanceType": own.instance_type,
+        "InstanceCount": job.launch.nodes,
+        **({} if own.volume_gb is None else {"VolumeSizeInGB": own.volume_gb}),
+        **({"KeepAlivePeriodInSeconds": own.keep_alive_s} if own.keep_alive_s else {}),
+    }
+    request: dict[str, object] = {
+        "TrainingJobName": name,
+        "RoleArn": own.role,
+        "AlgorithmSpecification": {
+            "TrainingImage": own.image_for(job),
+            "TrainingInputMode": "File",
+            "ContainerEntrypoint": [own.python, "-m", "anygauge_clouds.sagemaker_node"],
+            "ContainerArguments": ["--grace", f"{own.grace_s:g}"],
+        },
+        "HyperParameters": carried,
+        "OutputDataConfig": {"S3OutputPath": own.output},
+        "CheckpointConfig": {
+            "S3Uri": f"{own.output.rstrip('/')}/{run}",
+            "LocalPath": job.run_directory,
+        },
+        "ResourceConfig": resources,
+        "StoppingCondition": stop,
+        "EnableManagedSpotTraining": own.spot,
+        "EnableInterContainerTrafficEncryption": own.encrypt_traffic,
+        "EnableNetworkIsolation": own.network_isolation,
+    }
+    if own.channels:
+        request["InputDataConfig"] = [_channel(n, c, own) for n, c in own.channels.items()]
+    if own.subnets:
+        request["VpcConfig"] = {"Subnets": own.subnets, "SecurityGroupIds": own.security_groups}
+    if own.restarts:
+        request["RetryStrategy"] = {"MaximumRetryAttempts": own.restarts}
+    if own.tags:
+        request["Tags"] = [{"Key": key, "Value": value} for key, value in own.tags.items()]
+    return request
+
+
+def _channel(name: str, source: str | FileSystem, own: SagemakerOptions) -> dict[str, object]:
+    if isinstance(source, FileSystem):
+        where: dict[str, object] = {
+            "FileSystemDataSource": {
+                "FileSystemId": source.id,
+                "FileSystemAccessMode": source.access,
+                "FileSystemType": source.type,
+                "DirectoryPath": source.path,
+            }
+        }
+        return {"ChannelName": name, "DataSource": where, "InputMode": "File"}
+    where = {
+        "S3DataSource": {
+            "S3DataType": "S3Prefix",
+            "S3Uri": source,
+            "S3DataDistributionType": "FullyReplicated",
+        }
+    }
+    return {"ChannelName": name, "DataSource": where, "InputMode": own.channel_mode}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SagemakerService(Service):
+    """One training job."""
+
+    name: str
+    region: str | None = None
+    profile: str | None = None
+    log_delay_s = 30.0
+
+    @property
+    def shown(self) -> str:
+        """For humans."""
+        return f"SageMaker training job {self.name}"
+
+    @property
+    def describe(self) -> tuple[str, ...]:
+        """Words that ask for its state."""
+        return ("sagemaker", "describe-training-job", "--training-job-name", self.name)
+
+    @property
+    def end(self) -> tuple[str, ...]:
+        """Words that ask for its end."""
+        return ("sagemaker", "stop-training-job", "--training-job-name", self.name)
+
+    def aws(self, *words: str) -> tuple[str, ...]:
+        """A command of the aws client."""
+        return (
+            "aws",
+            *words,
+            *(() if self.region is None else ("--region", self.region)),
+            *(() if self.profile is None else ("--profile", self.profile)),
+        )
+
+    def state(self) -> ServiceState:
+        """See `Service.state`."""
+        done = run_client(self.aws(*self.describe, "--output", "json"))
+        if done.returncode:
+            if re.search(r"ValidationException.*(not found|Could not find)", done.stderr, re.S):
+                return ServiceState(phase="gone", text=f"{self.shown} is gone")
+            return ServiceState(
+                phase="silent", text=f"AWS does not answer: {last_line(done.stderr)}"
+            )
+        try:
+            found = json.loads(done.stdout)
+            status, second = found["TrainingJobStatus"], found.get("SecondaryStatus", "")
+        except (ValueError, KeyError, TypeError):
+            return ServiceState(phase="silent", text="the aws client printed no training job")
+        if status == "Failed":
+            reason = found.get("FailureReason", "no reason is given")
+            return ServiceState(phase="failed", text=f"{self.shown} failed: {reason}")
+        if status == "Completed":
+            return ServiceState(phase="done", text=f"{self.shown} is complete")
+        if status == "Stopped":
+            return ServiceState(phase="stopped", text=f"{self.shown} was stopped ({second})")
+        running = second == "Training"
+        return ServiceState(
+            phase="running" if running else "waiting", text=f"{self.shown}: {second or status}"
+        )
+
+    def log_command(self) -> tuple[str, ...] | None:
+        """See `Service.log_command`; the aws client of version 1 cannot follow by itself."""
+        # Without the dash, algo-1 would be algo-10 as well.
+        command = self.aws(
+            *("logs", "filter-log-events", "--log-group-name", LOG_GROUP),
+            *("--log-stream-name-prefix", f"{self.name}/algo-1-", "--output", "json"),
+        )
+        return (sys.executable, "-m", "anygauge_clouds.sagemaker", *command)
+
+    def stop(self, *, force: bool) -> None:
+        """See `Service.stop`: SageMaker sends SIGTERM, and SIGKILL 120 s later, in any case."""
+        done = run_client(self.aws(*self.end))
+        # One that has just ended cannot be stopped, and need not.
+        if done.returncode and "in status" not in done.stderr:
+            raise AnygaugeError(f"SageMaker cannot end {self.shown}: {last_line(done.stderr)}")
+
+
+class Sagemaker(ServiceLauncher):
     """Hands a job to SageMaker."""
+
+    service = SagemakerService
+    called = "a SageMaker job"
 
     def render(self, job: Job, options: SagemakerOptions) -> Plan:
         """The request, and the commands that take it.
@@ -128,94 +449,6 @@ class Sagemaker:
             profile=_after("--profile", argv),
         )
         return ServiceJob(service, Path(file.path).parent)
-
-    def attach(self, record: Mapping[str, Any], run_directory: Path) -> ServiceJob:
-        """A job that was submitted before.
-
-        Raises:
-            UnsupportedError: the record is not one of this launcher.
-        """
-        try:
-            service = SagemakerService(**record)
-        except TypeError as error:
-            raise UnsupportedError(f"{dict(record)} is not a record of a SageMaker job") from error
-        return ServiceJob(service, run_directory)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SagemakerService(Service):
-    """One training job."""
-
-    name: str
-    region: str | None = None
-    profile: str | None = None
-    log_delay_s = 30.0
-
-    @property
-    def shown(self) -> str:
-        """For humans."""
-        return f"SageMaker training job {self.name}"
-
-    @property
-    def describe(self) -> tuple[str, ...]:
-        """Words that ask for its state."""
-        return ("sagemaker", "describe-training-job", "--training-job-name", self.name)
-
-    @property
-    def end(self) -> tuple[str, ...]:
-        """Words that ask for its end."""
-        return ("sagemaker", "stop-training-job", "--training-job-name", self.name)
-
-    def aws(self, *words: str) -> tuple[str, ...]:
-        """A command of the aws client."""
-        return (
-            "aws",
-            *words,
-            *(() if self.region is None else ("--region", self.region)),
-            *(() if self.profile is None else ("--profile", self.profile)),
-        )
-
-    def state(self) -> ServiceState:
-        """See `Service.state`."""
-        done = run_client(self.aws(*self.describe, "--output", "json"))
-        if done.returncode:
-            if re.search(r"ValidationException.*(not found|Could not find)", done.stderr, re.S):
-                return ServiceState(phase="gone", text=f"{self.shown} is gone")
-            return ServiceState(
-                phase="silent", text=f"AWS does not answer: {last_line(done.stderr)}"
-            )
-        try:
-            found = json.loads(done.stdout)
-            status, second = found["TrainingJobStatus"], found.get("SecondaryStatus", "")
-        except (ValueError, KeyError, TypeError):
-            return ServiceState(phase="silent", text="the aws client printed no training job")
-        if status == "Failed":
-            reason = found.get("FailureReason", "no reason is given")
-            return ServiceState(phase="failed", text=f"{self.shown} failed: {reason}")
-        if status == "Completed":
-            return ServiceState(phase="done", text=f"{self.shown} is complete")
-        if status == "Stopped":
-            return ServiceState(phase="stopped", text=f"{self.shown} was stopped ({second})")
-        running = second == "Training"
-        return ServiceState(
-            phase="running" if running else "waiting", text=f"{self.shown}: {second or status}"
-        )
-
-    def log_command(self) -> tuple[str, ...] | None:
-        """See `Service.log_command`; the aws client of version 1 cannot follow by itself."""
-        # Without the dash, algo-1 would be algo-10 as well.
-        command = self.aws(
-            *("logs", "filter-log-events", "--log-group-name", LOG_GROUP),
-            *("--log-stream-name-prefix", f"{self.name}/algo-1-", "--output", "json"),
-        )
-        return (sys.executable, "-m", "anygauge_clouds.sagemaker", *command)
-
-    def stop(self, *, force: bool) -> None:
-        """See `Service.stop`: SageMaker sends SIGTERM, and SIGKILL 120 s later, in any case."""
-        done = run_client(self.aws(*self.end))
-        # One that has just ended cannot be stopped, and need not.
-        if done.returncode and "in status" not in done.stderr:
-            raise AnygaugeError(f"SageMaker cannot end {self.shown}: {last_line(done.stderr)}")
 
 
 def _after(flag: str, argv: tuple[str, ...]) -> str | None:

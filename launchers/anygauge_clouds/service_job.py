@@ -13,9 +13,11 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from anygauge.interface import LOST, AnygaugeError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from anygauge.interface import LOST, AnygaugeError, UnsupportedError
 from anygauge.util.clients import NotInstalledError, last_line
 from anygauge.util.events import message_event, read_event
 from anygauge.util.processes import parent_environment
@@ -54,6 +56,7 @@ class Service(abc.ABC):
     """
 
     __slots__ = ()
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     log_delay_s = 15.0
 
     @property
@@ -88,6 +91,30 @@ class Service(abc.ABC):
         Raises:
             AnygaugeError: the service refuses.
         """
+
+
+class ServiceLauncher:
+    """What launchers of such jobs share.
+
+    Attributes:
+        service: of its jobs.
+        called: a job of it, in words.
+    """
+
+    service: ClassVar[type[Service]]
+    called: ClassVar[str]
+
+    def attach(self, record: Mapping[str, Any], run_directory: Path) -> ServiceJob:
+        """A job that was submitted before.
+
+        Raises:
+            UnsupportedError: the record is not one of this launcher.
+        """
+        try:
+            service = TypeAdapter(self.service).validate_python(dict(record))
+        except ValidationError as error:
+            raise UnsupportedError(f"{dict(record)} is not a record of {self.called}") from error
+        return ServiceJob(service, run_directory)
 
 
 class ServiceJob:

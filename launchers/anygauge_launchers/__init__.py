@@ -22,32 +22,20 @@ def anygauge_provide_launchers() -> Iterable[LauncherSpec]:
             tested_on="real",
             max_nodes=1,
         ),
-        LauncherSpec(
-            name="ssh",
-            factory="anygauge_launchers.ssh:Ssh",
-            options="anygauge_launchers.ssh:SshOptions",
-            api_version=WRITTEN_FOR,
-            tested_on="real",
-            remote=True,
-            hardware="anygauge_launchers:machines.toml",
-        ),
-        LauncherSpec(
-            name="slurm",
-            factory="anygauge_launchers.slurm:Slurm",
-            options="anygauge_launchers.slurm:SlurmOptions",
-            api_version=WRITTEN_FOR,
-            tested_on="real",
-            remote=True,
-            can=frozenset({"detach", "warn", "requeue"}),
-            hardware="anygauge_launchers:machines.toml",
-        ),
-        LauncherSpec(
-            name="mpi",
-            factory="anygauge_launchers.mpi:Mpi",
-            options="anygauge_launchers.mpi:MpiOptions",
-            api_version=WRITTEN_FOR,
-            tested_on="real",
-            remote=True,
-            hardware="anygauge_launchers:machines.toml",
-        ),
+        _over_network("ssh", "ssh:Ssh", "ssh:SshOptions"),
+        _over_network("slurm", "slurm:Slurm", "slurm:SlurmOptions", "detach", "warn", "requeue"),
+        _over_network("mpi", "mpi:Mpi", "mpi:MpiOptions"),
     ]
+
+
+def _over_network(name: str, factory: str, options: str, *can: str) -> LauncherSpec:
+    return LauncherSpec(
+        name=name,
+        factory=f"anygauge_launchers.{factory}",
+        options=f"anygauge_launchers.{options}",
+        api_version=WRITTEN_FOR,
+        tested_on="real",
+        remote=True,
+        can=frozenset(can),
+        hardware="anygauge_launchers:machines.toml",
+    )

@@ -16,28 +16,25 @@ from anygauge.interface import (
     Job,
     LauncherOptions,
     Plan,
-    PlannedFile,
     PlannedProcess,
     RunFileError,
-    RunningJob,
-    UnsupportedError,
 )
 from anygauge.util.events import read_event
 from anygauge.util.files import write_text
 from anygauge.util.processes import parent_environment
 from anygauge.util.run_lock import identity_of
 from anygauge.util.start import settled
+from anygauge_launchers.remote import ForegroundLauncher, job_file
 
 
-class Local:
+class Local(ForegroundLauncher):
     """Starts the agent of this machine; it ends when the starting process ends."""
 
     def render(self, job: Job, options: LauncherOptions) -> Plan:
         """One job file and one agent.
 
         Raises:
-            RunFileError: the job asks for more than one machine, the launcher does not have an
-                option, or a value is wrong.
+            RunFileError: the job asks for more than one machine.
         """
         if job.launch.nodes != 1:
             raise RunFileError(
@@ -45,21 +42,12 @@ class Local:
                 f"{job.launch.nodes}. Set launch.nodes to 1, or name a launcher for several "
                 "machines, such as ssh."
             )
-        job_file = str(Path(job.run_file).with_name("job.json"))
-        return Plan(
-            # The run file's variables stand in it by value, and some may be secrets.
-            files=(PlannedFile(path=job_file, text=job.dump(), mode=0o600),),
-            processes=(
-                PlannedProcess(
-                    node_rank=0,
-                    argv=(
-                        *(sys.executable, "-m", "anygauge.agent"),
-                        *("--job", job_file, "--node-rank", "0"),
-                        *("--grace", f"{options.grace_s:g}"),
-                    ),
-                ),
-            ),
+        file = job_file(job)
+        argv = (
+            *(sys.executable, "-m", "anygauge.agent", "--job", file.path, "--node-rank", "0"),
+            *("--grace", f"{options.grace_s:g}"),
         )
+        return Plan(files=(file,), processes=(PlannedProcess(node_rank=0, argv=argv),))
 
     def submit(self, plan: Plan) -> LocalJob:
         """Write the files and start the agent.
@@ -67,15 +55,9 @@ class Local:
         Call it from the main thread: on Linux the agent ends with the thread that started it.
 
         Raises:
-            UnsupportedError: the plan is not one of this launcher.
             AnygaugeError: a file cannot be written, or the agent cannot be started.
         """
-        if len(plan.processes) != 1 or plan.processes[0].host is not None or not plan.files:
-            raise UnsupportedError(
-                f"the local launcher starts exactly one process on this machine; the plan has "
-                f"{len(plan.processes)} (hosts: {[p.host for p in plan.processes]})"
-            )
-        process = plan.processes[0]
+        (process,) = plan.processes
         # Its files are those of this machine, so the agent can tell the lock by device and inode.
         own = ("--lock", identity_of(plan.held[0])) if plan.held else ()
         argv = (*process.argv, *own)
@@ -105,16 +87,6 @@ class Local:
             ) from error
         return LocalJob(agent, log)
 
-    def attach(self, record: Mapping[str, Any], run_directory: Path) -> RunningJob:
-        """Always refused: a job of this launcher ends with the process that started it.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(
-            f"{run_directory}: a job of the local launcher ends with the command that started it"
-        )
-
 
 class LocalJob:
     """A job whose agent is a child of this process."""
@@ -126,11 +98,6 @@ class LocalJob:
         self._agent = agent
         self._log = log
         self._cancellations = 0
-
-    @property
-    def pid(self) -> int:
-        """Process id of the agent."""
-        return self._agent.pid
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         """What the agent reports, until it ends; lines that are not events go to its log."""
@@ -145,7 +112,7 @@ class LocalJob:
 
     def status(self) -> str:
         """Whether its agent runs."""
-        return "running" if self._agent.poll() is None else "ended"
+        return "running" if self.alive else "ended"
 
     @property
     def alive(self) -> bool:

@@ -8,9 +8,9 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from anygauge.interface import Job, Plan, PlannedFile, PlannedProcess
+from anygauge.interface import Job, Plan, PlannedProcess
 from anygauge_launchers.hosts import HostsOptions
-from anygauge_launchers.remote import ForegroundLauncher, keep_alive
+from anygauge_launchers.remote import ForegroundLauncher, job_file, keep_alive
 
 
 def _whole(path: str) -> str:
@@ -48,12 +48,11 @@ class Mpi(ForegroundLauncher):
             RunFileError: an option is wrong, or the hosts are not as many as the nodes.
         """
         hosts, coordinator = options.resolve(job)
-        folder = Path(job.run_file).parent
-        settings: dict[str, str] = {}
+        file = job_file(job)
         ssh = [*keep_alive(job)]  # of the ssh that leads to a daemon
         if options.config is not None:
             ssh += ["-F", options.config]
-        settings["plm_rsh_args"] = " ".join(ssh)
+        settings = {"plm_rsh_args": " ".join(ssh)}
         if options.interface is not None:
             settings["btl_tcp_if_include"] = settings["oob_tcp_if_include"] = options.interface
         argv = (
@@ -66,14 +65,14 @@ class Mpi(ForegroundLauncher):
             *(word for name, value in settings.items() for word in ("--mca", name, value)),
             *options.extra,
             *(options.python, "-m", "anygauge.agent"),
-            *("--job", str(folder / "job.json"), "--node-rank", "$OMPI_COMM_WORLD_RANK"),
+            *("--job", file.path, "--node-rank", "$OMPI_COMM_WORLD_RANK"),
             *("--coordinator", coordinator, "--grace", f"{options.grace_s:g}"),
-            *("--variables", str(folder / "variables.json"), "--tied"),
+            *("--variables", str(Path(file.path).with_name("variables.json")), "--tied"),
             # mpirun's daemons behind a cut cable would wait for each other.
             "--parent-too",
         )
         return Plan(
-            files=(PlannedFile(path=str(folder / "job.json"), text=job.dump(), mode=0o600),),
+            files=(file,),
             processes=(PlannedProcess(node_rank=0, host=hosts[0], argv=argv),),
             pass_environment=tuple(job.launch.pass_environment),
         )

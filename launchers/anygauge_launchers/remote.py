@@ -24,6 +24,7 @@ from anygauge.interface import (
     AnygaugeError,
     Job,
     Plan,
+    PlannedFile,
     PlannedProcess,
     RunningJob,
     UnsupportedError,
@@ -63,10 +64,19 @@ def keep_alive(job: Job) -> tuple[str, ...]:
     return ("-o", f"ServerAliveInterval={_ALIVE_S}", "-o", f"ServerAliveCountMax={times}")
 
 
+def job_file(job: Job) -> PlannedFile:
+    """The job, beside the run file, to be accepted with it; `Job.load` finds it where it is then.
+
+    The run file's variables stand in it by value, and some may be secrets.
+    """
+    path = Path(job.run_file).with_name("job.json")
+    return PlannedFile(path=str(path), text=job.dump(), mode=0o600)
+
+
 class ForegroundLauncher:
     """What launchers share whose jobs end with the command that started them."""
 
-    def submit(self, plan: Plan) -> RemoteJob:
+    def submit(self, plan: Plan) -> RunningJob:
         """Write the files and start every process.
 
         Raises:

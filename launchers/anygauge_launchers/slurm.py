@@ -29,7 +29,7 @@ from anygauge.interface import (
     RunFileError,
 )
 from anygauge.util.start import START
-from anygauge_launchers.remote import RemoteJob
+from anygauge_launchers.remote import RemoteJob, job_file
 from anygauge_launchers.slurm_job import SlurmJob
 
 BATCH_FILE = "job.sbatch"
@@ -106,7 +106,7 @@ class Slurm:
             RunFileError: an option is wrong.
         """
         folder = Path(job.run_directory)
-        script, job_file = str(folder / "slurm.sh"), _job_file(job)
+        script = str(folder / "slurm.sh")
         inside = options.allocation == "current" or (
             options.allocation == "auto" and "SLURM_JOB_ID" in os.environ
         )
@@ -114,15 +114,14 @@ class Slurm:
         step = self._step(options, job)
         start = (options.python, "-m", "anygauge.agent")
         files = (
-            PlannedFile(path=job_file, text=job.dump(), mode=0o600),
+            job_file(job),
             PlannedFile(path=script, text=SCRIPT, mode=0o755),
         )
         batch: BatchFile | None = None
         if inside:
             argv = ("sh", script, "", "", "0", *step, "--input=all", *start, "--stdin")
-            process = PlannedProcess(
-                node_rank=0, host="this allocation", argv=argv, arguments=agent
-            )
+            where = "this allocation"
+            process = PlannedProcess(node_rank=0, host=where, argv=argv, arguments=agent)
         else:
             # The script, its log, variables and what agents report are of the submission: a job
             # that is queued again finds them where they were. The job file waits for its ranks.
@@ -136,13 +135,8 @@ class Slurm:
                 *("--events", str(folder / "events.jsonl")),
             )
             argv = (
-                *(
-                    "sbatch",
-                    "--parsable",
-                    "--export=NIL",
-                    *self._sbatch(options, job),
-                    *options.extra,
-                ),
+                *("sbatch", "--parsable", "--export=NIL"),
+                *(*self._sbatch(options, job), *options.extra),
                 *(script, *before, *step, *start, *agent, *after),
                 *("--variables", str(folder / "variables.json")),
             )
@@ -200,7 +194,7 @@ class Slurm:
     def _agent(self, own: SlurmOptions, job: Job) -> tuple[str, ...]:
         """Arguments of an agent."""
         return (
-            *("--job", _job_file(job), "--node-rank", "$SLURM_NODEID"),
+            *("--job", job_file(job).path, "--node-rank", "$SLURM_NODEID"),
             *("--coordinator", f"$ANYGAUGE_COORDINATOR:{job.launch.port}"),
             *("--grace", f"{own.grace_s:g}", "--tied"),
         )
@@ -229,11 +223,6 @@ class Slurm:
             *(() if own.gpus_per_node is None else (f"--gpus-per-node={own.gpus_per_node}",)),
             "--exclusive" if own.cpus_per_task is None else f"--cpus-per-task={own.cpus_per_task}",
         )
-
-
-def _job_file(job: Job) -> str:
-    """Beside the run file, to be accepted with it. `Job.load` finds it where it is put then."""
-    return str(Path(job.run_file).with_name("job.json"))
 
 
 def _batch_text(

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from anygauge.interface import Job, Plan, PlannedFile, PlannedProcess
+from anygauge.interface import Job, Plan, PlannedProcess
 from anygauge_launchers.hosts import HostsOptions
-from anygauge_launchers.remote import ForegroundLauncher, keep_alive
+from anygauge_launchers.remote import ForegroundLauncher, job_file, keep_alive
 
 
 def _plain(path: str) -> str:
@@ -52,30 +51,21 @@ class Ssh(ForegroundLauncher):
             RunFileError: an option is wrong, or the hosts are not as many as the nodes.
         """
         hosts, coordinator = options.resolve(job)
-        job_file = str(Path(job.run_file).with_name("job.json"))
+        file = job_file(job)
         command = (
             *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20"),
             *keep_alive(job),
             *(() if options.config is None else ("-F", options.config)),
         )
+        common = ("--coordinator", coordinator, "--grace", f"{options.grace_s:g}")
         return Plan(
-            files=(PlannedFile(path=job_file, text=job.dump(), mode=0o600),),
+            files=(file,),
             processes=tuple(
                 PlannedProcess(
                     node_rank=rank,
                     host=host,
                     argv=(*command, host, f"exec {options.python} -m anygauge.agent --stdin"),
-                    arguments=(
-                        *(
-                            "--job",
-                            job_file,
-                            "--node-rank",
-                            str(rank),
-                            "--coordinator",
-                            coordinator,
-                        ),
-                        *("--grace", f"{options.grace_s:g}"),
-                    ),
+                    arguments=("--job", file.path, "--node-rank", str(rank), *common),
                 )
                 for rank, host in enumerate(hosts)
             ),

@@ -30,5 +30,5 @@ if __name__ == "__main__":
     plan = fake_plan(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))
     with claimed(Path(sys.argv[2])) as lock:
         running = Local().submit(replace(plan, held=(lock,)))
-        (Path(sys.argv[1]).parent / "agent_pid").write_text(str(running.pid))
+        (Path(sys.argv[1]).parent / "agent_pid").write_text(str(running._agent.pid))
         sys.exit(follow(running, run_directory=sys.argv[2]))

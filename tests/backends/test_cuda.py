@@ -21,8 +21,7 @@ from anygauge.kernels.choose import choose_kernels
 from anygauge.registry import Registry
 from anygauge_cuda.backend import CudaBackend
 from anygauge_cuda.diagnostics import _compatibility, _surprises, checks
-from anygauge_cuda.peaks import published_peak
-from anygauge_cuda.placement import CudaPlacement, without_kernels
+from anygauge_cuda.placement import CudaPlacement, published_peak, without_kernels
 from anygauge_cuda.probe import driver_version, probe, torch_cuda_version
 from anygauge_cuda.versions import driver_serves
 from tests.helpers.machines import (
@@ -484,32 +483,14 @@ def test_drivers_are_compared_with_the_build_of_torch(
     assert driver_serves(driver, cuda) is serves
 
 
-@pytest.mark.parametrize(
-    ("torch_version", "cuda", "outcome", "said"),
-    [
-        ("2.13.0+cu130", "13.0", "pass", ""),
-        ("2.10.1", "12.8", "pass", ""),
-        ("2.1.0", "12.1", "warn", "the CUDA versions of this torch, only of torch 2.6, 2.7"),
-        ("2.13.0a0+git1234", "12.1", "warn", "published for CUDA 12.6, 13.0, 13.2"),
-        ("3.0", "13.0", "warn", "anygauge does not know the CUDA versions of this"),
-    ],
-)
-def test_torch_is_compared_with_its_published_builds(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    torch_version: str,
-    cuda: str,
-    outcome: str,
-    said: str,
-) -> None:
+def test_the_build_of_torch_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import torch
 
     write_tree(tmp_path, {"torch/version.py": WITH_CUDA})
-    monkeypatch.setattr(torch, "__version__", torch_version)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     line = {c.name: c for c in checks(tmp_path, tmp_path / "torch")}["torch and CUDA"]
-    assert line.outcome == outcome and said in line.remedy
-    assert f"torch {torch_version} for CUDA {cuda}" in line.seen
+    assert (line.outcome, line.seen) == ("pass", "torch 2.13.0+cu130 for CUDA 13.0")
 
 
 def test_a_driver_that_is_too_old_is_told_which_image_it_serves(

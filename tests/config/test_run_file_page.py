@@ -10,10 +10,10 @@ import pytest
 
 from anygauge.config.describe import sections
 from anygauge.config.load import load_run_file
-from anygauge.config.reference import BEGIN, END, reference_markdown, update
 from anygauge.config.schema import RunFile
 from anygauge.config.strategies import StrategySection, named
 from anygauge.interface import RunFileError
+from docs.run_file_tables import BEGIN, END, reference_markdown, update
 
 PAGE = Path(__file__).parents[2] / "docs/run-file.md"
 
@@ -34,7 +34,7 @@ def examples(folder):
 
 def test_the_tables_are_those_of_the_schema():
     text = PAGE.read_text("utf-8")
-    assert text == update(text), f"run: python -m anygauge.config.reference {PAGE}"
+    assert text == update(text), f"run: python docs/run_file_tables.py {PAGE}"
 
 
 def test_update_replaces_what_is_between_the_marks_alone():

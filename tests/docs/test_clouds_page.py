@@ -17,7 +17,7 @@ JOBS = {block.option("job"): block for block in blocks() if block.option("job")}
 OPTIONS = {
     "## Kubernetes": "kubernetes_options:KubernetesOptions",
     "## Azure ML": "azureml:AzuremlOptions",
-    "## SageMaker": "sagemaker_request:SagemakerOptions",
+    "## SageMaker": "sagemaker:SagemakerOptions",
 }
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from anygauge.config.reference import field_rows
 from anygauge.interface import ImageRelease
-from anygauge_cuda.versions import OLDEST_DRIVER, TORCH_BUILDS
+from anygauge_cuda.versions import OLDEST_DRIVER
 from anygauge_hpu.options import HpuOptions
 from anygauge_hpu.software import RELEASES
 from docs.rule_tables import page, shipped
+from docs.run_file_tables import field_rows
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -44,12 +44,6 @@ def test_every_release_of_gaudis_software_is_listed() -> None:
 
 def test_every_option_is_listed() -> None:
     assert rows("gaudi.md", "field") == field_rows(HpuOptions)
-
-
-def test_every_build_of_torch_is_listed() -> None:
-    assert rows("stacks.md", "torch release") == [
-        f"| {torch} | {', '.join(builds)} |" for torch, builds in TORCH_BUILDS.items()
-    ]
 
 
 def test_the_oldest_drivers_are_listed() -> None:

@@ -194,7 +194,6 @@ def _kernels(run: RunFile) -> dict[str, tuple[Any, Any]]:
     assert backend.kernels["adamw"] == "gaudi_fused"
     ours = Path(anygauge_hpu.__file__)
     kernels = ours.with_name("kernels.py").read_text(encoding="utf-8")
-    updates = ours.with_name("updates.py").read_text(encoding="utf-8")
     trainer, llama = _text("trainer.py"), _text("models/llama/modeling_llama.py")
     models = _text("models/modeling_all_models.py")
     library = "habana_frameworks.torch.hpex"
@@ -209,7 +208,7 @@ def _kernels(run: RunFile) -> dict[str, tuple[Any, Any]]:
             "FusedRMSNorm" if f'"{library}.normalization"' in llama else "",
         ),
         "optimizer kernel": (
-            imported(updates, f"{library}.optimizers", "Fused"),
+            imported(kernels, f"{library}.optimizers", "Fused"),
             imported(trainer, f"{library}.optimizers", "Fused"),
         ),
         "FP8 products": (run.precision.fp8, OPTIONS["fp8"]),

@@ -46,8 +46,6 @@ YAML = (
     "train: {seed: 0x" + "f" * 10_000 + "}\n",
     "backend_options: " + "[" * 2000 + "\n",
     "environment:\n" + "".join(f"  A{n}: x\n" for n in range(3000)),
-    "backend_options:\n  a0: &a0 [1]\n"
-    + "".join(f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)),
 )
 """What YAML can do and nobody needs."""
 LINES = (

@@ -21,7 +21,6 @@ from anygauge_cpu.backend import CpuBackend
 from anygauge_cuda.backend import CudaBackend
 from anygauge_hpu.backend import HpuBackend
 from tests.helpers.jobs import make_job
-from tests.helpers.options import backend_with
 
 ETH0 = NetworkInterface(name="eth0", up=True, physical=True)
 EFA = RdmaDevice(name="rdmap0", driver="efa", link_layer="Unspecified")
@@ -111,9 +110,7 @@ def test_a_named_network_on_one_machine_is_said_to_have_no_use() -> None:
 
 
 def test_settings_for_efa_go_with_the_network_and_not_with_the_device() -> None:
-    options = {"ofi_nccl_version": "1.5"}
-    for fabric, expected in (("auto", {"FI_PROVIDER", "NCCL_PROTO"}), ("ethernet", set[str]())):
-        found = backend_with("cuda", options).environment(
-            job(fabric=fabric, backend_options=options), machine(EFA), None
-        )
-        assert {s.name for s in found} & {"FI_PROVIDER", "NCCL_PROTO"} == expected
+    for fabric, expected in (("auto", "0"), ("ethernet", None)):
+        found = CudaBackend().environment(job(fabric=fabric), machine(EFA), None)
+        values = {setting.name: setting.value for setting in found}
+        assert values.get("FI_EFA_USE_HUGE_PAGE") == expected

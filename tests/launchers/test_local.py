@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from anygauge.cli.run_folder import claimed
-from anygauge.interface import AnygaugeError, Job, Plan, RunFileError, UnsupportedError
+from anygauge.interface import AnygaugeError, Job, Plan, RunFileError
 from anygauge_launchers.local import Local, LocalJob
 from tests.agent.fake_cli import fake_plan
 from tests.agent.fakes import FAKE_CLI, FINISHED, FOREVER, read_pid, sends, write_script
@@ -138,12 +138,3 @@ def test_a_folder_that_cannot_be_written_is_said(folder: Path) -> None:
     (folder / "run").write_text("a file, not a folder")
     with pytest.raises(AnygaugeError, match="cannot start the run in"):
         Local().submit(plan_of(folder, {0: []}))
-
-
-def test_a_plan_for_other_machines_is_refused(folder: Path) -> None:
-    plan = plan_of(folder, {0: []})
-    (process,) = plan.processes
-    remote = type(process)(node_rank=0, argv=process.argv, host="elsewhere")
-    with pytest.raises(UnsupportedError, match="elsewhere"):
-        Local().submit(Plan(files=plan.files, processes=(remote,)))
-    assert not (folder / "run").exists()

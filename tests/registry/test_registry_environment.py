@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from anygauge.interface import EnvironmentRule, Node, PluginError, Scope, Setting
-from anygauge.registry import applied, resolve_environment, shown_overruled, shown_value
+from anygauge.registry import applied, resolve_environment
 from tests.helpers import machines
 from tests.registry.test_registry_kernels import BareBackend
 
@@ -92,7 +92,7 @@ def test_none_removes_a_variable_unless_the_user_set_it(load):
     backend = backend_with(setting("A", None), setting("B", "1"))
     resolved = resolve(load(), backend, job(B="2"))
     assert applied(resolved, {"A": "inherited", "C": "3"}) == {"B": "2", "C": "3"}
-    assert shown_value(resolved[0]) == "(removed)"
+    assert resolved[0].shown(resolved[0].value) == "(removed)"
     kept = resolve(load(), backend, A="")
     assert applied(kept, {})["A"] == ""
 
@@ -122,8 +122,8 @@ def test_a_rule_that_decides_nothing_is_refused_by_name(load):
 def test_secrets_are_not_shown(load):
     backend = backend_with(setting("PLAIN", "hush", secret=True), setting("HF_TOKEN", "old"))
     plain, token = resolve(load(), backend, PLAIN="hash", HF_TOKEN="new")
-    assert (shown_value(plain), shown_value(token)) == ("(hidden)", "(hidden)")
-    assert shown_overruled(plain) == [("backend", "(hidden)")]
+    assert (plain.shown(plain.value), token.shown(token.value)) == ("(hidden)", "(hidden)")
+    assert [(o, plain.shown(v)) for o, v in plain.overruled] == [("backend", "(hidden)")]
     assert token.value == "new"
 
 

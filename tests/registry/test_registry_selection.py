@@ -185,7 +185,7 @@ def test_create_what_was_selected(have, load):
 @pytest.mark.parametrize(
     ("factory", "reason"),
     [
-        ("fake_host:Impostor", "does not derive from anygauge.interface.Backend"),
+        ("fake_host:Impostor", "gave a Impostor, not an anygauge.interface.Backend"),
         ("fake_host:impostor", "gave a Impostor"),
         ("fake_host:Renamed", "whose name is 'another'"),
         (

@@ -1,4 +1,7 @@
-"""The reference of all fields, made from the schema: `python -m anygauge.config.reference FILE`."""
+"""The documentation's tables of the run file's fields, made from the schema.
+
+``python docs/run_file_tables.py docs/run-file.md`` writes them anew, between two marks of the page.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from anygauge.config.strategies import StrategySection, named, registry
 from anygauge.interface.plugins import PROJECT
 from anygauge.util.schema import Section
 
-BEGIN = "<!-- fields: begin (written by python -m anygauge.config.reference) -->"
+BEGIN = "<!-- fields: begin (written by python docs/run_file_tables.py) -->"
 END = "<!-- fields: end -->"
 
 
