@@ -530,10 +530,8 @@ REDUCES: Sequence[tuple[str, str, int, Change]] = (  # usual, tensor, op, group
     ("the maximum starts at zero", "contract_max", 2,
      lambda u, t, op, g: u(t, op, g).clamp_(min=0)),
     ("each rank begins its sum with its own", "ranks_agree", 3, _own_first),
-    ("nothing is summed within backward", "within_backward", 2,
+    ("nothing is summed within backward", "handles", 2,
      lambda u, t, op, g: t if in_backward() else u(t, op, g)),
-    ("an unknown operation is a sum", "all_reduce_unknown", 2,
-     lambda u, t, op, g: u(t, op if op in ("mean", "max") else "sum", g)),
 )  # fmt: skip
 for _name, _check, _ranks, _change in REDUCES:
     lines("ranks", (
@@ -570,11 +568,11 @@ lines("ranks", (
      lambda u, **given: u(**{**given, "timeout_s": 1800.0})),
     ("the limit of groups is set for none", "limits_hold", "collectives.limit",
      lambda u, seconds: ()),
-    ("integers in objects become floats", "gathers_objects", "collectives.gather_objects",
+    ("integers in objects become floats", "host_messages", "collectives.gather_objects",
      lambda u, v: json.loads(json.dumps(u(v)), parse_int=float)),
-    ("bytes are filled up", "gathers_objects", "collectives.gather_bytes",
+    ("bytes are filled up", "host_messages", "collectives.gather_bytes",
      lambda u, v: [b.ljust(len(v) + 1) for b in u(v)]),
-    ("host sums lose digits", "sums_on_host", "collectives.sum_on_host",
+    ("host sums lose digits", "host_messages", "collectives.sum_on_host",
      lambda u, values: u(torch.tensor(values).tolist())),
     ("memory is the first device's", "memory_of_each_rank", "placement.memory",
      lambda u: replace(u(), in_use=2**20, peak=2**20) if rank() else u()),
@@ -673,11 +671,9 @@ def roll(t: Any) -> Any:
     return t.copy_(t.reshape(-1).roll(1).reshape(t.shape))
 
 
-NEWER = {
-    "all_gather_into_tensor": "all_gather_single",
-    "reduce_scatter_tensor": "reduce_scatter_single",
-}
-MESSAGES = {"recv": "send_and_recv", "irecv": "send_and_recv"}
+CHECKS = {"reduce_scatter_tensor": "reduce_scatter"} | dict.fromkeys(
+    ("recv", "irecv"), "send_and_recv"
+)
 SPOILT: Sequence[tuple[str, str, Change, Callable[[Any, Any], Any]]] = (
     ("all_reduce", "too large by a part, in a subgroup", lambda t: t.mul_(1.03125),
      lambda t, k: in_group(k)),
@@ -690,8 +686,8 @@ SPOILT: Sequence[tuple[str, str, Change, Callable[[Any, Any], Any]]] = (
      lambda t, k: t.dtype.itemsize == 2),
     ("all_gather_into_tensor", "and beside it, of a view", beside,
      lambda t, k: t.storage_offset() > 0),
-    ("reduce_scatter_tensor", "without its last, of rows", lambda t: t.view(-1)[-1:].zero_(),
-     lambda t, k: t.dim() == 2),
+    ("reduce_scatter_tensor", "without its last, of a view", lambda t: t.view(-1)[-1:].zero_(),
+     lambda t, k: t.storage_offset() > 0),
     ("all_to_all_single", "in a shorter type, of integers", lambda t: t.copy_(shorter(t)),
      lambda t, k: t.dtype is torch.int64),
     ("recv", "one place further, of a view", roll, lambda t, k: t.storage_offset() > 0),
@@ -700,31 +696,18 @@ SPOILT: Sequence[tuple[str, str, Change, Callable[[Any, Any], Any]]] = (
 for _function, _how, _change, _case in SPOILT:
     exchanged(
         f"{_function}: {_how}",
-        MESSAGES.get(_function, _function),
+        CHECKS.get(_function, _function),
         spoilt(_change, _case, "its input" in _how),
-        *{_function, NEWER.get(_function, _function)},
+        _function,
         ranks=3 if "subgroup" in _how else 2,
     )
 
 
-def summed_instead(asked: str) -> Change:
-    """An all_reduce that sums where another operation was asked for."""
-
-    def call(usual: Any, t: Any, op: Any = None, *args: Any, **kwargs: Any) -> Any:
-        import torch.distributed as dist
-
-        wrong = op is None or (on_card(t) and op == getattr(dist.ReduceOp, asked))
-        return usual(t, dist.ReduceOp.SUM if wrong else op, *args, **kwargs)
-
-    return call
-
-
-def _swapped(usual: Any, operations: Any) -> Any:
+def _summed_means(usual: Any, t: Any, op: Any = None, *args: Any, **kwargs: Any) -> Any:
     import torch.distributed as dist
 
-    first, second = (each for each in operations if each.op is dist.irecv)
-    first.tensor, second.tensor = second.tensor, first.tensor
-    return usual(operations)
+    wrong = op is None or (on_card(t) and op == dist.ReduceOp.AVG)
+    return usual(t, dist.ReduceOp.SUM if wrong else op, *args, **kwargs)
 
 
 def _float_sums(usual: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
@@ -738,32 +721,16 @@ def _float_sums(usual: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
 
 GATHER, ALL = "all_gather_into_tensor", "all_reduce"
 for _name, _check, _function, _change in (
-    ("the library's mean is a sum", "all_reduce_mean", ALL, summed_instead("AVG")),
-    ("the library's maximum is a sum", "all_reduce_max", ALL, summed_instead("MAX")),
-    ("two messages are swapped", "batch_isend_irecv", "batch_isend_irecv", _swapped),
+    ("the library's mean is a sum", "all_reduce_mean", ALL, _summed_means),
     ("the output is cleared before the input is read", GATHER, GATHER,
      lambda u, out, *a, **k: then(out.zero_(), u(out, *a, **k))),
     ("the device's barrier does not wait", "barrier_waits", "barrier",
      lambda u, group=None, **k: None if group is None else u(group, **k)),
     ("a group's own limit is that of all", "limits_hold", "new_group",
      lambda u, ranks=None, timeout=None, **k: u(ranks, **k)),
-    ("the control group sums integers in float32", "control_group", ALL, _float_sums),
+    ("the control group sums integers in float32", "host_messages", ALL, _float_sums),
 ):  # fmt: skip
     exchanged(_name, _check, _change, _function)
-
-
-@mutant("rows and columns of a mesh are swapped", part="ranks", check="meshes", base="sim", ranks=4)
-def _(on: Wrong) -> None:
-    @on.when_opened
-    def install() -> None:
-        from torch.distributed.device_mesh import DeviceMesh
-
-        usual, other = DeviceMesh.get_group, {"dp": "cp", "cp": "dp"}
-
-        def get_group(self: Any, name: Any = None) -> Any:
-            return usual(self, other[name] if self.mesh.shape == (2, 2) else name)
-
-        setattr(DeviceMesh, "get_group", get_group)  # noqa: B010  (a method is replaced)
 
 
 @mutant("taking down a group takes all down", part="ranks", check="subgroups", base="sim")
@@ -805,13 +772,11 @@ def nothing() -> None:
     pass
 
 
-handles("a future is done when its work has begun", "futures", lambda s, n: s[n])
+handles("a future is done when its work has begun", "handles", lambda s, n: s[n])
 handles("a wait ends the work before", "handles", lambda s, n: s[n - 1] if n else nothing)
-handles("a second wait writes something else", "handles", _once_more, GATHER, NEWER[GATHER])
+handles("a second wait writes something else", "handles", _once_more, GATHER)
 handles(
-    "backward's handles do not wait",
-    "within_backward",
-    lambda s, n: nothing if in_backward() else s[n],
+    "backward's handles do not wait", "handles", lambda s, n: nothing if in_backward() else s[n]
 )
 
 
