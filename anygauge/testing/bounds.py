@@ -23,8 +23,6 @@ Arrange = Callable[[torch.Tensor], tuple[torch.Tensor, View]]
 """From values: a tensor that holds them, and how to see them in it."""
 OUTSIDE = 77
 """What stands in memory around a view: it must be neither read nor written."""
-WIDE = 2**40 + 1
-"""Times a small integer it is one that neither 32 bits nor a float32 hold."""
 BIASED = 0.25
 """Largest mean error in roundoffs: rounding to nearest gives 0, truncation about 0.7."""
 ENOUGH = 2**12
@@ -177,18 +175,10 @@ def _stepped(values: torch.Tensor) -> tuple[torch.Tensor, View]:
     return whole, lambda whole: whole[..., 1::2]
 
 
-def _expanded(values: torch.Tensor) -> tuple[torch.Tensor, View]:
-    shape = values.shape
-    return values[:1].clone(), lambda whole: whole.expand(shape)
-
-
-LAYOUTS: dict[str, tuple[Arrange, ...]] = {
-    "contiguous": (_whole,),
-    "transposed": (_transposed,),
-    "sliced": (_sliced,),
-    "every second": (_stepped,),
-    "expanded": (_expanded,),
-    "contiguous with transposed": (_whole, _transposed),
-    "sliced with expanded": (_sliced, _expanded),
+LAYOUTS: dict[str, Arrange] = {
+    "contiguous": _whole,
+    "every second": _stepped,
+    "transposed": _transposed,
+    "sliced": _sliced,
 }
-"""How inputs stand in memory: of several, each takes the next."""
+"""How inputs stand in memory."""

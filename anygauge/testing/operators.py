@@ -34,8 +34,6 @@ FEW = 4
 WHOLE = (torch.int64, torch.bool)
 """Tried beside the types that the device computes in, where OpInfo has them for the operator."""
 UNKNOWN_TO_DEVICES = (torch.float64, torch.complex64, torch.complex128, torch.complex32)
-VIEWS = ("contiguous", "every second", "transposed", "sliced")
-"""How inputs stand in memory: each sample takes the first, and one of the others in turn."""
 FLOOR = {torch.float32: 1e-6, torch.bfloat16: 1e-5, torch.float16: 1e-5}
 """Smallest error that counts; `torch.testing.assert_close` has 1e-5 for each."""
 OF_GRADIENTS = {torch.float32: 5e-5, torch.bfloat16: 4e-2}
@@ -149,13 +147,15 @@ def _queued(
     on: Opened, name: str, info: Any, dtype: torch.dtype
 ) -> Iterator[tuple[str, _Ran, _Ran, _Ran]]:
     """What each sample gives: in words, on the device, in float64 and in its type on the host."""
+    ways = [*LAYOUTS]
     for number, sample in enumerate(_samples(on, info, dtype)):
         forms = [(info.op, False)]
         if name in IN_PLACE and info.inplace_variant and not sample.broadcasts_input:
             forms.append((info.inplace_variant, True))
-        for layout in (VIEWS[0], VIEWS[1 + number % (len(VIEWS) - 1)]):
+        # Each sample lies in memory as usual, and in one of the other ways in turn.
+        for layout in (ways[0], ways[1 + number % (len(ways) - 1)]):
             for function, writes in forms:
-                run = functools.partial(_run, function, sample, LAYOUTS[layout][0], writes=writes)
+                run = functools.partial(_run, function, sample, LAYOUTS[layout], writes=writes)
                 try:
                     same = run(torch.clone, HOST_DEVICE)
                 except Exception:  # what torch refuses on the host, a device may refuse

@@ -205,7 +205,7 @@ def subgroups(on: RankContext) -> None:
     on.backend.placement.synchronize()
     on.collectives.barrier()
     dist.destroy_process_group(later)
-    for ranks, group in (*own.items(), (on.ranks, None)):
+    for ranks, group in (*own.items(), (tuple(on.ranks), None)):
         _sum(on, ranks, group, "after another was taken down")()
 
 

@@ -131,9 +131,8 @@ def filled_one_further(usual: Any, *args: Any, **kwargs: Any) -> Any:
 DIGITS, ROW, LIST = "products_keep_their_digits", "products_of_one_row", "lists_of_tensors"
 SUMS, LEAN, ROWS = "long_sums", "rounding_leans_to_no_side", "wide_rows"
 UPDATES, OFTEN, LENGTHS = "updates_of_many_tensors", "one_index_many_times", "odd_lengths"
-WRITES, ROUND = "forms_that_write", "conversions_round"
-FAR, SPECIAL = "far_places", "special_values"
-DROPOUT, NUMBERS, SAVED = "dropout_is_sound", "random_numbers_are_sound", "every_generator_is_saved"
+WRITES = "forms_that_write"
+DROPOUT, SAVED = "dropout_is_sound", "every_generator_is_saved"
 COPIES, ORDER, OP = "copies_keep_values", "copies_are_ordered", "operator_"
 
 TABLE: Sequence[tuple[str, str, str, Way]] = (
@@ -185,20 +184,9 @@ TABLE: Sequence[tuple[str, str, str, Way]] = (
     ("adding in place goes to the start of memory", WRITES, "add_", lambda usual, x, *a, **k:
      (usual(from_start(x), *a, **k), x)[1]),
     ("a given view with gaps is filled one place further", WRITES, "add", filled_one_further),
-    # Overflow, conversions, integers, far places, what is not a number.
-    ("what overflows becomes the largest number", SPECIAL, "mul", lambda usual, *a:
-     usual(*a).nan_to_num(nan=float("nan"))),
-    ("bfloat16 is float32 cut off", ROUND, "_to_copy", lambda usual, x, **k:
+    ("bfloat16 is float32 cut off", LEAN, "_to_copy", lambda usual, x, **k:
      usual(cut(x, 16) if x.dtype is torch.float32 and k.get("dtype") is torch.bfloat16 else x,
      **k)),
-    ("integers are rounded", ROUND, "_to_copy", lambda usual, x, **k:
-     usual(x.round() if k.get("dtype") is torch.int64 and x.is_floating_point() else x, **k)),
-    ("rows beyond 2^31 elements are counted in 32 bits", FAR, "index_select",
-     lambda usual, x, dim, at: usual(x, dim, (at * x.stride(0) % 2**31) // x.stride(0))),
-    ("a maximum ignores what is not a number", SPECIAL, "maximum", lambda usual, x, y:
-     torch.fmax(x, y)),
-    ("a softmax is not shifted", SPECIAL, "_softmax", lambda usual, x, dim, *a:
-     x.exp() / x.exp().sum(dim, keepdim=True)),
     # What torch's own samples find: strides, offsets, formulas, dimensions, indices, gradients.
     ("strides are forgotten", OP + "nn_functional_silu", "silu", given(as_it_lies)),
     ("an offset in memory is forgotten", OP + "tanh", "tanh", given(from_start)),
@@ -235,14 +223,6 @@ TABLE: Sequence[tuple[str, str, str, Way]] = (
      .repeat(x.numel() // 256 + 1)[: x.numel()].reshape(x.shape))),
     ("the gradient of dropout has no mask", DROPOUT, "native_dropout_backward",
      lambda usual, grad, mask, scale: grad * scale),
-    ("rand has 8 bits", NUMBERS, "rand",
-     lambda usual, *a, **k: (usual(*a, **k) * 256).floor() / 256),
-    ("rand repeats itself after 1024 numbers", NUMBERS, "rand", lambda usual, size, **k:
-     usual([1024], **k).repeat(torch.Size(size).numel() // 1024 + 1)[: torch.Size(size).numel()]),
-    ("randn is 2% too wide", NUMBERS, "randn", result(scaled(1.02))),
-    ("randint never gives its last number", NUMBERS, "randint", lambda usual, low, high, *a, **k:
-     usual(low, high - 1, *a, **k)),
-    ("bernoulli is even", NUMBERS, "bernoulli", given(lambda x: torch.full_like(x, 0.5))),
     ("large dropouts are drawn from the seed again", SAVED, "native_dropout",
      lambda usual, x, rate, train: _masked(x, rate, _fixed(x, rate)) if x.numel() >= 2**22
      else usual(x, rate, train)),
@@ -296,8 +276,6 @@ for _name, _check, _operation, _way in TABLE:
 
 # -- seeds and states of random numbers -----------------------------------------------------------
 
-REFUSED = "wrong_states_are_refused"
-
 
 @wrong_card("states live in the object that gave them", SAVED)
 def _(on: Wrong) -> None:
@@ -324,21 +302,10 @@ def _(on: Wrong) -> None:
         return self.kept
 
 
-@wrong_card("a state of the wrong size is filled up", REFUSED)
-def _(on: Wrong) -> None:
-    @on.method("placement.set_rng_state")
-    def set_rng_state(self: Any, usual: Any, state: Any) -> None:
-        now = self.rng_state()
-        for name, value in state.items():
-            count = min(value.numel(), now[name].numel())
-            now[name][:count] = value[:count]
-        usual(now)
-
-
 # -- copies and memory ----------------------------------------------------------------------------
 
 
-@wrong_card("four staging buffers are used again too early", "queued_copies_stay_apart")
+@wrong_card("four staging buffers are used again too early", "copies_are_ordered")
 def _(on: Wrong) -> None:
     queued: list[Any] = []
 
@@ -371,18 +338,6 @@ def _(on: Wrong) -> None:
             out.copy_(x)
         queued.clear()
         usual()
-
-
-@wrong_card("memory is given out in steps that are too small", "memory_is_not_given_twice")
-def _(on: Wrong) -> None:
-    arenas: dict[Any, list[Any]] = {}
-
-    @on.operation("full")
-    def full(usual: Any, sizes: Any, value: Any, **kwargs: Any) -> Any:
-        count = torch.Size(sizes).numel()
-        arena = arenas.setdefault(kwargs.get("dtype"), [usual([2**23], 0, **kwargs), 0])
-        start, arena[1] = arena[1], arena[1] + count // 16 * 16
-        return arena[0][start : start + count].view(sizes).fill_(value)
 
 
 @mutant("the last tensor of a fused update is left out", part="device", check=UPDATES)
