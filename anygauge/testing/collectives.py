@@ -9,11 +9,11 @@ are in `tests/strategies/collectives.json`.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,6 +73,7 @@ class Call:
     Attributes:
         ranks, group: who takes part; all if the group is None.
         root: of `ranks`, the one that sends or receives, where there is one.
+        op: what the function reduces by.
         made: (on the device, on the host with what it must hold, largest error, what it is): all
             memory of its tensors, and what was returned.
     """
@@ -83,6 +84,7 @@ class Call:
     what: str
     ranks: Sequence[int]
     root: int
+    op: str = ""
     group: Any = None
     made: list[tuple[Tensor, Tensor, Tensor | float, str]] = field(default_factory=list)
 
@@ -94,6 +96,11 @@ class Call:
         if self.case.special and floating and rank % 2:
             found[:3] = torch.tensor([math.nan, math.inf, -math.inf])
         return found
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """Arguments that functions of `torch.distributed` have in common."""
+        return {"group": self.group, "async_op": self.case.waits}
 
     @property
     def mine(self) -> Tensor:
@@ -141,30 +148,26 @@ class Call:
             self.on.same(there, wanted, f"{self.what}, {name}", within)
 
 
-Asked = Callable[..., Any]
-"""Makes a call: gets ``async_op``, returns a handle or None."""
-
-
 @dataclass(frozen=True, slots=True)
 class Function:
     """A line of the table.
 
     Attributes:
         name: of the check, too.
-        prepare: makes the tensors of a call.
+        run: makes the tensors of a call, and makes it; returns its handle where it waits.
         means: what users see where it is wrong, and where vendors usually have the cause.
         operators: torch's own by which it is called, in words.
-        reduces: types are those that have sums.
+        op: what it reduces by: types are those that have sums.
         lacked: a library may refuse it.
         contract: of `Collectives`: it serves gaps, and has no handles.
         grouped: it takes a group.
     """
 
     name: str
-    prepare: Callable[[Call], Asked]
+    run: Callable[[Call], Any]
     means: str
     operators: str = ""
-    reduces: bool = False
+    op: str = ""
     lacked: bool = False
     contract: bool = False
     grouped: bool = True
@@ -173,78 +176,63 @@ class Function:
 OPS = {"sum": "SUM", "mean": "AVG", "max": "MAX"}
 
 
-def _reduced(call: Call, op: str, parts: int = 1) -> tuple[Tensor, Tensor | None]:
+def _reduced(call: Call, parts: int = 1) -> tuple[Tensor, Tensor | None]:
     """(What a reduction gives, its largest error): none but of a mean, which is divided."""
     stacked = torch.stack([call.values(rank, parts) for rank in call.ranks])
-    if op != "mean":
-        return stacked.amax(0) if op == "max" else stacked.sum(0), None
+    if call.op != "mean":
+        return stacked.amax(0) if call.op == "max" else stacked.sum(0), None
     roundings = 1.1 * (len(call.ranks) + 1) * 2.0 ** -BITS[call.dtype]
     return stacked.mean(0), roundings * stacked.abs().sum(0).nan_to_num(0, 0, 0) / len(call.ranks)
 
 
-def _all_reduce(op: str, contract: bool = False) -> Callable[[Call], Asked]:
-    def prepare(call: Call) -> Asked:
-        wanted, within = _reduced(call, op)
-        tensor = call.holds(call.mine, wanted, within=within)
-        if not contract:
-            reduce_op = getattr(dist.ReduceOp, OPS[op])
-            return functools.partial(dist.all_reduce, tensor, op=reduce_op, group=call.group)
-
-        def ask(async_op: bool) -> None:
-            result = call.on.collectives.all_reduce(tensor, op=op, group=call.group)
-            call.returned(result, wanted, within)
-
-        return ask
-
-    return prepare
+def _all_reduce(call: Call) -> Any:
+    wanted, within = _reduced(call)
+    tensor = call.holds(call.mine, wanted, within=within)
+    return dist.all_reduce(tensor, op=getattr(dist.ReduceOp, OPS[call.op]), **call.named)
 
 
-def _contract_broadcast(call: Call) -> Asked:
-    tensor = call.holds(call.mine, call.values(call.root))
-
-    def ask(async_op: bool) -> None:
-        result = call.on.collectives.broadcast(tensor, source=call.root)
-        call.returned(result, call.values(call.root))
-
-    return ask
+def _contract_all_reduce(call: Call) -> None:
+    wanted, within = _reduced(call)
+    tensor = call.holds(call.mine, wanted, within=within)
+    result = call.on.collectives.all_reduce(tensor, op=call.op, group=call.group)
+    call.returned(result, wanted, within)
 
 
-def _contract_all_gather(call: Call) -> Asked:
+def _contract_broadcast(call: Call) -> None:
+    wanted = call.values(call.root)
+    tensor = call.holds(call.mine, wanted)
+    call.returned(call.on.collectives.broadcast(tensor, source=call.root), wanted)
+
+
+def _contract_all_gather(call: Call) -> None:
     tensor = call.input(call.mine)
-
-    def ask(async_op: bool) -> None:
-        parts = call.on.collectives.all_gather(tensor)
-        call.on.hold(len(parts) == len(call.ranks), f"{call.what} gave {len(parts)} parts")
-        for rank, part in zip(call.ranks, parts, strict=False):
-            own = part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-            call.on.hold(not (own and part.numel()), f"{call.what}: a part is the input itself")
-            call.returned(part, call.values(rank))
-
-    return ask
+    parts = call.on.collectives.all_gather(tensor)
+    call.on.hold(len(parts) == len(call.ranks), f"{call.what} gave {len(parts)} parts")
+    for rank, part in zip(call.ranks, parts, strict=False):
+        own = part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        call.on.hold(not (own and part.numel()), f"{call.what}: a part is the input itself")
+        call.returned(part, call.values(rank))
 
 
-def _reduce_scatter_tensor(op: str) -> Callable[[Call], Asked]:
-    def prepare(call: Call) -> Asked:
-        wanted, within = _reduced(call, op, len(call.ranks))
-        part = call.output(call.part(wanted), None if within is None else call.part(within))
-        whole = call.input(call.values(call.on.rank, len(call.ranks)))
-        op_and_group = {"op": getattr(dist.ReduceOp, OPS[op]), "group": call.group}
-        return functools.partial(dist.reduce_scatter_tensor, part, whole, **op_and_group)
-
-    return prepare
+def _reduce_scatter(call: Call) -> Any:
+    wanted, within = _reduced(call, len(call.ranks))
+    part = call.output(call.part(wanted), None if within is None else call.part(within))
+    whole = call.input(call.values(call.on.rank, len(call.ranks)))
+    reduce_op = getattr(dist.ReduceOp, OPS[call.op])
+    return dist.reduce_scatter_tensor(part, whole, op=reduce_op, **call.named)
 
 
-def _broadcast(call: Call) -> Asked:
+def _broadcast(call: Call) -> Any:
     tensor = call.holds(call.mine, call.values(call.root))
-    return functools.partial(dist.broadcast, tensor, src=call.root, group=call.group)
+    return dist.broadcast(tensor, src=call.root, **call.named)
 
 
-def _all_gather(call: Call) -> Asked:
+def _all_gather(call: Call) -> Any:
     parts = [call.output(call.values(rank)) for rank in call.ranks]
-    return functools.partial(dist.all_gather, parts, call.input(call.mine), group=call.group)
+    return dist.all_gather(parts, call.input(call.mine), **call.named)
 
 
-def _all_gather_into_tensor(call: Call) -> Asked:
+def _all_gather_into_tensor(call: Call) -> Any:
     """Now and then the own part is a slice of the result, where an engine keeps its shard."""
     wanted = torch.cat([call.values(rank) for rank in call.ranks])
     held = torch.full_like(wanted, 77)
@@ -253,39 +241,35 @@ def _all_gather_into_tensor(call: Call) -> Asked:
         call.part(held).copy_(call.mine)
     whole = call.holds(held, wanted)
     mine = call.part(whole) if call.case.salt % 2 else call.input(call.mine)
-    return functools.partial(dist.all_gather_into_tensor, whole, mine, group=call.group)
+    return dist.all_gather_into_tensor(whole, mine, **call.named)
 
 
-def _functional_all_gather(call: Call) -> Asked:
+def _functional_all_gather(call: Call) -> None:
     """As DTensor calls it: the result is a new tensor, complete once it was waited for."""
-    wanted = torch.cat([call.values(rank) for rank in call.ranks])
+    group: Any = call.group or dist.group.WORLD
     mine, operators = call.input(call.mine), torch.ops._c10d_functional
-
-    def ask(async_op: bool) -> None:
-        group: Any = call.group or dist.group.WORLD
-        result = operators.all_gather_into_tensor(mine, len(call.ranks), group.group_name)
-        call.returned(operators.wait_tensor(result), wanted)
-
-    return ask
+    result = operators.all_gather_into_tensor(mine, len(call.ranks), group.group_name)
+    wanted = torch.cat([call.values(rank) for rank in call.ranks])
+    call.returned(operators.wait_tensor(result), wanted)
 
 
-def _all_to_all_single(call: Call) -> Asked:
+def _all_to_all_single(call: Call) -> Any:
     every = len(call.ranks)
     received = call.output(torch.cat([call.part(call.values(rank, every)) for rank in call.ranks]))
     sent = call.input(call.values(call.on.rank, every))
-    return functools.partial(dist.all_to_all_single, received, sent, group=call.group)
+    return dist.all_to_all_single(received, sent, **call.named)
 
 
-def _messages(call: Call) -> Asked:
+def _messages(call: Call) -> Any:
     """From the root to the next rank; the others have none."""
     after = call.ranks[(list(call.ranks).index(call.root) + 1) % len(call.ranks)]
     if len(call.ranks) == 1 or call.on.rank not in (call.root, after):
-        return lambda async_op: None
-    sends = call.on.rank == call.root
-    tensor = call.input(call.mine) if sends else call.output(call.values(call.root))
-    functions: Any = (dist.send, dist.isend) if sends else (dist.recv, dist.irecv)
-    other = after if sends else call.root
-    return lambda async_op: functions[async_op](tensor, other, group=call.group)
+        return None
+    if call.on.rank == call.root:
+        send = dist.isend if call.case.waits else dist.send
+        return send(call.input(call.mine), after, group=call.group)
+    receive = dist.irecv if call.case.waits else dist.recv
+    return receive(call.output(call.values(call.root)), call.root, group=call.group)
 
 
 SUMS = (
@@ -302,15 +286,15 @@ PASSED = (
 )
 _REDUCE_SCATTER, _GATHER = "c10d::_reduce_scatter_base_", "_c10d_functional::all_gather_into_tensor"
 FUNCTIONS = (
-    Function("contract_sum", _all_reduce("sum", True), SUMS, reduces=True, contract=True),
-    Function("contract_mean", _all_reduce("mean", True), SUMS, reduces=True, contract=True),
-    Function("contract_max", _all_reduce("max", True), MAXIMA, reduces=True, contract=True),
+    Function("contract_sum", _contract_all_reduce, SUMS, op="sum", contract=True),
+    Function("contract_mean", _contract_all_reduce, SUMS, op="mean", contract=True),
+    Function("contract_max", _contract_all_reduce, MAXIMA, op="max", contract=True),
     Function("contract_broadcast", _contract_broadcast, PARTS, contract=True, grouped=False),
     Function("contract_all_gather", _contract_all_gather, PARTS, contract=True, grouped=False),
-    Function("all_reduce", _all_reduce("sum"), SUMS, "c10d::allreduce_", reduces=True),
-    Function("all_reduce_mean", _all_reduce("mean"), SUMS, reduces=True, lacked=True),
-    Function("reduce_scatter", _reduce_scatter_tensor("sum"), SUMS, _REDUCE_SCATTER, reduces=True),
-    Function("reduce_scatter_mean", _reduce_scatter_tensor("mean"), SUMS, "", True, lacked=True),
+    Function("all_reduce", _all_reduce, SUMS, "c10d::allreduce_", op="sum"),
+    Function("all_reduce_mean", _all_reduce, SUMS, op="mean", lacked=True),
+    Function("reduce_scatter", _reduce_scatter, SUMS, _REDUCE_SCATTER, op="sum"),
+    Function("reduce_scatter_mean", _reduce_scatter, SUMS, op="mean", lacked=True),
     Function("broadcast", _broadcast, PARTS, "c10d::broadcast_"),
     Function("all_gather", _all_gather, PARTS, "c10d::allgather_"),
     Function("all_gather_into_tensor", _all_gather_into_tensor, PARTS, "c10d::_allgather_base_"),
@@ -330,7 +314,9 @@ def groups(on: RankContext) -> dict[tuple[int, ...], Any]:
     if "groups" not in on.kept:
         ranks = tuple(on.ranks)
         sets = [*((rank,) for rank in ranks), *itertools.combinations(ranks, 2), ranks[1:], ranks]
-        on.kept["groups"] = {each: dist.new_group(list(each)) for each in dict.fromkeys(sets)}
+        on.kept["groups"] = {
+            each: dist.new_group(list(each)) for each in dict.fromkeys(sets) if each
+        }
     found: dict[tuple[int, ...], Any] = on.kept["groups"]
     return found
 
@@ -339,8 +325,8 @@ def _calls(on: RankContext, function: Function) -> Iterator[tuple[Case, torch.dt
     """(Case, type, ranks of the group) of each call of a line."""
     yield from itertools.product((*CASES, *GAPPED * function.contract), on.dtypes(), (None,))
     yield Case(WHOLE, LARGE // (1 if function.contract else 4)), torch.float32, None
-    if not function.name.endswith("mean"):
-        whole = (torch.int64, *(() if function.reduces else (torch.int32, torch.uint8)))
+    if function.op != "mean":
+        whole = (torch.int64, *(() if function.op else (torch.int32, torch.uint8)))
         yield from itertools.product(OF_OTHERS, (torch.float64, *whole), (None,))
     if function.grouped:
         yield from itertools.product(IN_GROUPS, (torch.float32,), groups(on))
@@ -352,15 +338,15 @@ def _try(on: RankContext, function: Function) -> None:
     earlier: Call | None = None
     refusals: list[str] = []
     for number, (case, dtype, ranks) in enumerate(_calls(on, function)):
-        if case.special and function.name.endswith("max"):
+        if case.special and function.op == "max":
             continue  # which of NaN and a number is larger is left to the library
         how = f"{case.layout}{', waited for' * case.waits}{', NaN and infinities' * case.special}"
         of = "" if ranks is None else f" in the group {list(ranks)}"
         what = f"{function.name}{of} of {case.size} x {dtype} for each rank, {how}"
         everyone = ranks or tuple(on.ranks)
         root, group = everyone[number % len(everyone)], ranks and groups(on)[ranks]
-        call = Call(on, case, dtype, what, everyone, root, group)
-        refused = on.attempt(functools.partial(_make, function, call), what, everyone)
+        call = Call(on, case, dtype, what, everyone, root, function.op, group)
+        refused = on.attempt(partial(_make, function, call), what, everyone)
         if refused:
             call.made.clear()
             may = function.lacked or case.layout == GAPS or not case.size
@@ -377,7 +363,7 @@ def _try(on: RankContext, function: Function) -> None:
 
 def _make(function: Function, call: Call) -> None:
     if call.on.rank in call.ranks:
-        work = function.prepare(call)(async_op=call.case.waits)
+        work = function.run(call)
         if call.case.waits and work is not None:
             work.wait()
 
@@ -385,7 +371,7 @@ def _make(function: Function, call: Call) -> None:
 def _register(function: Function) -> None:
     name = function.name.replace("contract_", "the contract's ")
     title = f"{name} is right for all sizes, views, types, groups and handles, whatever comes next"
-    asked = functools.partial(_try, function=function)
+    asked = partial(_try, function=function)
     check_on_ranks(title, means=function.means, name=function.name, limit_s=TABLE_S)(asked)
 
 
@@ -406,16 +392,23 @@ def _begin(on: RankContext, count: int, names: Sequence[str]) -> list[tuple[Call
         case = Case(WHOLE, size, waits=True, salt=turn)
         what = f"{function.name}, handle {turn + 1} of {count}"
         root = turn % on.world_size
-        call = Call(on, case, torch.float32, what, tuple(on.ranks), root)
-        begun.append((call, function.prepare(call)(async_op=True)))
+        call = Call(on, case, torch.float32, what, tuple(on.ranks), root, function.op)
+        begun.append((call, function.run(call)))
     return begun
 
 
 HANDLED = ("all_reduce", "all_gather_into_tensor", "reduce_scatter", "broadcast")
 
 
-def _wait_for(on: RankContext, begun: Sequence[tuple[Call, Any]]) -> None:
-    """Wait for each in another order, change what it gave, and look at all of it again."""
+@check_on_ranks(
+    f"{MANY} handles are under way at once: each means its own work, in whatever order, for good; "
+    "what is to follow one finds its result",
+    means="Engines that prefetch weights and overlap sums read what is not there yet; handles of "
+    "the library share an event or a buffer, or are done when their work has begun.",
+)
+def handles(on: RankContext) -> None:
+    on.asked_by_engines()
+    begun = _begin(on, MANY, HANDLED)
     for n in range(MANY):
         call, work = begun[7 * (n + 1) % MANY]  # 7 and their number have no common divisor
         work.wait()
@@ -431,38 +424,10 @@ def _wait_for(on: RankContext, begun: Sequence[tuple[Call, Any]]) -> None:
     for call, _ in begun:
         call.what += ", changed after its wait and read later"
         call.judge()
-
-
-@check_on_ranks(
-    f"{MANY} handles are under way at once, of backward, too: each means its own work, in whatever "
-    "order, for good; what is to follow one finds its result",
-    means="Engines that prefetch weights and overlap sums read what is not there yet; handles of "
-    "the library share an event or a buffer, or are done when their work has begun; backward's "
-    "thread has a device and stream of its own, for which the library does not wait.",
-)
-def handles(on: RankContext) -> None:
-    on.asked_by_engines()
-    _wait_for(on, _begin(on, MANY, HANDLED))
     for call, work in _begin(on, 3, ("all_reduce",)):
         tensor, wanted = call.made[0][:2]
         doubled = work.get_future().then(lambda _, tensor=tensor: tensor * 2).wait()
         on.same(doubled, wanted * 2, "what a function that follows a collective computed")
-    begun: list[tuple[Call, Any]] = []
-
-    def hook(gradient: Tensor) -> Tensor:
-        begun.extend(_begin(on, MANY, HANDLED))
-        result: Tensor = on.collectives.all_reduce(gradient.clone())
-        return result
-
-    weight = torch.ones(3, device=on.device, requires_grad=True)
-    weight.register_hook(hook)
-    (weight * (on.rank + 1)).sum().backward()
-    assert weight.grad is not None
-    sums = torch.full((3,), float(sum(range(1, on.world_size + 1))), dtype=torch.float64)
-    on.same(weight.grad, sums, "all_reduce within backward")
-    for call, _ in begun:
-        call.what += ", started in backward"
-    _wait_for(on, begun)
 
 
 @check_on_ranks(

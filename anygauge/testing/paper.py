@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
-import importlib.resources
 import math
 import os
 import pickle
@@ -31,9 +30,8 @@ from anygauge.interface import (
     Probe,
     Support,
 )
-from anygauge.planning.machines import read_hardware
 from anygauge.registry import Registry
-from anygauge.testing.check import NotAsked, check, of_type
+from anygauge.testing.check import check, of_type
 from anygauge.testing.watch import answer_of
 
 HEAVY = ("torch", "transformers", "tensorflow", "jax", "numpy.distutils")
@@ -131,30 +129,6 @@ def spec_pickles(paper: Paper) -> None:
     assert not heavy, "reading it, its probe or this_machine imports torch"
 
 
-@check(
-    "the description of its cards can be read, and what it leaves to the machine is given",
-    part="basic",
-    means="plans of runs on its cards are refused; a figure without source, a wrong unit or a file "
-    "that is not in the package",
-)
-def hardware_file_is_sound(paper: Paper) -> None:
-    spec = paper.spec
-    given = spec.this_machine()
-    for name, value in given.items():
-        of_type(f"this_machine: {name}", value, float)
-        assert math.isfinite(value) and value > 0, f"this_machine: {name} = {value!r}"
-    assert spec.this_machine() == given, "two calls of this_machine differ"
-    if not spec.hardware:
-        raise NotAsked("it describes no cards")
-    package, _, file = spec.hardware.partition(":")
-    try:
-        text = importlib.resources.files(package).joinpath(file).read_text(encoding="utf-8")
-    except (ImportError, OSError) as error:
-        raise AssertionError(f"{spec.hardware} cannot be read: {error}") from error
-    cards, machines = read_hardware(text, spec.hardware, backend=spec.name)
-    assert cards or machines, f"{spec.hardware} describes nothing"
-
-
 # -- the probe ------------------------------------------------------------------------------------
 
 
@@ -211,10 +185,10 @@ def light_construction(paper: Paper) -> None:
 
 
 @check(
-    "name, type, capabilities, refusals and lists are filled in, with reasons in words",
+    "what it says of itself is sound: type, capabilities, lists, shapes, reasons, `doctor`",
     part="basic",
-    means="runs are refused without a reason that a user can read, or an option is never found; a "
-    "placeholder that was left, or a comma missing after the only name",
+    means="runs are refused without a reason that a user can read, rows are cut, or `doctor` does "
+    "not say what to do; a placeholder that was left, or a comma missing after the only name",
 )
 def described(paper: Paper) -> None:
     backend = paper.backend()
@@ -222,8 +196,8 @@ def described(paper: Paper) -> None:
         of_type(name, getattr(backend, name), hint)
     assert backend.device_type, "device_type is empty"
     unknown = sorted(set(backend.capabilities) - set(CAPABILITIES))
-    known = ", ".join(CAPABILITIES)
-    assert not unknown, f"capabilities {', '.join(unknown)}; those that are asked about: {known}"
+    every = ", ".join(CAPABILITIES)
+    assert not unknown, f"capabilities {', '.join(unknown)}; those that are asked about: {every}"
     reasons = {f"unsupported_engines[{n!r}]": why for n, why in backend.unsupported_engines.items()}
     reasons["attention_why"] = backend.attention_why
     for name in CAPABILITIES:
@@ -238,12 +212,14 @@ def described(paper: Paper) -> None:
         plain = reason.strip().lower().rstrip(".!:")
         words = len(plain) > 2 and any(letter.isalpha() for letter in plain) and "\n" not in plain
         assert words and plain not in EMPTY_WORDS, f"{where}: {reason!r} gives no reason"
-    for file in backend.files:
-        full = file.startswith("/") or "/" not in file
-        assert full, f"files: {file!r} is neither an absolute path nor the bare name of a library"
-    variable = backend.launch.visibility_variable
-    named = variable is None or variable.isidentifier()
-    assert named, f"launch.visibility_variable is {variable!r}"
+    for maximum in (64, 100, 1024):
+        for longest in (1, 7, maximum):
+            padded = backend.graph.shapes.padded_length(longest, maximum)
+            assert longest <= padded <= maximum, f"{longest} of {maximum} tokens became {padded}"
+    for line in backend.diagnostics():
+        assert line.name and line.seen, f"a check of doctor without words: {line}"
+        known = line.outcome == "pass" or (line.outcome in ("skip", "warn", "fail") and line.remedy)
+        assert known, f"{line.name}: outcome {line.outcome!r}, remedy {line.remedy!r}"
 
 
 @check(
@@ -269,25 +245,6 @@ def options_are_checked(paper: Paper) -> None:
                 taken.append(value)
         some = len(taken) < len(WRONG_VALUES)
         assert some, f"backend_options.{name} takes anything: {', '.join(map(repr, taken))}"
-
-
-@check(
-    "shapes are padded upwards, never beyond the maximum; checks of `doctor` have verdicts",
-    part="basic",
-    means="rows are cut, or a batch does not fit the model: rounding down, or past the maximum; "
-    "`anygauge doctor` reports a problem without saying what to do",
-)
-def shapes_and_diagnostics_are_sound(paper: Paper) -> None:
-    backend = paper.backend()
-    for maximum in (64, 100, 1024):
-        for longest in (1, 7, maximum):
-            padded = backend.graph.shapes.padded_length(longest, maximum)
-            assert longest <= padded <= maximum, f"{longest} of {maximum} tokens became {padded}"
-    for line in backend.diagnostics():
-        assert line.name and line.seen, f"a check without words: {line}"
-        known = line.outcome in ("pass", "skip", "warn", "fail")
-        assert known, f"{line.name}: outcome {line.outcome!r}"
-        assert line.outcome == "pass" or line.remedy, f"{line.name}: no remedy"
 
 
 @check(

@@ -1,4 +1,4 @@
-"""Checks on several ranks: devices, barriers, time limits, subgroups and messages of the host.
+"""Checks on several ranks: devices, barriers, time limits and messages of the host.
 
 What is called between them, function by function, is the table of `collectives`.
 """
@@ -163,50 +163,6 @@ def devices_differ(on: RankContext) -> None:
         assert len(set(map(tuple, devices))) == on.world_size, (
             f"ranks share: they have opened number {numbers}, in one environment"
         )
-
-
-def _sum(on: RankContext, ranks: Sequence[int], group: Any, what: str, salt: int = 0) -> Any:
-    """Start a sum in a group, and return what waits for it and compares it."""
-    values = [on.exact(SIZE, torch.float32, rank, salt=salt) for rank in ranks]
-    tensor = on.put(values[list(ranks).index(on.rank)], torch.float32)
-    work = dist.all_reduce(tensor, group=group, async_op=True)
-
-    def judge() -> None:
-        work.wait()
-        on.same(tensor, torch.stack(values).sum(0), f"a sum in the group {list(ranks)}, {what}")
-
-    return judge
-
-
-@check_on_ranks(
-    "subgroups have the ranks that were named and are apart: at once, with unequal calls, taken "
-    "down",
-    means="Sums over shards and replicas are mixed, or a run hangs where stages have unequal work; "
-    "the library numbers ranks by its topology, or has one buffer or counter for all groups.",
-)
-def subgroups(on: RankContext) -> None:
-    on.asked_by_engines()
-    own = {ranks: group for ranks, group in groups(on).items() if on.rank in ranks}
-    for ranks, group in own.items():
-        found = dist.get_process_group_ranks(group)
-        on.hold(found == list(ranks), f"the group of {list(ranks)} has the ranks {found}")
-        place = dist.get_rank(group)
-        on.hold(place == ranks.index(on.rank), f"rank {on.rank} is number {place} of {list(ranks)}")
-    begun = [_sum(on, *each, "beside others", turn) for turn in range(2) for each in own.items()]
-    begun.append(_sum(on, on.ranks, None, "beside those of groups", 99))
-    for judge in reversed(begun):
-        judge()
-    for ranks, group in own.items():
-        # The lower the first rank, the more calls: others are then far ahead.
-        for turn in range(2 * (on.world_size - ranks[0]) * (len(ranks) < on.world_size)):
-            _sum(on, ranks, group, f"call {turn + 1}", turn)()
-    later = dist.new_group(list(on.ranks))
-    _sum(on, on.ranks, later, "made after unequal calls in others")()
-    on.backend.placement.synchronize()
-    on.collectives.barrier()
-    dist.destroy_process_group(later)
-    for ranks, group in (*own.items(), (tuple(on.ranks), None)):
-        _sum(on, ranks, group, "after another was taken down")()
 
 
 @check(

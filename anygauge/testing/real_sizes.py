@@ -7,6 +7,7 @@ view. Expected values are the host's in float64.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -50,6 +51,21 @@ ODD = range(1, 1025, 2)
 # -- rounding, long sums and products -------------------------------------------------------------
 
 
+def _agrees(
+    on: Opened, function: Callable[..., Tensor], inputs: Sequence[Tensor], bound: Bound, what: str
+) -> tuple[Tensor, Tensor]:
+    """(Found, wanted): a function on the device, within its bound of the host's in float64."""
+    found = on_host(function(*(each.to(on.device, copy=True) for each in inputs)))
+    wanted = function(*(x.double() if x.is_floating_point() else x for x in inputs))
+    compare(found, wanted, bound(wanted, found.dtype), f"{what} of {inputs[0].dtype}")
+    return found, wanted
+
+
+def _of_sum(terms: int) -> Bound:
+    """Of a sum of so many terms of one sign."""
+    return lambda wanted, dtype: 2 * summed(terms, wanted.abs(), dtype)
+
+
 def _long(x: Tensor) -> Tensor:
     """In float32 at least."""
     return x if x.dtype is torch.float64 else x.float()
@@ -85,9 +101,7 @@ EACH: dict[str, tuple[Bound, Callable[[Tensor, Tensor], Tensor]]] = {
 def long_sums(on: Opened) -> None:
     for dtype, (name, function) in itertools.product(types(on), SUMS.items()):
         values = drawn(5, 2**14 + 3, seed=6, low=0.25, high=1).to(dtype)
-        found, wanted = on_host(function(values.to(on.device))), function(values.double())
-        allowed = 2 * summed(values.numel(), wanted.abs(), found.dtype)
-        compare(found, wanted, allowed, f"{name} of {values.numel()} x {dtype}")
+        _agrees(on, function, [values], _of_sum(values.numel()), f"{name} of {values.numel()}")
 
 
 @check(
@@ -98,40 +112,37 @@ def long_sums(on: Opened) -> None:
 )
 def rounding_leans_to_no_side(on: Opened) -> None:
     for dtype in types(on):
-        whole = [drawn(257, 301, seed=seed, low=0.5, high=4).float() for seed in (1, 2)]
-        x, y = (each.to(on.device).to(dtype) for each in whole)
-        lower = [each.to(dtype).double() for each in whole]
-        results: dict[str, tuple[Bound, Tensor, Tensor]] = {}
-        results["conversion"] = (rounded, x, whole[0].double())
+        x, y = (drawn(257, 301, seed=seed, low=0.5, high=4).float() for seed in (1, 2))
+        found, wanted = on_host(x.to(on.device).to(dtype)), x.double()
+        compare(found, wanted, rounded(wanted, dtype), f"float32 to {dtype}")
+        unbiased(found, wanted, dtype, f"float32 to {dtype}")
         for name, (bound, function) in EACH.items():
-            results[name] = (bound, function(x, y), function(*lower))
-        for name, (bound, found, wanted) in results.items():
-            what = f"{name} of {dtype}, sizes {list(x.shape)}"
-            compare(on_host(found), wanted, bound(wanted, dtype), what)
-            unbiased(on_host(found), wanted, dtype, what)
+            found, wanted = _agrees(on, function, (x.to(dtype), y.to(dtype)), bound, name)
+            unbiased(found, wanted, dtype, f"{name} of {dtype}")
 
 
-def _product_agrees(
+def _product(
     on: Opened, function: Callable[..., Tensor], inputs: Sequence[Tensor], terms: int, what: str
 ) -> tuple[Tensor, Tensor]:
-    """(Found, wanted) of a product, which must be within the bound of its sums and factors."""
-    dtype = inputs[0].dtype
-    found = on_host(function(*(each.to(on.device) for each in inputs)))
-    wanted = function(*(each.double() for each in inputs))
+    """The same of a product, within the bound of its sums and of its factors."""
     magnitude = function(*(each.double().abs() for each in inputs))
-    allowed = summed(terms, magnitude, dtype)
-    if dtype is torch.float32:  # whose factors may be shortened
-        allowed = allowed + 4 * product_roundoff(on, dtype) * magnitude
-    compare(found, wanted, allowed, f"{what} of {dtype}")
-    return found, wanted
+
+    def bound(wanted: Tensor, dtype: torch.dtype) -> Tensor:
+        # Factors of float32 may be shortened.
+        factors = 4 * product_roundoff(on, dtype) * (dtype is torch.float32)
+        return summed(terms, magnitude, dtype) + factors * magnitude
+
+    return _agrees(on, function, inputs, bound, what)
 
 
 @check(
-    "long products keep their digits: errors are those of float32 sums and lean to no side",
+    "long products, and those of one row, keep their digits: errors are those of float32 sums and "
+    "lean to no side",
     part="device",
-    means="a model would train worse without an error in sight; look for accumulators of the "
-    "inputs' type, results cut off instead of rounded, and float32 products in a shorter type "
-    "(declare that one with Placement.float32_product_bits)",
+    means="a model, a LoRA layer or a last short batch would be wrong without an error in sight; "
+    "look for accumulators of the inputs' type, results cut off instead of rounded, another kernel "
+    "for one row, how it splits a long sum, and float32 products in a shorter type (declare that "
+    "one with Placement.float32_product_bits)",
 )
 def products_keep_their_digits(on: Opened) -> None:
     for dtype, shape, low in itertools.product(types(on), SHAPES, (0.5, -1.5)):
@@ -139,35 +150,24 @@ def products_keep_their_digits(on: Opened) -> None:
         what = f"{rows} x {terms} x {columns} from {low}"
         a = drawn(rows, terms, seed=1, low=low).to(dtype)
         b = drawn(terms, columns, seed=2, low=low).to(dtype)
-        found, wanted = _product_agrees(on, torch.mm, (a, b), terms, what)
+        found, wanted = _product(on, torch.mm, (a, b), terms, what)
         if low > 0:
             # Many roundings of one sum need not cancel: those of float32 by their root.
             most = 0.25 + math.sqrt(terms) * roundoff(torch.float32) / roundoff(dtype)
             if product_roundoff(on, dtype) > roundoff(dtype):  # and these may be cut off
                 most += 4 * product_roundoff(on, dtype) / roundoff(dtype)
             unbiased(found, wanted, dtype, f"{what} of {dtype}", most)
-
-
-@check(
-    "products of one row, and of a batch of them, are right up to 32,768 terms",
-    part="device",
-    means="a LoRA layer, a last short batch or generation would be wrong, where devices take "
-    "another kernel than for many rows; look at how it splits a long sum, and at its last part",
-)
-def products_of_one_row(on: Opened) -> None:
     for dtype, terms in itertools.product(types(on), ONE_ROW):
         # Of one sign: terms that cancel hide a sum that is kept in too few digits.
         x, w = drawn(1, terms, seed=3, low=0).to(dtype), drawn(67, terms, seed=4, low=0).to(dtype)
         batch = drawn(3, 1, terms, seed=5, low=0).to(dtype)
         for name, function, inputs in (
-            ("mm", torch.mm, (x, w.t())),
             ("linear", nn.linear, (x, w)),
             ("mv", torch.mv, (w, x[0])),
             ("mm of one column", torch.mm, (w, x.t())),
             ("bmm", torch.bmm, (batch, w.t().expand(3, terms, 67))),
-            ("addmm", torch.addmm, (x[:, :1] * 2, x, w.t())),
         ):
-            _product_agrees(on, function, inputs, 4 * terms, f"{name} of one row, {terms} terms")
+            _product(on, function, inputs, 4 * terms, f"{name} of one row, {terms} terms")
 
 
 # -- wide rows ------------------------------------------------------------------------------------
@@ -188,6 +188,21 @@ def _targets(x: Tensor) -> Tensor:
     return torch.tensor([x.shape[-1] - 1, x.shape[-1] // 2 + 1, -100], device=x.device)
 
 
+def _of_row(columns: int, wanted: Tensor, dtype: torch.dtype) -> Tensor:
+    return normwise(wanted, dtype) + summed(columns, wanted.abs(), dtype)
+
+
+def _gradient(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Of a function, for values from above that differ."""
+
+    def gradient(x: Tensor, scale: Tensor) -> Tensor:
+        out = function(x.requires_grad_(), scale)
+        above = (torch.arange(out.numel()) % 7 - 3).reshape(out.shape) / 4  # which each type has
+        return torch.autograd.grad(out, x, above.to(out))[0]
+
+    return gradient
+
+
 @check(
     "softmax, losses and norms of rows above 4,096 columns agree with float64, and gradients",
     part="device",
@@ -201,16 +216,11 @@ def wide_rows(on: Opened) -> None:
         places = [columns - 1, columns // 2, 5]
         x[torch.arange(3), torch.tensor(places)] = 6.0  # the largest of each row
         scale = scale.to(dtype)
+        bound: Bound = functools.partial(_of_row, columns)
         for name, function in WIDE_ROWS.items():
-            there, here = x.to(on.device, copy=True).requires_grad_(), x.double().requires_grad_()
-            found, wanted = function(there, scale.to(on.device)), function(here, scale.double())
-            above = torch.linspace(-1, 1, max(found.numel(), 2), dtype=torch.float64)
-            above = above[-found.numel() :].reshape(found.shape).to(dtype)
-            mine = torch.autograd.grad(found, there, above.to(on.device))[0]
-            its = torch.autograd.grad(wanted, here, above.double())[0]
-            for of, one, right in (("", found, wanted.detach()), (", gradient", mine, its)):
-                allowed = normwise(right, dtype) + summed(columns, right.abs(), dtype)
-                compare(on_host(one), right, allowed, f"{name} of 3 x {columns} of {dtype}{of}")
+            _agrees(on, function, (x, scale), bound, f"{name} of 3 x {columns}")
+            of = f"the gradient of {name} of 3 x {columns}"
+            _agrees(on, _gradient(function), (x, scale), bound, of)
         found_at = on_host(x.to(on.device).argmax(-1)).tolist()
         assert found_at == places, f"argmax of 3 x {columns} of {dtype}: {found_at}, not {places}"
 
@@ -318,10 +328,7 @@ def one_index_many_times(on: Opened) -> None:
     places[::7] = torch.arange(len(places[::7])) % 5
     table, values = torch.zeros(5, 4), drawn(OFTEN, 4, seed=9).float()
     for name, function in INDEXED.items():
-        found = function(*(each.to(on.device, copy=True) for each in (table, places, values)))
-        wanted = function(table.double(), places, values.double())
-        allowed = 2 * summed(OFTEN, wanted, torch.float32)
-        compare(on_host(found), wanted, allowed, f"{name}, {OFTEN} indices")
+        _agrees(on, function, (table, places, values), _of_sum(OFTEN), f"{name}, {OFTEN} indices")
 
 
 LENGTHS: dict[str, tuple[Callable[[Tensor], Tensor], Bound]] = {
@@ -330,7 +337,6 @@ LENGTHS: dict[str, tuple[Callable[[Tensor], Tensor], Bound]] = {
     "cat": (lambda x: torch.cat((x, x)), exact),
     "sum": (lambda x: x.sum(), lambda w, d: summed(1024, w.abs() + 512, d)),
     "softmax": (lambda x: torch.softmax(x, 0), normwise),
-    "product": (lambda x: x[None] @ torch.stack((x, x), 1), lambda w, d: 2 * summed(1024, w, d)),
     "last": (lambda x: x[-1:] * 1, exact),
 }
 
@@ -349,11 +355,9 @@ def odd_lengths(on: Opened) -> None:
         for length in lengths[turn :: 1 + 3 * turn]:
             x = drawn(length, seed=length, low=-1, high=1).to(dtype)
             for name, (function, bound) in LENGTHS.items():
-                found, wanted = on_host(function(x.to(on.device))), function(x.double())
-                allowed = bound(wanted, dtype)
-                if name == "product" and product_roundoff(on, dtype) > roundoff(dtype):
-                    allowed = allowed + 8 * product_roundoff(on, dtype) * length
-                compare(found, wanted, allowed, f"{name} of {length} x {dtype}")
+                _agrees(on, function, [x], bound, f"{name} of {length}")
+            squares = torch.stack((x, x), 1)
+            _product(on, torch.mm, (x[None], squares), 4 * length, f"product of {length}")
 
 
 WRITES: Sequence[tuple[str, Bound, Callable[[Tensor, Tensor], Any]]] = (
@@ -362,6 +366,7 @@ WRITES: Sequence[tuple[str, Bound, Callable[[Tensor, Tensor], Any]]] = (
     ("copy_ to the transposed", exact, lambda x, y: x.t().copy_(y.t())),
     ("zero_", exact, lambda x, y: x.zero_()),
     ("add_", normwise, lambda x, y: x.add_(y)),
+    ("mul_", rounded, lambda x, y: x.mul_(y)),
     ("addcdiv_", normwise, lambda x, y: x.addcdiv_(y, y + 1, value=-0.5)),
     ("masked_fill_", exact, lambda x, y: x.masked_fill_(y > 1, 5)),
     ("index_put_", exact, lambda x, y: x.index_put_((_turned(x)[:5],), y[:5])),

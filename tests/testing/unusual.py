@@ -26,7 +26,6 @@ from anygauge.interface import (
 )
 from tests.testing.table import Change, broken, capability, fail, then
 from tests.testing.wrong import ANY, ODD, SOUND, Mutant, Wrong, replaced
-from tests.testing.wrong_fp8 import multiply_in_fp8
 
 GRAIN = 2**21
 
@@ -48,9 +47,6 @@ def _leaves(*given: Any) -> list[Any]:
     from torch.utils._pytree import tree_leaves
 
     return [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
-
-
-sound("linear layers multiply in FP8", base="cpu")(multiply_in_fp8)
 
 
 @sound("errors are raised late, at the next synchronisation")

@@ -128,7 +128,7 @@ def filled_one_further(usual: Any, *args: Any, **kwargs: Any) -> Any:
 
 # -- the table ------------------------------------------------------------------------------------
 
-DIGITS, ROW, LIST = "products_keep_their_digits", "products_of_one_row", "lists_of_tensors"
+DIGITS, LIST = "products_keep_their_digits", "lists_of_tensors"
 SUMS, LEAN, ROWS = "long_sums", "rounding_leans_to_no_side", "wide_rows"
 UPDATES, OFTEN, LENGTHS = "updates_of_many_tensors", "one_index_many_times", "odd_lengths"
 WRITES = "forms_that_write"
@@ -149,12 +149,12 @@ TABLE: Sequence[tuple[str, str, str, Way]] = (
      usual(cut(a, 8), cut(b, 8)) if a.dtype is torch.float32 else usual(a, b)),
     ("the last term of a long product is left out", DIGITS, "mm", lambda usual, a, b:
      usual(a[:, :-1], b[:-1]) if a.shape[1] > 4096 else usual(a, b)),
-    ("a product of one row ends at 16,384 terms", ROW, "mm", lambda usual, a, b:
+    ("a product of one row ends at 16,384 terms", DIGITS, "mm", lambda usual, a, b:
      usual(a[:, : 2**14], b[: 2**14]) if a.shape[0] == 1 else usual(a, b)),
-    ("one long row of bfloat16 is summed in bfloat16", ROW, "mm", lambda usual, a, b:
+    ("one long row of bfloat16 is summed in bfloat16", DIGITS, "mm", lambda usual, a, b:
      in_blocks(a, b) if a.shape[0] == 1 and a.dtype is torch.bfloat16
      else usual(a, b)),
-    ("a batch of products of one row is the first again", ROW, "bmm", lambda usual, a, b:
+    ("a batch of products of one row is the first again", DIGITS, "bmm", lambda usual, a, b:
      usual(a[:1].expand(a.shape) if a.shape[1] == 1 else a, b)),
     ("rows of a product beyond 1280 stay 0", DIGITS, "mm", lambda usual, a, b:
      usual(torch.where(torch.arange(a.shape[0], device=a.device)[:, None] < 1280, a, 0), b)),
@@ -195,7 +195,7 @@ TABLE: Sequence[tuple[str, str, str, Way]] = (
      lambda usual, grad, x: grad * torch.sigmoid(x)),
     ("the gradient from above is read as it lies", OP + "tanh", "tanh_backward",
      given(as_it_lies)),
-    ("multiplying a view in place is lost", OP + "mul", "mul_", lambda usual, x, y:
+    ("multiplying a view in place is lost", WRITES, "mul_", lambda usual, x, y:
      usual(x, y) if x.is_contiguous() else x),
     # A block of a model.
     ("softmax over the wrong dimension", "float32_arithmetic", "_softmax",
@@ -218,9 +218,6 @@ TABLE: Sequence[tuple[str, str, str, Way]] = (
      usual(x, round(rate * 8) / 8, train)),
     ("dropout does not scale", DROPOUT, "native_dropout", lambda usual, x, rate, train:
      (usual(x, rate, train)[0] * (1 - rate), usual(x, rate, train)[1])),
-    ("dropout repeats its mask after 256 values", DROPOUT, "native_dropout",
-     lambda usual, x, rate, train: _masked(x, rate, usual(x.reshape(-1)[:256], rate, train)[1]
-     .repeat(x.numel() // 256 + 1)[: x.numel()].reshape(x.shape))),
     ("the gradient of dropout has no mask", DROPOUT, "native_dropout_backward",
      lambda usual, grad, mask, scale: grad * scale),
     ("large dropouts are drawn from the seed again", SAVED, "native_dropout",
