@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from anygauge.testing.bounds import types
 from anygauge.testing.check import TABLE_S, NotAsked
 from anygauge.testing.rank_context import BITS, RankContext, check_on_ranks
 
@@ -313,17 +314,15 @@ def groups(on: RankContext) -> dict[tuple[int, ...], Any]:
     kept: one that is dropped may be taken down."""
     if "groups" not in on.kept:
         ranks = tuple(on.ranks)
-        sets = [*((rank,) for rank in ranks), *itertools.combinations(ranks, 2), ranks[1:], ranks]
-        on.kept["groups"] = {
-            each: dist.new_group(list(each)) for each in dict.fromkeys(sets) if each
-        }
+        sets = {*((rank,) for rank in ranks), *itertools.combinations(ranks, 2), ranks[-3:], ranks}
+        on.kept["groups"] = {each: dist.new_group(list(each)) for each in sorted(sets)}
     found: dict[tuple[int, ...], Any] = on.kept["groups"]
     return found
 
 
 def _calls(on: RankContext, function: Function) -> Iterator[tuple[Case, torch.dtype, Any]]:
     """(Case, type, ranks of the group) of each call of a line."""
-    yield from itertools.product((*CASES, *GAPPED * function.contract), on.dtypes(), (None,))
+    yield from itertools.product((*CASES, *GAPPED * function.contract), types(on), (None,))
     yield Case(WHOLE, LARGE // (1 if function.contract else 4)), torch.float32, None
     if function.op != "mean":
         whole = (torch.int64, *(() if function.op else (torch.int32, torch.uint8)))
@@ -350,7 +349,7 @@ def _try(on: RankContext, function: Function) -> None:
         if refused:
             call.made.clear()
             may = function.lacked or case.layout == GAPS or not case.size
-            on.hold(may or dtype not in on.dtypes(), f"{what}: {refused}")
+            on.hold(may or dtype not in types(on), f"{what}: {refused}")
         refusals.append(refused)
         if earlier is not None:  # results must stay as they are while the next call runs
             earlier.judge()

@@ -65,25 +65,6 @@ def _counted(on: Opened, before: Mapping[str, float], within_s: float = COUNTED_
 
 
 @check(
-    "torch.compile with its own backend gives the same results",
-    part="device",
-    means="compiled runs would differ from others; look in the vendor's compiler, for fused "
-    "operations and changed strides",
-)
-def compiles(on: Opened) -> None:
-    compiler = on.backend.graph.compiler
-    if compiler is None:
-        raise NotAsked("graph.compiler is None: nothing is compiled")
-
-    def block(x: torch.Tensor) -> torch.Tensor:
-        return torch.softmax(x @ x, dim=-1).sum(0)
-
-    x = torch.linspace(-1, 1, 64, device=on.device).reshape(8, 8)
-    compiled = torch.compile(block, backend=compiler.backend)(x)
-    assert torch.allclose(compiled.to(HOST_DEVICE), block(x).to(HOST_DEVICE), atol=1e-5)
-
-
-@check(
     "every installed kernel for it agrees with float64 on the host",
     part="device",
     means="a run with the vendor's kernel would go another way; look in the kernel named, at "

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from anygauge.interface import HOST_DEVICE, Backend
+from anygauge.interface import Backend
+from anygauge.testing.bounds import compare, on_host
 from anygauge.testing.check import NotAsked, check, sharding
 
 BITS = {torch.float64: 53, torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
@@ -52,22 +54,17 @@ class RankContext:
         """All of them."""
         return range(self.world_size)
 
-    def dtypes(self) -> list[torch.dtype]:
-        """Types that a reduction must serve here."""
-        lower = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-        return [torch.float32, *(d for name, d in lower.items() if self.backend.support(name))]
-
-    def exact(self, size: int, dtype: torch.dtype, rank: int, salt: int = 0) -> torch.Tensor:
+    def exact(self, size: int, dtype: torch.dtype, rank: int, salt: int = 0) -> Tensor:
         """A rank's values, in float64 on the host; those of all ranks have an exact sum."""
         span = 2 ** BITS[dtype] >> (self.world_size - 1).bit_length()
         return _drawn(size, rank, salt, span).double() * SCALE
 
-    def whole(self, size: int, dtype: torch.dtype, rank: int, salt: int = 3) -> torch.Tensor:
+    def whole(self, size: int, dtype: torch.dtype, rank: int, salt: int = 3) -> Tensor:
         """A rank's integers in int64; odd ones, of which no shorter type holds the sum."""
         found = _drawn(size, rank, salt, WHOLE[dtype] // 2) * 2 + 1
         return found if dtype.is_signed else found.abs() % (256 // self.world_size)
 
-    def put(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def put(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """Values of the host on this device, in a memory of their own."""
         return values.to(dtype, copy=True).to(self.device)
 
@@ -76,32 +73,18 @@ class RankContext:
         if not condition:
             self.complaints.append(complaint)
 
-    def same(
-        self,
-        found: torch.Tensor,
-        wanted: torch.Tensor,
-        what: str,
-        within: torch.Tensor | float = 0.0,
-    ) -> None:
+    def same(self, found: Tensor, wanted: Tensor, what: str, within: Tensor | float = 0.0) -> None:
         """Note unless `found` holds the values `wanted`, float64 or int64.
 
         Args:
             within: largest error, of each element or of all.
         """
-        got = found.detach().to(HOST_DEVICE).to(wanted.dtype)
-        if got.shape != wanted.shape:
-            self.complaints.append(f"{what}: shape {tuple(got.shape)}, not {tuple(wanted.shape)}")
-            return
-        fits = (got == wanted) | ((got != got) & (wanted != wanted))
-        fits |= (got - wanted).abs() <= within
-        if bool(fits.all()):
-            return
-        got, wanted, wrong = got.reshape(-1), wanted.reshape(-1), (~fits).reshape(-1)
-        first = int(wrong.nonzero()[0])
-        self.complaints.append(
-            f"{what}: {int(wrong.sum())} of {wanted.numel()} elements are wrong; number {first} "
-            f"should be {wanted[first].item()!r} and is {got[first].item()!r}"
-        )
+        got = on_host(found)
+        try:
+            got = got if got.dtype.is_floating_point else got.to(wanted.dtype)
+            compare(got, wanted, torch.as_tensor(within), what)
+        except AssertionError as wrong:
+            self.complaints.append(str(wrong))
 
     def attempt(self, action: Callable[[], Any], what: str, ranks: Sequence[int]) -> str:
         """Do what a library may refuse; all ranks that are asked must refuse it, or none.
@@ -132,7 +115,7 @@ class RankContext:
             raise NotAsked(f"it cannot run {engine}: {self.backend.unsupported_engines[engine]}")
 
 
-def _drawn(size: int, rank: int, salt: int, span: int) -> torch.Tensor:
+def _drawn(size: int, rank: int, salt: int, span: int) -> Tensor:
     """Integers from -span to span, in int64."""
     generator = torch.Generator().manual_seed(salt * 64 + rank)
     return torch.randint(-span, span + 1, (size,), generator=generator)

@@ -35,13 +35,11 @@ from pydantic import field_validator
 from anygauge.interface import (
     Backend,
     Check,
-    Compiler,
     Finding,
     LaunchProfile,
     Level,
     NotAvailableError,
     Options,
-    PeakFlops,
     Phase,
     Scope,
     Setting,
@@ -326,14 +324,6 @@ def memory(change: Callable[[Any], dict[str, Any]]) -> Change:
     return lambda u: replace(u(), **change(u()))
 
 
-clock = itertools.count(10**12, 10**9)
-
-
-def rate(of: Callable[[str], float | None]) -> Change:
-    """Rates by type, each from one page."""
-    return lambda u, dtype: of(dtype) and PeakFlops(value=of(dtype) or 0.0, source="a page")
-
-
 lines("device", (
     ("memory never moves", "memory_moves", "placement.memory",
      memory(lambda m: {"in_use": 2**30, "peak": 2**30})),
@@ -347,15 +337,7 @@ lines("device", (
      memory(lambda m: {"in_use": m.in_use / 2**20})),
     ("the limit is what is free", "memory_moves", "placement.memory",
      memory(lambda m: {"limit": 2**40 - m.in_use})),
-    ("a rate is beyond all devices", "settled", "placement.peak_flops",
-     rate({"bfloat16": 1e18}.get)),
-    ("bfloat16 is slower than float32", "settled", "placement.peak_flops",
-     rate({"bfloat16": 1e13, "float32": 2e13}.get)),
-    ("a rate is known of every type", "settled", "placement.peak_flops",
-     rate(lambda dtype: 1e13)),
-    ("a peak rate that is measured each time", "settled", "placement.peak_flops",
-     rate(lambda dtype: float(next(clock)))),
-    ("opening settles nothing", "settled", "class backend.capabilities",
+    ("opening settles nothing", "opens", "class backend.capabilities",
      capability("float16", Level.DEPENDS, "so it says")),
     ("float16 works but is declared missing", "float16_arithmetic", "class backend.capabilities",
      capability("float16", Level.UNSUPPORTED_BY_HARDWARE, "so")),
@@ -405,10 +387,6 @@ def _set(attributes: Mapping[str, Any], on: Wrong) -> None:
         setattr(on.graph, name, value)
 
 
-def _twice(graph: Any, inputs: Any) -> Any:
-    return lambda *given: tuple(2 * each for each in graph.forward(*given))
-
-
 GRAPHS: Sequence[tuple[str, str, dict[str, Any]]] = (
     ("mark_step is declared and does nothing", "graphs_end",
      {"accumulates": True, "mark_step": lambda self, phase: None}),
@@ -416,8 +394,6 @@ GRAPHS: Sequence[tuple[str, str, dict[str, Any]]] = (
      {"mark_step": _count, "counters": lambda self: {"n": getattr(self, "marks", 0)}}),
     ("the graph limit is ignored", "graphs_end",
      {"limit": 20, "counters": lambda self: {"graphs": 0.0}}),
-    ("compiled graphs give twice the result", "compiles",
-     {"compiler": Compiler(backend=_twice, regions="model")}),  # type: ignore[arg-type]
 )  # fmt: skip
 for _name, _check, _attributes in GRAPHS:
     mutant(_name, part="device", check=_check)(functools.partial(_set, _attributes))
@@ -677,15 +653,6 @@ def _summed_means(usual: Any, t: Any, op: Any = None, *args: Any, **kwargs: Any)
     return usual(t, dist.ReduceOp.SUM if wrong else op, *args, **kwargs)
 
 
-def _float_sums(usual: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
-    if on_card(t) or t.is_floating_point():
-        return usual(t, *args, **kwargs)
-    short = t.float()
-    work = usual(short, *args, **kwargs)
-    t.copy_(short)
-    return work
-
-
 GATHER, ALL = "all_gather_into_tensor", "all_reduce"
 for _name, _check, _function, _change in (
     ("the library's mean is a sum", "all_reduce_mean", ALL, _summed_means),
@@ -695,7 +662,6 @@ for _name, _check, _function, _change in (
      lambda u, group=None, **k: None if group is None else u(group, **k)),
     ("a group's own limit is that of all", "limits_hold", "new_group",
      lambda u, ranks=None, timeout=None, **k: u(ranks, **k)),
-    ("the control group sums integers in float32", "host_messages", ALL, _float_sums),
 ):  # fmt: skip
     exchanged(_name, _check, _change, _function)
 

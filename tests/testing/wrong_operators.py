@@ -130,9 +130,9 @@ def filled_one_further(usual: Any, *args: Any, **kwargs: Any) -> Any:
 
 DIGITS, LIST = "products_keep_their_digits", "lists_of_tensors"
 SUMS, LEAN, ROWS = "long_sums", "rounding_leans_to_no_side", "wide_rows"
-UPDATES, OFTEN, LENGTHS = "updates_of_many_tensors", "one_index_many_times", "odd_lengths"
+OFTEN, LENGTHS = "one_index_many_times", "odd_lengths"
 WRITES = "forms_that_write"
-DROPOUT, SAVED = "dropout_is_sound", "every_generator_is_saved"
+SAVED = "every_generator_is_saved"
 COPIES, ORDER, OP = "copies_keep_values", "copies_are_ordered", "operator_"
 
 TABLE: Sequence[tuple[str, str, str, Way]] = (
@@ -167,9 +167,9 @@ TABLE: Sequence[tuple[str, str, str, Way]] = (
      usual(x, *a) % 2**16),
     # Lists of tensors.
     ("_foreach_add_ ends at tensor 110", LIST, "_foreach_add_", listed(lambda x: x[:110])),
-    ("the last tensor of a list is not updated", UPDATES, "_foreach_addcdiv_",
+    ("the last tensor of a list is not updated", LIST, "_foreach_addcdiv_",
      listed(lambda x: x[:-1] if len(x) > 110 else x)),
-    ("gradients of long lists are clipped in part", UPDATES, "_foreach_mul_",
+    ("gradients of long lists are clipped in part", LIST, "_foreach_mul_",
      listed(lambda x: x[:192])),
     # Indices that come often, odd lengths.
     ("an index is added 65,536 times at most", OFTEN, "index_add_",
@@ -214,12 +214,12 @@ TABLE: Sequence[tuple[str, str, str, Way]] = (
      without_last(usual(x, **k)) if _comes(x, k) and k.get("non_blocking") and x.numel()
      else usual(x, **k)),
     # Random numbers.
-    ("dropout has rates in eighths", DROPOUT, "native_dropout", lambda usual, x, rate, train:
+    ("dropout has rates in eighths", SAVED, "native_dropout", lambda usual, x, rate, train:
      usual(x, round(rate * 8) / 8, train)),
-    ("dropout does not scale", DROPOUT, "native_dropout", lambda usual, x, rate, train:
+    ("dropout does not scale", SAVED, "native_dropout", lambda usual, x, rate, train:
      (usual(x, rate, train)[0] * (1 - rate), usual(x, rate, train)[1])),
-    ("the gradient of dropout has no mask", DROPOUT, "native_dropout_backward",
-     lambda usual, grad, mask, scale: grad * scale),
+    ("the gradient of dropout has no mask", OP + "native_dropout_backward",
+     "native_dropout_backward", lambda usual, grad, mask, scale: grad * scale),
     ("large dropouts are drawn from the seed again", SAVED, "native_dropout",
      lambda usual, x, rate, train: _masked(x, rate, _fixed(x, rate)) if x.numel() >= 2**22
      else usual(x, rate, train)),
@@ -337,7 +337,7 @@ def _(on: Wrong) -> None:
         usual()
 
 
-@mutant("the last tensor of a fused update is left out", part="device", check=UPDATES)
+@mutant("the last tensor of a fused update is left out", part="device", check=LIST)
 def _(on: Wrong) -> None:
     @on.operation("_fused_adamw_")
     def adamw(usual: Any, *lists: Any, **numbers: Any) -> Any:
