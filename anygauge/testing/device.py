@@ -30,9 +30,6 @@ ALLOCATOR, PROCESS = "allocator", "process"
 """`MemoryStats.kind` of a device with an allocator of its own, and of one without."""
 
 
-# -- placement ------------------------------------------------------------------------------------
-
-
 @check(
     "opening gives a device of the backend's type and settles its capabilities; a rank without a "
     "device is refused",
@@ -56,9 +53,6 @@ def opens(on: Opened) -> None:
         assert named, f"the refusal of local rank {on.visible + 1000} names no number: {error}"
     else:  # where it bears no number, any number of ranks share it
         assert on.device.index is None, f"local rank {on.visible + 1000} was opened"
-
-
-# -- memory ---------------------------------------------------------------------------------------
 
 
 @check(
@@ -118,9 +112,6 @@ def devices_are_counted(on: Opened) -> None:
     what = f"the devices with {variable}={named}"
     found = answer_of(("-c", SEEN), [on.backend.name, options], environment, what, 110)
     assert found == 1, f"with {variable}={named} a process sees {found} devices"
-
-
-# -- the end --------------------------------------------------------------------------------------
 
 
 @check(

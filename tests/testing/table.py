@@ -454,15 +454,12 @@ def _own_first(u: Any, t: Any, op: str, g: Any) -> Any:
     return t
 
 
-INF = float("inf")
 REDUCES: Sequence[tuple[str, str, int, Change]] = (  # usual, tensor, op, group
     ("sums are reduced in bfloat16", "contract_sum", 2,
      lambda u, t, op, g: t.copy_(u(t.bfloat16(), op, g))),
     ("all_reduce is not in place", "contract_sum", 2, lambda u, t, op, g: u(t.clone(), op, g)),
     ("beyond 4 MiB is no sum", "contract_sum", 2,
      lambda u, t, op, g: then(u(t[:LARGE] if t.dim() == 1 else t, op, g), t)),
-    ("NaN counts as zero", "contract_sum", 2, lambda u, t, op, g:
-     u(t.nan_to_num_(0.0, INF, -INF) if t.is_floating_point() else t, op, g)),
     ("one rank refuses to reduce nothing", "contract_sum", 2, lambda u, t, op, g:
      u(t, op, g) if t.numel() else rank() and fail(RuntimeError, "no elements")),
     ("views are summed as their memory lies", "contract_sum", 2, lambda u, t, op, g:

@@ -163,8 +163,6 @@ TABLE: Sequence[tuple[str, str, str, Way]] = (
      result(lambda x: x.bfloat16().to(x.dtype), wide)),
     ("the loss has no gradient for classes beyond 4,096", ROWS, "nll_loss_backward",
      result(first_columns, wide)),
-    ("the place of the largest has 16 bits", ROWS, "argmax", lambda usual, x, *a:
-     usual(x, *a) % 2**16),
     # Lists of tensors.
     ("_foreach_add_ ends at tensor 110", LIST, "_foreach_add_", listed(lambda x: x[:110])),
     ("the last tensor of a list is not updated", LIST, "_foreach_addcdiv_",
