@@ -441,6 +441,10 @@ def beside(tensor: Any) -> None:
         tensor.as_strided((1,), (1,), end).zero_()
 
 
+def in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def _own_first(u: Any, t: Any, op: str, g: Any) -> Any:
     """A sum that each rank begins with its own."""
     import torch.distributed as dist
