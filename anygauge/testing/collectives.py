@@ -312,7 +312,8 @@ def groups(on: RankContext) -> dict[tuple[int, ...], Any]:
 
 def _calls(on: RankContext, function: Function) -> Iterator[tuple[Case, torch.dtype, Any]]:
     """(Case, type, ranks of the group) of each call of a line."""
-    yield from itertools.product((*CASES, *GAPPED * function.contract), types(on), (None,))
+    for dtype in types(on):
+        yield from itertools.product((*CASES, *GAPPED * function.contract), (dtype,), (None,))
     yield Case(WHOLE, LARGE // (1 if function.contract else 4)), torch.float32, None
     if function.op != "mean":
         whole = (torch.int64, *(() if function.op else (torch.int32, torch.uint8)))

@@ -71,6 +71,7 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean of columns": lambda x: x.t().contiguous().mean(0),
     "norm": torch.linalg.vector_norm,
     "sum of rows": lambda x: x[:, :9000].sum(-1),
+    "sum to float32": lambda x: x.sum(-1, dtype=torch.promote_types(x.dtype, torch.float32)),
     "sum of columns": lambda x: x[:, :9000].t().contiguous().sum(0),
 }
 EACH: dict[str, tuple[Bound, Callable[[Tensor, Tensor], Tensor]]] = {
