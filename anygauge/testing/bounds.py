@@ -9,30 +9,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from anygauge.interface import HOST_DEVICE
 from anygauge.testing.check import TOLERANCE, Opened
 
-Bound = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+Bound = Callable[[Tensor, torch.dtype], Tensor]
 """From the wanted float64 values and the type: the largest error of each."""
 
-View = Callable[[torch.Tensor], torch.Tensor]
-Arrange = Callable[[torch.Tensor], tuple[torch.Tensor, View]]
+View = Callable[[Tensor], Tensor]
+Arrange = Callable[[Tensor], tuple[Tensor, View]]
 """From values: a tensor that holds them, and how to see them in it."""
 OUTSIDE = 77
 """What stands in memory around a view: it must be neither read nor written."""
-WIDE = 2**40 + 1
-"""Times a small integer it is one that neither 32 bits nor a float32 hold."""
 BIASED = 0.25
 """Largest mean error in roundoffs: rounding to nearest gives 0, truncation about 0.7."""
 ENOUGH = 2**12
 """Elements from which the mean error says something."""
 
 
-def types(on: Opened) -> list[torch.dtype]:
-    """Types that the device declares to compute in."""
+def types(on: Any) -> list[torch.dtype]:
+    """Types that the ``backend`` of what is tried declares to compute in."""
     lower = [name for name in TOLERANCE if name != "float32" and on.backend.support(name)]
     return [torch.float32, *(getattr(torch, name) for name in lower)]
 
@@ -49,23 +49,17 @@ def product_roundoff(on: Opened, dtype: torch.dtype) -> float:
     return roundoff(dtype)
 
 
-def exact(wanted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def exact(wanted: Tensor, dtype: torch.dtype) -> Tensor:
     """Nothing is computed: a value is moved or chosen."""
     return torch.zeros_like(wanted)
 
 
-def rounded(wanted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def rounded(wanted: Tensor, dtype: torch.dtype) -> Tensor:
     """One operation that hardware has: to either neighbour."""
     return 2 * roundoff(dtype) * wanted.abs() + torch.finfo(dtype).tiny
 
 
-def near(wanted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A function of a few steps, whose relative error is bounded."""
-    steps = 32 if dtype is torch.float32 else 4
-    return steps * roundoff(dtype) * wanted.abs() + torch.finfo(dtype).tiny
-
-
-def normwise(wanted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def normwise(wanted: Tensor, dtype: torch.dtype) -> Tensor:
     """A function of a few steps of which some cancel: relative to the largest value, too."""
     finite = wanted[torch.isfinite(wanted)]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
@@ -73,7 +67,7 @@ def normwise(wanted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return steps * roundoff(dtype) * (wanted.abs() + largest) + torch.finfo(dtype).tiny
 
 
-def summed(terms: int, magnitude: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def summed(terms: int, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     """A sum that float32 holds, whatever the type, and that is rounded to the type at its end.
 
     Args:
@@ -85,7 +79,7 @@ def summed(terms: int, magnitude: torch.Tensor, dtype: torch.dtype) -> torch.Ten
 
 
 def unbiased(
-    found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, what: str, most: float = BIASED
+    found: Tensor, wanted: Tensor, dtype: torch.dtype, what: str, most: float = BIASED
 ) -> None:
     """Fail where errors lean to one side; too few values are passed over.
 
@@ -106,7 +100,7 @@ def unbiased(
     )
 
 
-def compare(found: torch.Tensor, wanted: torch.Tensor, allowed: torch.Tensor, what: str) -> None:
+def compare(found: Tensor, wanted: Tensor, allowed: Tensor, what: str) -> None:
     """Fail at the first element that is beyond its bound.
 
     Args:
@@ -137,12 +131,12 @@ def compare(found: torch.Tensor, wanted: torch.Tensor, allowed: torch.Tensor, wh
         )
 
 
-def on_host(tensor: torch.Tensor) -> torch.Tensor:
+def on_host(tensor: Tensor) -> Tensor:
     """A copy that the host may read."""
     return tensor.detach().to(HOST_DEVICE)
 
 
-def drawn(*shape: int, seed: int, low: float = 0.5, high: float = 1.5) -> torch.Tensor:
+def drawn(*shape: int, seed: int, low: float = 0.5, high: float = 1.5) -> Tensor:
     """Float64 values evenly between two bounds, the same each time."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low) + low
@@ -151,16 +145,16 @@ def drawn(*shape: int, seed: int, low: float = 0.5, high: float = 1.5) -> torch.
 # -- layouts --------------------------------------------------------------------------------------
 
 
-def _whole(values: torch.Tensor) -> tuple[torch.Tensor, View]:
+def _whole(values: Tensor) -> tuple[Tensor, View]:
     return values, lambda whole: whole
 
 
-def _transposed(values: torch.Tensor) -> tuple[torch.Tensor, View]:
+def _transposed(values: Tensor) -> tuple[Tensor, View]:
     return values.transpose(0, -1).contiguous(), lambda whole: whole.transpose(0, -1)
 
 
-def _sliced(values: torch.Tensor) -> tuple[torch.Tensor, View]:
-    def view(whole: torch.Tensor) -> torch.Tensor:
+def _sliced(values: Tensor) -> tuple[Tensor, View]:
+    def view(whole: Tensor) -> Tensor:
         for dim, size in enumerate(values.shape):
             whole = whole.narrow(dim, dim + 1, size)
         return whole
@@ -171,24 +165,16 @@ def _sliced(values: torch.Tensor) -> tuple[torch.Tensor, View]:
     return whole, view
 
 
-def _stepped(values: torch.Tensor) -> tuple[torch.Tensor, View]:
+def _stepped(values: Tensor) -> tuple[Tensor, View]:
     whole = torch.full((*values.shape[:-1], 2 * values.shape[-1]), OUTSIDE).to(values.dtype)
     whole[..., 1::2] = values
     return whole, lambda whole: whole[..., 1::2]
 
 
-def _expanded(values: torch.Tensor) -> tuple[torch.Tensor, View]:
-    shape = values.shape
-    return values[:1].clone(), lambda whole: whole.expand(shape)
-
-
-LAYOUTS: dict[str, tuple[Arrange, ...]] = {
-    "contiguous": (_whole,),
-    "transposed": (_transposed,),
-    "sliced": (_sliced,),
-    "every second": (_stepped,),
-    "expanded": (_expanded,),
-    "contiguous with transposed": (_whole, _transposed),
-    "sliced with expanded": (_sliced, _expanded),
+LAYOUTS: dict[str, Arrange] = {
+    "contiguous": _whole,
+    "every second": _stepped,
+    "transposed": _transposed,
+    "sliced": _sliced,
 }
-"""How inputs stand in memory: of several, each takes the next."""
+"""How inputs stand in memory."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -20,39 +20,13 @@ COUNTED_WITHIN_S = 2.0
 
 
 @check(
-    "marking a step in every phase changes no result",
+    "a graph ends at mark_step where they accumulate, and at its limit: its counters show it",
     part="device",
-    means="results would depend on where a graph is cut; look at tensors that are used across "
-    "the cut",
-)
-def mark_step_is_harmless(on: Opened) -> None:
-    def trained(mark: Callable[[Phase], object]) -> torch.Tensor:
-        weight = torch.linspace(-1, 1, 16, device=on.device).reshape(4, 4).requires_grad_()
-        for _ in range(2):
-            out = torch.softmax(weight @ weight, dim=-1)
-            mark(Phase.FORWARD)
-            out.pow(2).sum().backward()
-            mark(Phase.BACKWARD)
-            with torch.no_grad():
-                assert weight.grad is not None
-                weight -= 0.1 * weight.grad
-                weight.grad = None
-            mark(Phase.UPDATE)
-        on.placement.synchronize()
-        return weight.detach().to(HOST_DEVICE)
-
-    usual, marked = trained(lambda phase: None), trained(on.backend.graph.mark_step)
-    slack = 1e-5 if on.backend.sums_vary else 0.0
-    assert float((usual - marked).abs().max()) <= slack, "results differ with mark_step"
-
-
-@check(
-    "mark_step ends a graph where they accumulate: its counters show it",
-    part="device",
-    means="graphs would grow until memory is exhausted; look at mark_step, and at counters "
+    means="graphs would grow until memory is exhausted, or a long one never be compiled; look at "
+    "mark_step, at the option that carries the limit to the vendor's software, and at counters "
     "that count nothing",
 )
-def mark_step_is_real(on: Opened) -> None:
+def graphs_end(on: Opened) -> None:
     graph = on.backend.graph
     for size in (3, 4, 5):  # a graph of shapes that came before may need no compilation
         value = torch.ones(size, size, device=on.device) * 2 + 1
@@ -64,26 +38,13 @@ def mark_step_is_real(on: Opened) -> None:
             f"{'some' if counted else 'none'} of graph.counters() ({before or 'there are none'})"
         )
         assert float(value.sum().to(HOST_DEVICE)) == 3 * size * size
-    if not graph.accumulates:
-        raise NotAsked("graph.accumulates is False: there is no graph to end")
-
-
-@check(
-    "a graph ends where it reaches its limit: its counters show it",
-    part="device",
-    means="a long graph would never be compiled; look at the option that carries the limit to "
-    "the vendor's software",
-)
-def graph_limit_holds(on: Opened) -> None:
-    limit = on.backend.graph.limit
-    if limit is None:
-        raise NotAsked("graph.limit is None: there is none to reach")
-    assert isinstance(limit, int) and limit > 0, f"graph.limit is {limit!r}"
-    if limit > LARGEST_LIMIT:
-        raise NotAsked(f"a limit of {limit:,} operations takes too long to reach")
+    limit = graph.limit
+    if limit is None and not graph.accumulates:
+        raise NotAsked("graph.accumulates is False, and graph.limit None: there is none to end")
+    if limit is None or limit > LARGEST_LIMIT:
+        return  # there is none, or it takes too long to reach
     on.placement.synchronize()
-    value = torch.ones(3, 7, device=on.device)
-    before = dict(on.backend.graph.counters())
+    value, before = torch.ones(3, 7, device=on.device), dict(graph.counters())
     for _ in range(3 * limit):
         value = value + 1
     assert _counted(on, before), (
@@ -101,25 +62,6 @@ def _counted(on: Opened, before: Mapping[str, float], within_s: float = COUNTED_
         if time.monotonic() >= until:
             return False
         time.sleep(0.05)
-
-
-@check(
-    "torch.compile with its own backend gives the same results",
-    part="device",
-    means="compiled runs would differ from others; look in the vendor's compiler, for fused "
-    "operations and changed strides",
-)
-def compiles(on: Opened) -> None:
-    compiler = on.backend.graph.compiler
-    if compiler is None:
-        raise NotAsked("graph.compiler is None: nothing is compiled")
-
-    def block(x: torch.Tensor) -> torch.Tensor:
-        return torch.softmax(x @ x, dim=-1).sum(0)
-
-    x = torch.linspace(-1, 1, 64, device=on.device).reshape(8, 8)
-    compiled = torch.compile(block, backend=compiler.backend)(x)
-    assert torch.allclose(compiled.to(HOST_DEVICE), block(x).to(HOST_DEVICE), atol=1e-5)
 
 
 @check(

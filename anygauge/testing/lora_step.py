@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from anygauge.interface import HOST_DEVICE
 
 OWN = "our own case"
-"""`anygauge.testing.real_sizes`, `arithmetic`, `chance` or `copies` tests it."""
+"""`anygauge.testing.real_sizes`, `chance` or `copies` tests it."""
 LOOP = "only through the loop"
 """It has no values to compare, or runs on the host."""
 

@@ -8,11 +8,11 @@ them. TorchCTS goes further: https://pypi.org/project/torchcts
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from anygauge.interface import HOST_DEVICE
 from anygauge.testing.bounds import (
@@ -34,19 +34,11 @@ FEW = 4
 WHOLE = (torch.int64, torch.bool)
 """Tried beside the types that the device computes in, where OpInfo has them for the operator."""
 UNKNOWN_TO_DEVICES = (torch.float64, torch.complex64, torch.complex128, torch.complex32)
-VIEWS = ("contiguous", "every second", "transposed", "sliced")
-"""How inputs stand in memory: each sample takes the first, and one of the others in turn."""
 FLOOR = {torch.float32: 1e-6, torch.bfloat16: 1e-5, torch.float16: 1e-5}
 """Smallest error that counts; `torch.testing.assert_close` has 1e-5 for each."""
 OF_GRADIENTS = {torch.float32: 5e-5, torch.bfloat16: 4e-2}
 """Largest error of a gradient, relative to the largest of them and of what comes from above, 1. In
 float16 they leave the type's range on the host, too."""
-_WRITING = (
-    "add addcdiv addcmul clamp clamp_min div exp fill index_add lerp masked_fill mul neg pow "
-    "reciprocal rsqrt scatter sqrt sub zero_"
-)
-IN_PLACE = frozenset(_WRITING.split())
-"""Of which steps and optimizers call the form in place."""
 COUNTED = ("arange", "linspace")
 """No step calls these in a type below float32."""
 PRODUCTS = ("addmm", "baddbmm", "bmm", "matmul", "mm", "outer")
@@ -89,127 +81,97 @@ def _is_meant(name: str, sample: Any) -> bool:
     return name != "masked_fill" or not sample.broadcasts_input
 
 
-@dataclass(slots=True)
-class _Ran:
-    """What a sample gave: results and gradients, and what stands around an input written to."""
-
-    results: list[torch.Tensor]
-    gradients: list[torch.Tensor | None]
-    written: torch.Tensor | None = None
-
-
-def _same(whole: torch.Tensor) -> torch.Tensor:
-    return whole
-
-
 def _run(
     function: Callable[..., Any],
     sample: Any,
     arrange: Arrange,
-    change: Callable[[torch.Tensor], torch.Tensor],
+    change: Callable[[Tensor], Tensor],
     device: Any,
     *,
     wide: bool = False,
-    writes: bool = False,
-) -> _Ran:
-    """Call an operator with a sample's inputs, arranged in memory and then changed."""
-    leaves: list[torch.Tensor] = []
-    wholes: list[torch.Tensor] = []
+) -> dict[str, Tensor | None]:
+    """Results and gradients of an operator on a sample, arranged in memory and then changed."""
+    leaves: list[Tensor] = []
 
     def given(each: Any) -> Any:
         if isinstance(each, torch.dtype):
             return torch.float64 if wide and each.is_floating_point else each
-        whole, view = arrange(each.detach()) if each.dim() else (each.detach(), _same)
-        wholes.append(change(whole))
-        seen = view(wholes[-1])
-        if each.requires_grad and not writes:
+        whole, view = arrange(each.detach()) if each.dim() else (each.detach(), lambda same: same)
+        seen = view(change(whole))
+        if each.requires_grad:
             leaves.append(seen.requires_grad_())
         return seen
 
     moved = sample.transform(given)
     kwargs = {**moved.kwargs, **({"device": device} if "device" in moved.kwargs else {})}
     out = function(moved.input, *moved.args, **kwargs)
-    outs = out if isinstance(out, tuple | list) else [out]
-    results = [each for each in outs if isinstance(each, torch.Tensor)]
-    if writes:
-        return _Ran([], [], wholes[0])
+    results = [each for each in (out if isinstance(out, tuple | list) else [out])
+               if isinstance(each, Tensor)]  # fmt: skip
+    found: dict[str, Tensor | None] = {f"result {n}": x.detach() for n, x in enumerate(results)}
     tracked = [each for each in results if each.requires_grad and leaves]
-    gradients: list[torch.Tensor | None] = []
     if tracked:
         above = []
         for each in tracked:
             values = torch.linspace(-1, 1, max(each.numel(), 1))[: each.numel()]
-            whole, view = arrange(values.reshape(each.shape)) if each.dim() else (values[0], _same)
+            values = values.reshape(each.shape)
+            whole, view = arrange(values) if each.dim() else (values, lambda same: same)
             above.append(view(change(whole).to(each.dtype)))
-        gradients = list(torch.autograd.grad(tracked, leaves, above, allow_unused=True))
-    return _Ran([each.detach() for each in results], gradients)
+        gradients = torch.autograd.grad(tracked, leaves, above, allow_unused=True)
+        found |= {f"gradient {n}": gradient for n, gradient in enumerate(gradients)}
+    return found
 
 
-def _queued(
-    on: Opened, name: str, info: Any, dtype: torch.dtype
-) -> Iterator[tuple[str, _Ran, _Ran, _Ran]]:
-    """What each sample gives: in words, on the device, in float64 and in its type on the host."""
-    for number, sample in enumerate(_samples(on, info, dtype)):
-        forms = [(info.op, False)]
-        if name in IN_PLACE and info.inplace_variant and not sample.broadcasts_input:
-            forms.append((info.inplace_variant, True))
-        for layout in (VIEWS[0], VIEWS[1 + number % (len(VIEWS) - 1)]):
-            for function, writes in forms:
-                run = functools.partial(_run, function, sample, LAYOUTS[layout][0], writes=writes)
-                try:
-                    same = run(torch.clone, HOST_DEVICE)
-                except Exception:  # what torch refuses on the host, a device may refuse
-                    continue
-                try:
-                    wide = run(_widened, HOST_DEVICE, wide=True)
-                except Exception:
-                    wide = same
-                what = f"{name}{'_' if writes else ''} of {dtype}, sample {number}, {layout}"
-                try:
-                    there = run(lambda each: each.to(on.device, copy=True), on.device)
-                except Exception as error:
-                    said = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                    raise AssertionError(f"{what}: {said}") from error
-                yield what, there, wide, same
-
-
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
+def _widened(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.dtype.is_floating_point else tensor.clone()
 
 
-def _judge(on: Opened, product: bool, what: str, there: _Ran, wide: _Ran, same: _Ran) -> None:
-    assert len(there.results) == len(same.results), f"{what}: {len(there.results)} results"
-
-    def agree(
-        found: torch.Tensor, wanted: torch.Tensor, like: torch.Tensor, of: str, scale: float = 0.0
-    ) -> None:
-        assert found.dtype == like.dtype, f"{of}: a result of {found.dtype}, not {like.dtype}"
-        if not like.dtype.is_floating_point:
-            compare(on_host(found), like, torch.zeros(()), of)
-            return
-        finite = wanted.double()[torch.isfinite(wanted)].abs()
-        largest = max(float(finite.max()) if finite.numel() else 0.0, scale)
-        size = wanted.double().abs() + largest
-        allowed = (
-            OF_GRADIENTS[like.dtype] * size if scale else normwise(wanted.double(), like.dtype)
-        )
-        if product:
-            allowed = (
-                allowed + 8 * max(product_roundoff(on, like.dtype), roundoff(like.dtype)) * size
-            )
-        compare(on_host(found), wanted.double(), allowed + FLOOR[like.dtype], of)
-
-    for number, triple in enumerate(zip(there.results, wide.results, same.results, strict=True)):
-        agree(*triple, f"{what}, result {number}" if number else what)
-    triples = zip(there.gradients, wide.gradients, same.gradients, strict=True)
-    for number, (found, wanted, like) in enumerate(triples):
-        of = f"{what}, gradient {number}"
-        if like is None or wanted is None or found is None:
+def _try_type(on: Opened, name: str, info: Any, dtype: torch.dtype) -> None:
+    """Each sample as it usually lies in memory, and in one of the other ways, in turn."""
+    queued = []
+    ways = [*LAYOUTS]
+    for number, sample in enumerate(_samples(on, info, dtype)):
+        for layout in (ways[0], ways[1 + number % (len(ways) - 1)]):
+            run = functools.partial(_run, info.op, sample, LAYOUTS[layout])
+            try:
+                same = run(torch.clone, HOST_DEVICE)
+            except Exception:  # what torch refuses on the host, a device may refuse
+                continue
+            try:
+                wide = run(_widened, HOST_DEVICE, wide=True)
+            except Exception:
+                wide = same
+            what = f"{name} of {dtype}, sample {number}, {layout}"
+            try:
+                there = run(lambda each: each.to(on.device, copy=True), on.device)
+            except Exception as error:
+                said = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                raise AssertionError(f"{what}: {said}") from error
+            assert there.keys() == same.keys(), f"{what}: {', '.join(there)}"
+            queued += [(f"{what}, {of}", there[of], wide[of], like) for of, like in same.items()]
+    on.placement.synchronize()
+    product = name in PRODUCTS or "linear" in name or "attention" in name
+    for of, found, wanted, like in queued:
+        if found is None or wanted is None or like is None:
             assert found is None and like is None, f"{of}: {'none' if found is None else 'one'}"
-            continue
-        agree(found, wanted, like, of, scale=1.0)
-    if there.written is not None and same.written is not None and wide.written is not None:
-        agree(there.written, wide.written, same.written, what)
+        else:
+            _judge(on, product, of, found, wanted, like)
+
+
+def _judge(on: Opened, product: bool, of: str, found: Tensor, wanted: Tensor, like: Tensor) -> None:
+    """Compare with float64, or exactly what is no floating point number."""
+    dtype = like.dtype
+    assert found.dtype == dtype, f"{of}: a result of {found.dtype}, not {dtype}"
+    if not dtype.is_floating_point:
+        compare(on_host(found), like, torch.zeros(()), of)
+        return
+    wanted = wanted.double()
+    finite = wanted[torch.isfinite(wanted)].abs()
+    gradient = ", gradient" in of
+    size = wanted.abs() + max(float(finite.max()) if finite.numel() else 0.0, float(gradient))
+    allowed = (OF_GRADIENTS[dtype] * size if gradient else normwise(wanted, dtype)) + FLOOR[dtype]
+    if product:
+        allowed = allowed + 8 * max(product_roundoff(on, dtype), roundoff(dtype)) * size
+    compare(on_host(found), wanted, allowed, of)
 
 
 def _try(on: Opened, name: str) -> None:
@@ -221,10 +183,7 @@ def _try(on: Opened, name: str) -> None:
             lower = dtype in (torch.bfloat16, torch.float16)
             whole_gradient = dtype in WHOLE and "backward" in name
             if dtype in info.dtypes and not (lower and name in COUNTED) and not whole_gradient:
-                queued = list(_queued(on, name, info, dtype))
-                on.placement.synchronize()
-                for each in queued:
-                    _judge(on, name in PRODUCTS or "linear" in name or "attention" in name, *each)
+                _try_type(on, name, info, dtype)
 
 
 def _register(name: str) -> None:
@@ -233,7 +192,7 @@ def _register(name: str) -> None:
 
     tried.__name__ = f"operator_{name.removeprefix('torch.ops.').replace('.', '_')}"
     check(
-        f"`{name}`: torch's own samples agree with float64, with views, gradients and in place",
+        f"`{name}`: torch's own samples agree with float64, with views and gradients",
         part="operators",
         means="values or gradients of a model would be wrong; look in the kernel of the operator, "
         "at how it walks strides, offsets and sizes that no block divides",

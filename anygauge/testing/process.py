@@ -70,7 +70,7 @@ class KitPart:
     modules: Sequence[str]
 
 
-ON_DEVICE = "device memory copies chance blocks graphs real_sizes arithmetic fp8 leaks"
+ON_DEVICE = "device memory copies chance blocks graphs real_sizes leaks"
 PARTS = {
     "basic": KitPart("on paper", 120.0, ("paper", "rules", "leaks")),  # which import no torch
     "device": KitPart("on a device", 600.0, ON_DEVICE.split()),

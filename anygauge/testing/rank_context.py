@@ -8,16 +8,16 @@ left it early would leave the others waiting.
 
 from __future__ import annotations
 
-import datetime
 import functools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from anygauge.interface import HOST_DEVICE, Backend
+from anygauge.interface import Backend
+from anygauge.testing.bounds import compare, on_host
 from anygauge.testing.check import NotAsked, check, sharding
 
 BITS = {torch.float64: 53, torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
@@ -26,9 +26,6 @@ WHOLE = {torch.int64: 2**54, torch.int32: 2**28, torch.uint8: 60}
 """Largest integers that are tried: float64, float32 and a signed byte cannot hold their sums."""
 SCALE = 2.0**-7
 """Of exact values, so that most are fractions."""
-PERIOD = 8191
-"""Elements after which values repeat."""
-Shape = Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,22 +54,17 @@ class RankContext:
         """All of them."""
         return range(self.world_size)
 
-    def dtypes(self) -> list[torch.dtype]:
-        """Types that a reduction must serve here."""
-        lower = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-        return [torch.float32, *(d for name, d in lower.items() if self.backend.support(name))]
-
-    def exact(self, shape: Shape, dtype: torch.dtype, rank: int, salt: int = 0) -> torch.Tensor:
+    def exact(self, size: int, dtype: torch.dtype, rank: int, salt: int = 0) -> Tensor:
         """A rank's values, in float64 on the host; those of all ranks have an exact sum."""
         span = 2 ** BITS[dtype] >> (self.world_size - 1).bit_length()
-        return _drawn(shape, rank, salt, span).double() * SCALE
+        return _drawn(size, rank, salt, span).double() * SCALE
 
-    def whole(self, shape: Shape, dtype: torch.dtype, rank: int, salt: int = 3) -> torch.Tensor:
+    def whole(self, size: int, dtype: torch.dtype, rank: int, salt: int = 3) -> Tensor:
         """A rank's integers in int64; odd ones, of which no shorter type holds the sum."""
-        found = _drawn(shape, rank, salt, WHOLE[dtype] // 2) * 2 + 1
+        found = _drawn(size, rank, salt, WHOLE[dtype] // 2) * 2 + 1
         return found if dtype.is_signed else found.abs() % (256 // self.world_size)
 
-    def put(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def put(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """Values of the host on this device, in a memory of their own."""
         return values.to(dtype, copy=True).to(self.device)
 
@@ -81,40 +73,24 @@ class RankContext:
         if not condition:
             self.complaints.append(complaint)
 
-    def same(
-        self,
-        found: torch.Tensor,
-        wanted: torch.Tensor,
-        what: str,
-        within: torch.Tensor | float = 0.0,
-    ) -> None:
+    def same(self, found: Tensor, wanted: Tensor, what: str, within: Tensor | float = 0.0) -> None:
         """Note unless `found` holds the values `wanted`, float64 or int64.
 
         Args:
             within: largest error, of each element or of all.
         """
-        got = found.detach().to(HOST_DEVICE).to(wanted.dtype)
-        if got.shape != wanted.shape:
-            self.complaints.append(f"{what}: shape {tuple(got.shape)}, not {tuple(wanted.shape)}")
-            return
-        fits = (got == wanted) | ((got != got) & (wanted != wanted))
-        fits |= (got - wanted).abs() <= within
-        if bool(fits.all()):
-            return
-        got, wanted, wrong = got.reshape(-1), wanted.reshape(-1), (~fits).reshape(-1)
-        first = int(wrong.nonzero()[0])
-        self.complaints.append(
-            f"{what}: {int(wrong.sum())} of {wanted.numel()} elements are wrong; number {first} "
-            f"should be {wanted[first].item()!r} and is {got[first].item()!r}"
-        )
+        got = on_host(found)
+        try:
+            got = got if got.dtype.is_floating_point else got.to(wanted.dtype)
+            compare(got, wanted, torch.as_tensor(within), what)
+        except AssertionError as wrong:
+            self.complaints.append(str(wrong))
 
-    def attempt(
-        self, action: Callable[[], Any], what: str, ranks: Sequence[int] | None = None
-    ) -> str:
+    def attempt(self, action: Callable[[], Any], what: str, ranks: Sequence[int]) -> str:
         """Do what a library may refuse; all ranks that are asked must refuse it, or none.
 
         Args:
-            ranks: those that are; None for all. The others come along.
+            ranks: those that are; the others come along.
 
         Returns:
             What was raised, in words; empty if it was done.
@@ -126,13 +102,10 @@ class RankContext:
         except Exception as error:
             refused = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         everyone = self.collectives.gather_objects(refused)
-        asked = self.ranks if ranks is None else ranks
-        some = [rank for rank in asked if everyone[rank]]
+        some = [rank for rank in ranks if everyone[rank]]
         reason = next(filter(None, everyone), "")
-        self.hold(
-            len(some) in (0, len(asked)),
-            f"{what}: ranks {some} refuse it, the others do not: {reason}",
-        )
+        together = len(some) in (0, len(ranks))
+        self.hold(together, f"{what}: ranks {some} refuse it, the others do not: {reason}")
         return reason
 
     def asked_by_engines(self) -> None:
@@ -142,35 +115,10 @@ class RankContext:
             raise NotAsked(f"it cannot run {engine}: {self.backend.unsupported_engines[engine]}")
 
 
-def _drawn(shape: Shape, rank: int, salt: int, span: int) -> torch.Tensor:
-    """Integers from -span to span that look like drawn ones, in int64."""
-    count = math.prod(shape)
-    place = torch.arange(min(count, PERIOD))
-    number = (place * 1_103_515_245 + rank * 123_456_791 + salt * 987_654_323 + 12_345) % (
-        2**31 - 1
-    )
-    number = number * 48_271 % (2**31 - 1)
-    wide = number * 2**24 + number * 69_621 % (2**31 - 1)
-    found = wide % (2 * span + 1) - span
-    # Again and again, which takes less time: libraries cut messages at even numbers.
-    return found.repeat(-(-count // PERIOD))[:count].view(tuple(shape))
-
-
-def total(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Their sum."""
-    return torch.stack(list(values)).sum(0)
-
-
-def limits_of(group: Any) -> Iterator[tuple[str, float]]:
-    """(library, how many seconds its collectives may wait) of a group, as far as it can be read."""
-    for kind in group._device_types:
-        try:
-            library = group._get_backend(kind)
-        except RuntimeError:  # named, but never made: no collective of it can hang
-            continue
-        limit = getattr(getattr(library, "options", None), "_timeout", None)
-        if isinstance(limit, datetime.timedelta):
-            yield f"{library.name()} for {kind.type}", limit.total_seconds()
+def _drawn(size: int, rank: int, salt: int, span: int) -> Tensor:
+    """Integers from -span to span, in int64."""
+    generator = torch.Generator().manual_seed(salt * 64 + rank)
+    return torch.randint(-span, span + 1, (size,), generator=generator)
 
 
 def check_on_ranks(

@@ -2,17 +2,19 @@
 
 Long sums and the bias of their rounding, rows above 4,096 columns, products of one row, lists of
 200 tensors, an index that comes 70,000 times, each odd length to 1,024, forms that write into a
-view. Expected values are the host's in float64; all is queued first and read afterwards.
+view. Expected values are the host's in float64.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as nn
 
 from anygauge.testing.bounds import (
@@ -21,7 +23,6 @@ from anygauge.testing.bounds import (
     compare,
     drawn,
     exact,
-    near,
     normwise,
     on_host,
     product_roundoff,
@@ -46,7 +47,40 @@ OFTEN = 70_000
 ODD = range(1, 1025, 2)
 
 
-# -- rounding and long sums -----------------------------------------------------------------------
+# -- rounding, long sums and products -------------------------------------------------------------
+
+
+def _agrees(
+    on: Opened, function: Callable[..., Tensor], inputs: Sequence[Tensor], bound: Bound, what: str
+) -> tuple[Tensor, Tensor]:
+    """(Found, wanted): a function on the device, within its bound of the host's in float64."""
+    found = on_host(function(*(each.to(on.device, copy=True) for each in inputs)))
+    wanted = function(*(x.double() if x.is_floating_point() else x for x in inputs))
+    compare(found, wanted, bound(wanted, found.dtype), f"{what} of {inputs[0].dtype}")
+    return found, wanted
+
+
+def _of_sum(terms: int) -> Bound:
+    """Of a sum of so many terms of one sign."""
+    return lambda wanted, dtype: 2 * summed(terms, wanted.abs(), dtype)
+
+
+SUMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: x.mean(),
+    "mean of rows": lambda x: x.mean(-1),
+    "mean of columns": lambda x: x.t().contiguous().mean(0),
+    "norm": torch.linalg.vector_norm,
+    "sum of rows": lambda x: x[:, :9000].sum(-1),
+    "sum to float32": lambda x: x.sum(-1, dtype=torch.promote_types(x.dtype, torch.float32)),
+    "sum of columns": lambda x: x[:, :9000].t().contiguous().sum(0),
+}
+EACH: dict[str, tuple[Bound, Callable[[Tensor, Tensor], Tensor]]] = {
+    "add": (rounded, torch.add),
+    "mul": (rounded, torch.mul),
+    "div": (normwise, torch.div),
+    "add_": (normwise, lambda x, y: (x * 1).add_(y, alpha=3)),
+    "lerp": (normwise, lambda x, y: torch.lerp(x, y, 0.3)),
+}
 
 
 @check(
@@ -56,138 +90,107 @@ ODD = range(1, 1025, 2)
     "in the inputs' type, and for counts of elements in too few bits",
 )
 def long_sums(on: Opened) -> None:
-    for dtype in types(on):
+    for dtype, (name, function) in itertools.product(types(on), SUMS.items()):
         values = drawn(5, 2**14 + 3, seed=6, low=0.25, high=1).to(dtype)
-        wide, there = values.double(), values.to(on.device)
-        across = values.t().contiguous().to(on.device)
-        for what, found, wanted, terms in (
-            ("mean over all", there.mean(), wide.mean(), wide.numel()),
-            ("mean of the last dimension", there.mean(-1), wide.mean(-1), wide.shape[1]),
-            ("mean of the first dimension", across.mean(0), wide.mean(-1), wide.shape[1]),
-            ("norm", torch.linalg.vector_norm(there), wide.norm(), wide.numel()),
-            ("sum in float32", there.float().sum(), wide.sum(), wide.numel()),
-            ("sum to float32", there.sum(-1, dtype=torch.float32), wide.sum(-1), wide.shape[1]),
-            ("sum", there[:, :9000].sum(-1), wide[:, :9000].sum(-1), 9000),
-            ("sum over rows", across[:9000].sum(0), wide[:, :9000].sum(-1), 9000),
-            ("cumsum in float32", there.float().cumsum(1), wide.cumsum(1), wide.shape[1]),
-        ):
-            allowed = 2 * summed(terms, wanted.abs(), found.dtype)
-            compare(on_host(found), wanted, allowed, f"{what} of {terms} x {dtype}")
+        _agrees(on, function, [values], _of_sum(values.numel()), f"{name} of {values.numel()}")
 
 
 @check(
-    "results of each element are rounded to nearest: their errors lean to no side",
+    "results of each element, and conversions, are rounded to nearest: errors lean to no side",
     part="device",
     means="weights would drift with every update; look for results that are cut off, which is the "
     "usual shortcut, or that are computed in a shorter type",
 )
 def rounding_leans_to_no_side(on: Opened) -> None:
-    operations: dict[str, Callable[..., torch.Tensor]] = {
-        "add": torch.add,
-        "sub": torch.sub,
-        "mul": torch.mul,
-        "div": torch.div,
-        "mul_ by a number": lambda x, y: (x * 1).mul_(0.7),
-        "add_": lambda x, y: (x * 1).add_(y, alpha=3),
-        "lerp": lambda x, y: torch.lerp(x, y, 0.3),
-        "addcmul": lambda x, y: torch.addcmul(x, x, y),
-    }
-    for dtype, (name, function) in itertools.product(types(on), operations.items()):
-        x, y = (drawn(257, 301, seed=seed, low=0.5, high=4).to(dtype) for seed in (1, 2))
-        found = on_host(function(x.to(on.device), y.to(on.device)))
-        wanted = function(x.double(), y.double())
-        what = f"{name} of {dtype}, sizes {list(x.shape)}"
-        bound = rounded if name in ("add", "sub", "mul", "mul_ by a number") else near
-        if name == "sub":
-            bound = normwise
-        compare(found, wanted, bound(wanted, dtype), what)
-        unbiased(found, wanted, dtype, what)
+    for dtype in types(on):
+        x, y = (drawn(257, 301, seed=seed, low=0.5, high=4).float() for seed in (1, 2))
+        found, wanted = on_host(x.to(on.device).to(dtype)), x.double()
+        compare(found, wanted, rounded(wanted, dtype), f"float32 to {dtype}")
+        unbiased(found, wanted, dtype, f"float32 to {dtype}")
+        for name, (bound, function) in EACH.items():
+            found, wanted = _agrees(on, function, (x.to(dtype), y.to(dtype)), bound, name)
+            unbiased(found, wanted, dtype, f"{name} of {dtype}")
 
 
-# -- products -------------------------------------------------------------------------------------
+def _product(
+    on: Opened, function: Callable[..., Tensor], inputs: Sequence[Tensor], terms: int, what: str
+) -> tuple[Tensor, Tensor]:
+    """The same of a product, within the bound of its sums and of its factors."""
+    magnitude = function(*(each.double().abs() for each in inputs))
 
+    def bound(wanted: Tensor, dtype: torch.dtype) -> Tensor:
+        # Factors of float32 may be shortened.
+        factors = 4 * product_roundoff(on, dtype) * (dtype is torch.float32)
+        return summed(terms, magnitude, dtype) + factors * magnitude
 
-def _of_product(on: Opened, magnitude: torch.Tensor, terms: int, dtype: torch.dtype) -> Any:
-    """Largest error of a product: of its sum and, where factors are shortened, of each of them."""
-    shortened = 4 * product_roundoff(on, dtype) if dtype is torch.float32 else 0.0
-    return summed(terms, magnitude, dtype) + shortened * magnitude
+    return _agrees(on, function, inputs, bound, what)
 
 
 @check(
-    "long products keep their digits: errors are those of float32 sums and lean to no side",
+    "long products, and those of one row, keep their digits: errors are those of float32 sums and "
+    "lean to no side",
     part="device",
-    means="a model would train worse without an error in sight; look for accumulators of the "
-    "inputs' type, results cut off instead of rounded, and float32 products in a shorter type "
-    "(declare that one with Placement.float32_product_bits)",
+    means="a model, a LoRA layer or a last short batch would be wrong without an error in sight; "
+    "look for accumulators of the inputs' type, results cut off instead of rounded, another kernel "
+    "for one row, how it splits a long sum, and float32 products in a shorter type (declare that "
+    "one with Placement.float32_product_bits)",
 )
 def products_keep_their_digits(on: Opened) -> None:
-    for dtype, shape, signed in itertools.product(types(on), SHAPES, (False, True)):
+    for dtype, shape, low in itertools.product(types(on), SHAPES, (0.5, -1.5)):
         rows, terms, columns = shape
-        what = f"{rows} x {terms} x {columns} of {dtype}{', of either sign' if signed else ''}"
-        a = drawn(rows, terms, seed=1, low=-1.5 if signed else 0.5).to(dtype)
-        b = drawn(terms, columns, seed=2, low=-1.5 if signed else 0.5).to(dtype)
-        found = on_host(a.to(on.device) @ b.to(on.device))
-        wanted, magnitude = a.double() @ b.double(), a.double().abs() @ b.double().abs()
-        compare(found, wanted, _of_product(on, magnitude, terms, dtype), what)
-        if not signed:
+        what = f"{rows} x {terms} x {columns} from {low}"
+        a = drawn(rows, terms, seed=1, low=low).to(dtype)
+        b = drawn(terms, columns, seed=2, low=low).to(dtype)
+        found, wanted = _product(on, torch.mm, (a, b), terms, what)
+        if low > 0:
             # Many roundings of one sum need not cancel: those of float32 by their root.
             most = 0.25 + math.sqrt(terms) * roundoff(torch.float32) / roundoff(dtype)
             if product_roundoff(on, dtype) > roundoff(dtype):  # and these may be cut off
                 most += 4 * product_roundoff(on, dtype) / roundoff(dtype)
-            unbiased(found, wanted, dtype, what, most)
-
-
-@check(
-    "products of one row, and of a batch of them, are right up to 32,768 terms",
-    part="device",
-    means="a LoRA layer, a last short batch or generation would be wrong, where devices take "
-    "another kernel than for many rows; look at how it splits a long sum, and at its last part",
-)
-def products_of_one_row(on: Opened) -> None:
+            unbiased(found, wanted, dtype, f"{what} of {dtype}", most)
     for dtype, terms in itertools.product(types(on), ONE_ROW):
         # Of one sign: terms that cancel hide a sum that is kept in too few digits.
         x, w = drawn(1, terms, seed=3, low=0).to(dtype), drawn(67, terms, seed=4, low=0).to(dtype)
         batch = drawn(3, 1, terms, seed=5, low=0).to(dtype)
-        for what, function, inputs in (
-            ("mm", torch.mm, (x, w.t())),
+        for name, function, inputs in (
             ("linear", nn.linear, (x, w)),
             ("mv", torch.mv, (w, x[0])),
             ("mm of one column", torch.mm, (w, x.t())),
             ("bmm", torch.bmm, (batch, w.t().expand(3, terms, 67))),
-            ("addmm", torch.addmm, (x[:, :1] * 2, x, w.t())),
         ):
-            found = on_host(function(*(each.to(on.device) for each in inputs)))
-            wanted = function(*(each.double() for each in inputs))
-            magnitude = function(*(each.double().abs() for each in inputs))
-            allowed = 2 * _of_product(on, magnitude, terms, dtype)
-            compare(found, wanted, allowed, f"{what} of one row, {terms} terms of {dtype}")
+            _product(on, function, inputs, 4 * terms, f"{name} of one row, {terms} terms")
 
 
 # -- wide rows ------------------------------------------------------------------------------------
 
-
-def _norm(function: Callable[..., torch.Tensor], *more: Any) -> Callable[..., torch.Tensor]:
-    return lambda x, scale: function(x, x.shape[-1:], scale, *more)
-
-
-WIDE_ROWS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+WIDE_ROWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "softmax": lambda x, _: torch.softmax(x, -1),
     "softmax of columns": lambda x, _: torch.softmax(x.t(), 0),
-    "softmax in the middle": lambda x, _: torch.softmax(x[:, :4096].reshape(3, 512, 8), 1),
     "log_softmax": lambda x, _: torch.log_softmax(x, -1),
-    "logsumexp": lambda x, _: torch.logsumexp(x, -1),
     "cross entropy": lambda x, _: nn.cross_entropy(x, _targets(x)),
-    "cross entropy of each": lambda x, _: nn.cross_entropy(x, _targets(x), reduction="none"),
-    "layer norm": _norm(nn.layer_norm),
-    "rms norm": _norm(nn.rms_norm, 1e-5),
-    "sum": lambda x, _: x.sum(-1),
-    "largest": lambda x, _: x.amax(-1),
+    "layer norm": lambda x, scale: nn.layer_norm(x, x.shape[-1:], scale),
+    "rms norm": lambda x, scale: nn.rms_norm(x, x.shape[-1:], scale, 1e-5),
 }
 
 
-def _targets(x: torch.Tensor) -> torch.Tensor:
+def _targets(x: Tensor) -> Tensor:
     """The last class, one within and one that does not count."""
     return torch.tensor([x.shape[-1] - 1, x.shape[-1] // 2 + 1, -100], device=x.device)
+
+
+def _of_row(columns: int, wanted: Tensor, dtype: torch.dtype) -> Tensor:
+    return normwise(wanted, dtype) + summed(columns, wanted.abs(), dtype)
+
+
+def _gradient(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Of a function, for values from above that differ."""
+
+    def gradient(x: Tensor, scale: Tensor) -> Tensor:
+        out = function(x.requires_grad_(), scale)
+        above = (torch.arange(out.numel()) % 7 - 3).reshape(out.shape) / 4  # which each type has
+        return torch.autograd.grad(out, x, above.to(out))[0]
+
+    return gradient
 
 
 @check(
@@ -200,109 +203,63 @@ def _targets(x: torch.Tensor) -> torch.Tensor:
 def wide_rows(on: Opened) -> None:
     for dtype, columns in itertools.product(types(on), WIDE):
         x, scale = drawn(3, columns, seed=7, low=-3, high=3).to(dtype), drawn(columns, seed=8)
-        places = [columns - 1, columns // 2, 5]
-        x[torch.arange(3), torch.tensor(places)] = 6.0  # the largest of each row
+        x[:, -1] = 6.0  # the largest of each row
         scale = scale.to(dtype)
+        bound: Bound = functools.partial(_of_row, columns)
         for name, function in WIDE_ROWS.items():
-            there, here = x.to(on.device, copy=True).requires_grad_(), x.double().requires_grad_()
-            found, wanted = function(there, scale.to(on.device)), function(here, scale.double())
-            above = torch.linspace(-1, 1, max(found.numel(), 2), dtype=torch.float64)
-            above = above[-found.numel() :].reshape(found.shape).to(dtype)
-            found.backward(above.to(on.device))
-            wanted.backward(above.double())
-            what = f"{name} of 3 x {columns} of {dtype}"
-            pairs = ((what, found, wanted), (f"{what}, gradient", there.grad, here.grad))
-            for of, mine, its in pairs:
-                assert mine is not None and its is not None, f"{of}: there is none"
-                right = its.detach()
-                allowed = normwise(right, dtype) + summed(columns, right.abs(), dtype)
-                compare(on_host(mine), right, allowed, of)
-        found_at = on_host(x.to(on.device).argmax(-1)).tolist()
-        assert found_at == places, f"argmax of 3 x {columns} of {dtype}: {found_at}, not {places}"
+            _agrees(on, function, (x, scale), bound, f"{name} of 3 x {columns}")
+            of = f"the gradient of {name} of 3 x {columns}"
+            _agrees(on, _gradient(function), (x, scale), bound, of)
 
 
 # -- lists of tensors -----------------------------------------------------------------------------
 
 FOREACH: dict[str, Callable[..., Any]] = {
     "_foreach_add_": lambda x, y, z: torch._foreach_add_(x, y, alpha=2),
-    "_foreach_add_ of a number": lambda x, y, z: torch._foreach_add_(x, 0.5),
     "_foreach_sub_": lambda x, y, z: torch._foreach_sub_(x, y),
     "_foreach_mul_": lambda x, y, z: torch._foreach_mul_(x, y),
-    "_foreach_mul_ by a tensor": lambda x, y, z: torch._foreach_mul_(x, y[0].flatten()[0]),
+    "_foreach_mul_ by a tensor": lambda x, y, z: torch._foreach_mul_(x, z[0].flatten()[0] * 0 + 3),
     "_foreach_div_": lambda x, y, z: torch._foreach_div_(x, z),
     "_foreach_lerp_": lambda x, y, z: torch._foreach_lerp_(x, y, 0.25),
     "_foreach_addcmul_": lambda x, y, z: torch._foreach_addcmul_(x, y, z, 0.5),
     "_foreach_addcdiv_": lambda x, y, z: torch._foreach_addcdiv_(x, y, z, -0.5),
-    "_foreach_sqrt": lambda x, y, z: torch._foreach_sqrt(z),
     "_foreach_copy_": lambda x, y, z: torch._foreach_copy_(x, y),
-    "_foreach_zero_": lambda x, y, z: torch._foreach_zero_(x),
+    "_foreach_sqrt": lambda x, y, z: torch._foreach_sqrt(z),
     "_foreach_norm": lambda x, y, z: torch._foreach_norm(y),
 }
 
 
-def _list(seed: int) -> list[torch.Tensor]:
+def _list(seed: int) -> list[Tensor]:
     """Float32 values of odd sizes, small and large in turn, as an adapter's factors have them."""
     sizes = [(n % 7 + 1, 4 + n % 5) if n % 20 else (17, 1031) for n in range(LISTED)]
     return [drawn(*size, seed=seed + n).float() for n, size in enumerate(sizes)]
 
 
 @check(
-    f"`_foreach` functions of {LISTED} tensors do to each what is done to one",
+    f"`_foreach` functions, clipping and AdamW of {LISTED} tensors are those of one at a time",
     part="device",
     limit_s=TABLE_S,
-    means="the last factors of an adapter would stay untrained, or be trained twice; look at how "
-    "the device splits a list of tensors into launches, and at the last of them",
+    means="the last factors of an adapter would stay untrained, be trained twice, or gradients be "
+    "clipped to another norm; look at how the device splits a list of tensors into launches, at "
+    "the last of them, and at the `_foreach` and fused forms of the optimizer",
 )
 def lists_of_tensors(on: Opened) -> None:
     host = [_list(100), _list(400), _list(700)]
     for name, function in FOREACH.items():
         there = [[each.to(on.device, copy=True) for each in one] for one in host]
         result = function(*there)
-        found = [on_host(each) for each in (there[0] if name.endswith("_") else result or there[0])]
-        for number, mine in enumerate(found):
+        for number, mine in enumerate(result or there[0]):
             # One at a time, in float64: what cannot be wrong in a list.
             one = [[each[number].double()] for each in host]
-            if name.endswith("by a tensor"):
-                one[1] = [host[1][0].double()]
-            its = function(*one)
-            right = (one[0] if name.endswith("_") else its or one[0])[0]
+            right = (function(*one) or one[0])[0]
             allowed = normwise(right, torch.float32) + 1e-6  # parts of about 1 may cancel
-            compare(mine, right, allowed, f"{name}, tensor {number} of {LISTED}")
-
-
-@check(
-    f"clipping and AdamW of {LISTED} tensors are those of one at a time, in each form that it has",
-    part="device",
-    limit_s=TABLE_S,
-    means="gradients would be clipped to another norm, or some weights not be updated; look at the "
-    "`_foreach` and fused forms of the optimizer, and at the norm over all tensors",
-)
-def updates_of_many_tensors(on: Opened) -> None:
-    gradients = _list(500)
-    numbers: dict[str, Any] = {"lr": 0.05, "betas": (0.8, 0.9), "weight_decay": 0.1}
-
-    def trained(
-        many: bool | None, change: Callable[[torch.Tensor], torch.Tensor], **form: Any
-    ) -> tuple[list[float], list[torch.Tensor]]:
-        """Norms of the gradients of three steps, and the weights after them."""
-        weights = [torch.nn.Parameter(change(each)) for each in _list(100)]
-        optimizer = torch.optim.AdamW(weights, **numbers, **form)
-        norms = []
-        for step in range(3):
-            for weight, gradient in zip(weights, gradients, strict=True):
-                weight.grad = change((gradient - 1) * (1 + step))
-            norm = torch.nn.utils.clip_grad_norm_(weights, 1.0, foreach=many)
-            norms.append(float(on_host(norm)))
-            optimizer.step()
-        return norms, [on_host(each) for each in weights]
-
-    norms, weights = trained(False, torch.Tensor.double, foreach=False)
+            compare(on_host(mine), right, allowed, f"{name}, tensor {number} of {LISTED}")
+    norms, weights = _trained(Tensor.double, foreach=False)
     for form in ({"foreach": False}, {"foreach": True}, {"fused": True}, {}):
-        many = form.get("foreach", form.get("fused"))
         try:
-            found = trained(many, lambda each: each.to(on.device, copy=True), **form)
+            found = _trained(lambda each: each.to(on.device, copy=True), **form)
         except RuntimeError:
-            if form.get("fused") or many:  # torch has not got the form for this type of device
+            if any(form.values()):  # torch has not got the form for this type of device
                 continue
             raise
         for mine, its in zip(found[0], norms, strict=True):
@@ -312,7 +269,29 @@ def updates_of_many_tensors(on: Opened) -> None:
             compare(weight, right, allowed, f"AdamW {form}, tensor {number} of {LISTED}")
 
 
-# -- indices and lengths --------------------------------------------------------------------------
+def _trained(change: Callable[[Tensor], Tensor], **form: bool) -> tuple[list[float], list[Tensor]]:
+    """Norms of the gradients of three steps with AdamW, and the weights after them."""
+    weights = [torch.nn.Parameter(change(each)) for each in _list(100)]
+    gradients, norms = _list(500), []
+    optimizer = torch.optim.AdamW(weights, 0.05, (0.8, 0.9), weight_decay=0.1, **form)
+    for step in range(3):
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = change((gradient - 1) * (1 + step))
+        many = form.get("foreach", form.get("fused"))
+        norms.append(float(on_host(torch.nn.utils.clip_grad_norm_(weights, 1.0, foreach=many))))
+        optimizer.step()
+    return norms, [on_host(each) for each in weights]
+
+
+# -- indices, lengths and forms that write into a view --------------------------------------------
+
+INDEXED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "index_add_": lambda x, at, v: x.index_add_(0, at, v),
+    "index_put_, accumulating": lambda x, at, v: x.index_put_((at,), v, accumulate=True),
+    "the gradient of an embedding": lambda x, at, v: torch.autograd.grad(
+        nn.embedding(at, x.requires_grad_()), x, v
+    )[0],
+}
 
 
 @check(
@@ -324,43 +303,17 @@ def updates_of_many_tensors(on: Opened) -> None:
 def one_index_many_times(on: Opened) -> None:
     places = torch.full((OFTEN,), 3)
     places[::7] = torch.arange(len(places[::7])) % 5
-    values = drawn(OFTEN, 4, seed=9).float()
-    table = torch.zeros(5, 4)
-
-    def through_embedding(x: torch.Tensor, at: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return torch.autograd.grad(nn.embedding(at, x.requires_grad_()), x, v)[0]
-
-    def scattered(x: torch.Tensor, at: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return x.scatter_add_(0, at.unsqueeze(1).expand_as(v), v)
-
-    functions: dict[str, Callable[..., torch.Tensor]] = {
-        "index_add_": lambda x, at, v: x.index_add_(0, at, v),
-        "index_put_, accumulating": lambda x, at, v: x.index_put_((at,), v, accumulate=True),
-        "scatter_add_": scattered,
-        "the gradient of an embedding": through_embedding,
-    }
-    for name, function in functions.items():
-        found = function(*(each.to(on.device, copy=True) for each in (table, places, values)))
-        wanted = function(table.double(), places, values.double())
-        allowed = 2 * summed(OFTEN, wanted, torch.float32)
-        compare(on_host(found), wanted, allowed, f"{name}, {OFTEN} indices")
-    counts = torch.zeros(5, dtype=torch.int64, device=on.device)
-    counts.index_add_(0, places.to(on.device), torch.ones(OFTEN, dtype=torch.int64).to(on.device))
-    assert on_host(counts).tolist() == torch.bincount(places).tolist(), f"counts: {counts.tolist()}"
+    table, values = torch.zeros(5, 4), drawn(OFTEN, 4, seed=9).float()
+    for name, function in INDEXED.items():
+        _agrees(on, function, (table, places, values), _of_sum(OFTEN), f"{name}, {OFTEN} indices")
 
 
-LENGTHS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Bound]] = {
+LENGTHS: dict[str, tuple[Callable[[Tensor], Tensor], Bound]] = {
     "mul": (lambda x: x * x, rounded),
-    "square": (lambda x: x.pow(2), near),
     "silu": (nn.silu, normwise),
-    "clone": (torch.clone, exact),
-    "flip": (lambda x: x.flip(0), exact),
     "cat": (lambda x: torch.cat((x, x)), exact),
     "sum": (lambda x: x.sum(), lambda w, d: summed(1024, w.abs() + 512, d)),
     "softmax": (lambda x: torch.softmax(x, 0), normwise),
-    "product": (lambda x: x[None] @ torch.stack((x, x), 1), lambda w, d: 2 * summed(1024, w, d)),
-    "product of columns": (lambda x: x[:, None] @ x[None, :3], near),
-    "last": (lambda x: x[-1:] * 1, exact),
 }
 
 
@@ -375,64 +328,28 @@ def odd_lengths(on: Opened) -> None:
     # Where every new shape is compiled, all would take minutes.
     lengths = ODD[:: 37 if on.backend.graph.accumulates else 1]
     for turn, dtype in enumerate(types(on)):
-        queued = []
         for length in lengths[turn :: 1 + 3 * turn]:
             x = drawn(length, seed=length, low=-1, high=1).to(dtype)
-            there = x.to(on.device)
             for name, (function, bound) in LENGTHS.items():
-                queued.append((name, length, function(there), function(x.double()), bound))
-        on.placement.synchronize()
-        for name, length, found, wanted, bound in queued:
-            allowed = bound(wanted, dtype)
-            if "product" in name and product_roundoff(on, dtype) > roundoff(dtype):
-                allowed = allowed + 8 * product_roundoff(on, dtype) * length
-            compare(on_host(found), wanted, allowed, f"{name} of {length} x {dtype}")
+                _agrees(on, function, [x], bound, f"{name} of {length}")
+            squares = torch.stack((x, x), 1)
+            _product(on, torch.mm, (x[None], squares), 4 * length, f"product of {length}")
 
 
-# -- forms that write into a view -----------------------------------------------------------------
-
-
-def _into(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
-    return lambda out, *inputs: function(*inputs, *arguments, out=out)
-
-
-WRITES: Sequence[tuple[str, int, Bound, Callable[..., Any]]] = (
-    ("copy_", 2, exact, lambda x, y: x.copy_(y)),
-    ("copy_ of a row", 2, exact, lambda x, y: x.copy_(y[0])),
-    ("copy_ to a row", 2, exact, lambda x, y: x[3].copy_(y[0])),
-    ("copy_ to the transposed", 2, exact, lambda x, y: x.t().copy_(y.t())),
-    ("copy_ of another type", 2, exact, lambda x, y: x.copy_(y > 1)),
-    ("fill_", 1, exact, lambda x: x.fill_(3)),
-    ("zero_", 1, exact, lambda x: x.zero_()),
-    ("add_", 2, normwise, lambda x, y: x.add_(y)),
-    ("mul_", 2, rounded, lambda x, y: x.mul_(y)),
-    ("addcdiv_", 3, normwise, lambda x, y, z: x.addcdiv_(y, z, value=-0.5)),
-    ("lerp_", 2, normwise, lambda x, y: x.lerp_(y, 0.3)),
-    ("masked_fill_", 2, exact, lambda x, y: x.masked_fill_(y > 1, 5)),
-    ("index_add_", 2, normwise, lambda x, y: x.index_add_(0, _turned(x), y)),
-    ("index_put_", 2, exact, lambda x, y: x.index_put_((_turned(x)[:5],), y[:5])),
-    ("add into a given tensor", 3, rounded, _into(torch.add)),
-    ("exp into a given tensor", 2, near, _into(torch.exp)),
-    ("cat into a given tensor", 2, exact,
-     lambda out, x: torch.cat((x[: len(x) // 2], x[len(x) // 2 :]), out=out)),
-    ("softmax into a given tensor", 2, normwise, _into(torch.softmax, -1)),
-    ("sum into a column", 2, lambda w, d: summed(400, w.abs() + 400, d),
-     lambda out, x: torch.sum(x, -1, out=out[:, 1])),
-    ("mm into a given tensor", 2, normwise, lambda out, x: torch.mm(x, _unit(x), out=out)),
+WRITES: Sequence[tuple[str, Bound, Callable[[Tensor, Tensor], Any]]] = (
+    ("copy_", exact, lambda x, y: x.copy_(y)),
+    ("copy_ to the transposed", exact, lambda x, y: x.t().copy_(y.t())),
+    ("zero_", exact, lambda x, y: x.zero_()),
+    ("add_", normwise, lambda x, y: x.add_(y)),
+    ("mul_", rounded, lambda x, y: x.mul_(y)),
+    ("addcdiv_", normwise, lambda x, y: x.addcdiv_(y, y + 1, value=-0.5)),
+    ("masked_fill_", exact, lambda x, y: x.masked_fill_(y > 1, 5)),
+    ("add into a given tensor", rounded, lambda x, y: torch.add(y, 1, out=x)),
+    ("softmax into a given tensor", normwise, lambda x, y: torch.softmax(y, -1, out=x)),
+    ("sum into a column", lambda w, d: summed(400, w.abs() + 400, d),
+     lambda x, y: torch.sum(y, -1, out=x[:, 1])),
 )  # fmt: skip
-"""Name, inputs, bound and an operation that changes its first input: all that stands around that
-must stay."""
-
-
-def _turned(x: torch.Tensor) -> torch.Tensor:
-    return torch.arange(x.shape[0] - 1, -1, -1, device=x.device)
-
-
-def _unit(x: torch.Tensor) -> torch.Tensor:
-    return torch.eye(x.shape[1], device=x.device).to(x.dtype)
-
-
-WRITTEN: Sequence[tuple[int, int]] = ((17, 33), (256, 144))
+"""Name, bound and an operation that changes its first input: all that stands around that stays."""
 
 
 @check(
@@ -443,25 +360,17 @@ WRITTEN: Sequence[tuple[int, int]] = ((17, 33), (256, 144))
     "at how kernels take the offset and the strides of what they write",
 )
 def forms_that_write(on: Opened) -> None:
-    for dtype, size, (name, count, bound, write) in itertools.product(types(on), WRITTEN, WRITES):
-        for number, layout in enumerate(LAYOUTS):
-            if layout == "expanded" or (on.backend.graph.accumulates and number % 2):
-                continue
-            arranged = [
-                LAYOUTS[layout][n % len(LAYOUTS[layout])](drawn(*size, seed=n, high=2).to(dtype))
-                for n in range(count)
-            ]
-
-            def run(change: Callable[[torch.Tensor], torch.Tensor], of: Any = arranged) -> Any:
-                wholes = [change(whole) for whole, _ in of]
-                views = [view(whole) for whole, (_, view) in zip(wholes, of, strict=True)]
-                write(*views)  # noqa: B023  (called at once)
-                return wholes[0]
-
-            found = run(lambda whole: whole.to(on.device, copy=True))
-            wanted = run(lambda whole: whole.double())
-            what = f"{name} of {dtype}, {layout}, sizes {list(size)}"
-            allowed = bound(wanted, dtype)
-            if name.startswith("mm"):
-                allowed = allowed + 8 * product_roundoff(on, dtype) * wanted.abs()
-            compare(on_host(found), wanted, allowed, what)
+    layouts = [*LAYOUTS.items()][:: 2 if on.backend.graph.accumulates else 1]
+    numbers = range(len(layouts))
+    for dtype, size, number in itertools.product(types(on), ((17, 33), (256, 144)), numbers):
+        values = (drawn(*size, seed=seed, high=2).to(dtype) for seed in (0, 1))
+        # The second lies in memory as the first does next.
+        given = [layouts[(number + n) % len(layouts)][1](each) for n, each in enumerate(values)]
+        for name, bound, write in WRITES:
+            there = [whole.to(on.device, copy=True) for whole, _ in given]
+            here = [whole.double() for whole, _ in given]
+            for wholes in (there, here):
+                write(*(view(whole) for whole, (_, view) in zip(wholes, given, strict=True)))
+            found, wanted = there[0], here[0]
+            what = f"{name} of {dtype}, {layouts[number][0]}, sizes {list(size)}"
+            compare(on_host(found), wanted, bound(wanted, dtype), what)

@@ -84,7 +84,7 @@ def test_what_another_plugin_imports_is_not_held_against_the_backend(
     (found,), _ = environments("basic", odd("none"), 1)
     assert "heavy" in found[BLOCK_VARIABLE].split(",")
     assert "mutant" not in found[BLOCK_VARIABLE].split(","), "the other's name, but this one's, too"
-    assert results("basic", ask("basic", odd("none"), tmp_path))["light_import"] == ("passed", "")
+    assert results("basic", ask("basic", odd("none"), tmp_path))["announced"] == ("passed", "")
     (found,), _ = environments("device", odd("none"), 1)
     assert BLOCK_VARIABLE not in found, "runs have all plugins"
 

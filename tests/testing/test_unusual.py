@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from anygauge.testing.process import PartAnswers
-from tests.testing import unusual  # noqa: F401  (its devices register themselves)
 from tests.testing.mutation_forks import answers_by_part, mutant_site
 from tests.testing.test_kit import kit
 from tests.testing.test_mutations import failures
+from tests.testing.unusual import ALONE
 from tests.testing.wrong import SOUND
 
 PARTS = ("basic", "device", "ranks")
-ALONE = "a single device"
 CASES = [(part, name) for part in PARTS for name in SOUND if (part, name) != ("ranks", ALONE)]
 
 

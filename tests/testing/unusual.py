@@ -19,15 +19,14 @@ from anygauge.interface import (
     Level,
     NotAvailableError,
     Options,
-    Probe,
     RunFileError,
     Setting,
     Support,
 )
 from tests.testing.table import Change, broken, capability, fail, then
 from tests.testing.wrong import ANY, ODD, SOUND, Mutant, Wrong, replaced
-from tests.testing.wrong_fp8 import multiply_in_fp8
 
+ALONE = "a single device"
 GRAIN = 2**21
 
 
@@ -48,9 +47,6 @@ def _leaves(*given: Any) -> list[Any]:
     from torch.utils._pytree import tree_leaves
 
     return [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
-
-
-sound("linear layers multiply in FP8", base="cpu")(multiply_in_fp8)
 
 
 @sound("errors are raised late, at the next synchronisation")
@@ -89,13 +85,6 @@ def _(on: Wrong) -> None:
     def synchronize(self: Any, usual: Any) -> None:
         usual()
         raise_now()
-
-
-@sound("memory is oversubscribed: what has no room moves to the host")
-def _(on: Wrong) -> None:
-    @on.method("placement.memory")
-    def memory(self: Any, usual: Any) -> Any:
-        return dataclasses.replace(usual(), limit=None)
 
 
 @sound("sums differ in their last bits from run to run, as it says")
@@ -165,25 +154,6 @@ def _(on: Wrong) -> None:
         backend.capabilities = {**on.backend.capabilities, "float16": FULL if value else off}
 
 
-@sound("a single device")
-def _(on: Wrong) -> None:
-    on.backend.launch = LaunchProfile()  # there is none to hide
-
-    @on.probe
-    def probe(usual: Callable[[], Probe]) -> Probe:
-        return dataclasses.replace(usual(), device_count=1)
-
-    @on.method("placement.device_count")
-    def device_count(self: Any, usual: Any) -> int:
-        return 1
-
-    @on.method("placement.open")
-    def open_(self: Any, usual: Any, local_rank: int) -> Any:
-        if local_rank > 0:
-            raise NotAvailableError(f"local rank {local_rank} has no device: there is 1")
-        return usual(local_rank)
-
-
 @sound("no type but float32")
 def _(on: Wrong) -> None:
     only = Support(Level.UNSUPPORTED_BY_HARDWARE, "its units multiply float32 alone")
@@ -210,36 +180,33 @@ def _(on: Wrong) -> None:
         return usual(dtype)
 
 
-@sound("memory is taken in pages of 2 MiB, and kept for later")
-def _(on: Wrong) -> None:
-    @on.method("placement.memory")
-    def memory(self: Any, usual: Any) -> Any:
-        found = usual()
-        pages = {
-            name: -(-getattr(found, name) // GRAIN) * GRAIN for name in ("in_use", "peak", "limit")
-        }
-        return dataclasses.replace(found, **pages, reserved=pages["peak"] + 8 * GRAIN)
+def _pages(usual: Any) -> Any:
+    found = usual()
+    names = ("in_use", "peak", "limit")
+    pages = {name: -(-getattr(found, name) // GRAIN) * GRAIN for name in names}
+    return dataclasses.replace(found, **pages, reserved=pages["peak"] + 8 * GRAIN)
 
 
-@sound("the probe cannot count, and the device knows its rate only when it is open")
-def _(on: Wrong) -> None:
-    @on.probe
-    def probe(usual: Callable[[], Probe]) -> Probe:
-        return dataclasses.replace(usual(), device_count=None, cards=())
-
-    @on.method("placement.peak_flops")
-    def peak_flops(self: Any, usual: Any, dtype: str) -> Any:
-        from anygauge.interface import PeakFlops
-
-        known = self.is_open and dtype in ("float32", "bfloat16", "float16")
-        return PeakFlops(value=1e12, source="its own table") if known else None
+def _opens_one(usual: Any, local_rank: int) -> Any:
+    if local_rank > 0:
+        raise NotAvailableError(f"local rank {local_rank} has no device: there is 1")
+    return usual(local_rank)
 
 
-@sound("processors whose memory has no limit that anyone knows", base="cpu")
-def _(on: Wrong) -> None:
-    @on.method("placement.memory")
-    def memory(self: Any, usual: Any) -> Any:
-        return dataclasses.replace(usual(), limit=None, reserved=None)
+# Name, the sound backend that it is otherwise, and what is unusual, by target (see `replaced`).
+UNUSUAL: tuple[tuple[str, str, Mapping[str, Change]], ...] = (
+    ("memory is oversubscribed: what has no room moves to the host", "sim",
+     {"placement.memory": lambda u: dataclasses.replace(u(), limit=None)}),
+    ("processors whose memory has no limit that anyone knows", "cpu",
+     {"placement.memory": lambda u: dataclasses.replace(u(), limit=None, reserved=None)}),
+    ("memory is taken in pages of 2 MiB, and kept for later", "sim", {"placement.memory": _pages}),
+    ("the probe cannot count", "sim",
+     {"probe": lambda u: dataclasses.replace(u(), device_count=None, cards=())}),
+    (ALONE, "sim",
+     {"class backend.launch": lambda u: LaunchProfile(),  # there is none to hide
+      "probe": lambda u: dataclasses.replace(u(), device_count=1),
+      "placement.device_count": lambda u: 1, "placement.open": _opens_one}),
+)  # fmt: skip
 
 
 # -- odd ones, which tests of the kit start one by one ---------------------------------------------
@@ -265,5 +232,7 @@ def _odd(changes: Mapping[str, Change], on: Wrong) -> None:
         replaced(target, change)(on)
 
 
+for _name, _base, _changes in UNUSUAL:
+    sound(_name, base=_base)(functools.partial(_odd, _changes))
 for _name, _changes in ODDITIES:
     ODD[_name] = Mutant(_name, "", "", "cpu", functools.partial(_odd, _changes))

@@ -295,6 +295,6 @@ def mutant_named(name: str) -> Mutant | None:
 
 def table() -> Sequence[Mutant]:
     """All of them; importing them imports no torch, which backends of the part `basic` must not."""
-    from tests.testing import table, unusual, wrong_fp8, wrong_loop, wrong_operators  # noqa: F401
+    from tests.testing import table, unusual, wrong_loop, wrong_operators  # noqa: F401
 
     return tuple(MUTANTS.values())
