@@ -15,13 +15,11 @@ import yaml
 
 from anygauge.config.strategies import section_of
 from anygauge.interface import HOST_DEVICE, Backend
-from anygauge.kernels.choose import choose_kernels
+from anygauge.kernels.choose import ADAMW, choose_kernels
 from anygauge.registry import Registry
 from anygauge.testing.check import progress
-from anygauge.testing.counterparts import counterparts
-from anygauge.testing.noise import EVALUATION, LOSS, NORM, Key
 from anygauge.testing.process import Subject
-from anygauge.testing.watch import last_lines
+from anygauge.testing.watch import answer_of, last_lines
 
 TIMEOUT_S = 900.0
 STEPS = 6
@@ -47,10 +45,19 @@ TEXT = (
     " of several shapes, and every rank has its part of them"
 )
 WORDS = TEXT.split()
+LOSS, NORM, EVALUATION = "loss", "gradient's norm", "evaluation"
+Key = tuple[str, int]
+"""One of these, and its step of training from 1; of an evaluation, the steps done before it."""
 FIELDS = {LOSS: "loss", NORM: "grad_norm", EVALUATION: "eval_loss"}
 """Of the records of ``metrics.jsonl``."""
 ON_HOST = ("eager", "sdpa")
 """Attention of the model library that the host has too: both sides run the same one."""
+KERNELS = """
+import json, sys
+from anygauge.testing.loop import kernels_for_both
+from anygauge.testing.watch import answer
+answer(kernels_for_both(*json.load(sys.stdin)))
+"""
 
 
 class RunFailed(AssertionError):
@@ -77,7 +84,7 @@ class Trained:
     metrics: Sequence[Mapping[str, Any]] = field(repr=False)
 
     @property
-    def losses(self) -> Sequence[float]:
+    def losses(self) -> list[float]:
         """Of every step, nats per loss token."""
         return [record["loss"] for record in self.metrics if "loss" in record]
 
@@ -120,16 +127,28 @@ def prepare(folder: Path) -> None:
                 rows.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
 
 
-def _kernels_for_both(subject: Subject, backend: Backend, *, adapter: bool) -> dict[str, str]:
-    """What the host must compute with to round as the subject does, and by the same formulas."""
-    operations = ("linear_cross_entropy", *(["lora_linear"] if adapter else []))
-    choices = choose_kernels(Registry.load(), backend, {})
-    shared = {
-        name: choice.name
-        for name, choice in choices.items()
-        if name in operations and (choice.provided is None or not choice.provided.spec.device_types)
-    }
-    return shared | counterparts(subject)
+def kernels_for_both(name: str, options: Mapping[str, Any], adapter: bool) -> dict[str, str]:
+    """Operation -> what the host must compute with to round as a backend does, by its formulas."""
+    registry = Registry.load()
+    chosen = choose_kernels(registry, registry.create_backend(name, options), {})
+    found = {}
+    for operation in ("linear_cross_entropy", "lora_linear", ADAMW):
+        choice = chosen.get(operation)
+        if choice is None or (operation == "lora_linear" and not adapter):
+            continue
+        spec = None if choice.provided is None else choice.provided.spec
+        if spec is not None and spec.counterpart:
+            found[operation] = spec.counterpart
+        elif spec is None or not spec.device_types:
+            found[operation] = choice.name
+    return found
+
+
+def host_kernels(subject: Subject, *, adapter: bool) -> dict[str, str]:
+    """The same, of a process with the subject's variables: they may say where plugins are."""
+    request = (subject.name, dict(subject.options), adapter)
+    environment = {**os.environ, **subject.environment}
+    return dict(answer_of(("-c", KERNELS), request, environment, "the backend's kernels"))
 
 
 def _strategy(name: str, backend: Backend, *, host: bool) -> dict[str, Any]:
@@ -198,7 +217,7 @@ def train(
         **given,
     }
     if host:
-        run["kernels"] = _kernels_for_both(subject, backend, adapter=run["adapter"] is not None)
+        run["kernels"] = host_kernels(subject, adapter=run["adapter"] is not None)
     progress(f"{subject.name} in the loop: {name}")
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(run), encoding="utf-8")
@@ -221,14 +240,8 @@ def train(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """A number of a run beside the host's.
-
-    Attributes:
-        what: ``loss``, ``gradient's norm`` or ``evaluation``.
-        step: of training from 1; or steps done before the evaluation.
-        found, wanted: on the device and on the host.
-        allowed: relative.
-    """
+    """A number of a run beside the host's: what and when as in `Key`, both, and how far from the
+    host's it may be, relatively."""
 
     what: str
     step: int
@@ -243,9 +256,8 @@ class Difference:
 
     def __str__(self) -> str:
         """In words."""
-        place = f"the {self.what} of step {self.step}"
-        if self.what == EVALUATION:
-            place = f"the loss of the evaluation after step {self.step}"
+        after = "the loss of the evaluation after"
+        place = f"{after if self.what == EVALUATION else f'the {self.what} of'} step {self.step}"
         return (
             f"{place} is {self.found:.9g}, on the host {self.wanted:.9g}: {self.relative:.1e} "
             f"away, {self.allowed:.1e} is allowed"
@@ -253,22 +265,27 @@ class Difference:
 
 
 def differences(
-    found: Trained, wanted: Trained, bounds: Mapping[Key, float]
+    found: Trained, wanted: Trained, allowed: Mapping[str, float]
 ) -> Sequence[Difference]:
     """Every loss, norm and evaluation of a run beside another's, in the order of training.
 
     Args:
         found: all of the other's steps, or the last of them.
-        bounds: of the other's.
+        allowed: relative, by `LOSS`, `NORM` and `EVALUATION`.
     """
     mine, others = ([step for what, step in run.numbers if what == LOSS] for run in (found, wanted))
     assert mine and mine == others[len(others) - len(mine) :], (
         f"it trained steps {mine}, not {others}"
     )
     return [
-        Difference(what=what, step=step, found=number, wanted=host, allowed=bounds[what, step])
+        Difference(
+            what=what,
+            step=step,
+            found=number,
+            wanted=wanted.numbers[what, step],
+            allowed=allowed[what],
+        )
         for (what, step), number in found.numbers.items()
-        for host in [wanted.numbers[what, step]]
     ]
 
 
