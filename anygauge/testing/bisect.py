@@ -138,12 +138,12 @@ def first_operation(run: PreparedRun, device_type: str, steps: int) -> dict[str,
                 one_step(run, index)
         if replay.found:
             return {"place": replay.found, "number": replay.compared}
-    seen = (
-        f"the host repeated {replay.compared} operations in float64 from the device's inputs, and "
-        "each agrees; what ranks exchange, compiled graphs and random numbers it cannot repeat"
-    )
     unknown = "".join(f", nor aten::{name}" for name in sorted(replay.unknown))
-    return {"seen": seen + unknown}
+    return {
+        "seen": f"the host repeated {replay.compared} operations in float64 from the device's "
+        "inputs, and each agrees; what ranks exchange, compiled graphs and random numbers it "
+        f"cannot repeat{unknown}"
+    }
 
 
 # -- the same operation in float64 -----------------------------------------------------------------

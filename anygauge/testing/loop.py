@@ -1,4 +1,4 @@
-"""The real loop on a backend: the same run file there and on the host, losses side by side."""
+"""The real loop on a backend, and the same run file on the host."""
 
 from __future__ import annotations
 
@@ -37,9 +37,6 @@ MODEL: Mapping[str, Any] = {
     # Ten times the usual: attention then decides the losses, and a wrong one shows.
     "initializer_range": 0.2,
 }
-RANK_OF_ADAPTER = 4
-ODD_LENGTH = 83
-"""Most tokens of a packed row: a prime, so that neither pairs nor blocks of any kind divide it."""
 TEXT = (
     "a device is a plugin and the loop asks it for properties; rows of several lengths make batches"
     " of several shapes, and every rank has its part of them"
@@ -119,9 +116,9 @@ def prepare(folder: Path) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>"
     ).save_pretrained(folder / "tokenizer")
-    for name, first, count in (("rows", 0, 64), ("held_out", 64, 9)):
+    for name, numbers in (("rows", range(64)), ("held_out", range(64, 73))):
         with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as rows:
-            for number in range(first, first + count):
+            for number in numbers:
                 words = [WORDS[(number * 7 + at * 3) % len(WORDS)] for at in range(2 + number % 9)]
                 prompt, completion = " ".join(words[:2]) + " ", " ".join(words[2:]) or "so"
                 rows.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
@@ -130,17 +127,15 @@ def prepare(folder: Path) -> None:
 def kernels_for_both(name: str, options: Mapping[str, Any], adapter: bool) -> dict[str, str]:
     """Operation -> what the host must compute with to round as a backend does, by its formulas."""
     registry = Registry.load()
-    chosen = choose_kernels(registry, registry.create_backend(name, options), {})
-    found = {}
-    for operation in ("linear_cross_entropy", "lora_linear", ADAMW):
-        choice = chosen.get(operation)
-        if choice is None or (operation == "lora_linear" and not adapter):
-            continue
-        spec = None if choice.provided is None else choice.provided.spec
-        if spec is not None and spec.counterpart:
-            found[operation] = spec.counterpart
-        elif spec is None or not spec.device_types:
-            found[operation] = choice.name
+    found: dict[str, str] = {}
+    for each, choice in choose_kernels(
+        registry, registry.create_backend(name, options), {}
+    ).items():
+        spec = choice.provided and choice.provided.spec
+        if each == ADAMW:
+            found |= {each: spec.counterpart} if spec and spec.counterpart else {}
+        elif each in ("linear_cross_entropy", *(["lora_linear"] if adapter else [])):
+            found |= {} if spec and spec.device_types else {each: choice.name}
     return found
 
 
@@ -153,10 +148,9 @@ def host_kernels(subject: Subject, *, adapter: bool) -> dict[str, str]:
 
 def _strategy(name: str, backend: Backend, *, host: bool) -> dict[str, Any]:
     """The section of a strategy; where it can choose how layers recompute, as the device needs."""
-    section: dict[str, Any] = {"name": name}
-    if backend.graph.reentrant_only and not host and "reentrant" in section_of(name).model_fields:
-        section["reentrant"] = True
-    return section
+    reentrant = backend.graph.reentrant_only and not host
+    chosen = reentrant and "reentrant" in section_of(name).model_fields
+    return {"name": name, **({"reentrant": True} if chosen else {})}
 
 
 def train(
@@ -194,7 +188,7 @@ def train(
             "tokenizer": str(folder / "tokenizer"),
             "attention": backend.attention if backend.attention in ON_HOST else ON_HOST[0],
         },
-        "adapter": {"r": RANK_OF_ADAPTER, "dropout": 0.0},
+        "adapter": {"r": 4, "dropout": 0.0},
         "data": {
             "train": {"path": str(folder / "rows.jsonl")},
             "eval": {"path": str(folder / "held_out.jsonl")},
@@ -231,64 +225,7 @@ def train(
     )
     if done.returncode:
         said = last_lines(done.stdout + done.stderr, 4)
-        raise RunFailed(
-            f"anygauge train ended with status {done.returncode}: {said}", folder / name
-        )
+        why = f"anygauge train ended with status {done.returncode}: {said}"
+        raise RunFailed(why, folder / name)
     text = (folder / name / "metrics.jsonl").read_text(encoding="utf-8")
     return Trained(folder=folder / name, metrics=[json.loads(line) for line in text.splitlines()])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """A number of a run beside the host's: what and when as in `Key`, both, and how far from the
-    host's it may be, relatively."""
-
-    what: str
-    step: int
-    found: float
-    wanted: float
-    allowed: float
-
-    @property
-    def relative(self) -> float:
-        """How far it is from the host's."""
-        return abs(self.found - self.wanted) / abs(self.wanted)
-
-    def __str__(self) -> str:
-        """In words."""
-        after = "the loss of the evaluation after"
-        place = f"{after if self.what == EVALUATION else f'the {self.what} of'} step {self.step}"
-        return (
-            f"{place} is {self.found:.9g}, on the host {self.wanted:.9g}: {self.relative:.1e} "
-            f"away, {self.allowed:.1e} is allowed"
-        )
-
-
-def differences(
-    found: Trained, wanted: Trained, allowed: Mapping[str, float]
-) -> Sequence[Difference]:
-    """Every loss, norm and evaluation of a run beside another's, in the order of training.
-
-    Args:
-        found: all of the other's steps, or the last of them.
-        allowed: relative, by `LOSS`, `NORM` and `EVALUATION`.
-    """
-    mine, others = ([step for what, step in run.numbers if what == LOSS] for run in (found, wanted))
-    assert mine and mine == others[len(others) - len(mine) :], (
-        f"it trained steps {mine}, not {others}"
-    )
-    return [
-        Difference(
-            what=what,
-            step=step,
-            found=number,
-            wanted=wanted.numbers[what, step],
-            allowed=allowed[what],
-        )
-        for (what, step), number in found.numbers.items()
-    ]
-
-
-def first_beyond(pairs: Sequence[Difference]) -> Difference | None:
-    """The first that is further away than is allowed, or is not a number."""
-    return next((each for each in pairs if not each.relative <= each.allowed), None)

@@ -23,6 +23,7 @@ from anygauge.testing.trials import LoopTrials, ranks_of
 
 MODULE = "anygauge.testing.strategy_contract"
 TIMEOUT_S = 600.0
+WEIGHTS = "weights"
 A_FEW_NUMBERS = 64
 """Bytes of norms and flags in a step, which no footprint speaks of."""
 
@@ -107,7 +108,7 @@ if CHOSEN_STRATEGY in os.environ:  # set by ``pytest --anygauge-strategy``, whic
 
 def sent_and_said(run_folder: Path, rendezvous: str) -> Any:
     """Collective -> bytes that this rank gives to it in a step: as counted while the run's engine
-    makes its second step, and by its footprint."""
+    makes its third step, and by its footprint."""
     from anygauge.config.resolved import read_run
     from anygauge.config.schema import resolve_precision
     from anygauge.models.factory import CausalModelFactory
@@ -118,16 +119,28 @@ def sent_and_said(run_folder: Path, rendezvous: str) -> Any:
 
     rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     again = prepared(run_folder, None, rendezvous)
-    one_step(again, 0)  # what a first one sets up is no step's own
-    with CollectiveBytes() as sent:
-        one_step(again, 1)
+    for step in range(3):  # the first ones set up what is no step's own, such as DDP's buckets
+        with CollectiveBytes() as sent:
+            one_step(again, step)
     run, registry = read_run(run_folder / "run.json"), Registry.load()
     backend = registry.create_backend(HOST_DEVICE)
     precision = resolve_precision(run.precision, backend.support)
     factory = CausalModelFactory.of(run, torch_dtype(precision.param_dtype))
     adapted = factory.adapt(factory.skeleton())
     workload = workload_of(run, registry, backend, precision, rank, ranks, adapted)
-    return sent.bytes, create_strategy(registry, run).footprint(workload).sent
+    said = create_strategy(registry, run).footprint(workload)
+    return {**sent.bytes, WEIGHTS: held(again.loop.engine)}, {**said.sent, WEIGHTS: said.weights}
+
+
+def held(engine: Any) -> int:
+    """Bytes of the weights that this rank holds between steps: shards, where it has shards."""
+    sizes = {}
+    for each in engine.model.parameters():
+        local = each.to_local() if hasattr(each, "to_local") else getattr(each, "ds_tensor", each)
+        if not local.is_meta:
+            storage = local.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
 
 
 def _tensors(checkpoint: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,14 +17,9 @@ from anygauge.testing.loop import (
     LOSS,
     MIDDLE,
     NORM,
-    ODD_LENGTH,
-    RANK_OF_ADAPTER,
     STEPS,
-    Difference,
     RunFailed,
     Trained,
-    differences,
-    first_beyond,
     train,
 )
 from anygauge.testing.process import Subject
@@ -37,15 +33,64 @@ CHECKPOINTS = {"checkpoint": {"every": MIDDLE, "keep_last": 5}}
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "adapter": CHECKPOINTS,
     "packed": {
-        "data": {"packing": True, "max_length": ODD_LENGTH},
+        # A prime, so that neither pairs nor blocks of any kind divide a row.
+        "data": {"packing": True, "max_length": 83},
         "train": {"micro_batch_size": 2},
     },
     "whole": {"adapter": None},
-    "dropout": {"adapter": {"r": RANK_OF_ADAPTER, "dropout": 0.2}, **CHECKPOINTS},
+    "dropout": {"adapter": {"r": 4, "dropout": 0.2}, **CHECKPOINTS},
     "spread": {},
 }
 """What is trained: sections of the run file. ``spread`` is ``adapter`` with any strategy, which may
 have no checkpoints."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """A run beside another, whose last steps it has.
+
+    Attributes:
+        most: the largest relative difference, by `LOSS`, `NORM` and `EVALUATION`.
+        step: of training from 1, of the first number that is further away than is allowed or is
+            not a number; 0 if there is none, or if it was evaluated before the first step.
+        wrong: that number in words; empty if there is none.
+    """
+
+    most: Mapping[str, float]
+    step: int = 0
+    wrong: str = ""
+
+
+def compared(
+    found: Trained, wanted: Trained, allowed: Mapping[str, float], where: str = "on the host"
+) -> Comparison:
+    """Every loss, norm and evaluation of a run beside another's, in the order of training.
+
+    Args:
+        allowed: relative, by `LOSS`, `NORM` and `EVALUATION`.
+        where: the other was made, in words.
+    """
+    mine, others = ([step for what, step in run.numbers if what == LOSS] for run in (found, wanted))
+    assert mine and mine == others[len(others) - len(mine) :], (
+        f"it trained steps {mine}, not {others}"
+    )
+    most: dict[str, float] = {}
+    step, wrong = 0, ""
+    for (what, at), number in found.numbers.items():
+        due = wanted.numbers[what, at]
+        away = abs(number - due) / abs(due)
+        most[what] = max(most.get(what, 0.0), away)
+        if not away <= allowed[what] and not wrong:
+            after = "the loss of the evaluation after"
+            place = f"{after if what == EVALUATION else f'the {what} of'} step {at}"
+            step, wrong = (
+                at,
+                (
+                    f"{place} is {number:.9g}, {where} {due:.9g}: {away:.1e} away, "
+                    f"{allowed[what]:.1e} is allowed"
+                ),
+            )
+    return Comparison(most=most, step=step, wrong=wrong)
 
 
 @dataclass(slots=True)
@@ -135,39 +180,26 @@ class LoopTrials:
         """
         resume = self.run("adapter", dtype).checkpoints[0] if resumed else None
         host = self.run("adapter" if kind == "spread" else kind, dtype, host=True)
-        strategy = spec.name if spec else None
+        strategy, tolerance = (spec.name, spec.tolerance) if spec else (None, 0.0)
+        allowed = self.allowed(dtype, spread=spec is not None, tolerance=tolerance)
         try:
             found = self.run(kind, dtype, strategy=strategy, ranks=ranks, resume=resume)
         except RunFailed as error:
             if error.folder is None or not (error.folder / "run.json").exists():
                 raise
-            return f"{error}; {self._cause(error.folder, STEPS, ranks, resume)}"
-        tolerance = spec.tolerance if spec else 0.0
-        allowed = self.allowed(dtype, spread=spec is not None, tolerance=tolerance)
-        pairs = differences(found, host, allowed)
-        what = f"{spec.name} on {ranks}" if spec else f"{kind}, {dtype}"
-        self._note(f"{'resumed with ' if resume else ''}{what}", pairs)
-        wrong = first_beyond(pairs)
-        if wrong is None:
+            folder, step, wrong = error.folder, STEPS, str(error)
+        else:
+            result = compared(found, host, allowed)
+            folder, step, wrong = found.folder, max(1, result.step), result.wrong
+            what = f"{spec.name} on {ranks}" if spec else f"{kind}, {dtype}"
+            for title, name in (("losses", LOSS), ("evaluations", EVALUATION), ("norms", NORM)):
+                self.figures[f"{title}, {'resumed with ' if resume else ''}{what}"] = (
+                    f"{result.most[name]:.1e} from the host's at most; {allowed[name]:.1e} allowed"
+                )
+        if not wrong:
             return ""
-        alone = self.trial("adapter", dtype) if spec else None
-        if alone:
-            return f"{wrong}; one process on the device is wrong, too: {alone}"
-        cause = self._cause(found.folder, wrong.step, ranks, resume)
-        as_one = "" if alone is None else "one process on the device is as on the host; "
-        return f"{wrong}; {as_one}{cause}"
-
-    def _cause(self, found: Path, step: int, ranks: int, checkpoint: Path | None) -> str:
-        at = (self.subject, self.folder, found, max(1, step))
-        return cause_of(*at, ranks=ranks, checkpoint=checkpoint)
-
-    def _note(self, what: str, pairs: Sequence[Difference]) -> None:
-        """The largest difference, for the report."""
-        for title, kinds in (("losses", (LOSS, EVALUATION)), ("gradients' norms", (NORM,))):
-            most = max((each for each in pairs if each.what in kinds), key=lambda e: e.relative)
-            self.figures[f"{title}, {what}"] = (
-                f"{most.relative:.1e} from the host's at most; {most.allowed:.1e} allowed"
-            )
+        cause = cause_of(self.subject, self.folder, folder, step, ranks=ranks, checkpoint=resume)
+        return f"{wrong}; {cause}"
 
     def spread(self, specs: Sequence[StrategySpec], ranks: int) -> str:
         """What is wrong with each strategy, in words; empty if nothing is. The figures have those
@@ -192,18 +224,16 @@ class LoopTrials:
         rest = self.run("dropout", "float32", resume=whole.checkpoints[0])
         if self.run("adapter", "float32").losses == whole.losses:
             return "with adapter.dropout 0.2 the losses are those without it: nothing is dropped"
-        pairs = differences(rest, whole, self.allowed("float32"))
-        losses = [each for each in pairs if each.what == LOSS]
-        if len(losses) == len(whole.losses):
-            return f"it trained {len(losses)} steps from the middle of as many"
-        wrong = next((each for each in losses if each.found != each.wanted), None)
+        if len(rest.losses) == len(whole.losses):
+            return f"it trained {len(rest.losses)} steps from the middle of as many"
+        usual = self.allowed("float32")
         # It may say that its sums vary; then a resumed run differs no more than they do.
-        if wrong is None or (first_beyond(pairs) is None and self.subject.create().sums_vary):
-            return ""
-        return (
-            f"the loss of step {wrong.step} is {wrong.found!r} after a resume from step {MIDDLE}, "
-            f"and {wrong.wanted!r} in the undisturbed run: a state, a generator or the place in "
-            "the data is not restored"
+        if not self.subject.create().sums_vary:
+            usual = {LOSS: 0.0, NORM: math.inf, EVALUATION: math.inf}
+        wrong = compared(rest, whole, usual, "in the undisturbed run").wrong
+        return wrong and (
+            f"after a resume from step {MIDDLE} {wrong}: a state, a generator or the place in the "
+            "data is not restored"
         )
 
 

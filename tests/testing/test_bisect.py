@@ -14,17 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from anygauge.testing import bisect, trials
 from anygauge.testing.bisect import Replay
 from anygauge.testing.check import sharding
-from anygauge.testing.loop import (
-    EVALUATION,
-    LOSS,
-    NORM,
-    RunFailed,
-    Trained,
-    differences,
-    first_beyond,
-)
+from anygauge.testing.loop import EVALUATION, LOSS, NORM, RunFailed, Trained
 from anygauge.testing.process import Subject
-from anygauge.testing.trials import LoopTrials
+from anygauge.testing.trials import LoopTrials, compared
 
 
 class MixedBlock(nn.Module):
@@ -173,18 +165,20 @@ def test_what_an_author_states_stands_for_losses_and_raises_norms(tmp_path: Path
 def test_the_first_number_beyond_its_bound_is_told() -> None:
     host = run([6.0, 5.0, 4.0], {0: 6.5, 2: 5.5})
     bounds = {NORM: 1e-2, LOSS: 1e-3, EVALUATION: 1e-3}
-    pairs = differences(run([5.001, 4.0], {2: 5.6}, 2), host, bounds)  # resumed after a step
-    assert [(each.what, each.step) for each in pairs] == [
-        *((LOSS, 2), (NORM, 2), (EVALUATION, 2), (LOSS, 3), (NORM, 3))
-    ]
-    assert str(first_beyond(pairs)) == (
+    found = compared(run([5.001, 4.0], {2: 5.6}, 2), host, bounds)  # resumed after a step
+    assert (found.step, found.wrong) == (
+        2,
         "the loss of the evaluation after step 2 is 5.6, on the host 5.5: 1.8e-02 away, 1.0e-03 "
-        "is allowed"
+        "is allowed",
     )
-    assert first_beyond(pairs[:2]) is None
-    wrong = first_beyond(differences(run([6.0, float("nan"), 4.0], {}), host, bounds))
-    assert wrong is not None
-    assert (wrong.what, wrong.step) == (LOSS, 2)
+    assert found.most == {
+        LOSS: pytest.approx(2e-4),
+        NORM: 0.0,
+        EVALUATION: pytest.approx(0.1 / 5.5),
+    }
+    assert compared(run([5.001, 4.0], {}, 2), host, bounds).wrong == ""
+    wrong = compared(run([6.0, float("nan"), 4.0], {}), host, bounds)
+    assert wrong.step == 2 and wrong.wrong.startswith("the loss of step 2 is nan")
     for short in (run([6.0, 5.0], {}), run([], {})):
         with pytest.raises(AssertionError, match=r"it trained steps .*, not \[1, 2, 3\]"):
-            differences(short, host, bounds)
+            compared(short, host, bounds)
