@@ -158,8 +158,10 @@ class BackendContract:
     def test_every_strategy_trains_as_one_process_does(
         self, ranks: int, subject: Subject, runs: LoopTrials, devices: int
     ) -> None:
-        """Each strategy of anygauge whose needs the device meets: the losses of one process. Those
-        of other plugins are reported beside the verdict; on 4 ranks, the one that shards most."""
+        """Each strategy whose needs the device meets has the losses of one process.
+
+        Those of other plugins are reported beside the verdict; on 4 ranks, what is tried most.
+        """
         specs = self._on_ranks(ranks, subject, devices)[: 1 if ranks > 2 else None]
         _hold(runs.spread(specs, ranks))
 

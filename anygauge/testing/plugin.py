@@ -122,24 +122,19 @@ class _Reporter:
         return outcome
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        for name, value in report.user_properties:
-            if name == PROPERTY:
-                given: Any = value
-                page = self._report(given["backend"])
-                page.figures |= given["figures"]
-                page.lines.append(Line(**given["line"]))
-
-    def _report(self, backend: str) -> ConformanceReport:
+        given: Any = dict(report.user_properties).get(PROPERTY)
+        if given is None:
+            return
         from anygauge.registry import Registry
         from anygauge.testing.contract import BackendContract
 
-        if backend not in self._reports:
-            self._reports[backend] = ConformanceReport(
-                backend=backend,
-                distribution=Registry.load().find_backend(backend).origin,
-                contents=contents(BackendContract),
-            )
-        return self._reports[backend]
+        name = given["backend"]
+        if name not in self._reports:
+            origin, whole = Registry.load().find_backend(name).origin, contents(BackendContract)
+            self._reports[name] = ConformanceReport(name, origin, whole)
+        page = self._reports[name]
+        page.figures |= given["figures"]
+        page.lines.append(Line(**given["line"]))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """A report that was requested and cannot be written is a failure."""
@@ -235,7 +230,7 @@ class Line:
         return RESULTS[self.result][0]
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class ConformanceReport:
     """What the kit found out about one backend.
 

@@ -134,13 +134,11 @@ def sent_and_said(run_folder: Path, rendezvous: str) -> Any:
 
 def held(engine: Any) -> int:
     """Bytes of the weights that this rank holds between steps: shards, where it has shards."""
-    sizes = {}
+    found = 0
     for each in engine.model.parameters():
         local = each.to_local() if hasattr(each, "to_local") else getattr(each, "ds_tensor", each)
-        if not local.is_meta:
-            storage = local.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())
+        found += 0 if local.is_meta else local.numel() * local.element_size()
+    return found
 
 
 def _tensors(checkpoint: Path) -> dict[str, str]:

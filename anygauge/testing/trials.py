@@ -192,9 +192,10 @@ class LoopTrials:
             result = compared(found, host, allowed)
             folder, step, wrong = found.folder, max(1, result.step), result.wrong
             what = f"{spec.name} on {ranks}" if spec else f"{kind}, {dtype}"
-            for title, name in (("losses", LOSS), ("evaluations", EVALUATION), ("norms", NORM)):
+            for title, names in (("losses", (LOSS, EVALUATION)), ("gradients' norms", (NORM,))):
+                most = max(result.most[name] for name in names)
                 self.figures[f"{title}, {'resumed with ' if resume else ''}{what}"] = (
-                    f"{result.most[name]:.1e} from the host's at most; {allowed[name]:.1e} allowed"
+                    f"{most:.1e} from the host's at most; {allowed[names[0]]:.1e} allowed"
                 )
         if not wrong:
             return ""

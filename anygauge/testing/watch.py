@@ -168,8 +168,7 @@ def run_to_end(
             process.wait()
             troubles.append((len(lines(file)), f"rank {rank} had not ended {why}"))
         elif status := process.poll():
-            who = f"rank {rank}: " if len(files) > 1 else ""
-            ended = _timed_out(file, who) or f"rank {rank} ended with status {status}{_said(file)}"
+            ended = _ending(file, status, rank, len(files) > 1)
             troubles.append((len(lines(file)), ended))
     return "; ".join(text for _, text in sorted(troubles))
 
@@ -188,25 +187,19 @@ def begun(path: Path) -> dict[str, Any]:
     return found[-1] if found and BEGUN in found[-1] else {}
 
 
-def _log(answers: Path) -> str:
-    log = answers.with_suffix(".log")
-    return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-
-
-def _said(answers: Path) -> str:
-    said = last_lines(_log(answers))
-    return f": {said}" if said else ""
-
-
-def _timed_out(answers: Path, who: str) -> str:
-    """``broadcast had not ended after 60 s (in all_reduce, collectives.py:88)``; empty where a
-    process did not end for that."""
-    _, *stack = TIMED_OUT.split(_log(answers))
+def _ending(answers: Path, status: int, rank: int, several: bool) -> str:
+    """``broadcast had not ended after 60 s (in all_reduce, collectives.py:88)``, where a process
+    has ended for that, or its status and the end of its log."""
+    path = answers.with_suffix(".log")
+    log = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    _, *stack = TIMED_OUT.split(log)
     step = begun(answers)
     if not stack or not step:
-        return ""
+        said = last_lines(log)
+        return f"rank {rank} ended with status {status}" + (f": {said}" if said else "")
     # The main thread comes last. Of calls within torch, the one that led there says more.
-    frames = list(FRAME.finditer(stack[-1].rpartition("Thread 0x")[2]))
+    frames = FRAME.finditer(stack[-1].rpartition("Thread 0x")[2])
     own = next((each for each in frames if TORCH not in each["file"]), None)
     place = f" (in {own['function']}, {Path(own['file']).name}:{own['line']})" if own else ""
+    who = f"rank {rank}: " if several else ""
     return f"{who}{step[BEGUN]} had not ended after {step[LIMIT]:.0f} s{place}"
