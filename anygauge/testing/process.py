@@ -27,6 +27,7 @@ from anygauge.testing.check import (
     CHECKS,
     COLLECTIVE_TIMEOUT_S,
     FAILED,
+    PASSED,
     ConformanceCheck,
     Opened,
     Verdict,
@@ -152,7 +153,11 @@ class PartVerdicts:
     def of(self, check: ConformanceCheck) -> Verdict:
         """The verdict on a check; one that says what happened where there is none."""
         if check.of_the_end:
-            return judged(check.function, self.trouble, None)
+            try:
+                check.function(self.trouble)
+            except AssertionError as error:
+                return FAILED, str(error)
+            return PASSED, ""
         why = f": {self.trouble}" if self.trouble else ""
         return self.verdicts.get(check.name, (FAILED, f"the check was not reached{why}"))
 

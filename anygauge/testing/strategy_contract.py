@@ -84,7 +84,7 @@ if CHOSEN_STRATEGY in os.environ:  # set by ``pytest --anygauge-strategy``, whic
                 )
 
         def test_bytes(self, spec: StrategySpec, runs: LoopTrials, ranks: int) -> None:
-            """A step of its engine sends what its footprint says, by collective."""
+            """A step sends what its footprint says, by collective, and a rank holds its weights."""
             run = runs.run("spread", "float32", strategy=spec.name, ranks=ranks)
             files, trouble = run_ranks(
                 [MODULE],
@@ -101,14 +101,13 @@ if CHOSEN_STRATEGY in os.environ:  # set by ``pytest --anygauge-strategy``, whic
                 for name in {**sent, **said}:
                     found, due = sent.get(name, 0), said.get(name, 0)
                     assert abs(found - due) <= A_FEW_NUMBERS, (
-                        f"{name}: rank {rank} gives {found:,} bytes in a step; footprint() says "
-                        f"{due:,}"
+                        f"{name}: rank {rank} has {found:,} bytes in a step; footprint() says {due:,}"
                     )
 
 
 def sent_and_said(run_folder: Path, rendezvous: str) -> Any:
-    """Collective -> bytes that this rank gives to it in a step: as counted while the run's engine
-    makes its third step, and by its footprint."""
+    """Collective -> bytes that this rank gives to it in a step, and those of its `WEIGHTS`: as
+    counted while the run's engine makes its third step, and by its footprint."""
     from anygauge.config.resolved import read_run
     from anygauge.config.schema import resolve_precision
     from anygauge.models.factory import CausalModelFactory
@@ -134,11 +133,17 @@ def sent_and_said(run_folder: Path, rendezvous: str) -> Any:
 
 def held(engine: Any) -> int:
     """Bytes of the weights that this rank holds between steps: shards, where it has shards."""
-    found = 0
+    from anygauge.strategies.flat import FLAT
+
+    flat = getattr(engine.model, FLAT, None)  # its parameters are views of what is gathered
+    found = flat.held if flat else 0
     for each in engine.model.parameters():
-        local = each.to_local() if hasattr(each, "to_local") else getattr(each, "ds_tensor", each)
-        found += 0 if local.is_meta else local.numel() * local.element_size()
-    return found
+        whole = each.to_local() if hasattr(each, "to_local") else each
+        # DeepSpeed keeps its shard beside a parameter, also of one that stays whole.
+        parts = [part for part in (whole, getattr(each, "ds_tensor", None)) if part is not None]
+        if not (flat and each in flat):
+            found += sum(part.numel() * part.element_size() for part in parts if not part.is_meta)
+    return int(found)
 
 
 def _tensors(checkpoint: Path) -> dict[str, str]:
