@@ -101,7 +101,7 @@ if CHOSEN_STRATEGY in os.environ:  # set by ``pytest --anygauge-strategy``, whic
                 for name in {**sent, **said}:
                     found, due = sent.get(name, 0), said.get(name, 0)
                     assert abs(found - due) <= A_FEW_NUMBERS, (
-                        f"{name}: rank {rank} has {found:,} bytes in a step; footprint() says {due:,}"
+                        f"{name}: rank {rank} has {found:,} bytes, footprint() says {due:,}"
                     )
 
 
