@@ -112,8 +112,7 @@ def sent_and_said(run_folder: Path, rendezvous: str) -> Any:
     from anygauge.config.schema import resolve_precision
     from anygauge.models.factory import CausalModelFactory
     from anygauge.strategies.common import torch_dtype
-    from anygauge.testing.bisect import one_step, prepared
-    from anygauge.testing.sent import CollectiveBytes
+    from anygauge.testing.bisect import CollectiveBytes, one_step, prepared
     from anygauge.training.strategy import create_strategy, workload_of
 
     rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))

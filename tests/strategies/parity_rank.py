@@ -25,7 +25,7 @@ from anygauge.models.inputs import model_inputs, positions, shift_labels
 from anygauge.models.masks import MaskPlan
 from anygauge.strategies.activations import offload_activations
 from anygauge.strategies.flat import FLAT
-from anygauge.testing.sent import CollectiveBytes
+from anygauge.testing.bisect import CollectiveBytes
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.build import build_context, model_factory, rank_of_world, strategy_of
 

@@ -17,7 +17,7 @@ from anygauge.models.factory import CausalModelFactory
 from anygauge.strategies.single import Single
 from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_options import ZeroOptions
-from anygauge.testing.sent import CollectiveBytes
+from anygauge.testing.bisect import CollectiveBytes
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
 from anygauge_kernels.lora import addmm
 from tests.helpers.build import (
