@@ -132,14 +132,16 @@ def sent_and_said(run_folder: Path, rendezvous: str) -> Any:
 
 def held(engine: Any) -> int:
     """Bytes of the weights that this rank holds between steps: shards, where it has shards."""
+    from torch import Tensor
+
     from anygauge.strategies.flat import FLAT
 
     flat = getattr(engine.model, FLAT, None)  # its parameters are views of what is gathered
     found = flat.held if flat else 0
     for each in engine.model.parameters():
         whole = each.to_local() if hasattr(each, "to_local") else each
-        # DeepSpeed keeps its shard beside a parameter, also of one that stays whole.
-        parts = [part for part in (whole, getattr(each, "ds_tensor", None)) if part is not None]
+        # An engine may keep its shard as an attribute, also beside one that stays whole.
+        parts = [whole, *(value for value in vars(each).values() if isinstance(value, Tensor))]
         if not (flat and each in flat):
             found += sum(part.numel() * part.element_size() for part in parts if not part.is_meta)
     return int(found)
