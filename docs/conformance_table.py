@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from anygauge.testing.plugin import MARKS, Line, table_cell
+from anygauge.testing.plugin import Line, table
 
 PAGE = Path(__file__).parent / "conformance/devices.md"
 HEAD = """# Devices that were tried
@@ -24,11 +24,6 @@ What the [conformance kit](../plugins.md#the-conformance-kit) found of this repo
 `python -m docs.conformance_table` makes this page from the kit's reports.
 
 """
-
-
-def row(name: str, values: Sequence[str]) -> str:
-    """One line of a table."""
-    return f"| {name} | {' | '.join(values)} |\n"
 
 
 def merged(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -48,13 +43,12 @@ def merged(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def page(reports: Sequence[dict[str, Any]]) -> str:
     """The page of several reports: a column each."""
     names = [f"`{report['backend']}`" for report in reports]
-    text = HEAD + row("", names) + "|---" * (len(reports) + 1) + "|\n"
     verdicts = ["conforms" if report["conforms"] else "does NOT conform" for report in reports]
-    text += row("verdict", verdicts)
-    for condition in reports[0]["conditions"]:
-        text += row(condition, [report["conditions"][condition] for report in reports])
-    for figure in dict.fromkeys(name for report in reports for name in report["figures"]):
-        text += row(figure, [report["figures"].get(figure, "-") for report in reports])
+    rows = [["verdict", *verdicts]]
+    for kind in ("conditions", "figures"):
+        for name in dict.fromkeys(name for report in reports for name in report[kind]):
+            rows.append([name, *(report[kind].get(name, "-") for report in reports)])
+    text = HEAD + table(["", *names], rows)
     lines = {
         (report["backend"], line["name"]): Line(**line)
         for report in reports
@@ -62,12 +56,13 @@ def page(reports: Sequence[dict[str, Any]]) -> str:
     }
     first = [Line(**line) for line in reports[0]["checks"]]
     for part in dict.fromkeys(line.part for line in first):
-        text += f"\n## {part}\n\n" + row("check", names) + "|---" * (len(reports) + 1) + "|\n"
+        rows = []
         for line in first:
             if line.part == part:
                 found = [lines[report["backend"], line.name] for report in reports]
-                told = ["-" if each.result == "skipped" else MARKS[each.result] for each in found]
-                text += row(table_cell(line.title), told)
+                marks = ["-" if each.result == "skipped" else each.mark for each in found]
+                rows.append([line.title, *marks])
+        text += f"\n## {part}\n\n" + table(["check", *names], rows)
     return text
 
 

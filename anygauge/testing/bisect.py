@@ -1,10 +1,10 @@
-"""Why the loop fails: the first operation whose result is not what float64 gives on the host.
+"""A run once more: the first operation whose result is not what float64 gives on the host, and
+what a step sends.
 
 A process for each rank trains a run that was found wrong once more, with the backend's environment,
-up to the step that differs: ``python -m anygauge.testing.bisect`` reads a request from standard
-input as JSON, and writes what it found, in words, to the file that it names. It repeats every
-operation of the device on the host, from the device's own inputs: the first whose result is out of
-its bound had inputs that were still what they should be, or what earlier rounding explains.
+up to the step that differs (``python -m anygauge.testing.bisect``), and repeats every operation of
+the device on the host, from the device's own inputs. The first whose result is out of its bound had
+inputs that were still what they should be, or what earlier rounding explains.
 """
 
 from __future__ import annotations
@@ -26,26 +26,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from anygauge.interface import HOST_DEVICE, Job
 from anygauge.testing.bounds import compare, on_host, rounded, roundoff
-from anygauge.testing.process import Subject, environments
-from anygauge.testing.watch import run_to_end, start
+from anygauge.testing.process import Subject, run_ranks
 
 if TYPE_CHECKING:
     from anygauge.training.setup import PreparedRun
 
 MODULE = "anygauge.testing.bisect"
-TIMEOUT_S, ALONE_S = 300.0, 15.0
-"""How long all may take; and the other ranks once one has found something, or failed."""
+TIMEOUT_S = 300.0
 NOT_FOUND = "the cause was not found"
 
 
 def cause_of(
-    subject: Subject,
-    folder: Path,
-    found: Path,
-    step: int,
-    *,
-    ranks: int = 1,
-    checkpoint: Path | None = None,
+    subject: Subject, folder: Path, found: Path, step: int, *, ranks: int, checkpoint: Path | None
 ) -> str:
     """Where the device first leaves the host, as a sentence without its end; never raises.
 
@@ -55,22 +47,13 @@ def cause_of(
         step: the first whose loss differs, from 1; later ones are not looked at.
         checkpoint: that the run was resumed from.
     """
-    home = folder / f"cause-{found.name}"
-    request = {
-        "found": str(found),
-        "steps": step,
-        "checkpoint": None if checkpoint is None else str(checkpoint),
-        "rendezvous": None if ranks == 1 else f"file://{home}.rendezvous",
-    }
-    files = [folder / f"{home.name}.{rank}.json" for rank in range(ranks)]
+    resume = checkpoint and str(checkpoint)
+    request = {"found": str(found), "steps": step, "checkpoint": resume}
+    part, base = "device" if ranks == 1 else "ranks", folder / f"cause-{found.name}"
     try:
-        variables, trouble = environments("device" if ranks == 1 else "ranks", subject, ranks)
-        if not trouble:
-            processes = [
-                start([MODULE], {**request, "answer": str(file)}, each, file.with_suffix(".log"))
-                for file, each in zip(files, variables, strict=True)
-            ]
-            trouble = run_to_end(processes, files, TIMEOUT_S, alone_s=ALONE_S)
+        files, trouble = run_ranks(
+            [MODULE], request, subject, base, part=part, ranks=ranks, limit_s=TIMEOUT_S
+        )
         said = [json.loads(each.read_text()) for each in files if each.exists()]
     except Exception as error:  # the failure that is explained must be reported all the same
         return f"{NOT_FOUND}: {type(error).__name__}: {error}"
@@ -86,7 +69,7 @@ def cause_of(
 
 def main() -> None:
     """Answer the request on standard input."""
-    request = json.loads(sys.stdin.read())
+    request = json.load(sys.stdin)
     answer = {"rank": int(os.environ["RANK"]), "place": "", "number": 0}
     try:
         run = prepared(Path(request["found"]), request["checkpoint"], request["rendezvous"])
@@ -95,10 +78,10 @@ def main() -> None:
         traceback.print_exc()
         lines = str(error).strip().splitlines() or [""]
         answer["seen"] = f"looking for it raised {type(error).__name__}: {lines[0]}"
-    Path(request["answer"]).write_text(json.dumps(answer), encoding="utf-8")
+    Path(request["answers"]).write_text(json.dumps(answer), encoding="utf-8")
 
 
-def prepared(folder: Path, checkpoint: str | None, rendezvous: str | None) -> PreparedRun:
+def prepared(folder: Path, checkpoint: str | None, rendezvous: str) -> PreparedRun:
     """A run, ready for its first step once more, in a folder beside its own."""
     from anygauge.config.resolved import read_run
     from anygauge.registry import Registry
@@ -108,37 +91,35 @@ def prepared(folder: Path, checkpoint: str | None, rendezvous: str | None) -> Pr
     from anygauge.training.strategy import create_strategy
     from anygauge.util.events import EventWriter
 
-    registry = Registry.load()
-    run = read_run(folder / "run.json")
+    registry, run = Registry.load(), read_run(folder / "run.json")
     resumed = run.checkpoint.model_copy(update={"resume": checkpoint or NEVER})
     run = run.model_copy(update={"checkpoint": resumed})
     home = folder.with_name(f"{folder.name}-again")
     home.mkdir(exist_ok=True)
-    job = Job.load(folder / "job.json")
-    job = replace(job, run_directory=str(home), run_file=str(home / "run.json"), resume=False)
-    if rendezvous is not None:
-        job = replace(job, rendezvous=rendezvous)
+    job = replace(
+        Job.load(folder / "job.json"),
+        run_directory=str(home),
+        run_file=str(home / "run.json"),
+        resume=False,
+        rendezvous=rendezvous,
+    )
+    index, local, world = (int(os.environ[n]) for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     events = EventWriter(None)
     rank = Rank(
-        index=int(os.environ["RANK"]),
-        local=int(os.environ["LOCAL_RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        events=events,
-        progress=Progress(events),
+        index=index, local=local, world_size=world, events=events, progress=Progress(events)
     )
     backend = open_device(job, rank, run, registry)
     return prepare_run(job, run, rank, registry, backend, create_strategy(registry, run))
 
 
-def _one_step(run: PreparedRun, index: int) -> None:
+def one_step(run: PreparedRun, index: int) -> None:
     """Forward, backward and update of a step, as the loop does them."""
     from anygauge.training.moving import LazyBatches
     from anygauge.training.schedule import learning_rate
 
-    loop = run.loop
+    loop, section = run.loop, run.loop.settings
     batches = LazyBatches(loop.batches.step(index), loop.to_device)
     loop.engine.run_step(batches, loop.loss_function, loop.batches.num_loss_tokens(index))
-    section = loop.settings
     lr = learning_rate(index, loop.batches.steps, section.optimizer.lr, section.schedule)
     loop.engine.update(lr, section.max_grad_norm)
 
@@ -156,15 +137,71 @@ def first_operation(run: PreparedRun, device_type: str, steps: int) -> dict[str,
         if index < steps and not replay.found:
             replay.place = f"step {index + 1}"
             with replay:
-                _one_step(run, index)
+                one_step(run, index)
         if replay.found:
-            return {"place": ": ".join(replay.found), "number": replay.compared}
-    unknown = ", ".join(f"aten::{name}" for name in sorted(replay.unknown))
-    seen = (
-        f"the host repeated {replay.compared} operations in float64 from the device's inputs, and "
-        "each agrees; what ranks exchange, compiled graphs and random numbers it cannot repeat"
-    )
-    return {"seen": seen + (f", nor {unknown}" if unknown else "")}
+            return {"place": replay.found, "number": replay.compared}
+    unknown = "".join(f", nor aten::{name}" for name in sorted(replay.unknown))
+    return {
+        "seen": f"the host repeated {replay.compared} operations in float64 from the device's "
+        "inputs, and each agrees; what ranks exchange, compiled graphs and random numbers it "
+        f"cannot repeat{unknown}"
+    }
+
+
+# -- what a step sends -----------------------------------------------------------------------------
+
+_SPELLED = {
+    "all_reduce": "allreduce_ allreduce_coalesced_ all_reduce all_reduce_coalesced",
+    "all_gather": "_allgather_base_ allgather_ allgather_into_tensor_coalesced_ "
+    "all_gather_into_tensor all_gather_into_tensor_coalesced",
+    "reduce_scatter": "_reduce_scatter_base_ reduce_scatter_ reduce_scatter_tensor_coalesced_ "
+    "reduce_scatter_tensor reduce_scatter_tensor_coalesced",
+    "reduce": "reduce_",
+    "broadcast": "broadcast_ broadcast",
+    "all_to_all": "alltoall_base_ alltoall_ all_to_all_single",
+    "send": "send",
+}
+NAMES = {operator: name for name, spelled in _SPELLED.items() for operator in spelled.split()}
+"""torch's operators, of c10d and functional; others have their own name."""
+QUIET = {"recv_", "wait_tensor", "barrier", "monitored_barrier_", "_wrap_tensor_autograd"}
+NAMESPACES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "_dtensor::")
+
+
+class CollectiveBytes(TorchDispatchMode):
+    """While it is entered: what goes into a reduction, an exchange or a send, what a gather gives.
+
+    Attributes:
+        calls, bytes: by operation.
+        sizes: bytes of each call, in order, by operation.
+        operators: torch's names of all that was called.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        self.sizes: dict[str, list[int]] = {}
+        self.operators: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call it, and count what it is given."""
+        result = func(*args, **(kwargs or {}))
+        operator = func._schema.name
+        if operator.startswith(NAMESPACES):
+            self.operators.add(operator)
+            self._count(operator.rpartition("::")[2], (*args, result))
+        return result
+
+    def _count(self, operator: str, given: Any) -> None:
+        """The larger side of gathers and scatters, the first of others."""
+        sides = [[leaf for leaf in tree_leaves(one) if isinstance(leaf, Tensor)] for one in given]
+        sizes = [sum(each.numel() * each.element_size() for each in side) for side in sides if side]
+        if operator not in QUIET and sizes:
+            name = NAMES.get(operator, operator)
+            size = max(sizes) if name in ("all_gather", "reduce_scatter") else sizes[0]
+            self.calls[name] += 1
+            self.bytes[name] += size
+            self.sizes.setdefault(name, []).append(size)
 
 
 # -- the same operation in float64 -----------------------------------------------------------------
@@ -173,21 +210,17 @@ ROUNDINGS = 8.0
 """Roundings of the accumulator's type that an operation may make for each term's square root."""
 LIKE_THE_HOST = 4.0
 """How many times as far from float64 as the host's own kernel of the same type."""
-PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "mv", "dot", "convolution"})
-LINEAR = PRODUCTS | {
-    *("sum", "mean", "cumsum", "add", "add_", "addcmul", "addcmul_", "lerp", "lerp_", "index_add"),
-    *("scatter_add", "scatter_add_", "index_add_", "index_put_", "embedding_dense_backward"),
-    *("_foreach_add_", "_foreach_addcmul_", "_foreach_lerp_", "_foreach_add", "_foreach_addcmul"),
-}
-"""Their largest terms are the same operation of absolute values."""
-NOT_REPEATED = frozenset(
-    {
-        *("as_strided", "as_strided_", "set_", "resize_", "_reshape_alias", "record_stream"),
-        *("detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
-    }
+SUMS = (
+    "mm bmm addmm baddbmm mv dot sum mean cumsum add addcmul lerp index_add scatter_add "
+    "index_put embedding_dense_backward _foreach_add _foreach_addcmul _foreach_lerp"
+)
+"""Their largest terms are the same operation of absolute values; also in place."""
+NOT_REPEATED = (
+    "as_strided as_strided_ set_ resize_ _reshape_alias record_stream detach empty empty_like "
+    "empty_strided new_empty new_empty_strided"
 )
 """What they give depends on more than their inputs' values, or they compute nothing."""
-ORDERS = frozenset({"sort", "topk", "argmax", "argmin", "argsort", "max", "min", "mode", "median"})
+ORDERS = "sort topk argmax argmin argsort max min mode median"
 """Their indices among equal values are free."""
 
 
@@ -196,49 +229,46 @@ class Replay(TorchDispatchMode):
 
     Attributes:
         place: of the training, in words.
-        found: (the first operation that leaves the host, and its place; why); None as long as there
-            is none.
+        found: the first operation that leaves the host, its place and why; empty if there is none.
         compared: operations that were repeated.
-        unknown: those that the host cannot repeat in float64, by name: how often.
+        unknown: names of those that the host cannot repeat in float64.
     """
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
         self._device_type, self.place = device_type, "here"
-        self.found: tuple[str, str] | None = None
-        self.compared = 0
-        self.unknown: Counter[str] = Counter()
+        self.found, self.compared = "", 0
+        self.unknown: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run it, then repeat it."""
         kwargs = kwargs or {}
-        if self.found is not None or not self._is_asked(func, args, kwargs):
+        if self.found or not self._is_asked(func, args, kwargs):
             return func(*args, **kwargs)
         before = tree_map(_on_host, (args, kwargs))
         result = func(*args, **kwargs)
+        written = _tensors([*_written(func, args, kwargs), result])
         try:
-            departure = departed(func, before, [*_written(func, args, kwargs), *_tensors(result)])
+            self.found = departed(func, before, written, self.place)
+            self.compared += 1
         except Exception:  # whatever the host has no kernel for, in float64
-            self.unknown[func.overloadpacket.__name__] += 1
-            return result
-        self.compared += 1
-        self.found = departure and (f"{departure[0]}, {self.place}", departure[1])
+            self.unknown.add(func.overloadpacket.__name__)
         return result
 
     def _is_asked(self, func: Any, args: Any, kwargs: Any) -> bool:
-        if func.namespace != "aten" or func.overloadpacket.__name__ in NOT_REPEATED:
-            return False
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if func.namespace != "aten" or func.overloadpacket.__name__ in NOT_REPEATED.split():
             return False
         tensors = _tensors((args, kwargs))
-        if any(type(each) not in (Tensor, nn.Parameter) for each in tensors):
+        if torch.Tag.nondeterministic_seeded in func.tags or any(
+            type(each) not in (Tensor, nn.Parameter) for each in tensors
+        ):
             return False
         made = torch.device(kwargs.get("device") or HOST_DEVICE).type
         return self._device_type in {made, *(each.device.type for each in tensors)}
 
 
-def departed(func: Any, before: Any, found: Sequence[Tensor]) -> tuple[str, str] | None:
-    """(The operation in words, why) if a result is out of its bound.
+def departed(func: Any, before: Any, found: Sequence[Tensor], place: str) -> str:
+    """An operation, its place and why, if a result is out of its bound; else nothing.
 
     Args:
         before: (args, kwargs) as they were, on the host.
@@ -246,50 +276,38 @@ def departed(func: Any, before: Any, found: Sequence[Tensor]) -> tuple[str, str]
     """
     name = func.overloadpacket.__name__
     inputs = _tensors(before)
+    sums = name.removesuffix("_") in SUMS.split() and bool(inputs)
     exact = _again(func, before, _in_float64)
-    exactly = name in ("_to_copy", "copy_") or not any(t.is_floating_point() for t in inputs)
-    usual = exact if exactly else _again(func, before, lambda leaf: leaf)
-    linear = name in LINEAR and bool(inputs)
-    terms = _again(func, before, lambda t: _absolute(_in_float64(t))) if linear else exact
-    for got, wanted, host, size in zip(map(on_host, found), exact, usual, terms, strict=True):
-        if not got.numel() or got.is_complex() or (name in ORDERS and not got.is_floating_point()):
+    moved = name in ("_to_copy", "copy_") or not any(t.is_floating_point() for t in inputs)
+    host = exact if moved else _again(func, before, lambda leaf: leaf)
+    sizes = _again(func, before, lambda leaf: _absolute(_in_float64(leaf))) if sums else exact
+    for got, wanted, own, size in zip(map(on_host, found), exact, host, sizes, strict=True):
+        floating = got.is_floating_point()
+        if not got.numel() or got.is_complex() or (name in ORDERS.split() and not floating):
             continue
-        shown = max([*inputs[:1], wanted], key=Tensor.numel)
-        shape = " x ".join(map(str, shown.shape)) or "a number"
-        what = f"aten::{name} ({str(got.dtype).removeprefix('torch.')}, {shape})"
-        allowed = torch.zeros(())
-        if got.is_floating_point():
-            count = _terms(name, inputs, wanted) if linear else 1.0
-            allowed = bound(wanted, host, size, count, got.dtype)
-        else:
-            wanted = wanted.to(got.dtype)
+        shape = " x ".join(map(str, max([*inputs[:1], wanted], key=Tensor.numel).shape))
+        what = f"aten::{name} ({str(got.dtype).removeprefix('torch.')}, {shape or 'a number'})"
+        terms = 1.0
+        if sums:  # of a product, the rows of its second factor; of others, so many at most
+            rows = inputs[-1].shape[-2] if name.endswith("mm") else inputs[-1].numel() ** 0.5
+            terms = max(2.0, rows, inputs[0].numel() / wanted.numel())
+        allowed = _bound(wanted, own, size, terms, got.dtype) if floating else torch.zeros(())
         try:
-            compare(got, wanted, allowed, what)
+            compare(got, wanted if floating else wanted.to(got.dtype), allowed, what)
         except AssertionError as error:
-            return what, str(error).removeprefix(f"{what}: ")
-    return None
+            return f"{what}, {place}: {str(error).removeprefix(f'{what}: ')}"
+    return ""
 
 
-def bound(exact: Tensor, host: Tensor, terms: Tensor, count: float, dtype: torch.dtype) -> Tensor:
-    """How far rounding may take each element.
-
-    Two roundings of the result's type, those of a sum of `count` terms that is kept in float32 at
-    least, ``8 sqrt(count) 2^-24`` of the terms' size, and four times what the host's kernel of the
-    same type is away from float64.
-
-    Args:
-        exact: in float64.
-        host: of the host's kernel in the device's type.
-        terms: the size of the terms that each element is summed from.
-        dtype: the result's.
-    """
-    size = torch.where(terms.isfinite(), terms, 0.0).abs()
-    if count == 1.0:
-        size = size.max().expand_as(size)
-    accumulator = min(roundoff(torch.float32), roundoff(dtype))
-    own = torch.where(exact.isfinite() & host.isfinite(), host.double() - exact, 0.0).abs().max()
-    summed = ROUNDINGS * count**0.5 * accumulator * size
-    return rounded(exact, dtype) + summed + LIKE_THE_HOST * own
+def _bound(exact: Tensor, host: Tensor, size: Tensor, terms: float, dtype: torch.dtype) -> Tensor:
+    """How far rounding may take each element: two roundings of its type, those of a sum of so many
+    terms of a size that is kept in float32 at least, ``8 sqrt(terms) 2^-24 size``, and four times
+    what the host's kernel of the same type is away from float64."""
+    size = torch.where(size.isfinite(), size, 0.0).abs()
+    size = size if terms > 1 else size.max()
+    off = torch.where(exact.isfinite() & host.isfinite(), host.double() - exact, 0.0).abs().max()
+    kept = min(roundoff(torch.float32), roundoff(dtype))
+    return rounded(exact, dtype) + ROUNDINGS * terms**0.5 * kept * size + LIKE_THE_HOST * off
 
 
 def _again(func: Any, before: Any, change: Callable[[Any], Any]) -> list[Tensor]:
@@ -299,16 +317,16 @@ def _again(func: Any, before: Any, change: Callable[[Any], Any]) -> list[Tensor]
     if func.overloadpacket.__name__ in ("_softmax", "_log_softmax"):
         args = (*args[:2], False)  # a type of its own for the result: here both have one
     result = func(*args, **kwargs)
-    return [*_written(func, args, kwargs), *_tensors(result)]
+    return _tensors([*_written(func, args, kwargs), result])
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that an operation writes to."""
-    found: list[Tensor] = []
-    for at, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += _tensors(args[at] if at < len(args) else kwargs.get(argument.name))
-    return found
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operation writes to."""
+    return [
+        args[at] if at < len(args) else kwargs.get(argument.name)
+        for at, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def _on_host(leaf: Any) -> Any:
@@ -322,9 +340,7 @@ def _in_float64(leaf: Any) -> Any:
     """A number, or the type of one, in float64; whole numbers stay."""
     if isinstance(leaf, Tensor):
         return leaf.double() if leaf.is_floating_point() else leaf
-    if isinstance(leaf, torch.dtype) and leaf.is_floating_point:
-        return torch.float64
-    return leaf
+    return torch.float64 if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf
 
 
 def _absolute(leaf: Any) -> Any:
@@ -334,13 +350,6 @@ def _absolute(leaf: Any) -> Any:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _terms(name: str, inputs: Sequence[Tensor], result: Tensor) -> float:
-    """How many terms each element of a result is summed from, at most."""
-    if name in PRODUCTS and inputs[-1].dim() >= 2:
-        return max(2.0, float(inputs[-1].shape[-2]))
-    return max(2.0, inputs[0].numel() / max(1, result.numel()), inputs[-1].numel() ** 0.5)
 
 
 if __name__ == "__main__":

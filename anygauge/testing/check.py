@@ -1,15 +1,16 @@
-"""What a check is: a question to a backend, what it is asked of, and the verdict on its answer."""
+"""What a check is: a question to a backend, what it is asked of, and the verdict on it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from anygauge.interface import Backend, StrategySpec
+from anygauge.interface import Backend, Level, StrategySpec, Support
 from anygauge.util.schema import first_complaint
 
 if TYPE_CHECKING:
@@ -19,10 +20,6 @@ CHOSEN = "ANYGAUGE_CONFORMANCE_BACKEND"
 """Passes the name of ``--anygauge-backend`` to the contract."""
 CHOSEN_STRATEGY = "ANYGAUGE_CONFORMANCE_STRATEGY"
 """Likewise, of ``--anygauge-strategy``."""
-DECLARED = "declared: "
-"""The reason of a skip begins with it where the backend declares the capability missing."""
-NOT_ASKED = "not asked: "
-"""Or with this where the check has no meaning for it. Any other skip: the check was not tried."""
 LIMIT_S = 60.0
 """Seconds that a check may take, unless it says otherwise."""
 TABLE_S = 240.0
@@ -31,6 +28,12 @@ COLLECTIVE_TIMEOUT_S = 60.0
 """How long the collectives of the kit's ranks may wait."""
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
 """Largest error of one operation relative to the largest value, by compute type."""
+PASSED, SKIPPED, DECLARED, FAILED = "passed", "skipped", "declared", "failed"
+BEST_FIRST = (PASSED, SKIPPED, DECLARED, FAILED)
+"""What becomes of a check: it holds; it has no meaning for the backend; it does not hold, as the
+backend declares; or it fails."""
+Verdict = tuple[str, str]
+"""One of these, and why."""
 
 
 def sharding() -> StrategySpec:
@@ -53,52 +56,31 @@ class ConformanceCheck:
     Attributes:
         name: short and stable, such as ``memory_moves``.
         title: what holds if it passes, in words.
-        means: what users would see if it fails, and where vendors usually have the cause: one
-            sentence.
-        limit_s: seconds after which it counts as hanging; its part then ends.
         part: where it is asked: ``basic``, ``device``, ``operators`` or ``ranks``.
-        capability: what it tests; None where every backend must pass.
         function: gets what the part is about (`Paper`, `Opened`, `RankContext`); raises where it
             does not hold.
-        of_the_end: it is about how the part's processes ended, which they cannot report themselves:
-            its function gets a description of that, empty if all was in order.
+        means: what users would see if it fails, and where vendors usually have the cause: one
+            sentence.
+        capability: what it tests; None where every backend must pass.
+        of_the_end: it is about how the part's processes ended: its function gets a description of
+            that, empty if all was in order.
         of_the_close: it is asked after the backend was closed, and gets its `ProcessState`.
+        limit_s: seconds after which it counts as hanging; its part then ends.
     """
 
     name: str
     title: str
     part: str
     function: Callable[[Any], None]
+    means: str = ""
     capability: str | None = None
     of_the_end: bool = False
     of_the_close: bool = False
-    means: str = ""
     limit_s: float = LIMIT_S
 
 
 class NotAsked(Exception):
     """Raised by a check that has no meaning for this backend; its message is the reason."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """The result of a check in the process that ran it.
-
-    Attributes:
-        holds: whether the function returned.
-        detail: what was raised, in words; empty if it holds.
-        declared: the level that the backend declares for the check's capability, in words.
-        supported: whether that level is full or partial; True for a check without capability.
-        switched_off: by an option, so that it may work all the same.
-        not_asked: why the check has no meaning here; empty where it was asked.
-    """
-
-    holds: bool
-    detail: str = ""
-    declared: str = ""
-    supported: bool = True
-    not_asked: str = ""
-    switched_off: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,6 +133,40 @@ def check(title: str, **fields: Any) -> Callable[[Callable[[Any], None]], Callab
     return register
 
 
+def judged(function: Callable[[Any], None], subject: Any, declared: Support | None) -> Verdict:
+    """What becomes of a check's function.
+
+    A capability that is declared and fails is a failure, and so is one that is declared missing
+    and works: users are refused what they could have; unless an option of theirs refuses it.
+
+    Args:
+        declared: of the check's capability; None where every backend must pass.
+    """
+    supported = declared is None or bool(declared)
+    try:
+        function(subject)
+    except NotAsked as reason:
+        return SKIPPED, str(reason)
+    except Exception as error:
+        if not supported:
+            return DECLARED, str(declared)
+        traceback.print_exc()
+        detail = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if not isinstance(error, AssertionError):
+            detail = f"{type(error).__name__}: {detail}"
+        return FAILED, detail if declared is None else f"{detail} (declared: {declared})"
+    if supported:
+        return PASSED, ""
+    if declared is not None and declared.level is Level.SWITCHED_OFF:
+        return DECLARED, str(declared)
+    return FAILED, f"declared as {declared}, but it works"
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """Of several, such as those of ranks; the first if others are as bad."""
+    return max(verdicts, key=lambda each: BEST_FIRST.index(each[0]))
+
+
 def of_type(what: str, value: Any, hint: Any) -> None:
     """Fail unless a value has a type; of a dataclass of the contract, each of its fields.
 
@@ -167,21 +183,3 @@ def of_type(what: str, value: Any, hint: Any) -> None:
         TypeAdapter(hint).validate_python(value, strict=True)
     except ValidationError as error:
         raise AssertionError(f"{what} is {value!r}: {first_complaint(error)}") from None
-
-
-def verdict(answer: Answer) -> tuple[str, str]:
-    """(``passed``, ``declared``, ``skipped`` or ``failed``; why) of an answer.
-
-    A capability that is declared and fails is a failure, and so is one that is declared missing
-    and works: users are refused what they could have; unless an option of theirs refuses it.
-    """
-    if answer.not_asked:
-        return "skipped", answer.not_asked
-    if answer.supported:
-        if answer.holds:
-            return "passed", ""
-        declared = f" (declared: {answer.declared})" if answer.declared else ""
-        return "failed", answer.detail + declared
-    if answer.holds and not answer.switched_off:
-        return "failed", f"declared as {answer.declared}, but it works"
-    return "declared", answer.declared

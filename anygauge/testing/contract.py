@@ -18,26 +18,27 @@ from typing import Any, ClassVar
 
 import pytest
 
+from anygauge.interface import StrategySpec
 from anygauge.registry import Registry
 from anygauge.testing.check import (
     CHECKS,
     CHOSEN,
     DECLARED,
-    NOT_ASKED,
+    FAILED,
+    PASSED,
     ConformanceCheck,
-    sharding,
-    verdict,
+    worst,
 )
-from anygauge.testing.loop import prepare
-from anygauge.testing.noise import EVALUATION
-from anygauge.testing.process import PARTS, PartAnswers, Subject, ask, import_checks
-from anygauge.testing.trials import LoopTrials, every, is_beside, others, ranks_of, refusal
+from anygauge.testing.loop import EVALUATION, prepare
+from anygauge.testing.process import PARTS, PartVerdicts, Subject, ask, import_checks
+from anygauge.testing.trials import LoopTrials, ranks_of, strategies
 
 for _part in PARTS:
     import_checks(_part)
-Ask = Callable[..., PartAnswers]
+Ask = Callable[..., PartVerdicts]
 """Of a part, and a number of ranks if there are several."""
-BEST_FIRST = ("passed", "skipped", "declared", "failed")
+ALONE = ("adapter-float32", "adapter-bfloat16", "packed-float32", "whole-bfloat16")
+"""What one process trains, by `anygauge.testing.trials.KINDS`, and its type."""
 
 
 def _of(part: str) -> Any:
@@ -52,11 +53,11 @@ class BackendContract:
         backend: as users write it after ``--backend``.
         options: the run file's ``backend_options``.
         environment: variables for every process.
-        rank_counts: numbers of ranks that collectives are tried on, and ZeRO if they are 2 or 4;
-            at most the devices of the machine. What they leave out counts as not tried.
+        rank_counts: numbers of ranks that collectives are tried on, and strategies if they are 2
+            or 4; at most the devices of the machine. What they leave out counts as not tried.
         loss_noise: largest relative difference of a loss from the host's that the device's
             arithmetic explains, by compute type, where that is known better than
-            `anygauge.testing.noise` derives it. The report says what was allowed, and what it was.
+            `anygauge.testing.trials.NOISE` is. The report says what was allowed, and what it was.
     """
 
     backend: ClassVar[str]
@@ -120,7 +121,7 @@ class BackendContract:
         if not counts:
             declared = subject.create().support(check.capability or "collectives")
             if not declared:
-                pytest.skip(f"{DECLARED}{declared}")
+                pytest.skip(f"{DECLARED}: {declared}")
             pytest.skip(f"fewer devices than the {min(self.rank_counts)} ranks that it takes")
         _judge(check, *(answers("ranks", ranks) for ranks in counts))
         if max(counts) < 2:
@@ -133,62 +134,36 @@ class BackendContract:
 
     # -- the loop -------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_trains_as_the_host_does(self, dtype: str, runs: LoopTrials, answers: Ask) -> None:
+    @pytest.mark.parametrize("what", ALONE)
+    def test_trains_as_the_host_does(self, what: str, runs: LoopTrials, answers: Ask) -> None:
         """One process: the losses of every step and evaluation are the host's, within the noise."""
+        kind, dtype = what.split("-")
         _ask_type(dtype, answers)
-        _hold(runs.trial("adapter", dtype))
-        losses = runs.run("adapter", dtype).losses
-        assert losses[-1] < losses[0], "the loss did not fall"
+        _hold(runs.trial(kind, dtype))
+        losses = runs.run(kind, dtype).losses
+        assert kind != "adapter" or losses[-1] < losses[0], "the loss did not fall"
 
-    def test_trains_packed_rows_as_the_host_does(self, runs: LoopTrials) -> None:
-        """Packed rows of an odd length: the host's losses, and those of each document alone."""
-        _hold(runs.trial("packed", "float32"))
-        packed, alone = runs.run("packed", "float32"), runs.run("adapter", "float32")
+    def test_documents_of_a_pack_are_apart(self, runs: LoopTrials) -> None:
+        """Packed rows of an odd length: each document has the loss that it has alone."""
         # Before the first step both are the base model; of an evaluation no row is cut.
-        first = (EVALUATION, 0)
-        found, wanted = packed.numbers[first], alone.numbers[first]
-        allowed = runs.allowed("packed", "float32", packed, spread=True)[first]
+        packed, alone = (runs.run(kind, "float32") for kind in ("packed", "adapter"))
+        found, wanted = (run.numbers[EVALUATION, 0] for run in (packed, alone))
+        allowed = runs.allowed("float32", spread=True)[EVALUATION]
         assert abs(found - wanted) <= allowed * abs(wanted), (
             f"documents see each other: evaluated in packed rows their loss is {found:.9g}, each "
             f"in a row of its own {wanted:.9g}"
         )
 
-    def test_trains_all_weights_as_the_host_does(self, runs: LoopTrials, answers: Ask) -> None:
-        """All weights in bfloat16, without an adapter: the losses are the host's."""
-        _ask_type("bfloat16", answers)
-        _hold(runs.trial("whole", "bfloat16"))
-
     @pytest.mark.parametrize("ranks", [2, 4])
-    def test_zero_trains_as_one_process_does(
+    def test_every_strategy_trains_as_one_process_does(
         self, ranks: int, subject: Subject, runs: LoopTrials, devices: int
     ) -> None:
-        """ZeRO-3 + LoRA on several ranks: the same losses as one process on the host."""
-        declared = refusal(subject, sharding())
-        if declared:
-            pytest.skip(f"{DECLARED}{declared}")
-        if ranks not in self.rank_counts:
-            pytest.skip(f"rank_counts asks for {', '.join(map(str, self.rank_counts))} alone")
-        if ranks > devices:
-            pytest.skip(f"{ranks} ranks need as many devices; there are {devices}")
-        _hold(runs.spread(sharding(), ranks))
+        """Each strategy whose needs the device meets has the losses of one process.
 
-    def test_every_strategy_trains_as_one_process_does(
-        self, subject: Subject, runs: LoopTrials, devices: int
-    ) -> None:
-        """Each other strategy of anygauge whose needs the device meets: the losses of one process.
-        Those of other plugins are reported beside the verdict."""
-        specs, refused = others(subject)
-        ranks = self._ranks(devices)
-        if not specs and refused:
-            pytest.skip(DECLARED + "; ".join(f"{name}: {why}" for name, why in refused.items()))
-        for spec in filter(is_beside, specs):
-            why = every([spec], lambda each: runs.spread(each, ranks_of(each, ranks)))
-            runs.figures[f"beside the verdict: strategy {spec.name}"] = why or "as one process"
-        own = [spec for spec in specs if not is_beside(spec)]
-        _hold(every(own, lambda spec: runs.spread(spec, ranks_of(spec, ranks))))
-        if ranks < 2:
-            pytest.skip("tried on one rank alone: there is one device, or rank_counts asks for it")
+        Those of other plugins are reported beside the verdict; on 4 ranks, what is tried most.
+        """
+        specs = self._on_ranks(ranks, subject, devices)[: 1 if ranks > 2 else None]
+        _hold(runs.spread(specs, ranks))
 
     def test_a_resumed_run_goes_on_where_it_was(self, runs: LoopTrials) -> None:
         """From a checkpoint in the middle, with dropout: the undisturbed run, to the last digit."""
@@ -198,16 +173,22 @@ class BackendContract:
         self, subject: Subject, runs: LoopTrials, devices: int
     ) -> None:
         """From a checkpoint of one rank, on two with another strategy: the same losses."""
-        specs, _ = others(subject)
-        refused = refusal(subject, sharding())
-        if not refused:
-            specs = [sharding(), *specs]
-        several = [spec for spec in specs if ranks_of(spec, 2) == 2]
-        if not several:
-            pytest.skip(DECLARED + (refused or "no strategy for two ranks"))
-        if self._ranks(devices) < 2:
-            pytest.skip("two ranks need as many devices, and rank_counts must ask for them")
-        _hold(runs.resumed_on(several[0], 2))
+        specs = self._on_ranks(2, subject, devices)
+        spec = next((spec for spec in specs if ranks_of(spec, 2) == 2), None)
+        if spec is None:
+            pytest.skip(f"{DECLARED}: no strategy for two ranks")
+        _hold(runs.trial("adapter", spec=spec, ranks=2, resumed=True))
+
+    def _on_ranks(self, ranks: int, subject: Subject, devices: int) -> list[StrategySpec]:
+        """The strategies that can be tried; skips where none can, or not on so many ranks."""
+        specs, refused = strategies(subject)
+        if not specs:
+            pytest.skip(f"{DECLARED}: {'; '.join(map(': '.join, refused.items()))}")
+        if ranks not in self.rank_counts:
+            pytest.skip(f"rank_counts asks for {', '.join(map(str, self.rank_counts))} alone")
+        if ranks > devices:
+            pytest.skip(f"{ranks} ranks need as many devices; there are {devices}")
+        return specs
 
     # -- without hardware -----------------------------------------------------------------------
 
@@ -215,10 +196,6 @@ class BackendContract:
     def test_on_paper(self, check: ConformanceCheck, answers: Ask) -> None:
         """What the backend says of itself before anything is opened."""
         _judge(check, answers("basic"))
-
-    def _ranks(self, devices: int) -> int:
-        """How many ranks a strategy is tried on."""
-        return min((n for n in (2, 4) if n in self.rank_counts and n <= devices), default=1)
 
 
 def _hold(why: str) -> None:
@@ -228,21 +205,18 @@ def _hold(why: str) -> None:
 
 def _ask_type(dtype: str, answers: Ask) -> None:
     # As the opened device declares it: some know only then.
-    asked = answers("device").of(CHECKS[f"{dtype}_arithmetic"])
-    if not asked.supported:
-        pytest.skip(f"{DECLARED}{asked.declared}")
+    result, why = answers("device").of(CHECKS[f"{dtype}_arithmetic"])
+    if result == DECLARED:
+        pytest.skip(f"{DECLARED}: {why}")
 
 
-def _judge(check: ConformanceCheck, *given: PartAnswers) -> None:
+def _judge(check: ConformanceCheck, *given: PartVerdicts) -> None:
     """The worst of the verdicts, if it was asked on several numbers of ranks."""
-    found = [verdict(answers.of(check)) for answers in given]
-    result, why = max(found, key=lambda each: BEST_FIRST.index(each[0]))
-    if result == "failed":
+    result, why = worst(verdicts.of(check) for verdicts in given)
+    if result == FAILED:
         pytest.fail(f"{why}. {check.means}" if check.means else why, pytrace=False)
-    if result == "skipped":
-        pytest.skip(f"{NOT_ASKED}{why}")
-    if result == "declared":
-        pytest.skip(f"{DECLARED}{why}")
+    if result != PASSED:
+        pytest.skip(f"{result}: {why}")
 
 
 if CHOSEN in os.environ:  # set by ``pytest --anygauge-backend``, which collects this file

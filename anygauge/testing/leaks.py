@@ -119,7 +119,6 @@ def _handler(number: signal.Signals) -> tuple[str, str, bool]:
 
 def _settings(torch: Any) -> dict[str, Any]:
     broad: list[Any] = [each for each in warnings.filters if each[1] is None and each[3] is None]
-    of_torch = OF_TORCH if torch is not None else ()
     return {
         "the working folder": str(Path.cwd()),
         "the umask": oct(os.umask(os.umask(0o22))),
@@ -129,7 +128,7 @@ def _settings(torch: Any) -> dict[str, Any]:
         "how processes are started": multiprocessing.get_start_method(allow_none=True),
         "the host rounds very small numbers to 0": 5e-324 * 1.0 == 0.0,
         "sys.stdout": type(sys.stdout).__qualname__,
-        **{f"torch.{name}()": str(getattr(torch, name)()) for name in of_torch},
+        **{f"torch.{name}()": str(getattr(torch, name)()) for name in OF_TORCH if torch},
     }
 
 

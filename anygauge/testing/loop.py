@@ -1,4 +1,4 @@
-"""The real loop on a backend: the same run file there and on the host, losses side by side."""
+"""The real loop on a backend, and the same run file on the host."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ import yaml
 
 from anygauge.config.strategies import section_of
 from anygauge.interface import HOST_DEVICE, Backend
-from anygauge.kernels.choose import choose_kernels
+from anygauge.kernels.choose import ADAMW, choose_kernels
 from anygauge.registry import Registry
 from anygauge.testing.check import progress
-from anygauge.testing.counterparts import counterparts
-from anygauge.testing.noise import EVALUATION, LOSS, NORM, Key
 from anygauge.testing.process import Subject
-from anygauge.testing.watch import last_lines
+from anygauge.testing.watch import answer_of, last_lines
 
 TIMEOUT_S = 900.0
 STEPS = 6
@@ -39,18 +37,24 @@ MODEL: Mapping[str, Any] = {
     # Ten times the usual: attention then decides the losses, and a wrong one shows.
     "initializer_range": 0.2,
 }
-RANK_OF_ADAPTER = 4
-ODD_LENGTH = 83
-"""Most tokens of a packed row: a prime, so that neither pairs nor blocks of any kind divide it."""
 TEXT = (
     "a device is a plugin and the loop asks it for properties; rows of several lengths make batches"
     " of several shapes, and every rank has its part of them"
 )
 WORDS = TEXT.split()
+LOSS, NORM, EVALUATION = "loss", "gradient's norm", "evaluation"
+Key = tuple[str, int]
+"""One of these, and its step of training from 1; of an evaluation, the steps done before it."""
 FIELDS = {LOSS: "loss", NORM: "grad_norm", EVALUATION: "eval_loss"}
 """Of the records of ``metrics.jsonl``."""
 ON_HOST = ("eager", "sdpa")
 """Attention of the model library that the host has too: both sides run the same one."""
+KERNELS = """
+import json, sys
+from anygauge.testing.loop import kernels_for_both
+from anygauge.testing.watch import answer
+answer(kernels_for_both(*json.load(sys.stdin)))
+"""
 
 
 class RunFailed(AssertionError):
@@ -77,7 +81,7 @@ class Trained:
     metrics: Sequence[Mapping[str, Any]] = field(repr=False)
 
     @property
-    def losses(self) -> Sequence[float]:
+    def losses(self) -> list[float]:
         """Of every step, nats per loss token."""
         return [record["loss"] for record in self.metrics if "loss" in record]
 
@@ -112,32 +116,41 @@ def prepare(folder: Path) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>"
     ).save_pretrained(folder / "tokenizer")
-    for name, first, count in (("rows", 0, 64), ("held_out", 64, 9)):
+    for name, numbers in (("rows", range(64)), ("held_out", range(64, 73))):
         with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as rows:
-            for number in range(first, first + count):
+            for number in numbers:
                 words = [WORDS[(number * 7 + at * 3) % len(WORDS)] for at in range(2 + number % 9)]
                 prompt, completion = " ".join(words[:2]) + " ", " ".join(words[2:]) or "so"
                 rows.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
 
 
-def _kernels_for_both(subject: Subject, backend: Backend, *, adapter: bool) -> dict[str, str]:
-    """What the host must compute with to round as the subject does, and by the same formulas."""
-    operations = ("linear_cross_entropy", *(["lora_linear"] if adapter else []))
-    choices = choose_kernels(Registry.load(), backend, {})
-    shared = {
-        name: choice.name
-        for name, choice in choices.items()
-        if name in operations and (choice.provided is None or not choice.provided.spec.device_types)
-    }
-    return shared | counterparts(subject)
+def kernels_for_both(name: str, options: Mapping[str, Any], adapter: bool) -> dict[str, str]:
+    """Operation -> what the host must compute with to round as a backend does, by its formulas."""
+    registry = Registry.load()
+    found: dict[str, str] = {}
+    for each, choice in choose_kernels(
+        registry, registry.create_backend(name, options), {}
+    ).items():
+        spec = choice.provided and choice.provided.spec
+        if each == ADAMW:
+            found |= {each: spec.counterpart} if spec and spec.counterpart else {}
+        elif each in ("linear_cross_entropy", *(["lora_linear"] if adapter else [])):
+            found |= {} if spec and spec.device_types else {each: choice.name}
+    return found
+
+
+def host_kernels(subject: Subject, *, adapter: bool) -> dict[str, str]:
+    """The same, of a process with the subject's variables: they may say where plugins are."""
+    request = (subject.name, dict(subject.options), adapter)
+    environment = {**os.environ, **subject.environment}
+    return dict(answer_of(("-c", KERNELS), request, environment, "the backend's kernels"))
 
 
 def _strategy(name: str, backend: Backend, *, host: bool) -> dict[str, Any]:
     """The section of a strategy; where it can choose how layers recompute, as the device needs."""
-    section: dict[str, Any] = {"name": name}
-    if backend.graph.reentrant_only and not host and "reentrant" in section_of(name).model_fields:
-        section["reentrant"] = True
-    return section
+    reentrant = backend.graph.reentrant_only and not host
+    chosen = reentrant and "reentrant" in section_of(name).model_fields
+    return {"name": name, **({"reentrant": True} if chosen else {})}
 
 
 def train(
@@ -175,7 +188,7 @@ def train(
             "tokenizer": str(folder / "tokenizer"),
             "attention": backend.attention if backend.attention in ON_HOST else ON_HOST[0],
         },
-        "adapter": {"r": RANK_OF_ADAPTER, "dropout": 0.0},
+        "adapter": {"r": 4, "dropout": 0.0},
         "data": {
             "train": {"path": str(folder / "rows.jsonl")},
             "eval": {"path": str(folder / "held_out.jsonl")},
@@ -198,7 +211,7 @@ def train(
         **given,
     }
     if host:
-        run["kernels"] = _kernels_for_both(subject, backend, adapter=run["adapter"] is not None)
+        run["kernels"] = host_kernels(subject, adapter=run["adapter"] is not None)
     progress(f"{subject.name} in the loop: {name}")
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(run), encoding="utf-8")
@@ -212,66 +225,7 @@ def train(
     )
     if done.returncode:
         said = last_lines(done.stdout + done.stderr, 4)
-        raise RunFailed(
-            f"anygauge train ended with status {done.returncode}: {said}", folder / name
-        )
+        why = f"anygauge train ended with status {done.returncode}: {said}"
+        raise RunFailed(why, folder / name)
     text = (folder / name / "metrics.jsonl").read_text(encoding="utf-8")
     return Trained(folder=folder / name, metrics=[json.loads(line) for line in text.splitlines()])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """A number of a run beside the host's.
-
-    Attributes:
-        what: ``loss``, ``gradient's norm`` or ``evaluation``.
-        step: of training from 1; or steps done before the evaluation.
-        found, wanted: on the device and on the host.
-        allowed: relative.
-    """
-
-    what: str
-    step: int
-    found: float
-    wanted: float
-    allowed: float
-
-    @property
-    def relative(self) -> float:
-        """How far it is from the host's."""
-        return abs(self.found - self.wanted) / abs(self.wanted)
-
-    def __str__(self) -> str:
-        """In words."""
-        place = f"the {self.what} of step {self.step}"
-        if self.what == EVALUATION:
-            place = f"the loss of the evaluation after step {self.step}"
-        return (
-            f"{place} is {self.found:.9g}, on the host {self.wanted:.9g}: {self.relative:.1e} "
-            f"away, {self.allowed:.1e} is allowed"
-        )
-
-
-def differences(
-    found: Trained, wanted: Trained, bounds: Mapping[Key, float]
-) -> Sequence[Difference]:
-    """Every loss, norm and evaluation of a run beside another's, in the order of training.
-
-    Args:
-        found: all of the other's steps, or the last of them.
-        bounds: of the other's.
-    """
-    mine, others = ([step for what, step in run.numbers if what == LOSS] for run in (found, wanted))
-    assert mine and mine == others[len(others) - len(mine) :], (
-        f"it trained steps {mine}, not {others}"
-    )
-    return [
-        Difference(what=what, step=step, found=number, wanted=host, allowed=bounds[what, step])
-        for (what, step), number in found.numbers.items()
-        for host in [wanted.numbers[what, step]]
-    ]
-
-
-def first_beyond(pairs: Sequence[Difference]) -> Difference | None:
-    """The first that is further away than is allowed, or is not a number."""
-    return next((each for each in pairs if not each.relative <= each.allowed), None)

@@ -1,7 +1,6 @@
 """The operators of aten that a LoRA step calls, and what tests each: docs/plugins.md has the table.
 
-A test records what the kit's step calls and fails where this list lacks it. ``python -m
-anygauge.testing.lora_step`` prints the list as the page has it.
+A test records what the kit's step calls and fails where this list, or the page's, lacks it.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ _OPINFO = (
     "rsub scalar_tensor scatter select sin slice sqrt squeeze stack sub sum t transpose tril "
     "unsqueeze view where zero_ zeros zeros_like"
 )
+_IN_PLACE = "add_ div_ exp_ fill_ mul_ scatter_ sub_"
 _ATTENTION = "nn.functional.scaled_dot_product_attention"
 _OTHER_NAMES = {
     "_safe_softmax": "torch.ops.aten._safe_softmax.default",
@@ -40,19 +40,12 @@ _OTHER_NAMES = {
     f"_scaled_dot_product_flash_attention_for_{HOST_DEVICE}_backward": _ATTENTION,
     "_softmax": "softmax",
     "_unsafe_view": "view",
-    "add_": "add",
-    "div_": "div",
     "embedding": "nn.functional.embedding",
-    "exp_": "exp",
-    "fill_": "fill",
     "index": "__getitem__",
     "linalg_vector_norm": "linalg.vector_norm",
-    "mul_": "mul",
-    "scatter_": "scatter",
     "silu": "nn.functional.silu",
     "silu_backward": "nn.functional.silu",
     "slice_backward": "slice",
-    "sub_": "sub",
 }
 LORA_STEP: Mapping[str, str] = dict(
     sorted(
@@ -60,6 +53,7 @@ LORA_STEP: Mapping[str, str] = dict(
             **dict.fromkeys(_IN_LOOP.split(), LOOP),
             **dict.fromkeys(_OWN.split(), OWN),
             **{name: name for name in _OPINFO.split()},
+            **{name: name.removesuffix("_") for name in _IN_PLACE.split()},
             **_OTHER_NAMES,
         }.items()
     )
@@ -76,17 +70,3 @@ OTHER_STEPS = tuple(_OF_OTHERS.split())
 """OpInfo's names of what other architectures, losses, kernels and optimizers call beside it."""
 OPINFOS = tuple(sorted({*LORA_STEP.values(), *OTHER_STEPS} - {OWN, LOOP}))
 """OpInfo's names, each once."""
-
-
-def page_table() -> str:
-    """The list in Markdown."""
-    rows = [f"| `{name}` | {_tested_by(how)} |" for name, how in LORA_STEP.items()]
-    return "\n".join(["| operator of aten | tested by |", "|---|---|", *rows]) + "\n"
-
-
-def _tested_by(how: str) -> str:
-    return how if how in (OWN, LOOP) else f"OpInfo `{how}`"
-
-
-if __name__ == "__main__":
-    print(page_table(), end="")

@@ -11,7 +11,7 @@ import os
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,27 @@ from typing import Any
 import pytest
 
 from anygauge.interface import API_VERSION
-from anygauge.testing.check import CHOSEN, CHOSEN_STRATEGY, DECLARED, NOT_ASKED, PROGRESS
+from anygauge.testing.check import CHOSEN, CHOSEN_STRATEGY, DECLARED, PROGRESS, SKIPPED
 
 CONFORMANCE = Path(__file__).with_name("contract.py")
 """Collected by ``--anygauge-backend``; its `TestBackend` is the backend of that name."""
-OF_STRATEGIES = Path(__file__).with_name("strategy_contract.py")
-"""Likewise, of ``--anygauge-strategy``."""
-REPORT = "--anygauge-report"
+BACKEND, STRATEGY, REPORT = "--anygauge-backend", "--anygauge-strategy", "--anygauge-report"
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    BACKEND: {"metavar": "NAME", "help": "run the conformance kit on the installed backend NAME"},
+    STRATEGY: {
+        "metavar": "NAME",
+        "help": "run the kit of strategies on the installed strategy NAME, on the host",
+    },
+    REPORT: {
+        "metavar": "FILE",
+        "action": "append",
+        "default": [],
+        "help": "write the report to FILE, as Markdown (.md) or JSON (.json); may be repeated",
+    },
+}
 KITS = {
-    "--anygauge-backend": (CONFORMANCE, CHOSEN),
-    "--anygauge-strategy": (OF_STRATEGIES, CHOSEN_STRATEGY),
+    BACKEND: (CONFORMANCE, CHOSEN),
+    STRATEGY: (CONFORMANCE.with_name("strategy_contract.py"), CHOSEN_STRATEGY),
 }
 """Option -> the kit, and the variable in which it finds the name."""
 PROPERTY = "anygauge_conformance"
@@ -36,15 +47,9 @@ PROPERTY = "anygauge_conformance"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The kit's options."""
-    add = parser.getgroup("anygauge", "anygauge: conformance of a backend").addoption
-    texts = (
-        "run the conformance kit on the installed backend NAME",
-        "run the kit of strategies on the installed strategy NAME, on the host",
-    )
-    for option, text in zip(KITS, texts, strict=True):
-        add(option, metavar="NAME", help=text)
-    report = "write the report to FILE, as Markdown (.md) or JSON (.json); may be repeated"
-    add(REPORT, metavar="FILE", action="append", default=[], help=report)
+    group = parser.getgroup("anygauge", "anygauge: conformance of a backend")
+    for option, how in OPTIONS.items():
+        group.addoption(option, **how)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -70,7 +75,7 @@ def _choose(config: pytest.Config, option: str, name: str) -> None:
     kit, variable = KITS[option]
     registry = Registry.load()
     try:
-        (registry.find_backend if variable == CHOSEN else registry.find_strategy)(name)
+        (registry.find_backend if option == BACKEND else registry.find_strategy)(name)
     except AnygaugeError as error:
         raise pytest.UsageError(f"{option}: {error}") from error
     os.environ[variable] = name
@@ -110,32 +115,26 @@ class _Reporter:
     def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Any:
         outcome = yield
         contract = getattr(item, "cls", None)
-        if contract is None or not hasattr(contract, "rank_counts"):
-            return outcome
         # A test ends with its call, or earlier where it was skipped or could not start.
-        if call.when == "call" or (call.when == "setup" and not outcome.passed):
+        ended = call.when == "call" or (call.when == "setup" and not outcome.passed)
+        if hasattr(contract, "rank_counts") and ended:
             outcome.user_properties.append((PROPERTY, _result(item, contract, outcome, call)))
         return outcome
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        for name, value in report.user_properties:
-            if name == PROPERTY:
-                given: Any = value
-                page = self._report(given["backend"])
-                page.figures |= given["figures"]
-                page.lines.append(Line(**given["line"]))
-
-    def _report(self, backend: str) -> ConformanceReport:
+        given: Any = dict(report.user_properties).get(PROPERTY)
+        if given is None:
+            return
         from anygauge.registry import Registry
         from anygauge.testing.contract import BackendContract
 
-        if backend not in self._reports:
-            self._reports[backend] = ConformanceReport(
-                backend=backend,
-                distribution=Registry.load().find_backend(backend).origin,
-                contents=contents(BackendContract),
-            )
-        return self._reports[backend]
+        name = given["backend"]
+        if name not in self._reports:
+            origin, whole = Registry.load().find_backend(name).origin, contents(BackendContract)
+            self._reports[name] = ConformanceReport(name, origin, whole)
+        page = self._reports[name]
+        page.figures |= given["figures"]
+        page.lines.append(Line(**given["line"]))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """A report that was requested and cannot be written is a failure."""
@@ -167,17 +166,10 @@ def _result(item: Any, contract: Any, outcome: pytest.TestReport, call: Any) -> 
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     part, title = heading(item.function, parameters)
     result, why = _judged(outcome, call)
-    capability = getattr(parameters.get("check"), "capability", None)
-    line = Line(
-        part=part, name=item.name, title=title, result=result, why=why, capability=capability
-    )
-    stated = {
-        f"stated noise of losses, {dtype}": f"{noise:g}"
-        for dtype, noise in contract.loss_noise.items()
-    }
+    line = Line(part=part, name=item.name, title=title, result=result, why=why)
     # What the loop's runs have found so far.
-    found = getattr(getattr(item, "funcargs", {}).get("runs"), "figures", {})
-    return {"backend": contract.backend, "figures": stated | found, "line": asdict(line)}
+    figures = getattr(getattr(item, "funcargs", {}).get("runs"), "figures", {})
+    return {"backend": contract.backend, "figures": figures, "line": asdict(line)}
 
 
 def _judged(outcome: pytest.TestReport, call: Any) -> tuple[str, str]:
@@ -193,19 +185,18 @@ def _judged(outcome: pytest.TestReport, call: Any) -> tuple[str, str]:
         return "failed", f"{said} (marked as an expected failure: {outcome.wasxfail})"
     if outcome.failed:
         return "failed", said
-    for start, result in ((DECLARED, "declared"), (NOT_ASKED, "skipped")):
-        if said.startswith(start):
-            return result, said.removeprefix(start)
-    return "untried", said
+    result, _, why = said.partition(": ")
+    return (result, why) if result in (DECLARED, SKIPPED) else ("untried", said)
 
 
-MARKS = {
-    "passed": "pass",
-    "declared": "not supported",
-    "failed": "FAIL",
-    "skipped": "skipped",
-    "untried": "not tried",
+RESULTS = {
+    "passed": ("pass", "passed"),
+    "declared": ("not supported", "not supported as declared"),
+    "skipped": ("skipped", "skipped"),
+    "untried": ("not tried", "not tried"),
+    "failed": ("FAIL", "FAILED"),
 }
+"""What becomes of a test: its mark in a table, and its word in a count."""
 PARTS = {
     "test_on_paper": "on paper",
     "test_on_device": "on a device",
@@ -222,8 +213,8 @@ class Line:
 
     Attributes:
         name: the test's, as pytest has it.
-        result: ``passed``, ``declared`` (not supported, as declared), ``skipped`` (it has no
-            meaning for this backend), ``untried`` (it could not be asked here) or ``failed``.
+        result: one of `RESULTS`: ``declared`` is not supported, as declared; ``skipped`` has no
+            meaning for this backend; ``untried`` could not be asked here.
         why: empty for what passed.
     """
 
@@ -232,10 +223,14 @@ class Line:
     title: str
     result: str
     why: str = ""
-    capability: str | None = None
+
+    @property
+    def mark(self) -> str:
+        """The cell of a table."""
+        return RESULTS[self.result][0]
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class ConformanceReport:
     """What the kit found out about one backend.
 
@@ -262,78 +257,62 @@ class ConformanceReport:
             return "does NOT conform"
         return "is not fully tried" if self.not_tried else "conforms"
 
-    @property
-    def conforms(self) -> bool:
-        """Whether nothing failed, and everything was tried."""
-        return self.verdict == "conforms"
-
     def gaps(self) -> str:
         """``14 of 60 checks were not tried: on several ranks (all 14)``; empty if none."""
         missing = Counter(self.contents[name][0] for name in self.not_tried)
         whole = Counter(part for part, _ in self.contents.values())
-        found = []
-        for part, count in missing.items():
-            how_many = f"all {count}" if count == whole[part] else f"{count} of {whole[part]}"
-            found.append(f"{part} ({how_many})")
+        found = [
+            f"{part} ({f'all {count}' if count == whole[part] else f'{count} of {whole[part]}'})"
+            for part, count in missing.items()
+        ]
         counts = f"{missing.total()} of {whole.total()} checks were not tried"
         return f"{counts}: {', '.join(found)}" if found else ""
 
     def counts(self) -> str:
         """``31 passed, 2 not supported as declared, 1 FAILED``."""
-        words = {
-            "passed": "passed",
-            "declared": "not supported as declared",
-            "skipped": "skipped",
-            "untried": "not tried",
-            "failed": "FAILED",
-        }
         found = Counter(line.result for line in self.lines)
-        return ", ".join(f"{found[each]} {text}" for each, text in words.items() if found[each])
+        return ", ".join(
+            f"{found[each]} {word}" for each, (_, word) in RESULTS.items() if found[each]
+        )
 
     def conditions(self) -> dict[str, str]:
         """Versions and machine."""
         from anygauge.registry import installed_version
         from anygauge.testing.check import sharding
 
-        found = {"contract": str(API_VERSION), "python": platform.python_version()}
-        for package in (*PACKAGES, *sharding().distributions):
-            found[package] = installed_version(package) or "not installed"
-        found["machine"] = f"{platform.system()} {platform.machine()}"
-        return found
+        packages = (*PACKAGES, *sharding().distributions)
+        return {
+            "contract": str(API_VERSION),
+            "python": platform.python_version(),
+            **{each: installed_version(each) or "not installed" for each in packages},
+            "machine": f"{platform.system()} {platform.machine()}",
+        }
 
     def markdown(self) -> str:
         """The page."""
         preposition = "against" if self.verdict == "is not fully tried" else "to"
-        values = {**self.conditions(), **self.figures}
-        lines = [
+        text = (
             f"# `{self.backend}` {self.verdict} {preposition} anygauge's backend contract, "
-            f"version {API_VERSION}",
-            "",
-            f"{self.distribution}. {self.counts()}.",
-            "",
-            *([f"{self.gaps()}.", ""] if self.not_tried else []),
-            "| what | version or value |",
-            "|---|---|",
-            *(f"| {name} | {value} |" for name, value in values.items()),
-            "",
-        ]
+            f"version {API_VERSION}\n\n{self.distribution}. {self.counts()}.\n\n"
+        )
+        text += f"{self.gaps()}.\n\n" if self.not_tried else ""
+        values = {**self.conditions(), **self.figures}
+        text += table(("what", "version or value"), values.items())
         for part in dict.fromkeys(line.part for line in self.lines):
-            lines += [f"## {part}", "", "| check | result |", "|---|---|"]
-            for line in self.lines:
-                if line.part == part:
-                    why = f": {line.why}" if line.why else ""
-                    lines.append(
-                        f"| {table_cell(line.title)} | {MARKS[line.result]}{table_cell(why)} |"
-                    )
-            lines.append("")
-        return "\n".join(lines)
+            rows = [
+                (line.title, f"{line.mark}: {line.why}" if line.why else line.mark)
+                for line in self.lines
+                if line.part == part
+            ]
+            text += f"\n## {part}\n\n{table(('check', 'result'), rows)}"
+        return text
 
     def record(self) -> dict[str, Any]:
         """The same, for machines."""
         return {
             "backend": self.backend,
             "distribution": self.distribution,
-            "conforms": self.conforms,
+            "conforms": self.verdict == "conforms",
             "not_tried": list(self.not_tried),
             "conditions": self.conditions(),
             "figures": self.figures,
@@ -346,7 +325,7 @@ class ConformanceReport:
             f"{self.backend} ({self.distribution}) {self.verdict}: {self.counts()}",
             *filter(None, [self.gaps()]),
             *(
-                f"  {MARKS[line.result]:>13}  {line.title}: {line.why}"
+                f"  {line.mark:>13}  {line.title}: {line.why}"
                 for line in self.lines
                 if line.result != "passed"
             ),
@@ -386,6 +365,7 @@ def written(reports: Sequence[ConformanceReport], suffix: str) -> str:
     return json.dumps(records if len(records) > 1 else records[0], indent=2) + "\n"
 
 
-def table_cell(text: str) -> str:
-    """Text that does not end its cell."""
-    return text.replace("|", "\\|").replace("\n", " ")
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *cells))

@@ -3,7 +3,7 @@
 The backend's code must not run, set variables or crash in the author's pytest. So
 ``python -m anygauge.testing.process PART`` reads a request from standard input as JSON: for
 ``environments`` it answers with the environment of every rank, as an agent makes it; for one of
-`PARTS` it writes the answers of that part's checks to the file that the request names. Ranks meet
+`PARTS` it writes the verdicts of that part's checks to the file that the request names. Ranks meet
 in a file.
 """
 
@@ -15,21 +15,24 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from anygauge.agent.environment import NodeEnvironment
-from anygauge.interface import AnygaugeError, Backend, LaunchSettings, Level
+from anygauge.interface import AnygaugeError, Backend, LaunchSettings, Support
 from anygauge.registry import BLOCK_VARIABLE, Registry
 from anygauge.testing.check import (
     CHECKS,
     COLLECTIVE_TIMEOUT_S,
-    Answer,
+    FAILED,
+    PASSED,
     ConformanceCheck,
-    NotAsked,
     Opened,
+    Verdict,
+    judged,
+    worst,
 )
 from anygauge.testing.leaks import ProcessState
 from anygauge.testing.paper import Paper
@@ -43,7 +46,6 @@ from anygauge.testing.watch import (
     Answers,
     answer,
     answer_of,
-    begun,
     lines,
     run_to_end,
     start,
@@ -51,32 +53,17 @@ from anygauge.testing.watch import (
 
 MODULE = "anygauge.testing.process"
 ENVIRONMENTS = "environments"
-ENVIRONMENT_TIMEOUT_S = 60.0
-NO_ANSWER = Answer(holds=False, detail="gave no answer")
-
-
-@dataclass(frozen=True, slots=True)
-class KitPart:
-    """What one kind of process is asked.
-
-    Attributes:
-        where: in words; may name the number of ``ranks``.
-        limit_s: seconds that its processes may take in all.
-        modules: those whose checks it asks, the ones that say most of a device first.
-    """
-
-    where: str
-    limit_s: float
-    modules: Sequence[str]
-
-
 ON_DEVICE = "device memory copies chance blocks graphs real_sizes leaks"
-PARTS = {
-    "basic": KitPart("on paper", 120.0, ("paper", "rules", "leaks")),  # which import no torch
-    "device": KitPart("on a device", 600.0, ON_DEVICE.split()),
-    "operators": KitPart("on torch's operators", 600.0, ("operators",)),
-    "ranks": KitPart("on {ranks} ranks", 600.0, ("collectives", "ranks", "memory", "leaks")),
+PARTS: Mapping[str, tuple[str, Sequence[str]]] = {
+    "basic": ("on paper", ("paper", "rules", "leaks")),  # which import no torch
+    "device": ("on a device", ON_DEVICE.split()),
+    "operators": ("on torch's operators", ("operators",)),
+    "ranks": ("on {ranks} ranks", ("collectives", "ranks", "memory", "leaks")),
 }
+"""What one kind of process is asked: where, in words, and the modules whose checks it asks, those
+that say most of a device first."""
+LIMIT_S = 600.0
+"""Seconds that the processes of a part may take in all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,11 +91,8 @@ def environments(
     """The whole environment of every rank, and why the backend's share is missing; empty if not."""
     base = {**os.environ, "OMP_NUM_THREADS": "1", **subject.environment}
     request = {"part": part, "subject": asdict(subject), "ranks": ranks}
-    arguments = ("-m", MODULE, ENVIRONMENTS)
     try:
-        found, trouble = answer_of(
-            arguments, request, base, "the environment", ENVIRONMENT_TIMEOUT_S
-        )
+        found, trouble = answer_of(("-m", MODULE, ENVIRONMENTS), request, base, "the environment")
     except AssertionError as error:
         found, trouble = [base] * ranks, str(error)
     sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
@@ -118,90 +102,121 @@ def environments(
     ], trouble
 
 
+def run_ranks(
+    module: Sequence[str],
+    request: Mapping[str, Any],
+    subject: Subject,
+    base: Path,
+    *,
+    ranks: int,
+    part: str = "ranks",
+    limit_s: float = LIMIT_S,
+    what: str = "",
+) -> tuple[Sequence[Path], str]:
+    """Run a module of the kit on each rank, with the backend's environment, until all have ended.
+
+    Args:
+        module: after ``-m``, with its arguments.
+        request: on its standard input, with ``rendezvous`` and, by rank, ``answers``, a file.
+        base: the files' path without the rank.
+        part: one of `PARTS`, in whose environment it runs.
+        limit_s, what: as `run_to_end` takes them.
+
+    Returns:
+        The files, which a process may not have written; and how one ended that did not end in
+        order, or why it lacked its environment, in words.
+    """
+    found, trouble = environments(part, subject, ranks)
+    files = [base.with_name(f"{base.name}.rank{rank}.json") for rank in range(ranks)]
+    request = {**request, "rendezvous": f"file://{base}.rendezvous"}
+    processes = [
+        start(module, {**request, "answers": str(file)}, environment, file.with_suffix(".log"))
+        for file, environment in zip(files, found, strict=True)
+    ]
+    ended = run_to_end(processes, files, limit_s, what=what)
+    return files, "; ".join(filter(None, [trouble, ended]))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PartAnswers:
+class PartVerdicts:
     """What a part's processes gave.
 
     Attributes:
-        answers: by the check's name; of several ranks the first that does not hold.
+        verdicts: by the check's name.
         trouble: how a process ended if not in order, or why it lacked its environment: why there
-            are not answers, or fewer; empty if there was none.
+            are fewer; empty if there was none.
     """
 
-    answers: Mapping[str, Answer]
+    verdicts: Mapping[str, Verdict]
     trouble: str = ""
 
-    def of(self, check: ConformanceCheck) -> Answer:
-        """The answer of a check; one that says what happened where there is none."""
+    def of(self, check: ConformanceCheck) -> Verdict:
+        """The verdict on a check; one that says what happened where there is none."""
         if check.of_the_end:
             try:
                 check.function(self.trouble)
             except AssertionError as error:
-                return Answer(holds=False, detail=str(error))
-            return Answer(holds=True)
-        if check.name in self.answers:
-            return self.answers[check.name]
+                return FAILED, str(error)
+            return PASSED, ""
         why = f": {self.trouble}" if self.trouble else ""
-        return Answer(holds=False, detail=f"the check was not reached{why}")
+        return self.verdicts.get(check.name, (FAILED, f"the check was not reached{why}"))
 
 
-def ask(part: str, subject: Subject, folder: Path, *, ranks: int = 1) -> PartAnswers:
+def ask(part: str, subject: Subject, folder: Path, *, ranks: int = 1) -> PartVerdicts:
     """Run every check of a part; returns once all processes have ended.
 
     Args:
         part: one of `PARTS`.
         folder: for answers, logs and the meeting point.
     """
-    found, trouble = environments(part, subject, ranks)
-    files = [folder / f"{part}{ranks}.rank{rank}.json" for rank in range(ranks)]
-    processes = [
-        start(
-            [MODULE, part],
-            {
-                "backend": subject.name,
-                "options": dict(subject.options),
-                "rendezvous": f"file://{folder / part}{ranks}.rendezvous",
-                "answers": str(file),
-                "limits": {each.name: each.limit_s for each in CHECKS.values()},
-            },
-            environment,
-            file.with_suffix(".log"),
-        )
-        for file, environment in zip(files, found, strict=True)
-    ]
-    what = f"{subject.name} {PARTS[part].where.format(ranks=ranks)}"
-    ended = run_to_end(processes, files, PARTS[part].limit_s, what=what)
-    return merged_answers(files, "; ".join(filter(None, [trouble, ended])))
+    request = {
+        "backend": subject.name,
+        "options": dict(subject.options),
+        "limits": {each.name: each.limit_s for each in CHECKS.values()},
+    }
+    what = f"{subject.name} {PARTS[part][0].format(ranks=ranks)}"
+    base = folder / f"{part}{ranks}"
+    return merged(
+        *run_ranks([MODULE, part], request, subject, base, part=part, ranks=ranks, what=what)
+    )
 
 
-def merged_answers(files: Sequence[Path], trouble: str = "") -> PartAnswers:
-    """Answers by the check's name, from a file of each rank: the first that does not hold.
+def merged(files: Sequence[Path], trouble: str = "") -> PartVerdicts:
+    """The worst verdict of all ranks on each check, from a file of each.
 
-    A rank without an answer that others gave counts as one that does not hold. A check that some
-    rank has begun and not ended has failed, because of `trouble`.
+    A rank without one that others gave has failed, and so has a check that some rank has begun and
+    not ended, because of `trouble`.
     """
-    records = [[record for record in lines(file) if BEGUN not in record] for file in files]
-    found = [{each.pop("name"): Answer(**each) for each in record} for record in records]
-    merged = {}
-    for name in dict.fromkeys(name for answers in found for name in answers):
-        answers = [(rank, each.get(name, NO_ANSWER)) for rank, each in enumerate(found)]
-        failed = [(rank, answer) for rank, answer in answers if not answer.holds]
-        # What is declared missing explains its own failure alone, not that of another rank.
-        failed.sort(key=lambda each: not each[1].supported)
-        rank, first = (failed or answers)[0]
-        if failed and len(found) > 1:
-            first = replace(first, detail=f"rank {rank}: {first.detail}")
-        merged[name] = first
-    broken = {begun(file).get(BEGUN, "") for file in files} - {"", *STEPS_S}
-    merged |= dict.fromkeys(broken, Answer(holds=False, detail=trouble))
-    return PartAnswers(answers=merged, trouble=trouble)
+    by_rank: list[dict[str, Verdict]] = []
+    broken = set()
+    for rank, file in enumerate(files):
+        records = lines(file)
+        who = f"rank {rank}: " if len(files) > 1 else ""
+        by_rank.append(
+            {
+                each["name"]: (each["result"], who * (each["result"] == FAILED) + each["why"])
+                for each in records
+                if BEGUN not in each
+            }
+        )
+        broken |= {each[BEGUN] for each in records[-1:] if BEGUN in each} - STEPS_S.keys()
+    verdicts = {
+        name: worst(
+            each.get(name, (FAILED, f"rank {rank}: gave no answer"))
+            for rank, each in enumerate(by_rank)
+        )
+        for name in dict.fromkeys(name for each in by_rank for name in each)
+    }
+    return PartVerdicts(
+        verdicts=verdicts | dict.fromkeys(broken, (FAILED, trouble)), trouble=trouble
+    )
 
 
 # -- in the process -------------------------------------------------------------------------------
 
 
 def main(part: str) -> None:
-    """Ask every check of a part; answers are written one by one, so that a crash keeps them."""
+    """Ask every check of a part; verdicts are written one by one, so that a crash keeps them."""
     request = json.load(sys.stdin)
     if part == ENVIRONMENTS:
         answer(_made_environments(request))
@@ -218,41 +233,18 @@ def main(part: str) -> None:
 
 def import_checks(part: str) -> None:
     """Register the checks of a part."""
-    for name in PARTS[part].modules if part in PARTS else ():
+    for name in PARTS[part][1] if part in PARTS else ():
         importlib.import_module(f"anygauge.testing.{name}")
 
 
-def _ask_all(
-    part: str,
-    answers: Answers,
-    given: Callable[[ConformanceCheck], Answer],
-    of_the_close: bool = False,
-) -> None:
+Judge = Callable[[ConformanceCheck], Verdict]
+
+
+def _ask_all(part: str, answers: Answers, judge: Judge, *, of_the_close: bool = False) -> None:
     for check in CHECKS.values():
-        asked = check.part == part and not check.of_the_end
-        if asked and check.of_the_close == of_the_close:
+        if (check.part, check.of_the_end, check.of_the_close) == (part, False, of_the_close):
             answers.begin(check.name)
-            answers.write(check.name, given(check))
-
-
-def _asked(check: ConformanceCheck, subject: Any, backend: Backend | None) -> Answer:
-    """The answer of a check; with a backend, beside what that declares."""
-    found = Answer(holds=True)
-    if check.capability is not None and backend is not None:
-        support = backend.support(check.capability)
-        off = support.level is Level.SWITCHED_OFF
-        found = replace(found, declared=str(support), supported=bool(support), switched_off=off)
-    try:
-        check.function(subject)
-    except NotAsked as reason:
-        return Answer(holds=True, not_asked=str(reason))
-    except Exception as error:
-        traceback.print_exc()
-        detail = str(error).strip() or type(error).__name__
-        if not isinstance(error, AssertionError):
-            detail = f"{type(error).__name__}: {detail}"
-        return replace(found, holds=False, detail=detail.splitlines()[0])
-    return found
+            answers.write(check.name, *judge(check))
 
 
 def _on_paper(request: Any, answers: Answers, state: ProcessState) -> None:
@@ -260,12 +252,12 @@ def _on_paper(request: Any, answers: Answers, state: ProcessState) -> None:
     state.note("importing it")
     paper = Paper(name=request["backend"], options=request["options"], registry=registry)
 
-    def given(check: ConformanceCheck) -> Answer:
-        found = _asked(check, paper, None)
+    def judge(check: ConformanceCheck) -> Verdict:
+        found = judged(check.function, paper, None)
         state.note(f"asking whether {check.title}")
         return found
 
-    _ask_all("basic", answers, given)
+    _ask_all("basic", answers, judge)
     steps: dict[str, Callable[[], object]] = {
         "probing it": paper.spec.probe,
         "making one": paper.backend,
@@ -277,13 +269,12 @@ def _on_paper(request: Any, answers: Answers, state: ProcessState) -> None:
         with contextlib.suppress(Exception):  # the other checks are about what it raises
             take()
         state.note(step)
-    _ask_all("basic", answers, lambda each: _asked(each, state, None), of_the_close=True)
+    _ask_all("basic", answers, lambda each: judged(each.function, state, None), of_the_close=True)
 
 
 def _on_device(part: str, request: Any, answers: Answers, state: ProcessState) -> None:
     """Open the backend, ask, close it, and ask what that leaves behind, also if it raises."""
     answers.begin(OPENING)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     registry = Registry.load(os.environ)
 
     def fresh() -> Backend:
@@ -294,52 +285,58 @@ def _on_device(part: str, request: Any, answers: Answers, state: ProcessState) -
 
         infos()  # their import takes longer than a check
     backend = fresh()
-    declared = part != "ranks" or bool(backend.support("collectives"))
-    subject: Any = None
-    refused: Exception | None = None
-    try:
-        device = backend.open(rank)
-        if part == "ranks":
-            from anygauge.testing.rank_context import RankContext  # which imports torch
 
-            backend.collectives.open(
-                rendezvous=request["rendezvous"],
-                rank=rank,
-                world_size=world_size,
-                timeout_s=COLLECTIVE_TIMEOUT_S,
-                device=device,
-            )
-            subject = RankContext(backend=backend, device=device, rank=rank, world_size=world_size)
-        else:
-            visible = backend.placement.device_count()
-            subject = Opened(backend=backend, device=device, visible=visible, fresh=fresh)
-    except Exception as error:
-        if declared:
+    collectives = backend.support("collectives")
+    absent = collectives if part == "ranks" and not collectives else None
+    subject: Any = None
+    try:
+        subject = _opened(part, request, backend, fresh)
+    except Exception:
+        if absent is None:
             raise
         traceback.print_exc()
-        refused = error
+
+    def judge(check: ConformanceCheck) -> Verdict:
+        if absent is not None:  # then they must not even open
+            return judged(_holds, subject is not None, absent)
+        return judged(check.function, subject, _declared(check, backend))
+
     state.note("importing and opening it")
-    if declared:
-        _ask_all(part, answers, lambda each: _asked(each, subject, backend))
-    else:
-        _ask_all(part, answers, lambda each: _missing(each, backend, refused))
+    _ask_all(part, answers, judge)
     state.note("the checks", judged=False)
     answers.begin(CLOSING)
     try:
         backend.close()
     finally:
         state.note("closing")
-        _ask_all(part, answers, lambda each: _asked(each, state, backend), of_the_close=True)
+        _ask_all(part, answers, lambda each: judged(each.function, state, None), of_the_close=True)
 
 
-def _missing(check: ConformanceCheck, backend: Backend, refused: Exception | None) -> Answer:
-    """The answer where collectives are declared missing: they must not even open."""
-    if refused is None:
-        declared = backend.support("collectives")
-        return Answer(holds=False, detail=f"declared as {declared}, but it works: they open")
-    support = backend.support(check.capability or "collectives")
-    detail = f"collectives do not open: {type(refused).__name__}: {refused}"
-    return Answer(holds=False, detail=detail, declared=str(support), supported=bool(support))
+def _declared(check: ConformanceCheck, backend: Backend) -> Support | None:
+    return None if check.capability is None else backend.support(check.capability)
+
+
+def _holds(value: bool) -> None:
+    assert value
+
+
+def _opened(part: str, request: Any, backend: Backend, fresh: Callable[[], Backend]) -> Any:
+    """What the part's checks get, with the backend opened for it."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = backend.open(rank)
+    if part != "ranks":
+        visible = backend.placement.device_count()
+        return Opened(backend=backend, device=device, visible=visible, fresh=fresh)
+    from anygauge.testing.rank_context import RankContext  # which imports torch
+
+    backend.collectives.open(
+        rendezvous=request["rendezvous"],
+        rank=rank,
+        world_size=world_size,
+        timeout_s=COLLECTIVE_TIMEOUT_S,
+        device=device,
+    )
+    return RankContext(backend=backend, device=device, rank=rank, world_size=world_size)
 
 
 def _made_environments(request: Any) -> tuple[Sequence[Mapping[str, str]], str]:
@@ -349,34 +346,17 @@ def _made_environments(request: Any) -> tuple[Sequence[Mapping[str, str]], str]:
     try:
         if request["part"] == "basic":
             # It asks what announcing the backend imports; other plugins may import what they like.
-            blocked = [base.get(BLOCK_VARIABLE, ""), *_others(Registry.load(base), subject.name)]
-            base[BLOCK_VARIABLE] = ",".join(filter(None, blocked))
-        job = replace(
-            JOB,
-            backend=subject.name,
-            backend_options=subject.options,
-            launch=LaunchSettings(devices=ranks),
-        )
+            registry = Registry.load(base)
+            own = (registry.find_backend(subject.name).distribution, "anygauge")
+            every = (*registry.plugins, *registry.failures)
+            others = [each.entry_point for each in every if each.distribution not in own]
+            base[BLOCK_VARIABLE] = ",".join(filter(None, [base.get(BLOCK_VARIABLE), *others]))
+        launch = LaunchSettings(devices=ranks)
+        job = replace(JOB, backend=subject.name, backend_options=subject.options, launch=launch)
         node = NodeEnvironment(job, 0, base)
         return [node.of_rank(rank) for rank in range(ranks)], ""
     except AnygaugeError as error:
         return [base] * ranks, f"there is no environment for it: {error}"
-
-
-def _others(registry: Registry, backend: str) -> Iterable[str]:
-    """Names by which to block every plugin but the backend's own distribution and anygauge."""
-
-    def plain(name: str) -> str:
-        return name.lower().replace("_", "-").replace(".", "-")
-
-    own = {registry.find_backend(backend).distribution, "anygauge"}
-    every = (*registry.plugins, *registry.failures)
-    found = {(each.distribution, each.entry_point) for each in every}
-    kept = {plain(name) for names in found if names[0] in own for name in names}
-    for names in found:
-        if names[0] not in own:
-            # By either name: one that ours bears, too, would block ours.
-            yield from [name for name in names if name and plain(name) not in kept][:1]
 
 
 if __name__ == "__main__":

@@ -102,18 +102,6 @@ def _difference(before: Sequence[Sequence[Setting]], after: Sequence[Sequence[Se
 
 
 @check(
-    "the environment is pure: the same for the same arguments, and nothing changed",
-    part="basic",
-    means="ranks of one job get different environments; a rule that draws numbers, reads clocks or "
-    "sets variables itself",
-)
-def environment_is_pure(paper: Paper) -> None:
-    with unchanged("asking for the environment"):
-        found = _difference(_settings(paper), _settings(paper))
-    assert not found, f"two calls with the same arguments differ: {found}"
-
-
-@check(
     "every setting has a name, a value of text, a reason and a source, and is set once",
     part="basic",
     means="users see a variable without knowing why, or ranks get another value than is explained; "
@@ -194,27 +182,30 @@ def _elsewhere() -> Iterator[None]:
 
 
 @check(
-    "rules read the job and the node that they are given, not the process or its machine",
+    "the environment is a function of the job and the node alone: the same for the same, whatever "
+    "the process and its machine are, and nothing is changed",
     part="basic",
-    means="`anygauge env` shows other settings than the job gets, since a node's agent has other "
-    "variables than the command; name them in `Backend.variables` and read `Node.variables`",
+    means="`anygauge env` shows other settings than the job gets, or ranks get different ones: a "
+    "rule draws numbers, reads clocks, or reads what only the command has; name variables in "
+    "`Backend.variables` and read `Node.variables`",
 )
 def rules_read_the_node_alone(paper: Paper) -> None:
-    with _recorded() as read:
+    with _recorded() as read, unchanged("asking for the environment"):
         usual = _settings(paper)
+        found = _difference(usual, _settings(paper))
+    assert not found, f"two calls with the same arguments differ: {found}"
     with _elsewhere():
         found = _difference(usual, _settings(paper))
     assert not found, f"with another host name, number of processors and folder: {found}"
-    for name in sorted(read):
-        for value in VALUES:
-            with mock.patch.dict(os.environ):
-                os.environ.pop(name, None)
-                os.environ.update({} if value is None else {name: value})
-                try:
-                    found = _difference(usual, _settings(paper))
-                except Exception as error:
-                    found = f"{type(error).__name__}: {error}"
-            assert not found, f"with os.environ[{name!r}] = {value!r}: {found}"
+    for name, value in itertools.product(sorted(read), VALUES):
+        with mock.patch.dict(os.environ):
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
+            try:
+                found = _difference(usual, _settings(paper))
+            except Exception as error:
+                found = f"{type(error).__name__}: {error}"
+        assert not found, f"with os.environ[{name!r}] = {value!r}: {found}"
 
 
 @check(

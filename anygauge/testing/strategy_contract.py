@@ -9,20 +9,21 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from anygauge.interface import HOST_DEVICE, StrategySpec
 from anygauge.registry import Registry
 from anygauge.testing.check import CHOSEN_STRATEGY
-from anygauge.testing.loop import prepare
-from anygauge.testing.process import Subject
+from anygauge.testing.loop import Trained, prepare
+from anygauge.testing.process import Subject, run_ranks
 from anygauge.testing.trials import LoopTrials, ranks_of
-from anygauge.testing.watch import answer, answer_of
 
 MODULE = "anygauge.testing.strategy_contract"
+TIMEOUT_S = 600.0
+WEIGHTS = "weights"
 A_FEW_NUMBERS = 64
 """Bytes of norms and flags in a step, which no footprint speaks of."""
 
@@ -52,24 +53,30 @@ if CHOSEN_STRATEGY in os.environ:  # set by ``pytest --anygauge-strategy``, whic
             """Two, or what it runs on."""
             return ranks_of(spec, 2)
 
+        @pytest.fixture
+        def whole(self, spec: StrategySpec, runs: LoopTrials, ranks: int) -> Trained:
+            """Its undisturbed run, with checkpoints."""
+            return runs.run("adapter", "float32", strategy=spec.name, ranks=ranks)
+
         def test_losses(self, spec: StrategySpec, runs: LoopTrials, ranks: int) -> None:
             """Losses, norms and evaluations are those of one process, within its tolerance."""
-            assert not (why := runs.spread(spec, ranks)), why
+            assert not (why := runs.trial("spread", spec=spec, ranks=ranks)), why
 
-        def test_state(self, spec: StrategySpec, runs: LoopTrials, ranks: int) -> None:
+        def test_state(self, runs: LoopTrials, whole: Trained) -> None:
             """Its checkpoint is neutral: the tensors that one process writes, whole, in float32."""
-            found = runs.run("adapter", "float32", strategy=spec.name, ranks=ranks)
             wanted = runs.run("adapter", "float32")
-            mine, theirs = (_tensors(run.checkpoints[0]) for run in (found, wanted))
+            mine, theirs = (_tensors(run.checkpoints[0]) for run in (whole, wanted))
             assert mine == theirs, sorted(set(mine.items()) ^ set(theirs.items()))[:4]
 
-        def test_resume(self, spec: StrategySpec, runs: LoopTrials, ranks: int) -> None:
+        def test_resume(
+            self, spec: StrategySpec, runs: LoopTrials, ranks: int, whole: Trained
+        ) -> None:
             """From one process's checkpoint and from its own it goes on where they were."""
-            assert not (why := runs.resumed_on(spec, ranks)), why
-            whole = runs.run("adapter", "float32", strategy=spec.name, ranks=ranks)
+            why = runs.trial("adapter", spec=spec, ranks=ranks, resumed=True)
+            assert not why, why
             middle = whole.checkpoints[0]
             rest = runs.run("adapter", "float32", strategy=spec.name, ranks=ranks, resume=middle)
-            wanted = list(whole.losses)[-len(rest.losses) :]
+            wanted = whole.losses[-len(rest.losses) :]
             allowed = max(spec.tolerance, 1e-6)
             for step, (loss, due) in enumerate(zip(rest.losses, wanted, strict=True), start=1):
                 assert abs(loss - due) <= allowed * abs(due), (
@@ -77,45 +84,67 @@ if CHOSEN_STRATEGY in os.environ:  # set by ``pytest --anygauge-strategy``, whic
                 )
 
         def test_bytes(self, spec: StrategySpec, runs: LoopTrials, ranks: int) -> None:
-            """What its planner says that a step sends is what its footprint says, by collective."""
+            """A step sends what its footprint says, by collective, and a rank holds its weights."""
             run = runs.run("spread", "float32", strategy=spec.name, ranks=ranks)
-            request = [str(run.folder / "run.json"), ranks]
-            others = {name: value for name, value in os.environ.items() if name != CHOSEN_STRATEGY}
-            found = answer_of(("-m", MODULE), request, others, "the bytes of a step", 600)
-            if found is None:
-                pytest.skip("it has no planner: plans use its footprint")
-            sent, said = found
-            for name in {**sent, **said}:
-                planned, due = sent.get(name, 0), said.get(name, 0)
-                assert abs(planned - due) <= A_FEW_NUMBERS, (
-                    f"{name}: a rank gives {planned:,.0f} bytes in a step by its planner; "
-                    f"footprint() says {due:,}"
-                )
+            files, trouble = run_ranks(
+                [MODULE],
+                {"run": str(run.folder)},
+                runs.subject,
+                runs.folder / "bytes",
+                part="ranks",
+                ranks=ranks,
+                limit_s=TIMEOUT_S,
+            )
+            assert not trouble, trouble
+            for rank, file in enumerate(files):
+                sent, said = json.loads(file.read_text(encoding="utf-8"))
+                for name in {**sent, **said}:
+                    found, due = sent.get(name, 0), said.get(name, 0)
+                    assert abs(found - due) <= A_FEW_NUMBERS, (
+                        f"{name}: rank {rank} has {found:,} bytes, footprint() says {due:,}"
+                    )
 
 
-def sent_and_said(path: str, ranks: int) -> tuple[dict[str, float], dict[str, int]] | None:
-    """Collective -> bytes that the first rank gives to it in a step: by its planner, and by its
-    footprint; None: it has no planner. In a process of its own."""
+def sent_and_said(run_folder: Path, rendezvous: str) -> Any:
+    """Collective -> bytes that this rank gives to it in a step, and those of its `WEIGHTS`: as
+    counted while the run's engine makes its third step, and by its footprint."""
     from anygauge.config.resolved import read_run
     from anygauge.config.schema import resolve_precision
     from anygauge.models.factory import CausalModelFactory
     from anygauge.strategies.common import torch_dtype
-    from anygauge.strategies.footprint import memory_of
+    from anygauge.testing.bisect import CollectiveBytes, one_step, prepared
     from anygauge.training.strategy import create_strategy, workload_of
 
-    run, registry = read_run(Path(path)), Registry.load()
+    rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    again = prepared(run_folder, None, rendezvous)
+    for step in range(3):  # the first ones set up what is no step's own, such as DDP's buckets
+        with CollectiveBytes() as sent:
+            one_step(again, step)
+    run, registry = read_run(run_folder / "run.json"), Registry.load()
     backend = registry.create_backend(HOST_DEVICE)
-    strategy = create_strategy(registry, run)
-    if getattr(strategy, "planner", None) is None:
-        return None
     precision = resolve_precision(run.precision, backend.support)
     factory = CausalModelFactory.of(run, torch_dtype(precision.param_dtype))
     adapted = factory.adapt(factory.skeleton())
-    workload = workload_of(run, registry, backend, precision, 0, ranks, adapted)
-    sent: defaultdict[str, float] = defaultdict(float)
-    for one in memory_of(strategy, workload).traffic:
-        sent[one.operation] += one.bytes
-    return dict(sent), dict(strategy.footprint(workload).sent)
+    workload = workload_of(run, registry, backend, precision, rank, ranks, adapted)
+    said = create_strategy(registry, run).footprint(workload)
+    return {**sent.bytes, WEIGHTS: held(again.loop.engine)}, {**said.sent, WEIGHTS: said.weights}
+
+
+def held(engine: Any) -> int:
+    """Bytes of the weights that this rank holds between steps: shards, where it has shards."""
+    from torch import Tensor
+
+    from anygauge.strategies.flat import FLAT
+
+    flat = getattr(engine.model, FLAT, None)  # its parameters are views of what is gathered
+    found = flat.held if flat else 0
+    for each in engine.model.parameters():
+        whole = each.to_local() if hasattr(each, "to_local") else each
+        # An engine may keep its shard as an attribute, also beside one that stays whole.
+        parts = [whole, *(value for value in vars(each).values() if isinstance(value, Tensor))]
+        if not (flat and each in flat):
+            found += sum(part.numel() * part.element_size() for part in parts if not part.is_meta)
+    return int(found)
 
 
 def _tensors(checkpoint: Path) -> dict[str, str]:
@@ -130,4 +159,6 @@ def _tensors(checkpoint: Path) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    answer(sent_and_said(*json.load(sys.stdin)))
+    _request = json.load(sys.stdin)
+    _found = sent_and_said(Path(_request["run"]), _request["rendezvous"])
+    Path(_request["answers"]).write_text(json.dumps(_found), encoding="utf-8")

@@ -2,46 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from anygauge.interface import StrategySpec
 from anygauge.registry import Registry, missing_of
-from anygauge.testing import noise
 from anygauge.testing.bisect import cause_of
 from anygauge.testing.check import sharding
 from anygauge.testing.loop import (
+    EVALUATION,
+    LOSS,
     MIDDLE,
-    MODEL,
-    ODD_LENGTH,
-    RANK_OF_ADAPTER,
+    NORM,
     STEPS,
-    Difference,
     RunFailed,
     Trained,
-    differences,
-    first_beyond,
     train,
 )
-from anygauge.testing.noise import EVALUATION, LOSS, NORM, Key
 from anygauge.testing.process import Subject
 from anygauge.training.auto import AUTO
 
+NOISE = {"float32": 2e-6, "bfloat16": 5e-3}
+"""Largest relative difference of a loss from the host's, by compute type, where no author states
+another: ten times what sound devices differ by, and more than twice what one does whose roundings
+all go the other way. Of a gradient's norm ten times as much."""
 CHECKPOINTS = {"checkpoint": {"every": MIDDLE, "keep_last": 5}}
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "adapter": CHECKPOINTS,
     "packed": {
-        "data": {"packing": True, "max_length": ODD_LENGTH},
+        # A prime, so that neither pairs nor blocks of any kind divide a row.
+        "data": {"packing": True, "max_length": 83},
         "train": {"micro_batch_size": 2},
     },
     "whole": {"adapter": None},
-    "dropout": {"adapter": {"r": RANK_OF_ADAPTER, "dropout": 0.2}, **CHECKPOINTS},
+    "dropout": {"adapter": {"r": 4, "dropout": 0.2}, **CHECKPOINTS},
     "spread": {},
 }
 """What is trained: sections of the run file. ``spread`` is ``adapter`` with any strategy, which may
 have no checkpoints."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """A run beside another, whose last steps it has.
+
+    Attributes:
+        most: the largest relative difference, by `LOSS`, `NORM` and `EVALUATION`.
+        step: of training from 1, of the first number that is further away than is allowed or is
+            not a number; 0 if there is none, or if it was evaluated before the first step.
+        wrong: that number in words; empty if there is none.
+    """
+
+    most: Mapping[str, float]
+    step: int = 0
+    wrong: str = ""
+
+
+def compared(
+    found: Trained, wanted: Trained, allowed: Mapping[str, float], where: str = "on the host"
+) -> Comparison:
+    """Every loss, norm and evaluation of a run beside another's, in the order of training.
+
+    Args:
+        allowed: relative, by `LOSS`, `NORM` and `EVALUATION`.
+        where: the other was made, in words.
+    """
+    mine, others = ([step for what, step in run.numbers if what == LOSS] for run in (found, wanted))
+    assert mine and mine == others[len(others) - len(mine) :], (
+        f"it trained steps {mine}, not {others}"
+    )
+    most: dict[str, float] = {}
+    step, wrong = 0, ""
+    for (what, at), number in found.numbers.items():
+        due = wanted.numbers[what, at]
+        away = abs(number - due) / abs(due)
+        most[what] = max(most.get(what, 0.0), away)
+        if not away <= allowed[what] and not wrong:
+            after = "the loss of the evaluation after"
+            place = f"{after if what == EVALUATION else f'the {what} of'} step {at}"
+            step, wrong = (
+                at,
+                (
+                    f"{place} is {number:.9g}, {where} {due:.9g}: {away:.1e} away, "
+                    f"{allowed[what]:.1e} is allowed"
+                ),
+            )
+    return Comparison(most=most, step=step, wrong=wrong)
 
 
 @dataclass(slots=True)
@@ -49,8 +98,8 @@ class LoopTrials:
     """The runs of one backend; each is made once.
 
     Attributes:
-        stated: the author's largest relative difference from the host, by compute type; what is
-            derived stands for the rest.
+        stated: the author's largest relative difference from the host, by compute type; `NOISE`
+            stands for the rest.
         made: runs, by name.
         figures: for the report: what was compared -> the largest difference, and what is allowed.
     """
@@ -99,25 +148,19 @@ class LoopTrials:
         return self.made[name]
 
     def allowed(
-        self, kind: str, dtype: str, host: Trained, *, spread: bool = False, tolerance: float = 0.0
-    ) -> dict[Key, float]:
-        """Largest relative differences from the host's run; ten times as much for norms.
+        self, dtype: str, *, spread: bool = False, tolerance: float = 0.0
+    ) -> dict[str, float]:
+        """Largest relative differences from the host's run; of norms ten times the most of all.
 
         Args:
             spread: over ranks, whose sums are in another order: what is stated does not lower what
-                is derived.
-            tolerance: of the strategy, which is never lower than it.
+                is usual.
+            tolerance: of the strategy.
         """
-        found = noise.bounds(dtype, host.metrics, _trained(kind))
         stated = self.stated.get(dtype)
-        for (what, step), derived in found.items():
-            scale = 10 if what == NORM else 1
-            bound = max(derived, scale * tolerance)
-            if stated is not None:
-                raises = spread or what == NORM
-                bound = max(bound, scale * stated) if raises else stated
-            found[what, step] = bound
-        return found
+        most = max(NOISE[dtype], stated or 0.0, tolerance)
+        loss = most if spread or stated is None else stated
+        return {LOSS: loss, EVALUATION: loss, NORM: 10 * most}
 
     def trial(
         self,
@@ -126,84 +169,72 @@ class LoopTrials:
         *,
         spec: StrategySpec | None = None,
         ranks: int = 1,
-        resume: Path | None = None,
+        resumed: bool = False,
     ) -> str:
         """Why a run is not that of one process on the host, within what is allowed, and the cause;
         empty if it is.
 
         Args:
             spec: the strategy; None for the reference.
-            resume: a checkpoint.
+            resumed: from the middle of one process's run on the device.
         """
+        resume = self.run("adapter", dtype).checkpoints[0] if resumed else None
         host = self.run("adapter" if kind == "spread" else kind, dtype, host=True)
-        strategy = spec.name if spec else None
+        strategy, tolerance = (spec.name, spec.tolerance) if spec else (None, 0.0)
+        allowed = self.allowed(dtype, spread=spec is not None, tolerance=tolerance)
         try:
             found = self.run(kind, dtype, strategy=strategy, ranks=ranks, resume=resume)
         except RunFailed as error:
             if error.folder is None or not (error.folder / "run.json").exists():
                 raise
-            return f"{error}; {self._cause(error.folder, STEPS, ranks, resume)}"
-        tolerance = spec.tolerance if spec else 0.0
-        bounds = self.allowed(kind, dtype, host, spread=spec is not None, tolerance=tolerance)
-        pairs = differences(found, host, bounds)
-        what = f"{spec.name} on {ranks}" if spec else f"{kind}, {dtype}"
-        stated = spec is None and dtype in self.stated
-        self._note(f"{'resumed with ' if resume else ''}{what}", pairs, stated)
-        wrong = first_beyond(pairs)
-        if wrong is None:
+            folder, step, wrong = error.folder, STEPS, str(error)
+        else:
+            result = compared(found, host, allowed)
+            folder, step, wrong = found.folder, max(1, result.step), result.wrong
+            what = f"{spec.name} on {ranks}" if spec else f"{kind}, {dtype}"
+            for title, names in (("losses", (LOSS, EVALUATION)), ("gradients' norms", (NORM,))):
+                most = max(result.most[name] for name in names)
+                self.figures[f"{title}, {'resumed with ' if resume else ''}{what}"] = (
+                    f"{most:.1e} from the host's at most; {allowed[names[0]]:.1e} allowed"
+                )
+        if not wrong:
             return ""
-        alone = self.trial("adapter", dtype) if spec else None
-        if alone:
-            return f"{wrong}; one process on the device is wrong, too: {alone}"
-        cause = self._cause(found.folder, wrong.step, ranks, resume)
-        as_one = "" if alone is None else "one process on the device is as on the host; "
-        return f"{wrong}; {as_one}{cause}"
+        cause = cause_of(self.subject, self.folder, folder, step, ranks=ranks, checkpoint=resume)
+        return f"{wrong}; {cause}"
 
-    def _cause(self, found: Path, step: int, ranks: int, checkpoint: Path | None) -> str:
-        step = max(1, step)
-        return cause_of(self.subject, self.folder, found, step, ranks=ranks, checkpoint=checkpoint)
-
-    def _note(self, what: str, pairs: Sequence[Difference], stated: bool) -> None:
-        """The largest difference, for the report."""
-        for title, kinds in (("losses", (LOSS, EVALUATION)), ("gradients' norms", (NORM,))):
-            these = [each for each in pairs if each.what in kinds]
-            most = max(each.relative for each in these)
-            allowed = max(each.allowed for each in these)
-            how = "stated" if stated and title == "losses" else "derived"
-            self.figures[f"{title}, {what}"] = (
-                f"{most:.1e} from the host's at most; {allowed:.1e} allowed ({how})"
-            )
-
-    def spread(self, spec: StrategySpec, ranks: int) -> str:
-        """Why a strategy's losses are not those of one process on the host; empty if they are."""
-        return self.trial("spread", spec=spec, ranks=ranks)
-
-    def resumed_on(self, spec: StrategySpec, ranks: int) -> str:
-        """Likewise, of a run that one process began."""
-        middle = self.run("adapter", "float32").checkpoints[0]
-        return self.trial("adapter", spec=spec, ranks=ranks, resume=middle)
+    def spread(self, specs: Sequence[StrategySpec], ranks: int) -> str:
+        """What is wrong with each strategy, in words; empty if nothing is. The figures have those
+        that say nothing of a device."""
+        wrong = []
+        for spec in specs:
+            try:
+                why = self.trial("spread", spec=spec, ranks=ranks_of(spec, ranks))
+            except RunFailed as error:
+                why = str(error)
+            if is_beside(spec):
+                figure = f"beside the verdict: strategy {spec.name} on {ranks}"
+                self.figures[figure] = why or "as one process"
+            elif why:
+                wrong.append(f"{spec.name}: {why}")
+        return "; ".join(wrong)
 
     def resumed(self) -> str:
         """Why a run that drops out does not go on from its middle as it was, to the last digit
         unless sums vary; empty if it does."""
         whole = self.run("dropout", "float32")
         rest = self.run("dropout", "float32", resume=whole.checkpoints[0])
-        if list(self.run("adapter", "float32").losses) == list(whole.losses):
-            return (
-                "with adapter.dropout 0.2 each loss is that of a run without it: nothing is dropped"
-            )
-        pairs = differences(rest, whole, self.allowed("dropout", "float32", whole))
-        losses = [each for each in pairs if each.what == LOSS]
-        if len(losses) == len(whole.losses):
-            return f"it trained {len(losses)} steps from the middle of as many"
-        wrong = next((each for each in losses if each.found != each.wanted), None)
+        if self.run("adapter", "float32").losses == whole.losses:
+            return "with adapter.dropout 0.2 the losses are those without it: nothing is dropped"
+        if len(rest.losses) == len(whole.losses):
+            return f"it trained {len(rest.losses)} steps from the middle of as many"
+        usual = self.allowed("float32")
         # It may say that its sums vary; then a resumed run differs no more than they do.
-        if wrong is None or (first_beyond(pairs) is None and self.subject.create().sums_vary):
-            return ""
-        return (
-            f"the loss of step {wrong.step} is {wrong.found!r} after a resume from step {MIDDLE}, "
-            f"and {wrong.wanted!r} in the undisturbed run: a state, a generator or the place in "
-            "the data is not restored"
+        if not self.subject.create().sums_vary:
+            usual = {LOSS: 0.0, NORM: math.inf, EVALUATION: math.inf}
+        wrong = compared(rest, whole, usual, "in the undisturbed run").wrong
+        return wrong and (
+            f"after a resume from step {MIDDLE} {wrong}: a state, a generator or the place in the "
+            "data is not restored"
         )
 
 
@@ -227,10 +258,11 @@ def refusal(subject: Subject, spec: StrategySpec) -> str:
     return next(filter(None, whys), "")
 
 
-def others(subject: Subject) -> tuple[list[StrategySpec], dict[str, str]]:
-    """(Installed strategies but those two whose needs the device meets, why not the rest)."""
+def strategies(subject: Subject) -> tuple[list[StrategySpec], dict[str, str]]:
+    """(Installed strategies whose needs the device meets, `sharding` first; why not the rest)."""
     specs = [plugin.spec for plugin in Registry.load().strategies]
-    specs = [s for s in specs if not s.reference and s.name not in (sharding().name, AUTO)]
+    specs = [spec for spec in specs if not spec.reference and spec.name != AUTO]
+    specs.sort(key=lambda spec: spec.name != sharding().name)
     refused = {spec.name: why for spec in specs if (why := refusal(subject, spec))}
     return [spec for spec in specs if spec.name not in refused], refused
 
@@ -240,27 +272,3 @@ def is_beside(spec: StrategySpec) -> bool:
     one that is approximate by design. Its own kit is ``--anygauge-strategy``."""
     plugin = Registry.load().find_strategy(spec.name)
     return spec.tolerance > 0 or plugin.distribution != "anygauge"
-
-
-def every(specs: Sequence[StrategySpec], trial: Callable[[StrategySpec], str]) -> str:
-    """What is wrong with each strategy, in words; empty if nothing is."""
-    found = []
-    for spec in specs:
-        try:
-            why = trial(spec)
-        except RunFailed as error:
-            why = str(error)
-        if why:
-            found.append(f"{spec.name}: {why}")
-    return "; ".join(found)
-
-
-def _trained(kind: str) -> int:
-    """Elements that a run trains."""
-    width, inner, layers, rows = (
-        MODEL[name]
-        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
-    )
-    if kind == "whole":
-        return int(2 * rows * width + layers * (3 * width**2 + 3 * width * inner))
-    return int(RANK_OF_ADAPTER * layers * (4 * 2 * width + 3 * (width + inner)))

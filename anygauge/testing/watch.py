@@ -1,24 +1,23 @@
-"""Processes of the kit: how they are asked, and how they are watched while they run checks.
+"""Processes of the kit: one that is asked a question, or one a rank that runs checks.
 
-A process writes a line to its file of answers when a check begins, and one when it ends; if a check
-takes longer than it may, it writes where it hangs. Whoever waits for the processes reads both; so a
-check that hangs is named, and the answers before it stay.
+A process of checks writes a line to its file of answers when a check begins and when it has its
+answer. Where a check takes longer than it may, the process writes its stack to its log and ends. So
+a check that hangs is named, and the answers before it stay.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import json
-import math
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from anygauge.testing.check import LIMIT_S, Answer, progress
+from anygauge.testing.check import LIMIT_S, progress
 
 BEGUN, LIMIT = "begun", "limit_s"
 """Fields of a line that says which check, or other step, has begun, and how long it may take."""
@@ -26,8 +25,11 @@ OPENING, CLOSING, ENDING = "opening the device", "closing the device", "the proc
 STEPS_S = {OPENING: 300.0, CLOSING: 60.0, ENDING: 60.0}
 """What else a process does, and the seconds that it may take."""
 POLL_S = 0.05
-GRACE_S = 2.0
-"""Seconds that the others get to write where they are once one has written that it hangs."""
+ALONE_S = 30.0
+"""Seconds that the other ranks get once one has ended."""
+TIMED_OUT = re.compile(r"^Timeout \(\d.*\)!$", re.MULTILINE)
+"""Begins the stack that `faulthandler` writes."""
+FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 TORCH = "/torch/"
 ANSWER = "anygauge answers: "
 """Begins the line with the answer of `answer_of`; libraries may print others."""
@@ -93,28 +95,22 @@ class Answers:
 
     def __init__(self, path: Path, limits: Mapping[str, float]) -> None:
         self._file = path.open("w", encoding="utf-8")
-        # Kept open: the process may hang where it can open nothing.
-        self._stack = stack_of(path).open("w", encoding="utf-8")
         self._limits = {**STEPS_S, **limits}
 
     def begin(self, name: str) -> None:
         """A check, or one of `STEPS_S`, begins."""
         limit = self._limits.get(name, LIMIT_S)
-        faulthandler.dump_traceback_later(limit, file=self._stack)
+        # A thread of C code, which ends also a process that never returns to Python.
+        faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__ or 2)
         self._write({BEGUN: name, LIMIT: limit})
 
-    def write(self, name: str, answer: Answer) -> None:
-        """A check has its answer."""
-        self._write({"name": name, **asdict(answer)})
+    def write(self, name: str, result: str, why: str) -> None:
+        """A check has its verdict."""
+        self._write({"name": name, "result": result, "why": why})
 
     def _write(self, line: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-
-
-def stack_of(answers: Path) -> Path:
-    """The file to which the process of a file of answers writes where it hangs."""
-    return answers.with_suffix(".stack")
 
 
 # -- whoever waits for it -------------------------------------------------------------------------
@@ -139,54 +135,42 @@ def start(
 
 
 def run_to_end(
-    processes: Sequence[Any],
-    files: Sequence[Path],
-    limit_s: float,
-    *,
-    what: str = "",
-    alone_s: float = math.inf,
+    processes: Sequence[Any], files: Sequence[Path], limit_s: float, *, what: str = ""
 ) -> str:
-    """Wait until all processes have ended, or one hangs; then end the others.
+    """Wait until all processes have ended; end those that are left long after another.
 
     Args:
         processes: by rank, with `poll`, `kill` and `wait` of `subprocess.Popen`.
         files: of their answers; each may have its log beside it.
         limit_s: seconds that they may take in all.
         what: is asked, for `progress`.
-        alone_s: seconds that those left may take once one has ended.
 
     Returns:
-        Which did not end in order, and why, in words; empty if all did.
+        Which did not end in order, and why, in words, the one that came least far first; empty if
+        all did.
     """
-    deadline, why, shown = time.monotonic() + limit_s, f"{limit_s:.0f} s", ""
-    while True:
-        left = [rank for rank, process in enumerate(processes) if process.poll() is None]
-        hung = [rank for rank in left if _hangs(files[rank])]
+    deadline, why, shown = time.monotonic() + limit_s, f"after {limit_s:.0f} s", ""
+    while left := [rank for rank, process in enumerate(processes) if process.poll() is None]:
         now = time.monotonic()
-        if hung:
-            deadline = min(deadline, now + GRACE_S)
-        elif len(left) < len(processes) and now + alone_s < deadline:
-            deadline, why = now + alone_s, f"{alone_s:.0f} s without another"
-        name = begun(files[0]).get(BEGUN, "")
-        if name not in ("", shown):
+        if len(left) < len(processes) and now + ALONE_S < deadline:
+            deadline, why = now + ALONE_S, f"{ALONE_S:.0f} s after another"
+        name = begun(files[0]).get(BEGUN, shown)
+        if name != shown:
             shown = name
             progress(f"{what}: {name}")
-        if not left or now > deadline:
+        if now > deadline:
             break
         time.sleep(POLL_S)
-    troubles = [where_it_hangs([files[rank] for rank in hung], files)] if hung else []
-    if left and not hung:
-        who = ", ".join(f"rank {rank}" for rank in left)
-        troubles.append(f"{who} had not ended after {why}")
+    troubles = []
     for rank, (process, file) in enumerate(zip(processes, files, strict=True)):
         if rank in left:
             process.kill()
             process.wait()
+            troubles.append((len(lines(file)), f"rank {rank} had not ended {why}"))
         elif status := process.poll():
-            log = file.with_suffix(".log")
-            said = f": {last_lines(log.read_text(errors='replace'))}" if log.exists() else ""
-            troubles.append(f"rank {rank} ended with status {status}{said}")
-    return "; ".join(troubles)
+            ended = _ending(file, status, rank, len(files) > 1)
+            troubles.append((len(lines(file)), ended))
+    return "; ".join(text for _, text in sorted(troubles))
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -203,36 +187,19 @@ def begun(path: Path) -> dict[str, Any]:
     return found[-1] if found and BEGUN in found[-1] else {}
 
 
-def _hangs(path: Path) -> bool:
-    return stack_of(path).exists() and stack_of(path).stat().st_size > 0
-
-
-def where_it_hangs(hung: Sequence[Path], files: Sequence[Path]) -> str:
-    """``broadcast had not ended after 60 s (in all_reduce, collectives.py:88)``, with the rank if
-    there are several.
-
-    Args:
-        hung: those of `files` whose processes have written a stack.
-    """
-    # The rank that has come least far keeps the others waiting.
-    passed = {path: len(lines(path)) for path in hung}
-    said = []
-    for path in [path for path in hung if passed[path] == min(passed.values())]:
-        who = f"rank {files.index(path)}: " if len(files) > 1 else ""
-        step = begun(path)
-        place = _place(stack_of(path).read_text(encoding="utf-8", errors="replace"))
-        said.append(f"{who}{step.get(BEGUN)} had not ended after {step.get(LIMIT, 0):.0f} s{place}")
-    return "; ".join(said)
-
-
-def _place(stack: str) -> str:
-    """`` (in all_reduce, collectives.py:88)``: where the main thread is, which comes last."""
-    main = stack.rpartition("Thread 0x")[2]
-    frames = [line.strip() for line in main.splitlines() if line.strip().startswith("File ")]
-    if not frames:
-        return ""
-    # Of calls within torch, the one that led there says more.
-    own = next((frame for frame in frames if TORCH not in frame), frames[0])
-    file, _, place = own.removeprefix("File ").partition(", line ")
-    line, _, function = place.partition(" in ")
-    return f" (in {function}, {Path(file.strip(chr(34))).name}:{line})"
+def _ending(answers: Path, status: int, rank: int, several: bool) -> str:
+    """``broadcast had not ended after 60 s (in all_reduce, collectives.py:88)``, where a process
+    has ended for that, or its status and the end of its log."""
+    path = answers.with_suffix(".log")
+    log = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    _, *stack = TIMED_OUT.split(log)
+    step = begun(answers)
+    if not stack or not step:
+        said = last_lines(log)
+        return f"rank {rank} ended with status {status}" + (f": {said}" if said else "")
+    # The main thread comes last. Of calls within torch, the one that led there says more.
+    frames = FRAME.finditer(stack[-1].rpartition("Thread 0x")[2])
+    own = next((each for each in frames if TORCH not in each["file"]), None)
+    place = f" (in {own['function']}, {Path(own['file']).name}:{own['line']})" if own else ""
+    who = f"rank {rank}: " if several else ""
+    return f"{who}{step[BEGUN]} had not ended after {step[LIMIT]:.0f} s{place}"

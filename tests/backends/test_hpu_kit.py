@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from anygauge.testing import BackendContract
-from anygauge.testing.counterparts import counterparts
+from anygauge.testing.loop import host_kernels
 from anygauge.testing.process import Subject
 from tests.helpers.gaudi import needs_cards, standin_environment, standin_site
 
@@ -22,10 +22,10 @@ def test_the_host_updates_by_the_formula_of_its_kernel(tmp_path: Path) -> None:
     """Which is chosen where the stand-in is on the path, and only there."""
     environment = standin_environment(standin_site(tmp_path), tmp_path / "record")
     there = Subject(name="hpu", environment=environment)
-    assert counterparts(there) == {"adamw": "early_epsilon"}
-    assert counterparts(Subject(name="cpu")) == {}
+    assert host_kernels(there, adapter=False)["adamw"] == "early_epsilon"
+    assert "early_epsilon" not in host_kernels(Subject(name="cpu"), adapter=True).values()
     with pytest.raises(AssertionError, match=r"kernels ended with status 1: .*anygauge backends"):
-        counterparts(Subject(name="nobody"))
+        host_kernels(Subject(name="nobody"), adapter=True)
 
 
 class OnStandIn(BackendContract):

@@ -25,9 +25,9 @@ from anygauge.models.inputs import model_inputs, positions, shift_labels
 from anygauge.models.masks import MaskPlan
 from anygauge.strategies.activations import offload_activations
 from anygauge.strategies.flat import FLAT
+from anygauge.testing.bisect import CollectiveBytes
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.build import build_context, model_factory, rank_of_world, strategy_of
-from tests.helpers.collective_bytes import CalledOperators, CollectiveBytes
 
 CONFIG = {
     "model_type": "llama",
@@ -229,9 +229,9 @@ def built(case: ParityCase, backend: Backend, rank: int, world: int) -> tuple[En
 
 def trained(case: ParityCase, backend: Backend, rank: int, world: int) -> dict[str, Any]:
     """Train; losses are summed over all ranks, as the loop does."""
-    with CalledOperators() as called:
+    with CollectiveBytes() as called:
         found = _trained(case, backend, rank, world)
-    return {**found, "operators": sorted(called.names)}
+    return {**found, "operators": sorted(called.operators)}
 
 
 def _trained(case: ParityCase, backend: Backend, rank: int, world: int) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_runtime import import_deepspeed
 from anygauge.strategies.zero_settings import as_config
 from anygauge.strategies.zero_versions import needs_reentrant_checkpointing, skips_non_finite
+from anygauge.testing.bisect import CollectiveBytes
 from tests.helpers.build import batch_of, build_context, model_factory, rank_of_world
-from tests.helpers.collective_bytes import CollectiveBytes
 from tests.helpers.ranks import on_ranks
 
 STEPS = 4

@@ -17,6 +17,7 @@ from anygauge.models.factory import CausalModelFactory
 from anygauge.strategies.single import Single
 from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_options import ZeroOptions
+from anygauge.testing.bisect import CollectiveBytes
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
 from anygauge_kernels.lora import addmm
 from tests.helpers.build import (
@@ -26,7 +27,6 @@ from tests.helpers.build import (
     on_one_rank,
     rank_of_world,
 )
-from tests.helpers.collective_bytes import CollectiveBytes
 from tests.helpers.ranks import on_ranks
 from tests.strategies.test_collectives_count import CONFIG
 

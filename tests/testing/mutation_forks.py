@@ -17,12 +17,11 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from anygauge.testing.check import CHECKS, Answer
-from anygauge.testing.process import PartAnswers, import_checks, merged_answers
+from anygauge.testing.check import CHECKS
+from anygauge.testing.process import PartVerdicts, import_checks, merged
 from anygauge.testing.watch import ENDING, run_to_end
 from tests.testing.wrong import mutant_named
 
@@ -52,7 +51,7 @@ def mutant_site(folder: Path) -> Path:
 Asked = Callable[[str], Mapping[str, str | None]]
 
 
-def answers_by_part(folder: Path, asked: Asked) -> Callable[[str, str], PartAnswers]:
+def answers_by_part(folder: Path, asked: Asked) -> Callable[[str, str], PartVerdicts]:
     """Gives the answers of a part's checks on a mutation; of each part, all are made at once.
 
     Args:
@@ -65,7 +64,7 @@ def answers_by_part(folder: Path, asked: Asked) -> Callable[[str, str], PartAnsw
 
 def answers_of(
     part: str, mutations: Mapping[str, str | None], folder: Path, site: Path
-) -> dict[str, PartAnswers]:
+) -> dict[str, PartVerdicts]:
     """Answers of a part's checks, by mutation."""
     # A process that a fork starts finds this file's package, too.
     paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]
@@ -90,10 +89,8 @@ def answers_of(
     }
 
 
-def _answers(path: Path) -> PartAnswers:
-    record = json.loads(path.read_text(encoding="utf-8"))
-    answers = {name: Answer(**each) for name, each in record["answers"].items()}
-    return PartAnswers(answers=answers, trouble=record["trouble"])
+def _answers(path: Path) -> PartVerdicts:
+    return PartVerdicts(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def main() -> None:
@@ -110,8 +107,9 @@ def main() -> None:
         base = Path(asked["folder"]) / f"{part}{number}"
         children = [MutantFork(part, mutation, check, base, rank, world) for rank in range(world)]
         files = [Path(f"{base}.{rank}.json") for rank in range(world)]
-        found = merged_answers(files, run_to_end(children, files, LIMIT_S))
-        Path(f"{base}.found").write_text(json.dumps(asdict(found)), encoding="utf-8")
+        found = merged(files, run_to_end(children, files, LIMIT_S))
+        record = {"verdicts": found.verdicts, "trouble": found.trouble}
+        Path(f"{base}.found").write_text(json.dumps(record), encoding="utf-8")
 
 
 def limits(part: str, mutation: str) -> dict[str, float]:

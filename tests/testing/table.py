@@ -173,8 +173,9 @@ lines("basic", (
     ("a check of doctor has no words", "described", "backend.diagnostics",
      lambda u: [*u(), Check(name="driver", outcome="pass", seen="")]),
     # Settings: each gets the job, the node and the local rank.
-    ("environment varies", "environment_is_pure", "settings", lambda *_: level(random.random())),
-    ("environment sets variables itself", "environment_is_pure", "settings",
+    ("environment varies", "rules_read_the_node_alone", "settings",
+     lambda *_: level(random.random())),
+    ("environment sets variables itself", "rules_read_the_node_alone", "settings",
      lambda *_: then(os.environ.update(WAS="1"), [])),
     ("a value that is not a text", "settings_are_sound", "settings",
      lambda *_: [replace(level()[0], value=1)]),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anygauge.testing import bisect, noise, trials
+from anygauge.testing import bisect, trials
 from anygauge.testing.bisect import Replay
 from anygauge.testing.check import sharding
-from anygauge.testing.loop import RunFailed, Trained, differences, first_beyond
-from anygauge.testing.noise import EVALUATION, LOSS, NORM
+from anygauge.testing.loop import EVALUATION, LOSS, NORM, RunFailed, Trained
 from anygauge.testing.process import Subject
-from anygauge.testing.trials import LoopTrials
+from anygauge.testing.trials import LoopTrials, compared
 
 
 class MixedBlock(nn.Module):
@@ -73,7 +70,7 @@ def trained(dtype: torch.dtype, wrong: TorchDispatchMode | None = None) -> tuple
     finally:
         if wrong is not None:
             wrong.__exit__(None, None, None)
-    return replay, "" if replay.found is None else replay.found[0]
+    return replay, replay.found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -105,36 +102,12 @@ def test_the_first_wrong_operation_is_named(operation: str, found: str) -> None:
 
 def test_a_search_that_fails_says_so(tmp_path: Path) -> None:
     nowhere = tmp_path / "run"
-    said = bisect.cause_of(Subject(name="cpu"), tmp_path, nowhere, 1)
+    said = bisect.cause_of(Subject(name="cpu"), tmp_path, nowhere, 1, ranks=1, checkpoint=None)
     assert said.startswith(f"{bisect.NOT_FOUND}: looking for it raised ")
     assert str(nowhere) in said
-    said = bisect.cause_of(Subject(name="nobody"), tmp_path, nowhere, 1)
+    said = bisect.cause_of(Subject(name="nobody"), tmp_path, nowhere, 1, ranks=1, checkpoint=None)
     assert said.startswith(bisect.NOT_FOUND)
     assert "nobody" in said
-
-
-def test_ranks_do_not_wait_long_for_one_that_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def started(module: list[str], request: Any, environment: Any, log: Path) -> Any:
-        answer = "{'rank': 1, 'place': 'aten::mm, step 1: 2 where', 'number': 7}"
-        code = (
-            "import json, sys, time; asked = json.load(sys.stdin);"
-            "time.sleep(600 * (asked['answer'][-6] == '0'));"
-            f"open(asked['answer'], 'w').write(json.dumps({answer}))"
-        )
-        given = json.dumps(request).encode()
-        process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
-        assert process.stdin is not None
-        with process.stdin:
-            process.stdin.write(given)
-        return process
-
-    monkeypatch.setattr(bisect, "ALONE_S", 0.5)
-    monkeypatch.setattr(bisect, "environments", lambda *_: ([{}, {}], ""))
-    monkeypatch.setattr(bisect, "start", started)
-    said = bisect.cause_of(Subject(name="cpu"), tmp_path, tmp_path / "run", 1, ranks=2)
-    assert said == "the device leaves the host first on rank 1 in aten::mm, step 1: 2 where"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -175,48 +148,37 @@ def run(losses: list[float], evaluations: dict[int, float], first: int = 1) -> T
     return Trained(folder=Path(), metrics=json.loads(json.dumps([other, *records])))
 
 
-def test_bounds_follow_the_type_the_tokens_and_the_steps() -> None:
-    found = noise.bounds("float32", run([6.0, 6.0], {0: 6.0, 2: 6.0}).metrics, 4096)
-    lower = noise.bounds("bfloat16", run([6.0, 6.0], {}).metrics, 4096)
-    assert 1e-7 < found[LOSS, 1] < found[LOSS, 2] < 1e-5
-    assert found[EVALUATION, 0] < found[LOSS, 1], "a mean over more tokens"
-    assert found[EVALUATION, 0] < found[EVALUATION, 2], "after updates"
-    assert 1e-3 < lower[LOSS, 1] < lower[LOSS, 2] < 0.02
-    assert found[NORM, 1] < found[NORM, 2] < 1e-5 < 1e-3 < lower[NORM, 1] < 0.02
-
-
 def test_what_an_author_states_stands_for_losses_and_raises_norms(tmp_path: Path) -> None:
-    host = run([6.0, 6.0], {2: 6.0})
-    cpu = Subject(name="cpu")
+    def allowed(stated: dict[str, float], **of: Any) -> dict[str, float]:
+        return LoopTrials(Subject(name="cpu"), tmp_path, stated).allowed("float32", **of)
 
-    def allowed(stated: dict[str, float], **of: Any) -> dict[Any, float]:
-        return LoopTrials(cpu, tmp_path, stated).allowed("adapter", "float32", host, **of)
-
-    derived = allowed({})
-    exact, loose = allowed({"float32": 0.0}), allowed({"float32": 1e-3})
-    assert exact[LOSS, 1] == exact[EVALUATION, 2] == 0.0
-    assert exact[NORM, 1] == derived[NORM, 1], "norms are never lower than what is derived"
-    assert (loose[LOSS, 2], loose[NORM, 2]) == (1e-3, 1e-2)
-    assert allowed({"float32": 0.0}, spread=True) == derived, "sums of ranks have another order"
+    usual, exact, loose = allowed({}), allowed({"float32": 0.0}), allowed({"float32": 1e-3})
+    assert usual[NORM] == 10 * usual[LOSS] == 10 * usual[EVALUATION]
+    assert exact[LOSS] == exact[EVALUATION] == 0.0
+    assert exact[NORM] == usual[NORM], "norms are never lower than what is usual"
+    assert (loose[LOSS], loose[NORM]) == (1e-3, 1e-2)
+    assert allowed({"float32": 0.0}, spread=True) == usual, "sums of ranks have another order"
     assert allowed({}, tolerance=1e-3) == loose
-    assert allowed({"bfloat16": 0.0}) == derived
+    assert allowed({"bfloat16": 0.0}) == usual
 
 
 def test_the_first_number_beyond_its_bound_is_told() -> None:
     host = run([6.0, 5.0, 4.0], {0: 6.5, 2: 5.5})
-    bounds = {key: 1e-2 if key[0] == NORM else 1e-3 for key in host.numbers}
-    pairs = differences(run([5.001, 4.0], {2: 5.6}, 2), host, bounds)  # resumed after a step
-    assert [(each.what, each.step) for each in pairs] == [
-        *((LOSS, 2), (NORM, 2), (EVALUATION, 2), (LOSS, 3), (NORM, 3))
-    ]
-    assert str(first_beyond(pairs)) == (
+    bounds = {NORM: 1e-2, LOSS: 1e-3, EVALUATION: 1e-3}
+    found = compared(run([5.001, 4.0], {2: 5.6}, 2), host, bounds)  # resumed after a step
+    assert (found.step, found.wrong) == (
+        2,
         "the loss of the evaluation after step 2 is 5.6, on the host 5.5: 1.8e-02 away, 1.0e-03 "
-        "is allowed"
+        "is allowed",
     )
-    assert first_beyond(pairs[:2]) is None
-    wrong = first_beyond(differences(run([6.0, float("nan"), 4.0], {}), host, bounds))
-    assert wrong is not None
-    assert (wrong.what, wrong.step) == (LOSS, 2)
+    assert found.most == {
+        LOSS: pytest.approx(2e-4),
+        NORM: 0.0,
+        EVALUATION: pytest.approx(0.1 / 5.5),
+    }
+    assert compared(run([5.001, 4.0], {}, 2), host, bounds).wrong == ""
+    wrong = compared(run([6.0, float("nan"), 4.0], {}), host, bounds)
+    assert wrong.step == 2 and wrong.wrong.startswith("the loss of step 2 is nan")
     for short in (run([6.0, 5.0], {}), run([], {})):
         with pytest.raises(AssertionError, match=r"it trained steps .*, not \[1, 2, 3\]"):
-            differences(short, host, bounds)
+            compared(short, host, bounds)

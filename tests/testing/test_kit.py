@@ -16,30 +16,50 @@ from typing import Any
 import pytest
 
 import anygauge.testing
+from anygauge.interface import FULL, Level, Support
 from anygauge.registry import Registry
 from anygauge.testing import BackendContract
-from anygauge.testing.check import CHECKS, Answer, verdict
+from anygauge.testing.check import CHECKS, NotAsked, judged
 from anygauge.testing.plugin import CONFORMANCE, contents
 from anygauge.testing.trials import is_beside
 from tests.testing.mutation_forks import mutant_site
 
 
+def holds(_: Any) -> None:
+    pass
+
+
+def fails(_: Any) -> None:
+    raise AssertionError("no")
+
+
+def has_no_meaning(_: Any) -> None:
+    raise NotAsked("one device only")
+
+
+MISSING = Support(Level.UNSUPPORTED_BY_HARDWARE, "no units for it")
+
+
 @pytest.mark.parametrize(
-    ("answer", "result"),
+    ("function", "declared", "result", "why"),
     [
-        (Answer(holds=True), "passed"),
-        (Answer(holds=False, detail="no"), "failed"),
-        (Answer(holds=True, declared="full", supported=True), "passed"),
-        (Answer(holds=False, declared="full", supported=True), "failed"),
-        (Answer(holds=False, declared="unsupported", supported=False), "declared"),
-        (Answer(holds=True, declared="unsupported", supported=False), "failed"),
-        (Answer(holds=True, not_asked="one device only"), "skipped"),
+        (holds, None, "passed", ""),
+        (fails, None, "failed", "no"),
+        (holds, FULL, "passed", ""),
+        (fails, FULL, "failed", f"no (declared: {FULL})"),
+        (fails, MISSING, "declared", str(MISSING)),
+        (holds, MISSING, "failed", f"declared as {MISSING}, but it works"),
+        (holds, Support(Level.SWITCHED_OFF, "set x: true"), "declared", "switched off"),
+        (has_no_meaning, MISSING, "skipped", "one device only"),
     ],
 )
-def test_what_is_declared_is_held_against_what_happens(answer: Answer, result: str) -> None:
-    found, why = verdict(answer)
+def test_what_is_declared_is_held_against_what_happens(
+    function: Any, declared: Support | None, result: str, why: str
+) -> None:
+    found, said = judged(function, None, declared)
     assert found == result
-    assert why or found == "passed", "everything but a pass has a reason"
+    assert said.startswith(why)
+    assert said or found == "passed", "everything but a pass has a reason"
 
 
 def kit(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -156,7 +176,7 @@ def test_what_was_left_out_by_choice_was_not_tried(tmp_path: Path) -> None:
         tmp_path,
         "class TestMine(BackendContract):\n    backend = 'cpu'\n    rank_counts = (2,)\n",
     )
-    done = kit(tmp_path, "-k", "zero and 4", "--anygauge-report", "page.json")
+    done = kit(tmp_path, "-k", "every_strategy and 4", "--anygauge-report", "page.json")
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = asked_for(tmp_path)["checks"]
     assert (line["result"], line["why"]) == ("untried", "rank_counts asks for 2 alone")

@@ -7,14 +7,17 @@ import faulthandler
 import json
 import os
 import re
+import subprocess
+import sys
+import types
 from pathlib import Path
 
 import pytest
 
-from anygauge.testing.check import Answer, verdict
+from anygauge.testing import watch
 from anygauge.testing.contract import CHECKS
-from anygauge.testing.process import Subject, ask, merged_answers
-from anygauge.testing.watch import CLOSING, Answers, begun, lines, stack_of, where_it_hangs
+from anygauge.testing.process import Subject, ask, merged
+from anygauge.testing.watch import CLOSING, Answers, begun, lines, run_to_end
 from tests.testing.mutation_forks import mutant_site
 
 
@@ -45,9 +48,9 @@ def test_a_check_that_hangs_is_named(
     found = ask("device", of_mutation(subject, "a new peak never begins"), tmp_path)
     said = re.fullmatch(r"(\w+) had not ended after 15 s \(in never, table.py:\d+\)", found.trouble)
     assert said is not None, found.trouble
-    assert verdict(found.of(CHECKS[said[1]])) == ("failed", found.trouble)
-    assert any(answer.holds for answer in found.answers.values()), "what was before it is kept"
-    later = found.of(CHECKS["closes"]).detail
+    assert found.of(CHECKS[said[1]]) == ("failed", found.trouble)
+    assert "passed" in dict(found.verdicts.values()), "what was before it is kept"
+    later = found.of(CHECKS["closes"])[1]
     assert later == f"the check was not reached: {found.trouble}"
 
 
@@ -63,22 +66,39 @@ def test_the_rank_that_hangs_is_named(
     )
     assert said is not None, found.trouble
     assert "(in barrier, collectives.py:" in found.trouble, "the other waits for it"
-    result, why = verdict(found.of(CHECKS[said[1]]))
+    result, why = found.of(CHECKS[said[1]])
     assert result == "failed" and "rank 1: " in why
-    assert any(answer.holds for answer in found.answers.values()), "what was before it is kept"
+    assert "passed" in dict(found.verdicts.values()), "what was before it is kept"
 
 
 def test_the_rank_that_has_come_least_far_keeps_the_others_waiting(tmp_path: Path) -> None:
     files = [tmp_path / "0.json", tmp_path / "1.json"]
     one, two = (json.dumps({"begun": name, "limit_s": 7.0}) + "\n" for name in ("one", "two"))
-    files[0].write_text(one + '{"name": "one", "holds": true}\n' + two)
+    files[0].write_text(one + '{"name": "one", "result": "passed", "why": ""}\n' + two)
     files[1].write_text(one)
     for file in files:
-        stack_of(file).touch()
-    assert where_it_hangs(files, files) == "rank 1: one had not ended after 7 s"
-    assert where_it_hangs(files[:1], files[:1]) == "two had not ended after 7 s"
-    merged = merged_answers(files, "why").answers
-    assert {merged[name].detail for name in ("one", "two")} == {"why"}
+        frame = 'Thread 0x7f (most recent call first):\n  File "/a/b.py", line 3 in never\n'
+        file.with_suffix(".log").write_text(f"noise\nTimeout (0:00:07)!\n{frame}")
+    ended = types.SimpleNamespace(poll=lambda: 1)
+    where = "had not ended after 7 s (in never, b.py:3)"
+    trouble = run_to_end([ended, ended], files, 60)
+    assert trouble == f"rank 1: one {where}; rank 0: two {where}"
+    assert run_to_end([ended], files[:1], 60) == f"two {where}"
+    found = merged(files, "why").verdicts
+    assert found == {"one": ("failed", "why"), "two": ("failed", "why")}
+
+
+def test_ranks_do_not_wait_long_for_one_that_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "ALONE_S", 0.2)
+    processes = [
+        subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({seconds})"])
+        for seconds in (600, 0)
+    ]
+    files = [tmp_path / "0.json", tmp_path / "1.json"]
+    assert run_to_end(processes, files, 600) == "rank 0 had not ended 0 s after another"
+    assert processes[0].poll() is not None
 
 
 def test_a_line_that_is_not_whole_is_not_read(tmp_path: Path) -> None:
@@ -87,7 +107,7 @@ def test_a_line_that_is_not_whole_is_not_read(tmp_path: Path) -> None:
     try:
         answers.begin("one")
         assert begun(path) == {"begun": "one", "limit_s": 90.0}
-        answers.write("one", Answer(holds=True))
+        answers.write("one", "passed", "")
         assert begun(path) == {}
         answers.begin(CLOSING)
         assert begun(path)["begun"] == CLOSING

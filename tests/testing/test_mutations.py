@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from anygauge.testing.check import verdict
 from anygauge.testing.contract import CHECKS
-from anygauge.testing.process import PartAnswers
+from anygauge.testing.process import PartVerdicts
 from tests.testing.mutation_forks import answers_by_part
 from tests.testing.wrong import table
 
@@ -44,7 +43,7 @@ def with_marks() -> list[Any]:
 @pytest.fixture(scope="module")
 def answers(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Callable[[str, str], PartAnswers]:
+) -> Callable[[str, str], PartVerdicts]:
     """Answers of a part's checks on a mutant."""
     chosen = {
         item.callspec.params.get("mutation")
@@ -60,23 +59,23 @@ def answers(
     )
 
 
-def failures(part: str, answers: PartAnswers) -> dict[str, str]:
+def failures(part: str, answers: PartVerdicts) -> dict[str, str]:
     """Checks of a part that fail: name -> why."""
     checks = [check for check in CHECKS.values() if check.part == part]
-    results = {check.name: verdict(answers.of(check)) for check in checks}
+    results = {check.name: answers.of(check) for check in checks}
     return {name: why for name, (result, why) in results.items() if result == "failed"}
 
 
 @pytest.mark.parametrize("part", CAUGHT_BY)
 def test_without_a_defect_nothing_fails(
-    part: str, answers: Callable[[str, str], PartAnswers]
+    part: str, answers: Callable[[str, str], PartVerdicts]
 ) -> None:
     assert failures(part, answers(part, "none")) == {}
 
 
 @pytest.mark.parametrize(("part", "mutation"), with_marks())
 def test_each_defect_is_caught(
-    part: str, mutation: str, answers: Callable[[str, str], PartAnswers]
+    part: str, mutation: str, answers: Callable[[str, str], PartVerdicts]
 ) -> None:
     given = answers(part, mutation)
     found, check = failures(part, given), CAUGHT_BY[part][mutation]

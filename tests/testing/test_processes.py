@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from anygauge.registry import BLOCK_VARIABLE
-from anygauge.testing.check import Answer, verdict
+from anygauge.testing.check import Verdict
 from anygauge.testing.contract import CHECKS
-from anygauge.testing.process import PartAnswers, Subject, ask, environments, merged_answers
+from anygauge.testing.process import PartVerdicts, Subject, ask, environments, merged
 from tests.testing.mutation_forks import mutant_site
 
 Odd = Callable[[str], Subject]
@@ -34,17 +33,20 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Odd:
     )
 
 
-def results(part: str, answers: PartAnswers) -> dict[str, tuple[str, str]]:
+def results(part: str, answers: PartVerdicts) -> dict[str, tuple[str, str]]:
     """Results of a part's checks by name, but for those of what is left after closing."""
     return {
-        name: verdict(answers.of(check))
+        name: answers.of(check)
         for name, check in CHECKS.items()
         if check.part == part and not check.of_the_close
     }
 
 
-def answered(path: Path, **answers: Answer) -> Path:
-    lines = [json.dumps({"name": name, **asdict(each)}) for name, each in answers.items()]
+def answered(path: Path, **verdicts: Verdict) -> Path:
+    lines = [
+        json.dumps({"name": name, "result": result, "why": why})
+        for name, (result, why) in verdicts.items()
+    ]
     path.write_text("".join(f"{line}\n" for line in lines))
     return path
 
@@ -110,21 +112,21 @@ def test_a_process_that_ends_badly_after_all_answers_fails(
 
 def test_a_rank_that_gave_no_answer_does_not_hide_behind_the_others(tmp_path: Path) -> None:
     files = [
-        answered(tmp_path / "0", sums=Answer(holds=True), means=Answer(holds=True)),
-        answered(tmp_path / "1", sums=Answer(holds=True)),
+        answered(tmp_path / "0", sums=("passed", ""), means=("passed", "")),
+        answered(tmp_path / "1", sums=("passed", "")),
         tmp_path / "2",
     ]
-    merged = merged_answers(files).answers
-    assert verdict(merged["means"]) == ("failed", "rank 1: gave no answer")
-    assert verdict(merged["sums"]) == ("failed", "rank 2: gave no answer")
+    found = merged(files).verdicts
+    assert found["means"] == ("failed", "rank 1: gave no answer")
+    assert found["sums"] == ("failed", "rank 2: gave no answer")
 
 
 def test_what_is_declared_missing_explains_no_other_rank_s_end(tmp_path: Path) -> None:
-    missing = Answer(holds=False, declared="unsupported", supported=False)
+    missing = ("declared", "unsupported")
     files = [answered(tmp_path / "0", sums=missing), tmp_path / "1"]
-    assert verdict(merged_answers(files).answers["sums"]) == ("failed", "rank 1: gave no answer")
+    assert merged(files).verdicts["sums"] == ("failed", "rank 1: gave no answer")
     files = [answered(tmp_path / "0", sums=missing), answered(tmp_path / "1", sums=missing)]
-    assert verdict(merged_answers(files).answers["sums"]) == ("declared", "unsupported")
+    assert merged(files).verdicts["sums"] == missing
 
 
 # -- what is declared missing ---------------------------------------------------------------------

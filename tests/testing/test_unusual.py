@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.testing.process import PartAnswers
+from anygauge.testing.process import PartVerdicts
+from tests.testing import unusual  # noqa: F401  (its devices register themselves)
 from tests.testing.mutation_forks import answers_by_part, mutant_site
 from tests.testing.test_kit import kit
 from tests.testing.test_mutations import failures
@@ -21,7 +22,7 @@ CASES = [(part, name) for part in PARTS for name in SOUND if (part, name) != ("r
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], PartAnswers]:
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], PartVerdicts]:
     """Answers of a part's checks on one of them."""
     return answers_by_part(
         tmp_path_factory.mktemp("unusual"),
@@ -30,7 +31,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Pa
 
 
 @pytest.mark.parametrize(("part", "name"), CASES, ids=[f"{p}-{n}" for p, n in CASES])
-def test_nothing_fails(part: str, name: str, answers: Callable[[str, str], PartAnswers]) -> None:
+def test_nothing_fails(part: str, name: str, answers: Callable[[str, str], PartVerdicts]) -> None:
     assert failures(part, answers(part, name)) == {}
 
 
