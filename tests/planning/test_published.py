@@ -60,8 +60,8 @@ def test_the_median_error_of_speeds(half: list[Published]) -> None:
 
 
 def test_speeds_that_are_named() -> None:
-    assert 0.5 < plan(IMPAIRED).time_error < 0.75
-    assert abs(plan("mlperf-a100-64").time_error) < 0.2
+    assert 0.5 < plan(IMPAIRED).time_error < 0.85
+    assert 0 < plan("mlperf-a100-64").time_error < 0.25
     # Its step took 30 s.
     assert 22 < 10 * 2048 / plan("gaudi2-70b-lora").tokens_per_s < 44
 
