@@ -124,5 +124,8 @@ def test_the_bound_counts_rows_and_words_and_guesses_nothing(tmp_path: Path) -> 
     folder.mkdir()
     named = {"name": str(folder), "config": None}
     assert most(tmp_path, model=named) is None
+    assert most(tmp_path, model={"name": "nobody/nothing", "config": None}) is None, "not fetched"
+    (folder / "config.json").write_text("[1, 2]")
+    assert most(tmp_path, model=named) is None
     (folder / "config.json").write_text(json.dumps(TINY))
     assert most(tmp_path, model=named) == few
