@@ -48,10 +48,11 @@ def test_memory_is_met_as_closely_as_today(name: str) -> None:
 
 def test_all_weights_of_70b() -> None:
     """140 GB of weights, 140 of gradients, 840 of masters and moments."""
-    kinds = plan("gaudi2-70b-full").trial.memory.device["update"].kinds
+    kinds = plan("gaudi2-70b-full").trial.memory.device["backward"].kinds
     total = {name: 8 * size / 140e9 for name, size in kinds.items()}
-    for name, expected in {"weights": 1, "gradients": 1, "optimizer": 6}.items():
-        assert total[name] == pytest.approx(expected, rel=0.03)
+    assert total["weights"] == pytest.approx(1, rel=0.03)
+    assert total["buffers"] == pytest.approx(1, rel=0.06), "DeepSpeed's, of gradients"
+    assert total["optimizer"] == pytest.approx(6, rel=0.03)
 
 
 @pytest.mark.parametrize("half", [FITTED, REPORTED], ids=["fitted", "others"])
