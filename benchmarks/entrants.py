@@ -138,7 +138,7 @@ def processes(entrant: Entrant, plan: ContenderPlan, environment: Mapping[str, s
         text = yaml.safe_dump(run_file(plan, entrant.strategy), sort_keys=False)
         path.write_text(text, encoding="utf-8")
         argv = [sys.executable, "-m", "anygauge.cli", "train", str(path)]
-        argv += [] if plan.rehearses else ["--no-plan"]
+        argv += [] if plan.plans_memory else ["--no-plan"]
         logs = [output / "anygauge.log"]
         return Processes(argv=argv, environments=[dict(environment)], logs=logs)
     path = output / "plan.json"

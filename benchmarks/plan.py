@@ -45,7 +45,7 @@ class ContenderPlan:
         evaluates: after training, evaluate on the same rows and save the adapter; the peak of each
             phase is recorded (see `shim/benchmark_phases.py`).
         verifies: anygauge checks the adapter that it saved.
-        rehearses: anygauge plans a run's memory before it starts its ranks.
+        plans_memory: anygauge plans a run's memory before it starts its ranks.
         watched: last steps that are watched instead of measured (see `shim/benchmark_watch.py`).
         hostfile: of the machines where they are several, for anygauge's own launcher; else empty.
         nodes: machines, each with an equal part of `ranks`.
@@ -87,7 +87,7 @@ class ContenderPlan:
     device: str = "cpu"
     evaluates: bool = False
     verifies: bool = True
-    rehearses: bool = True
+    plans_memory: bool = True
     watched: int = 0
     hostfile: str = ""
     nodes: int = 1

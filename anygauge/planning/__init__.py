@@ -1,1 +1,1 @@
-"""What a run takes, worked out before it: by rehearsing it on tensors that have no values."""
+"""What a run takes of memory and time, worked out before it starts."""

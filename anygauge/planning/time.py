@@ -2,7 +2,7 @@
 
 A roofline with few constants, which hold for all cards; where a card's own rates were measured
 (``anygauge plan --calibrate``), those are taken. `COPIED`, `SENT`, `ISSUE` and `OVERLAP` are those
-that meet half of the published runs best (``python -m tests.planning.speeds --fit``). Imports no
+that meet half of the published runs best (``python -m tests.planning.published --fit``). Imports no
 torch.
 """
 

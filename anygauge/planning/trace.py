@@ -143,6 +143,7 @@ class _Trace(TorchDispatchMode):
         self.work: dict[Moment, Work] = {self.moment: Work()}
         self._all_set = all_set
         self._of_all: set[int] = set()
+        self._counts: set[int] = set()
         kept = [*model.parameters(), *model.buffers()]
         self._seen = {tensor.untyped_storage()._cdata for tensor in kept}
         self._storages: dict[int, Any] = {}
@@ -201,10 +202,20 @@ class _Trace(TorchDispatchMode):
         if func is ops.nonzero.default:
             return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.long)
         result = func(*args, **kwargs)
-        if func.overloadpacket is ops.all:
-            self._of_all.add(id(result))
-            weakref.finalize(result, self._of_all.discard, id(result))
+        # Releases of transformers ask by all(), or whether as many are set as there are.
+        if func is ops.sum.default and args[0].dtype is torch.bool:
+            _remember(self._counts, result)
+        elif func.overloadpacket is ops.all or (
+            func is ops.eq.Scalar and id(args[0]) in self._counts
+        ):
+            _remember(self._of_all, result)
         return result
+
+
+def _remember(tensors: set[int], tensor: Tensor) -> None:
+    """Add a tensor's address, for as long as the tensor is there."""
+    tensors.add(id(tensor))
+    weakref.finalize(tensor, tensors.discard, id(tensor))
 
 
 def _logsumexp(tensor: Tensor, dims: Any, keepdim: bool = False) -> Tensor:

@@ -295,7 +295,7 @@ def plan_of(context: Context, size: Size, ranks: int) -> ContenderPlan:
         **size,
         ranks=ranks,
         max_length=96 if context.tiny else size["length"],
-        rehearses=False,  # the planner has been asked already
+        plans_memory=False,  # the planner has been asked already
         dtype=dtype,
         stored=dtype,
         lr=1e-4,

@@ -44,7 +44,7 @@ def test_run_files_say_what_the_plan_says(tmp_path: Path, name: str) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     given = plan(
         tmp_path, layout=ENTRANTS[name].layout, rows=str(tmp_path / "rows.jsonl"), accumulation=3,
-        hostfile="/hosts", nodes=2, ranks=4, watched=2, rehearses=False,
+        hostfile="/hosts", nodes=2, ranks=4, watched=2, plans_memory=False,
     )  # fmt: skip
     assert processes(ENTRANTS[name], given, {}).argv[-1] == "--no-plan"
     read = load_run_file(tmp_path / "run.yaml").run

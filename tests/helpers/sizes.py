@@ -22,3 +22,14 @@ LLAMA_8B = {
     "vocab_size": 128256,
     "max_position_embeddings": 8192,
 }
+QWEN_14B = {
+    "model_type": "qwen2",
+    "hidden_size": 5120,
+    "intermediate_size": 13824,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+}
+QWEN_32B = {**QWEN_14B, "intermediate_size": 27648, "num_hidden_layers": 64}

@@ -10,7 +10,13 @@ import pytest
 
 from anygauge.cli import planned
 from anygauge.cli.planned import Page, verdict
-from anygauge.interface import Card, RunFileError, UnsupportedError
+from anygauge.interface import (
+    AnygaugeError,
+    Card,
+    NotAvailableError,
+    RunFileError,
+    UnsupportedError,
+)
 from anygauge.planning.changes import (
     PlanRow,
     largest_batch,
@@ -127,6 +133,20 @@ def test_a_card_that_computes_in_other_types_refuses_by_name(trials: Trials) -> 
         trials(run(precision={"param_dtype": "bfloat16"}), target)
     for dtype in ("float32", "auto"):
         assert trials(run(precision={"param_dtype": dtype}), target).fits
+
+
+def test_what_is_refused_before_it_is_planned(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adafactor = run(train={"optimizer": {"name": "adafactor"}}, strategy={"name": "fsdp"})
+    with pytest.raises(UnsupportedError, match="unlucky"):
+        trials.first_that_fits([run(data={"max_length": 13}), adafactor], TARGET)
+    odd = run(train={"global_batch_size": 7}, strategy={"name": "ddp", "tp": 3})
+    with pytest.raises(AnygaugeError, match=r"strategy\.tp"):
+        trials(odd, TARGET)  # and its batch, which depends on that
+    monkeypatch.setattr("anygauge.training.strategy.missing_of", lambda spec: "'some-package'")
+    with pytest.raises(NotAvailableError, match="'ddp' needs 'some-package'"):
+        trials(run(strategy={"name": "ddp"}), TARGET)
 
 
 def test_strategies_that_are_refused_are_rows(trials: Trials) -> None:

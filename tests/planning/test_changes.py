@@ -28,12 +28,15 @@ from tests.planning.standins import TARGET, Tried, run
 
 REGISTRY = Registry.load()
 ALL = {"train": {"gradient_checkpointing": False}, "strategy": {"name": "ddp"}}
-NONE = Largest(number=0, change=None, trial=None)
+ZERO, FSDP = {"name": "zero", "stage": 3}, {"name": "fsdp"}
+SOME, BOTH = {**ZERO, "offload": "optimizer"}, {**ZERO, "offload": "both"}
+FSDP_BOTH, HALVES = {**FSDP, "offload": "both"}, {**FSDP, "tp": 2}
 
 
-def ways(run: RunFile, batch: Largest = NONE, **more: Any) -> list[list[dict[str, Any]]]:
+def ways(run: RunFile, batch: int = 0, **more: Any) -> list[list[dict[str, Any]]]:
     trial = Tried(lambda run: 80 * GIB, **more)(run, TARGET)
-    found = eight_changes(trial, REGISTRY, batch, NONE)
+    largest, none = (Largest(number=number, change=None, trial=None) for number in (batch, 0))
+    found = eight_changes(trial, REGISTRY, largest, none)
     return [[dict(change.lines) for change in each] for each in found if each]
 
 
@@ -62,41 +65,42 @@ def test_eight_at_most_in_the_order_of_their_cost() -> None:
     assert ways(run(**ALL))[-2] == [{"adapter": {"r": 16}}]
 
 
-def test_what_a_run_has_already_is_not_proposed() -> None:
-    model = {"name": "some/model", "config": None, "tokenizer": None}
-    small: dict[str, Any] = {
-        "adapter": {"r": 8},
-        "train": {"micro_batch_size": 1},
-        "strategy": {"name": "fsdp", "offload": "both"},
-        "data": {"max_length": 200},
-    }
-    for quantise, left in (("int8", []), ("nf4", [["model.quantise"]])):
-        found = ways(run(**small, model={**model, "quantise": quantise}))
-        assert [list(one) for each in found for one in each] == left
+@pytest.mark.parametrize(("quantise", "left"), [("int8", []), ("nf4", [["model.quantise"]])])
+def test_what_a_run_has_already_is_not_proposed(quantise: str, left: list[list[str]]) -> None:
+    found = ways(
+        run(
+            model={"name": "a/b", "config": None, "tokenizer": None, "quantise": quantise},
+            adapter={"r": 8},
+            train={"micro_batch_size": 1},
+            strategy=FSDP_BOTH,
+            data={"max_length": 200},
+        )
+    )
+    assert [list(one) for each in found for one in each] == left
 
 
-def test_a_strategy_is_proposed_that_takes_less_than_the_runs() -> None:
-    def strategies(**section: Any) -> list[list[dict[str, Any]]]:
-        found = ways(run(strategy=section))
-        return [[one["strategy"] for one in each] for each in found if "strategy" in each[0]]
-
-    zero, fsdp = {"name": "zero", "stage": 3}, {"name": "fsdp"}
-    some, both = {**zero, "offload": "optimizer"}, {**zero, "offload": "both"}
-    fsdp_both = {**fsdp, "offload": "both"}
-    assert strategies(name="ddp") == [[fsdp, zero], [some], [fsdp_both, both]]
-    assert strategies(name="zero", stage=2) == [[zero, fsdp], [some], [both, fsdp_both]]
-    assert strategies(name="zero") == [[some], [both, fsdp_both]]
-    assert strategies(**some) == [[both, fsdp_both]]
-    assert strategies(**both) == []
-    assert strategies(name="fsdp") == [[some], [fsdp_both, both]]
-    halves = {**fsdp, "tp": 2}
-    assert strategies(name="ddp", tp=2) == [[halves], [{**halves, "offload": "both"}]]
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"name": "ddp"}, [[FSDP, ZERO], [SOME], [FSDP_BOTH, BOTH]]),
+        ({"name": "zero", "stage": 2}, [[ZERO, FSDP], [SOME], [BOTH, FSDP_BOTH]]),
+        ({"name": "zero"}, [[SOME], [BOTH, FSDP_BOTH]]),
+        (SOME, [[BOTH, FSDP_BOTH]]),
+        (BOTH, []),
+        (FSDP, [[SOME], [FSDP_BOTH, BOTH]]),
+        ({"name": "ddp", "tp": 2}, [[HALVES], [{**HALVES, "offload": "both"}]]),
+    ],
+)
+def test_a_strategy_is_proposed_that_takes_less_than_the_runs(
+    section: dict[str, Any], expected: list[Any]
+) -> None:
+    found = [each for each in ways(run(strategy=section)) if "strategy" in each[0]]
+    assert [[one["strategy"] for one in each] for each in found] == expected
 
 
 @pytest.mark.parametrize(("fits", "expected"), [(0, 1), (5, 4), (2, 2), (7, 4)])
 def test_a_smaller_batch_divides_the_global_one(fits: int, expected: int) -> None:
-    batch = Largest(number=fits, change=None, trial=None)
-    assert [{"train.micro_batch_size": expected}] in ways(run(), batch)
+    assert [{"train.micro_batch_size": expected}] in ways(run(), fits)
 
 
 @pytest.mark.parametrize(
@@ -106,25 +110,24 @@ def test_lines_can_be_pasted_and_set(sections: dict[str, Any], tmp_path: Path) -
     values = {
         "model": {"config": TINY, "tokenizer": "none"},
         "data": {"train": {"path": str(tmp_path / "rows.jsonl")}, "max_length": 1024},
+        **sections,
         "train": {"global_batch_size": 64, "micro_batch_size": 8, **sections.get("train", {})},
         "launch": {"devices": 8},
-        **{k: v for k, v in sections.items() if k != "train"},
     }
-    path = tmp_path / "run.yaml"
+    path, pasted_file = tmp_path / "run.yaml", tmp_path / "pasted.yaml"
     path.write_text(yaml.safe_dump(values))
     plain = load_run_file(path).run
     found = [Change(lines=one, costs="") for each in ways(plain) for one in each]
+    # A configuration has no weights to quantise.
+    found = [change for change in found if "model.quantise" not in change.lines]
     assert len(found) >= 6
     for change in found:
-        if "model.quantise" in change.lines:
-            continue  # a configuration has no weights to quantise
         assert load_run_file(path, change.options).run == changed(plain, change.lines)
         pasted = yaml.safe_load(change.text)
-        for section, given in pasted.items():
-            both = {} if section == "strategy" else values.get(section, {})
-            pasted[section] = {**both, **given}
-        (tmp_path / "pasted.yaml").write_text(yaml.safe_dump({**values, **pasted}))
-        assert load_run_file(tmp_path / "pasted.yaml").run == changed(plain, change.lines)
+        for section in pasted.keys() - {"strategy"}:
+            pasted[section] = {**values.get(section, {}), **pasted[section]}
+        pasted_file.write_text(yaml.safe_dump({**values, **pasted}))
+        assert load_run_file(pasted_file).run == changed(plain, change.lines)
 
 
 def test_two_changes_of_one_section_are_one_line() -> None:
@@ -140,14 +143,10 @@ def test_what_gains_nothing_is_left_out() -> None:
         return (20 if sharded else 80) * GIB - (0 if run.train.gradient_checkpointing else -GIB)
 
     found = suggested(run(**ALL), Tried(needed))
+    strategy, recomputed = (["strategy"], True), (["train.gradient_checkpointing"], False)
     said = [(list(one.change.lines), one.trial.fits) for one in found]
-    assert said == [
-        (["strategy"], True),
-        (["train.gradient_checkpointing"], False),
-        (["strategy"], True),
-        (["strategy"], True),
-    ]
-    assert found[0].change.lines == {"strategy": {"name": "fsdp"}}
+    assert said == [strategy, recomputed, strategy, strategy]
+    assert found[0].change.lines == {"strategy": FSDP}
     assert found[0].trial.run.strategy.name == "fsdp"
 
 
@@ -158,7 +157,7 @@ def test_the_first_way_that_fits_is_taken_and_what_is_refused_passed_over() -> N
         return (20 if run.strategy.name == "zero" else 80) * GIB
 
     found = suggested(run(**ALL), Tried(needed))
-    assert found[0].change.lines == {"strategy": {"name": "zero", "stage": 3}}
+    assert found[0].change.lines == {"strategy": ZERO}
     assert not [one for one in found if "train.micro_batch_size" in one.change.lines]
 
 
@@ -175,15 +174,10 @@ def test_as_few_as_fit_together_where_none_is_enough() -> None:
     *single, together = suggested(run(**ALL), Tried(needed))
     assert not any(one.trial.fits or one.together for one in single)
     assert together.together and together.trial.fits
-    assert dict(together.change.lines) == {
-        "train.gradient_checkpointing": True,
-        "strategy": {"name": "fsdp", "offload": "both"},
-    }
-    assert together.record()["set"] == [
-        "train.gradient_checkpointing=true",
-        "strategy=fsdp",
-        "strategy.offload=both",
-    ]
+    lines = {"train.gradient_checkpointing": True, "strategy": FSDP_BOTH}
+    assert dict(together.change.lines) == lines
+    options = ["train.gradient_checkpointing=true", "strategy=fsdp", "strategy.offload=both"]
+    assert together.record()["set"] == options
 
 
 def test_nothing_helps() -> None:

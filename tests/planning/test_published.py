@@ -3,72 +3,71 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from pathlib import Path
+import statistics
 
 import pytest
 
-from anygauge.planning.fit import Fit
-from anygauge.planning.memory import RunMemory
-from anygauge.registry import Registry
-from tests.planning.published import BY_NAME, GB, GIB, RUNS, Published, planned
-
-Plan = Callable[[str], tuple[RunMemory, Fit]]
-OTHER_ENGINES = {
-    "gaudi2-70b-lora": "its workspace of graphs has no formula, and is counted",
-    "peft-70b-fsdp": "FSDP1, which gathers further ahead than FSDP2",
-    "torchtune-70b": "layers are compiled; without, more is kept for backward",
-}
-"""Runs whose figure is of an engine that is not ours, and why it differs."""
-LONG_LOGITS = {
-    f"qwen-72b-{length}": "their loss is of bfloat16 logits, ours of float32"
-    for length in (4096, 8192)
-}
-"""Runs of which more is needed by up to a fifth."""
-JUST_OVER = "qwen-72b-8192"
-"""Of these, one lacks a little of its card."""
+from tests.planning.published import FITTED, REPORTED, RUNS, Published, planned
 
 pytestmark = pytest.mark.slow
+plan = functools.cache(lambda name: planned(RUNS[name]))
+
+LIMIT = "whole weights of ZeRO-3 are counted as what DeepSpeed may have of them at most"
+OTHERS: dict[str, tuple[float, float, str]] = {
+    "gaudi2-70b-lora": (-0.30, -0.15, "their figure has the workspace of graphs; ours does not"),
+    "peft-70b-fsdp": (-0.30, -0.15, "FSDP1, which gathers further ahead than FSDP2"),
+    "peft-70b-zero3": (-0.08, 0.02, "the one plan of this engine that is too low"),
+    "qwen-7b-8192": (0.05, 0.15, "their loss is of bfloat16 logits, ours of float32"),
+    "torchtune-70b": (0.20, 0.32, "layers are compiled; without, more is kept for backward"),
+    **{
+        f"qwen-72b-{length}": (least, most, LIMIT)
+        for length, least, most in (
+            *((256, 0.05, 0.15), (512, 0.05, 0.15), (1024, 0.05, 0.15)),
+            *((2048, 0.10, 0.20), (4096, 0.10, 0.22), (8192, 0.15, 0.25)),
+        )
+    },
+}
+"""Errors of memory that are known to be larger than others', between which bounds, and why."""
+REFUSED = "qwen-72b-8192"
+"""It ran, and its plan lacks a little, by that limit."""
+IMPAIRED = "mlperf-h100-8"
+"""The same cluster is faster on each card with four machines, which no model of time explains."""
 
 
-@pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    folder: Path = tmp_path_factory.mktemp("published")
-    registry = Registry.load()
-
-    @functools.cache
-    def found(name: str) -> tuple[RunMemory, Fit]:
-        return planned(BY_NAME[name], folder, registry)
-
-    return found
+@pytest.mark.parametrize("name", [of.name for of in RUNS.values() if of.fits is not None])
+def test_what_is_said_to_fit_fits(name: str) -> None:
+    left = plan(name).left
+    assert -4 < left < 0 if name == REFUSED else (left >= 0) == RUNS[name].fits
 
 
-def named(of: Published) -> str:
-    return of.name
+@pytest.mark.parametrize("name", [of.name for of in RUNS.values() if of.memory is not None])
+def test_memory_is_met_as_closely_as_today(name: str) -> None:
+    least, most, why = OTHERS.get(name, (0, 0.10, "an allocator's margin"))
+    assert least <= plan(name).memory_error <= most, why
 
 
-@pytest.mark.parametrize("of", RUNS, ids=named)
-def test_what_is_said_to_fit_fits(of: Published, plan: Plan) -> None:
-    left = plan(of.name)[1].left
-    if of.name == JUST_OVER:
-        assert -GIB < left < 0
-    else:
-        assert (left >= 0) == of.fits
-
-
-@pytest.mark.parametrize(
-    "of", [of for of in RUNS if of.said is not None and of.name not in OTHER_ENGINES], ids=named
-)
-def test_within_a_tenth_and_hardly_under(of: Published, plan: Plan) -> None:
-    assert of.said is not None
-    most = 1.20 if of.name in LONG_LOGITS else 1.10
-    assert 0.97 <= plan(of.name)[1].needed / of.said <= most
-
-
-def test_all_weights_of_70b(plan: Plan) -> None:
+def test_all_weights_of_70b() -> None:
     """140 GB of weights, 140 of gradients, 840 of masters and moments."""
-    held = plan("gaudi2-70b-full")[0].held
-    total = {name: 8 * size / (140 * GB) for name, size in held.items()}
+    kinds = plan("gaudi2-70b-full").trial.memory.device["backward"].kinds
+    total = {name: 8 * size / 140e9 for name, size in kinds.items()}
     assert total["weights"] == pytest.approx(1, rel=0.03)
-    assert total["gradients"] == pytest.approx(1, rel=0.03)
-    assert total["masters"] + total["optimizer"] == pytest.approx(6, rel=0.03)
+    assert total["buffers"] == pytest.approx(1, rel=0.06), "DeepSpeed's, of gradients"
+    assert total["optimizer"] == pytest.approx(6, rel=0.03)
+
+
+@pytest.mark.parametrize("half", [FITTED, REPORTED], ids=["fitted", "others"])
+def test_the_median_error_of_speeds(half: list[Published]) -> None:
+    assert statistics.median(abs(plan(of.name).time_error) for of in half) <= 0.10
+
+
+def test_speeds_that_are_named() -> None:
+    assert 0.5 < plan(IMPAIRED).time_error < 0.85
+    assert 0 < plan("mlperf-a100-64").time_error < 0.25
+    # Its step took 30 s.
+    assert 22 < 10 * 2048 / plan("gaudi2-70b-lora").tokens_per_s < 44
+
+
+def test_fsdp_scales_over_16_machines() -> None:
+    """torchtitan: 97% of 8 cards' speed on 128."""
+    one, several = (plan(f"torchtitan-8b-{ranks}").tokens_per_s for ranks in (8, 128))
+    assert several / one == pytest.approx(0.97, abs=0.06)

@@ -16,24 +16,13 @@ import pytest
 from anygauge.config.schema import RunFile
 from anygauge.planning.plan import plan_run
 from anygauge.registry import Registry
-from tests.helpers.sizes import LLAMA_8B
+from tests.helpers.sizes import LLAMA_8B, QWEN_14B, QWEN_32B
 
+REGISTRY = Registry.load()
 TRACED: dict[str, dict[str, int]] = json.loads(
     (Path(__file__).parent / "all_layers.json").read_text()
 )
-QWEN = {
-    "model_type": "qwen2",
-    "hidden_size": 5120,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "vocab_size": 152064,
-    "max_position_embeddings": 32768,
-}
-CONFIGS = {
-    "8B": {**LLAMA_8B, "max_position_embeddings": 8192},
-    "14B": {**QWEN, "intermediate_size": 13824, "num_hidden_layers": 48},
-    "32B": {**QWEN, "intermediate_size": 27648, "num_hidden_layers": 64},
-}
+CONFIGS = {"8B": LLAMA_8B, "14B": QWEN_14B, "32B": QWEN_32B}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "zero3": {"name": "zero"},
     "zero3 optimizer": {"name": "zero", "offload": "optimizer"},
@@ -55,8 +44,7 @@ def test_within_a_tenth_of_all_layers_traced(case: str) -> None:
             "launch": {"devices": 8},
         }
     )
-    registry = Registry.load()
-    found = plan_run(run, registry, registry.create_backend("cuda"), 8)
+    found = plan_run(run, REGISTRY, REGISTRY.create_backend("cuda"), 8)
     assert found.worst[1].total == pytest.approx(TRACED[case]["device"], rel=0.1)
     if "offload" in STRATEGIES[strategy] and trained == "full":  # else reading has most of it
         host = max(peak.total for peak in found.host.values())

@@ -8,14 +8,16 @@ import pytest
 
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError
-from anygauge.planning.fit import fit
+from anygauge.planning.fit import GIB, fit
 from anygauge.planning.machines import Hardware
 from anygauge.planning.memory import RunMemory
 from anygauge.planning.plan import plan_run
-from anygauge.planning.trials import Target, Trials
+from anygauge.planning.trials import Target, Trials, timed
 from anygauge.registry import Registry
 from tests.helpers.sizes import LLAMA_8B, LLAMA_70B
 
+REGISTRY = Registry.load()
+HARDWARE = Hardware.load(REGISTRY)
 LLAMA_3_70B = {**LLAMA_70B, "vocab_size": 128256, "max_position_embeddings": 8192}
 LAYER = 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672)
 """Numbers in a layer's matrices: queries and outputs, keys and values, the feed-forward."""
@@ -39,29 +41,17 @@ def run_file(nodes: int, **sections: Any) -> RunFile:
         "train": {"micro_batch_size": 1, "global_batch_size": 8 * nodes},
         "launch": {"nodes": nodes, "devices": 8},
     }
-    for name, section in sections.items():
-        values[name] = {**values[name], **section}
-    return RunFile.model_validate(values)
+    merged = {name: {**values[name], **section} for name, section in sections.items()}
+    return RunFile.model_validate({**values, **merged})
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
+def planned(run: RunFile) -> RunMemory:
+    return plan_run(run, REGISTRY, REGISTRY.create_backend("cuda"), 8 * run.launch.nodes)
 
 
-def planned(run: RunFile, registry: Registry) -> RunMemory:
-    return plan_run(run, registry, registry.create_backend("cuda"), 8 * run.launch.nodes)
-
-
-@pytest.mark.parametrize("card", ["v100-16", "v100-32"])
 @pytest.mark.parametrize("codes", [False, True], ids=["float16", "nf4"])
-def test_70b_with_an_adapter_over_32_cards_by_fsdp(
-    card: str, codes: bool, registry: Registry
-) -> None:
-    run = run_file(4, model={"quantise": "nf4"} if codes else {})
-    tables = 2 * TABLE * 2
-    # An adapter's factors are gathered at once, and copied out of what came.
-    factors = 2 * FACTORS * 2
+def test_70b_with_an_adapter_over_32_cards_by_fsdp(codes: bool) -> None:
+    tables, factors = 2 * TABLE * 2, 2 * FACTORS * 2  # factors: gathered at once, and copied out
     if codes:
         # Rows of codes; scales, four bytes for each 64 codes, which every rank has; tables of words
         # that the root gathers, and copies out of what came.
@@ -69,31 +59,38 @@ def test_70b_with_an_adapter_over_32_cards_by_fsdp(
     else:
         # A rank's piece of the layers, two layers at once, and whole tables.
         by_hand = 80 * LAYER * 2 / RANKS + 2 * LAYER * 2 + tables + factors + KEPT + IN_A_LAYER
-    found = planned(run, registry)
+    found = planned(run_file(4, model={"quantise": "nf4"} if codes else {}))
     assert found.worst[1].total == pytest.approx(by_hand, rel=0.1)
-    described = Hardware.load(registry).card(card)
-    held = fit(found, described, RANKS, 8)
-    assert held is not None
-    # 5% beside tensors, 1 GiB of context, 2 GiB of collectives.
-    assert held.fits == (1.05 * by_hand + 3 * 2**30 <= (described.memory or 0))
+    for card in map(HARDWARE.card, ("v100-16", "v100-32")):
+        held = fit(found, card, RANKS, 8)
+        assert held is not None and card.memory is not None
+        # 5% beside tensors, 1 GiB of context, 2 GiB of collectives.
+        assert held.fits == (1.05 * by_hand + 3 * GIB <= card.memory), card.name
 
 
-def test_cards_without_bfloat16_refuse_it_by_name(registry: Registry) -> None:
-    hardware = Hardware.load(registry)
-    machine = hardware.machine("v100-32:8")
-    target = Target(backend="cuda", card=hardware.card(machine.card), machine=machine)
-    run = run_file(1, precision={"param_dtype": "bfloat16"})
-    with pytest.raises(AnygaugeError, match="bfloat16"):
-        Trials(registry)(run, target)
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 3])
-def test_8b_with_an_adapter_by_ddp_on_v100s(nodes: int, registry: Registry) -> None:
-    run = run_file(nodes, model={"config": LLAMA_8B}, strategy={"name": "ddp"})
+def test_8b_with_an_adapter_by_ddp_on_1_to_3_machines() -> None:
     layer = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
     by_hand = 2 * (32 * layer + 2 * 128256 * 4096) + 32 * LENGTH * 4096 * 2
-    found = planned(run, registry)
-    assert found.worst[1].total == pytest.approx(by_hand, rel=0.1)
-    for card, fits in (("v100-16", False), ("v100-32", True)):
-        held = fit(found, Hardware.load(registry).card(card), 8 * nodes, 8)
-        assert held is not None and held.fits == fits
+    machine = HARDWARE.machine("Standard_ND40rs_v2")
+    target = Target(backend="cuda", card=HARDWARE.card(machine.card), machine=machine)
+    busy: list[float] = []
+    for nodes in (1, 2, 3):
+        run = run_file(nodes, model={"config": LLAMA_8B}, strategy={"name": "ddp"})
+        found = planned(run)
+        assert found.worst[1].total == pytest.approx(by_hand, rel=0.1)
+        for card, fits in (("v100-16", False), ("v100-32", True)):
+            held = fit(found, HARDWARE.card(card), 8 * nodes, 8)
+            assert held is not None and held.fits == fits
+        time, why = timed(run, found, target, REGISTRY)
+        assert time is not None, why
+        assert time.sending["cards" if nodes == 1 else "machines"] > 0
+        busy.append(time.step - sum(time.sending.values()) + time.hidden)
+    assert busy == pytest.approx([busy[0]] * 3), "a step grows by communication only"
+
+
+def test_cards_without_bfloat16_refuse_it_by_name() -> None:
+    machine = HARDWARE.machine("v100-32:8")
+    target = Target(backend="cuda", card=HARDWARE.card(machine.card), machine=machine)
+    run = run_file(1, precision={"param_dtype": "bfloat16"})
+    with pytest.raises(AnygaugeError, match="bfloat16"):
+        Trials(REGISTRY)(run, target)

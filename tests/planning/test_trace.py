@@ -1,0 +1,102 @@
+"""What a step computes and keeps, by its trace: each count is the one that is made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from anygauge.config.schema import RunFile
+from anygauge.interface import UnsupportedError
+from anygauge.planning.memory import RunMemory
+from anygauge.planning.plan import plan_run
+from anygauge.registry import Registry
+from tests.helpers.runs import TINY
+
+REGISTRY = Registry.load()
+WIDE, INNER, WORDS, LAYERS, LENGTH, ROWS = 128, 384, 2000, 2, 512, 4
+CONFIG = {
+    **TINY,
+    "hidden_size": WIDE,
+    "intermediate_size": INNER,
+    "max_position_embeddings": LENGTH,
+    "vocab_size": WORDS,
+}
+LAYER = 2 * WIDE * WIDE + 2 * WIDE * WIDE // 2 + 3 * WIDE * INNER
+"""Numbers in a layer's matrices."""
+TOKENS = ROWS * LENGTH
+FORWARD = 2 * TOKENS * (LAYERS * LAYER + WIDE * WORDS)
+SCORES = LAYERS * TOKENS * LENGTH * WIDE
+"""Of one product of attention where each token sees half of the others."""
+
+
+def planned(**sections: Any) -> RunMemory:
+    values: dict[str, Any] = {
+        "model": {"config": CONFIG, "tokenizer": "none"},
+        "data": {"train": {"path": "rows.jsonl"}, "max_length": LENGTH},
+        "train": {
+            "steps": 2,
+            "global_batch_size": ROWS,
+            "micro_batch_size": 2,
+            "gradient_checkpointing": False,
+        },
+        "kernels": {"linear_cross_entropy": "reference"},
+        "precision": {"param_dtype": "bfloat16"},
+        "strategy": {"name": "single"},
+        "launch": {"devices": 1},
+    }
+    merged = {name: {**values.get(name, {}), **section} for name, section in sections.items()}
+    run = RunFile.model_validate({**values, **merged})
+    return plan_run(run, REGISTRY, REGISTRY.create_backend("cuda"), 1)
+
+
+PLAIN = 3 * FORWARD + 7 * SCORES
+"""Forward has two products of attention, backward five: scores are computed again."""
+DOWN = 2 * TOKENS * LAYERS * WIDE * INNER
+"""The last product of layers: recomputation ends before it."""
+
+
+@pytest.mark.parametrize(
+    ("sections", "dtype", "flops"),
+    [
+        ({}, "bfloat16", PLAIN),
+        ({"precision": {"param_dtype": "float32"}}, "float32", PLAIN),
+        ({"train": {"micro_batch_size": 1}}, "bfloat16", PLAIN),
+        # Kernels do not pass by what the mask of packed rows hides.
+        ({"data": {"packing": True}}, "bfloat16", PLAIN + 7 * SCORES),
+        # Scores that are held are all computed, and not again.
+        ({"model": {"attention": "eager"}}, "bfloat16", PLAIN + 5 * SCORES),
+        (
+            {"train": {"gradient_checkpointing": True}},
+            "bfloat16",
+            PLAIN + 2 * TOKENS * LAYERS * LAYER + 2 * SCORES - DOWN,
+        ),
+    ],
+)
+def test_products_of_a_step(sections: dict[str, Any], dtype: str, flops: float) -> None:
+    found = planned(**sections)
+    assert found.work.flops == {dtype: pytest.approx(flops, rel=0.01)}
+
+
+def test_layers_keep_what_backward_needs_of_them() -> None:
+    hidden = 2 * LENGTH * WIDE * 2  # of a micro-batch, in bytes
+    recomputed = planned(train={"gradient_checkpointing": True})
+    assert recomputed.per_layer == hidden
+    kept, scores = planned(), 2 * 4 * LENGTH * LENGTH * 2
+    assert 20 * hidden < kept.per_layer < 30 * hidden, "no scores"
+    assert planned(model={"attention": "eager"}).per_layer > kept.per_layer + 2 * scores
+    assert planned() == kept, "two plans of a run are the same"
+
+
+@pytest.mark.parametrize(("codes", "size"), [("nf4", 0.5 + 4 / 64), ("int8", 1)])
+def test_a_quantised_base_has_its_codes(codes: str, size: float) -> None:
+    whole, coded = (
+        planned(adapter={"r": 8}, model=model).device["forward"].kinds["weights"]
+        for model in ({}, {"quantise": codes})
+    )
+    assert whole - coded == pytest.approx(LAYERS * LAYER * (2 - size), rel=0.03)
+
+
+def test_fp8_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"precision\.fp8: .* cannot be planned"):
+        planned(precision={"fp8": True})
