@@ -64,11 +64,8 @@ def sets(*overrides: str) -> list[str]:
     return [part for override in overrides for part in ("--set", override)]
 
 
-USUAL = ("tensor", "fsdp")
-
-
 @pytest.mark.parametrize(
-    "word", [*USUAL, *(pytest.param(w, marks=pytest.mark.slow) for w in WORDS if w not in USUAL)]
+    "word", [pytest.param(w, marks=[pytest.mark.slow] * (w != "tensor")) for w in WORDS]
 )
 def test_a_dry_run_on_the_stand_in_for_gaudi(word: str, tmp_path: Path) -> None:
     site = standin_site(tmp_path)
