@@ -21,7 +21,7 @@ from benchmarks.processes import SHIM
 
 sys.path.insert(0, str(SHIM))
 from benchmark_phases import Phases, peak, reset
-from benchmark_watch import WAITS, StepCounter, StepWatch, on_device, union
+from benchmark_watch import WAITS, StepWatch, count_steps, on_device, union
 
 sys.path.remove(str(SHIM))
 
@@ -133,7 +133,7 @@ def test_a_step_ends_with_the_first_update_after_a_backward() -> None:
     hooks: list[Any] = []
     autograd = SimpleNamespace(backward=lambda: "done")
     optimizer = SimpleNamespace(register_optimizer_step_post_hook=hooks.append)
-    StepCounter(seen.append).watch(autograd, optimizer)
+    count_steps(autograd, optimizer, seen.append)
     (update,) = hooks
     update(None, (), {})  # before any backward
     for _ in range(2):
