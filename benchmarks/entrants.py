@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ class Entrant:
     title: str
     module: str | None
     layout: Layout = "padded"
-    needs: Sequence[str] = ()
     independent: bool = False
     alone: bool = False
     deepspeed: bool = True
@@ -43,16 +41,7 @@ class Entrant:
     strategy: Mapping[str, Any] = field(default_factory=dict)
     checkout: Path | None = None
 
-    @property
-    def missing(self) -> list[str]:
-        """Packages that it needs and that are not installed."""
-        return [package for package in self.needs if util.find_spec(package) is None]
 
-
-_TORCH = ("torch", "transformers", "peft")
-_ENGINE = (*_TORCH, "deepspeed")
-_HF_ALONE, _HF = (*_TORCH, "accelerate"), (*_ENGINE, "accelerate")
-_TRL = (*_HF, "trl", "datasets")
 _ZERO: Mapping[str, Any] = {"name": "zero", "stage": 3}
 _FSDP: Mapping[str, Any] = {"name": "fsdp"}
 
@@ -62,14 +51,12 @@ _ALONE = {"alone": True, "deepspeed": False}
 
 
 def _ours(name: str, title: str, strategy: Mapping[str, Any], layout: Layout = "padded") -> Entrant:
-    needs = _ENGINE if strategy is _ZERO else _TORCH
     fields: dict[str, Any] = {"alone": strategy is _SINGLE, "strategy": strategy}
-    return Entrant(name=name, title=title, module=None, layout=layout, needs=needs, **fields)
+    return Entrant(name=name, title=title, module=None, layout=layout, **fields)
 
 
-def _peer(name: str, title: str, script: str, needs: Sequence[str], **more: Any) -> Entrant:
-    module = f"benchmarks.contenders.{script}"
-    return Entrant(name=name, title=title, module=module, needs=needs, **more)
+def _peer(name: str, title: str, script: str, **more: Any) -> Entrant:
+    return Entrant(name=name, title=title, module=f"benchmarks.contenders.{script}", **more)
 
 
 ENTRANTS: Mapping[str, Entrant] = {
@@ -79,25 +66,25 @@ ENTRANTS: Mapping[str, Entrant] = {
         _ours("anygauge-grouped", "anygauge, group_by_length", _ZERO, "grouped"),
         _ours("anygauge-packed", "anygauge, packing", _ZERO, "packed"),
         _ours("anygauge-ddp", "anygauge, ddp", {"name": "ddp"}),
-        _peer("ddp", "DDP, by hand", "loops", _TORCH),
+        _peer("ddp", "DDP, by hand", "loops"),
         _ours("anygauge-fsdp", "anygauge, fsdp", _FSDP),
         _ours("anygauge-fsdp-grouped", "anygauge, fsdp, group_by_length", _FSDP, "grouped"),
         _ours("anygauge-fsdp-packed", "anygauge, fsdp, packing", _FSDP, "packed"),
-        _peer("fsdp", "FSDP2, by hand", "loops", _TORCH),
-        _peer("deepspeed", "DeepSpeed, by hand", "loops", _ENGINE),
-        _peer("trainer", "HF Trainer + DeepSpeed", "trainers", _HF),
-        _peer("trl", "TRL SFTTrainer + DeepSpeed", "trainers", _TRL),
-        _peer("trl-grouped", "TRL, group_by_length", "trainers", _TRL, layout="grouped"),
-        _peer("trl-packed", "TRL, packing", "trainers", _TRL, layout="packed"),
+        _peer("fsdp", "FSDP2, by hand", "loops"),
+        _peer("deepspeed", "DeepSpeed, by hand", "loops"),
+        _peer("trainer", "HF Trainer + DeepSpeed", "trainers"),
+        _peer("trl", "TRL SFTTrainer + DeepSpeed", "trainers"),
+        _peer("trl-grouped", "TRL, group_by_length", "trainers", layout="grouped"),
+        _peer("trl-packed", "TRL, packing", "trainers", layout="packed"),
         _ours("anygauge-single", "anygauge, single", _SINGLE),
         _ours("anygauge-single-packed", "anygauge, single, packing", _SINGLE, "packed"),
-        _peer("trainer-single", "HF Trainer", "trainers", _HF_ALONE, **_ALONE),
-        _peer("trainer-compiled", "HF Trainer, torch.compile", "trainers", _HF_ALONE, **_ALONE,
+        _peer("trainer-single", "HF Trainer", "trainers", **_ALONE),
+        _peer("trainer-compiled", "HF Trainer, torch.compile", "trainers", **_ALONE,
               compiled=True),
-        _peer("accelerate", "Accelerate + DeepSpeed", "loops", _HF),
-        _peer("unsharded", "unsharded, no communication (bound)", "loops", _TORCH,
+        _peer("accelerate", "Accelerate + DeepSpeed", "loops"),
+        _peer("unsharded", "unsharded, no communication (bound)", "loops",
               independent=True),
-        _peer("sharded-bound", "unsharded, layers gathered in place (bound)", "loops", _TORCH),
+        _peer("sharded-bound", "unsharded, layers gathered in place (bound)", "loops"),
     )
 }  # fmt: skip
 

@@ -23,7 +23,6 @@ TOKENIZER_TEXTS = 1000
 """Texts that the tokenizer is trained on, at most."""
 POOL_MARGIN = 1.1
 """Rows for packing as a multiple of those that fill the packs: packs are never quite full."""
-_CHUNK = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,18 +117,16 @@ def ragged_rows(
     """
     kept: list[tuple[Text, int]] = []
     total = dropped = 0
-    for start in range(0, len(found), _CHUNK):
+    whole = tokenizer.encode_batch([text.prompt + text.completion for text in found])
+    for text, encoding in zip(found, whole, strict=True):
+        size = len(encoding.ids) + 1
+        if size > length:
+            dropped += 1
+            continue
+        kept.append((text, size))
+        total += size
         if len(kept) >= count and total >= POOL_MARGIN * count * length:
             break
-        chunk = found[start : start + _CHUNK]
-        whole = tokenizer.encode_batch([text.prompt + text.completion for text in chunk])
-        for text, encoding in zip(chunk, whole, strict=True):
-            size = len(encoding.ids) + 1
-            if size > length:
-                dropped += 1
-            else:
-                kept.append((text, size))
-                total += size
     return kept, dropped
 
 

@@ -106,9 +106,6 @@ def run_once(
     round_: int,
 ) -> RunOutcome:
     """Run one contender once; what goes wrong is part of the outcome."""
-    if entrant.missing:
-        remedy = f"not installed: {', '.join(entrant.missing)}; pip install 'anygauge[bench]'"
-        return RunOutcome(name=entrant.name, round=round_, status="missing", problem=remedy)
     folder.mkdir(parents=True)
     plan = replace(
         plan,
@@ -132,8 +129,12 @@ def run_once(
     if problem is None:
         return found
     log = last_lines(folder)
-    said = ": ".join(filter(None, (problem, cause(log))))
-    return replace(found, status="failed", problem=f"{said}; see {folder}", log=log)
+    why = cause(log)
+    missing = "No module named" in why or "pip install" in why
+    remedy = "pip install 'anygauge[bench]'" if missing else ""
+    said = ": ".join(filter(None, (problem, why, remedy)))
+    status = "missing" if missing else "failed"
+    return replace(found, status=status, problem=f"{said}; see {folder}", log=log)
 
 
 def each_run(

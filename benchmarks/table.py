@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from statistics import fmean, median, stdev
 from typing import Any, TypeVar
 
@@ -18,7 +16,11 @@ from benchmarks.measure import LAST_STEPS, RunOutcome
 Item = TypeVar("Item")
 
 CONFIDENCE = 0.95
-_PANELS = 2000
+T_QUANTILES = (
+    *(12.706, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281),
+    *(2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860),
+)
+"""Half-widths, in standard errors, of Student's two-sided interval by degrees of freedom."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,50 +54,20 @@ def paired(over: Sequence[float], under: Sequence[float]) -> Ratio:
     if len(ratios) < 2:
         return Ratio(median(ratios), None, None, len(ratios))
     logs = [math.log(ratio) for ratio in ratios]
-    reach = t_quantile(len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
+    quantile = T_QUANTILES[min(len(logs) - 1, len(T_QUANTILES)) - 1]
+    reach = quantile * stdev(logs) / math.sqrt(len(logs))
     middle = fmean(logs)
     return Ratio(median(ratios), math.exp(middle - reach), math.exp(middle + reach), len(ratios))
-
-
-def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
-    """Half-width, in standard errors, of Student's two-sided interval.
-
-    With x = sqrt(degrees) * tan(angle) the density is a power of the cosine, on a finite range: it
-    is summed by midpoints as far as the share of the whole.
-    """
-    width = math.pi / 2 / _PANELS
-    midpoints = (width * (panel + 0.5) for panel in range(_PANELS))
-    sums = [0.0, *accumulate(math.cos(angle) ** (degrees - 1) for angle in midpoints)]
-    share = confidence * sums[-1]
-    panel = bisect_right(sums, share) - 1
-    within = (share - sums[panel]) / (sums[panel + 1] - sums[panel])
-    return math.sqrt(degrees) * math.tan(width * (panel + within))
 
 
 # -- tables ----------------------------------------------------------------------------------------
 
 MIB = 2**20
 Figure = float | int | str | Ratio | None
-FORMS: Mapping[str, str] = {
-    "MFU": ".1%",
-    "device busy": ".1%",
-    "padding": ".1%",
-    "of copy, forward": ".0%",
-    "of copy, backward": ".0%",
-    "tokens/s": ",.0f",
-    "tokens": ",.0f",
-    "operations per step": ",.0f",
-    "peak MiB": ",.0f",
-    "modules": ",.0f",
-    "sent MiB/step": ",.1f",
-    "s to the first step": ",.1f",
-    "CPU s of a rank": ",.1f",
-    "first / its time": ".2f",
-    "first / this": ".3f",
-    "final loss": ".4f",
-}
+SHARES = ("MFU", "device busy", "padding", "of copy, forward", "of copy, backward")
+"""Headings of figures that are shown in per cent."""
 SMALL = 1e-2
-"""Numbers below it are shown with their power of ten, where `FORMS` says nothing else."""
+"""Numbers below it are shown with their power of ten."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,11 +122,11 @@ def shown(heading: str, value: Figure) -> str:
     if isinstance(value, Ratio):
         interval = "" if value.low is None else f" [{value.low:.3f}, {value.high:.3f}]"
         return f"{value.median:.3f}{interval}"
-    if heading in FORMS and isinstance(value, float):
-        return format(value, FORMS[heading])
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:.1e}" if 0 < abs(value) < SMALL else f"{value:,.4g}"
+    if heading in SHARES:
+        return f"{value:.1%}"
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.1e}" if 0 < abs(value) < SMALL else f"{value:.5g}"
 
 
 def line(cells: Sequence[str]) -> str:

@@ -23,31 +23,28 @@ WAITS = "called a synchronizing CUDA operation"
 """Torch's warning (c10/cuda/CUDAFunctions.cpp)."""
 
 
-class StepCounter:
-    """Counts optimizer steps of this process, and calls back after each."""
+def count_steps(autograd: Any, optimizer: Any, after: Callable[[int], None]) -> None:
+    """Count the optimizer steps of this process, and call back after each.
 
-    def __init__(self, after: Callable[[int], None]) -> None:
-        self.done = 0
-        self._after = after
-        self._new = False
+    Args:
+        autograd, optimizer: torch's modules of these names.
+    """
+    backward, done, is_new = autograd.backward, 0, False
 
-    def watch(self, autograd: Any, optimizer: Any) -> None:
-        """Args: autograd, optimizer: torch's modules of these names."""
-        backward = autograd.backward
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_new
+        is_new = True
+        return backward(*args, **kwargs)
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self._new = True
-            return backward(*args, **kwargs)
-
-        autograd.backward = counted
-        optimizer.register_optimizer_step_post_hook(self._updated)
-
-    def _updated(self, *_: Any) -> None:
+    def updated(*_: Any) -> None:
+        nonlocal done, is_new
         # An engine may update its parameters in several calls.
-        if self._new:
-            self._new = False
-            self.done += 1
-            self._after(self.done)
+        if is_new:
+            is_new, done = False, done + 1
+            after(done)
+
+    autograd.backward = counted
+    optimizer.register_optimizer_step_post_hook(updated)
 
 
 class StepWatch:

@@ -155,13 +155,13 @@ def _main() -> None:
         }
     }
     if WATCH in os.environ:
-        from benchmark_watch import StepCounter, StepWatch
+        from benchmark_watch import StepWatch, count_steps
 
         watch = StepWatch(
             folder / f"watched-rank{rank}.json", *map(int, os.environ[WATCH].split(":"))
         )
-        counter = StepCounter(watch.after)
-        after.append(lambda module: counter.watch(sys.modules["torch.autograd"], module))
+        autograd = "torch.autograd"
+        after.append(lambda module: count_steps(sys.modules[autograd], module, watch.after))
     if PHASES in os.environ:
         phases = Phases()
         hooks |= phases.hooks()

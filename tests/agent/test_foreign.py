@@ -42,13 +42,10 @@ def test_the_rank_and_where_ranks_meet(environ: dict[str, str], launcher: str) -
     assert launch.tied
 
 
-def test_what_else_torchrun_sets() -> None:
+def test_what_else_torchrun_sets_and_that_it_wins_under_srun() -> None:
     launch = found(TORCHRUN)
     assert (launch.port, launch.served, launch.restarts) == (29400, True, 3)
     assert launch.error_file == "/somewhere/error.json"
-
-
-def test_torchruns_variables_win_under_srun() -> None:
     inside = {**SRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", **TORCHRUN}
     assert found(inside).launcher == "torchrun"
 

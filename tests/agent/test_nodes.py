@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import pytest
 from anygauge.agent.__main__ import meet
 from anygauge.agent.link import Hello, check_hello
 from anygauge.agent.nodes import Outbox
-from anygauge.interface import LOST, STOPPED, AnygaugeError, Job
+from anygauge.interface import LOST, AnygaugeError, Job
 from tests.agent.cluster import Cluster
 from tests.agent.fakes import FAKE_AGENT, FINISHED, FOREVER, sends
 from tests.helpers.processes import PATIENCE_S, alive, as_in_a_terminal, until
@@ -42,31 +41,6 @@ def test_a_killed_agent_is_a_lost_node_and_takes_its_ranks_along(cluster: Cluste
     assert (ended["state"], ended["exit_status"]) == ("lost", LOST)
     assert ended["cause"].startswith("node 1 (") and "ended without a report" in ended["cause"]
     until(lambda: not any(map(alive, pids)), "the end of all ranks")
-
-
-def test_a_node_that_falls_silent_is_lost(cluster: Cluster) -> None:
-    cluster.begin({0: [FOREVER], 1: [FOREVER]}, nodes=2, lost_after_s=2.5)
-    pids = cluster.started(0, 1)
-    cluster.agents[1].send_signal(signal.SIGSTOP)  # as behind a cut cable
-    ended = cluster.end(0)
-    assert (ended["state"], ended["exit_status"]) == ("lost", LOST)
-    assert "nothing was heard" in ended["cause"]
-    assert not alive(pids[0])
-    cluster.agents[1].send_signal(signal.SIGCONT)
-    assert cluster.end(1)["state"] == "lost"
-    assert not alive(pids[1])
-
-
-def test_a_request_to_one_node_stops_all(cluster: Cluster) -> None:
-    stop = ["on_term_stop", {"step": 4, "checkpoint": "/c"}]
-    cluster.begin({rank: [stop, ["touch", f"up{rank}"], FOREVER] for rank in (0, 1)}, nodes=2)
-    cluster.wait("up0", "up1")
-    cluster.agents[1].terminate()
-    for node in (0, 1):
-        ended = cluster.end(node)
-        assert (ended["state"], ended["exit_status"]) == ("stopped", STOPPED)
-        assert ended["cause"] == "stopped at request after step 4; checkpoint: /c"
-    assert [cluster.result(rank)["state"] for rank in (0, 1)] == ["stopped", "stopped"]
 
 
 def test_a_missing_node_is_named(cluster: Cluster) -> None:

@@ -78,9 +78,6 @@ def test_the_tail_begins_with_this_run_and_shows_the_last_state_of_bars(tmp_path
     with log.open("ab") as file:
         file.write(b"10%\r50%\r100%\r\n\nbroken \xff byte\n")
     assert tail(log, offset) == ["100%", "broken \ufffd byte"]
-
-
-def test_the_tail_of_a_missing_log_is_empty(tmp_path: Path) -> None:
     assert tail(tmp_path / "none.log", 0) == []
 
 

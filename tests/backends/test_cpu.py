@@ -63,24 +63,22 @@ def test_cores_are_shared_out_without_overlap() -> None:
     assert {r["ANYGAUGE_CPU_CORES"].scope for r in ranks} == {Scope.RANK}
 
 
-def test_a_single_rank_has_all_cores_and_is_not_bound() -> None:
-    found = by_name(CpuBackend().environment(job(), machine(cores=8, threads_per_core=2), 0))
-    assert found["OMP_NUM_THREADS"].value == "8"
+@pytest.mark.parametrize(
+    ("options", "ranks", "cores", "threads", "why"),
+    [
+        ({}, 1, 8, "8", ""),
+        ({}, 4, 2, "1", "4 ranks share 2 physical cores"),
+        ({"bind_cores": False}, 2, 8, "4", "switched off"),
+    ],
+    ids=["a single rank", "more ranks than cores", "switched off"],
+)
+def test_who_is_not_bound(
+    options: dict[str, Any], ranks: int, cores: int, threads: str, why: str
+) -> None:
+    node = machine(cores=cores, threads_per_core=2)
+    found = by_name(backend_with("cpu", options).environment(job(devices=ranks), node, ranks - 1))
     assert "ANYGAUGE_CPU_CORES" not in found
-
-
-def test_more_ranks_than_cores_share_them_and_say_so() -> None:
-    found = by_name(CpuBackend().environment(job(devices=4), machine(cores=2), 3))
-    assert found["OMP_NUM_THREADS"].value == "1"
-    assert "4 ranks share 2 physical cores" in found["OMP_NUM_THREADS"].reason
-    assert "ANYGAUGE_CPU_CORES" not in found
-
-
-def test_binding_can_be_switched_off() -> None:
-    backend = backend_with("cpu", {"bind_cores": False})
-    found = by_name(backend.environment(job(devices=2), machine(), 0))
-    assert "ANYGAUGE_CPU_CORES" not in found
-    assert "switched off" in found["OMP_NUM_THREADS"].reason
+    assert found["OMP_NUM_THREADS"].value == threads and why in found["OMP_NUM_THREADS"].reason
 
 
 @pytest.mark.parametrize(
@@ -133,36 +131,33 @@ def test_diagnostics_of_this_machine() -> None:
 # -- memory files ----------------------------------------------------------------------------
 
 
-def test_memory_limit_is_the_least_of_machine_and_groups(tmp_path: Path) -> None:
-    root = write_tree(
-        tmp_path,
-        {
-            "proc/meminfo": "MemTotal:  8000 kB\n",
-            "proc/self/cgroup": "0::/a/b\n",
-            "sys/fs/cgroup/a/memory.max": "4096000\n",
-            "sys/fs/cgroup/a/b/memory.max": "max\n",
-        },
-    )
-    assert memory.limit_bytes(root) == 4096000
+MACHINE = {"proc/meminfo": "MemTotal:  8000 kB\n"}
+GROUPS = {
+    "proc/self/cgroup": "0::/a/b\n",
+    "sys/fs/cgroup/a/memory.max": "4096000\n",
+    "sys/fs/cgroup/a/b/memory.max": "max\n",
+}
+VERSION_1 = {
+    "proc/self/cgroup": "4:cpu,memory:/docker/abc\n2:pids:/x\n",
+    # In a container the listed path is the host's: the limit lies at the mount.
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": "1024000\n",
+}
 
 
-def test_memory_limit_of_version_1_groups(tmp_path: Path) -> None:
-    root = write_tree(
-        tmp_path,
-        {
-            "proc/meminfo": "MemTotal:  8000 kB\n",
-            "proc/self/cgroup": "4:cpu,memory:/docker/abc\n2:pids:/x\n",
-            # In a container the listed path is the host's: the limit lies at the mount.
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": "1024000\n",
-        },
-    )
-    assert memory.limit_bytes(root) == 1024000
-
-
-def test_memory_without_a_limit_is_the_machines(tmp_path: Path) -> None:
-    root = write_tree(tmp_path, {"proc/meminfo": "MemTotal:  8000 kB\n"})
-    assert memory.limit_bytes(root) == 8000 * 1024
-    assert memory.limit_bytes(tmp_path / "nothing") is None
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        (MACHINE | GROUPS, 4096000),
+        (MACHINE | VERSION_1, 1024000),
+        (MACHINE, 8000 * 1024),
+        ({}, None),
+    ],
+    ids=["groups", "groups of version 1", "a machine", "nothing"],
+)
+def test_memory_limit_is_the_least_of_machine_and_groups(
+    files: dict[str, str], limit: int | None, tmp_path: Path
+) -> None:
+    assert memory.limit_bytes(write_tree(tmp_path, files)) == limit
 
 
 def test_memory_that_cannot_be_read_is_an_error_in_words(tmp_path: Path) -> None:

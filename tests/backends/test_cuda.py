@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -71,35 +72,48 @@ def look(root: Path, *parts: dict[str, str]) -> Any:
 
 # -- finding it ------------------------------------------------------------------------------
 
+GVISOR = {"dev/nvidia0": "", "dev/nvidiactl": ""}
+MACHINES: dict[str, tuple[list[dict[str, str]], bool, int | None, str]] = {
+    "complete": ([FILES, DRIVER, TORCH], True, 2, "535.129.03.*CUDA 12.8"),
+    "gVisor shows device files alone": ([GVISOR, TORCH], True, 1, "not shown"),
+    "device files outlive a driver": (
+        [GVISOR, TORCH, {"sys/module/ext4/version": ""}], False, 1, "driver is not loaded",
+    ),
+    "WSL": ([{"dev/dxg": "", "usr/lib/wsl/lib/libcuda.so.1": ""}, TORCH], True, None, ""),
+    "WSL, the driver in its store": (
+        [{"dev/dxg": "", "usr/lib/wsl/drivers/nv_dispi.inf_amd64_1/libcuda.so.1.1": ""}, TORCH],
+        True, None, "",
+    ),
+    "WSL without the vendor's library": ([{"dev/dxg": ""}, TORCH], False, None, ""),
+    "no GPU": (
+        [TORCH, pci("0000:00:02.0", "0x8086", "0x030000")],
+        False, None, "no NVIDIA GPU.*driver is not loaded",
+    ),
+    "no driver": ([TORCH, pci("0000:3b:00.0", "0x10de", "0x030200")], False, 1, "/dev/nvidia"),
+    "a container that was given two of eight": (
+        [*(pci(f"0000:{n}b:00.0", "0x10de", "0x030200") for n in range(8)), FILES, DRIVER],
+        False, 2, "",
+    ),
+    "what only the driver lists": (
+        [{"proc/driver/nvidia/gpus/0000:3b:00.0/information": "Model: \t\t NVIDIA A10\nIRQ: 34\n"}],
+        False, 1, "cards=NVIDIA A10$",
+    ),
+    "torch without CUDA": (
+        [FILES, DRIVER, {"torch/version.py": WITHOUT_CUDA}], False, 2, "without CUDA",
+    ),
+}  # fmt: skip
+"""Files -> whether it can be used, how many GPUs there are, and what is said."""
 
-def test_a_complete_machine_is_available(tmp_path: Path) -> None:
-    found = look(tmp_path, FILES, DRIVER, TORCH)
-    assert found.available
-    assert found.device_count == 2
-    assert "535.129.03" in found.driver.detail
-    assert "CUDA 12.8" in found.software.detail
 
-
-def test_a_driver_under_gvisor_shows_its_device_files_alone(tmp_path: Path) -> None:
-    found = look(tmp_path, {"dev/nvidia0": "", "dev/nvidiactl": ""}, TORCH)
-    assert found.available, found.reason
-    assert found.device_count == 1 and "not shown" in found.driver.detail
-    stale = look(tmp_path, {"sys/module/ext4/version": ""})
-    assert "driver is not loaded" in stale.reason, "device files outlive a driver"
-
-
-def test_a_container_under_wsl_has_the_driver_in_its_store(tmp_path: Path) -> None:
-    library = "usr/lib/wsl/drivers/nv_dispi.inf_amd64_1/libcuda.so.1.1"
-    assert look(tmp_path, {"dev/dxg": "", library: ""}, TORCH).available
-
-
-def test_a_machine_without_gpus_says_what_is_missing(tmp_path: Path) -> None:
-    found = look(tmp_path, TORCH, pci("0000:00:02.0", "0x8086", "0x030000"))
-    assert not found.available
-    assert not found.has_hardware
-    assert found.device_count is None
-    assert "no NVIDIA GPU" in found.reason
-    assert "driver is not loaded" in found.reason
+@pytest.mark.parametrize("name", MACHINES)
+def test_what_a_machine_shows(name: str, tmp_path: Path) -> None:
+    files, available, count, said = MACHINES[name]
+    found = look(tmp_path, *files)
+    assert (found.available, found.device_count) == (available, count), found.reason
+    assert found.has_hardware is (available or count is not None)
+    parts = (found.reason, found.driver.detail, found.software.detail, *found.notes)
+    shown = " ".join([*parts, f"cards={','.join(found.cards)}"])
+    assert re.search(said, shown), shown
 
 
 @pytest.mark.parametrize(
@@ -116,36 +130,6 @@ def test_a_machine_without_gpus_says_what_is_missing(tmp_path: Path) -> None:
 def test_gpus_on_the_bus(tmp_path: Path, vendor: str, kind: str, is_gpu: bool) -> None:
     found = look(tmp_path, pci("0000:3b:00.0", vendor, kind))
     assert found.has_hardware is is_gpu
-
-
-def test_gpus_without_a_driver_are_still_hardware(tmp_path: Path) -> None:
-    found = look(tmp_path, TORCH, pci("0000:3b:00.0", "0x10de", "0x030200"))
-    assert found.has_hardware
-    assert not found.available
-    assert found.device_count == 1
-    assert any("/dev/nvidia" in note for note in found.notes)
-
-
-def test_a_container_counts_what_it_was_given(tmp_path: Path) -> None:
-    bus = {}
-    for slot in range(8):
-        bus |= pci(f"0000:{slot}b:00.0", "0x10de", "0x030200")
-    assert look(tmp_path, bus, FILES, DRIVER).device_count == 2
-
-
-def test_gpus_that_only_the_driver_lists(tmp_path: Path) -> None:
-    folder = "proc/driver/nvidia/gpus/0000:3b:00.0/information"
-    found = look(tmp_path, {folder: "Model: \t\t NVIDIA A10\nIRQ:   \t\t 34\n"})
-    assert found.has_hardware
-    assert found.device_count == 1
-    assert found.cards == ("NVIDIA A10",)
-
-
-def test_wsl_needs_the_vendors_library(tmp_path: Path) -> None:
-    assert not look(tmp_path, {"dev/dxg": ""}).has_hardware
-    found = look(tmp_path, {"usr/lib/wsl/lib/libcuda.so.1": ""}, TORCH)
-    assert found.available
-    assert found.device_count is None
 
 
 @pytest.mark.parametrize(
@@ -176,18 +160,14 @@ def test_the_build_of_torch_is_read_as_text(tmp_path: Path, text: str, version: 
     assert torch_cuda_version(write_tree(tmp_path, {"version.py": text})) == version
 
 
-def test_torch_without_cuda_is_named_as_the_cause(tmp_path: Path) -> None:
-    found = look(tmp_path, FILES, DRIVER, {"torch/version.py": WITHOUT_CUDA})
-    assert not found.available
-    assert "without CUDA" in found.reason
-
-
 # -- environment -----------------------------------------------------------------------------
 
 
 def test_a_single_node_needs_no_fabric() -> None:
     node = machine(interfaces=(LO, ETH0, ETH1, BRIDGE), rdma_devices=(EFA, INFINIBAND))
-    found = by_name(CudaBackend().environment(job(devices=4), node, 0))
+    the_job = job(devices=4)
+    found = by_name(CudaBackend().environment(the_job, node, 0))
+    assert found["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"].value == the_job.collectives_record
     assert set(found) == {
         "CUDA_DEVICE_ORDER",
         "PYTORCH_CUDA_ALLOC_CONF",
@@ -199,65 +179,6 @@ def test_a_single_node_needs_no_fabric() -> None:
     }
     assert found["GLOO_SOCKET_IFNAME"].value == "lo"
     assert found["OMP_NUM_THREADS"].value == "2"
-
-
-@pytest.mark.parametrize(
-    ("interfaces", "value"),
-    [
-        ((LO, ETH0), None),
-        ((LO, VIRTUAL), None),
-        ((LO, ETH0, ETH1), "=eth0"),
-        ((LO, BRIDGE, ETH0), "=eth0"),
-        ((LO, BRIDGE, VIRTUAL), None),
-    ],
-)
-def test_nccl_is_pinned_where_it_could_choose_wrongly(
-    interfaces: tuple[Any, ...], value: str | None
-) -> None:
-    node = machine(interfaces=interfaces)
-    found = by_name(CudaBackend().environment(job(nodes=2), node, None))
-    assert ("NCCL_SOCKET_IFNAME" in found) is (value is not None)
-    if value is not None:
-        assert found["NCCL_SOCKET_IFNAME"].value == value
-        assert found["GLOO_SOCKET_IFNAME"].value == value.removeprefix("=")
-
-
-@pytest.mark.parametrize(
-    ("devices", "huge_pages"), [((EFA,), "0"), ((INFINIBAND,), None), ((), None)]
-)
-def test_fabrics_are_left_to_themselves(
-    devices: tuple[RdmaDevice, ...], huge_pages: str | None
-) -> None:
-    """No variable that current plugins do not want; the outdated lists do harm."""
-    node = machine(rdma_devices=devices)
-    found = by_name(CudaBackend().environment(job(nodes=2), node, None))
-    fabric = {name: s.value for name, s in found.items() if name.startswith(("FI_", "RDMAV_"))}
-    assert fabric == ({} if huge_pages is None else {"FI_EFA_USE_HUGE_PAGE": huge_pages})
-    assert not any(name.startswith("NCCL_") for name in found)
-
-
-@pytest.mark.parametrize(
-    ("version", "name"),
-    [
-        ("2.6.0+cu124", "PYTORCH_CUDA_ALLOC_CONF"),
-        ("2.8.0a0+5228986c39", "PYTORCH_CUDA_ALLOC_CONF"),
-        ("2.9.0", "PYTORCH_ALLOC_CONF"),
-        ("2.13.0+cu130", "PYTORCH_ALLOC_CONF"),
-        ("odd", "PYTORCH_CUDA_ALLOC_CONF"),
-    ],
-)
-def test_the_allocators_variable_follows_torch(version: str, name: str) -> None:
-    node = machine(libraries={"torch": version})
-    found = by_name(CudaBackend().environment(job(), node, None))
-    assert [n for n in found if n.endswith("ALLOC_CONF")] == [name]
-    assert found[name].value == "expandable_segments:True"
-
-
-@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_the_allocator_of_the_run_file_has_no_rival(name: str) -> None:
-    the_job = job(environment={name: "max_split_size_mb:512"})
-    found = by_name(CudaBackend().environment(the_job, machine(), None))
-    assert not any(n.endswith("ALLOC_CONF") for n in found)
 
 
 MIG = "/proc/driver/nvidia/capabilities/gpu0/mig/gi1/access"
@@ -294,40 +215,62 @@ def cards(*names: str, driver: str = "545.23.08") -> dict[str, str]:
 
 
 RTX = "NVIDIA GeForce RTX 4090"
+OLD, NEW = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+GROWING, SPLIT = "expandable_segments:True", "max_split_size_mb:512"
+ETH0_ALONE = {"NCCL_SOCKET_IFNAME": "=eth0", "GLOO_SOCKET_IFNAME": "eth0"}
+NO_PEERS = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+RECORDED = {
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/runs/run/logs/flight_rank_",
+}
+TWO_NODES, TWO_CARDS = {"nodes": 2}, {"devices": 2}
 
 
 @pytest.mark.parametrize(
-    ("texts", "disabled"),
+    ("of_job", "of_node", "names", "expected"),
     [
-        (cards(RTX, RTX), True),
-        (cards(RTX, RTX, driver="550.40.07"), False),
-        (cards(RTX, RTX, driver="550.40"), True),
-        (cards(RTX), False),
-        (cards("NVIDIA L40S", "NVIDIA L40S"), False),
-        ({}, False),
+        # NCCL is pinned where it could choose wrongly.
+        (TWO_NODES, {"interfaces": (LO, ETH0)}, "NCCL_", {}),
+        (TWO_NODES, {"interfaces": (LO, VIRTUAL)}, "NCCL_", {}),
+        (TWO_NODES, {"interfaces": (LO, BRIDGE, VIRTUAL)}, "NCCL_", {}),
+        (TWO_NODES, {"interfaces": (LO, ETH0, ETH1)}, "NCCL_|GLOO_", ETH0_ALONE),
+        (TWO_NODES, {"interfaces": (LO, BRIDGE, ETH0)}, "NCCL_|GLOO_", ETH0_ALONE),
+        # No variable that current plugins do not want; the outdated lists do harm.
+        (TWO_NODES, {}, "NCCL_|FI_|RDMAV_", {}),
+        (TWO_NODES, {"rdma_devices": (INFINIBAND,)}, "NCCL_|FI_|RDMAV_", {}),
+        (TWO_NODES, {"rdma_devices": (EFA,)}, "NCCL_|FI_|RDMAV_", {"FI_EFA_USE_HUGE_PAGE": "0"}),
+        # The allocator's variable follows torch, and has no rival.
+        ({}, {"libraries": {"torch": "2.6.0+cu124"}}, "PYTORCH_", {OLD: GROWING}),
+        ({}, {"libraries": {"torch": "2.8.0a0+5228986c39"}}, "PYTORCH_", {OLD: GROWING}),
+        ({}, {"libraries": {"torch": "2.9.0"}}, "PYTORCH_", {NEW: GROWING}),
+        ({}, {"libraries": {"torch": "2.13.0+cu130"}}, "PYTORCH_", {NEW: GROWING}),
+        ({}, {"libraries": {"torch": "odd"}}, "PYTORCH_", {OLD: GROWING}),
+        ({"environment": {OLD: SPLIT}}, {}, "PYTORCH_", {}),
+        ({"environment": {NEW: SPLIT}}, {}, "PYTORCH_", {}),
+        # Consumer cards with old drivers get no access to their peers.
+        (TWO_CARDS, {"texts": cards(RTX, RTX)}, ".*_DISABLE", NO_PEERS),
+        (TWO_CARDS, {"texts": cards(RTX, RTX, driver="550.40")}, ".*_DISABLE", NO_PEERS),
+        (TWO_CARDS, {"texts": cards(RTX, RTX, driver="550.40.07")}, ".*_DISABLE", {}),
+        (TWO_CARDS, {"texts": cards(RTX)}, ".*_DISABLE", {}),
+        (TWO_CARDS, {"texts": cards("NVIDIA L40S", "NVIDIA L40S")}, ".*_DISABLE", {}),
+        (TWO_CARDS, {}, ".*_DISABLE", {}),
+        # Collectives are recorded under the name that torch reads.
+        (
+            *(TWO_CARDS, {"libraries": {"torch": "2.7.1+cu126"}}, "TORCH_"),
+            {"TORCH_NCCL_TRACE_BUFFER_SIZE": "20000", **RECORDED},
+        ),
+        (
+            *(TWO_CARDS, {"libraries": {"torch": "2.8.0"}}, "TORCH_"),
+            {"TORCH_FR_BUFFER_SIZE": "20000", **RECORDED},
+        ),
+        ({}, {}, "TORCH_", {}),
     ],
 )
-def test_consumer_cards_with_old_drivers_get_no_peer_access(
-    texts: dict[str, str], disabled: bool
+def test_what_is_set_for_a_machine(
+    of_job: dict[str, Any], of_node: dict[str, Any], names: str, expected: dict[str, str]
 ) -> None:
-    found = by_name(CudaBackend().environment(job(devices=2), machine(texts=texts), None))
-    names = {name for name in found if name.endswith("_DISABLE")}
-    assert names == ({"NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"} if disabled else set())
-
-
-@pytest.mark.parametrize(
-    ("torch", "name"),
-    [("2.7.1+cu126", "TORCH_NCCL_TRACE_BUFFER_SIZE"), ("2.8.0", "TORCH_FR_BUFFER_SIZE")],
-)
-def test_collectives_are_recorded_under_the_name_that_torch_reads(torch: str, name: str) -> None:
-    node, two = machine(libraries={"torch": torch}), job(devices=2)
-    found = by_name(CudaBackend().environment(two, node, None))
-    assert [each for each in found if each.endswith("BUFFER_SIZE")] == [name]
-    assert found["TORCH_NCCL_DUMP_ON_TIMEOUT"].value == "1"
-    prefix = found["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"].value
-    assert prefix == two.collectives_record == "/runs/run/logs/flight_rank_"
-    alone = by_name(CudaBackend().environment(job(), node, None))
-    assert not any(each.startswith("TORCH_") for each in alone)
+    found = by_name(CudaBackend().environment(job(**of_job), machine(**of_node), None))
+    assert {name: s.value for name, s in found.items() if re.match(names, name)} == expected
 
 
 # -- options, capabilities and peaks ---------------------------------------------------------
@@ -352,12 +295,9 @@ def test_rounded_widths_are_few() -> None:
     assert len(exact) == len(widths)
 
 
-def test_its_sums_vary() -> None:
-    assert CudaBackend().sums_vary
-
-
 def test_what_the_card_decides_is_open_until_one_is_opened() -> None:
     backend = CudaBackend()
+    assert backend.sums_vary
     for capability in ("bfloat16", "float16"):
         assert backend.support(capability).level is Level.DEPENDS
     assert resolve_precision(PrecisionSection(), backend.support).param_dtype == "bfloat16"
@@ -559,22 +499,25 @@ def test_torchs_own_complaint_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None
         CudaBackend().open(0)
 
 
-def test_exhausted_memory_is_recognised() -> None:
+@pytest.mark.parametrize(
+    ("said", "exhausted"),
+    [
+        ("CUDA error: out of memory", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        (
+            "NVML_SUCCESS == r INTERNAL ASSERT FAILED at "
+            '"/pytorch/c10/cuda/CUDACachingAllocator.cpp":1165, please report a bug to PyTorch.',
+            True,
+        ),
+        ("CUDA error: device-side assert triggered", False),
+    ],
+)
+def test_exhausted_memory_is_recognised(said: str, exhausted: bool) -> None:
     import torch
 
     placement = CudaBackend().placement
     assert placement.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
-    assert placement.is_out_of_memory(RuntimeError("CUDA error: out of memory"))
-    assert placement.is_out_of_memory(
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
-    )
-    assert placement.is_out_of_memory(
-        RuntimeError(
-            "NVML_SUCCESS == r INTERNAL ASSERT FAILED at "
-            '"/pytorch/c10/cuda/CUDACachingAllocator.cpp":1165, please report a bug to PyTorch.'
-        )
-    )
-    assert not placement.is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
+    assert placement.is_out_of_memory(RuntimeError(said)) is exhausted
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -16,8 +16,9 @@ import pytest
 from anygauge.cli.run_folder import write_run
 from anygauge.config.load import load_run_file
 from anygauge.interface import LaunchSettings
+from tests.helpers.gaudi import calls
 from tests.helpers.jobs import make_job
-from tests.helpers.nvidia import NAME, calls, needs_cards, standin_environment, standin_site
+from tests.helpers.nvidia import NAME, needs_cards, standin_environment, standin_site
 from tests.helpers.processes import end, printed
 from tests.helpers.runs import anygauge, run_file, train
 

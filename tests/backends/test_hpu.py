@@ -57,19 +57,27 @@ SOURCES = Path(__file__).parents[2] / "backends/anygauge_hpu"
 # -- finding it ------------------------------------------------------------------------------
 
 
-def test_a_complete_machine_is_available(tmp_path: Path) -> None:
-    found = probe(write_tree(tmp_path, GAUDI | DRIVER), software="1.20.0.543")
-    assert found.available and found.device_count == 1
-    assert "1.20.0-bd4de22" in found.driver.detail
-    assert "1.20.0.543" in found.software.detail
+BUS = {name: text for name, text in GAUDI.items() if name.startswith("sys/bus")}
 
 
-def test_another_vendors_accelerator_is_no_gaudi_card(tmp_path: Path) -> None:
-    found = probe(write_tree(tmp_path, OTHER | DRIVER), software="1.20.0")
-    assert not found.has_hardware and found.device_count is None
-    assert "0x1da3" in found.reason
-    both = probe(write_tree(tmp_path, GAUDI), software="1.20.0")
-    assert both.device_count == 1
+@pytest.mark.parametrize(
+    ("files", "count", "said"),
+    [
+        (GAUDI | DRIVER, 1, "1.20.0-bd4de22 .*1.20.0.543"),
+        (OTHER | DRIVER, None, "0x1da3"),
+        (OTHER | GAUDI, 1, ""),
+        (BUS, 1, "--runtime=habana"),
+    ],
+    ids=["complete", "another vendor's card", "both", "cards without device files"],
+)
+def test_what_a_machine_shows(
+    files: dict[str, str], count: int | None, said: str, tmp_path: Path
+) -> None:
+    found = probe(write_tree(tmp_path, files), software="1.20.0.543")
+    assert (found.has_hardware, found.device_count) == (count is not None, count)
+    assert found.available is (count == 1 and "sys/module/habanalabs/version" in files)
+    shown = (found.driver.detail, found.software.detail, found.reason, *found.notes)
+    assert re.search(said, " ".join(shown)), shown
 
 
 def test_without_anything_each_step_says_what_was_looked_for(tmp_path: Path) -> None:
@@ -82,13 +90,6 @@ def test_without_anything_each_step_says_what_was_looked_for(tmp_path: Path) -> 
     ):
         assert any(place in looked for looked in finding.looked_at)
     assert "container image" in found.software.detail
-
-
-def test_cards_without_device_files_have_a_note(tmp_path: Path) -> None:
-    bus = {name: text for name, text in GAUDI.items() if name.startswith("sys/bus")}
-    found = probe(write_tree(tmp_path, bus))
-    assert found.has_hardware
-    assert "--runtime=habana" in found.notes[0]
 
 
 # -- modes -----------------------------------------------------------------------------------

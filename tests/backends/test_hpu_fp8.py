@@ -1,6 +1,6 @@
 """Products in FP8 on the stand-in for Gaudi: what is called, in optimum-habana's order.
 
-The stand-in multiplies in rounded numbers; its speed and Gaudi's own rounding are not shown.
+The stand-in rounds nothing: speed and numbers of FP8 are not shown.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ def test_a_step_is_as_optimum_habanas(lazy: TrainedOnStandIn) -> None:
         assert order == [context, first, context, again] * FORWARDS
 
 
-def test_losses_are_near_those_in_bfloat16(lazy: TrainedOnStandIn, folder: Path) -> None:
+def test_the_layers_are_the_models_own(lazy: TrainedOnStandIn, folder: Path) -> None:
     usual = trained(folder, "bfloat16", attention="softmax", changes=EVALUATED)
     fp8, plain = lazy.run.steps("loss"), usual.run.steps("loss")
-    assert fp8 == pytest.approx(plain, rel=1e-2) and fp8 != plain
+    assert fp8 == pytest.approx(plain, rel=1e-3)
     assert "linear layers multiply in FP8" in lazy.run.out
     assert "FP8" not in usual.run.out
 
@@ -144,8 +144,7 @@ def test_all_weights_train_in_fp8_and_a_checkpoint_goes_on(folder: Path) -> None
     environment = standin_environment(standin_site(folder), folder / "resumed-record")
     again = train(path, "--resume", str(first), environment=environment)
     assert again.status == 0, again.out + again.err
-    # Scales begin anew.
-    assert again.steps("loss") == pytest.approx(run.run.steps("loss")[2:], rel=1e-2)
+    assert again.steps("loss") == pytest.approx(run.run.steps("loss")[2:], rel=1e-3)
 
 
 def test_it_is_refused_where_the_library_is_missing(tmp_path: Path) -> None:

@@ -106,7 +106,12 @@ def lazy(folder: Path) -> Iterator[TrainedOnStandIn]:
     yield trained(folder, "lazy", attention="softmax", sync_on_release=True)
 
 
-def test_graphs_end_after_each_backward_and_update(lazy: TrainedOnStandIn) -> None:
+def test_each_rank_takes_its_card_and_ends_its_graphs(lazy: TrainedOnStandIn) -> None:
+    assert [[c[1] for c in each if c[0] == "acquire"] for each in lazy.calls] == [["0"], ["1"]]
+    assert [each[0] for each in lazy.calls] == [["load", "lazy"]] * RANKS
+    # A wrong argument would have ended the run; the control group is the host's.
+    made = [(c[0], c[1]) for c in lazy.calls[0] if c[0].endswith("group")]
+    assert made[:2] == [("init_process_group", "hccl"), ("new_group", "gloo")]
     marks = ACCUMULATION * (IN_A_MICRO_STEP + 1) + IN_AN_UPDATE + 1
     assert lazy.count("mark_step") == [STEPS * marks] * RANKS
     assert lazy.count("refused") == [0] * RANKS
@@ -132,23 +137,9 @@ def test_a_step_calls_in_order(lazy: TrainedOnStandIn) -> None:
         assert found[: len(step)] == step
 
 
-def test_cards_are_taken_by_their_module(lazy: TrainedOnStandIn) -> None:
-    assert [[c[1] for c in each if c[0] == "acquire"] for each in lazy.calls] == [["0"], ["1"]]
-    assert [each[0] for each in lazy.calls] == [["load", "lazy"]] * RANKS
-
-
-def test_groups_are_made_without_what_is_gone(lazy: TrainedOnStandIn) -> None:
-    # A wrong argument would have ended the run; the control group is the host's.
-    made = [(c[0], c[1]) for c in lazy.calls[0] if c[0].endswith("group")]
-    assert made[:2] == [("init_process_group", "hccl"), ("new_group", "gloo")]
-
-
-def test_the_model_library_replaces_nothing_in_torch(lazy: TrainedOnStandIn) -> None:
-    # Its predicate for the device does, where it is asked; a run never asks it.
+def test_the_model_library_replaces_nothing_in_torch(lazy: TrainedOnStandIn, folder: Path) -> None:
+    """Its predicate for the device does, where it is asked; a run never asks it."""
     assert [[c[1] for c in each if c[0] == "patched"] for each in lazy.calls] == [[[]]] * RANKS
-
-
-def test_what_the_model_library_replaces_would_be_recorded(folder: Path) -> None:
     site, record = standin_site(folder), folder / "asked-predicate"
     code = (
         "import habana_frameworks.torch\n"

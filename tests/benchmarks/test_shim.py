@@ -21,7 +21,7 @@ from benchmarks.processes import SHIM
 
 sys.path.insert(0, str(SHIM))
 from benchmark_phases import Phases, peak, reset
-from benchmark_watch import WAITS, StepCounter, StepWatch, on_device, union
+from benchmark_watch import WAITS, StepWatch, count_steps, on_device, union
 
 sys.path.remove(str(SHIM))
 
@@ -133,7 +133,7 @@ def test_a_step_ends_with_the_first_update_after_a_backward() -> None:
     hooks: list[Any] = []
     autograd = SimpleNamespace(backward=lambda: "done")
     optimizer = SimpleNamespace(register_optimizer_step_post_hook=hooks.append)
-    StepCounter(seen.append).watch(autograd, optimizer)
+    count_steps(autograd, optimizer, seen.append)
     (update,) = hooks
     update(None, (), {})  # before any backward
     for _ in range(2):
@@ -144,20 +144,11 @@ def test_a_step_ends_with_the_first_update_after_a_backward() -> None:
     assert seen == [1, 2]
 
 
-class WatchedCard:
+def with_card(monkeypatch: pytest.MonkeyPatch, set_mode: Callable[[str], object]) -> None:
     """What is called of ``torch.cuda``, as if there were a card."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: str = "") -> None:
-        self.modes: list[str] = []
-        self._error = error
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", self.set_mode)
-
-    def set_mode(self, mode: str) -> None:
-        if self._error:
-            raise RuntimeError(self._error)
-        self.modes.append(mode)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
 
 
 def watched(folder: Path, first: int, count: int, step: Callable[[int], None]) -> dict[str, Any]:
@@ -181,12 +172,13 @@ def test_waits_are_counted_while_torch_warns_of_them(
         if number == 4:
             warnings.warn("another", stacklevel=1)
 
-    card = WatchedCard(monkeypatch)
+    modes: list[str] = []
+    with_card(monkeypatch, modes.append)
     shown: list[str] = []
     with warnings.catch_warnings():
         monkeypatch.setattr(warnings, "showwarning", lambda message, *_: shown.append(str(message)))
         found = watched(tmp_path, 3, 2, step)
-    assert card.modes == ["warn", "default"]
+    assert modes == ["warn", "default"]
     assert shown == ["another"]
     assert found["host_waits"] == 3
     assert 0 < found["busy"] <= 1 and found["operations"] >= 2
@@ -199,7 +191,10 @@ def test_without_a_card_there_are_no_waits_to_count(tmp_path: Path) -> None:
 def test_a_run_is_not_ended_where_it_cannot_be_watched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    WatchedCard(monkeypatch, "no such mode")
+    def refuse(mode: str) -> None:
+        raise RuntimeError("no such mode")
+
+    with_card(monkeypatch, refuse)
     with warnings.catch_warnings():
         show = warnings.showwarning
         found = watched(tmp_path, 1, 1, lambda number: None)
@@ -211,45 +206,29 @@ def test_a_run_is_not_ended_where_it_cannot_be_watched(
 # -- memory by phase ----------------------------------------------------------------------------
 
 
-class Memory:
-    """Of a process, as the kernel counts it."""
-
-    def __init__(self) -> None:
-        self.now = self.most = 10
-
-    def hold(self, size: int) -> None:
-        self.now = size
-        self.most = max(self.most, size)
-
-    def reset(self) -> None:
-        self.most = self.now
-
-
 def test_a_peak_belongs_to_its_phase() -> None:
-    memory = Memory()
-    phases = Phases(lambda: memory.most, memory.reset)
+    memory = SimpleNamespace(now=10, most=10)
+
+    def hold(*sizes: int) -> None:
+        for memory.now in sizes:
+            memory.most = max(memory.most, memory.now)
 
     class Loop:
         def run(self) -> str:
-            memory.hold(50)
-            memory.hold(30)
+            hold(50, 30)
             self.evaluate()
-            memory.hold(35)
+            hold(35)
             return "done"
 
         def evaluate(self) -> None:
-            memory.hold(40)
-            memory.hold(30)
+            hold(40, 30)
 
-    def save() -> None:
-        memory.hold(45)
-
-    module = SimpleNamespace(Loop=Loop)
-    saver = SimpleNamespace(save=save)
+    phases = Phases(lambda: memory.most, lambda: setattr(memory, "most", memory.now))
+    module, saver = SimpleNamespace(Loop=Loop), SimpleNamespace(save=lambda: hold(45))
     hooks = phases.hooks()
     hooks["anygauge.training.loop"](module)
     hooks["anygauge.training.save"](saver)
-    memory.hold(20)
+    hold(20)
     assert Loop().run() == "done"
     saver.save()
     assert phases.taken() == {"load": 20, "training": 50, "evaluation": 40, "save": 45}

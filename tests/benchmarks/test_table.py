@@ -21,7 +21,6 @@ from benchmarks.table import (
     paired,
     rotated,
     summarise,
-    t_quantile,
     table,
 )
 
@@ -49,13 +48,6 @@ def test_every_contender_takes_every_place() -> None:
     orders = [rotated("abc", round_) for round_ in range(4)]
     assert orders == [list("abc"), list("bca"), list("cab"), list("abc")]
     assert rotated([], 3) == []
-
-
-@pytest.mark.parametrize(
-    ("degrees", "expected"), [(1, 12.7062), (2, 4.30265), (4, 2.77645), (30, 2.04227)]
-)
-def test_quantiles_are_those_of_printed_tables(degrees: int, expected: float) -> None:
-    assert t_quantile(degrees) == pytest.approx(expected, rel=1e-4)
 
 
 def test_ratios_are_paired_and_their_interval_is_students_on_logarithms() -> None:
@@ -101,7 +93,7 @@ def test_markdown_and_json_have_every_run() -> None:
     shown = markdown("A title", summarise(outcomes, CONTENDERS))
     lines = [line for line in shown.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in lines}) == 1
-    assert "| DeepSpeed, by hand | 1,000 | 2.000 | 25.0% | 2 | 2.0 | 2.0000 | 1,234 | 1 |" in lines
+    assert "| DeepSpeed, by hand | 1,000 | 2.000 | 25.0% | 2 | 2 | 2 | 1,234 | 1 |" in lines
     found = json.loads(json.dumps(as_record(outcomes, CONTENDERS)))
     assert [run["name"] for run in found["runs"]] == ["anygauge", "deepspeed"]
     assert found["summary"][1]["figures"]["anygauge / this"]["median"] == 2.0
@@ -130,6 +122,6 @@ def test_starts_are_compared_within_a_round() -> None:
         )
     ]
     ours, theirs = table(by_start(found, CONTENDERS))[2:]
-    assert ours == "| anygauge | 3.0 | 1.000 [1.000, 1.000] | 2.0 | 1,000 |"
-    assert theirs.startswith("| DeepSpeed, by hand | 5.0 | 2.000 [")
-    assert theirs.endswith("] | 5.0 | 2,000 |")
+    assert ours == "| anygauge | 3 | 1.000 [1.000, 1.000] | 2 | 1,000 |"
+    assert theirs.startswith("| DeepSpeed, by hand | 5 | 2.000 [")
+    assert theirs.endswith("] | 5 | 2,000 |")

@@ -59,31 +59,40 @@ def there(folder: Path, **changes: Any) -> Path:
     )
 
 
-def test_a_path_that_the_machines_do_not_have_is_named_with_its_line(tmp_path: Path) -> None:
-    path = there(tmp_path, data={"train": {"path": "/home/me/rows.jsonl"}})
-    done = called(["launch", path, "--dry-run"])
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "data.train.path: /home/me/rows.jsonl is not on the job's machines" in done.stderr
-    assert "which have only /anygauge/runs, /data" in done.stderr and "tiny.yaml:" in done.stderr
-    known = {**LAUNCH, "options": {**OPTIONS, "in_image": ["/home/me"]}}
-    path = there(tmp_path, data={"train": {"path": "/home/me/rows.jsonl"}}, launch=known)
-    assert called(["launch", path, "--dry-run"]).returncode == 0
+SECRET = ("HF_TOKEN looks like a secret", "launch.options.secrets")
+EFA = ("--set", "launch.fabric=efa")
 
 
 @pytest.mark.parametrize(
-    ("changes", "where"),
+    ("changes", "options", "said"),
     [
-        ({"environment": {"HF_TOKEN": "hf_xyz"}}, "environment"),
-        ({"launch": {**LAUNCH, "pass_environment": ["HF_TOKEN"]}}, "launch.pass_environment"),
+        (
+            {"data": {"train": {"path": "/home/me/rows.jsonl"}}}, (),
+            (
+                "data.train.path: /home/me/rows.jsonl is not on the job's machines",
+                "which have only /anygauge/runs, /data", "tiny.yaml:",
+            ),
+        ),
+        ({"environment": {"HF_TOKEN": "hf_xyz"}}, (), ("environment: ", *SECRET)),
+        (
+            {"launch": {**LAUNCH, "pass_environment": ["HF_TOKEN"]}}, (),
+            ("launch.pass_environment: ", *SECRET),
+        ),
+        ({}, EFA, ("launch.fabric: 'efa': this backend has auto, ethernet",)),
+        (
+            {}, ("--backend", "cuda", *EFA),
+            ("with launch.fabric: efa, pods must ask for vpc.amazonaws.com/efa",),
+        ),
     ],
-)
-def test_secrets_are_named_by_where_the_cluster_keeps_them(
-    changes: dict[str, Any], where: str, tmp_path: Path
+    ids=["a path", "a secret", "a secret by name", "a network", "what a network needs"],
+)  # fmt: skip
+def test_what_machines_cannot_have_is_refused(
+    changes: dict[str, Any], options: tuple[str, ...], said: tuple[str, ...], tmp_path: Path
 ) -> None:
-    done = called(["launch", there(tmp_path, **changes), "--dry-run"])
-    assert done.returncode == 2 and "hf_xyz" not in done.stdout + done.stderr
-    assert f"{where}: HF_TOKEN looks like a secret" in done.stderr
-    assert "launch.options.secrets" in done.stderr
+    done = called(["launch", there(tmp_path, **changes), "--dry-run", *options])
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert all(words in done.stderr for words in said), done.stderr
+    assert "hf_xyz" not in done.stdout + done.stderr
 
 
 def test_a_dry_run_shows_the_manifest_and_how_it_was_tested(tmp_path: Path) -> None:
@@ -92,6 +101,9 @@ def test_a_dry_run_shows_the_manifest_and_how_it_was_tested(tmp_path: Path) -> N
     assert "launcher kubernetes; tested: emulated (rendered jobs pass" in done.stdout
     assert "    | kind: JobSet\n" in done.stdout
     assert "by hand, cancel: kubectl --namespace default delete jobset tiny" in done.stdout
+    known = {**LAUNCH, "options": {**OPTIONS, "in_image": ["/home/me"]}}
+    path = there(tmp_path, data={"train": {"path": "/home/me/rows.jsonl"}}, launch=known)
+    assert called(["launch", path, "--dry-run"]).returncode == 0
     assert not (tmp_path / "out").exists()
 
 
@@ -108,17 +120,6 @@ def test_a_plan_for_git_stands_by_itself(tmp_path: Path) -> None:
     job = Job.load(folder / "job.json")
     assert (job.token, job.run_directory) == ("", "/anygauge/runs/tiny")
     assert json.loads(job.run_text)["model"]["name"] == "/data/model"
-
-
-def test_a_network_that_the_backend_does_not_have_is_refused(tmp_path: Path) -> None:
-    done = called(["launch", there(tmp_path), "--dry-run", "--set", "launch.fabric=efa"])
-    assert done.returncode == 2
-    assert "launch.fabric: 'efa': this backend has auto, ethernet" in done.stderr
-    pods = called(
-        ["launch", there(tmp_path), "--dry-run", "--backend", "cuda", "--set", "launch.fabric=efa"]
-    )
-    assert pods.returncode == 2
-    assert "with launch.fabric: efa, pods must ask for vpc.amazonaws.com/efa" in pods.stderr
 
 
 def test_a_job_is_submitted_left_followed_and_its_logs_are_found(tmp_path: Path) -> None:

@@ -80,8 +80,6 @@ def test_a_job_is_submitted_left_seen_again_and_cancelled(
     assert (folder / "job.json").stat().st_mode & 0o777 == 0o600
     assert len(Job.load(folder / "job.json").token) == 32
 
-    seen = called(["job", "status", folder], environment=slurm)
-    assert seen.stdout == "slurm job 42: pending (Resources)\n"
     assert called(["job", "cancel", folder], environment=slurm).returncode == 0
     assert (tmp_path / "cancelled").read_text() == "42\n"
     followed = called(["job", "follow", folder], environment=slurm)
@@ -101,6 +99,32 @@ def test_what_the_coordinator_wrote_is_what_is_followed(
     followed = called(["job", "follow", folder], environment=slurm)
     assert "hello from rank 0" in followed.stdout
     assert followed.returncode == 69 and "node 1 is lost" in followed.stderr
+
+
+GONE = "#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1\n"
+AWAY = "#!/bin/sh\necho 'no contact' >&2; exit 1\n"
+
+
+@pytest.mark.parametrize(
+    ("scontrol", "event", "status", "said"),
+    [
+        (SCONTROL, None, 0, "slurm job 42: pending (Resources)\n"),
+        (GONE, None, 1, "slurm job 42: Slurm does not know it (any more)\n"),
+        (GONE, {"event": "ended", "state": "ok"}, 0, "slurm job 42: ended (ok); Slurm has "),
+        (GONE, {"event": "message", "text": "began"}, 1, "slurm job 42: Slurm does not know"),
+        (AWAY, None, 1, "slurm job 42: unreachable (no contact)\n"),
+    ],
+)
+def test_the_status_of_a_job_that_may_be_gone(
+    scontrol: str, event: dict[str, str] | None, status: int, said: str,
+    tmp_path: Path, slurm: dict[str, str], folder: Path,
+) -> None:  # fmt: skip
+    (tmp_path / "bin" / "scontrol").write_text(scontrol)
+    if event is not None:
+        (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
+    done = called(["job", "status", folder], environment=slurm)
+    assert done.returncode == status and done.stdout.startswith(said)
+    assert ("no agent reported how the job ended" in done.stderr) == ("does not know" in said)
 
 
 def test_a_refusal_of_sbatch_is_quoted(tmp_path: Path, slurm: dict[str, str], path: Path) -> None:

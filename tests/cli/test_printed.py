@@ -1,4 +1,4 @@
-"""What commands print cannot drive a terminal: control characters are escaped."""
+"""What commands print: help of one style, and nothing that drives a terminal."""
 
 from __future__ import annotations
 
@@ -88,3 +88,18 @@ def test_all_commands_print_so() -> None:
         p.name for p in folder.glob("*.py") if "from rich.console import Console" in p.read_text()
     ]
     assert own == []
+
+
+@pytest.mark.parametrize("name", anygauge.cli.COMMANDS)
+def test_help_has_one_style(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert anygauge.cli.run([name, "--help"]) == 0
+    usage, *lines = capsys.readouterr().out.splitlines()
+    words = r"[A-Za-z._]+|\[RUN\.yaml\]"
+    assert re.fullmatch(
+        rf"Usage: anygauge {name}( ({words}))* \[OPTIONS\]( \[-- COMMAND \.{{3}}\])?", usage
+    )
+    assert "  -h, --help" in "\n".join(lines) and not any("bool" in line for line in lines)
+    assert max(map(len, [*lines, *anygauge.cli.help_text().splitlines()])) <= 80

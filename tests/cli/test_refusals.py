@@ -1,8 +1,7 @@
-"""What commands refuse: exit status, one message, nothing written; in this process, from tables.
+"""What commands refuse: exit status, one message, nothing written; in this process.
 
-`LINES` are command lines; `EARLY` are run files that are refused before model and rows are looked
-at, `CHECKED` by looking at them, `MODELS` are broken models. The last tests start real processes,
-one for each kind of error; Ctrl-C is in `test_nothing_left.py`.
+Command lines and run files stand in `messages.txt`, broken models in `MODELS`. The last tests start
+real processes, one for each kind of error; Ctrl-C is in `test_nothing_left.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from tests.helpers.runs import (
     TINY,
     anygauge,
     called,
+    merged,
     run_file,
     save_tiny,
     train,
@@ -57,175 +57,65 @@ def refused(
     return done.returncode, done.stderr.replace(str(folder), "DIR")
 
 
-def matched(expected: str, message: str) -> None:
-    """Whether a message begins so, behind the usage that typer shows."""
-    said = message.partition("rror: ")[2]
-    assert re.match(expected, said, re.DOTALL), said
+class Refusal(NamedTuple):
+    """A command line of `messages.txt`.
+
+    Attributes:
+        changes: of the run file.
+        checks: whether model and rows are looked at.
+        words: how the message begins.
+    """
+
+    line: str
+    changes: dict[str, Any]
+    checks: bool
+    status: int
+    words: str
 
 
-BACKENDS = (
-    r"there is no backend named '\w+'; valid names: auto, cpu, .*  cpu: this machine's processors; "
-    r"available here\n.*  cuda: NVIDIA GPUs; .*  hpu: Intel Gaudi cards; "
-)
-MISSING = "missing.yaml: no such file"
-NO_FOLDER = r"\./missing: no such folder .*give a run directory, a model folder, or a name of the"
-LINES = {
-    "nonsense": "there is no command 'nonsense'; commands: train, launch",
-    "trian RUN": "there is no command 'trian'; did you mean 'train'",
-    "train": "Missing argument 'RUN.yaml'",
-    "train RUN more": r"Got unexpected extra argument\(s\) \(more\)",
-    "train RUN --nonsense": "No such option: --nonsense",
-    "train RUN --backend gpu": BACKENDS,
-    "train RUN --backend cdua": "there is no backend named 'cdua'; did you mean .* names: .*cpu",
-    "train RUN --launcher slrum": "there is no launcher named 'slrum'; did you mean 'slurm'",
-    "train RUN --devices 0": "Invalid value for '--devices': .*greater than or equal to 1",
-    "train RUN --devices 3": "train.global_batch_size 4 .*6",
-    "train RUN --devices 2 --set strategy=single": ".*--devices 1.*zero",
-    "train RUN --nodes 2": ".*--nodes: launch.launcher: 'local' starts ranks on this machine .*ssh",
-    "train RUN --set train.stepz=1": ".*--set train.stepz=1: train.stepz: .*did you mean 'steps'",
-    "train RUN --set strategy.name=zerro": ".*no strategy named 'zerro'; did you mean 'zero'",
-    "train RUN --set strategy.stage=9": ".*it is a field of strategy 'zero'; add strategy.name",
-    "train RUN --set trackers=[nothing]": "there is no tracker named 'nothing'; valid names: ",
-    "train missing.yaml": MISSING,
-    "train RUN --resume missing": ".*--resume: checkpoint.resume: no such folder: DIR/missing",
-    "launch RUN --detach": "--detach: a job of the local launcher ends with the command",
-    "launch RUN --render .": r"--render: \. exists and is not an empty folder",
-    "launch RUN --backend nvidia": BACKENDS,
-    "job status missing": "missing is not a folder; name the run's folder",
-    "job status .": r"\. has no launched.json, so no job was submitted from there",
-    "job logs .": "logs has no logs: name the folder of a run that has started",
-    "job begin .": "Invalid value for 'ACTION': .*'begin' is not one of 'status', 'follow'",
-    "job status": "Missing argument 'RUN_DIRECTORY'",
-    "data missing.yaml": MISSING,
-    "data RUN --backend amd": BACKENDS,
-    "data RUN --set data.train.prompt=qestion": ".*no column 'qestion'; columns here: prompt, comp",
-    "data RUN --set data.train.path=empty.jsonl": "DIR/empty.jsonl is empty; at least one row is",
-    "data RUN --set data.max_length=4 --set data.too_long=drop --set data.cache=off": (
-        "none of the 40 rows of .*40 too long for data.max_length 4 "
-    ),
-    "data RUN --set data.train.path=blank.jsonl --set data.cache=off": (
-        "none of the 1 rows of DIR/blank.jsonl .*1 with nothing to learn"
-    ),
-    "generate": "Missing argument 'MODEL'",
-    "generate ./missing --prompt a": NO_FOLDER,
-    "generate RUN --temperature -1": "Invalid value for '--temperature': .*equal to 0",
-    "merge ./missing --output new": NO_FOLDER,
-    "merge model": "Missing option '--output'",
-    "merge model --output .": r"--output \. exists and is not an empty folder",
-    "merge model --output empty.jsonl/new": ".*empty.jsonl is not a folder",
-    "env --backend apple": BACKENDS,
-    "env --local-rank 7 --backend cpu": "Invalid value for --local-rank: 7 is not a rank of this",
-    "env --format xml": "Invalid value for '--format': .*'xml' is not one of 'table', 'shell'",
-    "env --set a=1": "--set changes a run file, and none is given: anygauge env RUN",
-    "doctor --backend gpu": BACKENDS,
-    "doctor --backend nvidia": BACKENDS,
-    "doctor --backend hpuu": "there is no backend named 'hpuu'; did you mean 'hpu'",
-    "doctor --collectives 1": "Invalid value for '--collectives': .*equal to 2",
-    "image --backend gaudi": BACKENDS,
-    "image --backend hpu --release 1.19.0": ".*its torch is older than anygauge takes",
-    "image --backend hpu --release 1": ".*no release 1; releases with an image: 1.20",
-    "image --engine dokcer": "Invalid value for --engine: dokcer is not one of docker, podman",
-    "image --backend cpu --release none": "Invalid value for --release: the cpu backend has no re",
-    "launchers --nonsense": "No such option: --nonsense",
-    "strategies --backend cpuu": "there is no backend named 'cpuu'; did you mean 'cpu'",
-    "strategies fsdp": r"Got unexpected extra argument\(s\) \(fsdp\)",
-    "plan missing.yaml": MISSING,
-    "plan RUN --machine h1000:8": "there is no machine named 'h1000:8'; did you mean 'h100'",
-    "plan RUN --machine h100:0": "machine 'h100:0': '0' is not a number of cards; write 1 to 1024",
-    "plan RUN --set model.path=./missing": ".*model.path: no such field; 'path' belongs under data",
-    "plan RUN --hardware missing.toml": "missing.toml: cannot be read as a description of hardware",
-    "plan": "no run file is given: anygauge plan RUN.yaml",
-    "plan RUN --calibrate": "--calibrate measures this machine and takes no run file: leave",
-    "plan RUN --compare h1000:8": "there is no machine named 'h1000:8'; did you mean 'h100'",
-    "backends --nonsense": "No such option: --nonsense",
-    "kernels --backend gpu": BACKENDS,
-    "kernels --nonsense": "No such option: --nonsense",
-}
-"""Each ends with 2, before it starts or writes anything; its message begins so."""
+def refusals() -> list[Refusal]:
+    found = []
+    page = Path(__file__).with_name("messages.txt").read_text(encoding="utf-8")
+    for section in page.split("\n## ")[1:]:
+        title, *blocks = section.split("\n\n")
+        for block in blocks:
+            *lines, answer = block.strip().split("\n")
+            status, _, words = answer.partition("> ")
+            commands = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+            changes = yaml.safe_load("\n".join(lines[: -len(commands)])) or {}
+            # A run and its dry run say the same.
+            commands += [f"{line} --dry-run" for line in commands] if changes else []
+            facts = (changes, "before" not in title, int(status or 2), words)
+            found += [Refusal(line, *facts) for line in commands]
+    return found
 
 
-@pytest.mark.parametrize("line", LINES)
-def test_a_command_line(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_file(tmp_path)
+REFUSALS = refusals()
+
+
+@pytest.mark.parametrize("case", REFUSALS, ids=lambda case: " ".join([case.line, *case.changes]))
+def test_a_command_line_is_answered(
+    case: Refusal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = dict(case.changes)
+    if "model" in changes:
+        changes["model"] = merged({"config": TINY, "tokenizer": "tokenizer"}, changes["model"])
+    run_that_is_refused(tmp_path, changes)
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "blank.jsonl").write_text('{"prompt": "a", "completion": " "}\n')
-    status, message = refused(line, tmp_path, monkeypatch)
-    assert status == 2
-    matched(LINES[line], message)
+    options = {} if case.checks else {"ask": None}
+    status, message = refused(case.line, tmp_path, monkeypatch, **options)
+    assert status == case.status, message
+    said = message.partition("rror: ")[2]  # behind the usage that typer shows
+    assert re.match(".*".join(map(re.escape, case.words.split("..."))), said, re.DOTALL), said
 
 
 def test_every_command_has_a_wrong_line() -> None:
-    assert set(cli.COMMANDS) <= {line.split()[0] for line in LINES}
+    assert set(cli.COMMANDS) <= {case.line.split()[0] for case in REFUSALS}
 
 
 def test_no_command() -> None:
     assert called([]).returncode == 2
-
-
-EARLY: dict[str, tuple[dict[str, Any], int, str]] = {
-    "data that is missing": (
-        {"data": {"train": {"path": "rows.jsonl"}}},
-        2,
-        r".*  tiny\.yaml:\d+: data\.train\.path: .*rows\.jsonl",
-    ),
-    "a column that the first row lacks": (
-        {"data": {"train": {"path": "chats.jsonl", "format": "text"}}},
-        2,
-        r"DIR/chats\.jsonl:1: no column 'text'",
-    ),
-    "an option that the launcher lacks": (
-        {"launch": {"options": {"grace": 3}}},
-        2,
-        r".*launch\.options\.grace: the local launcher has no such option; .*'grace_s'",
-    ),
-    "an output that cannot be written": (
-        {"output": "tokenizer/tokenizer.json/runs"},
-        2,
-        r".*output: DIR/tokenizer/tokenizer\.json is not a folder",
-    ),
-    "offload in the engine's words": (
-        {"strategy": {"name": "zero", "options": {"offload_optimizer": {"device": "cpu"}}}},
-        1,
-        r".*strategy\.offload: optimizer",
-    ),
-    "sums that the engine cannot do": (
-        {"strategy": {"name": "zero", "stage": 0}, "precision": {"param_dtype": "bfloat16"}},
-        1,
-        ".*Set precision.reduce_dtype",
-    ),
-    "an unknown kernel": ({"kernels": {"rms_norm": "nope"}}, 2, ".*'nope'.*valid names"),
-    "two kernels for attention": (
-        {
-            "kernels": {"attention": "reference"},
-            "model": {"config": TINY, "tokenizer": "tokenizer", "attention": "eager"},
-        },
-        1,
-        ".*one of them must be left out",
-    ),
-}
-"""A change of the run file, the exit status, and how the message begins."""
-CHECKED: dict[str, tuple[dict[str, Any], int, str]] = {
-    "rows longer than the model": (
-        {"data": {"max_length": 300}},
-        2,
-        ".*max_length is 300.*set it to at most 256",
-    ),
-    "an adapter to start from that is none": (
-        {"adapter": {"start_from": "tokenizer", "r": None}},
-        2,
-        "DIR/tokenizer is not an adapter folder: adapter_config.json, adapter_model",
-    ),
-    "a start that needs more than a seed": (
-        {"adapter": {"init": "eva"}},
-        1,
-        r"adapter\.init: eva is not supported: it",
-    ),
-    "a start that needs whole weights": (
-        {"adapter": {"init": "pissa"}, "strategy": {"name": "fsdp"}},
-        1,
-        r"adapter\.init: .*computed from whole weights",
-    ),
-}
 
 
 def run_that_is_refused(folder: Path, changes: dict[str, Any]) -> None:
@@ -238,33 +128,6 @@ def run_that_is_refused(folder: Path, changes: dict[str, Any]) -> None:
     path.write_text(yaml.safe_dump(fields))
     turns = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
     (folder / "chats.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 8)
-
-
-BOTH = pytest.mark.parametrize("line", ["train RUN", "train RUN --dry-run"])
-
-
-@BOTH
-@pytest.mark.parametrize("case", EARLY)
-def test_a_run_file_before_anything_is_looked_at(
-    case: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changes, status, expected = EARLY[case]
-    run_that_is_refused(tmp_path, changes)
-    ended, message = refused(line, tmp_path, monkeypatch, ask=None)
-    assert ended == status, message
-    matched(expected, message)
-
-
-@BOTH
-@pytest.mark.parametrize("case", CHECKED)
-def test_a_run_file_by_its_model_and_rows(
-    case: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changes, status, expected = CHECKED[case]
-    run_that_is_refused(tmp_path, changes)
-    ended, message = refused(line, tmp_path, monkeypatch)
-    assert ended == status, message
-    matched(expected, message)
 
 
 @pytest.fixture(scope="module")
@@ -502,9 +365,8 @@ def test_more_layers_than_the_weights_have_where_the_model_must_be_built(
     [
         ({"train": {"stesp": 3}}, r"tiny\.yaml:\d+: train\.stesp: .*did you mean 'steps'"),
         ({"adapter": {"targets": ["q_porj"]}}, "adapter.targets: no layer is called 'q_porj'"),
-        ({"data": {"max_length": 4, "too_long": "drop"}}, "none of the 40 rows of .*too long"),
     ],
-    ids=["run file", "model", "data"],
+    ids=["run file", "model"],
 )
 def test_a_command_that_refuses(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     run = train(run_file(tmp_path, **changes))

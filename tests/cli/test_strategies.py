@@ -1,13 +1,23 @@
-"""``anygauge strategies`` says what each needs, and what a backend cannot do, with its reason."""
+"""Strategies on the command line: listed, chosen by a word alone, and without DeepSpeed.
+
+What is refused stands in `messages.txt`, what `auto` takes in `test_memory_check.py`.
+"""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from anygauge.cli.intent import read_intent
+from anygauge.interface import NotAvailableError
+from anygauge.registry import registry as module
 from anygauge.strategies import anygauge_provide_strategies
-from tests.helpers.runs import called
+from tests.helpers.gaudi import standin_environment, standin_site
+from tests.helpers.runs import anygauge, called, run_file
 
 
 def test_every_strategy_is_listed_with_what_it_needs() -> None:
@@ -34,3 +44,93 @@ def test_what_a_backend_cannot_do_is_told_with_its_reason() -> None:
         "lazy: no. backend 'lazy' lacks 'collectives', needed because DDP sums gradients" in shown
     )
     assert "torch has no process group for lazy tensors" in shown
+
+
+COMPILED = "backend_options.mode=compile"  # lazy mode refuses what FSDP2 runs
+
+WORDS = {
+    "zero": ("strategy=zero", "strategy.reentrant=true"),  # DeepSpeed from 0.19.6 on has another
+    "ddp": ("strategy=ddp",),
+    "fsdp": ("strategy=fsdp", COMPILED),
+    "mics": ("strategy=mics", COMPILED),
+    "tensor": ("strategy=tensor",),
+    "pipeline": ("strategy=pipeline",),
+    "sequences": ("strategy=fsdp", "strategy.cp=2", COMPILED),
+    "auto": ("strategy=auto",),
+}
+
+
+def sets(*overrides: str) -> list[str]:
+    return [part for override in overrides for part in ("--set", override)]
+
+
+@pytest.mark.parametrize(
+    "word", [pytest.param(w, marks=[pytest.mark.slow] * (w != "tensor")) for w in WORDS]
+)
+def test_a_dry_run_on_the_stand_in_for_gaudi(word: str, tmp_path: Path) -> None:
+    site = standin_site(tmp_path)
+    done = anygauge(
+        [
+            *("train", run_file(tmp_path, train={"micro_batch_size": 1}), "--dry-run"),
+            *("--backend", "hpu", "--devices", "2"),
+            *sets(*WORDS[word]),
+        ],
+        environment=standin_environment(site, tmp_path / "record"),
+    )
+    assert done.returncode == 0, done.stderr
+    named = {
+        "tensor": "ddp",
+        "pipeline": "ddp",
+        "mics": "fsdp",
+        "sequences": "fsdp",
+        "auto": "auto (the ranks decide once their devices are open)",
+    }
+    assert f"strategy {named.get(word, word)}, 1 x 2 ranks" in done.stdout
+    assert "PT_HPU_LAZY_MODE" in done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+INSTALL = "pip install 'anygauge[zero]'"
+
+
+def unnamed(folder: Path) -> Path:
+    """A run file without a strategy's section."""
+    path = run_file(folder)
+    values: dict[str, Any] = yaml.safe_load(path.read_text())
+    values.pop("strategy", None)
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@pytest.fixture
+def without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = module.installed_version
+
+    def version(distribution: str) -> str | None:
+        return None if distribution == "deepspeed" else real(distribution)
+
+    monkeypatch.setattr(module, "installed_version", version)
+
+
+@pytest.mark.usefixtures("without_deepspeed")
+def test_forms_of_a_strategy_that_is_not_installed_are_left_out(tmp_path: Path) -> None:
+    flags = {"launch.devices": 2}
+    intent = read_intent(unnamed(tmp_path), [], flags, need_device=False)
+    assert [each.strategy.name for each in intent.forms] == ["ddp", "fsdp", "fsdp"]
+
+
+@pytest.mark.usefixtures("without_deepspeed")
+@pytest.mark.parametrize("named", ["strategy=fsdp", "strategy.name=fsdp"])
+def test_one_that_is_named_needs_no_reason(named: str, tmp_path: Path) -> None:
+    job = read_intent(unnamed(tmp_path), [named], {}, need_device=False).job
+    assert (job.strategy, job.strategy_why) == ("fsdp", "")
+
+
+@pytest.mark.usefixtures("without_deepspeed")
+def test_zero_is_refused_without_its_engine(tmp_path: Path) -> None:
+    with pytest.raises(NotAvailableError) as caught:
+        read_intent(unnamed(tmp_path), ["strategy=zero"], {}, need_device=False)
+    assert str(caught.value) == (
+        f"strategy.name: 'zero' needs deepspeed, which this machine lacks: {INSTALL}. "
+        "Or use another: fsdp, ddp, auto, single"
+    )

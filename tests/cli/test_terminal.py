@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -61,41 +61,48 @@ class Played:
 
 
 def play(
-    *events: Mapping[str, Any], terminal: bool = False, quiet: bool = False, width: int = 120
+    *events: Mapping[str, Any],
+    terminal: bool = False,
+    width: int = 120,
+    status: int = 0,
+    **options: Any,
 ) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
-    status = follow(
-        Played(list(events)),
+    found = follow(
+        Played(list(events), status),
         run_directory="/runs/one",
-        quiet=quiet,
         console=Console(file=out, force_terminal=terminal, width=width, color_system=None),
         errors=Console(file=err, width=40, color_system=None),
+        **options,
     )
-    return status, out.getvalue(), err.getvalue()
+    return found, out.getvalue(), err.getvalue()
 
 
-def test_a_step_is_one_line() -> None:
-    line = "step 10/200  loss 2.3456  lr 1.9e-04  grad 0.98  5,120 tok/s  peak 1.2 GiB"
-    assert step_line(STEP) == line
-    assert play(STEP, ENDED) == (0, line + "\n", "")
-
-
-def test_a_step_shows_mfu_where_there_is_one_and_skips_what_is_missing() -> None:
-    assert step_line({"step": 1, "loss": 1.0, "mfu": 0.412}) == "step 1  loss 1.0000  mfu 41.2%"
-    assert step_line({"step": 1, "loss": 1.0, "mfu": None}) == "step 1  loss 1.0000"
+SHOWN = "step 10/200  loss 2.3456  lr 1.9e-04  grad 0.98  5,120 tok/s  peak 1.2 GiB"
+EVALUATED = {"name": "eval", "step": 5, "eval_loss": 2.0, "perplexity": 7.39}
 
 
 @pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**40, "1.0 TiB"), (3 * 2**20, "3.0 MiB")],
+    ("line", "event", "shown"),
+    [
+        (step_line, STEP, SHOWN),
+        (step_line, {"step": 1, "loss": 1.0, "mfu": 0.412}, "step 1  loss 1.0000  mfu 41.2%"),
+        (step_line, {"step": 1, "loss": 1.0, "mfu": None}, "step 1  loss 1.0000"),
+        (evaluation_line, EVALUATED, "eval at step 5  loss 2.0000  perplexity 7.39"),
+        (size, 0, "0 B"),
+        (size, 1023, "1023 B"),
+        (size, 1536, "1.5 KiB"),
+        (size, 3 * 2**20, "3.0 MiB"),
+        (size, 2**40, "1.0 TiB"),
+        (summary_lines, None, []),
+    ],
 )
-def test_sizes(count: float, text: str) -> None:
-    assert size(count) == text
+def test_each_is_one_line(line: Callable[[Any], Any], event: Any, shown: Any) -> None:
+    assert line(event) == shown
 
 
-def test_an_evaluation_is_one_line() -> None:
-    event = {"event": "evaluation", "name": "eval", "step": 5, "eval_loss": 2.0, "perplexity": 7.39}
-    assert evaluation_line(event) == "eval at step 5  loss 2.0000  perplexity 7.39"
+def test_a_step_is_a_line() -> None:
+    assert play(STEP, ENDED) == (0, SHOWN + "\n", "")
 
 
 def test_a_summary_is_a_line_for_each_single_value() -> None:
@@ -163,10 +170,6 @@ def test_a_path_below_the_current_folder_is_shown_as_it_would_be_typed(
     monkeypatch.chdir(tmp_path)
     saved, publish = summary_lines({"saved": str(tmp_path / "runs/one")})
     assert saved.split() == ["saved", "runs/one"] and " upload runs/one alone, " in publish
-
-
-def test_no_summary_is_no_line() -> None:
-    assert summary_lines(None) == []
 
 
 def test_header_messages_and_summary_appear_and_brackets_stay() -> None:
@@ -369,18 +372,10 @@ def test_ctrl_c_promises_what_comes(
 
 
 def test_a_signal_that_came_while_the_job_was_submitted_has_its_answer() -> None:
-    out, err = io.StringIO(), io.StringIO()
     cancelled = {"event": "ended", "state": "cancelled", "exit_status": 143, "cause": "SIGTERM"}
-    status = follow(
-        Played([cancelled], 143),
-        run_directory="/runs/one",
-        console=Console(file=out, width=120),
-        errors=Console(file=err, width=120),
-        asked=[signal.SIGINT],
-    )
-    assert status == 130
-    assert "nothing to save" in out.getvalue()
-    assert "ended on request before the first step" in err.getvalue()
+    status, out, err = play(cancelled, status=143, asked=[signal.SIGINT])
+    assert status == 130 and "nothing to save" in out
+    assert "ended on request before the first step" in err
 
 
 def test_a_second_ctrl_c_kills(tmp_path: Path) -> None:

@@ -59,45 +59,6 @@ def test_flags_and_overrides_must_not_contradict_each_other(folder, minimal):
     assert same.run.launch.devices == 2
 
 
-@pytest.mark.parametrize(
-    ("override", "complaint"),
-    [
-        ("train.steps", ": expected PATH=VALUE, such as --set train.steps=10"),
-        (
-            "train..steps=3",
-            ": 'train..steps' is not a path of names with dots between, "
-            "such as --set train.steps=10",
-        ),
-        (
-            "train.steps=",
-            ": train.steps: no value; write null for the default, or '\"\"' for empty text",
-        ),
-        ("name=#1", ": name: no value; quote a value that begins with '#'"),
-        (
-            "trackers=[a",
-            ": trackers: the value is not valid YAML: while parsing a flow sequence, "
-            "expected ',' or ']', but got '<stream end>'",
-        ),
-        ("train={seed: 1, seed: 2}", ": train.seed: written twice"),
-        ("extends=a.yaml", ": 'extends' works in a file alone"),
-        ("name=!x y", ": name: the tag !x means nothing here; write a plain value"),
-        (
-            "train.optimizer.lr=fast",
-            ": train.optimizer.lr: got 'fast' (str), expected a number > 0",
-        ),
-        ("name.x=1", ": name: got a mapping, expected text matching ^[A-Za-z0-9][A-Za-z0-9._-]*$"),
-        ("trackers.0=a", ": trackers: got a mapping, expected a list of text"),
-    ],
-)
-def test_wrong_overrides_name_the_override(folder, minimal, override, complaint):
-    assert folder.refuse(minimal, override) == [f"--set {override}{complaint}"]
-
-
-def test_an_unknown_field_of_an_override(folder, minimal):
-    (line,) = folder.refuse(minimal, "train.foo=1")
-    assert line.startswith("--set train.foo=1: train.foo: no such field; valid here: steps, ")
-
-
 IN_RANGE = {
     "train.steps": st.integers(1, 2**31 - 1) | st.none(),
     "train.optimizer.lr": st.floats(min_value=0, exclude_min=True, max_value=1e6),

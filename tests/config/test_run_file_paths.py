@@ -63,19 +63,6 @@ def test_a_dollar_sign_elsewhere_is_left_alone(folder, minimal):
     assert run.run.output == str(folder.path / "a$/b")
 
 
-@pytest.mark.parametrize(
-    ("output", "complaint"),
-    [
-        ("${NOWHERE}/x", "the variable 'NOWHERE' in '${NOWHERE}/x' is not set; export it"),
-        ("~nobody-of-this-name/x", "no home folder is known for '~nobody-of-this-name'"),
-        ("''", "'' is not a path"),
-        ('"a\\0b"', "'a\\x00b' is not a path"),
-    ],
-)
-def test_paths_that_cannot_be_expanded(folder, minimal, output, complaint):
-    assert folder.refuse(f"{minimal}output: {output}") == [f"run.yaml:3: output: {complaint}"]
-
-
 def test_a_model_is_a_folder_if_there_is_one_and_else_a_name_on_the_hub(folder):
     (folder.path / "org/local").mkdir(parents=True)
     for written, meant in {

@@ -72,22 +72,3 @@ def test_the_cache_is_switched_off_by_a_bare_word(folder, written):
 def test_a_template_may_be_written_in_the_run_file(folder):
     text = f"{MODEL}data: {{train: {{path: a.jsonl}}, chat_template: '{{{{ x }}}} $y'}}"
     assert folder.load(text).run.data.chat_template == "{{ x }} $y"
-
-
-@pytest.mark.parametrize(
-    ("data", "complaint"),
-    [
-        ("train: [{path: a.jsonl}, {pth: b.jsonl}]", "data.train[1].path: missing: "),
-        ("train: [{path: a.jsonl, weight: 0}]", "data.train[0].weight: got 0 (int), expected a number > 0"),  # noqa: E501
-        ("train: [a.jsonl]", "data.train[0]: got 'a.jsonl' (str), expected a mapping of path, "),
-        ("train: a.jsonl", "data.train: got 'a.jsonl' (str), expected a mapping of path, "),
-        ("train: []", "data: an empty list has no rows; give at least one source"),
-        ("train: {path: a.jsonl}, eval: {path: b.jsonl, weight: 2}", "data: 'weight' is of no use in 'eval'"),  # noqa: E501
-        ("train: {path: a.jsonl}, shuffle: false, packing: true", "data: give 'shuffle: false' or 'packing', not both"),  # noqa: E501
-        ("train: {path: a.jsonl}, streaming: true, group_by_length: true", "data: give 'streaming' or 'group_by_length', not both"),  # noqa: E501
-    ],
-)  # fmt: skip
-def test_what_is_refused(folder, data, complaint):
-    lines = folder.refuse(f"{MODEL}data: {{{data}}}")
-    assert lines[0].removeprefix("run.yaml:2: ").startswith(complaint)
-    assert len(lines) == 1 + ("pth" in data)

@@ -1,8 +1,6 @@
-"""Each strategy brings the fields of its section; another's are refused where they are written."""
+"""Each strategy brings the fields of its section; another's: `messages.txt`."""
 
 from __future__ import annotations
-
-import pytest
 
 from anygauge.config.resolved import dump_run
 
@@ -19,52 +17,6 @@ def test_a_strategy_has_its_own_fields_alone(folder, minimal):
     run = folder.load(minimal + "strategy: {name: single}").run
     assert run.model_dump()["strategy"] == {"name": "single"}
     assert "stage" not in dump_run(run)
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        (
-            "strategy:\n  name: single\n  stage: 2",
-            "run.yaml:5: strategy.stage: strategy 'single' has no such field; it is a field of "
-            "strategy 'zero'; valid here: name",
-        ),
-        (
-            "strategy: {name: zero, stag: 2}",
-            "run.yaml:3: strategy.stag: strategy 'zero' has no such field; did you mean 'stage'? "
-            "valid here: name, stage, gather, offload, nvme, reentrant, options",
-        ),
-        (
-            "strategy: {stage: 9}",
-            "run.yaml:3: strategy.stage: strategy 'auto' has no such field; it is a field of "
-            "strategy 'zero'; add strategy.name: zero; valid here: name",
-        ),
-        (
-            "strategy: {name: zero, stage: 9}",
-            "run.yaml:3: strategy.stage: got 9 (int), expected a whole number >= 0 and <= 3",
-        ),
-        (
-            "strategy: {name: zreo, stage: 9}",
-            "run.yaml:3: strategy.name: there is no strategy named 'zreo'; did you mean 'zero'? "
-            "valid names: auto, ddp, fsdp, single, zero",
-        ),
-        (
-            "strategy: {name: 5}",
-            "run.yaml:3: strategy.name: got 5 (int), expected the name of a strategy",
-        ),
-        (
-            "strategy: zreo",
-            "run.yaml:3: strategy.name: there is no strategy named 'zreo'; did you mean 'zero'? "
-            "valid names: auto, ddp, fsdp, single, zero",
-        ),
-        (
-            "strategy: [zero]",
-            "run.yaml:3: strategy: got a list of 1, expected a mapping of name",
-        ),
-    ],
-)
-def test_what_is_wrong_is_told_where_it_stands(folder, minimal, text, complaint):
-    assert folder.refuse(minimal + text) == [complaint]
 
 
 def test_an_unknown_strategy_hides_nothing_else(folder, minimal):

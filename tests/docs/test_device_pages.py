@@ -1,17 +1,23 @@
-"""The pages on devices list what the code has: releases, options, versions, rules."""
+"""The pages on devices list what the code has: releases, options, versions, rules, hardware."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from anygauge.interface import ImageRelease
+import pytest
+
+from anygauge.interface import CARD_FIGURES, FLOPS_TYPES, ImageRelease, read_cards
+from anygauge.planning.machines import MACHINE_FIGURES, Hardware
+from anygauge.registry import Registry
 from anygauge_cuda.versions import OLDEST_DRIVER
 from anygauge_hpu.options import HpuOptions
 from anygauge_hpu.software import RELEASES
-from docs.rule_tables import page, shipped
+from docs import hardware_tables, rule_tables
 from docs.run_file_tables import field_rows
+from tests.docs.pages import ROOT, marked
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = ROOT / "docs"
+HARDWARE = DOCS / "hardware.md"
 
 
 def rows(name: str, title: str) -> list[str]:
@@ -52,4 +58,46 @@ def test_the_oldest_drivers_are_listed() -> None:
 
 def test_the_page_of_the_environment_is_made_from_the_rules() -> None:
     told = (DOCS / "environment.md").read_text(encoding="utf-8")
-    assert told == page(shipped()), "python docs/rule_tables.py docs/environment.md"
+    made = rule_tables.page(rule_tables.shipped())
+    assert told == made, "python docs/rule_tables.py docs/environment.md"
+
+
+def test_the_tables_are_made_from_the_descriptions() -> None:
+    text = HARDWARE.read_text(encoding="utf-8")
+    made = hardware_tables.page(text, hardware_tables.shipped())
+    assert text == made, "python docs/hardware_tables.py docs/hardware.md"
+
+
+def test_no_source_leans_on_another() -> None:
+    # A user's file may replace the figure before it, and pages sort them.
+    hardware = hardware_tables.shipped()
+    for described in (*hardware.cards, *hardware.machines):
+        for figure, source in described.sources.items():
+            assert not source.startswith("the same"), (described.name, figure)
+
+
+def test_the_example_describes_and_corrects(tmp_path: Path) -> None:
+    (block,) = marked("hardware")
+    own = tmp_path / "own.toml"
+    own.write_text(block.text, encoding="utf-8")
+    plain, hardware = hardware_tables.shipped(), Hardware.load(Registry.load(), [own])
+    machine = hardware.machine("under the desk")
+    assert (machine.cards, machine.link, machine.host_memory) == (2, 31e9, 128 * 2**30)
+    assert hardware.card(machine.card).flops == {"bfloat16": 122e12}
+    assert hardware.machine("p5").price == 60.5 and plain.machine("p5").price is None
+    assert hardware.card("h100").bandwidth == 3.0e12 != plain.card("h100").bandwidth
+    assert hardware.card("h100").memory == plain.card("h100").memory
+
+
+@pytest.mark.parametrize(
+    "key", [*CARD_FIGURES, *FLOPS_TYPES, *MACHINE_FIGURES, "shared_memory", "ranks"]
+)
+def test_every_key_is_on_the_page(key: str) -> None:
+    prose = HARDWARE.read_text(encoding="utf-8").partition("## Cards")[0]
+    assert key in prose or key.replace("_", " ") in prose
+
+
+def test_the_examples_of_cards_say_all_that_they_know() -> None:
+    for file in sorted((ROOT / "examples/hardware").glob("*.toml")):
+        (card,) = read_cards(file.read_text(encoding="utf-8"), file.name)
+        assert card.memory and card.bandwidth and card.flops and not card.backend

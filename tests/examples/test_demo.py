@@ -218,37 +218,34 @@ def test_run_files_find_what_the_demo_makes(name: str, tmp_path: Path) -> None:
 # -- the demo itself -----------------------------------------------------------------------------
 
 
-def write_metrics(folder: Path, *records: dict[str, object]) -> Path:
-    file = folder / "metrics.jsonl"
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return file
-
-
 def evaluation(step: int, loss: float | None) -> dict[str, object]:
     return {"step": step, "name": "eval", "eval_loss": loss, "eval_tokens": 10}
 
 
-def test_losses_are_those_before_the_first_and_after_the_last_step(tmp_path: Path) -> None:
-    steps = [{"step": 1, "loss": 9.0}, {"step": 2, "loss": 8.0}]
-    evaluations = [evaluation(0, 5.0), evaluation(1, 4.0), evaluation(2, 3.0)]
-    file = write_metrics(
-        tmp_path, evaluations[0], steps[0], evaluations[1], steps[1], evaluations[2]
-    )
-    assert demo.held_out_losses(file) == (5.0, 3.0, 10)
+STEP = {"step": 1, "loss": 9.0}
+BEFORE, BETWEEN, AFTER = evaluation(0, 5.0), evaluation(1, 4.0), evaluation(2, 3.0)
 
 
 @pytest.mark.parametrize(
-    "records",
+    ("records", "found"),
     [
-        [{"step": 1, "loss": 9.0}, evaluation(1, 3.0)],
-        [evaluation(0, 5.0), {"step": 1, "loss": 9.0}],
-        [evaluation(0, 5.0), {"step": 1, "loss": 9.0}, evaluation(1, None)],
+        ([BEFORE, STEP, BETWEEN, {"step": 2, "loss": 8.0}, AFTER], (5.0, 3.0, 10)),
+        ([STEP, BETWEEN], None),
+        ([BEFORE, STEP], None),
+        ([BEFORE, STEP, evaluation(1, None)], None),
     ],
-    ids=["no base", "no end", "no number"],
+    ids=["whole", "no base", "no end", "no number"],
 )
-def test_a_missing_evaluation_is_told(tmp_path: Path, records: list[dict[str, object]]) -> None:
+def test_losses_are_those_before_the_first_and_after_the_last_step(
+    records: list[dict[str, object]], found: tuple[float, float, int] | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    if found is not None:
+        assert demo.held_out_losses(file) == found
+        return
     with pytest.raises(demo.DemoError, match="step 0 and the last step were expected"):
-        demo.held_out_losses(write_metrics(tmp_path, *records))
+        demo.held_out_losses(file)
 
 
 @pytest.mark.parametrize("tuned", [5.0, 4.8, 6.0, float("nan")])

@@ -14,6 +14,8 @@ from unittest import mock
 
 import pytest
 
+from tests.helpers.tree import add_distribution
+
 STANDIN = Path(__file__).parents[1] / "standins/gaudi"
 needs_cards = pytest.mark.skipif(
     importlib.util.find_spec("anygauge_sim") is None,
@@ -31,21 +33,11 @@ def standin_site(folder: Path, version: str = "1.20.0") -> Path:
     if site.exists():
         return site
     shutil.copytree(STANDIN, site, ignore=shutil.ignore_patterns("__pycache__"))
-    for name, number, group, point in (
-        (
-            "habana-torch-plugin",
-            version,
-            "torch.backends",
-            "device_backend = habana_frameworks.autoload:__autoload",
-        ),
-        ("gaudi-standin", "1.0", "anygauge", "hpu-standin = anygauge_hpu_standin"),
-    ):
-        info = site / f"{name.replace('-', '_')}-{number}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n", encoding="utf-8"
-        )
-        (info / "entry_points.txt").write_text(f"[{group}]\n{point}\n", encoding="utf-8")
+    autoload = "[torch.backends]\ndevice_backend = habana_frameworks.autoload:__autoload\n"
+    add_distribution(site, "habana-torch-plugin", version, autoload)
+    add_distribution(
+        site, "gaudi-standin", "1.0", "[anygauge]\nhpu-standin = anygauge_hpu_standin\n"
+    )
     return site
 
 
@@ -116,9 +108,5 @@ def intels_deepspeed(folder: Path, checkout: Path, release: str) -> Path:
     (site / "deepspeed/git_version_info_installed.py").write_text(
         "".join(f"{name} = {value!r}\n" for name, value in written.items()), encoding="utf-8"
     )
-    info = site / f"deepspeed-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {version}\n", encoding="utf-8"
-    )
+    add_distribution(site, "deepspeed", version)
     return site

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.helpers.tree import write_tree
+from tests.helpers.tree import add_distribution, write_tree
 
 STANDIN = Path(__file__).parents[1] / "standins/cuda"
 NAME = "NVIDIA H100 80GB HBM3"
@@ -46,12 +44,8 @@ def standin_site(folder: Path) -> Path:
     shutil.copytree(STANDIN / "site", site, ignore=shutil.ignore_patterns("__pycache__"))
     (site / cards.name).symlink_to(cards)
     write_tree(site / "machine", MACHINE)
-    info = site / "cuda_standin-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cuda-standin\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[anygauge]\ncuda-standin = anygauge_cuda_standin\n", encoding="utf-8"
-    )
+    entry = "[anygauge]\ncuda-standin = anygauge_cuda_standin\n"
+    add_distribution(site, "cuda-standin", "1.0", entry)
     return site
 
 
@@ -63,9 +57,3 @@ def standin_environment(site: Path, record: Path) -> dict[str, str]:
         "ANYGAUGE_BLOCK_PLUGINS": "cuda",
         "CUDA_STANDIN_RECORD": str(record),
     }
-
-
-def calls(record: Path, rank: int) -> list[list[Any]]:
-    """What a rank called, in order: name and values."""
-    text = Path(f"{record}.{rank}").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]

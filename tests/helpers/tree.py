@@ -1,4 +1,4 @@
-"""Fake /proc and /sys: files under a temporary root."""
+"""Files under a temporary root: fake /proc and /sys, and distributions as if installed."""
 
 from __future__ import annotations
 
@@ -18,3 +18,10 @@ def write_tree(root: Path, files: Mapping[str, str]) -> Path:
         else:
             path.write_text(text)
     return root
+
+
+def add_distribution(site: Path, name: str, version: str, entry_points: str = "") -> None:
+    """Have a folder of packages look as if a distribution had been installed there."""
+    info = f"{name.replace('-', '_')}-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    write_tree(site, {f"{info}/METADATA": metadata, f"{info}/entry_points.txt": entry_points})

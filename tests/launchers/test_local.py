@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +16,7 @@ from anygauge.cli.run_folder import claimed
 from anygauge.interface import AnygaugeError, Job, Plan, RunFileError
 from anygauge_launchers.local import Local, LocalJob
 from tests.agent.fake_cli import fake_plan
-from tests.agent.fakes import FAKE_CLI, FINISHED, FOREVER, read_pid, sends, write_script
+from tests.agent.fakes import FINISHED, FOREVER, read_pid, sends, write_script
 from tests.helpers.jobs import make_job
 from tests.helpers.options import render
 from tests.helpers.processes import alive, until
@@ -62,16 +61,10 @@ def test_rendering_writes_nothing_and_names_every_file_and_argument(folder: Path
         *(sys.executable, "-m", "anygauge.agent"),
         *("--job", str(run / "job.json"), "--node-rank", "0", "--grace", "5"),
     )
-
-
-def test_the_grace_time_is_an_option(folder: Path) -> None:
-    (process,) = render("local", job(folder), {"grace_s": 1.5}).processes
+    (process,) = render("local", job(run), {"grace_s": 1.5}).processes
     assert process.argv[-2:] == ("--grace", "1.5")
-
-
-def test_more_than_one_machine_is_refused(folder: Path) -> None:
     with pytest.raises(RunFileError, match=r"launch\.nodes is 2"):
-        render("local", job(folder, nodes=2), {})
+        render("local", job(run, nodes=2), {})
 
 
 def test_a_job_runs_where_paths_have_spaces(folder: Path, started: list[LocalJob]) -> None:
@@ -119,19 +112,6 @@ def test_a_killed_agent_ends_the_stream(folder: Path, started: list[LocalJob]) -
     assert "ended" not in [event["event"] for event in running.events()]
     assert running.wait() == 128 + signal.SIGKILL
     until(lambda: not alive(read_pid(folder / "pid0")), "the end of the rank")
-
-
-def test_a_killed_command_line_leaves_no_process(folder: Path) -> None:
-    ranks = {0: [["touch", "up0"], FOREVER], 1: [["ignore", 15], ["touch", "up1"], FOREVER]}
-    script = write_script(folder, ranks)
-    command = subprocess.Popen([sys.executable, FAKE_CLI, script, folder / "run", "2", "0.5"])
-    until((folder / "up0").exists, "rank 0")
-    until((folder / "up1").exists, "rank 1")
-    pids = [read_pid(folder / name) for name in ("agent_pid", "pid0", "pid1")]
-    assert all(alive(pid) for pid in pids)
-    command.kill()
-    command.wait()
-    until(lambda: not any(alive(pid) for pid in pids), "the end of agent and ranks")
 
 
 def test_a_folder_that_cannot_be_written_is_said(folder: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from anygauge.registry import BLOCK_VARIABLE, Registry
+from tests.helpers.tree import add_distribution
 
 Install = Callable[..., None]
 
@@ -32,13 +33,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     def put(
         distribution: str, version: str, entry_points: Mapping[str, str], **modules: str
     ) -> None:
-        info = site / f"{distribution.replace('-', '_')}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
-        )
         lines = "".join(f"{name} = {value}\n" for name, value in entry_points.items())
-        (info / "entry_points.txt").write_text(f"[anygauge]\n{lines}")
+        add_distribution(site, distribution, version, f"[anygauge]\n{lines}")
         for name, source in modules.items():
             (site / f"{name}.py").write_text(textwrap.dedent(source))
         importlib.invalidate_caches()  # a folder may have been listed within the same tick

@@ -5,27 +5,18 @@ from __future__ import annotations
 import json
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from anygauge.cli.listings import backends
+from tests.helpers.runs import called
 from tests.registry.conftest import SHIPPED
 
 
-@pytest.fixture
-def command(monkeypatch):
-    """Runs the command with all plugins that anygauge ships, and those named, blocked."""
-    app = typer.Typer()
-    app.command()(backends)
-
-    def run(*arguments, block=(), width=80):
-        monkeypatch.setenv("ANYGAUGE_BLOCK_PLUGINS", ",".join((*SHIPPED, *block)))
-        monkeypatch.setenv("COLUMNS", str(width))
-        result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
-        assert result.exit_code == 0
-        return result.output
-
-    return run
+def command(*arguments, block=(), width=80):
+    """What it prints with all plugins that anygauge ships, and those named, blocked."""
+    blocked = ",".join((*SHIPPED, *block))
+    variables = {"ANYGAUGE_BLOCK_PLUGINS": blocked, "COLUMNS": str(width)}
+    done = called(["backends", *arguments], environment=variables)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture
@@ -39,7 +30,7 @@ def machine(install, have):
     have("twin", plugin="two", version="2.0", devices="no")
 
 
-def test_json_holds_everything(machine, command):
+def test_json_holds_everything(machine):
     report = json.loads(command("--json", block=["shut", "nobody"]))
     assert [b["name"] for b in report["backends"]] == ["fast", "host"]
     fast = report["backends"][0]
@@ -60,7 +51,7 @@ def test_json_holds_everything(machine, command):
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_table_fits_and_tells(machine, command, width):
+def test_table_fits_and_tells(machine, width):
     output = command(block=["shut"], width=width)
     assert max(len(line) for line in output.splitlines()) <= width
     flat = " ".join(output.split())
@@ -77,7 +68,7 @@ def test_table_fits_and_tells(machine, command, width):
         assert text in flat
 
 
-def test_refusal_of_auto_is_shown_and_not_raised(have, command):
+def test_refusal_of_auto_is_shown_and_not_raised(have):
     have("fast", software="no")
     assert json.loads(command("--json"))["auto"]["chosen"] is None
     output = command()
@@ -85,14 +76,14 @@ def test_refusal_of_auto_is_shown_and_not_raised(have, command):
     assert "software: library no" in output
 
 
-def test_text_of_plugins_is_no_markup(have, command):
+def test_text_of_plugins_is_no_markup(have):
     probe = "return Probe(devices=Finding.no('[bold]x[/bold]'), "
     probe += "driver=Finding.not_needed(), software=Finding.not_needed())"
     have("odd", probe=probe)
     assert "[bold]x[/bold]" in command(width=120)
 
 
-def test_a_description_of_hardware_that_cannot_be_read_is_shown(install, backend_source, command):
+def test_a_description_of_hardware_that_cannot_be_read_is_shown(install, backend_source):
     source = backend_source("fast").replace(
         "priority=", 'hardware="fake_fast:cards.toml", priority='
     )
@@ -105,5 +96,5 @@ def test_a_description_of_hardware_that_cannot_be_read_is_shown(install, backend
     assert "fake_fast:cards.toml (fast-dist 1.0): " in output
 
 
-def test_nothing_installed(command):
+def test_nothing_installed():
     assert "No backend is installed." in command()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from subprocess import CompletedProcess
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from anygauge.cli.image import image, run_command
-from anygauge.interface import LaunchProfile, UnsupportedError
+from anygauge.cli.image import run_command
+from anygauge.interface import LaunchProfile
+from tests.helpers.runs import called
 from tests.registry.conftest import SHIPPED
 
 PROFILE = """
@@ -32,33 +32,16 @@ Fake.launch = LaunchProfile(
 """
 
 
-def app() -> typer.Typer:
-    made = typer.Typer()
-    made.command()(image)
-    return made
+def command(*arguments: str) -> CompletedProcess[str]:
+    """The command without the plugins that anygauge ships."""
+    alone = {"ANYGAUGE_BLOCK_PLUGINS": ",".join(SHIPPED)}
+    return called(["image", "--json", "--backend", "cards", *arguments], environment=alone)
 
 
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, object]]:
-    monkeypatch.setenv("ANYGAUGE_BLOCK_PLUGINS", ",".join(SHIPPED))
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments: str) -> dict[str, object]:
-        result = CliRunner().invoke(app(), ["--json", *arguments], catch_exceptions=False)
-        found = json.loads(result.output)
-        assert isinstance(found, dict)
-        return found
-
-    return run
-
-
-def test_image_and_flags_are_the_profiles(
-    have: Callable[..., None], command: Callable[..., dict[str, object]]
-) -> None:
+def test_image_and_flags_are_the_profiles(have: Callable[..., None]) -> None:
     have("cards", more=PROFILE)
-    found = command("--backend", "cards", "--engine", "podman")
+    found = json.loads(command("--engine", "podman").stdout)
     run = found["run"]
-    assert isinstance(run, list)
     assert found["image"] == "registry.example.com/cards/anygauge:3" and "build" not in found
     assert run[:4] == ["podman", "run", "--rm", "--device=/dev/card0"] and found["image"] in run
 
@@ -74,25 +57,20 @@ def test_podman_keeps_the_user_where_it_is_not_root(
     assert any(flag.startswith(f"--user={user}:") for flag in found)
 
 
-def test_a_table_of_its_own(
-    have: Callable[..., None], command: Callable[..., dict[str, object]]
-) -> None:
+def test_a_table_of_its_own(have: Callable[..., None]) -> None:
     have("cards", more=TABLE)
-    found = command("--backend", "cards")
-    assert found == command("--backend", "cards", "--release", "b")
+    assert command().stdout == command("--release", "b").stdout
+    found = json.loads(command().stdout)
     # It is built elsewhere, in a way of its own.
     assert found["image"] == "registry.example.com/cards/anygauge:3-b" and "build" not in found
     assert found["release"] == {
         "name": "b", "base": "cards/stack:b", "versions": {"torch": "2.9.0"}, "goes_with": {},
         "source": "a page", "note": "",
     }  # fmt: skip
-    refused = CliRunner().invoke(app(), ["--backend", "cards", "--release", "a"])
-    assert refused.exit_code == 2 and "no image of a (too old); releases" in refused.output
+    refused = command("--release", "a")
+    assert refused.returncode == 2 and "no image of a (too old); releases" in refused.stderr
 
 
-def test_without_one_it_says_so(
-    have: Callable[..., None], command: Callable[..., dict[str, object]]
-) -> None:
+def test_without_one_it_says_so(have: Callable[..., None]) -> None:
     have("cards")
-    with pytest.raises(UnsupportedError, match="the cards backend names no container image"):
-        command("--backend", "cards")
+    assert "the cards backend names no container image" in command().stderr

@@ -9,6 +9,7 @@ import pytest
 
 from anygauge.interface import PluginError
 from anygauge.registry import BLOCK_VARIABLE, Registry, select_backend
+from tests.helpers.tree import add_distribution
 from tests.registry.conftest import SHIPPED
 
 
@@ -159,11 +160,9 @@ def test_one_name_of_two_distributions(good, have, load):
 def test_first_distribution_of_a_name_on_the_path_counts(
     good, install, load, backend_source, tmp_path, monkeypatch
 ):
-    later = tmp_path / "later" / "good_dist-9.9.dist-info"
-    later.mkdir(parents=True)
-    (later / "METADATA").write_text("Metadata-Version: 2.1\nName: good.dist\nVersion: 9.9\n")
-    (later / "entry_points.txt").write_text("[anygauge]\ngood = fake_good\n")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(later.parent)])
+    later = tmp_path / "later"
+    add_distribution(later, "good.dist", "9.9", "[anygauge]\ngood = fake_good\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(later)])
     registry = load()
     assert [p.version for p in registry.backends] == ["1.2"]
     assert registry.duplicates == ()

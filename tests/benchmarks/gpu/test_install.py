@@ -6,7 +6,6 @@ import re
 import shlex
 import sys
 import tomllib
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,53 +91,23 @@ def test_a_python_without_ensurepip_uses_its_own_pip(
     assert all(env["DS_ACCELERATOR"] == "cpu" and env["DS_BUILD_OPS"] == "0" for env in built[1:])
 
 
-HEAVY = {"torch", "pyarrow", "numpy", "pandas"}
-OF_THE_MACHINE = HEAVY
+OF_THE_MACHINE = {"torch", "pyarrow", "numpy", "pandas"}
 """An image for training has them."""
+BROUGHT_ALONG = {"pluggy"}
+"""By pytest."""
 
 
-def needed(name: str, seen: set[str]) -> set[str]:
-    """What a distribution brings along, of those that are installed here."""
-    key = re.sub(r"[-_.]+", "-", name).lower()
-    if key not in seen:
-        seen.add(key)
-        try:
-            wanted = metadata.requires(key) or []
-        except metadata.PackageNotFoundError:
-            wanted = []
-        for each in map(Requirement, wanted):
-            if each.marker is None or each.marker.evaluate({"extra": ""}):
-                needed(each.name, seen)
-    return seen
-
-
-def recipe() -> list[set[str]]:
-    """What each line of the page that fills the folder brings."""
-    page = (install.ROOT / "docs/gpu.md").read_text(encoding="utf-8")
-    found = []
-    for line in page.splitlines():
-        if "--wheel-dir wheels" not in line and "--dest wheels" not in line:
-            continue
-        words = [word for word in shlex.split(line.partition(" wheels ")[2]) if word[0] != "-"]
-        names = {install.normal(Requirement(word).name) for word in words}
-        alone = "--no-deps" in line
-        found.append(names if alone else set().union(*(needed(name, set()) for name in names)))
-    return found
-
-
-def test_the_recipe_of_the_docs_carries_nothing_heavy() -> None:
+def test_the_recipe_of_the_docs_has_all_that_is_installed_and_nothing_heavy() -> None:
     """pip download brings torch and NVIDIA's libraries, 2.9 GiB, for whatever needs torch."""
-    assert len(recipe()) == 5
-    for brought in recipe():
-        assert not brought & HEAVY
-
-
-def test_the_recipe_of_the_docs_has_all_that_is_installed() -> None:
-    project = tomllib.loads((install.ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
-        "project"
-    ]
+    page = (install.ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    lines = [line for line in page.splitlines() if re.search(r"--(wheel-dir|dest) wheels ", line)]
+    assert ["--no-deps" in line for line in lines] == [False, *[True] * 4]
+    words = [word for line in lines for word in shlex.split(line.partition(" wheels ")[2])]
+    named = {install.normal(Requirement(word).name) for word in words if word[0] != "-"}
+    assert not named & OF_THE_MACHINE
+    text = (install.ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    project = tomllib.loads(text)["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras["testing"], *extras["zero"], *extras["bench"]]
-    named = set().union(*recipe())
-    missing = {install.normal(Requirement(each).name) for each in wanted} - named - OF_THE_MACHINE
-    assert missing == set()
+    missing = {install.normal(Requirement(each).name) for each in wanted} - named
+    assert missing - OF_THE_MACHINE == BROUGHT_ALONG

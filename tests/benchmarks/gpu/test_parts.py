@@ -15,7 +15,8 @@ from benchmarks.gpu import operations, parity
 from benchmarks.gpu.part import FAILED, LATE, PARTS, Context, PartError, Report, names
 from benchmarks.processes import Processes
 from tests.benchmarks.commands import run
-from tests.helpers.nvidia import NAME, built, calls, standin_environment, standin_site
+from tests.helpers.gaudi import calls
+from tests.helpers.nvidia import NAME, built, standin_environment, standin_site
 
 
 def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
