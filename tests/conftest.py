@@ -16,7 +16,6 @@ LONGEST = (
     "training/test_results.py",
     "cli/test_refusals.py",
     "backends/test_hpu_runs.py",
-    "strategies/test_loss.py",
     "training/test_restarts.py",
     "testing/test_mutations.py",
     "strategies/test_state.py",

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data import Layout, Record, RowBatches, Schedule, first_records, peek, prepare
+from anygauge.data import Layout, Record, RowBatches, Schedule, first_records, prepare
 from anygauge.data.formats import detect_format
-from anygauge.interface import DataError
 from tests.helpers.chats import make_chat_tokenizer, template
 from tests.helpers.masks import encode, stretches
 
@@ -36,29 +35,6 @@ def test_question_and_answer(tokenizer):
     batches = RowBatches(prepared.train, Schedule(seed=0, global_batch=8), layout)
     filled = report.tokens / (batches.sequences_per_epoch * 2048)
     assert filled > 0.95
-
-
-def test_columns_that_must_be_named():
-    source = SourceSection(path=str(Path(FOLDER) / "gsm8k_train.jsonl"))
-    with pytest.raises(DataError, match=r"data\.train\.prompt: question"):
-        peek(DataSection(train=source))
-
-
-def test_alpaca(tokenizer):
-    source = SourceSection(path=str(Path(FOLDER) / "alpaca_en_demo.json"))
-    peek(DataSection(train=source))
-    report = prepare(DataSection(train=source, max_length=512), tokenizer, seed=0).train.report
-    assert report.rows == report.used + report.dropped_long + report.dropped_empty == 999
-
-
-def test_plain_text(tokenizer):
-    path = Path(FOLDER) / "wiki_demo.txt"
-    data = DataSection(train=SourceSection(path=str(path), limit=4), max_length=512)
-    rows = prepare(data, tokenizer, seed=0).train
-    lines = path.read_text(encoding="utf-8").split("\n")[:4]
-    whole = tokenizer([line for line in lines if line], add_special_tokens=False)["input_ids"]
-    assert rows.report.num_loss_tokens == sum(len(ids) + 1 for ids in whole)
-    assert rows.lengths.max() == 512
 
 
 def spoken(turn):

@@ -147,12 +147,6 @@ def build_context(
     )
 
 
-def on_one_rank(context: BuildContext) -> BuildContext:
-    """The same for a rank that is alone."""
-    workload = dataclasses.replace(context.workload, world_size=1, rank=0, share=Share(0, 1))
-    return dataclasses.replace(context, workload=workload)
-
-
 def batch_of(ids: Tensor, labels: Tensor | None = None, **inputs: Any) -> DeviceBatch:
     """A micro-batch of (B, T) tokens, all of them loss tokens unless `labels` says otherwise."""
     targets = shift_labels(ids if labels is None else labels)

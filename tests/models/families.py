@@ -32,12 +32,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 and one whose embedding is tied."""
 
 
+def config_of(family: str, **fields: Any) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(family, **{**SIZES, **FAMILIES.get(family, {}), **fields})
+
+
 def of_family(family: str, **fields: Any) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **fields})
-    return AutoModelForCausalLM.from_config(config).float()
+    return AutoModelForCausalLM.from_config(config_of(family, **fields)).float()
 
 
 def saved(family: str, folder: Path) -> Path:

@@ -18,8 +18,7 @@ from anygauge.models.export import save_adapter
 from anygauge.models.targets import Factors, patterns, planned_layers, short_names
 from tests.helpers.build import model_factory, on_host
 from tests.helpers.runs import TINY, run_file
-from tests.models.families import adapted, saved
-from tests.models.zoo_configs import tiny_config
+from tests.models.families import adapted, config_of, saved
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +124,7 @@ def test_all_linear_leaves_out_what_can_carry_no_adapter(
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(tiny_config(family))
+        model = AutoModelForCausalLM.from_config(config_of(family))
     assert any(f".{name}".endswith(f".{left_out}") for name, _ in model.named_modules())
     lasts = {name.rpartition(".")[2] for name in names(model)}
     assert taken in lasts and left_out not in lasts

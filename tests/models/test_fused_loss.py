@@ -22,7 +22,7 @@ from anygauge.kernels.loss import (
 )
 from anygauge.models.inputs import shift_labels
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
-from tests.models.zoo_configs import tiny_config
+from tests.models.families import config_of
 
 SMALL = {
     "vocab_size": 96,
@@ -284,7 +284,7 @@ def test_without_a_kernel_the_loss_is_made_of_the_logits(replaced: bool) -> None
 def test_an_output_layer_called_decoder_is_not_taken_for_one() -> None:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(tiny_config("modernbert-decoder"))
+    model = AutoModelForCausalLM.from_config(config_of("modernbert-decoder"))
     if getattr(model, "get_decoder", int)() is not model.get_output_embeddings():
         pytest.skip("this version's is not")
     _, served = logits_rule(model)
@@ -298,6 +298,6 @@ def test_a_decoder_under_its_usual_name_is_found() -> None:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(tiny_config("llama4_text"))
+        model = AutoModelForCausalLM.from_config(config_of("llama4_text"))
     assert model.base_model_prefix == "language_model" and not hasattr(model, "language_model")
     assert logits_rule(model)[1]

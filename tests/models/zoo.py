@@ -32,24 +32,24 @@ PARTS = {
     "made": "cannot be built",
     "loads": "does not load",
     "single": "does not train",
-    "zero": "not under ZeRO-3",
     "merges": "does not merge",
+    "zero": "not under ZeRO-3",
 }
-"""The parts of a row -> what a failed one means."""
+"""What is tried of an architecture, in this order -> what it means if it fails."""
+NO_RECOMPUTATION = (
+    "transformers cannot recompute its layers; it trains with `gradient_checkpointing: false`"
+)
 
 Row = Mapping[str, Any]
 
 
 def architectures() -> dict[str, str]:
     """Model type -> class, of every one that the installed transformers calls causal."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
-    return {
-        name: kind[0] if isinstance(kind, tuple) else kind
-        for name, kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
-        if name in CONFIG_MAPPING_NAMES
-    }
+    kinds = {name: NAMES[name] for name in sorted(NAMES) if name in CONFIG_MAPPING}
+    return {name: kind[0] if isinstance(kind, tuple) else kind for name, kind in kinds.items()}
 
 
 def versions() -> dict[str, str]:
@@ -57,106 +57,84 @@ def versions() -> dict[str, str]:
     return {name: metadata.version(name).partition("+")[0] for name in LIBRARIES}
 
 
-def results(names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(Model type, what came of it), one after another, each in processes of its own.
-
-    Of one that dies or hangs, the part that it was in has failed.
-    """
-    with tempfile.TemporaryDirectory(prefix="zoo-") as temporary:
-        tokenizer = Path(temporary, "tokenizer")
-        make_tokenizer(tokenizer)
-        for name in names:
-            with tempfile.TemporaryDirectory(dir=temporary) as folder:
-                output = Path(folder, "row.json")
-                fork = Fork(
-                    module="tests.models.zoo_one",
-                    arguments=[name, folder, str(tokenizer), str(output)],
-                    log=str(Path(folder, "log")),
-                    environment={"ANYGAUGE_BLOCK_PLUGINS": "", "HF_HUB_OFFLINE": "1"},
-                )
-                (code,) = run_forks([fork], timeout_s=LIMIT_S)
-                row = json.loads(output.read_text()) if output.exists() else {"in": "made"}
-            if (unfinished := row.pop("in", None)) is not None:
-                late = f"no end within {LIMIT_S:.0f} s"
-                row[unfinished] = {"failed": late if code == -9 else f"ended with status {code}"}
-            yield name, {"class": architectures()[name], **row}
+def result(name: str) -> dict[str, Any]:
+    """What came of a model type in a process; if that dies, the part that it was in has failed."""
+    with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
+        make_tokenizer(Path(folder, "tokenizer"))
+        fork = Fork(
+            module="tests.models.zoo_one",
+            arguments=[name, folder],
+            log=str(Path(folder, "log")),
+            environment={"ANYGAUGE_BLOCK_PLUGINS": "", "HF_HUB_OFFLINE": "1"},
+        )
+        (code,) = run_forks([fork], timeout_s=LIMIT_S)
+        output = Path(folder, "row.json")
+        row = json.loads(output.read_text()) if output.exists() else {"in": "made"}
+    if (unfinished := row.pop("in", None)) is not None:
+        late = f"no end within {LIMIT_S:.0f} s"
+        row["failed"] = {unfinished: late if code == -9 else f"ended with status {code}"}
+    return {"class": architectures()[name], **row}
 
 
-def failures(row: Row) -> dict[str, str]:
-    """Part -> message, of the parts that failed; what a failure of training brings along is one."""
-    found = {part: row[part]["failed"] for part in PARTS if "failed" in row.get(part, {})}
-    if "single" in found:
-        found.pop("zero", None)
-    return {"loads": found["loads"]} if "loads" in found else found
+def limit(stored: Mapping[str, Any], name: str, message: str) -> str | None:
+    """Which limit a message about an architecture is of; None if it is not known."""
+    line = f"{name}: {message}"
+    return next((said for form, said in stored["limits"].items() if re.search(form, line)), None)
 
 
 def unexplained(stored: Mapping[str, Any]) -> list[str]:
-    """Failures, and recomputation that must be off, for which there is no limit."""
+    """Failures for which there is no limit."""
     return [
         f"{name}: {text}"
         for stack in stored["stacks"].values()
         for name, row in stack["rows"].items()
-        for text in [*failures(row).values(), row.get("recomputes", {}).get("failed", "")]
-        if text and limit(stored["limits"], name, text) is None
+        for text in row.get("failed", {}).values()
+        if limit(stored, name, text) is None
     ]
-
-
-def limit(limits: Mapping[str, str], name: str, message: str) -> str | None:
-    """Which limit a message about an architecture is of; None if it is not known."""
-    line = f"{name}: {message}"
-    return next((text for pattern, text in limits.items() if re.search(pattern, line)), None)
 
 
 def tables(stored: Mapping[str, Any]) -> Iterator[str]:
     """The lines of the page that are made of the results; versions with more models come first."""
     stacks = sorted(stored["stacks"].values(), key=lambda stack: -len(stack["rows"]))
-    numbers: dict[str, int] = {}
-    messages: dict[str, str] = {}
+    notes: dict[str, tuple[int, str]] = {}
+    """What is said of a limit -> its number, and the first message."""
 
     def note(name: str, message: str) -> str:
-        text = limit(stored["limits"], name, message) or message
-        messages.setdefault(text, message)
-        return f"[{numbers.setdefault(text, len(numbers) + 1)}](#notes)"
+        text = limit(stored, name, message) or message
+        return f"[{notes.setdefault(text, (len(notes) + 1, message))[0]}](#notes)"
 
     def cells(name: str, row: Row | None) -> list[str]:
         if row is None:
             return ["", "", ""]
-        found = [f"{PARTS[part]} {note(name, text)}" for part, text in failures(row).items()]
-        said = "; ".join(found) or "yes"
-        if "recomputes" in row and "failed" not in row["single"]:
-            said += f" {note(name, row['recomputes']['failed'])}"
+        failed = row.get("failed", {})
+        said = "; ".join(f"{PARTS[part]} {note(name, text)}" for part, text in failed.items())
+        if "recomputes" in row and "single" not in failed:
+            said = f"{said or 'yes'} {note(name, NO_RECOMPUTATION)}"
         loss = {"": "", "reference": "logits"}.get(row.get("loss", ""), "kernel")
-        return [said, row.get("attention", ""), loss]
+        return [said or "yes", row.get("attention", ""), loss]
 
-    yield f"{TABLES} listed | can be built | test 1: load | test 2: train | test 3: ZeRO-3 | " + (
-        "test 4: merge | all tests |"
-    )
-    yield "|" + "---|" * 8
+    def line(cells: Sequence[object]) -> str:
+        return f"| {' | '.join(map(str, cells))} |"
+
+    yield f"{TABLES} listed | can be built | all tests |\n|---|---|---|---|"
     for stack in stacks:
-        rows = stack["rows"].values()
-        counts = [
-            len(rows),
-            sum("failed" not in row.get("made", {}) for row in rows),
-            *(sum(part in r and "failed" not in r[part] for r in rows) for part in [*PARTS][1:]),
-            sum(not failures(row) for row in rows),
-        ]
+        failed = [row.get("failed", {}) for row in stack["rows"].values()]
         named = ", ".join(f"{name} {version}" for name, version in stack["versions"].items())
-        yield f"| {' | '.join([named, *map(str, counts)])} |"
-    heads = [f"transformers {stack['versions']['transformers']}" for stack in stacks]
-    yield "\n## Architectures\n"
-    yield f"| model type | class | {' | '.join(f'{head} | attention | loss' for head in heads)} |"
-    yield "|" + "---|" * (2 + 3 * len(stacks))
+        built = sum("made" not in parts for parts in failed)
+        yield line([named, len(failed), built, sum(not parts for parts in failed)])
+    heads = ((f"transformers {s['versions']['transformers']}", "attention", "loss") for s in stacks)
+    columns = ["model type", "class", *(cell for head in heads for cell in head)]
+    yield f"\n## Architectures\n\n{line(columns)}\n|{'---|' * len(columns)}"
     for name in sorted({name for stack in stacks for name in stack["rows"]}):
         found = [stack["rows"].get(name) for stack in stacks]
         kind = next(row["class"] for row in found if row is not None)
-        made = [cell for row in found for cell in cells(name, row)]
-        yield f"| {' | '.join([f'`{name}`', kind, *made])} |"
+        yield line([f"`{name}`", kind, *(cell for row in found for cell in cells(name, row))])
     yield "\n## Notes\n"
-    for text, number in numbers.items():
-        message = re.sub(r"\s+", " ", messages[text].replace("`", "'")).strip()
+    for text, (number, first) in notes.items():
+        message = re.sub(r"\s+", " ", first.replace("`", "'")).strip()
         if len(message) > 200:
             message = message[:197].rsplit(" ", 1)[0] + " ..."
-        yield f"{number}. {text}" + (f": `{message}`" if messages[text] != text else "")
+        yield f"{number}. {text}" + (f": `{message}`" if first != text else "")
 
 
 def main(again: Sequence[str]) -> int:
@@ -165,12 +143,12 @@ def main(again: Sequence[str]) -> int:
     name = f"transformers {metadata.version('transformers')}"
     here = stored["stacks"].setdefault(name, {"rows": {}})
     here["versions"] = versions()
-    for model, row in results(again or [n for n in architectures() if n not in here["rows"]]):
+    for model in again or [n for n in architectures() if n not in here["rows"]]:
+        row = result(model)
         here["rows"] = dict(sorted({**here["rows"], model: row}.items()))
         RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
-        print(model, failures(row) or "yes", flush=True)
-    head = PAGE.read_text().partition(TABLES)[0]
-    PAGE.write_text(head + "\n".join(tables(stored)) + "\n")
+        print(model, row.get("failed", "yes"), flush=True)
+    PAGE.write_text(PAGE.read_text().partition(TABLES)[0] + "\n".join(tables(stored)) + "\n")
     left = unexplained(stored)
     print("\n".join(left) or f"every failure has its explanation; {PAGE} is written")
     return 1 if left else 0

@@ -14,19 +14,23 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from anygauge.config.schema import AdapterSection
+from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.config.sections import CheckpointingSection, OptimizerSection
 from anygauge.data import MicroBatch
 from anygauge.interface import Backend, Precision, Share
 from anygauge.interface.strategy import DeviceBatch, Engine
 from anygauge.kernels.install import ModelKernels
-from anygauge.kernels.loss import model_loss
+from anygauge.kernels.loss import logits_rule, model_loss
+from anygauge.models.factory import CausalModelFactory
 from anygauge.models.inputs import model_inputs, positions, shift_labels
 from anygauge.models.masks import MaskPlan
+from anygauge.models.quantised import QuantisedLinear
 from anygauge.strategies.activations import offload_activations
 from anygauge.strategies.flat import FLAT
 from anygauge.testing.bisect import CollectiveBytes
 from anygauge.training.optimizer import optimizer_factory
+from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
+from anygauge_kernels.lora import addmm
 from tests.helpers.build import build_context, model_factory, rank_of_world, strategy_of
 
 CONFIG = {
@@ -54,10 +58,13 @@ class ParityCase:
         every, selective: which layers recompute, and what, if any do.
         offloaded: what layers keep for backward is on the host.
         packed: each row is several documents.
-        model: fields of the model's configuration in place of those of `CONFIG`.
+        model: fields of the model's configuration in place of those of `CONFIG`; or its folder, as
+            ``name``.
         adapter: other fields of an adapter's section.
         rule: other fields of the optimizer's section.
         routers: weight of the loss of a mixture's routers.
+        fused: the loss is made in the output layer, in chunks, and LoRA's products are fused.
+        quantise: of the section ``model``.
     """
 
     strategy: str
@@ -76,6 +83,8 @@ class ParityCase:
     adapter: dict[str, Any] = field(default_factory=dict)
     rule: dict[str, Any] = field(default_factory=dict)
     routers: float = 0.0
+    fused: bool = False
+    quantise: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -83,12 +92,12 @@ class ParityCase:
         words += ["LoRA" if self.lora else "all weights"]
         words += ["recomputed"] * self.recomputed + [f"every {self.every}"] * (self.every > 1)
         words += ["selective"] * self.selective + ["activations offloaded"] * self.offloaded
-        words += ["packed"] * self.packed
+        words += ["packed"] * self.packed + ["fused"] * self.fused
         words += [self.optimizer] * (self.optimizer != "adamw")
         words += [self.dtype] * (self.dtype != "float32")
-        words += [self.model["model_type"]] if self.model else []
+        words += [self.model.get("model_type", "files")] if self.model else []
         words += ["routers' loss"] * bool(self.routers)
-        words += [f"{k}={v}" for k, v in {**self.adapter, **self.rule}.items()]
+        words += [f"{k}={v}" for k, v in {**self.adapter, **self.rule, **self.quantise}.items()]
         return " ".join(words)
 
     @property
@@ -101,7 +110,7 @@ class ParityCase:
 
     def alone(self) -> ParityCase:
         """The same run under the reference, on the host, where activations stay as they are."""
-        plain = {"every": 1, "selective": False, "offloaded": False}
+        plain = {"every": 1, "selective": False, "offloaded": False, "fused": False}
         if self.every > 1 or self.selective or self.offloaded:
             plain["recomputed"] = False
         return dataclasses.replace(self, strategy="single", options={}, **plain)
@@ -188,19 +197,31 @@ def micro_batches(
         yield placed(case, ids[at], labels[at], share, device)
 
 
+def fused_kernels(bare: CausalModelFactory) -> ModelKernels:
+    """Of a model that makes its loss without holding its logits."""
+    looked_at = bare.having("eager", None)
+    rule, served = logits_rule(looked_at.adapt(looked_at.skeleton()))
+    assert served, served
+    of_five_rows = functools.partial(linear_cross_entropy, chunk_bytes=4 * 256 * 5)
+    return ModelKernels(loss=rule.bound(of_five_rows), lora=addmm())
+
+
 def built(case: ParityCase, backend: Backend, rank: int, world: int) -> tuple[Engine, Any, Share]:
     """(engine, footprint, share) of a case on this rank."""
     strategy, share = strategy_of(case.strategy, case.options, rank, world)
+    described = {"config": case.model or CONFIG, "tokenizer": "none"}
+    quantised = {"quantise": case.quantise} if case.quantise else {}
+    bare = model_factory(
+        ModelSection(**(case.model if "name" in case.model else described), **quantised),
+        case.section,
+        attention=case.attention,
+        dtype=getattr(torch, case.dtype),
+        gradient_checkpointing=case.checkpointing,
+        router_aux_loss_coef=case.routers,
+    )
+    kernels = fused_kernels(bare) if case.fused else ModelKernels()
     context = build_context(
-        factory=model_factory(
-            case.model or CONFIG,
-            case.section,
-            attention=case.attention,
-            kernels=ModelKernels(),
-            dtype=getattr(torch, case.dtype),
-            gradient_checkpointing=case.checkpointing,
-            router_aux_loss_coef=case.routers,
-        ),
+        factory=bare.having(case.attention, kernels),
         optimizer=optimizer_factory(
             OptimizerSection(
                 name=case.optimizer,
@@ -224,7 +245,8 @@ def built(case: ParityCase, backend: Backend, rank: int, world: int) -> tuple[En
     engine = strategy.build(context)
     if case.offloaded:
         offload_activations(engine.model, backend.placement)
-    return engine, dataclasses.asdict(footprint), share
+    scales = sum(b.numel() * b.element_size() for b in skeleton.buffers() if b.is_meta)
+    return engine, {**dataclasses.asdict(footprint), "scales": scales}, share
 
 
 def trained(case: ParityCase, backend: Backend, rank: int, world: int) -> dict[str, Any]:
@@ -262,6 +284,7 @@ def _trained(case: ParityCase, backend: Backend, rank: int, world: int) -> dict[
     flat = getattr(engine.model, FLAT, None)  # its parameters are views of what is gathered
     held = sum(_local_bytes(p) for p in engine.model.parameters() if not (flat and p in flat))
     held += flat.held if flat else 0
+    codes = codes_of(engine.model)  # an evaluation gathers them
     evaluated = engine.evaluate(micro_batches(case, 77, share, device), model_loss)
     mine = [float(sum(map(float, evaluated)))]
     found = {
@@ -273,6 +296,7 @@ def _trained(case: ParityCase, backend: Backend, rank: int, world: int) -> dict[
         "footprint": footprint,
         "held": held,
         "kept": sorted(kept),
+        "codes": codes,
     }
     values = engine.export_trained()
     ids, labels = rows(5)
@@ -283,6 +307,20 @@ def _trained(case: ParityCase, backend: Backend, rank: int, world: int) -> dict[
         found["trained"] = {name: value.flatten().tolist() for name, value in values.items()}
         found["logits"] = logits.flatten().tolist()[:512]
     engine.close()
+    return found
+
+
+def codes_of(model: torch.nn.Module) -> dict[str, list[int]]:
+    """The codes of each quantised weight that this rank has, or of its part of it."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantisedLinear):
+            weight: Any = module.weight
+            part = weight.to_local() if hasattr(weight, "to_local") else weight
+            part = getattr(weight, "ds_tensor", part)
+            if not part.is_meta:
+                assert not part.is_floating_point(), (name, part.dtype)
+                found[name.rpartition("model.")[2]] = part.flatten().tolist()
     return found
 
 
@@ -302,8 +340,7 @@ def _local_bytes(parameter: torch.Tensor) -> int:
     return 0 if local.is_meta else local.numel() * local.element_size()
 
 
-def results(backend: Backend, cases: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """Of all cases, in one process group; rank 0 has them."""
+def results(backend: Backend, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of all cases, in one process group."""
     rank, world = rank_of_world()
-    found = [trained(ParityCase(**fields), backend, rank, world) for fields in cases]
-    return found if rank == 0 else None
+    return [trained(ParityCase(**fields), backend, rank, world) for fields in cases]

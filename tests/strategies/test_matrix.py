@@ -11,15 +11,20 @@ from tests.strategies.matrix import (
     A_FEW_NUMBERS,
     ADAPTERS,
     CARDS,
+    FORGETFUL,
     FOUR,
     MORE_ON_TWO,
+    NOTHING_RESIDENT,
+    SGD,
     STAGE3,
     TWO,
     CaseGroups,
     Result,
     recorded,
+    results,
 )
 from tests.strategies.parity_rank import ParityCase
+from tests.strategies.test_collectives_count import CONFIG as WIDE
 
 GROUPS = CaseGroups(
     two=(2, TWO),
@@ -77,6 +82,21 @@ def test_it_trains_as_one_rank_does(group: str, case: ParityCase) -> None:
         assert "torch.uint8" in found["kept"], "also in flat vectors"
     if group == "adapters" and case.options == STAGE3:
         assert found["held"] == 0, "frozen weights are whole only while they are used"
+
+
+def test_a_frozen_output_layer_that_makes_the_loss_is_gathered_once() -> None:
+    """With logits, in each of two micro-batches once for the forward and once for the backward."""
+    options = {**STAGE3, "options": {**NOTHING_RESIDENT, **FORGETFUL}}
+    cases = [
+        ParityCase(
+            strategy="zero", options=options, recomputed=True, fused=fused, model=WIDE, **SGD
+        )
+        for fused in (False, True)
+    ]
+    held, fused = results(2, cases)
+    is_the_references(cases[1], fused, held)
+    weight = 4 * WIDE["vocab_size"] * WIDE["hidden_size"]
+    assert held["bytes"]["all_gather"] - fused["bytes"]["all_gather"] == 2 * weight
 
 
 def test_the_kit_has_a_line_for_each_operator_that_strategies_call_and_for_no_other() -> None:

@@ -98,41 +98,9 @@ def test_a_softmax_that_nothing_would_call_is_refused() -> None:
         )
 
 
-def test_attention_is_made_with_the_softmax() -> None:
-    run = run_file(kernels={"attention": "softmax", "softmax": "reference"})
-    choice = attention_of(run, LLAMA)
-    assert choice.name == "anygauge_softmax" and choice.masks_of == "sdpa"
-    assert choice.why == "asked for by name" and "float32" in choice.describe()
-
-
 def attention_of(run: RunFile, config: dict[str, Any], backend: Any = None) -> Any:
     section = run.model.model_copy(update={"config": {**SMALL[config["model_type"]], **config}})
     return planned(run.model_copy(update={"model": section}), backend).attention
-
-
-def test_auto_is_the_backend_s_or_what_the_architecture_has() -> None:
-    choice = attention_of(run_file(), LLAMA)
-    assert choice.name == "sdpa" and "fused operation" in choice.describe()
-    choice = attention_of(run_file(), OWN_ATTENTION)
-    assert (choice.name, choice.why) == ("eager", "this architecture has no sdpa")
-
-
-def test_an_architecture_that_no_kernel_reaches_is_refused_with_the_way_out() -> None:
-    run = run_file(kernels={"attention": "softmax"})
-    with pytest.raises(UnsupportedError) as refused:
-        attention_of(run, OWN_ATTENTION)
-    for part in ("BloomForCausalLM computes attention itself", "Leave it out: the model's own"):
-        assert part in str(refused.value)
-
-
-def test_code_of_a_model_s_own_that_calls_no_kernel_is_refused_once_it_is_there() -> None:
-    def of_its_own(model: Any) -> None:
-        model.__class__ = type("OfItsOwn", (type(model),), {"__module__": __name__})
-
-    assert planned(run_file(), change=of_its_own).attention.name == "sdpa"
-    run = run_file(kernels={"attention": "softmax"})
-    with pytest.raises(UnsupportedError, match="OfItsOwn computes attention itself"):
-        planned(run, change=of_its_own)
 
 
 class PackedRowsBackend(CpuBackend):
@@ -141,29 +109,68 @@ class PackedRowsBackend(CpuBackend):
     packed_kernels: ClassVar = {"attention": "softmax"}
 
 
-def test_packed_rows_may_prefer_another_kernel() -> None:
-    data = {"train": {"path": "rows.jsonl"}, "packing": True}
-    assert attention_of(run_file(), LLAMA, PackedRowsBackend()).name == "sdpa"
-    assert attention_of(run_file(data=data), LLAMA, PackedRowsBackend()).name == "anygauge_softmax"
-    # Preferred, not asked for: it gives way.
-    choice = attention_of(run_file(data=data), OWN_ATTENTION, PackedRowsBackend())
-    assert choice.name == "eager"
+SOFTMAX = {"kernels": {"attention": "softmax"}}
+PACKED = {"data": {"train": {"path": "rows.jsonl"}, "packing": True}}
 
 
-def attention_is(made: AttentionKernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(choices: Mapping[str, KernelChoice], operation: str) -> Any:
-        return made if operation == "attention" else load_kernel(choices, operation)
+@pytest.mark.parametrize(
+    ("fields", "config", "backend", "name", "said"),
+    [
+        ({}, LLAMA, CpuBackend, "sdpa", "fused operation"),
+        ({}, OWN_ATTENTION, CpuBackend, "eager", "this architecture has no sdpa"),
+        (SOFTMAX, LLAMA, CpuBackend, "anygauge_softmax", "float32"),
+        ({}, LLAMA, PackedRowsBackend, "sdpa", ""),
+        (PACKED, LLAMA, PackedRowsBackend, "anygauge_softmax", ""),
+        # Preferred, not asked for: it gives way.
+        (PACKED, OWN_ATTENTION, PackedRowsBackend, "eager", ""),
+    ],
+)
+def test_attention_is_what_was_asked_for_or_the_backends_or_the_architectures(
+    fields: dict[str, Any], config: dict[str, Any], backend: Any, name: str, said: str
+) -> None:
+    choice = attention_of(run_file(**fields), config, backend())
+    assert choice.name == name
+    assert said in f"{choice.describe()}, {choice.why}"
+    if fields is SOFTMAX:
+        assert (choice.masks_of, choice.why) == ("sdpa", "asked for by name")
 
-    monkeypatch.setattr(plan, "load_kernel", load)
+
+@pytest.mark.parametrize(
+    ("limits", "served", "config", "said"),
+    [
+        (None, {}, OWN_ATTENTION, "BloomForCausalLM computes attention itself.* the model's own"),
+        ({"smallest_head": 16}, {"head_dim": 16}, {"head_dim": 8}, "of 8 are below the 16"),
+        ({"drops": False}, {}, {"attention_dropout": 0.1}, "drops attention weights in training"),
+    ],
+)
+def test_what_a_kernel_that_was_asked_for_cannot_serve_is_refused_with_the_way_out(
+    limits: dict[str, Any] | None,
+    served: dict[str, Any],
+    config: dict[str, Any],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = run_file(**SOFTMAX)
+    if limits is not None:
+        made = AttentionKernel(name="limited", forward=print, describe="-", **limits)
+
+        def load(choices: Mapping[str, KernelChoice], operation: str) -> Any:
+            return made if operation == "attention" else load_kernel(choices, operation)
+
+        monkeypatch.setattr(plan, "load_kernel", load)
+        assert attention_of(run, {**LLAMA, **served}).name == "limited"
+    with pytest.raises(UnsupportedError, match=rf"(?s){said}"):
+        attention_of(run, {**LLAMA, **config})
 
 
-def test_heads_that_a_kernel_does_not_serve_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = AttentionKernel(name="wide_heads", forward=print, describe="-", smallest_head=16)
-    attention_is(made, monkeypatch)
-    run = run_file(kernels={"attention": "softmax"})
-    assert attention_of(run, {**LLAMA, "head_dim": 16}).name == "wide_heads"
-    with pytest.raises(UnsupportedError, match="heads of 8 are below the 16"):
-        attention_of(run, {**LLAMA, "head_dim": 8})
+def test_code_of_a_model_s_own_that_calls_no_kernel_is_refused_once_it_is_there() -> None:
+    def of_its_own(model: Any) -> None:
+        model.__class__ = type("OfItsOwn", (type(model),), {"__module__": __name__})
+
+    assert planned(run_file(), change=of_its_own).attention.name == "sdpa"
+    run = run_file(**SOFTMAX)
+    with pytest.raises(UnsupportedError, match="OfItsOwn computes attention itself"):
+        planned(run, change=of_its_own)
 
 
 def test_nothing_is_compiled_without_a_compiler(
@@ -181,15 +188,6 @@ def test_nothing_is_compiled_without_a_compiler(
     assert "triton is not installed" in str(why_no_triton())
 
 
-def test_what_cannot_drop_weights_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_file(kernels={"attention": "softmax"})
-    made = AttentionKernel(name="no_dropout", forward=print, describe="-", drops=False)
-    attention_is(made, monkeypatch)
-    assert attention_of(run, LLAMA).name == "no_dropout"
-    with pytest.raises(UnsupportedError, match="drops attention weights in training"):
-        attention_of(run, {**LLAMA, "attention_dropout": 0.1})
-
-
 def sequence_as_head(model: Any) -> None:
     model.lm_head = nn.Sequential(model.lm_head)
 
@@ -197,30 +195,40 @@ def sequence_as_head(model: Any) -> None:
 NO_LINEAR = "the output layer of LlamaForCausalLM is a Sequential, not a torch.nn.Linear"
 
 
-def test_a_model_that_keeps_its_logits_is_recorded_with_the_reason() -> None:
-    found = planned(run_file(), change=sequence_as_head)
-    assert found.model.loss is None
-    assert found.describe().endswith(f"; loss all logits held ({NO_LINEAR})")
+ON_HEAD = {"r": 4, "targets": ["lm_head"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "change", "compiled", "why"),
+    [
+        ({}, None, False, ""),
+        ({"adapter": ON_HEAD}, None, False, ""),
+        ({}, sequence_as_head, False, NO_LINEAR),
+        ({"adapter": {**ON_HEAD, "dora": True}}, None, False, "DoRA on the output layer"),
+        ({"kernels": {"linear_cross_entropy": "reference"}}, None, False, "asked for by name"),
+        ({}, None, True, "compiles the whole model"),
+    ],
+)
+def test_the_loss_is_made_in_the_output_layer_or_the_reason_is_recorded(
+    fields: dict[str, Any], change: Any, compiled: bool, why: str
+) -> None:
+    backend = CpuBackend()
+    if compiled:
+        backend.graph.compiler = Compiler(backend="eager", regions="model")
+    found = planned(run_file(**fields), backend, change)
+    assert (found.model.loss is None) == bool(why)
     record = found.record()["kernels"]["linear_cross_entropy"]
-    assert (record["name"], record["reason"]) == ("reference", NO_LINEAR)
-    assert record["rejected"] == [["chunked", NO_LINEAR]]
-    found = planned(run_file())
-    assert found.model.loss is not None
-    assert found.describe().endswith("; loss chunked, without holding the logits")
+    assert record["name"] == ("reference" if why else "chunked") and why in record["reason"]
+    made = f"all logits held ({record['reason']})" if why else "chunked, without holding the logits"
+    assert found.describe().endswith(f"; loss {made}")
+    if why is NO_LINEAR:
+        assert record["rejected"] == [["chunked", NO_LINEAR]]
 
 
 def test_a_loss_that_was_asked_for_never_gives_way() -> None:
     run = run_file(kernels={"linear_cross_entropy": "chunked"})
     with pytest.raises(UnsupportedError, match=rf"'chunked' cannot serve this run: {NO_LINEAR}"):
         planned(run, change=sequence_as_head)
-
-
-def test_a_loss_that_an_adapter_takes_from_the_output_layer_is_recorded() -> None:
-    on_head = {"r": 4, "targets": ["lm_head"]}
-    assert planned(run_file(adapter=on_head)).model.loss is not None
-    found = planned(run_file(adapter={**on_head, "dora": True}))
-    assert found.model.loss is None
-    assert "DoRA on the output layer" in found.choices["linear_cross_entropy"].reason
 
 
 def test_a_kernel_that_no_lora_layer_can_have_is_not_said_to_be_there() -> None:
@@ -237,20 +245,6 @@ def test_a_kernel_that_no_lora_layer_can_have_is_not_said_to_be_there() -> None:
         planned(asked)
     with pytest.raises(UnsupportedError, match="there is no adapter"):
         chosen(run_file(kernels={"lora_linear": "addmm"}))
-
-
-def test_logits_can_be_asked_for() -> None:
-    found = planned(run_file(kernels={"linear_cross_entropy": "reference"}))
-    assert found.model.loss is None
-    assert found.describe().endswith("loss all logits held (asked for by name)")
-
-
-def test_a_device_that_compiles_the_whole_model_keeps_the_logits() -> None:
-    backend = CpuBackend()
-    backend.graph.compiler = Compiler(backend="eager", regions="model")
-    found = planned(run_file(), backend)
-    assert found.model.loss is None
-    assert "compiles the whole model" in found.choices["linear_cross_entropy"].reason
 
 
 def test_what_is_planned_is_what_the_model_gets() -> None:
@@ -282,3 +276,12 @@ def test_a_run_states_the_rows_that_have_a_loss(
     path = write_run_file(tmp_path, name="rows", strategy={"name": "single"}, train=train)
     assert trained_here(path).status == 0
     assert len(stated) >= 4 and all(stated)
+
+
+def test_counterparts_are_kernels_for_all_devices() -> None:
+    specs = {(p.spec.operation, p.spec.name): p.spec for p in Registry.load().kernels}
+    named = {(s.operation, s.counterpart) for s in specs.values() if s.counterpart}
+    assert ("adamw", "early_epsilon") in named
+    for each in named:
+        assert not specs[each].device_types
+        assert specs[each].counterpart == specs[each].name, "it has the other formula itself"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from anygauge.config.sections import OptimizerSection
 from anygauge.training.optimizer import optimizer_factory
+from anygauge_kernels.adamw import early_epsilon
 
 Step = Callable[[Tensor, Tensor, dict[str, Any], int, float, float], Tensor]
 """(parameter, gradient, state, step from 1, lr, decay) -> new parameter, all float64."""
@@ -22,6 +23,14 @@ def adamw(p: Tensor, g: Tensor, s: dict[str, Any], t: int, lr: float, decay: flo
     s["v"] = 0.999 * s.get("v", 0.0) + 0.001 * g * g
     mean, square = s["m"] / (1 - 0.9**t), s["v"] / (1 - 0.999**t)
     return p - lr * decay * p - lr * mean / (square.sqrt() + 1e-8)
+
+
+def early_adamw(p: Tensor, g: Tensor, s: dict[str, Any], t: int, lr: float, decay: float) -> Tensor:
+    """Epsilon is added before the second moment's bias is corrected; 1e-2, so that it shows."""
+    s["m"] = 0.9 * s.get("m", 0.0) + 0.1 * g
+    s["v"] = 0.999 * s.get("v", 0.0) + 0.001 * g * g
+    size = lr * (1 - 0.999**t) ** 0.5 / (1 - 0.9**t)
+    return p - lr * decay * p - size * s["m"] / (s["v"].sqrt() + 1e-2)
 
 
 def lion(p: Tensor, g: Tensor, s: dict[str, Any], t: int, lr: float, decay: float) -> Tensor:
@@ -50,13 +59,25 @@ def adafactor(p: Tensor, g: Tensor, s: dict[str, Any], t: int, lr: float, decay:
     return p - lr * decay * p - size * update
 
 
+EARLY = "adamw, a device's own"
 REFERENCES: dict[str, Step] = {
     "adamw": adamw,
+    EARLY: early_adamw,
     "adamw_8bit": adamw,
     "adafactor": adafactor,
     "lion": lion,
     "sgd": sgd,
 }
+
+
+def made(name: str, parameters: Iterable[tuple[str, nn.Parameter]], **fields: Any) -> Any:
+    """An optimizer; for a device's own, what stands in for its kernel elsewhere."""
+    if name == EARLY:
+        section = OptimizerSection(name="adamw", eps=1e-2, **fields)
+        return optimizer_factory(section, early_epsilon())(parameters)
+    return optimizer_factory(OptimizerSection(name=name, **fields))(parameters)
+
+
 RATES = (0.02, 0.03, 0.01, 0.02)
 
 
@@ -68,8 +89,7 @@ def test_follows_its_formula(name: str) -> None:
         "b": torch.randn(7, generator=generator),
     }
     parameters = {key: nn.Parameter(value.clone()) for key, value in values.items()}
-    section = OptimizerSection(name=name, lr=RATES[0], weight_decay=0.3)
-    optimizer = optimizer_factory(section)(parameters.items())
+    optimizer = made(name, parameters.items(), lr=RATES[0], weight_decay=0.3)
     expected = {key: value.double() for key, value in values.items()}
     states: dict[str, dict[str, Any]] = {"w": {}, "b": {}}
     for step, lr in enumerate(RATES, 1):
@@ -97,7 +117,7 @@ def test_state_is_of_the_parameters_shape() -> None:
     for name in REFERENCES:
         parameter = nn.Parameter(torch.randn(64, 80))
         parameter.grad = torch.randn(64, 80)
-        optimizer = optimizer_factory(OptimizerSection(name=name))([("w", parameter)])
+        optimizer = made(name, [("w", parameter)])
         optimizer.step()
         shapes[name] = {
             key: tuple(value.shape) if isinstance(value, Tensor) else type(value)
@@ -105,7 +125,7 @@ def test_state_is_of_the_parameters_shape() -> None:
         }
     whole = (64, 80)
     assert shapes == {
-        "adamw": {"step": (), "exp_avg": whole, "exp_avg_sq": whole},
+        **{key: {"step": (), "exp_avg": whole, "exp_avg_sq": whole} for key in ("adamw", EARLY)},
         "adamw_8bit": {
             "step": int,
             "state1": whole,

@@ -10,7 +10,6 @@ import pytest
 import torch
 import yaml
 
-from anygauge.cli import run as command
 from anygauge.config.load import load_run_file
 from anygauge.data import EvaluationBatches, Layout, prepare
 from anygauge.kernels.loss import summed_cross_entropy
@@ -99,14 +98,6 @@ def test_the_adapter_loads_with_plain_peft(adapted: Run) -> None:
     assert plain_loss(model, adapted) == pytest.approx(after, rel=1e-5)
     verified = json.loads((folder.parent / "report.json").read_text())["verified"]
     assert verified["reloaded"] and verified["logits"] < 1e-5 < verified["effect"]
-
-
-def test_generate_answers_from_a_run(adapted: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    ask = ["generate", str(adapted.folder), "--prompt", "What is 2 + 2?", "--max-new-tokens", "12"]
-    assert command([*ask, "--backend", "cpu"]) == 0
-    with_adapter = capsys.readouterr().out
-    assert command([*ask, "--backend", "cpu", "--no-adapter"]) == 0
-    assert with_adapter.strip() != capsys.readouterr().out.strip()
 
 
 def test_the_run_directory_tells_all(base: Run, adapted: Run) -> None:
