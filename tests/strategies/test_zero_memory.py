@@ -27,7 +27,7 @@ AHEAD = ("stage3_prefetch_bucket_size", "stage3_max_reuse_distance", "stage3_max
 ONE_AT_A_TIME = {**NOTHING_RESIDENT, **dict.fromkeys(AHEAD, 0)}
 
 
-class Device(Backend):
+class Unopened(Backend):
     name = device_type = "plain"
 
 
@@ -37,7 +37,7 @@ def estimate(*, r: int = 0, reduce: str = "float32", **f: Any) -> MemoryEstimate
     factory = model_factory(config, AdapterSection(r=r) if r else None, dtype=torch.bfloat16)
     model = factory.adapt(factory.skeleton())
     precision = Precision(param_dtype="bfloat16", reduce_dtype=reduce)
-    workload = a_workload(Device(), precision, skeleton=model, **changes)
+    workload = a_workload(Unopened(), precision, skeleton=model, **changes)
     return zero_memory(ZeroOptions(**f), workload)
 
 
