@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from anygauge.interface import DataError
@@ -287,6 +287,8 @@ def conversations(draw: st.DrawFn, *, asked: bool = True) -> list[dict[str, Any]
 )
 @settings(max_examples=60)
 def test_learned_tokens_are_the_answers_whatever_is_said(tokenizer, turns, text, loss_on):
+    # Nothing tells where an empty answer begins that stands first: it is refused.
+    assume(turns[0]["role"] != "assistant" or turns[0]["content"].strip())
     said = [turn["content"].strip() for turn in turns if turn["role"] == "assistant"]
     said = said[-1:] if loss_on == "last_turn" else said
     sequences, counts = encode(

@@ -50,7 +50,9 @@ def load() -> Callable[..., Registry]:
     """Load the registry without the plugins that anygauge itself ships."""
 
     def loaded(*blocked: str) -> Registry:
-        return Registry.load({**os.environ, BLOCK_VARIABLE: ",".join((*SHIPPED, *blocked))})
+        found = Registry.load({**os.environ, BLOCK_VARIABLE: ",".join((*SHIPPED, *blocked))})
+        print(*found.failures, sep="\n")  # which pytest shows with a test that fails
+        return found
 
     return loaded
 
