@@ -58,7 +58,7 @@ def copies_keep_values(on: Opened) -> None:
         given = {"host": wanted, "within": {"device": seen}, "name": "kept as it is"}
         batch = on.placement.to_device(given)
         back = seen.to(HOST_DEVICE, non_blocking=not waits)
-        target, usual = torch.zeros_like(host, device=on.device), torch.zeros_like(host)
+        target, usual = (torch.zeros(host.shape, dtype=dtype, device=d) for d in (on.device, None))
         view(target).copy_(wanted, non_blocking=not waits)
         view(usual).copy_(wanted)
         on.placement.synchronize()
