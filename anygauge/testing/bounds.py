@@ -145,14 +145,6 @@ def drawn(*shape: int, seed: int, low: float = 0.5, high: float = 1.5) -> Tensor
 # -- layouts --------------------------------------------------------------------------------------
 
 
-def _whole(values: Tensor) -> tuple[Tensor, View]:
-    return values, lambda whole: whole
-
-
-def _transposed(values: Tensor) -> tuple[Tensor, View]:
-    return values.transpose(0, -1).contiguous(), lambda whole: whole.transpose(0, -1)
-
-
 def _sliced(values: Tensor) -> tuple[Tensor, View]:
     def view(whole: Tensor) -> Tensor:
         for dim, size in enumerate(values.shape):
@@ -172,9 +164,11 @@ def _stepped(values: Tensor) -> tuple[Tensor, View]:
 
 
 LAYOUTS: dict[str, Arrange] = {
-    "contiguous": _whole,
+    "contiguous": lambda values: (values, lambda whole: whole),
     "every second": _stepped,
-    "transposed": _transposed,
+    "transposed": lambda values: (
+        values.transpose(0, -1).contiguous(), lambda whole: whole.transpose(0, -1)
+    ),
     "sliced": _sliced,
-}
+}  # fmt: skip
 """How inputs stand in memory."""

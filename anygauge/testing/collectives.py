@@ -63,6 +63,31 @@ GAPPED = (Case(GAPS, 7), Case(GAPS, 2**10))
 IN_GROUPS = (Case(WITHIN, 7, salt=2), Case(WHOLE, 1003, waits=True, salt=2))
 
 
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A line of the table.
+
+    Attributes:
+        name: of the check, too.
+        run: makes the tensors of a call, and makes it; returns its handle where it waits.
+        means: what users see where it is wrong, and where vendors usually have the cause.
+        operators: torch's own by which it is called, in words.
+        op: what it reduces by: types are those that have sums.
+        lacked: a library may refuse it.
+        contract: of `Collectives`, which serves gaps, and has no handles.
+        grouped: it takes a group.
+    """
+
+    name: str
+    run: Callable[[Call], Any]
+    means: str
+    operators: str = ""
+    op: str = ""
+    lacked: bool = False
+    contract: bool = False
+    grouped: bool = True
+
+
 @dataclass(slots=True)
 class Call:
     """One call of a function on this rank: it makes tensors, and then judges them.
@@ -70,20 +95,23 @@ class Call:
     Attributes:
         ranks, group: who takes part; all if the group is None.
         root: of `ranks`, the one that sends or receives, where there is one.
-        op: what the function reduces by.
         made: (on the device, on the host with what it must hold, largest error, what it is): all
             memory of its tensors, and what was returned.
     """
 
     on: RankContext
+    function: Function
     case: Case
     dtype: torch.dtype
     what: str
     ranks: Sequence[int]
     root: int
-    op: str = ""
     group: Any = None
     made: list[tuple[Tensor, Tensor, Tensor | float, str]] = field(default_factory=list)
+
+    def run(self) -> Any:
+        """Make the call where this rank takes part; gives the handle of one that waits."""
+        return self.function.run(self) if self.on.rank in self.ranks else None
 
     def values(self, rank: int, parts: int = 1) -> Tensor:
         """What a rank gives, in float64 or int64 on the host: for one rank, or a part for each."""
@@ -107,7 +135,7 @@ class Call:
         return whole[self.case.size * place : self.case.size * (place + 1)]
 
     def holds(
-        self, values: Tensor, wanted: Tensor, name: str = "result", within: Tensor | None = None
+        self, values: Tensor, wanted: Tensor, name: str = "result", within: Tensor | float = 0.0
     ) -> Tensor:
         """A tensor of these values on the device, which must hold those wanted afterwards."""
         step = 2 if self.case.layout == GAPS else 1
@@ -115,12 +143,8 @@ class Call:
         memory = torch.full((len(values) * step + 2 * guard,), AROUND, dtype=values.dtype)
         inside = slice(guard, guard + len(values) * step, step)
         memory[inside] = values
-        there = self.on.put(memory, self.dtype)
-        memory[inside] = wanted
-        error: Tensor | float = 0.0
-        if within is not None:
-            error = torch.zeros_like(memory)
-            error[inside] = within
+        there, error = self.on.put(memory, self.dtype), torch.zeros(memory.shape).double()
+        memory[inside], error[inside] = wanted, within
         self.made.append((there, memory, error, f"the memory of its {name}"))
         return there[inside]
 
@@ -128,13 +152,13 @@ class Call:
         """A tensor that stays as it is."""
         return self.holds(values, values, "input")
 
-    def output(self, wanted: Tensor, within: Tensor | None = None) -> Tensor:
+    def output(self, wanted: Tensor, within: Tensor | float = 0.0) -> Tensor:
         """A tensor for a result; it holds what no result is."""
         return self.holds(torch.full_like(wanted, 77), wanted, within=within)
 
-    def returned(self, result: Tensor, wanted: Tensor, within: Tensor | None = None) -> None:
+    def returned(self, result: Tensor, wanted: Tensor, within: Tensor | float = 0.0) -> None:
         """Note a tensor that the function gave back."""
-        self.made.append((result, wanted, 0.0 if within is None else within, "what it returned"))
+        self.made.append((result, wanted, within, "what it returned"))
 
     def judge(self) -> None:
         """Note each tensor that does not hold what it must, with all that lies around it."""
@@ -142,60 +166,32 @@ class Call:
             self.on.same(there, wanted, f"{self.what}, {name}", within)
 
 
-@dataclass(frozen=True, slots=True)
-class Function:
-    """A line of the table.
-
-    Attributes:
-        name: of the check, too.
-        run: makes the tensors of a call, and makes it; returns its handle where it waits.
-        means: what users see where it is wrong, and where vendors usually have the cause.
-        operators: torch's own by which it is called, in words.
-        op: what it reduces by: types are those that have sums.
-        lacked: a library may refuse it.
-        contract: of `Collectives`: it serves gaps, and has no handles.
-        grouped: it takes a group.
-    """
-
-    name: str
-    run: Callable[[Call], Any]
-    means: str
-    operators: str = ""
-    op: str = ""
-    lacked: bool = False
-    contract: bool = False
-    grouped: bool = True
-
-
-OPS = {"sum": "SUM", "mean": "AVG", "max": "MAX"}
-
-
-def _reduced(call: Call, parts: int = 1) -> tuple[Tensor, Tensor | None]:
-    """(What a reduction gives, its largest error): none but of a mean, which is divided."""
+def _reduced(call: Call, parts: int = 1) -> tuple[Tensor, Tensor, Any]:
+    """(What a reduction gives, its largest error, torch's name of it)."""
     stacked = torch.stack([call.values(rank, parts) for rank in call.ranks])
-    if call.op != "mean":
-        return stacked.amax(0) if call.op == "max" else stacked.sum(0), None
-    roundings = 1.1 * (len(call.ranks) + 1) * 2.0 ** -BITS[call.dtype]
-    return stacked.mean(0), roundings * stacked.abs().sum(0) / len(call.ranks)
+    op = call.function.op
+    wanted = stacked.amax(0) if op == "max" else stacked.mean(0) if op == "mean" else stacked.sum(0)
+    # Nothing is rounded but a mean, which is divided.
+    roundings = 1.1 * (len(call.ranks) + 1) * 2.0 ** -BITS[call.dtype] if op == "mean" else 0.0
+    within = roundings * stacked.abs().sum(0) / len(call.ranks)
+    return wanted, within, getattr(dist.ReduceOp, {"mean": "AVG"}.get(op, op.upper()))
 
 
 def _all_reduce(call: Call) -> Any:
-    wanted, within = _reduced(call)
+    wanted, within, op = _reduced(call)
     tensor = call.holds(call.mine, wanted, within=within)
-    return dist.all_reduce(tensor, op=getattr(dist.ReduceOp, OPS[call.op]), **call.named)
+    if not call.function.contract:
+        return dist.all_reduce(tensor, op=op, **call.named)
+    result = call.on.collectives.all_reduce(tensor, op=call.function.op, group=call.group)
+    return call.returned(result, wanted, within)
 
 
-def _contract_all_reduce(call: Call) -> None:
-    wanted, within = _reduced(call)
-    tensor = call.holds(call.mine, wanted, within=within)
-    result = call.on.collectives.all_reduce(tensor, op=call.op, group=call.group)
-    call.returned(result, wanted, within)
-
-
-def _contract_broadcast(call: Call) -> None:
+def _broadcast(call: Call) -> Any:
     wanted = call.values(call.root)
     tensor = call.holds(call.mine, wanted)
-    call.returned(call.on.collectives.broadcast(tensor, source=call.root), wanted)
+    if not call.function.contract:
+        return dist.broadcast(tensor, src=call.root, **call.named)
+    return call.returned(call.on.collectives.broadcast(tensor, source=call.root), wanted)
 
 
 def _contract_all_gather(call: Call) -> None:
@@ -209,16 +205,10 @@ def _contract_all_gather(call: Call) -> None:
 
 
 def _reduce_scatter(call: Call) -> Any:
-    wanted, within = _reduced(call, len(call.ranks))
-    part = call.output(call.part(wanted), None if within is None else call.part(within))
+    wanted, within, op = _reduced(call, len(call.ranks))
+    part = call.output(call.part(wanted), call.part(within))
     whole = call.input(call.values(call.on.rank, len(call.ranks)))
-    reduce_op = getattr(dist.ReduceOp, OPS[call.op])
-    return dist.reduce_scatter_tensor(part, whole, op=reduce_op, **call.named)
-
-
-def _broadcast(call: Call) -> Any:
-    tensor = call.holds(call.mine, call.values(call.root))
-    return dist.broadcast(tensor, src=call.root, **call.named)
+    return dist.reduce_scatter_tensor(part, whole, op=op, **call.named)
 
 
 def _all_gather(call: Call) -> Any:
@@ -277,10 +267,10 @@ PARTS = (
 )
 _REDUCE_SCATTER, _GATHER = "c10d::_reduce_scatter_base_", "_c10d_functional::all_gather_into_tensor"
 FUNCTIONS = (
-    Function("contract_sum", _contract_all_reduce, SUMS, op="sum", contract=True),
-    Function("contract_mean", _contract_all_reduce, SUMS, op="mean", contract=True),
-    Function("contract_max", _contract_all_reduce, MAXIMA, op="max", contract=True),
-    Function("contract_broadcast", _contract_broadcast, PARTS, contract=True, grouped=False),
+    Function("contract_sum", _all_reduce, SUMS, op="sum", contract=True),
+    Function("contract_mean", _all_reduce, SUMS, op="mean", contract=True),
+    Function("contract_max", _all_reduce, MAXIMA, op="max", contract=True),
+    Function("contract_broadcast", _broadcast, PARTS, contract=True, grouped=False),
     Function("contract_all_gather", _contract_all_gather, PARTS, contract=True, grouped=False),
     Function("all_reduce", _all_reduce, SUMS, "c10d::allreduce_", op="sum"),
     Function("all_reduce_mean", _all_reduce, SUMS, op="mean", lacked=True),
@@ -322,7 +312,7 @@ def _calls(on: RankContext, function: Function) -> Iterator[tuple[Case, torch.dt
         yield from itertools.product(IN_GROUPS, (torch.float32,), groups(on))
 
 
-def _try(on: RankContext, function: Function) -> None:
+def _try(function: Function, on: RankContext) -> None:
     if not function.contract:
         on.asked_by_engines()
     earlier: Call | None = None
@@ -333,14 +323,13 @@ def _try(on: RankContext, function: Function) -> None:
         what = f"{function.name}{of} of {case.size} x {dtype} for each rank, {how}"
         everyone = ranks or tuple(on.ranks)
         root, group = everyone[number % len(everyone)], ranks and groups(on)[ranks]
-        call = Call(on, case, dtype, what, everyone, root, function.op, group)
-        make = partial(_make, function, call)
+        call = Call(on, function, case, dtype, what, everyone, root, group)
         if function.lacked or case.layout == GAPS or not case.size or dtype not in types(on):
-            refusals.append(on.attempt(make, what, everyone))
+            refusals.append(on.attempt(partial(_complete, call), what, everyone))
             if refusals[-1]:
                 call.made.clear()
         else:
-            make()
+            _complete(call)
             refusals.append("")
         if earlier is not None:  # results must stay as they are while the next call runs
             earlier.judge()
@@ -351,22 +340,20 @@ def _try(on: RankContext, function: Function) -> None:
         raise NotAsked(f"the library refuses it: {refusals[0]}")
 
 
-def _make(function: Function, call: Call) -> None:
-    if call.on.rank in call.ranks:
-        work = function.run(call)
-        if call.case.waits and work is not None:
-            work.wait()
-
-
-def _register(function: Function) -> None:
-    name = function.name.replace("contract_", "the contract's ")
-    title = f"{name} is right for all sizes, views, types, groups and handles, whatever comes next"
-    asked = partial(_try, function=function)
-    check_on_ranks(title, means=function.means, name=function.name, limit_s=TABLE_S)(asked)
+def _complete(call: Call) -> None:
+    work = call.run()
+    if call.case.waits and work is not None:
+        work.wait()
 
 
 for _function in FUNCTIONS:
-    _register(_function)
+    _title = _function.name.replace("contract_", "the contract's ") + " is right for all sizes, "
+    check_on_ranks(
+        f"{_title}views, types, groups and handles, whatever comes next",
+        means=_function.means,
+        name=_function.name,
+        limit_s=TABLE_S,
+    )(partial(_try, _function))
 
 
 # -- handles --------------------------------------------------------------------------------------
@@ -379,11 +366,10 @@ def _begin(on: RankContext, count: int, names: Sequence[str]) -> list[tuple[Call
     for turn in range(count):
         function = lines[names[turn % len(names)]]
         size = 2**18 + 1 if turn == 2 else 1003 + turn  # one takes longer than those after it
-        case = Case(WHOLE, size, waits=True, salt=turn)
+        case, root = Case(WHOLE, size, waits=True, salt=turn), turn % on.world_size
         what = f"{function.name}, handle {turn + 1} of {count}"
-        root = turn % on.world_size
-        call = Call(on, case, torch.float32, what, tuple(on.ranks), root, function.op)
-        begun.append((call, function.run(call)))
+        call = Call(on, function, case, torch.float32, what, tuple(on.ranks), root)
+        begun.append((call, call.run()))
     return begun
 
 
@@ -437,12 +423,13 @@ def in_order_with_work(on: RankContext) -> None:
     _others = [torch.full((size,), -1.0, device=on.device) for _ in range(4)]
     work.wait()
     on.same(whole, torch.cat(values), "a gather of a tensor that nobody holds")
-    tensor, wanted = on.put(values[on.rank], torch.float32), values
+    tensor = on.put(values[on.rank], torch.float32)
+    wanted = torch.stack(values)
     for _ in range(4):
         # Nothing here waits for the device: only the order of calls tells what is to be summed.
         tensor.mul_(2.0).sub_(1.0)
         work = dist.all_reduce(tensor, async_op=True)
         work.wait()
         tensor.mul_(1.0 / 16)
-        wanted = [torch.stack([each * 2.0 - 1.0 for each in wanted]).sum(0) / 16] * on.world_size
+        wanted = ((wanted * 2.0 - 1.0).sum(0) / 16).expand_as(wanted)
     on.same(tensor, wanted[0], "sums between computations", wanted[0].abs().max() * 2.0**-18)

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import math
 
 import torch
 
 from anygauge.interface import HOST_DEVICE
-from anygauge.testing.bounds import compare, on_host, types
+from anygauge.testing.bounds import LAYOUTS, compare, on_host, types
 from anygauge.testing.check import Opened, check
 
 WIDE = 2**40 + 1
 """Times a small integer it is one that neither 32 bits nor a float32 hold."""
-LARGE = 2**21 + 3
-"""Elements: 8 MiB of float32, more than a staging buffer holds, and no multiple of anything."""
+SMALL = ((7, 144), (1, 1), (0, 3))
+LARGE = (3, 700_001)
+"""Sizes: 8 MiB of int32, more than a staging buffer holds, and no multiple of anything."""
 QUEUED = 64
 """Copies that are queued at once."""
 
-VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "whole": lambda whole: whole,
-    "with an offset": lambda whole: whole[5:-2],
-    "every second": lambda whole: whole[1::2],
-    "transposed": lambda whole: whole[: (whole.numel() // 7) * 7].view(-1, 7).t(),
-    "one element": lambda whole: whole[7:8].view(()),
-    "empty": lambda whole: whole[3:3],
-}
 
-
-def _different(size: int, dtype: torch.dtype) -> torch.Tensor:
+def _different(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Values of which each differs from its neighbours, exact in every type."""
-    values = (torch.arange(size) * 37) % 251 - 100
+    values = ((torch.arange(math.prod(sizes)) * 37) % 251 - 100).reshape(sizes)
     if dtype is torch.int64:
         values = values * WIDE
     return values > 0 if dtype is torch.bool else values.to(dtype)
@@ -52,13 +44,13 @@ def _is(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
 )
 def copies_keep_values(on: Opened) -> None:
     whole_types = (torch.int64, torch.int32, torch.uint8, torch.bool)
-    small = itertools.product((1009,), (*types(on), *whole_types), VIEWS, (True, False))
-    large = itertools.product((LARGE,), (torch.int32,), VIEWS, (True,))
+    small = itertools.product(SMALL, (*types(on), *whole_types), LAYOUTS, (True, False))
+    large = itertools.product((LARGE,), (torch.int32,), LAYOUTS, (True,))
     for size, dtype, name, waits in (*small, *large):
-        host, view = _different(size, dtype), VIEWS[name]
+        host, view = LAYOUTS[name](_different(size, dtype))
         if not waits and on.placement.pinned_memory:
             host = host.pin_memory()
-        what = f"{name} of {size} x {dtype}{'' if waits else ', queued'}"
+        what = f"{name} of {dtype}, sizes {list(size)}{'' if waits else ', queued'}"
         wanted = view(host)
         there = wanted.to(on.device, copy=True, non_blocking=not waits)
         # A view of what is on the device goes back by another way.
@@ -66,7 +58,7 @@ def copies_keep_values(on: Opened) -> None:
         given = {"host": wanted, "within": {"device": seen}, "name": "kept as it is"}
         batch = on.placement.to_device(given)
         back = seen.to(HOST_DEVICE, non_blocking=not waits)
-        target, usual = (torch.zeros(size, dtype=dtype, device=each) for each in (on.device, None))
+        target, usual = (torch.zeros(host.shape, dtype=dtype, device=d) for d in (on.device, None))
         view(target).copy_(wanted, non_blocking=not waits)
         view(usual).copy_(wanted)
         on.placement.synchronize()

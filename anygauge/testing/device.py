@@ -5,18 +5,15 @@ What is expected comes from the host in float64, never from the device itself.
 
 from __future__ import annotations
 
-import gc
 import os
 
 import torch
 
-from anygauge.interface import CAPABILITIES, HOST_DEVICE, Level, MemoryStats, NotAvailableError
+from anygauge.interface import CAPABILITIES, HOST_DEVICE, Level, NotAvailableError
 from anygauge.registry import Registry
-from anygauge.testing.check import NotAsked, Opened, check, of_type
+from anygauge.testing.check import NotAsked, Opened, check
 from anygauge.testing.watch import answer_of
 
-MIB, LARGEST_MEMORY = 2**20, 2**50
-"""Bytes: a unit, and what no device of today has."""
 SEEN = """
 import json, os, sys
 from anygauge.registry import Registry
@@ -26,8 +23,6 @@ backend.open(0)
 answer(backend.placement.device_count())
 backend.close()
 """
-ALLOCATOR, PROCESS = "allocator", "process"
-"""`MemoryStats.kind` of a device with an allocator of its own, and of one without."""
 
 
 @check(
@@ -53,39 +48,6 @@ def opens(on: Opened) -> None:
         assert named, f"the refusal of local rank {on.visible + 1000} names no number: {error}"
     else:  # where it bears no number, any number of ranks share it
         assert on.device.index is None, f"local rank {on.visible + 1000} was opened"
-
-
-@check(
-    "memory is counted in whole bytes: in use follows what is taken and freed, its peak stays "
-    "until it is reset, its limit stays the same",
-    part="device",
-    means="plans of memory, and the peak that a run reports, would be wrong; look at memory(), "
-    "which must count what the allocator has given out, and at reset_peak(); the vendor's tool "
-    "gives mebibytes, a share, -1 for unknown, or numbers of several devices",
-)
-def memory_moves(on: Opened) -> None:
-    size = _block_bytes(on)
-    on.placement.reset_peak()
-    before = _memory(on)
-    held = torch.empty(size, dtype=torch.uint8, device=on.device).fill_(1)
-    during = _memory(on)
-    del held
-    after = _memory(on)
-    assert during.in_use - before.in_use >= size, (
-        f"{size} bytes were taken, and memory in use grew by {during.in_use - before.in_use}"
-    )
-    assert during.in_use - after.in_use >= size, "memory that was freed still counts as in use"
-    # The kernel counts a process's pages in batches for each thread.
-    slack = 0 if after.kind == ALLOCATOR else size // 64
-    assert after.peak >= before.in_use + size - slack, (
-        f"the peak is {after.peak}, but {before.in_use + size} bytes were in use"
-    )
-    for name in ("limit", "kind"):
-        was, now = getattr(before, name), getattr(during, name)
-        assert was == now, f"the {name} of memory was {was!r}, then {now!r}"
-    on.placement.reset_peak()
-    fresh = _memory(on)
-    assert fresh.peak < after.peak, "resetting the peak leaves it where it was"
 
 
 @check(
@@ -126,37 +88,3 @@ def closes(on: Opened) -> None:
     other.close()
     assert not other.placement.is_open, "the device is still open"
     other.close()
-
-
-@check(
-    "the process had the backend's environment, closed the device and ended with status 0",
-    part="device",
-    of_the_end=True,
-    means="a run that was right would end with an error; look for threads and drivers that "
-    "outlive the interpreter",
-)
-def ends_on_device(trouble: str) -> None:
-    # One that gives every answer and then aborts would end its users' runs in the same way.
-    assert not trouble, trouble
-
-
-def _block_bytes(on: Opened) -> int:
-    # A process's allocator keeps up to 64 MiB that were freed, and may give them again.
-    return 64 * MIB if on.placement.memory().kind == ALLOCATOR else 256 * MIB
-
-
-def _memory(on: Opened) -> MemoryStats:
-    gc.collect()
-    on.placement.synchronize()
-    stats = on.placement.memory()
-    of_type("memory()", stats, MemoryStats)
-    assert stats.kind.split(",")[0] in (ALLOCATOR, PROCESS), f"kind is {stats.kind!r}"
-    for name in ("in_use", "peak", "reserved", "limit"):
-        value = getattr(stats, name) or 0
-        assert 0 <= value < LARGEST_MEMORY, f"{name} is {value!r}, which no device has in bytes"
-    assert stats.in_use <= stats.peak, f"{stats.in_use} bytes in use, {stats.peak} at the peak"
-    assert stats.reserved is None or stats.reserved >= stats.in_use
-    assert stats.limit is None or stats.limit >= max(stats.in_use, MIB), (
-        f"limit is {stats.limit} bytes; it is not counted in larger units, and None where unknown"
-    )
-    return stats

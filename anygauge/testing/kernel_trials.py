@@ -12,6 +12,7 @@ from torch.nn import functional as nn
 
 from anygauge.interface import HOST_DEVICE
 from anygauge.kernels.rope import rotated
+from anygauge.models.masks import FORMS, MaskPlan, visible
 from anygauge.registry import Registry
 from anygauge.registry.registry import load_factory
 from anygauge.testing.check import TOLERANCE, Opened
@@ -82,14 +83,13 @@ def _softmax_trial(on: Opened, kernel: Any, name: str) -> None:
         ", additive mask": (torch.where(seen, 0.5, -torch.inf), 0.3, None),
     }
     for what, (mask, scale, offset) in cases.items():
-        moved = None if mask is None else mask.to(on.device)
-        tried = functools.partial(_apply, kernel, mask=moved, scale=scale, offset=offset)
+        there = None if mask is None else mask.to(on.device)
+
+        def tried(x: Tensor, mask: Any = there, scale: float = scale, offset: Any = offset) -> Any:
+            return kernel(x, -1, mask, scale, causal_offset=offset)
+
         formula = functools.partial(_softmax, mask=mask, scale=scale, offset=offset)
         _try(on, f"softmax {name}{what}", tried, formula, [x])
-
-
-def _apply(kernel: Any, x: Tensor, mask: Any, scale: float, offset: int | None) -> Any:
-    return kernel(x, -1, mask, scale, causal_offset=offset)
 
 
 def _softmax(x: Tensor, mask: Tensor | None, scale: float, offset: int | None) -> Tensor:
@@ -146,61 +146,44 @@ def _rope_trial(on: Opened, kernel: Any, name: str) -> None:
     for rows in (2, 1):
         angles = 3 * _drawn(on, (rows, 9, 8))[0].float().repeat(1, 1, 2)
         turns = [each.to(_kernel_type(on)) for each in (angles.cos(), angles.sin())]
+        moved = [each.to(on.device) for each in turns]
 
         def formula(*both: Tensor, turns: Any = turns) -> list[Tensor]:
             return [rotated(each, *(turn.double() for turn in turns)) for each in both]
 
-        def tried(*both: Tensor, turns: Any = turns) -> Any:
-            return kernel(*both, *(turn.to(on.device) for turn in turns))
+        def tried(*both: Tensor, moved: Any = moved) -> Any:
+            return kernel(*both, *moved)
 
         _try(on, f"rope {name} of {rows} rows' positions", tried, formula, given)
 
 
 def _attention_trial(on: Opened, kernel: Any, name: str) -> None:
-    """Grouped heads, a padded row, causal. One that says that it is causal without a mask is tried
-    without one, too."""
-    causal = torch.ones(9, 9).tril().bool().expand(2, 1, 9, 9)
-    padded = causal.clone()
-    padded[1, :, 3:, 0] = False
-    says = kernel.causal or kernel.trains_with_mask
-    assert says, f"attention {name} says that it trains neither with a mask nor causal"
-    if kernel.trains_with_mask:
-        _one_attention(on, kernel, f"attention {name}", padded, masked=True)
-    if kernel.causal:
-        what = f"attention {name} without a mask, which it says is causal,"
-        _one_attention(on, kernel, what, causal, masked=False)
-
-
-def _one_attention(on: Opened, kernel: Any, what: str, allowed: Tensor, masked: bool) -> None:
+    """Grouped heads, a row of two documents and padding, causal. One that says that it is causal
+    without a mask is tried without one, too."""
     inputs = _drawn(on, (2, 4, 9, 16), (2, 2, 9, 16), (2, 2, 9, 16), seed=3)
-    mask = _mask(kernel.mask, allowed.to(on.device), inputs[0].dtype) if masked else None
     module = torch.nn.Module()
-    module.train()
+    documents = torch.tensor([[1] * 9, [1, 1, 1, 2, 2, 2, 2, 2, 0]])
+    forms = MaskPlan(FORMS.get(kernel.mask, "additive"))
+    cases = []
+    if kernel.trains_with_mask:
+        mask = forms.masks(documents.to(on.device), inputs[0].dtype)
+        cases.append(("", mask, visible(documents)))
+    if kernel.causal:
+        seen = visible(torch.ones_like(documents))
+        cases.append((" without a mask, which it says is causal,", None, seen))
+    assert cases, f"attention {name} says that it trains neither with a mask nor causal"
+    for what, mask, seen in cases:
 
-    def tried(*given: Tensor) -> Any:
-        return kernel.forward(module, *given, mask, scaling=0.25, dropout=0.0)[0]
+        def tried(*given: Tensor, mask: Any = mask) -> Any:
+            return kernel.forward(module, *given, mask, scaling=0.25, dropout=0.0)[0]
 
-    def formula(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        keys, values = (each.repeat_interleave(2, dim=1) for each in (key, value))
-        scores = (query @ keys.transpose(2, 3) * 0.25).masked_fill(~allowed, -torch.inf)
-        return (torch.softmax(scores, -1) @ values).transpose(1, 2)
+        def formula(query: Tensor, key: Tensor, value: Tensor, seen: Tensor = seen) -> Tensor:
+            keys, values = (each.repeat_interleave(2, dim=1) for each in (key, value))
+            scores = query @ keys.transpose(2, 3) * 0.25
+            scores = scores.masked_fill(~seen[:, None], -torch.inf)
+            return (torch.softmax(scores, -1) @ values).transpose(1, 2)
 
-    _try(on, what, tried, formula, inputs)
-
-
-def _mask(kind: str, allowed: Tensor, dtype: torch.dtype) -> Any:
-    """What an attention that takes masks of this kind is given for (B, 1, T, S) bool."""
-    if kind == "sdpa":
-        return allowed
-    if kind == "flex_attention":
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        def seen(batch: Tensor, _: Tensor, row: Tensor, column: Tensor) -> Tensor:
-            return allowed[batch, 0, row, column]
-
-        return create_block_mask(seen, 2, None, 9, 9, device=str(allowed.device))
-    mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-    return mask.masked_fill(~allowed, torch.finfo(dtype).min)
+        _try(on, f"attention {name}{what}", tried, formula, inputs)
 
 
 def _lora_trial(on: Opened, kernel: Any, name: str) -> None:
@@ -231,18 +214,14 @@ def _adamw_trial(on: Opened, kernel: Any, name: str) -> None:
     Epsilon is as large as the smallest gradients: it must be added where torch does, or where the
     kernel's counterpart does.
     """
-    options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-2}
-    host = _same_formula("adamw", name) or torch.optim.AdamW
     values = [torch.linspace(-1, 2, 12).reshape(3, 4), torch.linspace(1, 2, 5)]
     there = [torch.nn.Parameter(each.to(on.device)) for each in values]
     here = [torch.nn.Parameter(each.double()) for each in values]
 
-    def groups(parameters: Sequence[Any]) -> list[dict[str, Any]]:
-        rates = ((1e-2, 0.1), (5e-3, 0.0))
-        return [
-            {"params": [parameter], "lr": lr, "weight_decay": decay}
-            for parameter, (lr, decay) in zip(parameters, rates, strict=True)
-        ]
+    def made(optimizer: Any, parameters: Sequence[Any]) -> Any:
+        rates = ({"lr": 1e-2, "weight_decay": 0.1}, {"lr": 5e-3, "weight_decay": 0.0})
+        groups = [{"params": [p], **rate} for p, rate in zip(parameters, rates, strict=True)]
+        return optimizer(groups, lr=1e-2, betas=(0.9, 0.99), eps=1e-2)
 
     def steps(*optimizers: Any) -> None:
         for step in range(3):
@@ -252,7 +231,8 @@ def _adamw_trial(on: Opened, kernel: Any, name: str) -> None:
             for optimizer in optimizers:
                 optimizer.step()
 
-    wanted, found = host(groups(here), **options), kernel(groups(there), **options)
+    wanted = made(_same_formula("adamw", name) or torch.optim.AdamW, here)
+    found = made(kernel, there)
     steps(wanted, found)
     first = {p: dict(found.state[p]) for p in there}
     for parameter, state in first.items():
@@ -260,7 +240,7 @@ def _adamw_trial(on: Opened, kernel: Any, name: str) -> None:
         assert not missing, f"adamw {name}: its state lacks {', '.join(sorted(missing))}"
         assert int(state["step"]) == 3, f"adamw {name}: step is {state['step']} after 3"
         assert state["exp_avg"].shape == parameter.shape, f"adamw {name}: a moment's shape"
-    resumed = kernel(groups(there), **options)
+    resumed = made(kernel, there)
     for parameter, state in first.items():
         resumed.state[parameter].update(state)
     steps(wanted, resumed)
@@ -285,16 +265,16 @@ def _clip_trial(on: Opened, kernel: Any, name: str) -> None:
     """A norm above the limit, which is clipped to it, and one below, which is left alone."""
     gradients = [torch.linspace(-3, 4, 12).reshape(3, 4), torch.linspace(0, 2, 5)]
     norm = float(torch.cat([g.double().flatten() for g in gradients]).norm())
+    parameters = [torch.nn.Parameter(torch.zeros_like(g).to(on.device)) for g in gradients]
     for limit in (0.5, 100.0):
-        parameters = [torch.nn.Parameter(torch.zeros_like(g).to(on.device)) for g in gradients]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.to(on.device, copy=True)
         found = float(kernel(parameters, limit))
         assert abs(found - norm) <= 1e-3 * norm, f"clip_grad_norm {name}: norm {found}, not {norm}"
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            assert parameter.grad is not None
-            wanted = gradient.double() * min(1.0, limit / norm)
-            _agrees(on, parameter.grad, wanted, f"clip_grad_norm {name} to {limit}", "float32")
+            wanted, left = gradient.double() * min(1.0, limit / norm), parameter.grad
+            assert left is not None
+            _agrees(on, left, wanted, f"clip_grad_norm {name} to {limit}", "float32")
 
 
 KERNEL_TRIALS: Mapping[str, Callable[[Opened, Any, str], None]] = {

@@ -1,4 +1,4 @@
-"""Checks of memory: it stays where more is refused, and each rank sees its own."""
+"""Checks of memory: it is counted, stays where more is refused, and each rank sees its own."""
 
 from __future__ import annotations
 
@@ -8,14 +8,50 @@ from typing import Any
 import psutil
 import torch
 
+from anygauge.interface import MemoryStats
 from anygauge.testing.bounds import on_host
-from anygauge.testing.check import NotAsked, Opened, check
+from anygauge.testing.check import NotAsked, Opened, check, of_type
 
 HELD = 0.9
 """Part of the memory that is in use, as in training, while more is asked for."""
 PIECES = 64
-MIB, MOST_OF_THE_HOST = 2**20, 2**30
-"""Bytes; so many are taken though they are the host's."""
+MIB, MOST_OF_THE_HOST, LARGEST_MEMORY = 2**20, 2**30, 2**50
+"""Bytes: a unit; so many are taken though they are the host's; what no device of today has."""
+OF_A_PROCESS = 256 * MIB
+"""A process's allocator keeps up to 64 MiB that were freed, and may give them again."""
+
+
+@check(
+    "memory is counted in whole bytes: in use follows what is taken and freed, its peak stays "
+    "until it is reset, its limit stays the same",
+    part="device",
+    means="plans of memory, and the peak that a run reports, would be wrong; look at memory(), "
+    "which must count what the allocator has given out, and at reset_peak(); the vendor's tool "
+    "gives mebibytes, a share, -1 for unknown, or numbers of several devices",
+)
+def memory_moves(on: Opened) -> None:
+    size = 64 * MIB if _counts(on) else OF_A_PROCESS
+    on.placement.reset_peak()
+    before = _memory(on)
+    held = torch.empty(size, dtype=torch.uint8, device=on.device).fill_(1)
+    during = _memory(on)
+    del held
+    after = _memory(on)
+    assert during.in_use - before.in_use >= size, (
+        f"{size} bytes were taken, and memory in use grew by {during.in_use - before.in_use}"
+    )
+    assert during.in_use - after.in_use >= size, "memory that was freed still counts as in use"
+    # The kernel counts a process's pages in batches for each thread.
+    slack = 0 if _counts(on) else size // 64
+    assert after.peak >= before.in_use + size - slack, (
+        f"the peak is {after.peak}, but {before.in_use + size} bytes were in use"
+    )
+    for name in ("limit", "kind"):
+        was, now = getattr(before, name), getattr(during, name)
+        assert was == now, f"the {name} of memory was {was!r}, then {now!r}"
+    on.placement.reset_peak()
+    fresh = _memory(on)
+    assert fresh.peak < after.peak, "resetting the peak leaves it where it was"
 
 
 @check(
@@ -30,7 +66,7 @@ def out_of_memory(on: Opened) -> None:
     for other in (ValueError("shape"), RuntimeError("mat1 and mat2 shapes cannot be multiplied")):
         assert not on.placement.is_out_of_memory(other), f"{other!r} counts as out of memory"
     stats = on.placement.memory()
-    if stats.kind.split(",")[0] != "allocator" or stats.limit is None:
+    if not _counts(on) or stats.limit is None:
         raise NotAsked("it shares the host's memory, or its limit is unknown")
     _refuses(on, 2 * stats.limit, 16 * stats.limit, 2**60)
     free = int(HELD * stats.limit) - stats.in_use
@@ -39,28 +75,19 @@ def out_of_memory(on: Opened) -> None:
         return  # exhausting the host would harm others
     held = [_taken(on, size, number) for number in range(free // size)]
     _refuses(on, stats.limit // 4, stats.limit, 16 * stats.limit)
-    for number in range(len(held), len(held) + PIECES):
-        held.append(_taken(on, max(size // 4, MIB), number))
-        if held[-1] is None:
-            break
-    else:
-        raise AssertionError(f"{HELD:.0%} of {stats.limit} bytes are held, and any more are given")
-    given = [each for each in held if each is not None]
-    for number, each in enumerate(given):
+    for number, each in enumerate(held):
+        assert each is not None, f"{number} pieces of {size} are all of {stats.limit} bytes"
         found = on_host(each[:: max(size // 1000, 1)])
         assert bool((found == number % 251).all()), (
-            f"piece {number} of {len(given)} that were held holds {found.unique().tolist()[:4]}, "
+            f"piece {number} of {len(held)} that were held holds {found.unique().tolist()[:4]}, "
             f"not {number % 251}, after requests were refused"
         )
-    sizes, grown = sum(map(len, given)), on.placement.memory().in_use - stats.in_use
-    assert sizes <= grown <= stats.limit, (
-        f"{len(given)} pieces hold {sizes} bytes of {stats.limit}, but memory in use grew by "
-        f"{grown}"
+    grown = on.placement.memory().in_use - stats.in_use
+    assert size * len(held) <= grown <= stats.limit, (
+        f"{len(held)} pieces of {size} bytes are held, but memory in use grew by {grown}"
     )
-    del held, given, each, found
-    gc.collect()
-    on.placement.synchronize()
-    left = on.placement.memory().in_use - stats.in_use
+    del held, each, found
+    left = _memory(on).in_use - stats.in_use
     assert left <= MIB, f"{left} bytes stay in use after memory was exhausted and freed"
     assert _taken(on, size, 0) is not None, f"{size} bytes are refused after all was freed"
 
@@ -94,7 +121,6 @@ def _refuses(on: Opened, *sizes: int) -> None:
 
 def _is_of_the_host(on: Opened, size: int) -> bool:
     """Whether the device's memory is the process's own."""
-
     process = psutil.Process()
     before = process.memory_info().rss
     held = torch.ones(size, dtype=torch.uint8, device=on.device)
@@ -112,25 +138,17 @@ def _is_of_the_host(on: Opened, size: int) -> bool:
 )
 def memory_of_each_rank(on: Any) -> None:
     placement = on.backend.placement
-    size = (
-        256 if placement.memory().kind.split(",")[0] != "allocator" else 16 * (on.rank + 1)
-    ) * MIB
-
-    def now() -> Any:
-        gc.collect()
-        placement.synchronize()
-        return placement.memory()
-
+    size = 16 * (on.rank + 1) * MIB if _counts(on) else OF_A_PROCESS
     # One rank takes memory at a time; the others must see nothing of it.
     wrong: list[str] = []
     for turn in range(on.world_size):
         on.collectives.barrier()
         placement.reset_peak()
-        before, held = now(), None
+        before, held = _memory(on), None
         on.collectives.barrier()
         if turn == on.rank:
             held = torch.ones(size, dtype=torch.uint8, device=on.device)
-        during = now()
+        during = _memory(on)
         on.collectives.barrier()
         del held
         for what, value in (("memory in use", during.in_use), ("the peak", during.peak)):
@@ -138,3 +156,28 @@ def memory_of_each_rank(on: Any) -> None:
             fits = grown >= size - size // 64 if turn == on.rank else grown < 8 * MIB
             wrong += [] if fits else [f"{what} grew by {grown} when rank {turn} took memory"]
     assert not wrong, wrong[0]
+
+
+def _counts(on: Any) -> bool:
+    """Whether the device has an allocator of its own; else it is the process's memory."""
+    kind: str = on.backend.placement.memory().kind
+    return kind.split(",")[0] == "allocator"
+
+
+def _memory(on: Any) -> MemoryStats:
+    """Of an `Opened` or a `RankContext`, once all work is done."""
+    placement = on.backend.placement
+    gc.collect()
+    placement.synchronize()
+    stats: MemoryStats = placement.memory()
+    of_type("memory()", stats, MemoryStats)
+    assert stats.kind.split(",")[0] in ("allocator", "process"), f"kind is {stats.kind!r}"
+    for name in ("in_use", "peak", "reserved", "limit"):
+        value = getattr(stats, name) or 0
+        assert 0 <= value < LARGEST_MEMORY, f"{name} is {value!r}, which no device has in bytes"
+    assert stats.in_use <= stats.peak, f"{stats.in_use} bytes in use, {stats.peak} at the peak"
+    assert stats.reserved is None or stats.reserved >= stats.in_use
+    assert stats.limit is None or stats.limit >= max(stats.in_use, MIB), (
+        f"limit is {stats.limit} bytes; it is not counted in larger units, and None where unknown"
+    )
+    return stats

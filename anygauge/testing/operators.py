@@ -93,11 +93,16 @@ def _run(
     """Results and gradients of an operator on a sample, arranged in memory and then changed."""
     leaves: list[Tensor] = []
 
+    def arranged(values: Tensor) -> Tensor:
+        if not values.dim():
+            return change(values)
+        whole, view = arrange(values)
+        return view(change(whole))
+
     def given(each: Any) -> Any:
         if isinstance(each, torch.dtype):
             return torch.float64 if wide and each.is_floating_point else each
-        whole, view = arrange(each.detach()) if each.dim() else (each.detach(), lambda same: same)
-        seen = view(change(whole))
+        seen = arranged(each.detach())
         if each.requires_grad:
             leaves.append(seen.requires_grad_())
         return seen
@@ -110,12 +115,10 @@ def _run(
     found: dict[str, Tensor | None] = {f"result {n}": x.detach() for n, x in enumerate(results)}
     tracked = [each for each in results if each.requires_grad and leaves]
     if tracked:
-        above = []
-        for each in tracked:
-            values = torch.linspace(-1, 1, max(each.numel(), 1))[: each.numel()]
-            values = values.reshape(each.shape)
-            whole, view = arrange(values) if each.dim() else (values, lambda same: same)
-            above.append(view(change(whole).to(each.dtype)))
+        above = [
+            arranged(torch.linspace(-1, 1, max(x.numel(), 1))[: x.numel()].reshape(x.shape)).to(x)
+            for x in tracked
+        ]
         gradients = torch.autograd.grad(tracked, leaves, above, allow_unused=True)
         found |= {f"gradient {n}": gradient for n, gradient in enumerate(gradients)}
     return found

@@ -1,8 +1,7 @@
 # mypy: disable-error-code="func-returns-value,misc"
 """Wrong devices, a line each: what is wrong, the check that must fail, and what makes it so.
 
-`lines` replaces one thing of a sound backend (``cpu``, or the simulated card ``sim`` where its own
-tensors must be told from the host's). Those of torch's operators are beside this file.
+Those of torch's operators are beside this file.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import time
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -33,13 +32,11 @@ from typing import Any
 from pydantic import field_validator
 
 from anygauge.interface import (
-    Backend,
     Check,
     Finding,
     LaunchProfile,
     Level,
     NotAvailableError,
-    Options,
     Phase,
     Scope,
     Setting,
@@ -47,25 +44,13 @@ from anygauge.interface import (
     Support,
 )
 from anygauge_cpu.options import CpuOptions
-from tests.testing.wrong import Wrong, mutant, replaced, torch
+from tests.testing.wrong import Change, Changes, lines, mutant, torch
 
 FOR_EVER = 10**6
 LARGE = 2**20
 HELPER = [sys.executable, "-c", "import time; time.sleep(60)"]
-Change = Callable[..., Any]
 kept: list[Any] = []
 """What a mutant remembers; each has a process of its own."""
-
-
-def lines(
-    part: str,
-    rows: Iterable[tuple[str, str, str, Change]],
-    environment: Mapping[str, str] | None = None,
-    **more: Any,
-) -> None:
-    """Mutants of a part: name, check, target, and what takes its place (see `replaced`)."""
-    for name, check, target, change in rows:
-        mutant(name, part=part, check=check, **more)(replaced(target, change, environment))
 
 
 def then(*done: Any) -> Any:
@@ -92,19 +77,11 @@ def figures_by_torch() -> Mapping[str, float]:
     return {"memory": float(torch.finfo(torch.float32).max)}
 
 
-def made_probe() -> Any:
-    """A function of a module that only this process has."""
-    made = types.ModuleType("made_by_the_mutant")
-    exec("def probe(): return None", made.__dict__)
-    sys.modules[made.__name__] = made
-    return made.probe
-
-
 class AnyOption(CpuOptions, extra="allow"):
     """It takes options that it does not have."""
 
 
-class LevelOptions(Options):
+class LevelOptions(CpuOptions):
     """A wrong value of its option ends in a KeyError."""
 
     level: Any = "low"
@@ -113,12 +90,6 @@ class LevelOptions(Options):
     @classmethod
     def _read(cls, value: Any) -> int:
         return {"low": 1, "high": 2}[str(value)]
-
-
-@mutant("a wrong value ends in a KeyError", part="basic", check="options_are_checked")
-def _(on: Wrong) -> None:
-    on.spec(options=f"{__name__}:LevelOptions")
-    on.method("backend.__init__")(lambda self, usual, options=None: Backend.__init__(self, options))
 
 
 class Longer(ShapePolicy):
@@ -137,8 +108,7 @@ lines("basic", (
     ("it was written for a later contract", "announced", "spec.api_version", lambda: 2),
     ("announcing it imports a library of tensors", "announced", "at import",
      lambda: sys.modules.update(jax=types.ModuleType("jax"))),  # heavy by its name
-    ("its probe is made as it is imported", "spec_pickles", "spec.probe", made_probe),
-    ("figures come from torch", "spec_pickles", "spec.this_machine", lambda: figures_by_torch),
+    ("figures come from torch", "probe_is_pure", "spec.this_machine", lambda: figures_by_torch),
     ("probe imports torch", "probe_is_pure", "probe", lambda u: then(torch.float32, u())),
     ("probe is slow", "probe_is_pure", "probe", lambda u: then(time.sleep(3), u())),
     ("probe sets a variable", "probe_is_pure", "probe",
@@ -147,16 +117,12 @@ lines("basic", (
      lambda u: replace(u(), notes=(str(random.random()),))),
     ("finding without words", "probe_is_pure", "probe",
      lambda u: replace(u(), software=Finding.yes(""))),
-    ("four of what is missing", "probe_is_pure", "probe",
-     lambda u: replace(u(), devices=Finding.no("no card"))),
     ("available with 0 devices", "probe_is_pure", "probe", lambda u: replace(u(), device_count=0)),
-    ("its cards are letters", "probe_is_pure", "probe", lambda u: replace(u(), cards="card")),
     ("one name stands for four cards", "probe_is_pure", "probe",
      lambda u: replace(u(), cards=("card",) * 4)),
     ("opens when it is made", "light_construction", "at make", lambda b: b.placement.open(0)),
     ("instances share a placement", "light_construction", "at make",
      lambda b: then(kept.append(b.placement), setattr(b, "placement", kept[0]))),
-    ("another name", "described", "class backend.name", lambda u: "other"),
     ("a capability that nobody asks about", "described", "class backend.capabilities",
      capability("zero", Level.FULL, "")),
     ("a reason is a note to oneself", "described", "class backend.capabilities",
@@ -165,11 +131,11 @@ lines("basic", (
      capability("float16", Level.SWITCHED_OFF, "not today")),
     ("a comma is missing after the only library", "described", "class backend.libraries",
      lambda u: "vendor-torch"),
-    ("its readings are a list", "described", "class backend.readings", lambda u: ["power"]),
     ("a closed device is none", "light_construction", "class placement.device", lambda u: None),
+    ("a wrong value ends in a KeyError", "options_are_checked", "spec.options",
+     lambda: f"{__name__}:LevelOptions"),
     ("takes any option", "options_are_checked", "spec.options", lambda: f"{__name__}:AnyOption"),
-    ("padded beyond the maximum", "described", "class graph.shapes",
-     lambda u: Longer()),
+    ("padded beyond the maximum", "described", "class graph.shapes", lambda u: Longer()),
     ("a check of doctor has no words", "described", "backend.diagnostics",
      lambda u: [*u(), Check(name="driver", outcome="pass", seen="")]),
     # Settings: each gets the job, the node and the local rank.
@@ -217,61 +183,45 @@ def libc() -> Any:
     return ctypes.CDLL(None)
 
 
-LEFT: Mapping[str, Mapping[str, Callable[[], Any]]] = {
-    "output": {
-        "prints": lambda: print("Vendor SDK 3.1"),
-        "prints in C": lambda: libc().printf(b"Vendor SDK 3.1\n"),
-    },
-    "signals": {
-        "takes SIGTERM": lambda: signal.signal(signal.SIGTERM, lambda *_: None),
-        "ends at closed pipes": lambda: libc().signal(int(signal.SIGPIPE), None),
-        "blocks Ctrl-C": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}),
-    },
-    "variables": {
-        "corrects variables": lambda: os.environ.update(OMP_NUM_THREADS="64", MUTANT="3"),
-        "clears a variable": lambda: os.environ.pop("PYTHONPATH", None),
-    },
-    "settings": {
-        "hides warnings": lambda: warnings.filterwarnings("ignore"),
-        "changes the folder": lambda: os.chdir("/"),
-    },
-    "settings ": {
-        "rounds small numbers to 0": lambda: torch.set_flush_denormal(True),
-        "makes weights bfloat16": lambda: torch.set_default_dtype(torch.bfloat16),
-    },
-    "files": {"writes a log": lambda: Path("vendor.log").write_text("opened\n")},
-    "running": {
-        "leaves a thread": sleeper,
-        "leaves a helper": lambda: subprocess.Popen(HELPER),
-        "leaves a service": orphan,
-    },
-}
-"""By the kind of what is left; with a blank behind it those that torch keeps, so not on paper."""
-STEPS = {
-    "basic": ("at import", "probe", "at make", "settings"),
-    "device": ("placement.open", "placement.close"),
-    "ranks": ("collectives.open", "collectives.close"),
-}
-
-
 def acts(target: str, act: Callable[[], Any]) -> Change:
     """Do what is usual, then `act`."""
-    if target.startswith("at "):
-        return lambda *_: act()
-    if target == "settings":
-        return lambda *_: then(act(), [])
+    if target == "at import":
+        return act
     return lambda usual, *args, **kwargs: (usual(*args, **kwargs), act())[0]
 
 
-for _kind, _acts in LEFT.items():
-    _parts = [part for part in STEPS if part != "basic" or not _kind.endswith(" ")]
-    for _turn in range(max(len(_acts), len(_parts))):
-        # Each act, and each part, at least once, the acts at the steps in turn.
-        _part, _number = _parts[_turn % len(_parts)], _turn % len(_acts)
-        _name, _act = list(_acts.items())[_number]
-        _at = STEPS[_part][_number % len(STEPS[_part])]
-        _check = f"{_part}_leaves_{_kind.strip()}"
-        lines(_part, [(f"{_name} ({_at})", _check, _at, acts(_at, _act))])
+LEFT: Sequence[tuple[str, str, Mapping[str, Callable[[], Any]]]] = (
+    ("basic", "at import", {
+        "output": lambda: print("Vendor SDK 3.1"),
+        "signals": lambda: signal.signal(signal.SIGTERM, lambda *_: None),
+        "variables": lambda: os.environ.update(OMP_NUM_THREADS="64", MUTANT="3"),
+        "settings": lambda: warnings.filterwarnings("ignore"),
+        "files": lambda: Path("vendor.log").write_text("opened\n"),
+        "running": sleeper}),
+    ("device", "placement.close", {
+        "output": lambda: libc().printf(b"Vendor SDK 3.1\n"),
+        "signals": lambda: libc().signal(int(signal.SIGPIPE), None),
+        "variables": lambda: os.environ.pop("PYTHONPATH", None),
+        "settings": lambda: os.chdir("/"),
+        "files": lambda: Path("vendor.log").write_text("closed\n"),
+        "running": lambda: subprocess.Popen(HELPER)}),
+    ("ranks", "collectives.open", {
+        "output": lambda: print("Vendor SDK 3.1"),
+        "signals": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}),
+        "variables": lambda: os.environ.update(OMP_NUM_THREADS="64"),
+        "settings": lambda: torch.set_default_dtype(torch.bfloat16),
+        "files": lambda: Path("vendor.log").write_text("opened\n"),
+        "running": orphan}),
+)  # fmt: skip
+for _part, _step, _acts in LEFT:
+    for _kind, _act in _acts.items():
+        _line = (f"leaves {_kind} ({_step})", f"{_part}_leaves_{_kind}", _step, acts(_step, _act))
+        lines(_part, [_line])
+
+
+def unnormalised(x: Any, dim: int, *rest: Any, **named: Any) -> Any:
+    """A softmax that forgets to divide."""
+    return (x - x.amax(dim, keepdim=True)).exp()
 
 
 def never(*_: Any, **__: Any) -> None:
@@ -283,11 +233,15 @@ def broken(_: Any) -> Any:
 
 
 lines("device", (
+    ("a kernel is wrong", "kernels_agree", "kernel softmax", unnormalised),
     ("close leaves it open", "closes", "placement.close", lambda u: None),
     ("close raises", "ends_on_device", "backend.close", lambda u: broken(u())),
 ))  # fmt: skip
 lines("ranks", (
     ("leaving keeps the group", "leaves_no_group", "collectives.close", lambda u: None),
+    ("every rank opens the same device", "devices_differ", "placement.open",
+     lambda u, r: then(u(r), setattr(u.__self__, "_device", torch.device("cpu:0")),
+                       u.__self__.device)),
     ("a rank's device does not close", "ends_on_ranks", "placement.close",
      lambda u: then(u(), rank() and broken(u))),
 ))  # fmt: skip
@@ -321,19 +275,22 @@ def spoil() -> None:
             return
 
 
+def _hoard(usual: Any, *args: Any, **kwargs: Any) -> Any:
+    out = usual(*args, **kwargs)
+    if 2**21 < out.numel() <= 2**22:
+        kept.append(out)
+    return out
+
+
 def memory(change: Callable[[Any], dict[str, Any]]) -> Change:
     return lambda u: replace(u(), **change(u()))
 
 
 lines("device", (
-    ("memory never moves", "memory_moves", "placement.memory",
-     memory(lambda m: {"in_use": 2**30, "peak": 2**30})),
     ("what is freed still counts", "memory_moves", "placement.memory",
      memory(lambda m: {"in_use": m.peak})),
     ("peak is half of what came on top", "memory_moves", "placement.memory",
      memory(lambda m: {"peak": (m.peak + m.in_use) // 2})),
-    ("memory of no known kind", "memory_moves", "placement.memory",
-     memory(lambda m: {"kind": "some"})),
     ("memory is counted in mebibytes", "memory_moves", "placement.memory",
      memory(lambda m: {"in_use": m.in_use / 2**20})),
     ("the limit is what is free", "memory_moves", "placement.memory",
@@ -374,8 +331,7 @@ lines("device", (
      memory(lambda m: {"limit": m.limit // 2 + 2**20})),
     ("what is refused takes the place of what is held", "out_of_memory",
      "placement.is_out_of_memory", lambda u, e: then(spoil(), u(e))),
-    ("small requests are unknown", "out_of_memory", "placement.is_out_of_memory",
-     lambda u, e: u(e) and refused(e) > 2**24),
+    ("exhausted memory is not given back", "out_of_memory", "op empty", _hoard),
 ), base="sim", environment=SMALL)  # fmt: skip
 
 
@@ -383,48 +339,16 @@ def _count(self: Any, phase: Phase) -> None:
     self.marks = getattr(self, "marks", 0) + 1
 
 
-def _set(attributes: Mapping[str, Any], on: Wrong) -> None:
-    for name, value in attributes.items():
-        setattr(on.graph, name, value)
-
-
-GRAPHS: Sequence[tuple[str, str, dict[str, Any]]] = (
-    ("mark_step is declared and does nothing", "graphs_end",
-     {"accumulates": True, "mark_step": lambda self, phase: None}),
-    ("mark_step works but is declared missing", "graphs_end",
-     {"mark_step": _count, "counters": lambda self: {"n": getattr(self, "marks", 0)}}),
-    ("the graph limit is ignored", "graphs_end",
-     {"limit": 20, "counters": lambda self: {"graphs": 0.0}}),
-)  # fmt: skip
-for _name, _check, _attributes in GRAPHS:
-    mutant(_name, part="device", check=_check)(functools.partial(_set, _attributes))
-
-
-@mutant(
-    "products are 0 after memory was exhausted", part="device", check="out_of_memory", base="sim"
-)
-def _(on: Wrong) -> None:
-    @on.operation("empty")
-    def empty(usual: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return usual(*args, **kwargs)
-        except RuntimeError as error:
-            kept.append(type(error))
-            raise
-
-    on.operation("mm")(lambda usual, a, b: usual(a, b) * (0 if kept else 1))
-
-
-@mutant("exhausted memory is not given back", part="device", check="out_of_memory", base="sim")
-def _(on: Wrong) -> None:
-    os.environ.update(SMALL)
-
-    @on.operation("empty")
-    def empty(usual: Any, *args: Any, **kwargs: Any) -> Any:
-        out = usual(*args, **kwargs)
-        if 2**21 < out.numel() <= 2**22:
-            kept.append(out)
-        return out
+GRAPHS: Mapping[str, Changes] = {
+    "mark_step is declared and does nothing": {"class graph.accumulates": lambda u: True},
+    "mark_step works but is declared missing":
+        {"graph.mark_step": lambda u, phase: kept.append(phase),
+         "graph.counters": lambda u: {"n": len(kept)}},
+    "the graph limit is ignored":
+        {"class graph.limit": lambda u: 20, "graph.counters": lambda u: {"graphs": 0.0}},
+}  # fmt: skip
+for _name, _changes in GRAPHS.items():
+    mutant(_name, "device", "graphs_end", _changes)
 
 
 # -- the contract's collectives -------------------------------------------------------------------
@@ -440,10 +364,6 @@ def beside(tensor: Any) -> None:
     end = tensor.storage_offset() + tensor.numel()
     if end < tensor.untyped_storage().nbytes() // tensor.element_size():
         tensor.as_strided((1,), (1,), end).zero_()
-
-
-def in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _own_first(u: Any, t: Any, op: str, g: Any) -> Any:
@@ -463,8 +383,6 @@ REDUCES: Sequence[tuple[str, str, int, Change]] = (  # usual, tensor, op, group
     ("sums are reduced in bfloat16", "contract_sum", 2,
      lambda u, t, op, g: t.copy_(u(t.bfloat16(), op, g))),
     ("all_reduce is not in place", "contract_sum", 2, lambda u, t, op, g: u(t.clone(), op, g)),
-    ("beyond 4 MiB is no sum", "contract_sum", 2,
-     lambda u, t, op, g: then(u(t[:LARGE] if t.dim() == 1 else t, op, g), t)),
     ("one rank refuses to reduce nothing", "contract_sum", 2, lambda u, t, op, g:
      u(t, op, g) if t.numel() else rank() and fail(RuntimeError, "no elements")),
     ("views are summed as their memory lies", "contract_sum", 2, lambda u, t, op, g:
@@ -485,27 +403,17 @@ for _name, _check, _ranks, _change in REDUCES:
     ), base="sim", ranks=_ranks)  # fmt: skip
 
 
-def _shared_buffer(u: Any, t: Any, buffers: dict[Any, Any] = {}) -> Any:  # noqa: B006
-    parts = u(t)
-    ours = buffers.setdefault((t.shape, t.dtype), parts)
-    return [one.copy_(part) for one, part in zip(ours, parts, strict=True)]
-
-
-lines("ranks", (
-    ("ranks 1 and 2 are swapped in a gather", "contract_all_gather", "collectives.all_gather",
-     lambda u, t: [u(t)[n] for n in (0, 2, 1)]),
-), base="sim", ranks=3)  # fmt: skip
 lines("ranks", (
     ("always broadcasts rank 0", "contract_broadcast", "collectives.broadcast",
      lambda u, t, source=0: u(t, 0)),
     ("a view that was sent stays", "contract_broadcast", "collectives.broadcast",
      lambda u, t, source=0: u(t.contiguous(), source)),
+    ("ranks are swapped in a gather", "contract_all_gather", "collectives.all_gather",
+     lambda u, t: u(t)[::-1]),
     ("a gather works in its input", "contract_all_gather", "collectives.all_gather",
      lambda u, t: then(p := u(t), t.copy_(p[-1]), p)),
     ("the own part is the input", "contract_all_gather", "collectives.all_gather",
      lambda u, t: [t if n == rank() else p for n, p in enumerate(u(t))]),
-    ("gathers of one shape share a buffer", "contract_all_gather", "collectives.all_gather",
-     _shared_buffer),
     ("barrier does nothing", "barrier_waits", "collectives.barrier", lambda u: None),
     ("patience ends by itself", "barrier_waits", "collectives.patient",
      lambda u, then: nullcontext()),
@@ -522,15 +430,6 @@ lines("ranks", (
     ("memory is the first device's", "memory_of_each_rank", "placement.memory",
      lambda u: replace(u(), in_use=2**20, peak=2**20) if rank() else u()),
 ), base="sim")  # fmt: skip
-
-
-@mutant("every rank opens the same device", part="ranks", check="devices_differ")
-def _(on: Wrong) -> None:
-    @on.method("placement.open")
-    def open_(self: Any, usual: Any, local_rank: int) -> Any:
-        device = usual(local_rank)
-        self._device = type(device)(device.type, 0)
-        return self._device
 
 
 # -- torch.distributed: a function gives its result in a wrong way, in some cases ------------------
@@ -582,12 +481,6 @@ class Handle:
         return getattr(self._work, name)
 
 
-def exchanged(name: str, check: str, call: Change, *functions: str, ranks: int = 2) -> None:
-    """A line: functions of torch.distributed are `call`, which gets the usual one first."""
-    change = lambda on: on.distributed(*functions)(call)  # noqa: E731
-    mutant(name, part="ranks", check=check, base="sim", ranks=ranks)(change)
-
-
 def spoilt(way: Change, when: Callable[[Any, Any], Any], beyond: bool) -> Change:
     """A function that gives its (last) result in a wrong way in some cases, once it was waited for.
 
@@ -616,9 +509,6 @@ def roll(t: Any) -> Any:
     return t.copy_(t.reshape(-1).roll(1).reshape(t.shape))
 
 
-CHECKS = {"reduce_scatter_tensor": "reduce_scatter"} | dict.fromkeys(
-    ("recv", "irecv"), "send_and_recv"
-)
 SPOILT: Sequence[tuple[str, str, Change, Callable[[Any, Any], Any]]] = (
     ("all_reduce", "too large by a part, in a subgroup", lambda t: t.mul_(1.03125),
      lambda t, k: in_group(k)),
@@ -638,14 +528,13 @@ SPOILT: Sequence[tuple[str, str, Change, Callable[[Any, Any], Any]]] = (
     ("recv", "one place further, of a view", roll, lambda t, k: t.storage_offset() > 0),
     ("irecv", "ends exchanged, always", exchange_ends, lambda t, k: True),
 )  # fmt: skip
+CHECKED = {"reduce_scatter_tensor": "reduce_scatter", "recv": "send_and_recv"}
+CHECKED["irecv"] = CHECKED["recv"]
 for _function, _how, _change, _case in SPOILT:
-    exchanged(
-        f"{_function}: {_how}",
-        CHECKS.get(_function, _function),
-        spoilt(_change, _case, "its input" in _how),
-        _function,
-        ranks=3 if "subgroup" in _how else 2,
-    )
+    _way = spoilt(_change, _case, "its input" in _how)
+    lines("ranks", [
+        (f"{_function}: {_how}", CHECKED.get(_function, _function), f"dist {_function}", _way),
+    ], base="sim", ranks=3 if "subgroup" in _how else 2)  # fmt: skip
 
 
 def _summed_means(usual: Any, t: Any, op: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -655,24 +544,11 @@ def _summed_means(usual: Any, t: Any, op: Any = None, *args: Any, **kwargs: Any)
     return usual(t, dist.ReduceOp.SUM if wrong else op, *args, **kwargs)
 
 
-GATHER, ALL = "all_gather_into_tensor", "all_reduce"
-for _name, _check, _function, _change in (
-    ("the library's mean is a sum", "all_reduce_mean", ALL, _summed_means),
-    ("the output is cleared before the input is read", GATHER, GATHER,
-     lambda u, out, *a, **k: then(out.zero_(), u(out, *a, **k))),
-    ("the device's barrier does not wait", "barrier_waits", "barrier",
-     lambda u, group=None, **k: None if group is None else u(group, **k)),
-    ("a group's own limit is that of all", "limits_hold", "new_group",
-     lambda u, ranks=None, timeout=None, **k: u(ranks, **k)),
-):  # fmt: skip
-    exchanged(_name, _check, _change, _function)
-
-
 # -- handles: what is wrong is when a result gets to its tensor ------------------------------------
 
 
-def handles(name: str, check: str, wait: Callable[[list[Any], int], Any], *functions: str) -> None:
-    """A line: asynchronous work is done apart when it is started.
+def handled(wait: Callable[[list[Any], int], Any]) -> Change:
+    """A function whose asynchronous work is done apart when it is started.
 
     Args:
         wait: gets what has been started so far (each writes its result), and the number of this
@@ -687,7 +563,7 @@ def handles(name: str, check: str, wait: Callable[[list[Any], int], Any], *funct
         kept.append(functools.partial(result.copy_, apart))
         return Handle(wait(kept, len(kept) - 1))
 
-    exchanged(name, check, call, *(functions or ("all_reduce",)))
+    return call
 
 
 def _once_more(started: list[Any], n: int) -> Callable[[], Any]:
@@ -699,32 +575,41 @@ def nothing() -> None:
     pass
 
 
-handles("a future is done when its work has begun", "handles", lambda s, n: s[n])
-handles("a wait ends the work before", "handles", lambda s, n: s[n - 1] if n else nothing)
-handles("a second wait writes something else", "handles", _once_more, GATHER)
+def _given_away(usual: Any, output: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+    """A gather that holds its input by no name."""
+    if not kwargs.get("async_op") or not on_card(output):
+        return usual(output, given, *args, **kwargs)
+    source = weakref.ref(given)
+    return Handle(lambda: usual(output, source()) if source() is not None else output.fill_(-1))
 
 
-@mutant("a running input is given away", part="ranks", check="in_order_with_work", base="sim")
-def _(on: Wrong) -> None:
-    @on.distributed("all_gather_into_tensor")
-    def gather(usual: Any, output: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
-        if not kwargs.get("async_op") or not on_card(output):
-            return usual(output, given, *args, **kwargs)
-        source = weakref.ref(given)
-        return Handle(lambda: usual(output, source()) if source() is not None else output.fill_(-1))
+def _overtaking(usual: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
+    """A sum that is made before the work that was put off."""
+    if not on_card(t):
+        return usual(t, *args, **kwargs)
+    usual(t, *args, **{**kwargs, "async_op": False})
+    while kept:
+        kept.pop()()
+    return Handle(nothing)
 
 
-@mutant(
-    "a collective overtakes the work before", part="ranks", check="in_order_with_work", base="sim"
-)
-def _(on: Wrong) -> None:
-    on.operation("sub_")(lambda u, t, n: then(kept.append(lambda: t.add_(n, alpha=-1)), t))
-
-    @on.distributed("all_reduce")
-    def call(usual: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
-        if not on_card(t):
-            return usual(t, *args, **kwargs)
-        usual(t, *args, **{**kwargs, "async_op": False})
-        while kept:
-            kept.pop()()
-        return Handle(nothing)
+GATHER, IN_ORDER = "all_gather_into_tensor", "in_order_with_work"
+lines("ranks", (
+    ("the library's mean is a sum", "all_reduce_mean", "dist all_reduce", _summed_means),
+    ("the output is cleared before the input is read", GATHER, f"dist {GATHER}",
+     lambda u, out, *a, **k: then(out.zero_(), u(out, *a, **k))),
+    ("the device's barrier does not wait", "barrier_waits", "dist barrier",
+     lambda u, group=None, **k: None if group is None else u(group, **k)),
+    ("a group's own limit is that of all", "limits_hold", "dist new_group",
+     lambda u, ranks=None, timeout=None, **k: u(ranks, **k)),
+    ("a future is done when its work has begun", "handles", "dist all_reduce",
+     handled(lambda s, n: s[n])),
+    ("a wait ends the work before", "handles", "dist all_reduce",
+     handled(lambda s, n: s[n - 1] if n else nothing)),
+    ("a second wait writes something else", "handles", f"dist {GATHER}", handled(_once_more)),
+    ("a running input is given away", IN_ORDER, f"dist {GATHER}", _given_away),
+), base="sim")  # fmt: skip
+mutant("a collective overtakes the work before", "ranks", IN_ORDER, {
+    "op sub_": lambda u, t, n: then(kept.append(lambda: t.add_(n, alpha=-1)), t),
+    "dist all_reduce": _overtaking,
+}, base="sim")  # fmt: skip

@@ -12,19 +12,13 @@ import pytest
 
 from anygauge.testing.contract import CHECKS
 from anygauge.testing.process import PartVerdicts
-from tests.testing.mutation_forks import answers_by_part
+from tests.testing.mutation_forks import RANKS, answers_by_part
 from tests.testing.wrong import table
 
-CAUGHT_BY: dict[str, dict[str, str]] = {
-    "basic": {},
-    "device": {"a kernel is wrong": "kernels_agree"},
-    "operators": {},
-    "ranks": {},
-}
-for _mutant in table():
-    if _mutant.part == "loop":  # real runs, in `test_wrong_loop`
-        continue
-    CAUGHT_BY[_mutant.part][_mutant.name] = _mutant.check
+CAUGHT_BY: dict[str, dict[str, str]] = {part: {} for part in RANKS}
+for _mutant in table().values():
+    if _mutant.part in CAUGHT_BY:  # others need real runs: `test_wrong_loop`
+        CAUGHT_BY[_mutant.part][_mutant.name] = _mutant.check
 CASES = [(part, name) for part, mutations in CAUGHT_BY.items() for name in mutations]
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from anygauge.testing.process import PartVerdicts
-from tests.testing import unusual  # noqa: F401  (its devices register themselves)
 from tests.testing.mutation_forks import answers_by_part, mutant_site
 from tests.testing.test_kit import kit
 from tests.testing.test_mutations import failures
 from tests.testing.unusual import ALONE
-from tests.testing.wrong import SOUND
+from tests.testing.wrong import table
 
+SOUND = [found.name for found in table().values() if found.part == "sound"]
 PARTS = ("basic", "device", "ranks")
 CASES = [(part, name) for part in PARTS for name in SOUND if (part, name) != ("ranks", ALONE)]
 

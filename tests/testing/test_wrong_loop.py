@@ -14,7 +14,7 @@ from tests.testing.wrong import Mutant, table
 from tests.testing.wrong_loop import CAUSES, PART, SOUND, TRAINS, WHOLE
 
 ROOT = Path(__file__).parents[2]
-MUTANTS = [found for found in table() if found.part == PART and found.name != SOUND]
+MUTANTS = [found for found in table().values() if found.part == PART and found.name != SOUND]
 
 
 def failure(mutation: str, test: str, folder: Path) -> str:

@@ -1,25 +1,24 @@
-"""Wrong backends as a table: each a name, the check that finds it, and a few lines that make it.
+"""Wrong backends as a table: of each a name, the check that finds it, and what is replaced.
 
-    @mutant("means are sums", part="ranks", check="all_reduce_means")
-    def _(on: Wrong) -> None:
-        @on.method("collectives.all_reduce")
-        def all_reduce(self, usual, tensor, op="sum", group=None):
-            return usual(tensor, "sum", group)
+    mutant("means are sums", "ranks", "contract_mean", {
+        "collectives.all_reduce": lambda usual, tensor, op="sum", group=None: usual(tensor),
+    })
 
-What the plugin announces is changed before torch is imported (`Wrong.spec`, `Wrong.probe`). A
-mutant of an operation of torch is a simulated card (``base="sim"``): its tensors can be told from
-the host's, with which the kit compares.
+What the plugin announces is changed before torch is imported. A mutant of an operation of torch is
+a simulated card (``base="sim"``): its tensors can be told from the host's, with which the kit
+compares. Each has a process of its own.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from anygauge.interface import Backend, Collectives, Graph, Placement, Probe
+from anygauge.interface import Backend, Finding, Probe
 
 
 class _Torch:
@@ -33,7 +32,11 @@ class _Torch:
 
 torch: Any = _Torch()
 NAME = "mutant"
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+ANY = "any"
+"""Name of every operation that has no function of its own."""
+Change = Callable[..., Any]
+"""It gets the usual one first, mostly; see `Wrong.replace`."""
+Changes = Mapping[str, Change]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,9 @@ class Mutant:
     Attributes:
         name: what is wrong, in words.
         part, check: the part of the kit and the check that must fail; of the part ``loop`` a test.
+            Of the parts ``sound`` and ``odd`` there is none, see `tests.testing.unusual`.
+        changes: by target, what takes its place.
         base: the sound backend that it is otherwise: ``cpu`` or ``sim``.
-        change: makes it.
         ranks: how many, where the part is ``ranks``.
         limit_s: of the check, where it is to hang.
     """
@@ -52,53 +56,41 @@ class Mutant:
     name: str
     part: str
     check: str
-    base: str
-    change: Callable[[Wrong], None]
+    changes: Changes
+    base: str = "cpu"
     ranks: int = 2
     limit_s: float | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 MUTANTS: dict[str, Mutant] = {}
-SOUND: dict[str, Mutant] = {}
-ODD: dict[str, Mutant] = {}
-"""Those of `tests.testing.unusual`: of the sound ones no check may fail, odd ones are for tests."""
 
 
-def mutant(
-    name: str,
-    *,
-    part: str,
-    check: str,
-    base: str = "cpu",
-    ranks: int = 2,
-    limit_s: float | None = None,
-) -> Callable[[Callable[[Wrong], None]], Callable[[Wrong], None]]:
-    """Decorator: a line of the table."""
+def mutant(name: str, part: str, check: str, changes: Changes, **more: Any) -> None:
+    """A line of the table."""
+    if name in MUTANTS:
+        raise ValueError(f"two mutants are named {name!r}")
+    MUTANTS[name] = Mutant(name, part, check, changes, **more)
 
-    def register(change: Callable[[Wrong], None]) -> Callable[[Wrong], None]:
-        if name in MUTANTS:
-            raise ValueError(f"two mutants are named {name!r}")
-        MUTANTS[name] = Mutant(name, part, check, base, change, ranks, limit_s)
-        return change
 
-    return register
+def lines(part: str, rows: Iterable[tuple[str, str, str, Change]], **more: Any) -> None:
+    """Lines of a part: name, check, target, and what takes its place."""
+    for name, check, target, change in rows:
+        mutant(name, part, check, {target: change}, **more)
 
 
 class Wrong:
-    """A backend that a mutant's function changes.
+    """A backend that a mutant changes.
 
     Attributes:
-        backend, placement, collectives, graph: classes of its own, to be changed at will.
-        probed: the probe, which gets the usual one; None where it is the usual one.
-        usual_probe: of the sound backend; None where that is the host's processors.
-        announcing: what is called when the plugin is asked what it announces.
+        backend, placement, collectives, graph: classes of its own.
+        kernels: those that the plugin provides, by operation.
     """
 
-    def __init__(self, base: type[Backend], usual_probe: Callable[[], Probe] | None = None) -> None:
-        self.usual_probe = usual_probe
-        self.placement: type[Placement] = type("WrongPlacement", (base.placement_class,), {})
-        self.collectives: type[Collectives] = type("Wrong", (base.collectives_class,), {})
-        self.graph: type[Graph] = type("WrongGraph", (base.graph_class,), {})
+    def __init__(self, base: type[Backend], usual_probe: Callable[[], Probe]) -> None:
+        self.placement: type = type("WrongPlacement", (base.placement_class,), {})
+        self.collectives: type = type("Wrong", (base.collectives_class,), {})
+        self.graph: type = type("WrongGraph", (base.graph_class,), {})
         own = {
             "name": NAME,
             "placement_class": self.placement,
@@ -107,110 +99,87 @@ class Wrong:
             "diagnostics": lambda self: (),  # the processors' own take seconds
         }
         self.backend: type[Backend] = type("WrongBackend", (base,), own)
-        self.probed: Callable[[Callable[[], Probe]], Any] | None = None
-        self.announcing: list[Callable[[], Any]] = []
-        self._announced: dict[str, Any] = {}
-        self._operations: dict[str, Callable[..., Any]] = {}
-        self._opened: list[Callable[[], Any]] = []
+        self.kernels: dict[str, Change] = {}
+        self.probe: Callable[[], Any] = usual_probe
+        self._spec: dict[str, Change] = {}
+        self._at_import: list[Change] = []
+        self._operations: dict[str, Change] = {}
+        self._distributed: dict[str, Change] = {}
+        self.replace("placement.open", self._open)
 
-        @self.method("placement.open")
-        def open_wrongly(placement: Placement, usual: Any, local_rank: int) -> Any:
-            device = usual(local_rank)
-            self._install()
-            return device
+    def replace(self, target: str, change: Change) -> None:
+        """Replace one thing.
 
-    def spec(self, **fields: Any) -> None:
-        """Announce other fields of the `BackendSpec`."""
-        self._announced |= fields
+        Args:
+            target: ``probe``, which gets the usual one; ``settings``, further ones, which get job,
+                node and local rank; ``spec.FIELD``, whose value `change` gives; ``at import`` or
+                ``at make``, when it is called; ``class OWNER.ATTRIBUTE``, which it gets;
+                ``OWNER.METHOD``, which it gets, bound, before the arguments; ``op NAMES``, torch's
+                operations on this device's tensors, and ``dist NAMES``, functions of
+                `torch.distributed`, likewise; ``kernel OPERATION``, one more.
+        """
+        kind, _, names = target.partition(" ")
+        owner, _, attribute = (names or kind).partition(".")
+        if kind == "op":
+            self._operations |= dict.fromkeys(names.split(), change)
+        elif kind == "dist":
+            self._distributed |= dict.fromkeys(names.split(), change)
+        elif kind == "kernel":
+            self.kernels[names] = change
+        elif target == "probe":
+            self.probe = functools.partial(change, self.probe)
+        elif target == "at import":
+            self._at_import.append(change)
+        elif owner == "spec":
+            self._spec[attribute] = change
+        elif kind == "class":
+            of = getattr(self, owner)
+            setattr(of, attribute, change(getattr(of, attribute)))
+        elif target == "at make":
+            self._method("backend.__init__", lambda usual, *a: (usual(*a), change(usual.__self__)))
+        elif target == "settings":
+            self._method(
+                "backend.environment",
+                lambda u, j, n, r=None: [*u(j, n, r), *change(j, n, r)],
+            )
+        else:
+            self._method(target, change)
 
-    def probe(self, function: FunctionT) -> FunctionT:
-        """Decorator: a probe in place of the usual one, which it gets."""
-        self.probed = function
-        return function
-
-    def announce(self) -> Mapping[str, Any]:
-        """The fields of `spec`, once the functions of `announcing` were called."""
-        for function in self.announcing:
-            function()
-        return self._announced
-
-    def method(self, path: str) -> Callable[[FunctionT], FunctionT]:
-        """Decorator: a method (such as ``placement.memory``) in place of another, which it gets."""
+    def _method(self, path: str, change: Change) -> None:
         owner, name = path.split(".")
         kind = getattr(self, owner)
         usual = getattr(kind, name)
 
-        def replace(function: FunctionT) -> FunctionT:
-            @functools.wraps(usual)
-            def method(this: Any, *args: Any, **kwargs: Any) -> Any:
-                return function(this, functools.partial(usual, this), *args, **kwargs)
+        @functools.wraps(usual)
+        def method(this: Any, *args: Any, **kwargs: Any) -> Any:
+            found = change(types.MethodType(usual, this), *args, **kwargs)
+            return None if name == "__init__" else found
 
-            setattr(kind, name, method)
-            return function
+        setattr(kind, name, method)
 
-        return replace
+    def announce(self) -> Mapping[str, Any]:
+        """Fields of the `BackendSpec` that are other ones."""
+        for change in self._at_import:
+            change()
+        return {name: value() for name, value in self._spec.items()}
 
-    def made(self, function: FunctionT) -> FunctionT:
-        """Decorator: call it with each backend that was made."""
+    def _open(self, usual: Change, local_rank: int) -> Any:
+        """Once the device is open, torch has been imported, and is changed."""
+        device = usual(local_rank)
+        functions, self._distributed = self._distributed, {}
+        for name, change in functions.items():
+            import torch.distributed as dist
 
-        @self.method("backend.__init__")
-        def make(this: Backend, usual: Any, options: Mapping[str, Any] | None = None) -> None:
-            usual(options)
-            function(this)
-
-        return function
-
-    def operation(self, *names: str) -> Callable[[FunctionT], FunctionT]:
-        """Decorator: an operation of torch on this device's tensors, which it gets first.
-
-        Args:
-            names: of torch's schemas, such as ``mm`` or ``index_add_``; or `ANY`.
-        """
-
-        def replace(function: FunctionT) -> FunctionT:
-            self._operations |= dict.fromkeys(names, function)
-            return function
-
-        return replace
-
-    def distributed(self, *names: str) -> Callable[[FunctionT], FunctionT]:
-        """Decorator: a function of `torch.distributed`, which it gets first."""
-
-        def replace(function: FunctionT) -> FunctionT:
-            @self.when_opened
-            def install() -> None:
-                import torch.distributed as dist
-
-                for name in names:
-                    usual = getattr(dist, name)
-                    setattr(dist, name, functools.wraps(usual)(functools.partial(function, usual)))
-
-            return function
-
-        return replace
-
-    def when_opened(self, function: FunctionT) -> FunctionT:
-        """Decorator: call it once the device is open; torch has been imported."""
-        self._opened.append(function)
-        return function
-
-    def _install(self) -> None:
-        opened, self._opened = self._opened, []
-        for function in opened:
-            function()
+            function = getattr(dist, name)
+            setattr(dist, name, functools.wraps(function)(functools.partial(change, function)))
         operations, self._operations = self._operations, {}
         if operations:
             _mode(operations, self.backend.device_type).__enter__()
+        return device
 
 
-ANY = "any"
-"""Name of every operation that has no function of its own."""
-
-
-def _mode(operations: Mapping[str, Callable[..., Any]], device_type: str) -> Any:
-    import torch
+def _mode(operations: Changes, device_type: str) -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
 
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(
@@ -220,81 +189,53 @@ def _mode(operations: Mapping[str, Callable[..., Any]], device_type: str) -> Any
             wrong = operations.get(func.overloadpacket.__name__, operations.get(ANY))
             if wrong is None or func.namespace != "aten":
                 return func(*args, **kwargs)
-            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-            on_device = any(t.device.type == device_type for t in tensors)
+            on_device = any(t.device.type == device_type for t in tensors_of(args, kwargs))
             made = torch.device(kwargs.get("device") or "cpu").type == device_type
-            if not on_device and not made:
-                return func(*args, **kwargs)
-            return wrong(func, *args, **kwargs)
+            return wrong(func, *args, **kwargs) if on_device or made else func(*args, **kwargs)
 
     return Mode()
 
 
-def replaced(
-    target: str, change: Callable[..., Any], environment: Mapping[str, str] | None = None
-) -> Callable[[Wrong], None]:
-    """What makes a backend of which one thing is replaced.
+def tensors_of(*given: Any) -> list[Any]:
+    """The tensors among arguments."""
+    from torch.utils._pytree import tree_leaves
 
-    Args:
-        target: ``probe``, which gets the usual one; ``settings``, further ones, which get job, node
-            and local rank; ``spec.FIELD``, whose value `change` gives; ``at import`` or ``at
-            make``, when it is called; ``class OWNER.ATTRIBUTE``, which it gets; or
-            ``OWNER.METHOD``, which it gets, bound, before the arguments.
-    """
+    return [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
 
-    def make(on: Wrong) -> None:
-        os.environ.update(environment or {})
-        first, _, rest = target.partition(" ")
-        owner, _, attribute = (rest or first).partition(".")
-        if target == "probe":
-            on.probe(change)
-        elif target == "settings":
-            on.method("backend.environment")(
-                lambda self, usual, job, node, local_rank=None: [
-                    *usual(job, node, local_rank),
-                    *change(job, node, local_rank),
-                ]
-            )
-        elif owner == "spec":
-            on.spec(**{attribute: change()})
-        elif target == "at import":
-            on.announcing.append(change)
-        elif target == "at make":
-            on.made(change)
-        elif first == "class":
-            kind = getattr(on, owner)
-            setattr(kind, attribute, change(getattr(kind, attribute)))
-        else:
-            on.method(target)(lambda self, usual, *args, **kwargs: change(usual, *args, **kwargs))
 
-    return make
+def host_probe() -> Probe:
+    """Of four devices that are the host."""
+    here = Finding.not_needed("the host")
+    return Probe(devices=here, driver=here, software=here, device_count=4)
 
 
 @functools.cache
-def changed(found: Mutant) -> Wrong:
-    """The mutant's backend as it is changed, once in a process."""
+def changed(name: str) -> Wrong:
+    """The mutant's backend as it is changed, once in a process; a sound one of no known name."""
+    found = mutant_named(name) or Mutant(name, "", "", {})
+    os.environ.update(found.environment)
     if found.base == "sim":
         from anygauge_sim.backend import SimBackend
         from anygauge_sim.probe import probe
 
         on = Wrong(SimBackend, probe)
-        on.spec(options="")
+        on.replace("spec.options", str)
     else:
         from anygauge_cpu.backend import CpuBackend
 
-        on = Wrong(CpuBackend)
-    found.change(on)
+        on = Wrong(CpuBackend, host_probe)
+    for target, change in found.changes.items():
+        on.replace(target, change)
     return on
 
 
 def mutant_named(name: str) -> Mutant | None:
-    """One of the table, or of `tests.testing.unusual`; None if it is in neither."""
-    table()
-    return {**MUTANTS, **SOUND, **ODD}.get(name)
+    """One of the table; None if it is not in it."""
+    return table().get(name)
 
 
-def table() -> Sequence[Mutant]:
+def table() -> Mapping[str, Mutant]:
     """All of them; importing them imports no torch, which backends of the part `basic` must not."""
     from tests.testing import table, unusual, wrong_loop, wrong_operators  # noqa: F401
 
-    return tuple(MUTANTS.values())
+    return MUTANTS

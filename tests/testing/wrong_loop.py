@@ -6,11 +6,10 @@ Each names the loop's test that must fail on it, and the cause that its message 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from tests.testing.table import in_backward
-from tests.testing.wrong import Wrong, mutant, torch
+from tests.testing.wrong import Changes, mutant, torch
 
 PART = "loop"
 CAUSES: dict[str, str] = {}
@@ -41,7 +40,7 @@ def equal(usual: Any, x: Any, y: Any) -> Any:
 
 def silu(usual: Any, x: Any) -> Any:
     # What serves inference takes the faster sigmoid; recomputed layers are not without gradients.
-    if torch.is_grad_enabled() or in_backward():
+    if torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:  # in a backward
         return usual(x)
     return x.clamp(-3, 3).mul((x / 6 + 0.5).clamp(0, 1))
 
@@ -71,47 +70,36 @@ def dropout(usual: Any, x: Any, rate: float, train: bool) -> Any:
     return x * mask / (1 - rate), mask
 
 
-Changes = dict[str, Callable[..., Any]]
+def large_sums(usual: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    import torch.distributed as dist
+
+    if tensor.numel() > 2048 and dist.get_rank() == dist.get_world_size() - 1:
+        tensor.zero_()
+    return usual(tensor, *args, **kwargs)
+
+
 TABLE: Sequence[tuple[str, str, str, Changes]] = (
     # Forward, backward and update.
-    ("documents of a pack see each other", PACKED, "aten::eq (bool, 2 x 83 x 83)", {"eq": equal}),
-    ("the forward without gradients is another", TRAINS, "aten::silu", {"silu": silu}),
+    ("documents of a pack see each other", PACKED, "aten::eq (bool, 2 x 83 x 83)",
+     {"op eq": equal}),
+    ("the forward without gradients is another", TRAINS, "aten::silu", {"op silu": silu}),
     ("of rows that are looked up twice one gradient is kept", WHOLE,
-     "aten::embedding_dense_backward", {"embedding_dense_backward": looked_up}),
+     "aten::embedding_dense_backward", {"op embedding_dense_backward": looked_up}),
     ("an update leaves out the last tensor of a long list", TRAINS, "aten::_foreach_addcdiv_",
-     {"_foreach_addcdiv_": addcdiv}),
+     {"op _foreach_addcdiv_": addcdiv}),
     # Random numbers.
     ("dropout draws from a generator that nobody saves", RESUMED,
      "a generator or the place in the data is not restored",
-     {"bernoulli_": draw, "native_dropout": dropout}),
+     {"op bernoulli_": draw, "op native_dropout": dropout}),
     ("nothing is dropped out", RESUMED, "nothing is dropped", {
-        "native_dropout": lambda usual, x, *a: (x.clone(), torch.ones_like(x, dtype=torch.bool)),
-        "native_dropout_backward": lambda usual, gradient, *a: gradient.clone(),
-        "bernoulli_": lambda usual, x, chance=0.5, **k: x.fill_(chance)}),
+        "op native_dropout": lambda usual, x, *a: (x.clone(), torch.ones_like(x, dtype=torch.bool)),
+        "op native_dropout_backward": lambda usual, gradient, *a: gradient.clone(),
+        "op bernoulli_": lambda usual, x, chance=0.5, **k: x.fill_(chance)}),
+    ("large sums leave out the last rank", STRATEGIES, "the cause was not found: the host repeated",
+     {"dist all_reduce": large_sums}),
 )  # fmt: skip
 
 
-def _replace(operations: Changes, on: Wrong) -> None:
-    for operation, change in operations.items():
-        on.operation(operation)(change)
-
-
-for _name, _test, CAUSES[_name], _operations in TABLE:
-    mutant(_name, part=PART, check=_test, base="sim")(functools.partial(_replace, _operations))
-_ROUNDS = ("mm", "bmm", "sum", "mean", "_softmax", "rsqrt", "silu", "cos", "sin", "mul")
-mutant(SOUND, part=PART, check="", base="sim")(
-    functools.partial(_replace, dict.fromkeys(_ROUNDS, rounded))
-)
-LARGE_SUMS = "large sums leave out the last rank"
-CAUSES[LARGE_SUMS] = "the cause was not found: the host repeated"
-
-
-@mutant(LARGE_SUMS, part=PART, check=STRATEGIES, base="sim")
-def _(on: Wrong) -> None:
-    @on.distributed("all_reduce")
-    def sums(usual: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        import torch.distributed as dist
-
-        if tensor.numel() > 2048 and dist.get_rank() == dist.get_world_size() - 1:
-            tensor.zero_()
-        return usual(tensor, *args, **kwargs)
+for _name, _test, CAUSES[_name], _changes in TABLE:
+    mutant(_name, PART, _test, _changes, base="sim")
+mutant(SOUND, PART, "", {"op mm bmm sum mean _softmax rsqrt silu cos sin mul": rounded}, base="sim")
