@@ -30,6 +30,7 @@ reserved = "1 GiB"
 card = "square"
 cards = 8
 host_memory = "64 GiB"
+[card.blank]
 [card.small]
 memory = "1 GiB"
 [card.old]
@@ -60,7 +61,8 @@ def memory(step: int, host: int | None = None, **more: Any) -> RunMemory:
         work=Work(),
         model_flops=(0.0, 0.0),
         device={
-            phase: peak(step // part) for phase, part in (("load", 4), ("backward", 1), ("save", 2))
+            phase: peak(step // (1 if phase == "backward" else 4))
+            for phase in ("load", "forward", "loss", "backward", "update", "save", "evaluation")
         },
         host={} if host is None else {"load": peak(host), "backward": peak(0)},
         strategy="square",
