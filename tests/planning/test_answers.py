@@ -18,12 +18,11 @@ from anygauge.interface import (
     UnsupportedError,
 )
 from anygauge.planning.changes import (
-    PlanRow,
+    Choice,
+    _in_words,
     largest_batch,
     layouts,
     longest_rows,
-    row,
-    section_in_words,
     try_strategies,
     what_to_change,
 )
@@ -46,7 +45,7 @@ def trial(step: int = 20 * GIB) -> Trial:
 
 
 def test_every_strategy_and_mesh_of_eight_ranks() -> None:
-    found = [section_in_words(one) for one in layouts(REGISTRY, 8, 8)]
+    found = [_in_words(one) for one in layouts(REGISTRY, 8, 8)]
     assert {"ddp", "ddp, tp 8", "ddp, pp 2", "fsdp", "fsdp, dp_replicate 4"} <= set(found)
     assert {"fsdp, cp 2", "fsdp, offload both", "zero", "zero, stage 2"} <= set(found)
     assert "fsdp, offload optimizer" not in found, "no such value"
@@ -55,7 +54,7 @@ def test_every_strategy_and_mesh_of_eight_ranks() -> None:
 
 
 def test_layers_are_divided_within_a_machine_and_one_rank_has_no_meshes() -> None:
-    found = [section_in_words(one) for one in layouts(REGISTRY, 16, 4)]
+    found = [_in_words(one) for one in layouts(REGISTRY, 16, 4)]
     assert {"ddp, tp 4", "fsdp, dp_replicate 8"} <= set(found) and "ddp, tp 8" not in found
     alone = list(layouts(REGISTRY, 1, 1))
     assert {"name": "single"} in alone and not [one for one in alone if "tp" in one]
@@ -152,7 +151,7 @@ def test_what_is_refused_before_it_is_planned(
 def test_strategies_that_are_refused_are_rows(trials: Trials) -> None:
     adafactor = run(train={"optimizer": {"name": "adafactor"}})
     rows = try_strategies(adafactor, TARGET, trials, REGISTRY)
-    refused = {one.name: one.refused for one in rows if one.trial is None}
+    refused = {one.name: one.why for one in rows if one.trial is None}
     assert "adafactor keeps one number per row" in refused["fsdp"] and "ddp" not in refused
     assert [one.trial is None for one in rows] == sorted(one.trial is None for one in rows)
 
@@ -185,8 +184,9 @@ def page_of(found: Trial, *, quiet: bool = False) -> Page:
     asked = tried(run(), TARGET)
     batch, rows = largest_batch(asked, TARGET, tried, REGISTRY), longest_rows(asked, TARGET, tried)
     page.largest(batch, rows)
-    odd = PlanRow(name="odd", card="", ranks=8, trial=None, refused="not odd")
-    page.rows("machine", "machines", [row(run(), TARGET, Tried(lambda run: 20 * GIB), "eight")])
+    odd = Choice("odd", why="not odd")
+    eight = Choice("eight").tried(run(), TARGET, Tried(lambda run: 20 * GIB))
+    page.rows("machine", "machines", [eight])
     page.rows("strategy", "strategies", [odd])
     page.changes(what_to_change(asked, TARGET, tried, REGISTRY, batch, rows))
     return page
@@ -210,17 +210,17 @@ def test_text_on_eighty_columns(
         "Largest micro-batch on this card: train.micro_batch_size: 3, train.global_batch_size: 24 ",
         "Longest rows on this card: none fits",
         "refused: odd: not odd",
-        "What to change, cheapest first: 1. fits: needs 26.1 GiB: more, smaller forwards train: ",
+        "What to change, cheapest first: 1. fits: needs 26.1 GiB: more, smaller forwards --set ",
     ):
         assert text in flat, text
-    assert "     train: {micro_batch_size: 2}\n     --set train.micro_batch_size=2\n" in shown
+    assert "     --set train.micro_batch_size=2\n" in shown
 
 
 def test_nothing_that_helps_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     page = Page()
     page.changes(iter([]))
     assert page.record["changes"] == []
-    assert capsys.readouterr().out.startswith("Nothing that was tried makes it fit: ")
+    assert capsys.readouterr().out.startswith("No single change that was tried makes it fit: ")
 
 
 def test_what_a_graph_compiler_saves_is_said_with_its_source() -> None:
@@ -243,14 +243,14 @@ def test_the_keys_of_json_are_documented_and_always_there(
     names = table_names(section(ROOT / "docs/planning.md", "## For programs"))
     assert names == set(bare)
     assert {key for key, value in bare.items() if value is None} == {
-        *("time", "untimed", "compiled", *planned.ASKED)
+        *("time", "untimed", "positions", *planned.ASKED)
     }
     asked = json.loads(json.dumps(page_of(trial(), quiet=True).record))
     assert set(asked) == names and capsys.readouterr().out == ""
-    assert asked["fits"] is True and asked["fit"]["shared"]["host memory"]["has"] == 64 * GIB
+    assert asked["fits"] is True and asked["fit"]["shared"]["host memory"][1] == 64 * GIB
     assert asked["changes"][0]["set"] == ["train.micro_batch_size=2"]
     assert asked["changes"][0]["lines"] == {"train.micro_batch_size": 2}
     assert asked["largest"]["batch"]["lines"]["train.micro_batch_size"] == 3
-    assert asked["largest"]["rows"]["lines"] is None
+    assert asked["largest"]["rows"]["fit"] is None
     assert asked["machines"][0]["fit"]["fits"] and asked["machines"][0]["phase"] == "backward"
-    assert (asked["strategies"][0]["refused"], asked["strategies"][0]["fit"]) == ("not odd", None)
+    assert (asked["strategies"][0]["why"], asked["strategies"][0]["fit"]) == ("not odd", None)

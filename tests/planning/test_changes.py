@@ -1,4 +1,4 @@
-"""What to change: in which order, what is left out, and lines that can be pasted."""
+"""What to change: in which order, what is left out, and options that can be pasted."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from anygauge.config.load import load_run_file
 from anygauge.config.schema import RunFile
 from anygauge.interface import UnsupportedError
 from anygauge.planning.changes import (
-    Change,
-    ChangedTrial,
-    Largest,
+    BATCH,
+    Choice,
     eight_changes,
     largest_batch,
     longest_rows,
@@ -35,12 +34,12 @@ FSDP_BOTH, HALVES = {**FSDP, "offload": "both"}, {**FSDP, "tp": 2}
 
 def ways(run: RunFile, batch: int = 0, **more: Any) -> list[list[dict[str, Any]]]:
     trial = Tried(lambda run: 80 * GIB, **more)(run, TARGET)
-    largest, none = (Largest(number=number, change=None, trial=None) for number in (batch, 0))
-    found = eight_changes(trial, REGISTRY, largest, none)
+    largest = Choice("batch", {BATCH: batch} if batch else {})
+    found = eight_changes(trial, REGISTRY, largest, Choice("rows"))
     return [[dict(change.lines) for change in each] for each in found if each]
 
 
-def suggested(run: RunFile, tried: Tried) -> list[ChangedTrial]:
+def suggested(run: RunFile, tried: Tried) -> list[Choice]:
     trial = tried(run, TARGET)
     batch = largest_batch(trial, TARGET, tried, REGISTRY)
     rows = longest_rows(trial, TARGET, tried)
@@ -106,7 +105,7 @@ def test_a_smaller_batch_divides_the_global_one(fits: int, expected: int) -> Non
 @pytest.mark.parametrize(
     "sections", [ALL, {"adapter": {"r": 32}, "strategy": {"name": "zero", "stage": 2}}]
 )
-def test_lines_can_be_pasted_and_set(sections: dict[str, Any], tmp_path: Path) -> None:
+def test_lines_can_be_set(sections: dict[str, Any], tmp_path: Path) -> None:
     values = {
         "model": {"config": TINY, "tokenizer": "none"},
         "data": {"train": {"path": str(tmp_path / "rows.jsonl")}, "max_length": 1024},
@@ -114,27 +113,15 @@ def test_lines_can_be_pasted_and_set(sections: dict[str, Any], tmp_path: Path) -
         "train": {"global_batch_size": 64, "micro_batch_size": 8, **sections.get("train", {})},
         "launch": {"devices": 8},
     }
-    path, pasted_file = tmp_path / "run.yaml", tmp_path / "pasted.yaml"
+    path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(values))
     plain = load_run_file(path).run
-    found = [Change(lines=one, costs="") for each in ways(plain) for one in each]
+    found = [Choice("", one) for each in ways(plain) for one in each]
     # A configuration has no weights to quantise.
     found = [change for change in found if "model.quantise" not in change.lines]
     assert len(found) >= 6
     for change in found:
         assert load_run_file(path, change.options).run == changed(plain, change.lines)
-        pasted = yaml.safe_load(change.text)
-        for section in pasted.keys() - {"strategy"}:
-            pasted[section] = {**values.get(section, {}), **pasted[section]}
-        pasted_file.write_text(yaml.safe_dump({**values, **pasted}))
-        assert load_run_file(pasted_file).run == changed(plain, change.lines)
-
-
-def test_two_changes_of_one_section_are_one_line() -> None:
-    lines = {"train.micro_batch_size": 1, "train.gradient_checkpointing": True}
-    change = Change(lines=lines, costs="")
-    assert change.text == "train: {micro_batch_size: 1, gradient_checkpointing: true}"
-    assert change.options == ["train.micro_batch_size=1", "train.gradient_checkpointing=true"]
 
 
 def test_what_gains_nothing_is_left_out() -> None:
@@ -144,10 +131,10 @@ def test_what_gains_nothing_is_left_out() -> None:
 
     found = suggested(run(**ALL), Tried(needed))
     strategy, recomputed = (["strategy"], True), (["train.gradient_checkpointing"], False)
-    said = [(list(one.change.lines), one.trial.fits) for one in found]
+    said = [(list(one.lines), one.fits) for one in found]
     assert said == [strategy, recomputed, strategy, strategy]
-    assert found[0].change.lines == {"strategy": FSDP}
-    assert found[0].trial.run.strategy.name == "fsdp"
+    assert found[0].lines == {"strategy": FSDP}
+    assert found[0].trial is not None and found[0].trial.run.strategy.name == "fsdp"
 
 
 def test_the_first_way_that_fits_is_taken_and_what_is_refused_passed_over() -> None:
@@ -157,31 +144,13 @@ def test_the_first_way_that_fits_is_taken_and_what_is_refused_passed_over() -> N
         return (20 if run.strategy.name == "zero" else 80) * GIB
 
     found = suggested(run(**ALL), Tried(needed))
-    assert found[0].change.lines == {"strategy": ZERO}
-    assert not [one for one in found if "train.micro_batch_size" in one.change.lines]
-
-
-def offloaded(run: RunFile, size: int) -> int:
-    size //= 2 if run.train.gradient_checkpointing else 1
-    return size // (4 if getattr(run.strategy, "offload", "") == "both" else 1)
-
-
-def test_as_few_as_fit_together_where_none_is_enough() -> None:
-    def needed(run: RunFile) -> int:
-        # A smaller batch gains, and is not needed once the others are there.
-        return offloaded(run, 200 * GIB) - (8 - run.train.micro_batch_size) * GIB // 4
-
-    *single, together = suggested(run(**ALL), Tried(needed))
-    assert not any(one.trial.fits or one.together for one in single)
-    assert together.together and together.trial.fits
-    lines = {"train.gradient_checkpointing": True, "strategy": FSDP_BOTH}
-    assert dict(together.change.lines) == lines
-    options = ["train.gradient_checkpointing=true", "strategy=fsdp", "strategy.offload=both"]
-    assert together.record()["set"] == options
+    assert found[0].lines == {"strategy": ZERO}
+    assert not [one for one in found if "train.micro_batch_size" in one.lines]
 
 
 def test_nothing_helps() -> None:
-    tried = Tried(lambda run: offloaded(run, 4000 * GIB))
-    assert not any(one.trial.fits for one in suggested(run(**ALL), tried))
+    tried = Tried(lambda run: (4 - run.train.gradient_checkpointing) * 1000 * GIB)
+    (one,) = suggested(run(**ALL), tried)
+    assert list(one.lines) == ["train.gradient_checkpointing"] and not one.fits
     assert suggested(run(**ALL), Tried(lambda run: 4000 * GIB)) == []
     assert len(tried.runs) < 40

@@ -9,7 +9,7 @@ import pytest
 
 from anygauge.config.schema import RunFile
 from anygauge.interface import ModelError
-from anygauge.planning.changes import MOST_SEQUENCES, Largest, largest_batch, longest_rows
+from anygauge.planning.changes import MOST_SEQUENCES, Choice, largest_batch, longest_rows
 from anygauge.planning.fit import GIB
 from anygauge.planning.trials import Target
 from anygauge.registry import Registry
@@ -33,7 +33,7 @@ def squared(run: RunFile) -> int:
     return 5 * GIB + 200 * run.train.micro_batch_size**2 * run.data.max_length**2
 
 
-def batch(given: RunFile, tried: Tried, target: Target = TARGET) -> Largest:
+def batch(given: RunFile, tried: Tried, target: Target = TARGET) -> Choice:
     return largest_batch(tried(given, target), target, tried, REGISTRY)
 
 
@@ -43,12 +43,13 @@ def test_the_largest_batch_is_exact(needed: Callable[[RunFile], int], first: int
     tried = Tried(needed)
     found = batch(run(train={"micro_batch_size": first, "global_batch_size": 16 * first}), tried)
     assert needed is not linear or first == 64 or len(tried.runs) == 3, "two plans more"
-    assert found.change is not None and found.trial is not None and found.trial.fits
-    assert found.change.lines == {
-        "train.micro_batch_size": found.number,
-        "train.global_batch_size": 16 * found.number,  # a step has as many forwards
+    assert found.fits
+    number = found.lines["train.micro_batch_size"]
+    assert found.lines == {
+        "train.micro_batch_size": number,
+        "train.global_batch_size": 16 * number,  # a step has as many forwards
     }
-    beyond = run(train={"micro_batch_size": found.number + 1, "global_batch_size": 16})
+    beyond = run(train={"micro_batch_size": number + 1, "global_batch_size": 16})
     assert not tried(beyond, TARGET).fits, "one more does not fit"
 
 
@@ -56,8 +57,9 @@ def test_the_largest_batch_is_exact(needed: Callable[[RunFile], int], first: int
 def test_the_longest_rows_are_a_multiple(length: int) -> None:
     tried = Tried(linear)
     found = longest_rows(tried(run(data={"max_length": length}), TARGET), TARGET, tried)
-    assert found.trial is not None and found.trial.fits and found.number % 64 == 0
-    assert not tried(run(data={"max_length": found.number + 64}), TARGET).fits
+    number = found.lines["data.max_length"]
+    assert found.fits and number % 64 == 0
+    assert not tried(run(data={"max_length": number + 64}), TARGET).fits
 
 
 def refused(run: RunFile) -> int:
@@ -75,15 +77,16 @@ def refused(run: RunFile) -> int:
 )
 def test_what_ends_the_longest_rows(tried: Tried, number: int, ended_by: str) -> None:
     found = longest_rows(tried(run(), TARGET), TARGET, tried)
-    assert (found.number, found.ended_by) == (number, ended_by)
+    assert (found.lines, found.why) == ({"data.max_length": number}, ended_by)
 
 
 def test_what_ends_the_largest_batch() -> None:
     found = batch(run(), Tried(lambda _: GIB))
-    assert (found.number, found.ended_by) == (MOST_SEQUENCES, "no more than 1,024 are tried")
+    assert found.lines["train.micro_batch_size"] == MOST_SEQUENCES
+    assert found.why == "no more than 1,024 are tried"
     hosted = Tried(lambda _: GIB, host=lambda run: run.train.micro_batch_size * GIB)
     target = replace(TARGET, machine=machine(host_memory=200 * GIB))
     # 8 ranks of 2 GiB and as many of 1.05 GiB for each sequence.
-    assert batch(run(), hosted, target).number == 21
+    assert batch(run(), hosted, target).lines["train.micro_batch_size"] == 21
     none = batch(run(), Tried(lambda _: 100 * GIB))
-    assert none == Largest(number=0, change=None, trial=None) and none.record()["lines"] is None
+    assert none == Choice("batch") and none.record()["fit"] is None
