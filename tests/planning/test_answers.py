@@ -21,7 +21,7 @@ from anygauge.planning.memory import RunMemory, Traffic, Work
 from anygauge.planning.trials import Target, Trials, changed
 from anygauge.registry import Registry
 from tests.docs.pages import ROOT, section, table_names
-from tests.helpers.runs import TINY, merged
+from tests.helpers.runs import TINY
 from tests.planning.standins import CARD, Command, Formula, in_words, machine, names, run
 
 REGISTRY = Registry.load()
@@ -145,10 +145,10 @@ def test_text_on_eighty_columns(plan: Command) -> None:
         "Largest micro-batch on this card: train.micro_batch_size: 3, train.global_batch_size: 24 ",
         "Longest rows on this card: none fits",
         "refused: fsdp: ",
-        "What to change, cheapest first: 1. fits: needs 26.1 GiB: more, smaller forwards train: ",
+        "What to change, cheapest first: 1. fits: needs 26.1 GiB: more, smaller forwards --set ",
     ):
         assert text in flat, text
-    assert "     train: {micro_batch_size: 2}\n     --set train.micro_batch_size=2\n" in shown
+    assert "\n     --set train.micro_batch_size=2\n" in shown
 
 
 def test_the_keys_of_json_are_documented_and_always_there(plan: Command) -> None:
@@ -159,16 +159,16 @@ def test_the_keys_of_json_are_documented_and_always_there(plan: Command) -> None
     )
     assert set(asked) == set(bare) == documented
     assert {key for key, value in bare.items() if value is None} == {
-        *("time", "compiled"),
+        *("time", "positions"),
         *(key for key in planned.ASKED if key != "largest"),
     }
     for path, value in {
         "fits": False,
-        "fit.shared.host memory.has": 64 * GIB,
+        "fit.shared.host memory.1": 64 * GIB,
         "changes.0.set": ["train.micro_batch_size=2"],
         "changes.0.lines": {"train.micro_batch_size": 2},
         "largest.batch.lines": {"train.micro_batch_size": 3, "train.global_batch_size": 24},
-        "largest.rows.lines": None,
+        "largest.rows.lines": {},
         "machines.*.name": ["eight", "small:8"],
         "machines.0.phase": "backward",
     }.items():
@@ -186,12 +186,8 @@ def by_second(nodes: int = 1) -> Formula:
     return Formula.of("20 * GIB", work=work, model_flops=(400e12 / 65_536, 0.0))
 
 
-@pytest.mark.parametrize(
-    ("nodes", "link", "gigabytes"), [(1, "in a machine", 70), (2, "between machines", 75)]
-)
-def test_a_step_its_parts_and_an_epoch_with_its_price(
-    nodes: int, link: str, gigabytes: int, plan: Command
-) -> None:
+@pytest.mark.parametrize(("nodes", "link"), [(1, "in a machine"), (2, "between machines")])
+def test_a_step_its_parts_and_an_epoch_with_its_price(nodes: int, link: str, plan: Command) -> None:
     options = ("--nodes", str(nodes), "--rows", "640", "--machine", "priced")
     found, shown = plan.record(by_second(nodes), *options), plan.text(by_second(nodes), *options)
     time, ranks = found["time"], 8 * nodes
@@ -200,7 +196,6 @@ def test_a_step_its_parts_and_an_epoch_with_its_price(
         f"({time['tokens_per_s'] / ranks:,.0f} each); MFU {time['mfu']:.0%}",
         "matrix products 1.00 s",
         f"sends {link}",
-        f"each rank sends {gigabytes}.00 GB {link}: all_gather of {ranks} ranks, 9 times",
     ):
         assert text in " ".join(shown.split()), text
     costs = [36 * nodes * steps * time["step"] / 3600 for steps in (10, 100)]
@@ -256,10 +251,10 @@ def test_the_largest_batch_is_exact(needs: str, first: int, plan: Command) -> No
     found = plan.record(formula, train=batch)["largest"]["batch"]
     sizes = {one.train.micro_batch_size for one in formula.runs if one.data.max_length == 1024}
     assert needs != LINEAR or first == 64 or len(sizes) == 3, "two plans more"
-    number = found["number"]
+    number = found["lines"]["train.micro_batch_size"]
     # A step has as many forwards.
     wanted = {"train.micro_batch_size": number, "train.global_batch_size": 16 * number}
-    assert found["lines"] == wanted and found["left"] >= 0
+    assert found["lines"] == wanted and found["fit"]["fits"]
     beyond = {"micro_batch_size": number + 1, "global_batch_size": 16 * (number + 1)}
     assert not plan.record(formula, train=beyond)["fits"], "one more does not fit"
 
@@ -267,8 +262,9 @@ def test_the_largest_batch_is_exact(needs: str, first: int, plan: Command) -> No
 @pytest.mark.parametrize("length", [100, 1024, 4096])
 def test_the_longest_rows_are_a_multiple(length: int, plan: Command) -> None:
     found = plan.record(Formula.of(LINEAR), data={"max_length": length})["largest"]["rows"]
-    assert found["left"] >= 0 and found["number"] % 64 == 0
-    longer = {"max_length": found["number"] + 64}
+    number = found["lines"]["data.max_length"]
+    assert found["fit"]["fits"] and number % 64 == 0
+    longer = {"max_length": number + 64}
     assert not plan.record(Formula.of(LINEAR), data=longer)["fits"]
 
 
@@ -305,7 +301,7 @@ def halved(**more: Any) -> Formula:
 
 def test_changes_come_in_the_order_of_their_cost(plan: Command) -> None:
     formula = halved(kernels={"linear_cross_entropy": "reference"})
-    *single, together = plan.record(formula, **WHOLE, adapter={"r": 8})["changes"]
+    single = plan.record(formula, **WHOLE, adapter={"r": 8})["changes"]
     assert [" ".join(one["lines"]) for one in single] == [
         "kernels.linear_cross_entropy",
         "strategy",
@@ -318,7 +314,7 @@ def test_changes_come_in_the_order_of_their_cost(plan: Command) -> None:
     ]
     assert single[0]["lines"] == {"kernels.linear_cross_entropy": "chunked"}
     assert single[6]["lines"]["model.quantise"]["double_quantisation"] is True
-    assert together["fits"] and not any(one["fits"] for one in single)
+    assert not any(one["fit"]["fits"] for one in single)
     found = plan.record(halved(), **WHOLE, adapter=None)["changes"]
     assert {"adapter": {"r": 16}} in [one["lines"] for one in found]
 
@@ -340,21 +336,10 @@ def test_what_a_run_has_already_is_not_proposed(
 
 
 @pytest.mark.parametrize("sections", [{}, {"adapter": {"r": 32}, "strategy": {"name": "fsdp"}}])
-def test_lines_can_be_pasted_and_set(sections: dict[str, Any], plan: Command) -> None:
+def test_lines_can_be_set(sections: dict[str, Any], plan: Command) -> None:
     sections = {**WHOLE, **sections}
     found = plan.record(halved(), **sections)["changes"]
-    assert len(found) >= 6
+    assert len(found) >= 5
     for one in found:
         options = [word for option in one["set"] for word in ("--set", option)]
-        changes = yaml.safe_load(one["yaml"])
-        strategy = changes.get("strategy", sections["strategy"])  # a section that is replaced
-        for again in (
-            plan.record(halved(), *options, **sections),
-            plan.record(halved(), **{**merged_all(sections, changes), "strategy": strategy}),
-        ):
-            assert again["fit"]["needed"] == one["needed"]
-
-
-def merged_all(sections: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    model = {**sections["model"], **changes.get("model", {})}
-    return {**merged(sections, changes), "model": model}
+        assert plan.record(halved(), *options, **sections)["fit"] == one["fit"]
