@@ -57,9 +57,9 @@ def plan(
     from anygauge.cli.planned import Page, no_memory
     from anygauge.interface import UsageError
     from anygauge.planning.changes import (
+        Choice,
         largest_batch,
         longest_rows,
-        row,
         try_strategies,
         what_to_change,
     )
@@ -102,7 +102,10 @@ def plan(
             lengths = longest_rows(trial, target, tried)
             page.largest(batch, lengths)
         if compare:
-            page.rows("machine", "machines", [row(r, t, tried) for r, t in cases])
+            places = ((one.machine.name if one.machine else "this machine") for _, one in cases)
+            pairs = zip(places, cases, strict=True)
+            found = [Choice(name).tried(*case, tried) for name, case in pairs]
+            page.rows("machine", "machines", found)
         if strategies:
             page.rows("strategy", "strategies", try_strategies(run, target, tried, registry))
         if known and (suggest or not trial.fits):

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rich import box
-from rich.table import Column, Table
+from rich.table import Table
 
 from anygauge.cli.console import Console
 from anygauge.cli.lines import seconds
 from anygauge.interface.strategy import KINDS
-from anygauge.planning.changes import ChangedTrial, Largest, PlanRow, ranks_of, sent, total_times
-from anygauge.planning.fit import GIB, SLACK
+from anygauge.planning.changes import Choice, total_times
+from anygauge.planning.fit import GIB
 from anygauge.planning.trials import Target, Trial
 
 ASKED = ("largest", "changes", "machines", "strategies")
 """Keys of the JSON that not every plan has."""
-OF_MEMORY = ("strategy", "precision", "kernels", "device", "host", "uncompiled")
-"""Keys of the JSON that are fields of `RunMemory`."""
 SMALL = 0.001
 """Kinds of a smaller part of the largest phase have no line."""
-LEAST = 10**7
-"""Bytes: what is sent of less is left to JSON."""
 PARTS = {
     "multiplying": "matrix products",
     "moving": "other operations",
@@ -60,33 +56,24 @@ class Page:
             rows: of the training data; None: not known.
             notes: on machines.
         """
-        found, fit, time, launch = trial.memory, trial.fit, trial.time, trial.run.launch
-        wholes, plain = total_times(trial, target.machine, rows), asdict(found)
+        wholes, memory = total_times(trial, target.machine, rows), asdict(trial.memory)
+        del memory["work"]
         self.record = {
-            "fits": None if fit is None else fit.fits,
-            "nodes": launch.nodes,
-            "devices": launch.devices,
-            "ranks": ranks_of(trial.run),
+            **trial.record(),
+            "fits": None if trial.fit is None else trial.fit.fits,
             "backend": target.backend,
             "machine": target.machine and target.machine.name,
             "card": target.card and target.card.name,
             "notes": list(notes),
-            "parameters": found.numbers[0],
-            "trained_parameters": found.numbers[1],
-            "time": None if time is None else time.record(),
             "untimed": trial.untimed or None,
-            "traffic": sent(trial),
             "wholes": wholes,
-            "activations_per_layer": found.per_layer,
-            "compiled": found.compiled or None,
-            "fit": None if fit is None else fit.record(),
-            **{name: plain[name] for name in OF_MEMORY},
+            **memory,
             **dict.fromkeys(ASKED),
         }
         self._print(verdict(trial, target), style="bold")
         for line in (*_about(trial, target), *notes):
             self._print(line)
-        self._phases(trial)
+        self._table(_phases(trial))
         for line in _time(trial, target):
             self._print(line)
         for one in wholes:
@@ -94,82 +81,53 @@ class Page:
             took = seconds(one["seconds"])
             self._print(f"  the {one['of']}: {one['steps']:,} steps, {took}{money}")
 
-    def largest(self, batch: Largest, rows: Largest) -> None:
+    def largest(self, batch: Choice, rows: Choice) -> None:
         """What fits at the most."""
-        self.record["largest"] = {"batch": batch.record(), "rows": rows.record()}
+        self.record["largest"] = {one.name: one.record() for one in (batch, rows)}
         for what, found in (("Largest micro-batch", batch), ("Longest rows", rows)):
             said = "none fits"
-            if found.change is not None and found.trial is not None and found.trial.fit is not None:
-                said = ", ".join(f"{path}: {value:,}" for path, value in found.change.lines.items())
-                why = f"; {found.ended_by}" if found.ended_by else ""
+            if found.trial is not None and found.trial.fit is not None:
+                said = ", ".join(f"{path}: {value:,}" for path, value in found.lines.items())
+                why = f"; {found.why}" if found.why else ""
                 said += f" (needs {_gib(found.trial.fit.needed)} GiB{why})"
             self._print(f"{what} on this card: {said}")
 
-    def rows(self, what: str, key: str, rows: Sequence[PlanRow]) -> None:
+    def rows(self, what: str, key: str, rows: Sequence[Choice]) -> None:
         """Machines or strategies."""
         self.record[key] = [one.record() for one in rows]
-        names = Column(what, min_width=max(len(word) for one in rows for word in one.name.split()))
-        headings = ("needed, GiB", "left, GiB", "phase", "step", "tokens/s")
-        others = (Column(one, justify="left" if one == "phase" else "right") for one in headings)
-        table = Table(
-            names,
-            Column("ranks", justify="right"),
-            "fits",
-            *others,
-            box=box.SIMPLE_HEAD,
-            pad_edge=False,
-        )
-        for one in rows:
-            if one.trial is not None:
-                table.add_row(one.name, str(one.ranks), *_cells(one.trial))
-        self._print(table)
+        headings = (what, "ranks", "fits", "needed, GiB", "left, GiB", "phase", "step", "tokens/s")
+        self._table([headings, *(_cells(one.name, one.trial) for one in rows if one.trial)])
         for one in rows:
             if one.trial is None:
-                self._print(f"refused: {one.name}: {one.refused}", style="dim")
+                self._print(f"refused: {one.name}: {one.why}", style="dim")
 
-    def changes(self, changes: Iterator[ChangedTrial]) -> None:
-        """What to change, with lines to paste."""
+    def changes(self, changes: Iterable[Choice]) -> None:
+        """What to change, with options to paste."""
         record = self.record["changes"] = []
         for number, found in enumerate(changes, 1):
             record.append(found.record())
             if number == 1:
                 self._print("What to change, cheapest first:", style="bold")
-            said, needed = record[-1], _gib(record[-1]["needed"])
-            fits = "fits" if said["fits"] else "does not fit"
-            takes = "" if said["step"] is None else f", a step {seconds(said['step'])}"
-            several = "together, " if found.together else ""
-            self._print(f"{number}. {several}{fits}: needs {needed} GiB{takes}: {said['costs']}")
-            for line in said["yaml"].splitlines():
-                self._print(f"     {line}", style="green")
-            options = " ".join(f"--set {shlex.quote(one)}" for one in said["set"])
-            self._print(f"     {options}", style="dim", soft_wrap=True)
-        if not any(one["fits"] for one in record):
+            fit, time = record[-1]["fit"], record[-1]["time"]
+            fits = "fits" if fit["fits"] else "does not fit"
+            takes = "" if time is None else f", a step {seconds(time['step'])}"
+            self._print(f"{number}. {fits}: needs {_gib(fit['needed'])} GiB{takes}: {found.name}")
+            options = " ".join(f"--set {shlex.quote(one)}" for one in found.options)
+            self._print(f"     {options}", style="green", soft_wrap=True)
+        if not any(one["fit"]["fits"] for one in record):
             self._print(
-                "Nothing that was tried makes it fit: use more cards, or cards with more memory "
-                "(--compare shows several), or a smaller model"
+                "No single change that was tried makes it fit: pass several, or use more cards, or "
+                "cards with more memory (--compare shows several), or a smaller model"
             )
 
-    def _phases(self, trial: Trial) -> None:
-        device, fit = trial.memory.device, trial.fit
-        lines = {
-            kind: [peak.kinds.get(kind, 0) for peak in device.values()]
-            for kind in dict.fromkeys(
-                [*KINDS, *(k for peak in device.values() for k in peak.kinds)]
-            )
-        }
-        least = SMALL * trial.memory.worst[1].total
-        lines = {kind: sizes for kind, sizes in lines.items() if max(sizes) > least}
-        totals = [peak.total for peak in device.values()]
-        if fit is None:
-            lines["tensors"] = totals
-        else:
-            needed = [fit.phases[phase] for phase in device]
-            lines["on top"] = [a - b for a, b in zip(needed, totals, strict=True)]
-            lines |= {"needed": needed, "left": [fit.memory - one for one in needed]}
-        phases = [Column(phase, justify="right", min_width=len(phase)) for phase in device]
-        table = Table(Column("GiB"), *phases, box=box.SIMPLE_HEAD, pad_edge=False)
-        for heading, sizes in lines.items():
-            table.add_row(heading, *map(_gib, sizes))
+    def _table(self, rows: Sequence[Sequence[str]]) -> None:
+        """Headings first; no word is cut."""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for number, cells in enumerate(zip(*rows, strict=True)):
+            width = max(len(word) for cell in cells for word in cell.split())
+            table.add_column(cells[0], justify="right" if number else "left", min_width=width)
+        for row in rows[1:]:
+            table.add_row(*row)
         self._print(table)
 
 
@@ -204,7 +162,7 @@ def verdict(trial: Trial, target: Target) -> str:
 
 
 def _about(trial: Trial, target: Target) -> Iterator[str]:
-    found, (total, trained), ranks = trial.memory, trial.memory.numbers, ranks_of(trial.run)
+    found, (total, trained), ranks = trial.memory, trial.memory.numbers, trial.ranks
     yield (
         f"{total:,} parameters, {trained:,} trained; {found.precision.param_dtype}; "
         f"{found.strategy}; {ranks} rank{'s' if ranks > 1 else ''}"
@@ -214,14 +172,30 @@ def _about(trial: Trial, target: Target) -> Iterator[str]:
     yield f"Activations: {found.per_layer / 2**20:,.1f} MiB of each layer for a micro-batch"
     if trial.fit is not None and found.uncompiled:
         most = max(peak.total for peak in found.uncompiled.values())
-        needed = round((1 + SLACK) * most) + trial.fit.context + trial.fit.collectives
-        yield f"Without its graph compiler ({found.compiled}): {_gib(needed)} GiB"
+        needed = _gib(trial.fit.with_margins(most))
+        yield f"Without its graph compiler ({found.compiled}): {needed} GiB"
     if target.card is not None and not target.card.backend:
         yield f"No backend here drives {target.card.name}; planned with {target.backend} instead"
 
 
+def _phases(trial: Trial) -> list[Sequence[str]]:
+    device, fit = trial.memory.device, trial.fit
+    kinds = dict.fromkeys([*KINDS, *(kind for peak in device.values() for kind in peak.kinds)])
+    lines = {kind: [peak.kinds.get(kind, 0) for peak in device.values()] for kind in kinds}
+    least = SMALL * trial.memory.worst[1].total
+    lines = {kind: sizes for kind, sizes in lines.items() if max(sizes) > least}
+    totals = [peak.total for peak in device.values()]
+    if fit is None:
+        lines["tensors"] = totals
+    else:
+        needed = [fit.phases[phase] for phase in device]
+        lines["on top"] = [a - b for a, b in zip(needed, totals, strict=True)]
+        lines |= {"needed": needed, "left": [fit.memory - one for one in needed]}
+    return [("GiB", *device), *((name, *map(_gib, sizes)) for name, sizes in lines.items())]
+
+
 def _time(trial: Trial, target: Target) -> Iterator[str]:
-    time, ranks = trial.time, ranks_of(trial.run)
+    time, ranks = trial.time, trial.ranks
     if time is None:
         if target.card is not None:
             yield f"Time: not known: {trial.untimed}"
@@ -233,23 +207,15 @@ def _time(trial: Trial, target: Target) -> Iterator[str]:
     yield "  " + ", ".join(f"{said} {seconds(took[n])}" for n, said in PARTS.items() if took[n])
     if target.card is not None and target.card.shared_memory:
         yield "  a rough estimate: a processor reaches other rates than those of large products"
-    for one in sent(trial):
-        if one["sent"] >= LEAST:
-            where = "between machines" if one["link"] == "machines" else "in a machine"
-            yield (
-                f"  each rank sends {one['sent'] / 1e9:,.2f} GB {where}: {one['operation']} of "
-                f"{one['ranks']} ranks, {one['times']:,} times"
-            )
 
 
-def _cells(trial: Trial) -> Iterator[str]:
+def _cells(name: str, trial: Trial) -> Sequence[str]:
     fit, time = trial.fit, trial.time
-    yield "?" if fit is None else "yes" if fit.fits else "no"
-    yield "?" if fit is None else _gib(fit.needed)
-    yield "?" if fit is None else _gib(fit.left)
-    yield trial.memory.worst[0]
-    yield "?" if time is None else seconds(time.step)
-    yield "?" if time is None else f"{time.tokens_per_s:,.0f}"
+    of_fit = ("?", "?", "?")
+    if fit is not None:
+        of_fit = "yes" if fit.fits else "no", _gib(fit.needed), _gib(fit.left)
+    of_time = ("?", "?") if time is None else (seconds(time.step), f"{time.tokens_per_s:,.0f}")
+    return name, str(trial.ranks), *of_fit, trial.memory.worst[0], *of_time
 
 
 def _gib(size: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class Fit:
     Attributes:
         memory: of the card that a rank can have.
         phase: that takes most; `tensors` are the most that is live at once in it.
-        slack, context, collectives: what comes on top.
+        fixed: what comes on top, whatever the tensors are; see `with_margins`.
         phases: phase -> what it needs, with what comes on top.
         shared: resource of a machine -> what its ranks need of it together, and what it has; None
             where that is not known.
@@ -48,16 +48,18 @@ class Fit:
     memory: int
     phase: str
     tensors: int
-    slack: int
-    context: int
-    collectives: int
+    fixed: int
     phases: Mapping[str, int] = field(default_factory=dict)
     shared: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
+
+    def with_margins(self, tensors: int) -> int:
+        """What is needed for so many bytes of tensors."""
+        return tensors + round(SLACK * tensors) + self.fixed
 
     @property
     def needed(self) -> int:
         """All together."""
-        return self.tensors + self.slack + self.context + self.collectives
+        return self.with_margins(self.tensors)
 
     @property
     def left(self) -> int:
@@ -78,9 +80,8 @@ class Fit:
     @property
     def lacking(self) -> Mapping[str, int]:
         """What there is too little of, the card's memory first -> bytes that are missing."""
-        found = {"memory": -self.left}
-        found |= {name: n - has for name, (n, has) in self.shared.items() if has is not None}
-        return {name: missing for name, missing in found.items() if missing > 0}
+        found = {"memory": (self.needed, self.memory), **self.shared}
+        return {k: need - has for k, (need, has) in found.items() if has is not None and need > has}
 
     @property
     def fits(self) -> bool:
@@ -89,9 +90,8 @@ class Fit:
 
     def record(self) -> dict[str, Any]:
         """What JSON can hold."""
-        shared = {k: {"needed": n, "has": has} for k, (n, has) in self.shared.items()}
         totals = {"needed": self.needed, "left": self.left, "fits": self.fits}
-        return {**asdict(self), "shared": shared, **totals}
+        return {**asdict(self), **totals}
 
 
 def fit(
@@ -112,8 +112,8 @@ def fit(
     """
     if card.memory is None:
         return None
-    context = RESERVED if card.reserved is None else card.reserved
-    collectives = CONNECTED if ranks > 1 and not card.shared_memory else 0
+    fixed = RESERVED if card.reserved is None else card.reserved
+    fixed += CONNECTED if ranks > 1 and not card.shared_memory else 0
     phase, peak = found.worst
     shared: dict[str, tuple[int, int | None]] = {}
     if found.host:
@@ -122,20 +122,10 @@ def fit(
         shared["host memory"] = host, None if machine is None else machine.host_memory
     if disk:
         shared["disk"] = per_machine * disk, None if machine is None else machine.disk
-    slack = {name: round(SLACK * one.total) for name, one in found.device.items()}
-    return Fit(
-        memory=card.memory // per_machine if card.shared_memory else card.memory,
-        phase=phase,
-        tensors=peak.total,
-        slack=slack[phase],
-        context=context,
-        collectives=collectives,
-        phases={
-            name: one.total + slack[name] + context + collectives
-            for name, one in found.device.items()
-        },
-        shared=shared,
-    )
+    memory = card.memory // per_machine if card.shared_memory else card.memory
+    held = Fit(memory=memory, phase=phase, tensors=peak.total, fixed=fixed, shared=shared)
+    phases = {name: held.with_margins(one.total) for name, one in found.device.items()}
+    return replace(held, phases=phases)
 
 
 def _of_machine(peak: Peak, disk: int, ranks: int) -> int:

@@ -65,6 +65,11 @@ class Trial:
     passed_over: tuple[tuple[RunFile, Trial | AnygaugeError], ...] = ()
 
     @property
+    def ranks(self) -> int:
+        """All of the run's."""
+        return self.run.launch.nodes * self.run.launch.devices
+
+    @property
     def fits(self) -> bool:
         """Whether it is known to fit."""
         return self.fit is not None and self.fit.fits
@@ -80,6 +85,16 @@ class Trial:
         """See `Fit.margin`; likewise."""
         assert self.fit is not None
         return self.fit.margin
+
+    def record(self) -> dict[str, Any]:
+        """What JSON can hold."""
+        fit, time = self.fit, self.time
+        return {
+            "ranks": self.ranks,
+            "phase": self.memory.worst[0],
+            "fit": None if fit is None else fit.record(),
+            "time": None if time is None else time.record(),
+        }
 
 
 Try = Callable[[RunFile, Target], Trial]

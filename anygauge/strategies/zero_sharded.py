@@ -82,9 +82,9 @@ class _Weights:
         resident = part(model.parameters(), resident=True)
         others = part(model.parameters(), resident=False)
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        fetching = layers
-        if terms.options.gather != "layer":
-            fetching = [module for layer in layers for module in layer.modules()]
+        by_layer = terms.options.gather == "layer"  # all of it at once, as a "leaf module"
+        modules = [module for layer in layers for module in layer.modules()]
+        fetching = layers if by_layer else modules
         return cls(
             parts=resident + others,
             resident=resident * workload.world_size,
@@ -95,7 +95,7 @@ class _Weights:
             trained=any(p.requires_grad for p in layers[0].parameters() if p.numel() > below),
             ahead=live * terms.size.compute,
             calls=sum(passing(end) > 0 for end in (embedding, head))
-            + sum(any(p.numel() > below for p in m.parameters(False)) for m in fetching),
+            + sum(any(p.numel() > below for p in m.parameters(by_layer)) for m in fetching),
         )
 
     def whole(self, more: int) -> int:
@@ -125,6 +125,9 @@ def sharded_memory(terms: Terms) -> MemoryEstimate:
     # ``grad_partitions_flat_buffer``, and a bucket as long as the engine lives
     sums, bucket = part * size.reduce, terms.bucket * size.reduce
     here = 0 if params_on_host else weights.parts
+    # The second micro-batch of the first step fetches all that it will use in one gather, small
+    # weights among it, which stay whole from the first on: they are there twice.
+    again = weights.resident if turns > 1 else 0
     held = {
         at.WEIGHTS: scale_bytes(size.model) + weights.resident + here,
         at.OPTIMIZER: 0 if on_host else terms.masters + terms.state,
@@ -143,8 +146,8 @@ def sharded_memory(terms: Terms) -> MemoryEstimate:
         # A unit is whole before it is divided; each trained weight, to put its hooks on.
         at.LOAD: having(max(weights.layer, weights.embedding, size.largest * size.compute)),
         at.BEGIN: having(weights.whole(0)),
-        at.FORWARD: having(weights.whole(weights.layer)),
-        at.LOSS: having(weights.whole(weights.head + weights.layer if weights.head else 0)),
+        at.FORWARD: having(again + weights.whole(weights.layer)),
+        at.LOSS: having(again + weights.whole(weights.head + weights.layer if weights.head else 0)),
         at.REDUCE: having(weights.whole(0), emptied),
         at.BACKWARD: having(weights.whole(weights.layer if weights.trained else 0), outside),
         at.END: having(weights.whole(0), outside),

@@ -59,12 +59,13 @@ def test_answers_of_a_run_that_does_not_fit(
     assert found["fits"] is False and found["fit"]["phase"] in ("loss", "backward")
     change = found["changes"][0]
     assert change["lines"]["train.micro_batch_size"] < 32
-    assert change["fits"] and change["left"] > 0
+    assert change["fit"]["fits"] and change["fit"]["left"] > 0
     largest = found["largest"]["batch"]
-    assert change["lines"]["train.micro_batch_size"] <= largest["number"] < 32
-    assert 0 <= largest["left"] < 0.02 * 2**30
+    assert change["lines"]["train.micro_batch_size"] <= largest["lines"]["train.micro_batch_size"]
+    assert largest["lines"]["train.micro_batch_size"] < 32
+    assert 0 <= largest["fit"]["left"] < 0.02 * 2**30
     lines = [word for option in change["set"] for word in ("--set", option)]
-    said = f"Fits: each small needs {change['needed'] / 2**30:.1f} of 1.2 GiB"
+    said = f"Fits: each small needs {change['fit']['needed'] / 2**30:.1f} of 1.2 GiB"
     again = planned([str(path), *options, *lines], capsys)
     assert again.startswith(said)
 
@@ -81,12 +82,12 @@ def test_every_way_to_spread_and_the_largest(
         ("v100-16:4", 4, True),
     ]
     assert found["machine"] == "l4:2"
-    refused = {one["name"]: one["refused"] for one in found["strategies"]}
+    refused = {one["name"]: one["why"] for one in found["strategies"]}
     made = {"zero", "fsdp", "ddp", "ddp, tp 2", "fsdp, offload both"}
     assert {name for name in made if refused[name] is None} == made
     rows = found["largest"]["rows"]
-    assert (rows["number"], rows["lines"]) == (256, {"data.max_length": 256})
-    assert rows["ended_by"] == "the model was made for no more positions"
+    assert rows["lines"] == {"data.max_length": 256}
+    assert rows["why"] == "the model was made for no more positions"
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def test_a_model_of_the_hub_needs_its_configuration_alone(tmp_path: Path) -> Non
         for asked in (["config.json"], []):
             done = anygauge(["plan", path, "--json"], environment=environment)
             assert (done.returncode, done.stderr) == (0, "")
-            assert json.loads(done.stdout)["parameters"] > 10_000
+            assert json.loads(done.stdout)["numbers"][0] > 10_000
             assert hub.files() == asked
             environment["HF_ENDPOINT"] = "http://127.0.0.1:9"
             hub.requests.clear()

@@ -47,31 +47,50 @@ def masks(shape: tuple[int, ...]) -> dict[str, Tensor | None]:
     }
 
 
+def agrees(
+    kernel: Any,
+    x: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal_offset: int | None = None,
+    dim: int = -1,
+    device: str = "cpu",
+) -> None:
+    """Weights and the gradient of a kernel on a device are those of float64."""
+    upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(4)).to(x.dtype)
+    there = x.to(device).requires_grad_()
+    moved = None if mask is None else mask.to(device)
+    found = kernel(there, dim, moved, scale, causal_offset=causal_offset)
+    assert found.dtype is x.dtype and found.shape == x.shape
+    epsilon = EPSILON[str(x.dtype).removeprefix("torch.")]
+    wanted = exact(x.detach().movedim(dim, -1), mask, scale, causal_offset).movedim(-1, dim)
+    assert float((found.detach().cpu().double() - wanted).abs().max()) <= epsilon
+    (gradient,) = torch.autograd.grad(found, there, upstream.to(device))
+    # Of float64's own output: a row without a value has a slope of nothing, not of nan.
+    slope = wanted * upstream.double()
+    true = scale * (slope - wanted * slope.sum(dim, keepdim=True))
+    assert float((gradient.cpu().double() - true).abs().max()) <= 8 * epsilon
+
+
+MASKED = list(itertools.product(masks((2, 3, 5, 7)), (1.0, 0.3), (None, 0, 2, -2)))
+"""Kinds of masks, scales, and offsets of a causal mask."""
+
+
+def masked(kind: str, dtype: str) -> tuple[Tensor, Tensor | None]:
+    """Scores, and a mask of a kind."""
+    x = torch.randn(2, 3, 5, 7, generator=torch.Generator().manual_seed(3)) * 4
+    mask = masks((2, 3, 5, 7))[kind]
+    if mask is not None and mask.dtype is not torch.bool and dtype != "float64":
+        mask = mask.float()
+    return x.to(getattr(torch, dtype)), mask
+
+
 @pytest.mark.parametrize("dtype", EPSILON)
-@pytest.mark.parametrize(
-    ("kind", "scale", "causal_offset"),
-    list(itertools.product(masks((2, 3, 5, 7)), (1.0, 0.3), (None, 0, 2, -2))),
-)
+@pytest.mark.parametrize(("kind", "scale", "causal_offset"), MASKED)
 def test_forward_and_backward(
     kind: str, scale: float, causal_offset: int | None, dtype: str
 ) -> None:
-    generator = torch.Generator().manual_seed(3)
-    x = (torch.randn(2, 3, 5, 7, generator=generator) * 4).to(getattr(torch, dtype))
-    mask = masks((2, 3, 5, 7))[kind]
-    if mask is not None and mask.dtype is not torch.bool:
-        mask = mask.to(torch.promote_types(x.dtype, torch.float32))
-    upstream = torch.randn(2, 3, 5, 7, generator=generator).to(x.dtype)
-    x.requires_grad_()
-    found = softmax(x, mask=mask, scale=scale, causal_offset=causal_offset)
-    true_x = x.detach().double().requires_grad_()
-    wanted = exact(true_x, mask, scale, causal_offset)
-    assert found.dtype is x.dtype
-    assert float((found.double() - wanted).detach().abs().max()) <= EPSILON[dtype]
-    (gradient,) = torch.autograd.grad(found, x, upstream)
-    # Of float64's own output: a row without a value has a slope of nothing, not of nan.
-    slope = wanted.detach() * upstream.double()
-    true = scale * (slope - wanted.detach() * slope.sum(-1, keepdim=True))
-    assert float((gradient.double() - true).abs().max()) <= 8 * EPSILON[dtype]
+    agrees(softmax, *masked(kind, dtype), scale, causal_offset)
 
 
 def test_a_row_without_anything_is_zero() -> None:

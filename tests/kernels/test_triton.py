@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
 from tests.kernels.test_linear_cross_entropy import CLASSES, gradients, held, inputs
-from tests.kernels.test_softmax import EPSILON, exact, masks
+from tests.kernels.test_softmax import MASKED, agrees, masked
 
 pytest.importorskip("triton")
 
@@ -20,35 +20,14 @@ from anygauge_kernels import triton_loss, triton_softmax
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def softmax_agrees(
-    x: Tensor, mask: Tensor | None, scale: float, offset: int | None, dtype: str, dim: int = -1
-) -> None:
-    generator = torch.Generator().manual_seed(4)
-    upstream = torch.randn(x.shape, generator=generator).to(x.dtype)
-    there = x.to(DEVICE).requires_grad_()
-    moved = None if mask is None else mask.to(DEVICE)
-    found = triton_softmax.softmax(there, dim, moved, scale, causal_offset=offset)
-    assert found.dtype is x.dtype and found.shape == x.shape
-    last = x if mask is None else x.expand(torch.broadcast_shapes(x.shape, mask.shape))
-    wanted = exact(last.movedim(dim, -1), mask, scale, offset).movedim(-1, dim)
-    assert float((found.detach().cpu().double() - wanted).abs().max()) <= EPSILON[dtype]
-    (gradient,) = torch.autograd.grad(found, there, upstream.to(DEVICE))
-    slope = wanted * upstream.double()
-    true = scale * (slope - wanted * slope.sum(dim, keepdim=True))
-    assert float((gradient.cpu().double() - true).abs().max()) <= 8 * EPSILON[dtype]
+def softmax_agrees(x: Tensor, mask: Tensor | None, *how: Any) -> None:
+    agrees(triton_softmax.softmax, x, mask, *how, device=DEVICE)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(
-    ("kind", "scale", "offset"),
-    list(itertools.product(masks((2, 3, 5, 7)), (1.0, 0.3), (None, 0, 2, -2))),
-)
+@pytest.mark.parametrize(("kind", "scale", "offset"), MASKED)
 def test_masks_scales_and_offsets(kind: str, scale: float, offset: int | None, dtype: str) -> None:
-    x = torch.randn(2, 3, 5, 7, generator=torch.Generator().manual_seed(3)) * 4
-    mask = masks((2, 3, 5, 7))[kind]
-    if mask is not None and mask.dtype is not torch.bool:
-        mask = mask.float()
-    softmax_agrees(x.to(getattr(torch, dtype)), mask, scale, offset, dtype)
+    softmax_agrees(*masked(kind, dtype), scale, offset)
 
 
 @pytest.mark.parametrize(
@@ -62,10 +41,10 @@ def test_rows_of_any_length(columns: int) -> None:
     x = torch.randn(3, columns, generator=torch.Generator().manual_seed(columns)) * 4
     x[0, columns // 2] = 30.0
     x[1] = -1e30
-    softmax_agrees(x, None, 1.0, None, "float32")
+    softmax_agrees(x, None, 1.0)
     seen = torch.arange(columns) % 3 == 0
-    softmax_agrees(x.bfloat16(), seen, 0.5, None, "bfloat16")
-    softmax_agrees(x, seen, 0.5, columns // 2, "float32")
+    softmax_agrees(x.bfloat16(), seen, 0.5)
+    softmax_agrees(x, seen, 0.5, columns // 2)
 
 
 @pytest.mark.parametrize("programs", [1, 7, 512])
@@ -91,7 +70,7 @@ def test_long_rows_of_one_program_and_of_several(
     mask = torch.ones(3, columns).bool()
     mask[1] = False  # of which nothing is left
     mask[0, 8192:] = False  # parts of which nothing is left
-    softmax_agrees(x, mask, 0.5, None, "float32")
+    softmax_agrees(x, mask, 0.5)
     parts = {1: 1, 7: 3, 512: -(-columns // 8192)}[programs]
     assert launched == [(3, parts)] * (2 if parts == 1 else 4)
 
@@ -99,7 +78,7 @@ def test_long_rows_of_one_program_and_of_several(
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_other_dimensions_and_strides(dim: int) -> None:
     x = torch.randn(4, 6, 10, generator=torch.Generator().manual_seed(1))
-    softmax_agrees(x[:, ::2].transpose(0, 2), None, 0.7, None, "float32", dim)
+    softmax_agrees(x[:, ::2].transpose(0, 2), None, 0.7, None, dim)
 
 
 def test_what_it_does_not_do_goes_through_torch() -> None:
@@ -113,13 +92,13 @@ def test_what_it_does_not_do_goes_through_torch() -> None:
         triton_softmax.softmax(x.float(), 0, causal_offset=0)
 
 
-def moved(given: dict[str, Any]) -> dict[str, Any]:
+def moved(given: dict[str, Any], to: Any = lambda value: value.to(DEVICE)) -> dict[str, Any]:
     def there(value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(map(there, value))
         if not isinstance(value, Tensor):
             return value
-        return value.detach().to(DEVICE).requires_grad_(value.requires_grad)
+        return to(value.detach()).requires_grad_(value.requires_grad)
 
     return {name: there(value) for name, value in given.items()}
 
@@ -153,14 +132,7 @@ def test_the_loss_is_torchs(
             skip_ignored=skip,
             chunk_bytes=10 * CLASSES * 4,
         )
-        true = {
-            name: tuple(v.detach().double().requires_grad_() for v in value)
-            if isinstance(value, tuple)
-            else value.detach().double().requires_grad_()
-            if isinstance(value, Tensor) and value.is_floating_point()
-            else value
-            for name, value in given.items()
-        }
+        true = moved(given, lambda value: value.double() if value.is_floating_point() else value)
         wanted = held(true, softcap=softcap, scale=scale, smoothing=smoothing)
         near = 1e-5 if dtype == "float32" else 2e-2
         assert loss.item() == pytest.approx(wanted.item(), rel=near)

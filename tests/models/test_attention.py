@@ -91,7 +91,8 @@ def packed() -> Batch:
 def config(case: str) -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(case.partition(",")[0], **{**SMALL, **CASES[case]})
+    fields = CASES[case] if case in CASES else MODELS[case]
+    return AutoConfig.for_model(case.partition(",")[0], **{**SMALL, **fields})
 
 
 def build(made: Any, attention: str) -> Any:
@@ -160,37 +161,21 @@ def test_windows_matter(case: str) -> None:
     assert not torch.allclose(right, wide, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_packed_document_is_what_it_is_alone(case: str) -> None:
+@pytest.mark.parametrize("case", [*CASES, *OUTSIDE])
+def test_a_packed_document_is_what_it_is_alone_or_packing_is_refused(case: str) -> None:
     """By the library's own masks for one document, and ours for three."""
     made = config(case)
-    if never_called(model_class(made)):
-        pytest.skip("this version's computes attention itself")
-    model = build(made, register_attention(kernel("softmax"))).eval()
-    batch = packed()
-    assert batch.segment_ids is not None
-    here = batch.segment_ids[0] == 2
-    with torch.no_grad():
-        plan = plan_masks(made, "sdpa", LENGTH)
-        together = model(**model_inputs(batch, torch.float32, plan)).logits[0, here]
-        alone = model(input_ids=batch.input_ids[:1, here], use_cache=False).logits[0]
-    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("model_type", OUTSIDE)
-def test_packed_rows_of_the_others_are_right_or_refused(model_type: str) -> None:
-    from transformers import AutoConfig
-
-    made = AutoConfig.for_model(model_type, **{**SMALL, **MODELS[model_type]})
-    batch = packed()
-    assert batch.segment_ids is not None
-    here = batch.segment_ids[0] == 2
+    own = never_called(model_class(made))
+    attention = "eager" if own else register_attention(kernel("softmax"))
     try:
-        plan = plan_masks(made, "eager", LENGTH)
+        plan = plan_masks(made, "eager" if own else "sdpa", LENGTH)
     except UnsupportedError as refused:
-        assert "build their own masks" in str(refused)
+        assert case in OUTSIDE and "build their own masks" in str(refused)
         return
-    model = build(made, "eager").eval()
+    model = build(made, attention).eval()
+    batch = packed()
+    assert batch.segment_ids is not None
+    here = batch.segment_ids[0] == 2
     with torch.no_grad():
         together = model(**model_inputs(batch, torch.float32, plan)).logits[0, here]
         alone = model(input_ids=batch.input_ids[:1, here], use_cache=False).logits[0]
@@ -227,10 +212,7 @@ def test_weights_are_dropped_in_training_alone() -> None:
 
 @pytest.mark.parametrize("model_type", OUTSIDE)
 def test_architectures_without_the_interface_are_told_apart(model_type: str) -> None:
-    from transformers import AutoConfig
-
-    made = AutoConfig.for_model(model_type, **{**SMALL, **MODELS[model_type]})
-    assert "computes attention itself" in str(never_called(model_class(made)))
+    assert "computes attention itself" in str(never_called(model_class(config(model_type))))
     assert never_called(model_class(config("llama"))) is None
 
 

@@ -159,8 +159,9 @@ def test_a_deep_model_may_differ_by_what_rounding_does_to_it() -> None:
                 verified(1.2 * logits)
 
 
-def test_an_adapter_that_was_saved_wrongly_is_not_there_under_its_name(
-    whole: Run, tmp_path: Path
+@pytest.mark.parametrize("fault", ["saved wrongly", "cannot be checked"])
+def test_an_adapter_that_is_not_verified_is_kept_under_another_name(
+    fault: str, whole: Run, tmp_path: Path
 ) -> None:
     right = saving.save_adapter
 
@@ -169,28 +170,22 @@ def test_an_adapter_that_was_saved_wrongly_is_not_there_under_its_name(
         path = args[2] / "adapter_model.safetensors"
         save_file({name: 0 * t for name, t in load_file(path).items()}, path)
 
-    path = adapter_file(whole, tmp_path)
-    with (
-        mock.patch.object(saving, "save_adapter", wrong),
-        pytest.raises(VerificationError, match="kept as adapter-unverified"),
-    ):
-        trained_here(path)
-    folder = tmp_path / "out/tiny"
-    assert not (folder / "adapter").exists() and not (folder / "report.json").exists()
-    assert (folder / "adapter-unverified/adapter_model.safetensors").is_file()
-
-
-def test_an_adapter_that_cannot_be_checked_is_not_lost(whole: Run, tmp_path: Path) -> None:
     def fails(*args: Any, **named: Any) -> None:
         raise MemoryError("no room on the host")
 
-    with (
-        mock.patch.object(saving, "load_for_inference", fails),
-        pytest.raises(VerificationError, match=r"no room on the host\. It was kept as adapter-"),
-    ):
-        trained_here(adapter_file(whole, tmp_path))
-    kept = tmp_path / "out/tiny/adapter-unverified/adapter_model.safetensors"
-    assert len(load_file(kept)) == 30
+    put, said = {
+        "saved wrongly": (("save_adapter", wrong), "kept as adapter-unverified"),
+        "cannot be checked": (
+            ("load_for_inference", fails),
+            r"no room on the host\. It was kept as adapter-unverified",
+        ),
+    }[fault]
+    path = adapter_file(whole, tmp_path)
+    with mock.patch.object(saving, *put), pytest.raises(VerificationError, match=said):
+        trained_here(path)
+    folder = tmp_path / "out/tiny"
+    assert not (folder / "adapter").exists() and not (folder / "report.json").exists()
+    assert len(load_file(folder / "adapter-unverified/adapter_model.safetensors")) == 30
 
 
 @pytest.mark.parametrize("reason", ["memory", "off"])

@@ -1,35 +1,68 @@
-"""Runs whose memory is a formula, so that answers are tested without a plan."""
+"""``anygauge plan`` of runs whose memory is a formula, so that answers are tested without plans."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import pytest
+import yaml
+
+from anygauge import cli
+from anygauge.config.resolved import values_of
 from anygauge.config.schema import RunFile
-from anygauge.interface import Card, Precision
-from anygauge.planning.fit import GIB, fit
+from anygauge.interface import Card, Precision, UnsupportedError
+from anygauge.planning.fit import GIB
 from anygauge.planning.machines import Machine
 from anygauge.planning.memory import Peak, RunMemory, Work
-from anygauge.planning.trials import Target, Trial
-from tests.helpers.runs import TINY
+from anygauge.planning.trials import Plan
+from tests.helpers.runs import TINY, merged
 
 CARD = Card(name="square", memory=40 * GIB, reserved=GIB)
-TARGET = Target(backend="cpu", card=CARD)
+HARDWARE = """
+[card.square]
+memory = "40 GiB"
+reserved = "1 GiB"
+[machine.eight]
+card = "square"
+cards = 8
+host_memory = "64 GiB"
+[card.blank]
+[card.small]
+memory = "1 GiB"
+[card.old]
+memory = "40 GiB"
+flops.float16 = "100 TFLOPS"
+flops.float32 = "10 TFLOPS"
+[card.fast]
+memory = "40 GiB"
+flops.bfloat16 = "100 TFLOPS"
+bandwidth = "1 TB/s"
+link = "100 GB/s"
+[machine.priced]
+card = "fast"
+cards = 8
+network = "50 GB/s"
+price = 36
+"""
+"""No backend drives these cards."""
 
 
 def peak(total: int, **kinds: int) -> Peak:
     return Peak(total=total, kinds=kinds or {"tensors": total})
 
 
-def memory(step: int, host: int | None = None, kind: str = "tensors") -> RunMemory:
-    """Of a run whose largest phase is `step`, in bytes, all of one kind."""
-    return RunMemory(
+def memory(step: int, host: int | None = None, **more: Any) -> RunMemory:
+    """Of a run whose largest phase is `step`, in bytes; `more` are other fields."""
+    found = RunMemory(
         work=Work(),
         model_flops=(0.0, 0.0),
         device={
-            phase: peak(step // part, **{kind: step // part})
-            for phase, part in (("load", 4), ("backward", 1), ("update", 2))
+            phase: peak(step // (1 if phase == "backward" else 4))
+            for phase in ("load", "forward", "loss", "backward", "update", "save", "evaluation")
         },
         host={} if host is None else {"load": peak(host), "backward": peak(0)},
         strategy="square",
@@ -38,51 +71,110 @@ def memory(step: int, host: int | None = None, kind: str = "tensors") -> RunMemo
         per_layer=2**20,
         kernels={"attention": "fused", "linear_cross_entropy": "chunked"},
     )
+    return replace(found, **more)
 
 
-def run(**sections: Any) -> RunFile:
-    """A run on eight ranks."""
-    values: dict[str, Any] = {
+def values(**sections: Any) -> dict[str, Any]:
+    """A run file's, of eight ranks; `sections` are merged over it."""
+    fields: dict[str, Any] = {
         "model": {"config": TINY, "tokenizer": "none"},
         "data": {"train": {"path": "rows.jsonl"}, "max_length": 1024},
-        "train": {"global_batch_size": 64, "micro_batch_size": 8},
+        "train": {"steps": 100, "global_batch_size": 64, "micro_batch_size": 8},
         "launch": {"devices": 8},
         "strategy": {"name": "zero"},
     }
-    for name, section in sections.items():
-        whole = not isinstance(section, dict) or name == "strategy"
-        values[name] = section if whole else {**values.get(name, {}), **section}
-    return RunFile.model_validate(values)
+    strategy = sections.get("strategy", fields["strategy"])
+    return {**merged(fields, sections), "strategy": strategy}
 
 
-class Tried:
-    """A `Try` that takes what a formula says.
+def run(**sections: Any) -> RunFile:
+    return RunFile.model_validate(values(**sections))
+
+
+class Formula:
+    """In the place of `plan_run`.
 
     Args:
-        needed, host: of a rank's device, and of its host, in bytes.
-        more: fields of its `RunMemory`.
+        needed, host: of a rank's device, and of its host, in bytes; it may refuse.
+        more: fields of `RunMemory`.
 
     Attributes:
-        runs: those that were tried.
+        runs: that were planned.
     """
 
     def __init__(
         self,
         needed: Callable[[RunFile], int],
-        host: Callable[[RunFile], int] | None = None,
+        host: Callable[[RunFile], int] = lambda run: 0,
         **more: Any,
     ) -> None:
         self.runs: list[RunFile] = []
         self._needed, self._host, self._more = needed, host, more
 
-    def __call__(self, run: RunFile, target: Target) -> Trial:
+    @classmethod
+    def of(cls, needs: str, host: str = "0", **more: Any) -> Formula:
+        """Of expressions; see answers.yaml for their names."""
+        if "compiled" in more:
+            more["uncompiled"] = {"backward": peak(100 * GIB)}
+        return cls(lambda run: eval(needs, names(run)), lambda run: eval(host, names(run)), **more)
+
+    def __call__(self, run: RunFile, registry: Any, backend: Any, world_size: int) -> RunMemory:
         self.runs.append(run)
-        found = memory(self._needed(run), None if self._host is None else self._host(run))
-        found = replace(found, **self._more)
-        ranks = run.launch.nodes * run.launch.devices
-        assert target.card is not None
-        held = fit(found, target.card, ranks, run.launch.devices, target.machine)
-        return Trial(run=run, memory=found, fit=held)
+        return memory(self._needed(run), self._host(run), strategy=run.strategy.name, **self._more)
+
+
+def refuse(words: str) -> int:
+    raise UnsupportedError(words)
+
+
+def names(run: RunFile) -> dict[str, Any]:
+    """What formulas are written with."""
+    options = {"stage": 0, "offload": "none", "tp": 1, **values_of(run)["strategy"]}
+    return {
+        **{name: options[name] for name in ("stage", "offload", "tp")},
+        "strategy": run.strategy.name,
+        "batch": run.train.micro_batch_size,
+        "length": run.data.max_length,
+        "recomputes": run.train.activations.every == 1,
+        "refuse": refuse,
+        "GIB": GIB,
+        "MIB": GIB // 1024,
+    }
+
+
+def in_words(run: RunFile) -> str:
+    """A strategy, with what of it is not as usual."""
+    has = names(run)
+    words = [has["strategy"], *([] if has["offload"] == "none" else [has["offload"]])]
+    return " ".join([*words, *([f"tp {has['tp']}"] if has["tp"] > 1 else [])])
+
+
+class Command:
+    """``anygauge plan`` of a run on eight square cards."""
+
+    def __init__(
+        self, folder: Path, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self._folder, self._patch, self._capsys = folder, patch, capsys
+        (folder / "cards.toml").write_text(HARDWARE)
+        patch.chdir(folder)
+        patch.setenv("COLUMNS", "80")
+
+    def text(self, formula: Plan, *options: str, **sections: Any) -> str:
+        """What it prints."""
+        self._patch.setattr("anygauge.planning.plan.plan_run", formula)
+        path = self._folder / "run.yaml"
+        path.write_text(yaml.safe_dump(values(**{"launch": {}, **sections})))
+        where = () if "--machine" in options else ("--machine", "eight")
+        assert cli.run(["plan", str(path), "--hardware", "cards.toml", *where, *options]) == 0
+        shown = self._capsys.readouterr()
+        assert shown.err == ""
+        return shown.out
+
+    def record(self, formula: Plan, *options: str, **sections: Any) -> dict[str, Any]:
+        """What it prints for programs."""
+        found: dict[str, Any] = json.loads(self.text(formula, *options, "--json", **sections))
+        return found
 
 
 def machine(**figures: Any) -> Machine:

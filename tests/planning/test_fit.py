@@ -30,7 +30,7 @@ def test_slack_context_and_collectives_come_on_top() -> None:
     assert found.fits and found.phases["backward"] == found.needed
     assert found.phases["load"] == STEP // 4 + round(SLACK * STEP / 4) + GIB + CONNECTED
     alone = fit(memory(STEP), Card(name="square", memory=40 * GIB), 1, 1)
-    assert alone is not None and (alone.context, alone.collectives) == (RESERVED, 0)
+    assert alone is not None and alone.fixed == RESERVED
     lacks = fit(memory(80 * GIB), CARD, 1, 1)
     assert lacks is not None and not lacks.fits
     assert lacks.lacking == {"memory": lacks.needed - 40 * GIB} and lacks.margin == lacks.left
@@ -57,12 +57,12 @@ def test_ranks_share_the_host(box: Machine, lacking: dict[str, int]) -> None:
         "left": found.left,
         "fits": found.fits,
     }
-    assert record["shared"]["host memory"]["has"] == box.host_memory
+    assert record["shared"]["host memory"] == (SHARED, box.host_memory)
 
 
 def test_cards_whose_memory_is_the_hosts_and_cards_without() -> None:
     found = fit(memory(STEP), Card(name="square", memory=80 * GIB, shared_memory=True), 4, 4)
-    assert found is not None and (found.memory, found.collectives) == (20 * GIB, 0)
+    assert found is not None and (found.memory, found.fixed) == (20 * GIB, RESERVED)
     assert fit(memory(STEP), Card(name="square"), 1, 1) is None
 
 

@@ -23,24 +23,10 @@ from anygauge.planning.machines import MACHINE_FIGURES, Hardware, read_hardware
 from anygauge.registry import BLOCK_VARIABLE, Provided, Registry
 from anygauge.registry.plugins import Discovery
 
-CARD = """
-[card.mine-80]
-names = ["Maker Mine 80GB"]
-memory = ["79.1 GiB", "its tool"]
-bandwidth = ["3 TB/s", "its sheet"]
-link = ["450 GB/s", "its sheet"]
-flops.bfloat16 = ["900 TFLOPS", "its sheet"]
-
-[machine."box.8"]
-card = "mine-80"
-cards = [8, "its page"]
-network = ["400 Gb/s", "its page"]
-"""
-
-
 TABLES: dict[str, Any] = yaml.safe_load(
     (Path(__file__).parent / "machines.yaml").read_text(encoding="utf-8")
 )
+CARD: str = TABLES["card"]
 
 
 class Here:
@@ -83,52 +69,25 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
 # -- names ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mine-80", "MINE 80", "mine80", "maker mine 80gb"])
-def test_a_third_party_brings_its_card_whose_name_is_forgiving(mine: Here, name: str) -> None:
+def test_a_third_party_brings_its_card_whose_name_is_forgiving(mine: Here) -> None:
     hardware = mine.load()
-    card = hardware.card(name)
-    assert (card.name, card.backend, card.origin) == (
-        "mine-80",
-        "one",
-        "cards.toml of dist-one 1.0",
-    )
-    assert hardware.of_devices([name]) == card and hardware.of_devices([name, "other"]) is None
+    for name in ("mine-80", "MINE 80", "mine80", "maker mine 80gb"):
+        card = hardware.card(name)
+        told = (card.name, card.backend, card.origin)
+        assert told == ("mine-80", "one", "cards.toml of dist-one 1.0")
+        assert hardware.of_devices([name]) == card and hardware.of_devices([name, "other"]) is None
     assert [m.name for m in hardware.machines] == ["box.8"] and not hardware.failures
 
 
-IMAGINED = (
-    "no description has a machine of {}: one is imagined, with the link of such cards between "
-    "all of them"
-)
-BOXES = ". box.8 has 8: --machine box.8 --nodes 3"
-
-
-@pytest.mark.parametrize(
-    ("name", "cards", "note"),
-    [
-        ("mine-80", 1, ""),
-        ("Mine-80:4", 4, ""),  # half of a box
-        ("maker mine 80gb:8", 8, ""),
-        ("mine-80:20", 20, IMAGINED.format("20 mine-80") + BOXES),
-        ("alone", 1, ""),
-        ("alone:2", 2, IMAGINED.format("2 alone")),
-        ("host:4", 4, ""),  # ranks
-        ("BOX.8", 8, ""),
-        ("slow", 2, ""),
-    ],
-)
-def test_a_card_and_a_number_is_a_machine_which_may_be_imagined(
-    mine: Here, name: str, cards: int, note: str
-) -> None:
-    mine.user("[card.alone]\n[card.host]\nshared_memory = true\n")
-    # One names its card by another of its names; one is not yet whole; one has a link of its own.
-    mine.user('[machine."box.4"]\ncard = "Maker Mine 80GB"\ncards = 4\n[machine.b]\ncard = "host"')
-    mine.user('[machine.slow]\ncard = "mine-80"\ncards = [2, "x"]\nlink = ["31 GB/s", "x"]\n')
+def test_a_card_and_a_number_is_a_machine_which_may_be_imagined(mine: Here) -> None:
+    mine.user(TABLES["described"])
     hardware = mine.load()
-    found = hardware.machine(name)
-    assert (found.cards, found.imagined, hardware.note_on(found)) == (cards, bool(note), note)
-    assert found.link == (31e9 if name == "slow" else hardware.card(found.card).link)
-    assert found.network == (50e9 if name == "BOX.8" else None)
+    for name, (cards, *notes) in TABLES["numbers"].items():
+        found = hardware.machine(name)
+        said = (found.cards, found.imagined, hardware.note_on(found))
+        assert said == (cards, bool(notes), " ".join(notes)), name
+        assert found.link == (31e9 if name == "slow" else hardware.card(found.card).link), name
+        assert found.network == (50e9 if name == "BOX.8" else None), name
 
 
 @pytest.mark.parametrize("case", TABLES["wrong"], ids=str)
@@ -156,11 +115,11 @@ def test_what_a_machine_has_is_read_with_its_units() -> None:
     assert (own.price, own.sources["price"]) == (2.5, "mine.toml")
 
 
-@pytest.mark.parametrize(("line", "words"), TABLES["refused"].items())
-def test_what_a_machine_cannot_have_is_refused_by_place(line: str, words: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        read_hardware(f"[machine.a]\n{line}", "a.toml")
-    assert str(caught.value).startswith("a.toml: ") and words in str(caught.value)
+def test_what_a_machine_cannot_have_is_refused_by_place() -> None:
+    for line, words in TABLES["refused"].items():
+        with pytest.raises(UsageError, match=r"^a\.toml: ") as caught:
+            read_hardware(f"[machine.a]\n{line}", "a.toml")
+        assert words in str(caught.value), line
 
 
 # -- whose description counts ---------------------------------------------------------------------
@@ -197,22 +156,14 @@ def test_two_plugins_of_one_name_are_both_named(mine: Here) -> None:
     assert mine.load().card("mine-80").memory == 3 * 10**9
 
 
-@pytest.mark.parametrize(
-    ("text", "hardware", "reason"),
-    [
-        ("[card.x", "", "not TOML"),
-        ("[card.x]\nmemory = '3 GB'", "", "its source beside it"),
-        ("", "fake_bad:lost.toml", "FileNotFoundError"),
-        ("", "no_such_package:cards.toml", "ModuleNotFoundError"),
-    ],
-)
-def test_a_broken_file_harms_no_other(mine: Here, text: str, hardware: str, reason: str) -> None:
-    mine.plugin("bad", text, hardware)
+@pytest.mark.parametrize("case", TABLES["broken"], ids=str)
+def test_a_broken_file_harms_no_other(mine: Here, case: dict[str, str]) -> None:
+    mine.plugin("bad", case.get("file", ""), case.get("place", ""))
     found = mine.load()
     assert found.card("mine-80").backend == "one"
     (failure,) = found.failures
     assert (failure.distribution, failure.version) == ("dist-bad", "1.0")
-    assert reason in failure.reason
+    assert case["says"] in failure.reason
     with pytest.raises(UnknownNameError, match=r"of dist-bad 1.0 may describe it and cannot be"):
         found.machine("another")
 

@@ -15,31 +15,25 @@ LIBRARIES = {"torch", "transformers", "deepspeed", "peft"}
 
 
 def replaced(source: str) -> Iterator[str]:
-    """Attributes of a library's modules and classes that a source assigns to."""
+    """Attributes of a library's modules and classes that a source sets or deletes."""
     tree, of_library = ast.parse(source), set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            module = getattr(node, "module", None)
-            of_library |= {
-                (name.asname or name.name).partition(".")[0]
-                for name in node.names
-                if (module or name.name).partition(".")[0] in LIBRARIES
-            }
+            for name in node.names:
+                if (getattr(node, "module", None) or name.name).partition(".")[0] in LIBRARIES:
+                    of_library.add((name.asname or name.name).partition(".")[0])
     for node in ast.walk(tree):
-        targets: list[ast.expr] = []
         match node:
-            case ast.Assign(targets=targets) | ast.Delete(targets=targets):
+            case ast.Attribute(ctx=ast.Store() | ast.Del()) as target:
                 pass
-            case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
-                targets = [target]
+            case ast.Subscript(ctx=ast.Store() | ast.Del()) as target:
+                pass
             case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[target, *_]):
-                targets = [ast.Attribute(value=target)]
-        for target in targets:
-            root = target
-            while isinstance(root, ast.Attribute | ast.Subscript):
-                root = root.value
-            if root is not target and isinstance(root, ast.Name) and root.id in of_library:
-                yield ast.unparse(node)
+                pass
+            case _:
+                continue
+        if ast.unparse(target).partition(".")[0] in of_library:
+            yield ast.unparse(node)
 
 
 def test_no_attribute_of_a_library_is_assigned_to() -> None:

@@ -7,27 +7,11 @@ import statistics
 
 import pytest
 
-from tests.planning.published import FITTED, REPORTED, RUNS, Published, planned
+from tests.planning.published import ERRORS, FITTED, REPORTED, RUNS, Published, planned
 
 pytestmark = pytest.mark.slow
 plan = functools.cache(lambda name: planned(RUNS[name]))
 
-LIMIT = "whole weights of ZeRO-3 are counted as what DeepSpeed may have of them at most"
-OTHERS: dict[str, tuple[float, float, str]] = {
-    "gaudi2-70b-lora": (-0.30, -0.15, "their figure has the workspace of graphs; ours does not"),
-    "peft-70b-fsdp": (-0.30, -0.15, "FSDP1, which gathers further ahead than FSDP2"),
-    "peft-70b-zero3": (-0.08, 0.02, "the one plan of this engine that is too low"),
-    "qwen-7b-8192": (0.05, 0.15, "their loss is of bfloat16 logits, ours of float32"),
-    "torchtune-70b": (0.20, 0.32, "layers are compiled; without, more is kept for backward"),
-    **{
-        f"qwen-72b-{length}": (least, most, LIMIT)
-        for length, least, most in (
-            *((256, 0.05, 0.15), (512, 0.05, 0.15), (1024, 0.05, 0.15)),
-            *((2048, 0.10, 0.20), (4096, 0.10, 0.22), (8192, 0.15, 0.25)),
-        )
-    },
-}
-"""Errors of memory that are known to be larger than others', between which bounds, and why."""
 REFUSED = "qwen-72b-8192"
 """It ran, and its plan lacks a little, by that limit."""
 IMPAIRED = "mlperf-h100-8"
@@ -42,7 +26,7 @@ def test_what_is_said_to_fit_fits(name: str) -> None:
 
 @pytest.mark.parametrize("name", [of.name for of in RUNS.values() if of.memory is not None])
 def test_memory_is_met_as_closely_as_today(name: str) -> None:
-    least, most, why = OTHERS.get(name, (0, 0.10, "an allocator's margin"))
+    least, most, why = ERRORS.get(name, (0, 0.10, "an allocator's margin"))
     assert least <= plan(name).memory_error <= most, why
 
 

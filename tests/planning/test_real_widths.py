@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from anygauge.config.schema import RunFile
 from anygauge.planning.plan import plan_run
 from anygauge.registry import Registry
 from tests.helpers.sizes import LLAMA_8B, QWEN_14B, QWEN_32B
+from tests.planning.standins import run
 
 REGISTRY = Registry.load()
 TRACED: dict[str, dict[str, int]] = json.loads(
@@ -34,17 +34,14 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", TRACED)
 def test_within_a_tenth_of_all_layers_traced(case: str) -> None:
     size, trained, strategy = case.split(" ", 2)
-    run = RunFile.model_validate(
-        {
-            "model": {"config": CONFIGS[size], "tokenizer": "none"},
-            "data": {"train": {"path": "rows.jsonl"}, "max_length": 2048},
-            "adapter": {"r": 16} if trained == "lora" else None,
-            "train": {"steps": 2, "global_batch_size": 16, "micro_batch_size": 2},
-            "strategy": STRATEGIES[strategy],
-            "launch": {"devices": 8},
-        }
+    of = run(
+        model={"config": CONFIGS[size], "tokenizer": "none"},
+        data={"max_length": 2048},
+        adapter={"r": 16} if trained == "lora" else None,
+        train={"global_batch_size": 16, "micro_batch_size": 2},
+        strategy=STRATEGIES[strategy],
     )
-    found = plan_run(run, REGISTRY, REGISTRY.create_backend("cuda"), 8)
+    found = plan_run(of, REGISTRY, REGISTRY.create_backend("cuda"), 8)
     assert found.worst[1].total == pytest.approx(TRACED[case]["device"], rel=0.1)
     if "offload" in STRATEGIES[strategy] and trained == "full":  # else reading has most of it
         host = max(peak.total for peak in found.host.values())

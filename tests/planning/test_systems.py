@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from anygauge.config.schema import RunFile
-from anygauge.interface import AnygaugeError
 from anygauge.planning.fit import GIB, fit
 from anygauge.planning.machines import Hardware
 from anygauge.planning.memory import RunMemory
 from anygauge.planning.plan import plan_run
-from anygauge.planning.trials import Target, Trials, timed
+from anygauge.planning.trials import Target, timed
 from anygauge.registry import Registry
 from tests.helpers.sizes import LLAMA_8B, LLAMA_70B
+from tests.planning.standins import run
 
 REGISTRY = Registry.load()
 HARDWARE = Hardware.load(REGISTRY)
@@ -32,21 +32,21 @@ IN_A_LAYER = LENGTH * (10 * 8192 + 6 * 28672) * 2
 
 
 def run_file(nodes: int, **sections: Any) -> RunFile:
-    values: dict[str, Any] = {
+    usual = {
         "model": {"config": LLAMA_3_70B, "tokenizer": "none"},
-        "data": {"train": {"path": "rows.jsonl"}, "max_length": LENGTH},
+        "data": {"max_length": LENGTH},
         "adapter": {"r": 16},
         "precision": {"param_dtype": "float16"},
         "strategy": {"name": "fsdp"},
         "train": {"micro_batch_size": 1, "global_batch_size": 8 * nodes},
-        "launch": {"nodes": nodes, "devices": 8},
+        "launch": {"nodes": nodes},
     }
-    merged = {name: {**values[name], **section} for name, section in sections.items()}
-    return RunFile.model_validate({**values, **merged})
+    model = {**usual["model"], **sections.pop("model", {})}
+    return run(**{**usual, **sections, "model": model})
 
 
-def planned(run: RunFile) -> RunMemory:
-    return plan_run(run, REGISTRY, REGISTRY.create_backend("cuda"), 8 * run.launch.nodes)
+def planned(of: RunFile) -> RunMemory:
+    return plan_run(of, REGISTRY, REGISTRY.create_backend("cuda"), 8 * of.launch.nodes)
 
 
 @pytest.mark.parametrize("codes", [False, True], ids=["float16", "nf4"])
@@ -75,22 +75,14 @@ def test_8b_with_an_adapter_by_ddp_on_1_to_3_machines() -> None:
     target = Target(backend="cuda", card=HARDWARE.card(machine.card), machine=machine)
     busy: list[float] = []
     for nodes in (1, 2, 3):
-        run = run_file(nodes, model={"config": LLAMA_8B}, strategy={"name": "ddp"})
-        found = planned(run)
+        of = run_file(nodes, model={"config": LLAMA_8B}, strategy={"name": "ddp"})
+        found = planned(of)
         assert found.worst[1].total == pytest.approx(by_hand, rel=0.1)
         for card, fits in (("v100-16", False), ("v100-32", True)):
             held = fit(found, HARDWARE.card(card), 8 * nodes, 8)
             assert held is not None and held.fits == fits
-        time, why = timed(run, found, target, REGISTRY)
+        time, why = timed(of, found, target, REGISTRY)
         assert time is not None, why
         assert time.sending["cards" if nodes == 1 else "machines"] > 0
         busy.append(time.step - sum(time.sending.values()) + time.hidden)
     assert busy == pytest.approx([busy[0]] * 3), "a step grows by communication only"
-
-
-def test_cards_without_bfloat16_refuse_it_by_name() -> None:
-    machine = HARDWARE.machine("v100-32:8")
-    target = Target(backend="cuda", card=HARDWARE.card(machine.card), machine=machine)
-    run = run_file(1, precision={"param_dtype": "bfloat16"})
-    with pytest.raises(AnygaugeError, match="bfloat16"):
-        Trials(REGISTRY)(run, target)

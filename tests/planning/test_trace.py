@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from anygauge.config.schema import RunFile
 from anygauge.interface import UnsupportedError
 from anygauge.planning.memory import RunMemory
 from anygauge.planning.plan import plan_run
 from anygauge.registry import Registry
-from tests.helpers.runs import TINY
+from tests.helpers.runs import TINY, merged
+from tests.planning.standins import run
 
 REGISTRY = Registry.load()
 WIDE, INNER, WORDS, LAYERS, LENGTH, ROWS = 128, 384, 2000, 2, 512, 4
@@ -31,11 +31,10 @@ SCORES = LAYERS * TOKENS * LENGTH * WIDE
 
 
 def planned(**sections: Any) -> RunMemory:
-    values: dict[str, Any] = {
+    usual: dict[str, Any] = {
         "model": {"config": CONFIG, "tokenizer": "none"},
-        "data": {"train": {"path": "rows.jsonl"}, "max_length": LENGTH},
+        "data": {"max_length": LENGTH},
         "train": {
-            "steps": 2,
             "global_batch_size": ROWS,
             "micro_batch_size": 2,
             "gradient_checkpointing": False,
@@ -45,9 +44,9 @@ def planned(**sections: Any) -> RunMemory:
         "strategy": {"name": "single"},
         "launch": {"devices": 1},
     }
-    merged = {name: {**values.get(name, {}), **section} for name, section in sections.items()}
-    run = RunFile.model_validate({**values, **merged})
-    return plan_run(run, REGISTRY, REGISTRY.create_backend("cuda"), 1)
+    model = {**usual["model"], **sections.get("model", {})}
+    of = run(**{**merged(usual, sections), "model": model})
+    return plan_run(of, REGISTRY, REGISTRY.create_backend("cuda"), 1)
 
 
 PLAIN = 3 * FORWARD + 7 * SCORES

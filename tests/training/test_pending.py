@@ -17,6 +17,7 @@ from anygauge.training.pending import PendingSteps
 from anygauge_cpu.placement import CpuPlacement
 from tests.helpers.runs import Run, run_file, trained_here
 from tests.training.test_non_finite import HostEvent
+from tests.training.test_warm_up import numbers
 
 SINGLE = {"name": "single"}
 
@@ -56,13 +57,6 @@ def run(folder: Path, name: str = "tiny", **changes: Any) -> Run:
     fields: dict[str, Any] = {"strategy": SINGLE, "data": {"eval_fraction": 0.2}, **changes}
     train = {"steps": 7, "eval_every": 4, **fields.pop("train", {})}
     return trained_here(run_file(folder, name=name, train=train, **fields))
-
-
-def numbers(run: Run) -> list[dict[str, Any]]:
-    """The records without what a clock or a meter of memory says."""
-    left_out = {"time", "seconds", "tokens_per_s", "peak_memory", "remaining_s"}
-    found = [r for r in run.records if "step" in r]
-    return [{key: value for key, value in r.items() if key not in left_out} for r in found]
 
 
 def batch_threads() -> list[str]:

@@ -1,4 +1,4 @@
-"""Tensor parallelism: architectures other than Llama, and what is refused of it."""
+"""Architectures other than Llama whose layers several ranks divide, or have a part of; refusals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from transformers import AutoConfig
 
 from anygauge.interface import UnsupportedError
 from anygauge.strategies.degrees import Degrees, check_model
+from anygauge.strategies.pipeline_cut import cut, rank_of_stage
+from anygauge.strategies.pipeline_stage import PipelineModel
 from anygauge.strategies.tensor_plans import plan_of
+from tests.helpers.build import model_factory
 from tests.strategies.matrix import ALL, SGD, WITHOUT_SP, CaseGroups
 from tests.strategies.parity_rank import ParityCase
 from tests.strategies.test_matrix import is_the_references, sends_what_it_says
@@ -38,29 +41,33 @@ MODELS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 16,
     },
 }
-CASES = [
-    ParityCase(
-        strategy="ddp",
-        options=options,
-        model=model,
-        attention="eager",
-        recomputed=recomputed,
-        **SGD,
-        **weights,
-    )
-    for model in MODELS.values()
-    for options, weights, recomputed in (({"tp": 2}, {}, True), (WITHOUT_SP, ALL, False))
-]
-USUAL = ("qwen3", "gptj")
-FEW = [case for case in CASES if case.model["model_type"] in USUAL]
-MANY = [case for case in CASES if case not in FEW]
-# Their embedding is the output layer, too: a weight with two owners stays one.
-TIED = [
-    ParityCase(strategy="fsdp", model=MODELS["qwen3"], **SGD),
-    ParityCase(strategy="fsdp", model=MODELS["qwen3"], **ALL, **SGD),
-]
+SCALES_EMBEDDINGS_ITSELF = int(version("transformers").split(".")[0]) < 5
+"""Gemma's decoder, before transformers 5: every stage of a pipeline would do it again."""
 
 
+def of(name: str, strategy: str = "ddp", **more: Any) -> ParityCase:
+    return ParityCase(strategy=strategy, model=MODELS[name], attention="eager", **more, **SGD)
+
+
+TENSOR = [
+    of(name, **each)
+    for name in MODELS
+    for each in ({"options": {"tp": 2}, "recomputed": True}, {"options": WITHOUT_SP, **ALL})
+]
+PIPELINE = [
+    of(name, options={"pp": 2}, **each)
+    for name in ("qwen3", "gpt_neox", "gptj", *(() if SCALES_EMBEDDINGS_ITSELF else ("gemma2",)))
+    for each in ({}, {"recomputed": True, **ALL})
+]
+"""Qwen3's and Gemma's embedding is the output layer, too: two stages have it."""
+# A weight with two owners stays one.
+TIED = [of("qwen3", "fsdp", **each) for each in ({}, ALL)]
+USUAL = [
+    *(("tp", name) for name in ("qwen3", "gptj")),
+    *(("pp", name) for name in ("qwen3" if SCALES_EMBEDDINGS_ITSELF else "gemma2", "gptj")),
+]
+FEW = [c for c in (*TENSOR, *PIPELINE) if (next(iter(c.options)), c.model["model_type"]) in USUAL]
+MANY = [case for case in (*TENSOR, *PIPELINE) if case not in FEW]
 GROUPS = CaseGroups(few=(2, [*FEW, *TIED]), many=(2, MANY))
 
 
@@ -123,3 +130,45 @@ def test_an_embedding_before_the_layers_stays_whole_and_one_within_them_is_refus
     assert plan("wte") == {"h.*.up": "colwise"}
     with pytest.raises(UnsupportedError, match=r"h\.\*\.down_embed, .* as embedding_rowwise"):
         plan("h.*.down_embed")
+
+
+@pytest.mark.parametrize(
+    ("costs", "count", "last", "ends"),
+    [
+        ([1] * 4, 2, 0, [2, 4]),
+        ([1] * 5, 2, 0, [2, 5]),
+        ([1] * 4, 2, 2, [3, 4]),
+        ([1] * 4, 2, 100, [3, 4]),
+        ([5, 1, 1, 1], 2, 0, [1, 4]),
+        ([1, 1, 1, 5], 4, 0, [1, 2, 3, 4]),
+    ],
+)
+def test_the_costliest_part_costs_least(
+    costs: list[int], count: int, last: int, ends: list[int]
+) -> None:
+    assert cut(costs, count, last) == ends
+
+
+def test_both_ends_of_a_zero_bubble_pipeline_are_on_its_first_rank() -> None:
+    there_and_back = Degrees(pp=3, schedule="zero_bubble")
+    assert [rank_of_stage(n, there_and_back) for n in range(6)] == [0, 1, 2, 2, 1, 0]
+    in_turn = Degrees(pp=3, schedule="interleaved")
+    assert [rank_of_stage(n, in_turn) for n in range(6)] == [0, 1, 2, 0, 1, 2]
+
+
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        # It adds positions to whatever embeddings it is given: each stage would do so again.
+        GPT2,
+        {**MODELS["gptj"], "embd_pdrop": 0.5},
+        *([MODELS["gemma2"]] if SCALES_EMBEDDINGS_ITSELF else []),
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_a_decoder_that_does_more_than_call_its_layers_is_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match="changes its embeddings before its first layer"):
+        PipelineModel(model_factory(config, attention="eager").skeleton())
