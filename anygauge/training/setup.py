@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from anygauge.config.schema import RunFile, resolve_precision
 from anygauge.data import (
@@ -31,6 +31,7 @@ from anygauge.interface import (
 from anygauge.interface.strategy import (
     BuildContext,
     Engine,
+    ModelFactory,
     Precision,
     Share,
     Strategy,
@@ -221,9 +222,12 @@ def prepare_run(
     for change in changes:
         rank.log(f"changed since: {change}")
     quantised = quantisation(run.model)
+    starting: ModelFactory = factory
+    if start is not None:
+        starting = cast("ModelFactory", ResumedFactory(factory, start))
     engine = strategy.build(
         BuildContext(
-            factory=factory if start is None else ResumedFactory(factory, start),
+            factory=starting,
             optimizer=optimizer_factory(
                 run.train.optimizer, plan.adamw, fused=bool(backend.support(FUSED_ADAMW))
             ),
