@@ -104,14 +104,10 @@ def provenance(by_rank: Mapping[int, Sequence[ResolvedSetting]]) -> dict[str, An
     return {str(rank): [one.record() for one in found] for rank, found in by_rank.items()}
 
 
-def write_provenance(path: Path, records: Mapping[str, Any]) -> None:
-    """Write what `provenance` returned, readable by its owner alone."""
+def write_provenance(job: Job, node_rank: int, records: Mapping[str, Any]) -> None:
+    """Write what `provenance` returned beside a node's run, readable by its owner alone."""
+    path = job.start_directory / f"environment-node{node_rank}.json"
     write_text(path, json.dumps(records, indent=2) + "\n", 0o600)
-
-
-def provenance_file(job: Job, node_rank: int) -> Path:
-    """The file of a node's provenance."""
-    return job.start_directory / f"environment-node{node_rank}.json"
 
 
 def cores_of_ranks(job: Job, profile: LaunchProfile, node: Node) -> dict[int, tuple[int, ...]]:

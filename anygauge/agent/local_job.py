@@ -101,13 +101,7 @@ def main(module: str, run_rank: RunRank, argv: list[str]) -> int:
     try:
         result = run_rank(job, rank, int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
     except Exception as error:
-        events.send(
-            "failed",
-            error=type(error).__name__,
-            message=str(error).strip() or type(error).__name__,
-            for_user=isinstance(error, AnygaugeError),
-            exit_status=1,
-        )
+        events.failed(error)
         raise
     if rank == 0:
         write_text(Path(job.run_directory) / _RESULT, json.dumps(result) + "\n")

@@ -104,9 +104,9 @@ def take_over(handover: Handover, *, own_process: bool) -> int:
         return 0
     job = _job(handover, answer)
     if handover.provenance is not None:
-        from anygauge.agent.environment import provenance_file, write_provenance
+        from anygauge.agent.environment import write_provenance
 
-        write_provenance(provenance_file(job, launch.node_rank), handover.provenance)
+        write_provenance(job, launch.node_rank, handover.provenance)
     os.chdir(job.working_directory)
     refusal = _fetch_with_others(store, launch, job, quiet=handover.quiet)
     if refusal is not None:

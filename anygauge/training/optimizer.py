@@ -142,7 +142,7 @@ def _adamw_8bit(section: OptimizerSection, groups: Groups) -> Optimizer:
         raise RunFileError(EIGHT_BIT_MISSING) from error
     paged = section.paged
     device = groups[0]["params"][0].device
-    # `check_eight_bit` has asked the backend, but an installed build may lack the device's library.
+    # `check_strategy` has asked the backend, but an installed build may lack the device's library.
     trial = nn.Parameter(torch.zeros(PAGED if paged else SMALLEST, device=device))
     trial.grad = torch.zeros_like(trial)
     tried = AdamW8bit([trial], is_paged=paged)
@@ -177,24 +177,13 @@ def _adam_options(section: OptimizerSection) -> dict[str, Any]:
     }
 
 
-def _adafactor(section: OptimizerSection, groups: Groups) -> Optimizer:
-    return Adafactor(groups, lr=section.lr)
-
-
-def _lion(section: OptimizerSection, groups: Groups) -> Optimizer:
-    return Lion(groups, lr=section.lr, betas=section.betas or (0.9, 0.99))
-
-
-def _sgd(section: OptimizerSection, groups: Groups) -> Optimizer:
-    momentum = 0.9 if section.momentum is None else section.momentum
-    return DecoupledSGD(groups, lr=section.lr, momentum=momentum)
-
-
 _MAKERS: dict[str, Callable[[OptimizerSection, Groups], Optimizer]] = {
     "adamw_8bit": _adamw_8bit,
-    "adafactor": _adafactor,
-    "lion": _lion,
-    "sgd": _sgd,
+    "adafactor": lambda s, groups: Adafactor(groups, lr=s.lr),
+    "lion": lambda s, groups: Lion(groups, lr=s.lr, betas=s.betas or (0.9, 0.99)),
+    "sgd": lambda s, groups: DecoupledSGD(
+        groups, lr=s.lr, momentum=0.9 if s.momentum is None else s.momentum
+    ),
 }
 
 

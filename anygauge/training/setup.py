@@ -305,7 +305,7 @@ def prepare_run(
         else None,
         log_every=run.train.log_every,
         warmup=run.train.throughput_warmup_steps,
-        history=None if start is None else History.of_record(start.record["history"]),
+        history=History() if start is None else History.of_record(start.record["history"]),
     )
     manager = CheckpointManager(
         section=run.checkpoint,

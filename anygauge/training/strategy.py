@@ -39,17 +39,10 @@ STATE_BYTES = {
 }
 """What an optimizer keeps for each trained number."""
 
-UPDATE_BYTES = {
-    "adamw": 8.0,  # a root of the second moment; none of both by torch's fused kernel
-    "adamw_8bit": 8.0,
-    "adafactor": 8.0,  # an estimate of the variance
-    "lion": 8.0,  # a direction
-    "sgd": 8.0,
-}
-"""What an update makes for each trained number, for those that are updated at once.
-
-A copy from before, for `anygauge.training.undo`, and beside it what the optimizer's step makes, or
-afterwards a copy of what it changed; all in float32."""
+UPDATE_BYTES = 8.0
+"""What an update makes for each trained number, for those that are updated at once, in float32:
+a copy from before, for `anygauge.training.undo`, and what the optimizer's step makes, or afterwards
+a copy of what it changed. torch's fused AdamW makes neither."""
 
 UPDATED_AT_ONCE = 2**23
 """Numbers that are copied before a step of an optimizer that cannot leave it out by itself: 32 MiB
@@ -156,12 +149,10 @@ def check_strategy(
             reentrant_only=backend.graph.reentrant_only,
         )
     )
-    check_new_rows(run)
-    check_whole_modules(run)
+    check_divided(run)
     check_backend(spec, backend)
     check_offloading(run, backend)
-    check_paged(run, backend)
-    check_eight_bit(run, backend)
+    check_optimizer_support(run, backend)
     check_quantised(run, backend, ranks_run_here=ranks_run_here)
 
 
@@ -172,28 +163,22 @@ def _adapter_kind(adapter: AdapterSection | None) -> str:
     return "dora" if adapter.dora else "taken" if changes_base(adapter.init) else "lora"
 
 
-def check_whole_modules(run: RunFile) -> None:
-    """Raises: UnsupportedError: whole modules would be trained of a model that is divided."""
-    if not whole_modules(run.adapter):
-        return
-    for field in ("tp", "pp"):
-        if getattr(run.strategy, field, 1) > 1:
-            raise UnsupportedError(
-                f"adapter.modules_to_save: strategy.{field} cannot divide whole modules yet. Set "
-                f"strategy.{field}: 1, or leave adapter.modules_to_save out"
-            )
-
-
-def check_new_rows(run: RunFile) -> None:
-    """Raises: UnsupportedError: rows of new tokens would be trained in divided layers."""
+def check_divided(run: RunFile) -> None:
+    """Raises: UnsupportedError: parts of layers would be trained of a model that is divided."""
+    new = run.adapter is not None and (run.model.new_tokens or run.model.new_special_tokens)
     for field, what in (("tp", "divides layers"), ("pp", "gives them to several stages")):
-        if run.adapter is None or not (run.model.new_tokens or run.model.new_special_tokens):
-            return
-        if getattr(run.strategy, field, 1) > 1:
+        if getattr(run.strategy, field, 1) == 1:
+            continue
+        if new:
             raise UnsupportedError(
                 "model.new_tokens: with an adapter, peft puts the new tokens' rows into the whole "
                 f"embedding and output layer in every forward, but strategy.{field} {what}. Set "
                 f"strategy.{field}: 1, or train all weights (no adapter section)"
+            )
+        if whole_modules(run.adapter):
+            raise UnsupportedError(
+                f"adapter.modules_to_save: strategy.{field} cannot divide whole modules yet. Set "
+                f"strategy.{field}: 1, or leave adapter.modules_to_save out"
             )
 
 
@@ -210,24 +195,23 @@ def check_offloading(run: RunFile, backend: Backend) -> None:
         )
 
 
-def check_eight_bit(run: RunFile, backend: Backend) -> None:
-    """Raises: UnsupportedError: quotes the backend's reason for having no 8-bit update."""
-    support = backend.support(EIGHT_BIT)
-    if run.train.optimizer.name == EIGHT_BIT and not support:
-        raise UnsupportedError(
-            f"train.optimizer.name: {EIGHT_BIT}: backend {backend.name!r} lacks {EIGHT_BIT!r}: "
-            f"{support}. Use adamw, which keeps four times as many bytes, or lion"
-        )
-
-
-def check_paged(run: RunFile, backend: Backend) -> None:
-    """Raises: UnsupportedError: quotes the backend's reason for having no paged memory."""
-    support = backend.support(PAGED)
-    if run.train.optimizer.paged and not support:
-        raise UnsupportedError(
-            f"train.optimizer.paged: backend {backend.name!r} lacks {PAGED!r}: {support}. "
-            "Leave it out"
-        )
+def check_optimizer_support(run: RunFile, backend: Backend) -> None:
+    """Raises: UnsupportedError: quotes the backend's reason for lacking what an optimizer needs."""
+    optimizer = run.train.optimizer
+    for field, asked, need, instead in (
+        ("paged", optimizer.paged, PAGED, "Leave it out"),
+        (
+            f"name: {EIGHT_BIT}",
+            optimizer.name == EIGHT_BIT,
+            EIGHT_BIT,
+            "Use adamw, which keeps four times as many bytes, or lion",
+        ),
+    ):
+        if asked and not (support := backend.support(need)):
+            raise UnsupportedError(
+                f"train.optimizer.{field}: backend {backend.name!r} lacks {need!r}: {support}. "
+                f"{instead}"
+            )
 
 
 def _micro_batches(run: RunFile, registry: Registry, world_size: int) -> int:
@@ -290,6 +274,6 @@ def workload_of(
         max_norm=run.train.max_grad_norm,
         activations=run.train.activations,
         state_bytes=STATE_BYTES[name],
-        update_bytes=0.0 if fused else UPDATE_BYTES[name],
+        update_bytes=0.0 if fused else UPDATE_BYTES,
         updated_at_once=UPDATED_AT_ONCE,
     )

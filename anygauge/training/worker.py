@@ -72,26 +72,9 @@ def reported(job: Job, index: int, events: EventWriter, lock: str | None) -> int
         outcome = run_rank(job, index, events, opened, lock)
     # A failure is reported before anything is closed: peers would report a broken connection
     # first. What is open then ends with the process.
-    except AnygaugeError as error:
-        traceback.print_exc()
-        events.send(
-            "failed",
-            error=type(error).__name__,
-            message=str(error),
-            for_user=True,
-            exit_status=error.exit_status,
-        )
-        return error.exit_status
     except BaseException as error:
         traceback.print_exc()
-        events.send(
-            "failed",
-            error=type(error).__name__,
-            message=str(error).strip() or type(error).__name__,
-            for_user=False,
-            exit_status=1,
-        )
-        return 1
+        return events.failed(error)
     opened.close()
     if isinstance(outcome, Stopped):
         events.send("stopped", step=outcome.step, checkpoint=outcome.checkpoint)

@@ -68,7 +68,7 @@ def test_what_is_recorded_hides_it_and_is_for_its_owner(path: Path, tmp_path: Pa
     for known in (record, Path(job.run_file)):
         known.write_text("of an earlier part of the run")
         known.chmod(0o644)
-    write_provenance(record, provenance({0: _resolve(Registry.load(), job, 0)}))
+    write_provenance(job, 0, provenance({0: _resolve(Registry.load(), job, 0)}))
     place_run_file(job)
     assert VALUE not in record.read_text()
     assert {s["name"] for s in json.loads(record.read_text())["0"]} >= set(VARIABLES)
