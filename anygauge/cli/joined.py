@@ -64,32 +64,22 @@ def main() -> int:
         if not left_alone:
             signal.signal(number, ask)
     try:
-        return take_over(handover, own_process=True)
+        return take_over(handover)
     except AnygaugeError as error:
         print(escaped(f"error: {error}\n(rank {handover.launch.rank})"), file=sys.stderr)
         handover.launch.report(str(error))
         return error.exit_status
 
 
-def take_over(handover: Handover, *, own_process: bool) -> int:
+def take_over(handover: Handover) -> int:
     """Meet the other ranks and train; returns the exit status.
-
-    Args:
-        own_process: what this process prints may go to the rank's log.
 
     Raises:
         AnygaugeError: the ranks do not find each other, or do not belong together.
     """
-    import torch.distributed as dist
-
     from anygauge.training.worker import reported
 
     launch = handover.launch
-    if dist.is_available() and dist.is_initialized():
-        raise AnygaugeError(
-            "this process already has a torch process group, and anygauge creates its own: run "
-            "`anygauge train` in a separate process (subprocess.run)"
-        )
     timeout = datetime.timedelta(seconds=handover.join_timeout_s)
     store = _store(launch, timeout)
     if handover.answer is not None and "refused" in handover.answer:
@@ -112,7 +102,7 @@ def take_over(handover: Handover, *, own_process: bool) -> int:
     if refusal is not None:
         launch.report(refusal)
         return 1
-    with _terminal(handover, job, own_process=own_process) as terminal:
+    with _terminal(handover, job) as terminal:
         status = reported(job, launch.rank, terminal.events, answer["lock"])
     terminal.conclude(handover, job)
     staged = Path(job.run_file).parent.name == START
@@ -350,15 +340,15 @@ class _Terminal:
     """Where a rank is shown.
 
     Attributes:
-        log: of what it prints; None where that stays where it is.
+        log: of what it prints.
         log_offset: where this start begins in it, in bytes.
     """
 
     events: _EventDisplay
     view: View
     errors: Console
-    log: Path | None
-    log_offset: int = 0
+    log: Path
+    log_offset: int
 
     def conclude(self, handover: Handover, job: Job) -> None:
         """How it ended: by rank 0 for all, or why this rank failed."""
@@ -368,14 +358,12 @@ class _Terminal:
         kind = ending.get("event")
         if kind == "failed":
             failure = Failure.from_event(launch.rank, ending, time.time())
-            text = f"{failure.what}\n(rank {launch.rank} on {socket.gethostname()})"
-            if self.log is not None:
-                text = failure.cause(
-                    host=socket.gethostname(),
-                    world_size=job.world_size,
-                    log=settled(self.log),
-                    log_offset=self.log_offset,
-                )
+            text = failure.cause(
+                host=socket.gethostname(),
+                world_size=job.world_size,
+                log=settled(self.log),
+                log_offset=self.log_offset,
+            )
             if failure.for_user:
                 # Not a connection that broke because another rank was killed: there the launcher
                 # goes by who ended first.
@@ -386,8 +374,7 @@ class _Terminal:
                     f"{launch.launcher}, or that rank's log"
                 )
             fail(self.errors, text)
-            if self.log is not None:
-                show_where_logs_are(self.errors, job.run_directory)
+            show_where_logs_are(self.errors, job.run_directory)
         elif launch.rank == 0 and kind == "stopped":
             show_stopped(self.errors, stopped_text(ending))
         elif launch.rank == 0:
@@ -395,13 +382,9 @@ class _Terminal:
 
 
 @contextlib.contextmanager
-def _terminal(handover: Handover, job: Job, *, own_process: bool) -> Iterator[_Terminal]:
+def _terminal(handover: Handover, job: Job) -> Iterator[_Terminal]:
     """Show the rank meanwhile; what libraries print goes to its log, as in any run."""
     rank = handover.launch.rank
-    if not own_process:
-        view, errors = View(_plain_console(), handover.quiet), _plain_console(sys.stderr)
-        yield _Terminal(events=_EventDisplay(rank, view), view=view, errors=errors, log=None)
-        return
     out, err = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
     log = job.start_directory / "logs" / f"rank{rank}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -419,7 +402,7 @@ def _terminal(handover: Handover, job: Job, *, own_process: bool) -> Iterator[_T
     )
 
 
-def _plain_console(file: IO[str] | None = None) -> Console:
+def _plain_console(file: IO[str]) -> Console:
     """Lines, and no bar: the terminal is shared with other ranks and with the launcher."""
     return Console(file=file, force_terminal=False)
 
