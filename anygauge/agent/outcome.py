@@ -58,7 +58,6 @@ SignalNumber = Annotated[int, Strict(), AfterValidator(_signal)]
 
 TEXT = TypeAdapter[str](Text)
 TIME = TypeAdapter[float](Time)
-TIME_OR_NONE = TypeAdapter[float | None](Time | None)
 SIGNAL_OR_NONE = TypeAdapter[int | None](SignalNumber | None)
 
 

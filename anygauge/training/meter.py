@@ -184,12 +184,10 @@ class MetricsLogger:
 
     def _system_samples(self) -> None:
         """Write what was sampled since the last call; it belongs to the latest step."""
-        for sample in self.system.drain() if self.system else ():
-            self._write({"time": sample.time, "system": dict(sample.values)})
-            self.trackers.log(
-                self.history.step,
-                {f"system/{name}": value for name, value in sample.values.items()},
-            )
+        for at, values in self.system.drain() if self.system else ():
+            self._write({"time": at, "system": dict(values)})
+            named = {f"system/{name}": value for name, value in values.items()}
+            self.trackers.log(self.history.step, named)
 
     def _write(self, record: dict[str, Any]) -> None:
         record = {"time": time.time(), **record}

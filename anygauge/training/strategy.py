@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 from anygauge.config.schema import AdapterSection, RunFile, resolve_precision
@@ -19,16 +20,21 @@ from anygauge.interface import (
     Workload,
 )
 from anygauge.models.initial import changes_base
+from anygauge.models.quantisation import quantisation
 from anygauge.models.start import whole_modules
 from anygauge.registry import Registry, missing_of
-from anygauge.training.fp8 import check_fp8
-from anygauge.training.quantised import check_quantised
 
 PAGED = "paged_memory"
 """The capability that ``train.optimizer.paged`` needs."""
 
 EIGHT_BIT = "adamw_8bit"
 """The optimizer, and the capability that it needs."""
+
+FP8 = "fp8_products"
+"""The capability that ``precision.fp8`` needs."""
+
+QUANTISED = {"nf4": "quantised_base", "int8": "quantised_base_int8"}
+"""Type of a quantised base -> the capability that it needs."""
 
 STATE_BYTES = {
     "adamw": 8.0,
@@ -212,6 +218,91 @@ def check_optimizer_support(run: RunFile, backend: Backend) -> None:
                 f"train.optimizer.{field}: backend {backend.name!r} lacks {need!r}: {support}. "
                 f"{instead}"
             )
+
+
+def check_fp8(run: RunFile, spec: StrategySpec, backend: Backend) -> None:
+    """Refuse ``precision.fp8`` where it cannot work, or where nobody has tried it.
+
+    Raises:
+        UnsupportedError: quotes the reason of the backend or strategy, or names what does not go
+            with it.
+    """
+    if not run.precision.fp8:
+        return
+    support = backend.support(FP8)
+    if not support:
+        raise UnsupportedError(
+            f"precision.fp8: backend {backend.name!r} lacks {FP8!r}: {support}. With "
+            "precision.fp8: false, linear layers multiply in precision.param_dtype"
+        )
+    taken = spec.takes_fp8(run.strategy)
+    if not taken:
+        raise UnsupportedError(
+            f"precision.fp8: strategy {spec.name!r}: {taken}. Use strategy.name: zero without "
+            "offload, or single; or set precision.fp8: false"
+        )
+    for field, used, why in (
+        (
+            "model.quantise",
+            run.model.quantise is not None,
+            "quantised layers hold codes and multiply by a library of their own",
+        ),
+        (
+            "adapter.dora",
+            run.adapter is not None and run.adapter.dora,
+            "DoRA computes norms of whole weights, which nobody has tried with converted layers",
+        ),
+        (
+            "adapter.modules_to_save",
+            bool(whole_modules(run.adapter)),
+            "each such module has a copy beside it, which nobody has tried to convert",
+        ),
+    ):
+        if used:
+            raise UnsupportedError(
+                f"precision.fp8 and {field}: {why}. Leave {field} out, or set precision.fp8: false"
+            )
+
+
+def check_quantised(run: RunFile, backend: Backend, *, ranks_run_here: bool) -> None:
+    """Refuse what is known to fail.
+
+    Args:
+        ranks_run_here: packages of this machine are those of the ranks.
+
+    Raises:
+        RunFileError: a section does not go with it, or the package is missing.
+        UnsupportedError: quotes the backend's reason, or peft's limit.
+    """
+    asked = quantisation(run.model)
+    if asked is None:
+        return
+    if run.adapter is None:
+        raise RunFileError(
+            f"model.quantise: {asked.type}: quantised weights cannot be trained, and the run has "
+            "no adapter. Add an adapter section, or leave model.quantise out to train all weights"
+        )
+    if run.adapter.dora and asked.type == "int8":
+        raise UnsupportedError(
+            "adapter.dora: peft cannot load a DoRA adapter onto bitsandbytes' 8-bit layers, so you "
+            "could not use the result. Use model.quantise: nf4, or leave dora out"
+        )
+    support = backend.support(QUANTISED[asked.type])
+    if not support:
+        raise UnsupportedError(
+            f"model.quantise: {asked.type}: backend {backend.name!r} lacks "
+            f"{QUANTISED[asked.type]!r}: {support}. Leave it out"
+        )
+    if backend.graph.compiler is not None:
+        raise UnsupportedError(
+            f"model.quantise: backend {backend.name!r} compiles layers, which was not tested with "
+            "bitsandbytes' layers. Leave it out"
+        )
+    if ranks_run_here and importlib.util.find_spec("bitsandbytes") is None:
+        raise RunFileError(
+            "model.quantise needs the package bitsandbytes, which is not installed; "
+            "pip install 'anygauge[8bit]', or leave it out"
+        )
 
 
 def _micro_batches(run: RunFile, registry: Registry, world_size: int) -> int:

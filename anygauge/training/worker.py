@@ -24,7 +24,6 @@ from anygauge.interface import (
     Backend,
     Job,
     NonFiniteLossError,
-    StrategySpec,
 )
 from anygauge.training.progress import Progress
 from anygauge.util.events import EventWriter
@@ -120,7 +119,7 @@ def run_rank(
         from anygauge.training.auto import decided
         from anygauge.training.checkpoints.identity import REPORT, FinishedError, settings_of
         from anygauge.training.checkpoints.manager import checkpoint_folder
-        from anygauge.training.save import save
+        from anygauge.training.save import save, versions
         from anygauge.training.setup import Rank, open_device, prepare_run
         from anygauge.training.strategy import create_strategy
 
@@ -163,11 +162,13 @@ def run_rank(
                 )
             opened.callback(prepared.engine.close)
             # Until the end: a request that comes while the result is saved comes too late.
-            opened.enter_context(listening_if_it_can_stop(prepared))
+            if prepared.engine.checkpoint_support():
+                opened.enter_context(prepared.loop.stop.listening())
             if index == 0:
                 say_that_it_started(job, rank, prepared)
                 check_lock(folder, lock)
-                write_versions(folder, prepared.spec)
+                text = json.dumps(versions(prepared.spec), indent=2)
+                write_text(folder / "versions.json", text + "\n")
             complete = prepared.loop.run()
             summary = {}
             if complete:
@@ -214,13 +215,6 @@ def say_that_it_started(job: Job, rank: Any, prepared: Any) -> None:
     )
 
 
-def listening_if_it_can_stop(prepared: Any) -> contextlib.AbstractContextManager[None]:
-    """Answer SIGTERM with a checkpoint, unless the engine cannot write one."""
-    if prepared.engine.checkpoint_support():
-        return prepared.loop.stop.listening()
-    return contextlib.nullcontext()
-
-
 @contextlib.contextmanager
 def out_of_memory_advice(backend: Backend) -> Iterator[None]:
     """Turn a device's out-of-memory error into one that says what held how much."""
@@ -237,13 +231,6 @@ def out_of_memory_advice(backend: Backend) -> Iterator[None]:
             "data.max_length, switch train.gradient_checkpointing or activation_offloading on, or "
             "shard over more --devices"
         ) from error
-
-
-def write_versions(folder: Path, strategy: StrategySpec) -> None:
-    """What ran: versions of the packages that decide the result."""
-    from anygauge.training.save import versions
-
-    write_text(folder / "versions.json", json.dumps(versions(strategy), indent=2) + "\n")
 
 
 if __name__ == "__main__":
