@@ -260,8 +260,8 @@ def prepare_run(
     rank.log(f"kernels: {plan.describe()}")
     peak = backend.placement.peak_flops(precision.param_dtype)
     to_device = ToDevice(
-        backend,
-        precision.param_dtype,
+        backend=backend,
+        compute=precision.param_dtype,
         packed=packed,
         progress=rank.progress,
         share=share,

@@ -177,11 +177,6 @@ class Finished:
         return _object(self.report.get("identity"))
 
     @property
-    def settings(self) -> Mapping[str, Any]:
-        """See `settings_of`."""
-        return _object(self.report.get("settings"))
-
-    @property
     def summary(self) -> dict[str, Any]:
         """The report as it was printed at the end of the run."""
         hidden = ("identity", "settings")
