@@ -163,10 +163,20 @@ class Supervisor:
             environment = {**self.rank_environment(local_rank), **numbers}
             try:
                 cores = self.cores.get(local_rank, ())
+                self._record_of(rank).unlink(missing_ok=True)  # of an attempt before
                 # The rank inherits a copy of the socket; this one is closed.
                 with self.nodes.store_socket(rank) as store:
                     listener = None if store is None else store.fileno()
-                    started = self._started(rank, local_rank, environment, cores, listener)
+                    started = RankProcess(
+                        rank,
+                        local_rank,
+                        self.rank_argv,
+                        environment,
+                        self.job.start_directory,
+                        cores,
+                        listener=listener,
+                        idle_limit_s=self._limit_s,
+                    )
             except OSError as error:
                 raise AnygaugeError(
                     f"rank {rank} cannot be started on {self.hostname}: {error}"
@@ -177,26 +187,6 @@ class Supervisor:
                 self._selector.register(started.handle, selectors.EVENT_READ)
             on = f" on cores {', '.join(map(str, cores))}" if cores else ""
             _note(f"rank {rank} started, process {started.pid}{on}")
-
-    def _started(
-        self,
-        rank: int,
-        local_rank: int,
-        environment: Mapping[str, str],
-        cores: tuple[int, ...],
-        listener: int | None,
-    ) -> RankProcess:
-        self._record_of(rank).unlink(missing_ok=True)  # of an attempt before
-        return RankProcess(
-            rank,
-            local_rank,
-            self.rank_argv,
-            environment,
-            self.job.start_directory,
-            cores,
-            listener=listener,
-            idle_limit_s=self._limit_s,
-        )
 
     def _turn(self) -> None:
         """Wait until something happens, and act on it."""

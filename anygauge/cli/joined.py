@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from anygauge.agent.supervisor import SIGNALS
 from anygauge.cli.console import Console
@@ -202,7 +202,8 @@ def _job(handover: Handover, answer: Mapping[str, Any]) -> Job:
     Raises:
         AnygaugeError: it is not seen here, belongs to another run, or this machine does not fit.
     """
-    from anygauge.agent.link import Hello, check_hello, read_hello
+    from anygauge.agent.link import HELLO, Hello, check_hello
+    from anygauge.agent.outcome import read_record
 
     path, wanted = Path(answer["job"]), Path(handover.run_directory)
     home = path.parent.parent if path.parent.name == START else path.parent
@@ -226,7 +227,7 @@ def _job(handover: Handover, answer: Mapping[str, Any]) -> Job:
             )
         time.sleep(_TURN_S)
     if handover.launch.node_rank:
-        first = read_hello(answer["hello"])
+        first = read_record(HELLO, answer["hello"])
         check_hello(first, Hello(**handover.hello), {})
     return Job.load(path)
 
@@ -392,19 +393,15 @@ def _terminal(handover: Handover, job: Job) -> Iterator[_Terminal]:
         offset = file.seek(0, 2)
         for number in (1, 2):
             os.dup2(file.fileno(), number)
-    view = View(_plain_console(out), handover.quiet)
+    # Lines, and no bar: the terminal is shared with other ranks and with the launcher.
+    view = View(Console(file=out, force_terminal=False), handover.quiet)
     yield _Terminal(
         events=_EventDisplay(rank, view),
         view=view,
-        errors=_plain_console(err),
+        errors=Console(file=err, force_terminal=False),
         log=log,
         log_offset=offset,
     )
-
-
-def _plain_console(file: IO[str]) -> Console:
-    """Lines, and no bar: the terminal is shared with other ranks and with the launcher."""
-    return Console(file=file, force_terminal=False)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -221,11 +221,6 @@ class MetricsLogger:
             with contextlib.suppress(OSError):  # of what was written before, on a network disk
                 self._file.close()
         self.trackers.close(status, {} if status == "failed" else self.summary())
-
-    @property
-    def troubles(self) -> Sequence[str]:
-        """What went wrong with trackers, in words."""
-        return self.trackers.troubles
 
     def summary(self) -> dict[str, float]:
         """The run's result for trackers."""

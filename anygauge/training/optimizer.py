@@ -223,6 +223,11 @@ class ForeachOptimizer(Optimizer):
     and the state never sees it (https://arxiv.org/abs/1711.05101, equation 1).
     """
 
+    def __init__(
+        self, params: Iterable[Any], *, lr: float, weight_decay: float = 0.0, **options: Any
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **options})
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; returns what `closure` returned."""
@@ -260,18 +265,8 @@ class Lion(ForeachOptimizer):
     """Evolved sign momentum (Chen et al. 2023, https://arxiv.org/abs/2302.06675, algorithm 2).
 
     ``p -= lr * (sign(b1 * m + (1 - b1) * g) + weight_decay * p)``, then
-    ``m = b2 * m + (1 - b2) * g``. State: ``exp_avg``, which is m.
+    ``m = b2 * m + (1 - b2) * g``. Option: ``betas``. State: ``exp_avg``, which is m.
     """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        *,
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def update(
         self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
@@ -289,19 +284,9 @@ class DecoupledSGD(ForeachOptimizer):
     """Gradient descent with heavy-ball momentum and decoupled decay.
 
     ``m = momentum * m + g``, ``p -= lr * (m + weight_decay * p)``. torch's own SGD adds the decay
-    to the gradient, so that it passes through the momentum. State: ``momentum_buffer``, which is
-    m; none without momentum.
+    to the gradient, so that it passes through the momentum. Option: ``momentum``. State:
+    ``momentum_buffer``, which is m; none without momentum.
     """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        *,
-        lr: float,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     def update(
         self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]

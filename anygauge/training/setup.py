@@ -72,7 +72,7 @@ from anygauge.training.progress import Progress
 from anygauge.training.schedule import depends_on_length, peak_advice
 from anygauge.training.strategy import check_strategy, share_of, workload_of
 from anygauge.training.system import SystemReader, SystemSampler
-from anygauge.training.trackers.group import check_trackers, no_trackers, open_trackers
+from anygauge.training.trackers.group import Trackers, check_trackers, open_trackers
 from anygauge.training.warm_up import WarmUp
 from anygauge.util.events import EventWriter
 from anygauge.util.run_lock import check_lock
@@ -295,7 +295,7 @@ def prepare_run(
             resumed_from_step=None if start is None else start.step,
         )
         if rank.index == 0
-        else no_trackers(),
+        else Trackers({}, rank.warn),
         system=SystemSampler(
             SystemReader(backend.placement, Path(job.run_directory)).read,
             run.train.system_every_s,

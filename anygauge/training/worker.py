@@ -185,8 +185,8 @@ def run_rank(
         if not complete:
             step = prepared.meter.history.step
             return Stopped(step, str(checkpoint_folder(folder, step)))
-    if prepared.meter.troubles:
-        summary["trackers"] = "; ".join(prepared.meter.troubles)
+    if troubles := prepared.meter.trackers.troubles:
+        summary["trackers"] = "; ".join(troubles)
     summary["start_s"] = start_s
     summary["seconds"] = time.monotonic() - began
     if index == 0:

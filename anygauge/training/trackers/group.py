@@ -173,11 +173,6 @@ class _TrackerThread:
         )
 
 
-def no_trackers() -> Trackers:
-    """What a rank that logs nothing has."""
-    return Trackers({}, lambda text: None)
-
-
 def open_trackers(
     registry: Registry,
     run: RunFile,
