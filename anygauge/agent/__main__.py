@@ -139,14 +139,10 @@ class _Agent:
             os.chdir(job.working_directory)
         own, environment = None, self._rank_environment
         if environment is None:
-            from anygauge.agent.environment import (
-                NodeEnvironment,
-                provenance_file,
-                write_provenance,
-            )
+            from anygauge.agent.environment import NodeEnvironment, write_provenance
 
             own = NodeEnvironment(job, self._node_rank, inherited)
-            write_provenance(provenance_file(job, self._node_rank), own.record())
+            write_provenance(job, self._node_rank, own.record())
             environment = own.of_rank
         nodes = self._nodes = meet(
             job,

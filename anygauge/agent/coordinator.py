@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from anygauge.agent.link import Hello, Link, check_hello, read_hello
+from anygauge.agent.link import HELLO, Hello, Link, check_hello
 from anygauge.agent.listener import Listener, allow_open_files
 from anygauge.agent.nodes import (
     CANCELLED_EARLY,
@@ -22,12 +22,13 @@ from anygauge.agent.nodes import (
     Outbox,
 )
 from anygauge.agent.outcome import (
+    REPORT,
     SIGNAL_OR_NONE,
     TEXT,
     JobFailure,
     NodeReport,
     field_of,
-    parse_report,
+    read_record,
     resolve_outcome,
     shown,
 )
@@ -219,7 +220,7 @@ class Coordinator(Nodes):
         self, listener: Listener, link: Link, message: Mapping[str, Any], own: Hello
     ) -> None:
         try:
-            other = read_hello(message.get("hello"))
+            other = read_record(HELLO, message.get("hello"))
         except ValueError as error:
             reason = f"the coordinator cannot read how the node describes itself: {error}"
             ask = "Do all nodes have the same version of anygauge?"
@@ -256,7 +257,7 @@ class Coordinator(Nodes):
         elif kind == "ready":
             self._mark_ready(rank)
         elif kind == "report":
-            report = parse_report(message.get("report"))
+            report = read_record(REPORT, message.get("report"))
             if report.node_rank != rank:
                 raise ValueError(f"it is of node {report.node_rank}")
             self._reports[rank] = report

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from anygauge.agent import local_job
 from anygauge.agent.environment import file_text
 from anygauge.interface import Check, Job, LaunchProfile, Node, Outcome
-from anygauge.registry import Registry, installed_version
+from anygauge.registry import installed_version
 
 MODULE = "anygauge.agent.doctor"
 MIB = 2**20
@@ -299,16 +299,8 @@ def run_rank(job: Job, rank: int, world_size: int, local_rank: int) -> dict[str,
     """
     import torch
 
-    with Registry.load().create_backend(job.backend, job.backend_options) as backend:
-        device = backend.open(local_rank)
-        backend.collectives.open(
-            rendezvous=job.rendezvous,
-            rank=rank,
-            world_size=world_size,
-            timeout_s=job.launch.collective_timeout_s,
-            device=device,
-            secret=job.token,
-        )
+    with local_job.opened(job, rank, world_size, local_rank) as backend:
+        device = backend.placement.device
         wanted = float(sum(range(1, world_size + 1)))
         sizes, wrong = [], []
         for size in ROUND_TRIP_SIZES:

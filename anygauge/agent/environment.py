@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,11 @@ class NodeEnvironment:
         }
 
     def record(self) -> dict[str, Any]:
-        """See `provenance`."""
-        return provenance(self._by_rank)
+        """Local rank -> each of its variables, who set it, why, and whom that overruled.
+
+        Secrets, and values that the run file sets, are hidden.
+        """
+        return {str(rank): [one.record() for one in found] for rank, found in self._by_rank.items()}
 
     def overruled(self, local_rank: int) -> list[ResolvedSetting]:
         """Variables of the starting process that won over a different value from elsewhere."""
@@ -96,22 +99,10 @@ class NodeEnvironment:
         }
 
 
-def provenance(by_rank: Mapping[int, Sequence[ResolvedSetting]]) -> dict[str, Any]:
-    """Local rank -> each of its variables, who set it, why, and whom that overruled.
-
-    Secrets, and values that the run file sets, are hidden.
-    """
-    return {str(rank): [one.record() for one in found] for rank, found in by_rank.items()}
-
-
-def write_provenance(path: Path, records: Mapping[str, Any]) -> None:
-    """Write what `provenance` returned, readable by its owner alone."""
+def write_provenance(job: Job, node_rank: int, records: Mapping[str, Any]) -> None:
+    """Write what `NodeEnvironment.record` returned, readable by its owner alone."""
+    path = job.start_directory / f"environment-node{node_rank}.json"
     write_text(path, json.dumps(records, indent=2) + "\n", 0o600)
-
-
-def provenance_file(job: Job, node_rank: int) -> Path:
-    """The file of a node's provenance."""
-    return job.start_directory / f"environment-node{node_rank}.json"
 
 
 def cores_of_ranks(job: Job, profile: LaunchProfile, node: Node) -> dict[int, tuple[int, ...]]:

@@ -31,7 +31,6 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict, TypeAdapter
 
-from anygauge.agent.outcome import read_record
 from anygauge.interface import AnygaugeError
 from anygauge.util.exchange import derived_key
 from anygauge.util.schema import Count, Text
@@ -357,16 +356,7 @@ class Hello:
     settings: Mapping[Text, Text] = field(default_factory=dict)
 
 
-_HELLO = TypeAdapter(Hello)
-
-
-def read_hello(record: object) -> Hello:
-    """The description that another node sent, every field checked.
-
-    Raises:
-        ValueError: a field is missing, unknown, or has an impossible value; names it.
-    """
-    return read_record(_HELLO, record)
+HELLO = TypeAdapter(Hello)
 
 
 def check_hello(own: Hello, other: Hello, known: Mapping[int, str]) -> None:

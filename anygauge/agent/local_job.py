@@ -6,17 +6,19 @@ starts the ranks, and ``python -m MODULE --job JOB`` each of them. `run` starts 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from anygauge.interface import AnygaugeError, Job, LaunchSettings
+from anygauge.interface import AnygaugeError, Backend, Job, LaunchSettings
+from anygauge.registry import Registry
 from anygauge.util.events import EventWriter, read_event
 from anygauge.util.files import write_text
 from anygauge.util.processes import die_with_parent
@@ -78,6 +80,21 @@ def run(
         return dict(json.loads(result.read_text(encoding="utf-8")))
 
 
+@contextlib.contextmanager
+def opened(job: Job, rank: int, world_size: int, local_rank: int) -> Iterator[Backend]:
+    """The job's backend in one of its ranks, with an open device and process group."""
+    with Registry.load().create_backend(job.backend, job.backend_options) as backend:
+        backend.collectives.open(
+            rendezvous=job.rendezvous,
+            rank=rank,
+            world_size=world_size,
+            timeout_s=job.launch.collective_timeout_s,
+            device=backend.open(local_rank),
+            secret=job.token,
+        )
+        yield backend
+
+
 def _cause(stdout: str, stderr: str) -> str:
     """The first line of the cause that the agent reported, or else the last that it printed."""
     for line in reversed(stdout.splitlines()):
@@ -101,13 +118,7 @@ def main(module: str, run_rank: RunRank, argv: list[str]) -> int:
     try:
         result = run_rank(job, rank, int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
     except Exception as error:
-        events.send(
-            "failed",
-            error=type(error).__name__,
-            message=str(error).strip() or type(error).__name__,
-            for_user=isinstance(error, AnygaugeError),
-            exit_status=1,
-        )
+        events.failed(error)
         raise
     if rank == 0:
         write_text(Path(job.run_directory) / _RESULT, json.dumps(result) + "\n")

@@ -29,11 +29,12 @@ from pydantic import Field, Strict, TypeAdapter
 
 from anygauge.agent.link import OF_ANOTHER_JOB, UNPROVEN, Hello, Link, WorkerHandshake
 from anygauge.agent.outcome import (
+    OUTCOME,
     SIGNAL_OR_NONE,
     JobOutcome,
     NodeReport,
     field_of,
-    parse_outcome,
+    read_record,
     resolve_outcome,
     shown,
 )
@@ -343,7 +344,7 @@ class WorkerNode(Nodes):
         kind = message["kind"]
         if kind == "outcome":
             fields = {key: value for key, value in message.items() if key != "kind"}
-            outcome = parse_outcome(fields)
+            outcome = read_record(OUTCOME, fields)
             if outcome.state == "again":
                 field_of(message, "rendezvous", _RENDEZVOUS)
             self.outcome = outcome

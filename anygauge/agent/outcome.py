@@ -58,7 +58,6 @@ SignalNumber = Annotated[int, Strict(), AfterValidator(_signal)]
 
 TEXT = TypeAdapter[str](Text)
 TIME = TypeAdapter[float](Time)
-TIME_OR_NONE = TypeAdapter[float | None](Time | None)
 SIGNAL_OR_NONE = TypeAdapter[int | None](SignalNumber | None)
 
 
@@ -229,7 +228,7 @@ class NodeReport:
     signum: SignalNumber | None = None
 
     def record(self) -> dict[str, Any]:
-        """Plain values; `parse_report` reads them back."""
+        """Plain values; `read_record` reads them back."""
         return asdict(self)
 
 
@@ -338,23 +337,5 @@ def read_record(kind: TypeAdapter[RecordT], record: object) -> RecordT:
         raise ValueError(f"{place!r} {wrong if fault == 'wrong' else f'is {fault}'}") from None
 
 
-def parse_report(record: object) -> NodeReport:
-    """A report from another node.
-
-    Raises:
-        ValueError: a field is missing, unknown, or has an impossible value; names it.
-    """
-    return read_record(_REPORT, record)
-
-
-def parse_outcome(record: object) -> JobOutcome:
-    """The outcome that the coordinator sent.
-
-    Raises:
-        ValueError: a field is missing, unknown, or has an impossible value; names it.
-    """
-    return read_record(_OUTCOME, record)
-
-
-_REPORT = TypeAdapter(NodeReport)
-_OUTCOME = TypeAdapter(JobOutcome)
+REPORT = TypeAdapter(NodeReport)
+OUTCOME = TypeAdapter(JobOutcome)

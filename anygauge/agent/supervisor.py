@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
@@ -73,10 +73,11 @@ def _woken_by_signals(
         os.close(writer)
 
 
+@dataclass
 class Supervisor:
     """Starts one rank per device of this node, and watches them until all have ended.
 
-    Args:
+    Attributes:
         rank_argv: the command of a rank; all ranks run the same.
         rank_environment: local rank -> all its variables, except for those of `rank_numbers`.
         nodes: the job's other nodes, and where events go.
@@ -86,32 +87,21 @@ class Supervisor:
         signals: requests to end that had arrived before, each with its time.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        *,
-        node_rank: int,
-        hostname: str,
-        rank_argv: Sequence[str],
-        rank_environment: Callable[[int], dict[str, str]],
-        nodes: Nodes,
-        grace_s: float = GRACE_S,
-        cores: Mapping[int, tuple[int, ...]] | None = None,
-        lock: str | None = None,
-        signals: list[tuple[int, float]] | None = None,
-    ) -> None:
-        self._job = job
-        self._node_rank = node_rank
-        self._hostname = hostname
-        self._argv = rank_argv
-        self._environment = rank_environment
-        self._nodes = nodes
-        self._grace_s = grace_s
-        self._cores = cores or {}
-        self._lock = lock
+    job: Job
+    _: KW_ONLY
+    node_rank: int
+    hostname: str
+    rank_argv: Sequence[str]
+    rank_environment: Callable[[int], dict[str, str]]
+    nodes: Nodes
+    grace_s: float = GRACE_S
+    cores: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    lock: str | None = None
+    signals: list[tuple[int, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
         self._ranks: list[RankProcess] = []
         self._selector = selectors.DefaultSelector()
-        self._signals = [] if signals is None else signals
         self._reading = True
         self._ended_with: int | None = None  # the signal that ranks were sent
         self._kill_at: float | None = None  # monotonic, as are the next two
@@ -119,7 +109,7 @@ class Supervisor:
         self._first_finish: float | None = None
         self._finish_sent = 0.0
         self._reported = False
-        self._limit_s = job.launch.collective_timeout_s + grace_s
+        self._limit_s = self.job.launch.collective_timeout_s + self.grace_s
         self._doings = ""  # what the ranks were doing when the first of them failed
         self._cancelled_by: int | None = None
         self._cancelled_at: float | None = None  # since the epoch: compared with failures
@@ -136,8 +126,8 @@ class Supervisor:
             AnygaugeError: a rank cannot be started; those that had started were ended.
         """
         try:
-            with _woken_by_signals(self._signals, self._selector):
-                self._nodes.attach(self._selector)
+            with _woken_by_signals(self.signals, self._selector):
+                self.nodes.attach(self._selector)
                 self._start()
                 self._act_on_signals()  # a signal that kept ranks from starting is handled here
                 while not self._over():
@@ -146,8 +136,8 @@ class Supervisor:
             for rank in self._ranks:
                 rank.abandon()
             self._selector.close()
-        assert self._nodes.outcome is not None
-        return self._conclude(self._nodes.outcome)
+        assert self.nodes.outcome is not None
+        return self._conclude(self.nodes.outcome)
 
     def _over(self) -> bool:
         """Whether the ranks of all nodes have ended; reports once those of this node have."""
@@ -155,31 +145,41 @@ class Supervisor:
             return False
         if not self._reported:
             self._reported = True
-            self._nodes.report(self._report())
-        return self._nodes.over
+            self.nodes.report(self._report())
+        return self.nodes.over
 
     @property
     def _must_not_start(self) -> bool:
         """Whether this node or another was asked to end."""
-        return bool(self._signals) or self._ended_with is not None or self._killed_at is not None
+        return bool(self.signals) or self._ended_with is not None or self._killed_at is not None
 
     def _start(self) -> None:
-        count = self._job.launch.devices
+        count = self.job.launch.devices
         for local_rank in range(count):
             if self._must_not_start:
                 return
-            numbers = rank_numbers(self._job, self._node_rank, local_rank)
+            numbers = rank_numbers(self.job, self.node_rank, local_rank)
             rank = int(numbers["RANK"])
-            environment = {**self._environment(local_rank), **numbers}
+            environment = {**self.rank_environment(local_rank), **numbers}
             try:
-                cores = self._cores.get(local_rank, ())
+                cores = self.cores.get(local_rank, ())
+                self._record_of(rank).unlink(missing_ok=True)  # of an attempt before
                 # The rank inherits a copy of the socket; this one is closed.
-                with self._nodes.store_socket(rank) as store:
+                with self.nodes.store_socket(rank) as store:
                     listener = None if store is None else store.fileno()
-                    started = self._started(rank, local_rank, environment, cores, listener)
+                    started = RankProcess(
+                        rank,
+                        local_rank,
+                        self.rank_argv,
+                        environment,
+                        self.job.start_directory,
+                        cores,
+                        listener=listener,
+                        idle_limit_s=self._limit_s,
+                    )
             except OSError as error:
                 raise AnygaugeError(
-                    f"rank {rank} cannot be started on {self._hostname}: {error}"
+                    f"rank {rank} cannot be started on {self.hostname}: {error}"
                 ) from error
             self._ranks.append(started)
             self._listen(started, True)
@@ -187,26 +187,6 @@ class Supervisor:
                 self._selector.register(started.handle, selectors.EVENT_READ)
             on = f" on cores {', '.join(map(str, cores))}" if cores else ""
             _note(f"rank {rank} started, process {started.pid}{on}")
-
-    def _started(
-        self,
-        rank: int,
-        local_rank: int,
-        environment: Mapping[str, str],
-        cores: tuple[int, ...],
-        listener: int | None,
-    ) -> RankProcess:
-        self._record_of(rank).unlink(missing_ok=True)  # of an attempt before
-        return RankProcess(
-            rank,
-            local_rank,
-            self._argv,
-            environment,
-            self._job.start_directory,
-            cores,
-            listener=listener,
-            idle_limit_s=self._limit_s,
-        )
 
     def _turn(self) -> None:
         """Wait until something happens, and act on it."""
@@ -216,12 +196,12 @@ class Supervisor:
             if isinstance(key.data, RankProcess):
                 failed |= self._read(key.data)
             elif key.data == _SIGNALLED:
-                os.read(key.fd, 512)  # the signal itself is in self._signals
+                os.read(key.fd, 512)  # the signal itself is in self.signals
         if failed:  # only now, since other ranks' last words may say why
             self._fail()
         self._check_all()
         self._act_on_signals()
-        for instruction in self._nodes.poll():
+        for instruction in self.nodes.poll():
             self._follow(instruction)
         self._keep_time()
         self._balance_reading()
@@ -239,7 +219,7 @@ class Supervisor:
                 self._selector.unregister(rank.handle)
             rank.reap()
             _note(f"rank {rank.rank} ended with code {rank.code}")
-            self._nodes.send("rank_exited", rank=rank.rank, code=rank.code, log=str(rank.log))
+            self.nodes.send("rank_exited", rank=rank.rank, code=rank.code, log=str(rank.log))
             if not (rank.ok or rank.stopped_cleanly):
                 self._fail()
 
@@ -250,7 +230,7 @@ class Supervisor:
                 _note(f"rank {rank.rank} sent a line that is not an event: {line[:500]!r}")
                 continue
             if event["event"] != "progress":  # for this agent alone
-                self._nodes.forward(line)
+                self.nodes.forward(line)
             if self._first_finish is not None:
                 self._expect_finish()  # a rank that reports is not stuck
         if rank.events_closed:
@@ -264,20 +244,20 @@ class Supervisor:
         self._first_finish = now = time.monotonic()
         if now - self._finish_sent > 1:
             self._finish_sent = now
-            self._nodes.broadcast(Instruction.FINISH)
+            self.nodes.broadcast(Instruction.FINISH)
 
     def _fail(self) -> None:
         self._record_doings()
-        self._end_ranks(END_AT_ONCE, self._grace_s)
-        self._nodes.broadcast(Instruction.END)
+        self._end_ranks(END_AT_ONCE, self.grace_s)
+        self.nodes.broadcast(Instruction.END)
 
     def _follow(self, instruction: Instruction) -> None:
         if instruction is Instruction.FINISH:
             self._first_finish = time.monotonic()
         elif instruction is Instruction.END:
-            self._end_ranks(END_AT_ONCE, self._grace_s)
+            self._end_ranks(END_AT_ONCE, self.grace_s)
         elif instruction is Instruction.STOP:
-            self._stop(self._nodes.signum or signal.SIGTERM, time.time())
+            self._stop(self.nodes.signum or signal.SIGTERM, time.time())
         else:
             self._kill_ranks()
 
@@ -306,23 +286,23 @@ class Supervisor:
                 rank.signal(signal.SIGKILL)
 
     def _act_on_signals(self) -> None:
-        if not self._signals:
+        if not self.signals:
             return
-        signum, at = self._signals[0]
+        signum, at = self.signals[0]
         if self._cancelled_at is None:
             _note(f"received {signal.Signals(signum).name}: ending the ranks")
             self._stop(signum, time.time() - (time.monotonic() - at))
-            self._nodes.broadcast(Instruction.STOP, signum)
+            self.nodes.broadcast(Instruction.STOP, signum)
         # A terminal that closes adds nothing to the Ctrl-C before it.
-        again, later = self._signals[-1]
+        again, later = self.signals[-1]
         if later - at > REPEATED_SIGNAL_S and again in (signal.SIGTERM, signal.SIGINT):
             self._kill_ranks()
-            self._nodes.broadcast(Instruction.KILL)
+            self.nodes.broadcast(Instruction.KILL)
 
     def _stop(self, signum: int, at: float) -> None:
         if self._cancelled_at is None:
             self._cancelled_at, self._cancelled_by = at, signum
-            self._end_ranks(signal.SIGTERM, self._job.stop_grace_s)
+            self._end_ranks(signal.SIGTERM, self.job.stop_grace_s)
 
     def _keep_time(self) -> None:
         now = time.monotonic()
@@ -366,7 +346,7 @@ class Supervisor:
         rank.failure = Failure(rank=rank.rank, time=time.time(), what=what)
         self._ended_with, self._kill_at = END_AT_ONCE, time.monotonic()
         self._kill_ranks()
-        self._nodes.broadcast(Instruction.END)
+        self.nodes.broadcast(Instruction.END)
 
     def _record_doings(self) -> None:
         """Before ranks are ended: if one of them seems to hang, note what each is doing."""
@@ -374,11 +354,11 @@ class Supervisor:
         running = [rank for rank in self._ranks if rank.running]
         if not self._doings and any(rank.watchdog.suspicious(now) for rank in running):
             doings = (f"rank {rank.rank}: {rank.watchdog.describe(now)}" for rank in running)
-            self._doings = "\n".join((f"what the ranks on {self._hostname} were doing:", *doings))
+            self._doings = "\n".join((f"what the ranks on {self.hostname} were doing:", *doings))
 
     def _balance_reading(self) -> None:
         """Stop reading events of ranks while the follower is far behind."""
-        if self._reading is not self._nodes.full:
+        if self._reading is not self.nodes.full:
             return
         self._reading = not self._reading
         for rank in self._ranks:
@@ -398,11 +378,11 @@ class Supervisor:
 
     def _report(self) -> NodeReport:
         """How the ranks of this node ended."""
-        complete = len(self._ranks) == self._job.launch.devices
+        complete = len(self._ranks) == self.job.launch.devices
         clean = complete and all(rank.stopped_cleanly for rank in self._ranks)
         return NodeReport(
-            node_rank=self._node_rank,
-            host=self._hostname,
+            node_rank=self.node_rank,
+            host=self.hostname,
             ok=complete and all(rank.ok for rank in self._ranks),
             stopped=(self._ranks[0].stopped or {}) if clean else None,
             failures=tuple(
@@ -422,8 +402,8 @@ class Supervisor:
             exit_status=failure.exit_status,
             final=failure.for_user,
             text=failure.cause(
-                host=self._hostname,
-                world_size=self._job.world_size,
+                host=self.hostname,
+                world_size=self.job.world_size,
                 log=rank.log,
                 log_offset=rank.log_offset,
                 record=self._record_of(rank.rank),
@@ -431,7 +411,7 @@ class Supervisor:
         )
 
     def _record_of(self, rank: int) -> Path:
-        return Path(f"{self._job.collectives_record}{rank}")
+        return Path(f"{self.job.collectives_record}{rank}")
 
     def _conclude(self, outcome: JobOutcome) -> int:
         text = outcome.cause
@@ -440,19 +420,19 @@ class Supervisor:
             text = f"{text}\nprocesses that SIGKILL did not end: {[rank.pid for rank in stuck]}"
         for rank in self._ranks:
             try:
-                check_lock(Path(self._job.run_directory), self._lock)
-                rank.write_result(self._state_of(rank, outcome.state), self._hostname)
+                check_lock(Path(self.job.run_directory), self.lock)
+                rank.write_result(self._state_of(rank, outcome.state), self.hostname)
             except (OSError, AnygaugeError) as error:
                 _note(f"{rank.result} cannot be written: {error}")
         _note(f"ended: {outcome.state}, exit status {outcome.exit_status}")
         if outcome.state == "again":
             return outcome.exit_status
-        self._nodes.send(
+        self.nodes.send(
             "ended",
             state=outcome.state,
             exit_status=outcome.exit_status,
             cause=text,
-            node_rank=self._node_rank,
+            node_rank=self.node_rank,
         )
         return outcome.exit_status
 

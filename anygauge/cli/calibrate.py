@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
+from contextlib import nullcontext
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -68,9 +69,8 @@ def _measured(backend: str, ranks: int, quiet: bool) -> dict[str, Any]:
     from anygauge.planning.calibration import measure
 
     console = Console(stderr=True)
-    if quiet or not console.is_terminal or console.is_dumb_terminal:
-        return measure(backend, ranks)
-    with console.status(f"measuring {ranks} rank{'s' if ranks > 1 else ''}"):
+    status = console.status(f"measuring {ranks} rank{'s' if ranks > 1 else ''}")
+    with nullcontext() if quiet or not console.draws else status:
         return measure(backend, ranks)
 
 

@@ -34,6 +34,11 @@ class Console(rich.console.Console):
         super().__init__(**{**plain, **own, **options})
         self.soft_wrap = not (self.is_terminal or "COLUMNS" in os.environ)
 
+    @property
+    def draws(self) -> bool:
+        """Whether what is shown can be redrawn in its place."""
+        return self.is_terminal and not self.is_dumb_terminal
+
     def print(self, *objects: Any, **options: Any) -> None:
         """See rich, which drops some control characters of a text before it renders it."""
         objects = tuple(escaped(o) if isinstance(o, str) else o for o in objects)

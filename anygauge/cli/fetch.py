@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,6 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -48,12 +47,23 @@ def fetched(
 
     left = 0
     asked = json.dumps([asdict(want) for want in wanted])
-    with _shown(quiet) as shown:
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    bar = Progress(*columns, console=console, transient=True, expand=True)
+    task = bar.add_task("", visible=False)
+    with bar if console.draws and not quiet else nullcontext():
         for event in fetching(["--wanted", asked], os.environ if environ is None else environ):
-            if event["event"] == "message":
-                shown.line(event["text"])
+            if event["event"] == "message" and not quiet:
+                console.print(event["text"])
             elif event["event"] == "fetching":
-                shown.bar(event["name"], event["done"], event["total"])
+                name, done, total = event["name"], event["done"], event["total"]
+                bar.update(task, description=name, completed=done, total=total, visible=True)
             elif event["event"] == "fetched":
                 left += event["left"]
     return left
@@ -74,41 +84,3 @@ def fetch_configuration(run: RunFile) -> None:
         copy = copy_of(run.model.name or "", run.model.revision)
         if copy is None or not (copy / CONFIG).is_file():
             raise
-
-
-class _Shown:
-    """Lines, and below them on a terminal one bar for all files."""
-
-    def __init__(self, console: Console, progress: Progress | None, *, quiet: bool) -> None:
-        self._console = console
-        self._progress = progress
-        self._task: TaskID | None = None
-        self._quiet = quiet
-
-    def line(self, text: str) -> None:
-        if not self._quiet:
-            self._console.print(text)
-
-    def bar(self, name: str, done: int, total: int) -> None:
-        if self._progress is None:
-            return
-        if self._task is None:
-            self._task = self._progress.add_task("")
-        self._progress.update(self._task, description=name, completed=done, total=total)
-
-
-@contextmanager
-def _shown(quiet: bool) -> Iterator[_Shown]:
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal or console.is_dumb_terminal:
-        yield _Shown(console, None, quiet=quiet)
-        return
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, expand=True) as progress:
-        yield _Shown(console, progress, quiet=False)

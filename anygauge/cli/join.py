@@ -13,10 +13,10 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
@@ -100,11 +100,8 @@ def as_launched(loaded: LoadedRun, foreign: ForeignLaunch) -> LoadedRun:
     return replace(loaded, run=run)
 
 
-def join(intent: Intent, foreign: ForeignLaunch, *, quiet: bool, own_process: bool) -> int:
-    """Become the rank; returns the exit status, unless another interpreter takes over.
-
-    Args:
-        own_process: nothing else is to follow in this process.
+def join(intent: Intent, foreign: ForeignLaunch, *, quiet: bool) -> NoReturn:
+    """Become the rank: another interpreter takes over.
 
     Raises:
         AnygaugeError: what any rank would refuse.
@@ -146,13 +143,8 @@ def join(intent: Intent, foreign: ForeignLaunch, *, quiet: bool, own_process: bo
             **own.of_rank(foreign.local_rank),
             **rank_numbers(job, foreign.node_rank, foreign.local_rank),
         }
-        if own_process:
-            _bind(own.cores.get(foreign.local_rank, ()))
-            _become(handover, environment)
-        from anygauge.cli.joined import take_over
-
-        with _set_late(environment):
-            return take_over(handover, own_process=False)
+        _bind(own.cores.get(foreign.local_rank, ()))
+        _become(handover, environment)
 
 
 def _answer(
@@ -225,7 +217,7 @@ def _bind(cores: tuple[int, ...]) -> None:
         os.sched_setaffinity(0, cores)
 
 
-def _become(handover: Handover, environment: Mapping[str, str]) -> None:
+def _become(handover: Handover, environment: Mapping[str, str]) -> NoReturn:
     """Put a fresh interpreter in this process's place."""
     with tempfile.TemporaryFile() as file:
         file.write(json.dumps(asdict(handover)).encode())
@@ -238,30 +230,3 @@ def _become(handover: Handover, environment: Mapping[str, str]) -> None:
             [sys.executable, "-u", "-m", "anygauge.cli.joined", str(file.fileno())],
             dict(environment),
         )
-
-
-@contextlib.contextmanager
-def _set_late(environment: Mapping[str, str]) -> Iterator[None]:
-    """Have these variables meanwhile, in a process that runs on afterwards; name those that
-    may come too late.
-    """
-    before = dict(os.environ)
-    late = sorted(name for name, value in environment.items() if before.get(name) != value)
-    if "torch" in sys.modules and late:
-        typer.echo(
-            f"note: torch was imported before {', '.join(late)} could be set: code that has "
-            "already read these variables keeps their earlier values. Run `anygauge train` in a "
-            "separate process",
-            err=True,
-        )
-    try:
-        _replace_environment(environment)
-        yield
-    finally:
-        _replace_environment(before)
-
-
-def _replace_environment(environment: Mapping[str, str]) -> None:
-    for name in set(os.environ) - set(environment):
-        del os.environ[name]
-    os.environ.update(environment)

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from anygauge.agent.supervisor import SIGNALS
 from anygauge.cli.console import Console
@@ -64,32 +64,22 @@ def main() -> int:
         if not left_alone:
             signal.signal(number, ask)
     try:
-        return take_over(handover, own_process=True)
+        return take_over(handover)
     except AnygaugeError as error:
         print(escaped(f"error: {error}\n(rank {handover.launch.rank})"), file=sys.stderr)
         handover.launch.report(str(error))
         return error.exit_status
 
 
-def take_over(handover: Handover, *, own_process: bool) -> int:
+def take_over(handover: Handover) -> int:
     """Meet the other ranks and train; returns the exit status.
-
-    Args:
-        own_process: what this process prints may go to the rank's log.
 
     Raises:
         AnygaugeError: the ranks do not find each other, or do not belong together.
     """
-    import torch.distributed as dist
-
     from anygauge.training.worker import reported
 
     launch = handover.launch
-    if dist.is_available() and dist.is_initialized():
-        raise AnygaugeError(
-            "this process already has a torch process group, and anygauge creates its own: run "
-            "`anygauge train` in a separate process (subprocess.run)"
-        )
     timeout = datetime.timedelta(seconds=handover.join_timeout_s)
     store = _store(launch, timeout)
     if handover.answer is not None and "refused" in handover.answer:
@@ -104,15 +94,15 @@ def take_over(handover: Handover, *, own_process: bool) -> int:
         return 0
     job = _job(handover, answer)
     if handover.provenance is not None:
-        from anygauge.agent.environment import provenance_file, write_provenance
+        from anygauge.agent.environment import write_provenance
 
-        write_provenance(provenance_file(job, launch.node_rank), handover.provenance)
+        write_provenance(job, launch.node_rank, handover.provenance)
     os.chdir(job.working_directory)
     refusal = _fetch_with_others(store, launch, job, quiet=handover.quiet)
     if refusal is not None:
         launch.report(refusal)
         return 1
-    with _terminal(handover, job, own_process=own_process) as terminal:
+    with _terminal(handover, job) as terminal:
         status = reported(job, launch.rank, terminal.events, answer["lock"])
     terminal.conclude(handover, job)
     staged = Path(job.run_file).parent.name == START
@@ -212,7 +202,8 @@ def _job(handover: Handover, answer: Mapping[str, Any]) -> Job:
     Raises:
         AnygaugeError: it is not seen here, belongs to another run, or this machine does not fit.
     """
-    from anygauge.agent.link import Hello, check_hello, read_hello
+    from anygauge.agent.link import HELLO, Hello, check_hello
+    from anygauge.agent.outcome import read_record
 
     path, wanted = Path(answer["job"]), Path(handover.run_directory)
     home = path.parent.parent if path.parent.name == START else path.parent
@@ -236,7 +227,7 @@ def _job(handover: Handover, answer: Mapping[str, Any]) -> Job:
             )
         time.sleep(_TURN_S)
     if handover.launch.node_rank:
-        first = read_hello(answer["hello"])
+        first = read_record(HELLO, answer["hello"])
         check_hello(first, Hello(**handover.hello), {})
     return Job.load(path)
 
@@ -350,15 +341,15 @@ class _Terminal:
     """Where a rank is shown.
 
     Attributes:
-        log: of what it prints; None where that stays where it is.
+        log: of what it prints.
         log_offset: where this start begins in it, in bytes.
     """
 
     events: _EventDisplay
     view: View
     errors: Console
-    log: Path | None
-    log_offset: int = 0
+    log: Path
+    log_offset: int
 
     def conclude(self, handover: Handover, job: Job) -> None:
         """How it ended: by rank 0 for all, or why this rank failed."""
@@ -368,14 +359,12 @@ class _Terminal:
         kind = ending.get("event")
         if kind == "failed":
             failure = Failure.from_event(launch.rank, ending, time.time())
-            text = f"{failure.what}\n(rank {launch.rank} on {socket.gethostname()})"
-            if self.log is not None:
-                text = failure.cause(
-                    host=socket.gethostname(),
-                    world_size=job.world_size,
-                    log=settled(self.log),
-                    log_offset=self.log_offset,
-                )
+            text = failure.cause(
+                host=socket.gethostname(),
+                world_size=job.world_size,
+                log=settled(self.log),
+                log_offset=self.log_offset,
+            )
             if failure.for_user:
                 # Not a connection that broke because another rank was killed: there the launcher
                 # goes by who ended first.
@@ -386,8 +375,7 @@ class _Terminal:
                     f"{launch.launcher}, or that rank's log"
                 )
             fail(self.errors, text)
-            if self.log is not None:
-                show_where_logs_are(self.errors, job.run_directory)
+            show_where_logs_are(self.errors, job.run_directory)
         elif launch.rank == 0 and kind == "stopped":
             show_stopped(self.errors, stopped_text(ending))
         elif launch.rank == 0:
@@ -395,13 +383,9 @@ class _Terminal:
 
 
 @contextlib.contextmanager
-def _terminal(handover: Handover, job: Job, *, own_process: bool) -> Iterator[_Terminal]:
+def _terminal(handover: Handover, job: Job) -> Iterator[_Terminal]:
     """Show the rank meanwhile; what libraries print goes to its log, as in any run."""
     rank = handover.launch.rank
-    if not own_process:
-        view, errors = View(_plain_console(), handover.quiet), _plain_console(sys.stderr)
-        yield _Terminal(events=_EventDisplay(rank, view), view=view, errors=errors, log=None)
-        return
     out, err = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
     log = job.start_directory / "logs" / f"rank{rank}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -409,19 +393,15 @@ def _terminal(handover: Handover, job: Job, *, own_process: bool) -> Iterator[_T
         offset = file.seek(0, 2)
         for number in (1, 2):
             os.dup2(file.fileno(), number)
-    view = View(_plain_console(out), handover.quiet)
+    # Lines, and no bar: the terminal is shared with other ranks and with the launcher.
+    view = View(Console(file=out, force_terminal=False), handover.quiet)
     yield _Terminal(
         events=_EventDisplay(rank, view),
         view=view,
-        errors=_plain_console(err),
+        errors=Console(file=err, force_terminal=False),
         log=log,
         log_offset=offset,
     )
-
-
-def _plain_console(file: IO[str] | None = None) -> Console:
-    """Lines, and no bar: the terminal is shared with other ranks and with the launcher."""
-    return Console(file=file, force_terminal=False)
 
 
 if __name__ == "__main__":

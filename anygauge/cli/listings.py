@@ -313,10 +313,7 @@ def _describe_strategy(
 # -- kernels --------------------------------------------------------------------------------------
 
 
-def kernels(
-    backend: BackendOption = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
+def kernels(backend: BackendOption = None, json_: JsonOption = False) -> None:
     """List the kernels of each operation, and what a run on this machine would choose."""
     from anygauge.kernels.choose import choose_kernels
 

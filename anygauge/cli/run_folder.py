@@ -12,10 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from anygauge.interface import AnygaugeError, RunFileError
-from anygauge.util.files import read_text, why_no_folder, write_text
+from anygauge.util.files import part_of, read_text, why_no_folder, write_text
 from anygauge.util.run_lock import LOCK, open_lock
 from anygauge.util.start import START
 
@@ -135,62 +133,16 @@ def claimed(folder: Path) -> Iterator[int]:
             raise AnygaugeError(
                 f"a run is writing to {folder} now; wait until it ends, or give this run another "
                 "'name' or --output. If its command was killed, it may still be writing a "
-                "checkpoint. `anygauge merge` keeps the folder that it writes to as well"
+                "checkpoint"
             ) from None
         (folder / CANCELLED).unlink(missing_ok=True)
         # Where ranks of an earlier part of the run met: they would take each other for alive.
         (folder / RENDEZVOUS).unlink(missing_ok=True)
-        _remove_parts(folder, "*", locked=True)
+        for name in ("adapter", "model"):  # a result that a kill has left half-written
+            shutil.rmtree(part_of(folder / name), ignore_errors=True)
         yield lock
     finally:
         os.close(lock)
-
-
-@contextlib.contextmanager
-def merging(output: Path) -> Iterator[None]:
-    """Remove what killed merges have left, and hold the lock of `output`'s folder meanwhile, so
-    that nobody removes what this one writes.
-    """
-    folder = output.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    of_run = (folder / LOCK).is_file()
-    # Elsewhere the folder itself is locked: no file of ours stays among a user's.
-    lock = open_lock(folder) if of_run else os.open(folder, os.O_RDONLY)
-    try:
-        locked = False
-        with contextlib.suppress(OSError):  # another process has it, or there are no locks here
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            locked = True
-        _remove_parts(folder, "*" if of_run else output.name, locked=locked)
-        yield
-    finally:
-        os.close(lock)
-
-
-def _remove_parts(folder: Path, name: str, *, locked: bool) -> None:
-    """Remove results that a kill has left half-written (`anygauge.models.export.completed`), and
-    name those that stay."""
-    for path in sorted(folder.glob(".*.part")):
-        part = re.fullmatch(r"\.(.+)\.([0-9]{1,7})\.part", path.name)
-        if part is None or name not in ("*", part[1]) or path.is_symlink() or not path.is_dir():
-            continue
-        if locked and not _runs(int(part[2])):
-            shutil.rmtree(path, ignore_errors=True)
-        if path.exists():
-            typer.echo(
-                f"note: {path} is left of an earlier result: process {part[2]} runs on this "
-                f"machine, or another command writes to {folder}. If neither writes it, remove it",
-                err=True,
-            )
-
-
-def _runs(pid: int) -> bool:
-    """Whether another process of this machine has the id."""
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, PermissionError) as error:
-        return isinstance(error, PermissionError)
-    return pid != os.getpid()
 
 
 # -- starts that came to nothing take no name from a later run -------------------------------------

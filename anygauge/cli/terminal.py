@@ -10,12 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from anygauge.cli.console import Console
@@ -175,20 +175,19 @@ class View:
         self.began = self.stops = False
         self._console = console
         self._quiet = quiet
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
         self._summary: Any = None
-        if console.is_terminal and not console.is_dumb_terminal and not quiet:
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=None),
-                TextColumn("{task.fields[metrics]}"),
-                TextColumn("eta"),
-                TimeRemainingColumn(),
-                console=console,
-                transient=True,
-                expand=True,
-            )
+        self._drawn = console.draws and not quiet
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[metrics]}"),
+            TextColumn("eta"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            expand=True,
+        )
+        self._task = self._bar.add_task("", total=None, metrics="", visible=False)
 
     @property
     def ending(self) -> str:
@@ -197,14 +196,9 @@ class View:
             return _NOTHING_YET
         return _ENDING if self.stops else _NO_CHECKPOINT
 
-    @contextmanager
-    def live(self) -> Iterator[None]:
+    def live(self) -> AbstractContextManager[Any]:
         """Draw the bar for as long as the run lasts."""
-        if self._bar is None:
-            yield
-        else:
-            with self._bar:
-                yield
+        return self._bar if self._drawn else nullcontext()
 
     def line(self, text: str, level: str = "info") -> None:
         """One line of text, above the bar; ``info`` is what quiet leaves out."""
@@ -217,7 +211,7 @@ class View:
 
     def ask(self, question: str) -> str:
         """A letter from the terminal; another Ctrl-C is c, SIGTERM and the end of input are d."""
-        if self._bar is not None:
+        if self._drawn:
             self._bar.stop()
         try:
             with handling(signal.default_int_handler, _end_of_input):
@@ -232,7 +226,7 @@ class View:
         except EOFError:
             return "d"
         finally:
-            if self._bar is not None:
+            if self._drawn:
                 self._bar.start()
 
     def show(self, event: Event) -> None:
@@ -250,7 +244,7 @@ class View:
                 self.line(str(text))
             self._advance(int(event.get("done", 0)), event.get("steps"), "")
         elif kind == "step":
-            if self._bar is None:
+            if not self._drawn:
                 self.line(step_line(event))
             else:
                 # As many in each step, however long a figure is: the bar keeps its width.
@@ -268,12 +262,7 @@ class View:
             self.line(text)
 
     def _advance(self, step: int, steps: int | None, metrics: str) -> None:
-        if self._bar is None:
-            return
-        if self._task is None:
-            self._task = self._bar.add_task("", total=steps, metrics="")
-        if steps is not None:
-            self._bar.update(self._task, total=steps)
+        self._bar.update(self._task, total=steps, visible=True)
         total = self._bar.tasks[0].total
         description = f"step {step}/{total:.0f}" if total is not None else f"step {step}"
         self._bar.update(self._task, completed=step, description=description, metrics=metrics)

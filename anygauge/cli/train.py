@@ -58,12 +58,17 @@ def train(
             from anygauge.cli.join import join
 
             try:
+                if not context.obj:
+                    raise UsageError(
+                        f"{foreign.launcher} has started this process as rank {foreign.rank} of "
+                        f"{foreign.world_size}, and `anygauge train` would take its place: run it "
+                        "in a process of its own (subprocess.run)"
+                    )
                 intent = read_intent(run_file, set_, flags, need_device=True, foreign=foreign)
-                status = join(intent, foreign, quiet=quiet, own_process=bool(context.obj))
+                join(intent, foreign, quiet=quiet)
             except AnygaugeError as error:
                 foreign.report(str(error))
                 raise
-            raise typer.Exit(status)
     intent = read_intent(run_file, set_, flags, need_device=not dry_run)
     if dry_run:
         from anygauge.cli.dry_run import show

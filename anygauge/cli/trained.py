@@ -126,7 +126,6 @@ def merge(
     fetch_wanted(origin.section)
 
     from anygauge.cli.preflight import render
-    from anygauge.cli.run_folder import merging
     from anygauge.data.template import read_template
     from anygauge.models.merge import merge as fold
     from anygauge.models.quiet import quiet_libraries
@@ -144,8 +143,8 @@ def merge(
         end_ids=ends,
         adapter=origin.adapter,
     )
-    with merging(output):
-        report = fold(origin.section, origin.adapter, output, files)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    report = fold(origin.section, origin.adapter, output, files)
     console = Console()
     console.print(f"merged {origin.adapter} into {origin.section.name}: {output}")
     console.print(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -32,7 +31,7 @@ from anygauge.models.start import (
     with_plain_scale,
 )
 from anygauge.models.verify import UNVERIFIED, VerificationError
-from anygauge.util.files import flush, usual_mode
+from anygauge.util.files import flush, part_of, usual_mode
 
 
 @contextlib.contextmanager
@@ -43,7 +42,7 @@ def completed(folder: Path) -> Iterator[Path]:
         VerificationError: as raised within; what was written is then kept as ``NAME-unverified``.
         OSError: the folder cannot be flushed or renamed.
     """
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    temporary = part_of(folder)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:

@@ -17,7 +17,6 @@ import torch
 from anygauge.agent import local_job
 from anygauge.config.schema import AUTO_ORDER
 from anygauge.interface import Backend, Job, Phase
-from anygauge.registry import Registry
 
 MODULE = "anygauge.planning.calibration"
 REPEATS = 7
@@ -38,16 +37,8 @@ def measure(backend: str, ranks: int) -> dict[str, Any]:
 
 def run_rank(job: Job, rank: int, world_size: int, local_rank: int) -> dict[str, Any]:
     """Measure; returns the figures of rank 0: bytes per second, operations per second, seconds."""
-    with Registry.load().create_backend(job.backend, job.backend_options) as backend:
-        device, collectives = backend.open(local_rank), backend.collectives
-        collectives.open(
-            rendezvous=job.rendezvous,
-            rank=rank,
-            world_size=world_size,
-            timeout_s=job.launch.collective_timeout_s,
-            device=device,
-            secret=job.token,
-        )
+    with local_job.opened(job, rank, world_size, local_rank) as backend:
+        device, collectives = backend.placement.device, backend.collectives
 
         def product(kind: str, side: int) -> Work:
             square = torch.randn(side, side, device=device).to(getattr(torch, kind))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from anygauge.config.schema import ModelSection, RunFile
+from anygauge.config.schema import ModelSection, RunFile, resolve_precision
 from anygauge.interface import (
     Backend,
     ModelError,
@@ -341,31 +341,13 @@ def _build(
 
 
 def _settings(question: Question, run: RunFile, skeleton: Any, found: Findings) -> None:
-    registry = Registry.load()
-    backend = registry.create_backend(question.backend, run.backend_options)
-    try:
-        found.settings, found.engine_note = engine_settings(
-            run, backend, registry, question.world_size, skeleton
-        )
-    except PluginError as error:
-        if not isinstance(error.__cause__, ImportError):
-            raise
-        found.engine_note = f"not shown: {error.__cause__.name} is not installed here"
-
-
-def engine_settings(
-    run: RunFile, backend: Backend, registry: Registry, world_size: int, skeleton: Any
-) -> tuple[list[Setting], str]:
-    """The engine's settings, and a note on what is not known of them.
+    """Find the engine's settings, and what is not known of them.
 
     Args:
         skeleton: the adapted model without weights; None leaves out what depends on its sizes.
-
-    Raises:
-        PluginError: its strategy cannot be imported: torch is missing, as on a login node.
     """
-    from anygauge.config.schema import resolve_precision
-
+    registry = Registry.load()
+    backend = registry.create_backend(question.backend, run.backend_options)
     precision = resolve_precision(run.precision, backend.support)
     notes = []
     if run.precision.param_dtype == "auto":
@@ -375,6 +357,12 @@ def engine_settings(
         )
     if skeleton is None:
         notes.append("this list leaves out settings that depend on the model's sizes")
-    workload = workload_of(run, registry, backend, precision, 0, world_size, skeleton)
-    settings = create_strategy(registry, run).settings(workload)
-    return list(settings), "\n  ".join(notes)
+    size = question.world_size
+    try:
+        workload = workload_of(run, registry, backend, precision, 0, size, skeleton)
+        found.settings = list(create_strategy(registry, run).settings(workload))
+        found.engine_note = "\n  ".join(notes)
+    except PluginError as error:  # torch is missing, as on a login node
+        if not isinstance(error.__cause__, ImportError):
+            raise
+        found.engine_note = f"not shown: {error.__cause__.name} is not installed here"

@@ -10,8 +10,8 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,63 +37,48 @@ class StepTokens:
     sequences: int
 
 
+@dataclass(kw_only=True)
 class MetricsLogger:
-    """Collects what the loop measures; only rank 0 writes anything."""
+    """Collects what the loop measures; only rank 0 writes anything.
 
-    def __init__(
-        self,
-        *,
-        path: Path,
-        rank: int,
-        steps: int,
-        world_size: int,
-        volume: Callable[[int], StepTokens],
-        epoch: Callable[[int], float],
-        shapes: Set[tuple[int, ...]],
-        flops: StepFlops,
-        peak_flops: float | None,
-        backend: Backend,
-        events: EventWriter,
-        trackers: Trackers,
-        system: SystemSampler | None = None,
-        log_every: int,
-        warmup: int = 0,
-        history: History | None = None,
-    ) -> None:
-        """Open the file and begin to count.
+    Attributes:
+        shapes: distinct shapes of micro-batches that this rank was given; it grows.
+        peak_flops: of one device, operations per second; None where unknown.
+        warmup: steps of this process yet to come that the run's speed leaves out.
+        history: of the run, the part before this process included.
+    """
 
-        Args:
-            shapes: distinct shapes of micro-batches that this rank was given; it grows.
-            peak_flops: of one device, operations per second; None where unknown.
-            warmup: first steps of this process that the run's speed leaves out.
-            history: of the part of the run before this one.
-        """
-        if rank == 0:
-            cut_after(path, history.step if history else 0)
+    path: Path
+    rank: int
+    steps: int
+    world_size: int
+    volume: Callable[[int], StepTokens]
+    epoch: Callable[[int], float]
+    shapes: Set[tuple[int, ...]]
+    flops: StepFlops
+    peak_flops: float | None
+    backend: Backend
+    events: EventWriter
+    trackers: Trackers
+    system: SystemSampler | None = None
+    log_every: int
+    warmup: int = 0
+    history: History = field(default_factory=History)
+
+    def __post_init__(self) -> None:
+        """Open the file and begin to count."""
+        if self.rank == 0:
+            cut_after(self.path, self.history.step)
         # Without a buffer, so that it is known what could not be written.
-        self._file = path.open("ab", buffering=0) if rank == 0 else None
+        self._file = self.path.open("ab", buffering=0) if self.rank == 0 else None
         self._unwritten = b""
         self._warned = False
-        self._steps = steps
-        self._world_size = world_size
-        self._volume = volume
-        self._epoch = epoch
-        self._shapes = shapes
-        self._flops = flops
-        self._peak_flops = peak_flops
-        self._backend = backend
-        self._events = events
-        self._trackers = trackers
-        self._system = system
-        self._log_every = log_every
-        self._warmup = warmup
-        self.history = history or History()
         self._peaks: dict[str, int] = {}
         self._see_memory("load")
 
     def _see_memory(self, phase: str) -> int:
         """This device's peak, in bytes; kept as the phase's."""
-        memory = self._backend.placement.memory()
+        memory = self.backend.placement.memory()
         self._memory_kind = memory.kind
         self._peaks[phase] = max(memory.peak, self._peaks.get(phase, 0))
         return memory.peak
@@ -120,9 +105,9 @@ class MetricsLogger:
         """What is counted by now: the loop asks when it has given a step to the device."""
         if self._file is None:
             return {}
-        graphs = self._backend.graph.counters()
+        graphs = self.backend.graph.counters()
         return {
-            "shapes": len(self._shapes),
+            "shapes": len(self.shapes),
             "peak_memory": self._see_memory("training"),
             **{f"graph_{name}": value for name, value in graphs.items()},
         }
@@ -146,18 +131,18 @@ class MetricsLogger:
             seconds: wall clock of the step.
             counted: of `counted`, when the step was done.
         """
-        volume = self._volume(index)
+        volume = self.volume(index)
         self.history.add(
-            index, loss=loss, tokens=volume.tokens, seconds=seconds, timed=self._warmup == 0
+            index, loss=loss, tokens=volume.tokens, seconds=seconds, timed=self.warmup == 0
         )
-        self._warmup = max(0, self._warmup - 1)
+        self.warmup = max(0, self.warmup - 1)
         if self._file is None:
             return
         metrics: dict[str, Any] = {
             "loss": loss,
             "lr": lr,
             "grad_norm": grad_norm,
-            "epoch": round(self._epoch(index), 6),
+            "epoch": round(self.epoch(index), 6),
             "tokens": volume.tokens,
             "num_loss_tokens": volume.num_loss_tokens,
             "padding": round(1 - volume.tokens / slots, 6),
@@ -165,23 +150,23 @@ class MetricsLogger:
             "tokens_per_s": volume.tokens / seconds,
             **counted,
         }
-        if self._peak_flops:
-            operations = self._flops.of(volume.tokens, volume.tokens / max(1, volume.sequences))
-            metrics["mfu"] = operations / seconds / (self._peak_flops * self._world_size)
+        if self.peak_flops:
+            operations = self.flops.of(volume.tokens, volume.tokens / max(1, volume.sequences))
+            metrics["mfu"] = operations / seconds / (self.peak_flops * self.world_size)
         if skipped:
             metrics["skipped"] = 1
-        left = (self._steps - index - 1) * (self.history.step_seconds() or 0.0)
+        left = (self.steps - index - 1) * (self.history.step_seconds() or 0.0)
         self._write({"step": index + 1, **metrics, "remaining_s": round(left, 3)})
-        if (index + 1) % self._log_every == 0 or index + 1 == self._steps:
-            self._events.send(
+        if (index + 1) % self.log_every == 0 or index + 1 == self.steps:
+            self.events.send(
                 "step",
                 step=index + 1,
-                steps=self._steps,
+                steps=self.steps,
                 elapsed_s=self.history.seconds,
                 memory_kind=self._memory_kind,
                 **finite(metrics),
             )
-        self._trackers.log(index + 1, {f"train/{name}": v for name, v in metrics.items()})
+        self.trackers.log(index + 1, {f"train/{name}": v for name, v in metrics.items()})
         self._system_samples()
 
     def evaluation(self, step: int, name: str, loss: float, tokens: int) -> None:
@@ -193,18 +178,16 @@ class MetricsLogger:
         self._see_memory("training")
         perplexity = math.exp(loss) if loss < LARGEST_EXPONENT else math.inf
         self._write({**record, "perplexity": perplexity})
-        self._events.send("evaluation", **finite(record), perplexity=finite(perplexity))
-        self._trackers.log(step, {f"{name}/loss": loss, f"{name}/perplexity": perplexity})
+        self.events.send("evaluation", **finite(record), perplexity=finite(perplexity))
+        self.trackers.log(step, {f"{name}/loss": loss, f"{name}/perplexity": perplexity})
         self._system_samples()
 
     def _system_samples(self) -> None:
         """Write what was sampled since the last call; it belongs to the latest step."""
-        for sample in self._system.drain() if self._system else ():
-            self._write({"time": sample.time, "system": dict(sample.values)})
-            self._trackers.log(
-                self.history.step,
-                {f"system/{name}": value for name, value in sample.values.items()},
-            )
+        for at, values in self.system.drain() if self.system else ():
+            self._write({"time": at, "system": dict(values)})
+            named = {f"system/{name}": value for name, value in values.items()}
+            self.trackers.log(self.history.step, named)
 
     def _write(self, record: dict[str, Any]) -> None:
         record = {"time": time.time(), **record}
@@ -220,7 +203,7 @@ class MetricsLogger:
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                self._events.message(
+                self.events.message(
                     f"{self._file.name} cannot be written now: {error.strerror}. The run goes on, "
                     "and writes its metrics later; a checkpoint or the result may fail: free space",
                     "warning",
@@ -228,21 +211,16 @@ class MetricsLogger:
 
     def close(self, status: RunStatus) -> None:
         """End sampling, files and trackers; takes a bounded time and raises nothing of theirs."""
-        if self._system is not None:
-            self._system.stop()
+        if self.system is not None:
+            self.system.stop()
         if self._file is not None:
             self._system_samples()
             self._flush()
             if lacking := self._unwritten.count(b"\n"):
-                self._events.message(f"{self._file.name} lacks the last {lacking} lines", "warning")
+                self.events.message(f"{self._file.name} lacks the last {lacking} lines", "warning")
             with contextlib.suppress(OSError):  # of what was written before, on a network disk
                 self._file.close()
-        self._trackers.close(status, {} if status == "failed" else self.summary())
-
-    @property
-    def troubles(self) -> Sequence[str]:
-        """What went wrong with trackers, in words."""
-        return self._trackers.troubles
+        self.trackers.close(status, {} if status == "failed" else self.summary())
 
     def summary(self) -> dict[str, float]:
         """The run's result for trackers."""

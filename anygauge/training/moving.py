@@ -36,68 +36,58 @@ class HostBatch:
     loss_rows: Tensor | None = None
 
 
+@dataclasses.dataclass(kw_only=True)
 class ToDevice:
     """Moves micro-batches to the device and makes the model's arguments.
 
     Attributes:
-        shapes: of all that were moved; a device with graphs compiles for each of them.
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        compute: str,
-        *,
-        packed: MaskPlan,
-        progress: Progress,
-        share: Share,
-        routed: bool = False,
-    ) -> None:
-        """Args:
+        compute: the type that the model computes in.
         packed: masks of packed rows, and of parts of sequences.
         progress: gets each micro-batch.
         share: what this rank computes of its sequences, and their lengths.
         routed: the model gets the positions of tokens, for its routers' loss.
-        """
-        self._routed = routed
-        self._share = share
-        self._progress = progress
-        self._placement = backend.placement
-        self._dynamic = backend.graph.shapes.kind is ShapeKind.DYNAMIC
-        self._packed = packed
-        self._dtype = torch_dtype(compute)
-        self.shapes: set[tuple[int, ...]] = set()
+        shapes: of all that were moved; a device with graphs compiles for each of them.
+    """
+
+    backend: Backend
+    compute: str
+    packed: MaskPlan
+    progress: Progress
+    share: Share
+    routed: bool = False
+    shapes: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
 
     def on_host(self, batch: MicroBatch) -> HostBatch:
         """What the host does of it; any thread may call this."""
         tensors = {**batch.tensors(), "labels": shift_labels(batch.labels)}
-        tensors = padded(tensors, self._share.multiple)
+        tensors = padded(tensors, self.share.multiple)
         has_padding = not bool(tensors["attention_mask"].all())
         labels = self._own(tensors["labels"])
-        rows = (labels.flatten() != IGNORE).nonzero().squeeze(1) if self._dynamic else None
-        pin = self._placement.pin
+        dynamic = self.backend.graph.shapes.kind is ShapeKind.DYNAMIC
+        rows = (labels.flatten() != IGNORE).nonzero().squeeze(1) if dynamic else None
+        pin = self.backend.placement.pin
         return HostBatch(batch, pin(tensors), has_padding, pin(rows))
 
     def __call__(self, batch: MicroBatch | HostBatch) -> DeviceBatch:
         """One micro-batch on the device."""
         if isinstance(batch, MicroBatch):
             batch = self.on_host(batch)
-        self._progress.batch()
-        part = self._share.sequence
-        moved = dataclasses.replace(batch.batch, **self._placement.to_device(batch.tensors))
+        self.progress.batch()
+        part, placement = self.share.sequence, self.backend.placement
+        moved = dataclasses.replace(batch.batch, **placement.to_device(batch.tensors))
         state_padding(moved.attention_mask, batch.has_padding)
-        inputs = model_inputs(moved, self._dtype, self._packed, part)
+        inputs = model_inputs(moved, torch_dtype(self.compute), self.packed, part)
         self.shapes.add(tuple(inputs["input_ids"].shape))
         labels = self._own(moved.labels)
         if batch.loss_rows is not None:
-            state_loss_rows(labels, self._placement.to_device(batch.loss_rows))
-        if self._routed:
+            state_loss_rows(labels, placement.to_device(batch.loss_rows))
+        if self.routed:
             inputs["tokens"] = moved.attention_mask
         return DeviceBatch(inputs={**inputs, "shift_labels": labels})
 
     def _own(self, labels: Tensor) -> Tensor:
         """Labels of the positions that this rank computes."""
-        return labels[:, positions(self._share.sequence, labels.shape[1])]
+        return labels[:, positions(self.share.sequence, labels.shape[1])]
 
 
 class LazyBatches(Sequence[DeviceBatch]):

@@ -142,7 +142,7 @@ def _adamw_8bit(section: OptimizerSection, groups: Groups) -> Optimizer:
         raise RunFileError(EIGHT_BIT_MISSING) from error
     paged = section.paged
     device = groups[0]["params"][0].device
-    # `check_eight_bit` has asked the backend, but an installed build may lack the device's library.
+    # `check_strategy` has asked the backend, but an installed build may lack the device's library.
     trial = nn.Parameter(torch.zeros(PAGED if paged else SMALLEST, device=device))
     trial.grad = torch.zeros_like(trial)
     tried = AdamW8bit([trial], is_paged=paged)
@@ -177,24 +177,13 @@ def _adam_options(section: OptimizerSection) -> dict[str, Any]:
     }
 
 
-def _adafactor(section: OptimizerSection, groups: Groups) -> Optimizer:
-    return Adafactor(groups, lr=section.lr)
-
-
-def _lion(section: OptimizerSection, groups: Groups) -> Optimizer:
-    return Lion(groups, lr=section.lr, betas=section.betas or (0.9, 0.99))
-
-
-def _sgd(section: OptimizerSection, groups: Groups) -> Optimizer:
-    momentum = 0.9 if section.momentum is None else section.momentum
-    return DecoupledSGD(groups, lr=section.lr, momentum=momentum)
-
-
 _MAKERS: dict[str, Callable[[OptimizerSection, Groups], Optimizer]] = {
     "adamw_8bit": _adamw_8bit,
-    "adafactor": _adafactor,
-    "lion": _lion,
-    "sgd": _sgd,
+    "adafactor": lambda s, groups: Adafactor(groups, lr=s.lr),
+    "lion": lambda s, groups: Lion(groups, lr=s.lr, betas=s.betas or (0.9, 0.99)),
+    "sgd": lambda s, groups: DecoupledSGD(
+        groups, lr=s.lr, momentum=0.9 if s.momentum is None else s.momentum
+    ),
 }
 
 
@@ -234,6 +223,11 @@ class ForeachOptimizer(Optimizer):
     and the state never sees it (https://arxiv.org/abs/1711.05101, equation 1).
     """
 
+    def __init__(
+        self, params: Iterable[Any], *, lr: float, weight_decay: float = 0.0, **options: Any
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **options})
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; returns what `closure` returned."""
@@ -271,18 +265,8 @@ class Lion(ForeachOptimizer):
     """Evolved sign momentum (Chen et al. 2023, https://arxiv.org/abs/2302.06675, algorithm 2).
 
     ``p -= lr * (sign(b1 * m + (1 - b1) * g) + weight_decay * p)``, then
-    ``m = b2 * m + (1 - b2) * g``. State: ``exp_avg``, which is m.
+    ``m = b2 * m + (1 - b2) * g``. Option: ``betas``. State: ``exp_avg``, which is m.
     """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        *,
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def update(
         self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
@@ -300,19 +284,9 @@ class DecoupledSGD(ForeachOptimizer):
     """Gradient descent with heavy-ball momentum and decoupled decay.
 
     ``m = momentum * m + g``, ``p -= lr * (m + weight_decay * p)``. torch's own SGD adds the decay
-    to the gradient, so that it passes through the momentum. State: ``momentum_buffer``, which is
-    m; none without momentum.
+    to the gradient, so that it passes through the momentum. Option: ``momentum``. State:
+    ``momentum_buffer``, which is m; none without momentum.
     """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        *,
-        lr: float,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     def update(
         self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]

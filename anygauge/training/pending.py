@@ -83,30 +83,26 @@ class Launched:
     ended: Any
 
 
+@dataclass
 class PendingSteps:
     """Steps that the device was given and that were not read yet.
 
-    Args:
+    Attributes:
         meter: gets each step when it is read.
         checkpoints: learns whether the ranks agree that it is time for one.
         share: the part of each step's rows that this rank reads.
-
-    Attributes:
         most: how many steps may be unread when the next one begins, the same on all ranks.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        meter: MetricsLogger,
-        stop: StopRequest,
-        checkpoints: CheckpointManager,
-        progress: Progress,
-        share: Share,
-    ) -> None:
-        self._placement, self._collectives = backend.placement, backend.collectives
-        self._meter, self._stop, self._progress, self._share = meter, stop, progress, share
-        self._checkpoints = checkpoints
+    backend: Backend
+    meter: MetricsLogger
+    stop: StopRequest
+    checkpoints: CheckpointManager
+    progress: Progress
+    share: Share
+
+    def __post_init__(self) -> None:
+        self._placement, self._collectives = self.backend.placement, self.backend.collectives
         self._ahead = self._placement.works_ahead
         self.most = 1 if self._ahead else 0
         self._steps: deque[Launched] = deque()
@@ -141,7 +137,7 @@ class PendingSteps:
                 skipped=update.skipped,
                 numbers=numbers,
                 # What is read later would have the next step's counts.
-                counted=self._meter.counted() if self._ahead else None,
+                counted=self.meter.counted() if self._ahead else None,
                 began=self._began,
                 ended=ended,
             )
@@ -160,18 +156,18 @@ class PendingSteps:
         return self._asked
 
     def _read(self, step: Launched) -> None:
-        self._progress.at(f"step {step.index + 1}, sums over ranks")
+        self.progress.at(f"step {step.index + 1}, sums over ranks")
         if self._ahead:
             step.ended.synchronize()
         *losses, norm = step.numbers.read()
         batches = [each.batch for each in step.batches]
-        slots = sum(batch.input_ids.numel() for batch in batches) * self._share.leads
-        overdue = self._checkpoints.overdue()
+        slots = sum(batch.input_ids.numel() for batch in batches) * self.share.leads
+        overdue = self.checkpoints.overdue()
         total, stop, places, votes = self._collectives.sum_on_host(
-            [sum(losses), self._stop.asked, slots, overdue]
+            [sum(losses), self.stop.asked, slots, overdue]
         )
         self._asked = self._asked or bool(stop)
-        self._checkpoints.asked = bool(votes)
+        self.checkpoints.asked = bool(votes)
         check_finite(
             step.index,
             total,
@@ -181,7 +177,7 @@ class PendingSteps:
             self._collectives,
             skipped=step.skipped,
         )
-        self._meter.step(
+        self.meter.step(
             step.index,
             loss=total / step.tokens,
             lr=step.lr,
@@ -189,7 +185,7 @@ class PendingSteps:
             skipped=step.skipped,
             slots=int(places),
             seconds=self._seconds(step),
-            counted=self._meter.counted() if step.counted is None else step.counted,
+            counted=self.meter.counted() if step.counted is None else step.counted,
         )
 
     def _moment(self) -> Any:

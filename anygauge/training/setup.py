@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from anygauge.config.schema import RunFile, resolve_precision
 from anygauge.data import (
@@ -31,6 +31,7 @@ from anygauge.interface import (
 from anygauge.interface.strategy import (
     BuildContext,
     Engine,
+    ModelFactory,
     Precision,
     Share,
     Strategy,
@@ -71,7 +72,7 @@ from anygauge.training.progress import Progress
 from anygauge.training.schedule import depends_on_length, peak_advice
 from anygauge.training.strategy import check_strategy, share_of, workload_of
 from anygauge.training.system import SystemReader, SystemSampler
-from anygauge.training.trackers.group import check_trackers, no_trackers, open_trackers
+from anygauge.training.trackers.group import Trackers, check_trackers, open_trackers
 from anygauge.training.warm_up import WarmUp
 from anygauge.util.events import EventWriter
 from anygauge.util.run_lock import check_lock
@@ -221,9 +222,12 @@ def prepare_run(
     for change in changes:
         rank.log(f"changed since: {change}")
     quantised = quantisation(run.model)
+    starting: ModelFactory = factory
+    if start is not None:
+        starting = cast("ModelFactory", ResumedFactory(factory, start))
     engine = strategy.build(
         BuildContext(
-            factory=factory if start is None else ResumedFactory(factory, start),
+            factory=starting,
             optimizer=optimizer_factory(
                 run.train.optimizer, plan.adamw, fused=bool(backend.support(FUSED_ADAMW))
             ),
@@ -256,8 +260,8 @@ def prepare_run(
     rank.log(f"kernels: {plan.describe()}")
     peak = backend.placement.peak_flops(precision.param_dtype)
     to_device = ToDevice(
-        backend,
-        precision.param_dtype,
+        backend=backend,
+        compute=precision.param_dtype,
         packed=packed,
         progress=rank.progress,
         share=share,
@@ -291,7 +295,7 @@ def prepare_run(
             resumed_from_step=None if start is None else start.step,
         )
         if rank.index == 0
-        else no_trackers(),
+        else Trackers({}, rank.warn),
         system=SystemSampler(
             SystemReader(backend.placement, Path(job.run_directory)).read,
             run.train.system_every_s,
@@ -301,7 +305,7 @@ def prepare_run(
         else None,
         log_every=run.train.log_every,
         warmup=run.train.throughput_warmup_steps,
-        history=None if start is None else History.of_record(start.record["history"]),
+        history=History() if start is None else History.of_record(start.record["history"]),
     )
     manager = CheckpointManager(
         section=run.checkpoint,

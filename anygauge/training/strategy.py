@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 from anygauge.config.schema import AdapterSection, RunFile, resolve_precision
@@ -19,16 +20,21 @@ from anygauge.interface import (
     Workload,
 )
 from anygauge.models.initial import changes_base
+from anygauge.models.quantisation import quantisation
 from anygauge.models.start import whole_modules
 from anygauge.registry import Registry, missing_of
-from anygauge.training.fp8 import check_fp8
-from anygauge.training.quantised import check_quantised
 
 PAGED = "paged_memory"
 """The capability that ``train.optimizer.paged`` needs."""
 
 EIGHT_BIT = "adamw_8bit"
 """The optimizer, and the capability that it needs."""
+
+FP8 = "fp8_products"
+"""The capability that ``precision.fp8`` needs."""
+
+QUANTISED = {"nf4": "quantised_base", "int8": "quantised_base_int8"}
+"""Type of a quantised base -> the capability that it needs."""
 
 STATE_BYTES = {
     "adamw": 8.0,
@@ -39,17 +45,10 @@ STATE_BYTES = {
 }
 """What an optimizer keeps for each trained number."""
 
-UPDATE_BYTES = {
-    "adamw": 8.0,  # a root of the second moment; none of both by torch's fused kernel
-    "adamw_8bit": 8.0,
-    "adafactor": 8.0,  # an estimate of the variance
-    "lion": 8.0,  # a direction
-    "sgd": 8.0,
-}
-"""What an update makes for each trained number, for those that are updated at once.
-
-A copy from before, for `anygauge.training.undo`, and beside it what the optimizer's step makes, or
-afterwards a copy of what it changed; all in float32."""
+UPDATE_BYTES = 8.0
+"""What an update makes for each trained number, for those that are updated at once, in float32:
+a copy from before, for `anygauge.training.undo`, and what the optimizer's step makes, or afterwards
+a copy of what it changed. torch's fused AdamW makes neither."""
 
 UPDATED_AT_ONCE = 2**23
 """Numbers that are copied before a step of an optimizer that cannot leave it out by itself: 32 MiB
@@ -156,12 +155,10 @@ def check_strategy(
             reentrant_only=backend.graph.reentrant_only,
         )
     )
-    check_new_rows(run)
-    check_whole_modules(run)
+    check_divided(run)
     check_backend(spec, backend)
     check_offloading(run, backend)
-    check_paged(run, backend)
-    check_eight_bit(run, backend)
+    check_optimizer_support(run, backend)
     check_quantised(run, backend, ranks_run_here=ranks_run_here)
 
 
@@ -172,28 +169,22 @@ def _adapter_kind(adapter: AdapterSection | None) -> str:
     return "dora" if adapter.dora else "taken" if changes_base(adapter.init) else "lora"
 
 
-def check_whole_modules(run: RunFile) -> None:
-    """Raises: UnsupportedError: whole modules would be trained of a model that is divided."""
-    if not whole_modules(run.adapter):
-        return
-    for field in ("tp", "pp"):
-        if getattr(run.strategy, field, 1) > 1:
-            raise UnsupportedError(
-                f"adapter.modules_to_save: strategy.{field} cannot divide whole modules yet. Set "
-                f"strategy.{field}: 1, or leave adapter.modules_to_save out"
-            )
-
-
-def check_new_rows(run: RunFile) -> None:
-    """Raises: UnsupportedError: rows of new tokens would be trained in divided layers."""
+def check_divided(run: RunFile) -> None:
+    """Raises: UnsupportedError: parts of layers would be trained of a model that is divided."""
+    new = run.adapter is not None and (run.model.new_tokens or run.model.new_special_tokens)
     for field, what in (("tp", "divides layers"), ("pp", "gives them to several stages")):
-        if run.adapter is None or not (run.model.new_tokens or run.model.new_special_tokens):
-            return
-        if getattr(run.strategy, field, 1) > 1:
+        if getattr(run.strategy, field, 1) == 1:
+            continue
+        if new:
             raise UnsupportedError(
                 "model.new_tokens: with an adapter, peft puts the new tokens' rows into the whole "
                 f"embedding and output layer in every forward, but strategy.{field} {what}. Set "
                 f"strategy.{field}: 1, or train all weights (no adapter section)"
+            )
+        if whole_modules(run.adapter):
+            raise UnsupportedError(
+                f"adapter.modules_to_save: strategy.{field} cannot divide whole modules yet. Set "
+                f"strategy.{field}: 1, or leave adapter.modules_to_save out"
             )
 
 
@@ -210,23 +201,107 @@ def check_offloading(run: RunFile, backend: Backend) -> None:
         )
 
 
-def check_eight_bit(run: RunFile, backend: Backend) -> None:
-    """Raises: UnsupportedError: quotes the backend's reason for having no 8-bit update."""
-    support = backend.support(EIGHT_BIT)
-    if run.train.optimizer.name == EIGHT_BIT and not support:
+def check_optimizer_support(run: RunFile, backend: Backend) -> None:
+    """Raises: UnsupportedError: quotes the backend's reason for lacking what an optimizer needs."""
+    optimizer = run.train.optimizer
+    for field, asked, need, instead in (
+        ("paged", optimizer.paged, PAGED, "Leave it out"),
+        (
+            f"name: {EIGHT_BIT}",
+            optimizer.name == EIGHT_BIT,
+            EIGHT_BIT,
+            "Use adamw, which keeps four times as many bytes, or lion",
+        ),
+    ):
+        if asked and not (support := backend.support(need)):
+            raise UnsupportedError(
+                f"train.optimizer.{field}: backend {backend.name!r} lacks {need!r}: {support}. "
+                f"{instead}"
+            )
+
+
+def check_fp8(run: RunFile, spec: StrategySpec, backend: Backend) -> None:
+    """Refuse ``precision.fp8`` where it cannot work, or where nobody has tried it.
+
+    Raises:
+        UnsupportedError: quotes the reason of the backend or strategy, or names what does not go
+            with it.
+    """
+    if not run.precision.fp8:
+        return
+    support = backend.support(FP8)
+    if not support:
         raise UnsupportedError(
-            f"train.optimizer.name: {EIGHT_BIT}: backend {backend.name!r} lacks {EIGHT_BIT!r}: "
-            f"{support}. Use adamw, which keeps four times as many bytes, or lion"
+            f"precision.fp8: backend {backend.name!r} lacks {FP8!r}: {support}. With "
+            "precision.fp8: false, linear layers multiply in precision.param_dtype"
         )
-
-
-def check_paged(run: RunFile, backend: Backend) -> None:
-    """Raises: UnsupportedError: quotes the backend's reason for having no paged memory."""
-    support = backend.support(PAGED)
-    if run.train.optimizer.paged and not support:
+    taken = spec.takes_fp8(run.strategy)
+    if not taken:
         raise UnsupportedError(
-            f"train.optimizer.paged: backend {backend.name!r} lacks {PAGED!r}: {support}. "
-            "Leave it out"
+            f"precision.fp8: strategy {spec.name!r}: {taken}. Use strategy.name: zero without "
+            "offload, or single; or set precision.fp8: false"
+        )
+    for field, used, why in (
+        (
+            "model.quantise",
+            run.model.quantise is not None,
+            "quantised layers hold codes and multiply by a library of their own",
+        ),
+        (
+            "adapter.dora",
+            run.adapter is not None and run.adapter.dora,
+            "DoRA computes norms of whole weights, which nobody has tried with converted layers",
+        ),
+        (
+            "adapter.modules_to_save",
+            bool(whole_modules(run.adapter)),
+            "each such module has a copy beside it, which nobody has tried to convert",
+        ),
+    ):
+        if used:
+            raise UnsupportedError(
+                f"precision.fp8 and {field}: {why}. Leave {field} out, or set precision.fp8: false"
+            )
+
+
+def check_quantised(run: RunFile, backend: Backend, *, ranks_run_here: bool) -> None:
+    """Refuse what is known to fail.
+
+    Args:
+        ranks_run_here: packages of this machine are those of the ranks.
+
+    Raises:
+        RunFileError: a section does not go with it, or the package is missing.
+        UnsupportedError: quotes the backend's reason, or peft's limit.
+    """
+    asked = quantisation(run.model)
+    if asked is None:
+        return
+    if run.adapter is None:
+        raise RunFileError(
+            f"model.quantise: {asked.type}: quantised weights cannot be trained, and the run has "
+            "no adapter. Add an adapter section, or leave model.quantise out to train all weights"
+        )
+    if run.adapter.dora and asked.type == "int8":
+        raise UnsupportedError(
+            "adapter.dora: peft cannot load a DoRA adapter onto bitsandbytes' 8-bit layers, so you "
+            "could not use the result. Use model.quantise: nf4, or leave dora out"
+        )
+    support = backend.support(QUANTISED[asked.type])
+    if not support:
+        raise UnsupportedError(
+            f"model.quantise: {asked.type}: backend {backend.name!r} lacks "
+            f"{QUANTISED[asked.type]!r}: {support}. Leave it out"
+        )
+    if backend.graph.compiler is not None:
+        raise UnsupportedError(
+            f"model.quantise: backend {backend.name!r} compiles layers, which was not tested with "
+            "bitsandbytes' layers. Leave it out"
+        )
+    if ranks_run_here and importlib.util.find_spec("bitsandbytes") is None:
+        raise RunFileError(
+            "model.quantise needs the package bitsandbytes, which is not installed; "
+            "pip install 'anygauge[8bit]', or leave it out"
         )
 
 
@@ -290,6 +365,6 @@ def workload_of(
         max_norm=run.train.max_grad_norm,
         activations=run.train.activations,
         state_bytes=STATE_BYTES[name],
-        update_bytes=0.0 if fused else UPDATE_BYTES[name],
+        update_bytes=0.0 if fused else UPDATE_BYTES,
         updated_at_once=UPDATED_AT_ONCE,
     )

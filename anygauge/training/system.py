@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import psutil
 
@@ -16,12 +16,8 @@ from anygauge.util.text import describe
 STOP_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Values at one moment; `time` in seconds since the epoch."""
-
-    time: float
-    values: Mapping[str, float]
+Sample: TypeAlias = tuple[float, Mapping[str, float]]
+"""Seconds since the epoch, and the values of that moment."""
 
 
 class SystemReader:
@@ -115,6 +111,6 @@ class SystemSampler:
             self._warn(f"system metrics stop here: {describe(error)}. Training continues")
 
     def _take(self) -> None:
-        sample = Sample(time.time(), dict(self._read()))
+        sample = (time.time(), dict(self._read()))
         with self._lock:
             self._samples.append(sample)

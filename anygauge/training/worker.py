@@ -24,7 +24,6 @@ from anygauge.interface import (
     Backend,
     Job,
     NonFiniteLossError,
-    StrategySpec,
 )
 from anygauge.training.progress import Progress
 from anygauge.util.events import EventWriter
@@ -72,26 +71,9 @@ def reported(job: Job, index: int, events: EventWriter, lock: str | None) -> int
         outcome = run_rank(job, index, events, opened, lock)
     # A failure is reported before anything is closed: peers would report a broken connection
     # first. What is open then ends with the process.
-    except AnygaugeError as error:
-        traceback.print_exc()
-        events.send(
-            "failed",
-            error=type(error).__name__,
-            message=str(error),
-            for_user=True,
-            exit_status=error.exit_status,
-        )
-        return error.exit_status
     except BaseException as error:
         traceback.print_exc()
-        events.send(
-            "failed",
-            error=type(error).__name__,
-            message=str(error).strip() or type(error).__name__,
-            for_user=False,
-            exit_status=1,
-        )
-        return 1
+        return events.failed(error)
     opened.close()
     if isinstance(outcome, Stopped):
         events.send("stopped", step=outcome.step, checkpoint=outcome.checkpoint)
@@ -137,7 +119,7 @@ def run_rank(
         from anygauge.training.auto import decided
         from anygauge.training.checkpoints.identity import REPORT, FinishedError, settings_of
         from anygauge.training.checkpoints.manager import checkpoint_folder
-        from anygauge.training.save import save
+        from anygauge.training.save import save, versions
         from anygauge.training.setup import Rank, open_device, prepare_run
         from anygauge.training.strategy import create_strategy
 
@@ -180,11 +162,13 @@ def run_rank(
                 )
             opened.callback(prepared.engine.close)
             # Until the end: a request that comes while the result is saved comes too late.
-            opened.enter_context(listening_if_it_can_stop(prepared))
+            if prepared.engine.checkpoint_support():
+                opened.enter_context(prepared.loop.stop.listening())
             if index == 0:
                 say_that_it_started(job, rank, prepared)
                 check_lock(folder, lock)
-                write_versions(folder, prepared.spec)
+                text = json.dumps(versions(prepared.spec), indent=2)
+                write_text(folder / "versions.json", text + "\n")
             complete = prepared.loop.run()
             summary = {}
             if complete:
@@ -201,8 +185,8 @@ def run_rank(
         if not complete:
             step = prepared.meter.history.step
             return Stopped(step, str(checkpoint_folder(folder, step)))
-    if prepared.meter.troubles:
-        summary["trackers"] = "; ".join(prepared.meter.troubles)
+    if troubles := prepared.meter.trackers.troubles:
+        summary["trackers"] = "; ".join(troubles)
     summary["start_s"] = start_s
     summary["seconds"] = time.monotonic() - began
     if index == 0:
@@ -231,13 +215,6 @@ def say_that_it_started(job: Job, rank: Any, prepared: Any) -> None:
     )
 
 
-def listening_if_it_can_stop(prepared: Any) -> contextlib.AbstractContextManager[None]:
-    """Answer SIGTERM with a checkpoint, unless the engine cannot write one."""
-    if prepared.engine.checkpoint_support():
-        return prepared.loop.stop.listening()
-    return contextlib.nullcontext()
-
-
 @contextlib.contextmanager
 def out_of_memory_advice(backend: Backend) -> Iterator[None]:
     """Turn a device's out-of-memory error into one that says what held how much."""
@@ -254,13 +231,6 @@ def out_of_memory_advice(backend: Backend) -> Iterator[None]:
             "data.max_length, switch train.gradient_checkpointing or activation_offloading on, or "
             "shard over more --devices"
         ) from error
-
-
-def write_versions(folder: Path, strategy: StrategySpec) -> None:
-    """What ran: versions of the packages that decide the result."""
-    from anygauge.training.save import versions
-
-    write_text(folder / "versions.json", json.dumps(versions(strategy), indent=2) + "\n")
 
 
 if __name__ == "__main__":

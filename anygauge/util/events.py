@@ -33,6 +33,8 @@ import threading
 import time
 from typing import Any
 
+from anygauge.util.errors import AnygaugeError
+
 EVENTS_FD = "ANYGAUGE_EVENTS_FD"
 """Environment variable: the file descriptor that a rank writes its events to."""
 
@@ -64,6 +66,15 @@ class EventWriter:
         """The writer of a rank that an agent started."""
         descriptor = os.environ.get(EVENTS_FD)
         return cls(int(descriptor) if descriptor else None, rank)
+
+    def failed(self, error: BaseException) -> int:
+        """Report the error that ends a rank; returns the exit status."""
+        for_user = isinstance(error, AnygaugeError)
+        status = error.exit_status if isinstance(error, AnygaugeError) else 1
+        name = type(error).__name__
+        text = str(error).strip() or name
+        self.send("failed", error=name, message=text, for_user=for_user, exit_status=status)
+        return status
 
     def send(self, event: str, **fields: Any) -> None:
         """Write one event. A reader that has gone away is ignored: the run's files tell all."""

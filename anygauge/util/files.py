@@ -34,6 +34,11 @@ def replaced(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def part_of(folder: Path) -> Path:
+    """Where a folder is written before it takes its place; a kill leaves it behind."""
+    return folder.with_name(f".{folder.name}.part")
+
+
 def why_no_folder(path: str | Path) -> str:
     """Why no files can be written to a folder, which need not be there; "" where they can."""
     path = Path(path).absolute()

@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from anygauge.agent.outcome import (
+    REPORT,
     Failure,
     JobFailure,
     NodeReport,
-    parse_report,
+    read_record,
     resolve_outcome,
     tail,
 )
@@ -102,4 +103,4 @@ def test_a_lost_node_is_a_state_of_its_own() -> None:
 
 def test_a_report_arrives_as_it_was_sent() -> None:
     sent = replace(failed(1, 100.0, rank=3), signalled_at=101.0, signum=15)
-    assert parse_report(json.loads(json.dumps(sent.record()))) == sent
+    assert read_record(REPORT, json.loads(json.dumps(sent.record()))) == sent

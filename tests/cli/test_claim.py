@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import stat
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.cli.run_folder import claimed, merging
+from anygauge.cli.run_folder import claimed
 from anygauge.interface import AnygaugeError
 from tests.agent.fakes import FAKE_CLI, read_pid, write_script
 from tests.helpers.processes import alive, as_in_a_terminal, until
@@ -42,48 +41,17 @@ def test_the_lock_is_its_owners_alone_and_is_not_truncated(tmp_path: Path) -> No
         assert lock.read_text() == "kept"
 
 
-def half_written(folder: Path, name: str, pid: int) -> Path:
-    part = folder / f".{name}.{pid}.part"
-    part.mkdir(parents=True)
+def half_written(folder: Path, name: str) -> Path:
+    part = folder / f".{name}.part"
+    part.mkdir()
     (part / "model.safetensors").write_bytes(b"half")
     return part
 
 
-def test_a_start_removes_what_a_kill_left_and_names_what_may_be_in_use(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    left = half_written(tmp_path, "model", ended.pid)
-    used = half_written(tmp_path, "merged", os.getppid())
-    strange = half_written(tmp_path, "model", 1).rename(tmp_path / ".model.x.part")
+def test_a_start_removes_what_a_kill_left_of_a_result(tmp_path: Path) -> None:
+    left, other = half_written(tmp_path, "model"), half_written(tmp_path, "merged")
     with claimed(tmp_path):
-        assert not left.exists() and used.exists() and strange.exists()
-    said = capsys.readouterr().err
-    assert str(used) in said and f"process {os.getppid()} runs on this machine" in said
-    assert str(left) not in said and str(strange) not in said
-
-
-@pytest.mark.parametrize("of_run", [True, False])
-def test_a_merge_removes_what_a_killed_one_left(
-    of_run: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    left, output = half_written(tmp_path / "new", "merged", ended.pid), tmp_path / "new" / "merged"
-    other = half_written(tmp_path / "new", "of-someone", ended.pid)
-    if of_run:
-        with claimed(tmp_path / "new"):  # it is a run's, and has been cleaned up
-            pass
-        assert not left.exists()
-        left = half_written(tmp_path / "new", "merged", ended.pid)
-    with merging(output):
-        assert not left.exists() and other.exists() == (not of_run)
-        left = half_written(tmp_path / "new", "merged", ended.pid)
-        with merging(output):  # another, on a machine where that process is not seen
-            assert left.exists() and str(left) in capsys.readouterr().err
-        if of_run:
-            assert is_claimed(tmp_path / "new")
+        assert not left.exists() and other.exists()
 
 
 def test_a_refused_claim_leaves_the_marks_of_the_run_that_has_it(tmp_path: Path) -> None:

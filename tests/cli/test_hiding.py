@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.agent.environment import provenance, write_provenance
+from anygauge.agent.environment import NodeEnvironment, write_provenance
 from anygauge.agent.startup import place_run_file
 from anygauge.cli import dry_run, run
 from anygauge.config.load import load_run_file
 from anygauge.interface import AnygaugeError, RunFileError
-from anygauge.registry import Registry
 from anygauge.util.files import write_text
 from tests.helpers.jobs import make_job
 from tests.helpers.runs import run_file
@@ -58,8 +57,6 @@ def test_a_dry_run_hides_it(
 
 
 def test_what_is_recorded_hides_it_and_is_for_its_owner(path: Path, tmp_path: Path) -> None:
-    from anygauge.cli.env import _resolve
-
     loaded = load_run_file(path).run
     job = make_job(
         run_directory=tmp_path, environment=loaded.environment, run_text="environment: ..."
@@ -68,7 +65,7 @@ def test_what_is_recorded_hides_it_and_is_for_its_owner(path: Path, tmp_path: Pa
     for known in (record, Path(job.run_file)):
         known.write_text("of an earlier part of the run")
         known.chmod(0o644)
-    write_provenance(record, provenance({0: _resolve(Registry.load(), job, 0)}))
+    write_provenance(job, 0, NodeEnvironment(job, 0, os.environ).record())
     place_run_file(job)
     assert VALUE not in record.read_text()
     assert {s["name"] for s in json.loads(record.read_text())["0"]} >= set(VARIABLES)

@@ -5,17 +5,15 @@ from __future__ import annotations
 from anygauge.config.schema import AUTO_ORDER
 from anygauge.interface import CAPABILITIES
 from anygauge.registry import Registry
-from anygauge.training.fp8 import CAPABILITY as OF_FP8
 from anygauge.training.optimizer import FUSED_ADAMW
-from anygauge.training.quantised import CAPABILITY as OF_QUANTISED
-from anygauge.training.strategy import EIGHT_BIT, PAGED
+from anygauge.training.strategy import EIGHT_BIT, FP8, PAGED, QUANTISED
 
 
 def test_each_is_asked_for_and_no_other() -> None:
     strategies = (provided.spec for provided in Registry.load().strategies)
     of_strategies = {need.capability for spec in strategies for need in spec.needs}
     of_precision = set(AUTO_ORDER) - {"float32"}
-    of_sections = {*OF_QUANTISED.values(), PAGED, EIGHT_BIT, FUSED_ADAMW, OF_FP8}
+    of_sections = {*QUANTISED.values(), PAGED, EIGHT_BIT, FUSED_ADAMW, FP8}
     assert of_strategies | of_precision | of_sections == set(CAPABILITIES)
 
 

@@ -94,8 +94,12 @@ def test_shards_and_gaps_are_never_written(tensors: dict[str, torch.Tensor], mes
 
 def test_a_folder_is_complete_or_absent(tmp_path: Path) -> None:
     folder = tmp_path / "adapter"
+    left = tmp_path / ".adapter.part"  # by a kill
+    left.mkdir()
+    (left / "strange").touch()
     with completed(folder) as part:
         (part / "file").write_text("one")
+    assert [p.name for p in folder.iterdir()] == ["file"]
     assert (folder / "file").read_text() == "one"
     with pytest.raises(RuntimeError), completed(folder) as part:
         (part / "file").write_text("two")

@@ -13,7 +13,8 @@ from anygauge.config.schema import RunFile
 from anygauge.interface import FULL, Backend, UnsupportedError
 from anygauge.planning.plan import plan_run
 from anygauge.registry import Registry
-from anygauge.training.fp8 import CAPABILITY, check_fp8
+from anygauge.training.strategy import FP8 as CAPABILITY
+from anygauge.training.strategy import check_fp8
 from tests.helpers.runs import run_file
 
 FP8 = {"precision": {"fp8": True, "param_dtype": "bfloat16"}}

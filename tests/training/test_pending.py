@@ -107,7 +107,7 @@ def test_a_request_to_stop_ends_after_steps_that_were_read(
 
     def asking(self: Any, index: int, *args: Any) -> None:
         add(self, index, *args)
-        self._stop.asked = index >= 1
+        self.stop.asked = index >= 1
 
     monkeypatch.setattr(PendingSteps, "add", asking)
     stopped = run(tmp_path)

@@ -16,12 +16,13 @@ from anygauge.interface import AnygaugeError, NotAvailableError, Options, Tracke
 from anygauge.training.trackers.services import (
     JsonLinesFile,
     JsonLinesOptions,
-    KeptId,
     MLflow,
     MLflowOptions,
     TensorBoard,
     WandbOptions,
     WeightsAndBiases,
+    keep_id,
+    kept_id,
 )
 
 PARAMETERS = {"train.seed": 3, "adapter": None, "name": "tiny"}
@@ -73,13 +74,13 @@ def test_jsonl_says_what_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_an_id_is_kept_and_a_damaged_file_has_none(tmp_path: Path) -> None:
-    kept = KeptId(tmp_path, "some")
-    assert kept.read() is None
-    kept.write("abc")
-    assert KeptId(tmp_path, "some").read() == "abc"
+    kept = tmp_path / "some-run.json"
+    assert kept_id(kept) is None
+    keep_id(kept, "abc")
+    assert kept_id(kept) == "abc"
     for damaged in ("", "{", "[]", '{"id": 3}'):
-        (tmp_path / "some-run.json").write_text(damaged)
-        assert kept.read() is None
+        kept.write_text(damaged)
+        assert kept_id(kept) is None
 
 
 # -- tensorboard ------------------------------------------------------------------------------
@@ -185,7 +186,7 @@ def test_wandb_offline_holds_everything(tmp_path: Path) -> None:
     first.log(1, {"train/loss": 3.0})
     first.log(2, {"train/loss": 2.0, "system/host_busy_percent": 5.0})
     first.close("stopped", {})
-    kept = KeptId(tmp_path, "wandb").read()
+    kept = kept_id(tmp_path / "wandb-run.json")
     second = WeightsAndBiases(context(tmp_path, WandbOptions, resumed=1, **options))
     second.log(2, {"train/loss": 1.5})
     second.close("failed", {"final_loss": 1.5})

@@ -19,7 +19,7 @@ MAKERS: dict[str, Make] = {
     "several tensors at once": lambda groups: torch.optim.AdamW(groups, foreach=True),
     "one after another": lambda groups: torch.optim.AdamW(groups, foreach=False),
     "fused": lambda groups: torch.optim.AdamW(groups, fused=True),
-    "lion": lambda groups: Lion(groups, lr=1e-2),
+    "lion": lambda groups: Lion(groups, lr=1e-2, betas=(0.9, 0.99)),
     "sgd": lambda groups: DecoupledSGD(groups, lr=1e-2, momentum=0.9),
     "adafactor": lambda groups: Adafactor(groups, lr=1e-2),
 }

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anygauge.interface import HOST_DEVICE, Activations, AnygaugeError, ModelError
+from anygauge.interface import HOST_DEVICE, AnygaugeError, ModelError
 from anygauge.interface.strategy import (
     PARAMETER,
     Counters,
@@ -44,7 +44,7 @@ from anygauge.training.checkpoints.sound import (
     read_record,
     state_files,
 )
-from anygauge.util.files import flush, usual_mode
+from anygauge.util.files import flush, part_of, usual_mode
 from anygauge.util.text import finite
 
 ADAPTER = "adapter"
@@ -76,7 +76,7 @@ def write_checkpoint(
     """
     from safetensors import SafetensorError
 
-    temporary = folder.with_name(f".{folder.name}.part")
+    temporary = part_of(folder)
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         folder.parent.mkdir(exist_ok=True)  # not the run directory: it was there
@@ -173,13 +173,8 @@ class ResumedFactory:
         self._state = state
         self._names = frozenset(state.names())
 
-    def skeleton(self) -> nn.Module:
-        """See `ModelFactory.skeleton`."""
-        return self._factory.skeleton()
-
-    def fill_buffers(self, model: nn.Module) -> None:
-        """See `ModelFactory.fill_buffers`."""
-        self._factory.fill_buffers(model)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._factory, name)
 
     def values(
         self, model: nn.Module, unit: str, part: PartFunction | None = None
@@ -201,22 +196,21 @@ class ResumedFactory:
     def adapt(self, model: nn.Module) -> nn.Module:
         """See `ModelFactory.adapt`."""
         adapted = self._factory.adapt(model)
-        if adapted is model:
-            return model
-        with torch.no_grad():
-            for name, parameter in adapted.named_parameters():
-                if name in self._names and not parameter.is_meta:
-                    parameter.copy_(self._value(name, parameter.shape))
+        if adapted is not model:
+            self._fill(adapted)
         return adapted
 
     def adapted_on_meta(self) -> tuple[nn.Module, Mapping[str, str]]:
         """See `ModelFactory.adapted_on_meta`."""
         adapted, names = self._factory.adapted_on_meta()
-        with torch.no_grad():
-            for name, parameter in adapted.named_parameters():
-                if name in self._names and not parameter.is_meta:
-                    parameter.copy_(self._value(name, parameter.shape))
+        self._fill(adapted)
         return adapted, names
+
+    @torch.no_grad()
+    def _fill(self, adapted: nn.Module) -> None:
+        for name, parameter in adapted.named_parameters():
+            if name in self._names and not parameter.is_meta:
+                parameter.copy_(self._value(name, parameter.shape))
 
     def _value(self, name: str, shape: Sequence[int]) -> Tensor:
         kept = self._state.tensor(name, PARAMETER)
@@ -226,19 +220,6 @@ class ResumedFactory:
                 f"{tuple(shape)}; resume with the adapter that the checkpoint was made with"
             )
         return kept
-
-    def external_parameters(self, model: nn.Module) -> Sequence[tuple[nn.Module, nn.Parameter]]:
-        """See `ModelFactory.external_parameters`."""
-        return self._factory.external_parameters(model)
-
-    @property
-    def activations(self) -> Activations:
-        """See `ModelFactory.activations`."""
-        return self._factory.activations
-
-    def checkpoint_activations(self, model: nn.Module, *, reentrant: bool = False) -> None:
-        """See `ModelFactory.checkpoint_activations`."""
-        self._factory.checkpoint_activations(model, reentrant=reentrant)
 
 
 def _write_tensors(

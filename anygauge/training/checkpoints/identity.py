@@ -174,12 +174,8 @@ class Finished:
     @property
     def identity(self) -> Mapping[str, Any]:
         """See `identity_of`; empty where the report does not have it."""
-        return _object(self.report.get("identity"))
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """See `settings_of`."""
-        return _object(self.report.get("settings"))
+        kept = self.report.get("identity")
+        return kept if isinstance(kept, dict) else {}
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -248,10 +244,6 @@ def check_length(finished: Finished, steps: int, newest: int | None) -> bool:
             f"{kept} (checkpoint.every). Give another name to train from the beginning{advice}"
         )
     return False
-
-
-def _object(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _digest(value: Any) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Any
 
 from anygauge.interface import API_VERSION, TrackerSpec, hookimpl
 from anygauge.training.trackers.services import mlflow_store, wandb_login
@@ -11,45 +12,24 @@ from anygauge.training.trackers.services import mlflow_store, wandb_login
 _SERVICES = "anygauge.training.trackers.services"
 
 
-def _needs(module: str, install: str) -> Callable[[], str | None]:
+def _tracker(name: str, kind: str, package: str = "", **more: Any) -> TrackerSpec:
     def missing() -> str | None:
-        if importlib.util.find_spec(module) is None:
-            return f"the package {module} is not installed; {install}"
+        if package and importlib.util.find_spec(package) is None:
+            install = f"pip install 'anygauge[{package}]'"
+            return f"the package {package} is not installed; {install}"
         return None
 
-    return missing
+    factory = f"{_SERVICES}:{kind}"
+    return TrackerSpec(name=name, factory=factory, api_version=API_VERSION, missing=missing, **more)
 
 
 @hookimpl
 def anygauge_provide_trackers() -> Iterable[TrackerSpec]:
     """Announce the trackers of this package."""
+    jsonl, wandb, mlflow = (f"{_SERVICES}:{n}Options" for n in ("JsonLines", "Wandb", "MLflow"))
     return [
-        TrackerSpec(
-            name="tensorboard",
-            factory=f"{_SERVICES}:TensorBoard",
-            api_version=API_VERSION,
-            missing=_needs("tensorboard", "pip install 'anygauge[tensorboard]'"),
-        ),
-        TrackerSpec(
-            name="jsonl",
-            factory=f"{_SERVICES}:JsonLinesFile",
-            api_version=API_VERSION,
-            options=f"{_SERVICES}:JsonLinesOptions",
-        ),
-        TrackerSpec(
-            name="wandb",
-            factory=f"{_SERVICES}:WeightsAndBiases",
-            api_version=API_VERSION,
-            options=f"{_SERVICES}:WandbOptions",
-            missing=_needs("wandb", "pip install 'anygauge[wandb]'"),
-            unready=wandb_login,
-        ),
-        TrackerSpec(
-            name="mlflow",
-            factory=f"{_SERVICES}:MLflow",
-            api_version=API_VERSION,
-            options=f"{_SERVICES}:MLflowOptions",
-            missing=_needs("mlflow", "pip install 'anygauge[mlflow]'"),
-            unready=mlflow_store,
-        ),
+        _tracker("tensorboard", "TensorBoard", "tensorboard"),
+        _tracker("jsonl", "JsonLinesFile", options=jsonl),
+        _tracker("wandb", "WeightsAndBiases", "wandb", options=wandb, unready=wandb_login),
+        _tracker("mlflow", "MLflow", "mlflow", options=mlflow, unready=mlflow_store),
     ]

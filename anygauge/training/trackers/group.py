@@ -12,7 +12,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +37,6 @@ LONGEST_QUEUE = 10_000
 """Records that may wait for a tracker that is slower than training."""
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 """User and password in an address."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Record:
-    step: int
-    metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class _End:
-    status: RunStatus
-    summary: Mapping[str, float]
 
 
 class Trackers:
@@ -116,7 +103,8 @@ class _TrackerThread:
         self._name = name
         self._make = make
         self._trouble = trouble
-        self._waiting: queue.Queue[_Record | _End] = queue.Queue()
+        self._waiting: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue()
+        self._end: tuple[RunStatus, Mapping[str, float]] = ("failed", {})
         self._error: BaseException | None = None
         self._open = threading.Event()
         self._dropped = False
@@ -144,10 +132,11 @@ class _TrackerThread:
         if self._waiting.qsize() >= LONGEST_QUEUE:
             self._drop(step, f"it is {LONGEST_QUEUE:,} records behind")
             return
-        self._waiting.put(_Record(step, dict(metrics)))
+        self._waiting.put((step, dict(metrics)))
 
     def end(self, status: RunStatus, summary: Mapping[str, float]) -> None:
-        self._waiting.put(_End(status, dict(summary)))
+        self._end = (status, dict(summary))
+        self._waiting.put(None)
 
     def join(self, deadline: float) -> None:
         self._thread.join(max(0.0, deadline - time.monotonic()))
@@ -164,17 +153,17 @@ class _TrackerThread:
             return
         finally:
             self._open.set()
-        while True:
-            item = self._waiting.get()
-            if isinstance(item, _End):
-                self._close(tracker, item)
-                return
+        while (item := self._waiting.get()) is not None:
             if self._dropped:
                 continue
             try:
-                tracker.log(item.step, item.metrics)
+                tracker.log(*item)
             except BaseException as error:
-                self._drop(item.step, describe(error))
+                self._drop(item[0], describe(error))
+        try:
+            tracker.close(*self._end)
+        except BaseException as error:
+            self._trouble(f"tracker {self._name!r} could not be closed: {describe(error)}")
 
     def _drop(self, step: int, reason: str) -> None:
         self._dropped = True
@@ -182,17 +171,6 @@ class _TrackerThread:
             f"tracker {self._name!r} is disabled from step {step} on: {reason}. Training "
             "continues; metrics.jsonl has everything"
         )
-
-    def _close(self, tracker: Tracker, end: _End) -> None:
-        try:
-            tracker.close(end.status, end.summary)
-        except BaseException as error:
-            self._trouble(f"tracker {self._name!r} could not be closed: {describe(error)}")
-
-
-def no_trackers() -> Trackers:
-    """What a rank that logs nothing has."""
-    return Trackers({}, lambda text: None)
 
 
 def open_trackers(

@@ -21,7 +21,6 @@ from pydantic import Field
 
 from anygauge.interface import (
     AnygaugeError,
-    NotAvailableError,
     Options,
     RunStatus,
     TrackerContext,
@@ -155,14 +154,11 @@ class WeightsAndBiases:
     """One run of Weights & Biases; its files are under ``<run directory>/wandb``."""
 
     def __init__(self, context: TrackerContext) -> None:
-        reason = wandb_login(context.options, os.environ)
-        if reason is not None:
-            raise NotAvailableError(f"tracker 'wandb': {reason}")
         import wandb
 
         options = context.options
-        kept = KeptId(context.run_directory, "wandb")
-        known = kept.read()
+        kept = context.run_directory / "wandb-run.json"
+        known = kept_id(kept)
         identity = known or secrets.token_hex(4)
         mode: Any = options.mode or os.environ.get("WANDB_MODE") or "online"
         self._run = wandb.init(
@@ -186,7 +182,7 @@ class WeightsAndBiases:
                 finish_timeout_raises=True,
             ),
         )
-        kept.write(identity)
+        keep_id(kept, identity)
         # A resumed run repeats steps, which wandb's own step counter would refuse.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
@@ -205,17 +201,14 @@ class MLflow:
     """One run of MLflow. Summary values are metrics named ``summary/...``."""
 
     def __init__(self, context: TrackerContext) -> None:
-        reason = mlflow_store(context.options, os.environ)
-        if reason is not None:
-            raise NotAvailableError(f"tracker 'mlflow': {reason}")
         from mlflow import MlflowClient
 
         options = context.options
         uri = options.tracking_uri or os.environ["MLFLOW_TRACKING_URI"]
         self._client = MlflowClient(tracking_uri=uri)
         self._last = context.resumed_from_step or 0
-        kept = KeptId(context.run_directory, "mlflow")
-        known = kept.read()
+        kept = context.run_directory / "mlflow-run.json"
+        known = kept_id(kept)
         if known is not None:
             self._id = known
             self._client.update_run(self._id, status="RUNNING")
@@ -224,7 +217,7 @@ class MLflow:
             self._experiment(options), run_name=options.name or context.run_name
         )
         self._id = run.info.run_id
-        kept.write(self._id)
+        keep_id(kept, self._id)
         self._log_parameters(context.parameters)
 
     def _experiment(self, options: MLflowOptions) -> str:
@@ -256,23 +249,21 @@ class MLflow:
         self._client.set_terminated(self._id, status=_MLFLOW_STATUS[status])
 
 
-class KeptId:
-    """The id that a tracker gave to a run: a file in the run directory, for when it is resumed."""
+def kept_id(path: Path) -> str | None:
+    """The id that a tracker gave to the run; None where there is none yet, or the file is damaged.
 
-    def __init__(self, run_directory: Path, tracker: str) -> None:
-        self._path = run_directory / f"{tracker}-run.json"
+    It is kept in the run directory, for when the run is resumed.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))["id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return value if isinstance(value, str) and value else None
 
-    def read(self) -> str | None:
-        """The id; None where there is none yet, or the file is damaged."""
-        try:
-            value = json.loads(self._path.read_text(encoding="utf-8"))["id"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return value if isinstance(value, str) and value else None
 
-    def write(self, value: str) -> None:
-        """Write the id."""
-        write_text(self._path, json.dumps({"id": value}) + "\n")
+def keep_id(path: Path, value: str) -> None:
+    """Keep it."""
+    write_text(path, json.dumps({"id": value}) + "\n")
 
 
 def wandb_login(options: WandbOptions, environ: Mapping[str, str]) -> str | None:
