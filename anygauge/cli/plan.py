@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 MACHINE = "A node type, or a card and a count: p5.48xlarge, h100:8. Default: this machine."
 HARDWARE = "A file that describes cards and machines; repeatable."
 COMPARE = "Another machine to compare with; repeatable."
-ROWS = "Number of training rows: shows time and cost of an epoch."
 CALIBRATE = "Measure the speed of this machine's cards for later plans; takes no run file."
 SUGGEST = "Suggest changes that need less, even if the run fits."
 
@@ -47,7 +46,6 @@ def plan(
         bool, typer.Option("--strategies", help="Try every strategy and mesh of that many ranks.")
     ] = False,
     compare: Names = None,
-    rows: Annotated[int | None, typer.Option("--rows", min=1, help=ROWS)] = None,
     calibrate: Annotated[bool, typer.Option("--calibrate", help=CALIBRATE)] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -95,7 +93,7 @@ def plan(
     with interrupts_end_process():
         trial = tried(run, target)
         notes = [described.note_on(other.machine) for _, other in cases if other.machine]
-        page.trial(trial, target, rows, [note for note in notes if note])
+        page.trial(trial, target, [note for note in notes if note])
         run = trial.run  # with what strategy `auto` is there
         if known:
             batch = largest_batch(trial, target, tried, registry)

@@ -180,7 +180,7 @@ def test_the_verdict_is_one_line() -> None:
 def page_of(found: Trial, *, quiet: bool = False) -> Page:
     tried = Tried(lambda run: 11 * GIB * run.train.micro_batch_size)
     page = Page(quiet=quiet)
-    page.trial(found, MACHINE, None, ["no description has such a machine"])
+    page.trial(found, MACHINE, ["no description has such a machine"])
     asked = tried(run(), TARGET)
     batch, rows = largest_batch(asked, TARGET, tried, REGISTRY), longest_rows(asked, TARGET, tried)
     page.largest(batch, rows)
@@ -238,7 +238,7 @@ def test_the_keys_of_json_are_documented_and_always_there(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     page = Page(quiet=True)
-    page.trial(trial(), MACHINE, None, [])
+    page.trial(trial(), MACHINE, [])
     bare = json.loads(json.dumps(page.record))
     names = table_names(section(ROOT / "docs/planning.md", "## For programs"))
     assert names == set(bare)

@@ -1,4 +1,4 @@
-"""The largest micro-batch and the longest rows: by two plans, and a third that agrees."""
+"""The largest micro-batch and the longest rows: by two plans, and two that check."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def batch(given: RunFile, tried: Tried, target: Target = TARGET) -> Choice:
 def test_the_largest_batch_is_exact(needed: Callable[[RunFile], int], first: int) -> None:
     tried = Tried(needed)
     found = batch(run(train={"micro_batch_size": first, "global_batch_size": 16 * first}), tried)
-    assert needed is not linear or first == 64 or len(tried.runs) == 3, "two plans more"
+    assert needed is not linear or len(tried.runs) <= 4, "three plans more"
     assert found.fits
     number = found.lines["train.micro_batch_size"]
     assert found.lines == {

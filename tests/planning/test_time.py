@@ -12,7 +12,7 @@ from anygauge.interface import Card, Rates
 from anygauge.planning import time as times
 from anygauge.planning.machines import Machine
 from anygauge.planning.memory import Traffic, Work
-from anygauge.planning.time import Ranks, UnknownRateError, duration
+from anygauge.planning.time import UnknownRateError, duration
 
 CARD = Card(
     name="square",
@@ -23,8 +23,8 @@ CARD = Card(
     host_link=10e9,
 )
 MACHINE = Machine(name="four", card="square", cards=4, link=100e9, network=50e9)
-ONE, TWO = (Ranks(ranks=count, per_machine=count) for count in (1, 2))
-EIGHT = Ranks(ranks=8, per_machine=4)
+ONE, TWO, EIGHT = (1, 1), (2, 2), (8, 4)
+"""Ranks, and how many of them are on one machine."""
 WORK = Work(flops={"bfloat16": 72e12}, other_bytes=0.8e12)
 MEASURED = replace(CARD, matmul={"bfloat16": 40e12}, copy=0.4e12, exchange=10e9, issue=1.0)
 HOST = replace(MEASURED, shared_memory=True, issue=1e-6)
@@ -70,17 +70,18 @@ def traffic(count: float, *group: int, waited: bool = False, calls: float = 0) -
         # Stages wait for each other.
         (
             CARD,
-            Ranks(ranks=4, per_machine=4, stages=4, rounds=12),
+            (4, 4),
             {},
             {"idle": 3 / 12 * ALONE, "step": 15 / 12 * ALONE},
         ),
     ],
 )
 def test_each_part_by_its_rate(
-    card: Card, ranks: Ranks, work: Mapping[str, Any], expected: Mapping[str, Any]
+    card: Card, ranks: tuple[int, int], work: Mapping[str, Any], expected: Mapping[str, Any]
 ) -> None:
     machine = MACHINE if ranks is EIGHT else None
-    found = duration(replace(WORK, **work), card, ranks, machine=machine)
+    pipeline = (4, 12) if ranks == (4, 4) else (1, 1)
+    found = duration(replace(WORK, **work), card, *ranks, pipeline=pipeline, machine=machine)
     for name, value in expected.items():
         got = getattr(found, name)
         for link in value if isinstance(value, dict) else ():
@@ -91,13 +92,13 @@ def test_each_part_by_its_rate(
 
 
 def test_tokens_and_utilisation() -> None:
-    found = duration(WORK, CARD, ONE, tokens=1000, flops=50e12)
+    found = duration(WORK, CARD, *ONE, tokens=1000, flops=50e12)
     assert found.tokens_per_s == pytest.approx(1000 / found.step)
     assert found.mfu == pytest.approx(50 / 100 / found.step)
 
 
 def test_ranks_whose_device_is_the_host_share_it() -> None:
-    one, two = duration(WORK, HOST, ONE), duration(WORK, HOST, TWO)
+    one, two = duration(WORK, HOST, *ONE), duration(WORK, HOST, *TWO)
     assert two.multiplying == pytest.approx(2 * one.multiplying)
     assert two.moving == pytest.approx(2 * one.moving)
     slow = Rates(matmul={"bfloat16": 1e9}, copy=1e9, issue=1e-6)
@@ -130,5 +131,5 @@ def test_what_is_missing_is_named(
     card: Card, work: Mapping[str, Any], machine: Machine | None, expected: str
 ) -> None:
     with pytest.raises(UnknownRateError) as caught:
-        duration(replace(WORK, **work), card, EIGHT, machine=machine)
+        duration(replace(WORK, **work), card, *EIGHT, machine=machine)
     assert expected in str(caught.value)
