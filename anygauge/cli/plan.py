@@ -81,7 +81,7 @@ def plan(
     flags = {"backend": backend, "launch.devices": devices, "launch.nodes": nodes}
     names = list(dict.fromkeys([*([machine] if machine else []), *(compare or ())])) or [None]
     cases = [_case(run_file, set_ or [], flags, name, described, registry) for name in names]
-    run, target = cases[0]
+    (run, target), *_ = cases
     known = target.card is not None and target.card.memory is not None
     if suggest and not known:
         why = "no card was found here" if target.card is None else no_memory(target)
@@ -100,10 +100,8 @@ def plan(
             lengths = longest_rows(trial, target, tried)
             page.largest(batch, lengths)
         if compare:
-            places = ((one.machine.name if one.machine else "this machine") for _, one in cases)
-            pairs = zip(places, cases, strict=True)
-            found = [Choice(name).tried(*case, tried) for name, case in pairs]
-            page.rows("machine", "machines", found)
+            rows = [Choice(target.place).tried(run, target, tried) for run, target in cases]
+            page.rows("machine", "machines", rows)
         if strategies:
             page.rows("strategy", "strategies", try_strategies(run, target, tried, registry))
         if known and (suggest or not trial.fits):

@@ -45,6 +45,11 @@ class Target:
     card: Card | None
     machine: Machine | None = None
 
+    @property
+    def place(self) -> str:
+        """In words."""
+        return "this machine" if self.machine is None else self.machine.name
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
