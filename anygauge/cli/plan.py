@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 MACHINE = "A node type, or a card and a count: p5.48xlarge, h100:8. Default: this machine."
 HARDWARE = "A file that describes cards and machines; repeatable."
 COMPARE = "Another machine to compare with; repeatable."
-ROWS = "Number of training rows: shows time and cost of an epoch."
 CALIBRATE = "Measure the speed of this machine's cards for later plans; takes no run file."
 SUGGEST = "Suggest changes that need less, even if the run fits."
 
@@ -47,7 +46,6 @@ def plan(
         bool, typer.Option("--strategies", help="Try every strategy and mesh of that many ranks.")
     ] = False,
     compare: Names = None,
-    rows: Annotated[int | None, typer.Option("--rows", min=1, help=ROWS)] = None,
     calibrate: Annotated[bool, typer.Option("--calibrate", help=CALIBRATE)] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -83,7 +81,7 @@ def plan(
     flags = {"backend": backend, "launch.devices": devices, "launch.nodes": nodes}
     names = list(dict.fromkeys([*([machine] if machine else []), *(compare or ())])) or [None]
     cases = [_case(run_file, set_ or [], flags, name, described, registry) for name in names]
-    run, target = cases[0]
+    (run, target), *_ = cases
     known = target.card is not None and target.card.memory is not None
     if suggest and not known:
         why = "no card was found here" if target.card is None else no_memory(target)
@@ -95,17 +93,15 @@ def plan(
     with interrupts_end_process():
         trial = tried(run, target)
         notes = [described.note_on(other.machine) for _, other in cases if other.machine]
-        page.trial(trial, target, rows, [note for note in notes if note])
+        page.trial(trial, target, [note for note in notes if note])
         run = trial.run  # with what strategy `auto` is there
         if known:
             batch = largest_batch(trial, target, tried, registry)
             lengths = longest_rows(trial, target, tried)
             page.largest(batch, lengths)
         if compare:
-            places = ((one.machine.name if one.machine else "this machine") for _, one in cases)
-            pairs = zip(places, cases, strict=True)
-            found = [Choice(name).tried(*case, tried) for name, case in pairs]
-            page.rows("machine", "machines", found)
+            rows = [Choice(target.place).tried(run, target, tried) for run, target in cases]
+            page.rows("machine", "machines", rows)
         if strategies:
             page.rows("strategy", "strategies", try_strategies(run, target, tried, registry))
         if known and (suggest or not trial.fits):

@@ -13,7 +13,7 @@ from rich.table import Table
 from anygauge.cli.console import Console
 from anygauge.cli.lines import seconds
 from anygauge.interface.strategy import KINDS
-from anygauge.planning.changes import Choice, total_times
+from anygauge.planning.changes import Choice
 from anygauge.planning.fit import GIB
 from anygauge.planning.trials import Target, Trial
 
@@ -49,14 +49,9 @@ class Page:
         self._print = Console(quiet=quiet).print
         self.record: dict[str, Any] = {}
 
-    def trial(self, trial: Trial, target: Target, rows: int | None, notes: Sequence[str]) -> None:
-        """The verdict, what each phase takes, and how long a step does.
-
-        Args:
-            rows: of the training data; None: not known.
-            notes: on machines.
-        """
-        wholes, memory = total_times(trial, target.machine, rows), asdict(trial.memory)
+    def trial(self, trial: Trial, target: Target, notes: Sequence[str]) -> None:
+        """The verdict, notes on machines, what each phase takes, and how long a step does."""
+        memory = asdict(trial.memory)
         del memory["work"]
         self.record = {
             **trial.record(),
@@ -66,7 +61,6 @@ class Page:
             "card": target.card and target.card.name,
             "notes": list(notes),
             "untimed": trial.untimed or None,
-            "wholes": wholes,
             **memory,
             **dict.fromkeys(ASKED),
         }
@@ -76,10 +70,6 @@ class Page:
         self._table(_phases(trial))
         for line in _time(trial, target):
             self._print(line)
-        for one in wholes:
-            money = "" if one["money"] is None else f", cost {one['money']:,.2f}"
-            took = seconds(one["seconds"])
-            self._print(f"  the {one['of']}: {one['steps']:,} steps, {took}{money}")
 
     def largest(self, batch: Choice, rows: Choice) -> None:
         """What fits at the most."""
@@ -207,6 +197,8 @@ def _time(trial: Trial, target: Target) -> Iterator[str]:
     yield "  " + ", ".join(f"{said} {seconds(took[n])}" for n, said in PARTS.items() if took[n])
     if target.card is not None and target.card.shared_memory:
         yield "  a rough estimate: a processor reaches other rates than those of large products"
+    if (steps := trial.run.train.steps) is not None:
+        yield f"  the run: {steps:,} steps, {seconds(steps * time.step)}"
 
 
 def _cells(name: str, trial: Trial) -> Sequence[str]:

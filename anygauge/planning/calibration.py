@@ -16,14 +16,13 @@ import torch
 
 from anygauge.agent import local_job
 from anygauge.config.schema import AUTO_ORDER
-from anygauge.interface import Backend, Job, Phase
+from anygauge.interface import Job, Phase
 
 MODULE = "anygauge.planning.calibration"
 REPEATS = 7
 LONG_S = 0.05  # that a measured call takes at least, as far as the sizes allow
 SIDES = (256, 512, 1024, 2048, 4096, 8192)  # of square matrices
 BYTES = (2**22, 2**24, 2**26, 2**28)  # of a tensor that is copied, or that a rank gives to a gather
-Work = tuple[float, Callable[[], object]]  # operations or bytes, and the call that handles them
 
 
 def measure(backend: str, ranks: int) -> dict[str, Any]:
@@ -40,51 +39,49 @@ def run_rank(job: Job, rank: int, world_size: int, local_rank: int) -> dict[str,
     with local_job.opened(job, rank, world_size, local_rank) as backend:
         device, collectives = backend.placement.device, backend.collectives
 
-        def product(kind: str, side: int) -> Work:
+        def seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
+            """Of one call, where all ranks do it at once: a median; the first is not counted."""
+            taken = []
+            for _ in range(repeats + 1):
+                backend.placement.synchronize()
+                collectives.barrier()
+                began = time.perf_counter()
+                work()
+                backend.graph.mark_step(Phase.UPDATE)
+                backend.placement.synchronize()
+                taken.append(time.perf_counter() - began)
+            return statistics.median(taken[1:])
+
+        def rate(sizes: tuple[int, ...], work_of: Callable[[int], Callable[[], object]]) -> float:
+            """Of a size per second, at the first that takes long enough, or else the last."""
+            for size in sizes:
+                work = work_of(size)
+                # All ranks must agree which size is the last.
+                if max(collectives.gather_objects(seconds(work, 1))) >= LONG_S:
+                    break
+            return size ** (3 if sizes is SIDES else 1) / seconds(work)
+
+        def product(kind: str, side: int) -> Callable[[], object]:
             square = torch.randn(side, side, device=device).to(getattr(torch, kind))
-            return 2 * side**3, lambda: square @ square
+            return lambda: square @ square
 
-        def addition(size: int) -> Work:
+        def addition(size: int) -> Callable[[], object]:
             one, two, total = torch.ones(3, size // 4, device=device)
-            return 3 * size, lambda: torch.add(one, two, out=total)
+            return lambda: torch.add(one, two, out=total)
 
-        def gather(size: int) -> Work:
+        def gather(size: int) -> Callable[[], object]:
             one = torch.ones(size // 4, device=device)
-            return (world_size - 1) * size, lambda: collectives.all_gather(one)
+            return lambda: collectives.all_gather(one)
 
         # float32 is not a capability, since all compute in it.
         kinds = [kind for kind in AUTO_ORDER if kind == "float32" or backend.support(kind)]
-        matmul = {kind: _rate(backend, SIDES, partial(product, kind)) for kind in kinds}
-        found: dict[str, Any] = {"matmul": matmul, "copy": _rate(backend, BYTES, addition)}
+        found: dict[str, Any] = {"matmul": {k: 2 * rate(SIDES, partial(product, k)) for k in kinds}}
+        found["copy"] = 3 * rate(BYTES, addition)
         if world_size > 1:
             one = torch.zeros(1, device=device)
-            found["call"] = _seconds(backend, lambda: collectives.all_reduce(one), 10 * REPEATS)
-            found["exchange"] = _rate(backend, BYTES, gather)
+            found["call"] = seconds(lambda: collectives.all_reduce(one), 10 * REPEATS)
+            found["exchange"] = (world_size - 1) * rate(BYTES, gather)
         return found
-
-
-def _rate(backend: Backend, sizes: tuple[int, ...], of: Callable[[int], Work]) -> float:
-    """Per second, at the first of the sizes that takes long enough, or else the last."""
-    for size in sizes:
-        amount, work = of(size)
-        # All ranks must agree which size is the last.
-        if max(backend.collectives.gather_objects(_seconds(backend, work, 1))) >= LONG_S:
-            break
-    return amount / _seconds(backend, work, REPEATS)
-
-
-def _seconds(backend: Backend, work: Callable[[], object], repeats: int) -> float:
-    """Of one call, where all ranks do it at once: a median; the first is not counted."""
-    taken = []
-    for _ in range(repeats + 1):
-        backend.placement.synchronize()
-        backend.collectives.barrier()
-        began = time.perf_counter()
-        work()
-        backend.graph.mark_step(Phase.UPDATE)
-        backend.placement.synchronize()
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken[1:])
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,6 @@ from anygauge.config.schema import RunFile
 from anygauge.config.sections import QuantiseSection
 from anygauge.interface import AnygaugeError, StrategySpec
 from anygauge.kernels.choose import LOSS, REFERENCE
-from anygauge.planning.machines import Machine
 from anygauge.planning.trials import Target, Trial, Try, changed
 from anygauge.registry import Provided, Registry
 from anygauge.registry.registry import load_options
@@ -196,8 +194,8 @@ def what_to_change(
 
 # -- the largest that fits -------------------------------------------------------------------------
 
-MOST_PLANS = 6
-"""Of one answer: two give a line, one checks what it says; more where it is none."""
+MOST_PLANS = 8
+"""Of one answer: two give a line, two check what it says; more where it is none."""
 MOST_SEQUENCES = 1024
 MOST_TOKENS = 2**20
 TOKENS = 64
@@ -245,52 +243,36 @@ def _largest(
     """
     first, unit, most = sizes
     plans: dict[int, Trial] = {first: trial}
-    number = 2 * first if trial.fits else max(unit, first // 2)
     for _ in range(MOST_PLANS):
-        number = max(min(unit, most), min(number, most))
-        if number in plans:
+        best = max((number for number, one in plans.items() if one.fits), default=0)
+        over = min((number for number, one in plans.items() if not one.fits), default=None)
+        least = min(most, (best // unit + 1) * unit)
+        largest = most if over is None else (over - 1) // unit * unit
+        if not best < least <= largest:
             break
+        guess = _solved(plans) if len(plans) > 1 else first * (2 if trial.fits else 0.5)
+        number = most if guess >= most else int(guess) // unit * unit
+        number = max(least, min(number, largest))
         found = Choice(name, lines(number)).tried(trial.run, target, tried)
         if found.trial is None:
-            most, ended_by = first, f"{number:,} is refused: {found.why}"
+            most, ended_by = best, f"{number:,} is refused: {found.why}"
             break
         plans[number] = found.trial
-        number = _solved(plans, unit, most)
-    best = max((number for number, found in plans.items() if found.fits), default=0)
+    best = max((number for number, one in plans.items() if one.fits), default=0)
     if not best:
         return Choice(name)
     return Choice(name, lines(best), plans[best], ended_by if best + unit > most else "")
 
 
-def _solved(plans: Mapping[int, Trial], unit: int, most: int) -> int:
-    """The largest multiple of `unit` with which all that is needed is there, by the curves through
-    the plans that are nearest to that: of each phase, and of what ranks share."""
-    over = sorted(number for number, found in plans.items() if not found.fits)[:2]
-    under = sorted((n for n, found in plans.items() if found.fits), reverse=True)[: 3 - len(over)]
-    near = {n: plans[n].against for n in (*under[:1], *over[:1], *under[1:], *over[1:])}
-    curves = [
-        (_curve([(n, needs[name][0]) for n, needs in near.items() if name in needs]), has)
-        for name, (_, has) in next(iter(near.values())).items()
-    ]
-    units = bisect_left(
-        range(1, most // unit + 1),
-        True,
-        key=lambda count: any(curve(count * unit) > has for curve, has in curves),
-    )
-    return units * unit if (units + 1) * unit <= most else most
-
-
-def _curve(points: Sequence[tuple[int, int]]) -> Callable[[float], float]:
-    """Through one to three points; a line where it would bend down."""
-    (a, at_a), *others = points
-    if not others:
-        return lambda x: at_a
-    (b, at_b), *last = others
-    slope = (at_b - at_a) / (b - a)
-    bend = 0.0
-    for c, at_c in last:
-        bend = max(0.0, ((at_c - at_b) / (c - b) - slope) / (c - a))
-    return lambda x: at_a + (x - a) * (slope + bend * (x - b))
+def _solved(plans: Mapping[int, Trial]) -> float:
+    """Where nothing is left: by a line through two plans, or between two that are far apart."""
+    margins = sorted(((n, one.margin) for n, one in plans.items()), key=lambda one: abs(one[1]))
+    fitting = [one for one in margins if one[1] >= 0][:1]
+    over = [one for one in margins if one[1] < 0][:1]
+    (a, at_a), (b, at_b) = [*fitting, *over] if fitting and over else margins[:2]
+    if at_a >= 0 > at_b and b > 2 * a:
+        return math.sqrt(a * b)
+    return math.inf if at_a == at_b else a + at_a * (b - a) / (at_a - at_b)
 
 
 # -- every layout of the ranks ---------------------------------------------------------------------
@@ -355,35 +337,3 @@ def _order(row: Choice) -> tuple[bool, bool, float]:
     needed = trial.memory.worst[1].total if trial.fit is None else trial.fit.needed
     slow = needed if trial.time is None else trial.time.step
     return False, trial.fit is not None and not trial.fit.fits, slow
-
-
-# -- what all comes to -----------------------------------------------------------------------------
-
-HOUR = 3600.0
-
-
-def total_times(trial: Trial, machine: Machine | None, rows: int | None) -> list[dict[str, Any]]:
-    """An epoch, and the run: ``of`` which, ``steps``, ``seconds``, ``money`` in the currency
-    of the machine's price; None where it has none.
-
-    Args:
-        rows: of the training data; None: not known.
-    """
-    if trial.time is None:
-        return []
-    train, machines = trial.run.train, trial.run.launch.nodes
-    lengths = {"epoch": 1, "run": train.epochs}
-    steps = {
-        of: math.ceil(rows * epochs / train.global_batch_size)
-        for of, epochs in lengths.items()
-        if rows is not None and epochs is not None
-    }
-    if train.steps is not None:
-        steps["run"] = train.steps
-    price = None if machine is None else machine.price
-    found = []
-    for of, count in steps.items():
-        seconds = count * trial.time.step
-        money = None if price is None else price * machines * seconds / HOUR
-        found.append({"of": of, "steps": count, "seconds": seconds, "money": money})
-    return found

@@ -69,13 +69,8 @@ class Fit:
     @property
     def margin(self) -> int:
         """The least that is left of anything; below zero: the run does not fit."""
-        return min(has - needed for needed, has in self.against.values())
-
-    @property
-    def against(self) -> dict[str, tuple[int, int]]:
-        """Each phase, and what is shared -> what it needs, and what there is for it."""
-        found = {phase: (needed, self.memory) for phase, needed in self.phases.items()}
-        return found | {name: (n, has) for name, (n, has) in self.shared.items() if has is not None}
+        shared = (has - needed for needed, has in self.shared.values() if has is not None)
+        return min((self.left, *shared))
 
     @property
     def lacking(self) -> Mapping[str, int]:

@@ -39,7 +39,6 @@ class Machine:
         cores: of its processors, as its provider counts them (clouds: vCPUs).
         disk: bytes of its local disks.
         disk_rate: of its local disks, bytes per second.
-        price: per hour, in whatever currency the user's file has; published ones change.
         sources: figure -> where it is from.
         origin: the plugin or file that describes it, or its card.
         imagined: it is named by its cards, and no description has a machine of so many.
@@ -55,7 +54,6 @@ class Machine:
     cores: Number = None
     disk: Bytes = None
     disk_rate: Rate = None
-    price: Annotated[float | None, figure({}, may_be_0=True)] = None
     sources: Mapping[str, str] = field(default_factory=dict)
     origin: str = ""
     imagined: bool = False

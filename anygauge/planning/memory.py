@@ -23,10 +23,6 @@ STEP = (FORWARD, LOSS, BACKWARD)
 """Phases of all micro-batches of a step."""
 
 
-PLAIN = ("matrix_bytes", "other_bytes", "copied_bytes", "host_bytes", "operations")
-"""Figures of `Work` that are plain numbers."""
-
-
 @dataclass(kw_only=True, slots=True)
 class Work:
     """Of one optimizer step of one rank.
@@ -50,15 +46,16 @@ class Work:
     traffic: tuple[Traffic, ...] = ()
 
     def plus(self, other: Work, times: float = 1.0) -> Work:
-        """With so many times what another one is; its traffic does not count."""
-        kinds = {**self.flops, **other.flops}
-        return Work(
-            flops={
-                kind: self.flops.get(kind, 0.0) + times * other.flops.get(kind, 0.0)
-                for kind in kinds
-            },
-            **{name: getattr(self, name) + times * getattr(other, name) for name in PLAIN},
-            traffic=self.traffic,
+        """With so many times the traced operations of another one."""
+        flops = dict(self.flops)
+        for kind, count in other.flops.items():
+            flops[kind] = flops.get(kind, 0.0) + times * count
+        return replace(
+            self,
+            flops=flops,
+            matrix_bytes=self.matrix_bytes + times * other.matrix_bytes,
+            other_bytes=self.other_bytes + times * other.other_bytes,
+            operations=self.operations + times * other.operations,
         )
 
 

@@ -150,37 +150,34 @@ def _whole_model(section: Any, adapter: Any, factory: CausalModelFactory) -> nn.
     key = repr((section, adapter, factory._freezing, factory._dtype))
     if key not in _WHOLE:
         _WHOLE.clear()
-        _WHOLE[key] = _adapted(factory)
+        _WHOLE[key] = _on_meta(factory, buffers=False)
     return _WHOLE[key]
 
 
-def _adapted(factory: CausalModelFactory) -> nn.Module:
-    """An adapted model on the meta device, in the type of the run; buffers are real."""
+def _on_meta(factory: CausalModelFactory, *, buffers: bool) -> nn.Module:
+    """An adapted model on the meta device, in the type of the run.
+
+    Args:
+        buffers: move these there, too, but for those of angles.
+    """
     model = factory.skeleton()
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(factory._dtype)
     model = factory.adapt(model)
-    moved: dict[int, nn.Parameter] = {}
+    moved = {
+        id(p): nn.Parameter(p.detach().to("meta", factory._dtype), p.requires_grad)
+        for p in model.parameters()
+        if not p.is_meta
+    }
     for module in model.modules():
-        for name, real in module._parameters.items():
-            if real is not None and not real.is_meta:
-                if id(real) not in moved:
-                    value = real.detach().to("meta", factory._dtype)
-                    moved[id(real)] = nn.Parameter(value, real.requires_grad)
-                module._parameters[name] = moved[id(real)]
-    return model
-
-
-def _on_meta(model: nn.Module) -> nn.Module:
-    """The same with buffers on the meta device, too."""
-    for module in model.modules():
-        if type(module).__name__.endswith(ROTARY):
+        for name, one in module._parameters.items():
+            module._parameters[name] = moved.get(id(one), one)
+        if buffers and type(module).__name__.endswith(ROTARY):
             _rotate_on_host(module)
-            continue
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to("meta")
+        elif buffers:
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to("meta")
     return model
 
 
@@ -215,23 +212,18 @@ def _rotate_on_host(module: nn.Module) -> None:
     module.register_forward_hook(to_meta)
 
 
-def layers_of(config: Any) -> int:
-    """How many decoder layers a text model's configuration says."""
-    return next((int(getattr(config, name)) for name in LAYERS if getattr(config, name, None)), 0)
-
-
 def _of_depth(factory: CausalModelFactory, layers: int) -> CausalModelFactory:
     """The same model with its first layers alone; what it says of each layer is cut as well."""
     other = copy.copy(factory)
     other.config = copy.deepcopy(factory.config)
     config = other.config.get_text_config()
-    whole = layers_of(config)
+    names = [name for name in LAYERS if getattr(config, name, None)]
+    whole = [int(getattr(config, name)) for name in names][:1]
     for name, value in list(vars(config).items()):
-        if isinstance(value, list | tuple) and len(value) == whole:
+        if isinstance(value, list | tuple) and [len(value)] == whole:
             setattr(config, name, value[:layers])
-    for name in LAYERS:
-        if getattr(config, name, None):
-            setattr(config, name, layers)
+    for name in names:
+        setattr(config, name, layers)
     return other
 
 
@@ -266,7 +258,7 @@ def _traced(
     staged: bool,
 ) -> ModelTrace:
     """Args: factory: of a few layers, with the run's kernels."""
-    model = _on_meta(_adapted(factory))
+    model = _on_meta(factory, buffers=True)
     factory.checkpoint_activations(model)
     planner = getattr(strategy, "planner", None)
     if planner is not None:

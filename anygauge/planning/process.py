@@ -13,9 +13,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import weakref
 from collections.abc import Mapping, Sequence
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from anygauge.util.errors import AnygaugeError
 from anygauge.util.processes import describe_exit, die_with_parent, parent_environment
@@ -51,7 +50,6 @@ class Planner:
     def __init__(
         self, forms: Sequence[RunFile], target: Target, environment: Mapping[str, str]
     ) -> None:
-        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         with tempfile.TemporaryFile() as question:
             pickle.dump((forms, target), question)
             question.seek(0)
@@ -59,16 +57,16 @@ class Planner:
                 [sys.executable, "-m", "anygauge.planning.process"],
                 stdin=question,
                 stdout=subprocess.PIPE,
-                stderr=self._printed,
+                stderr=subprocess.PIPE,
                 env={**environment, **os.environ, **ENVIRONMENT, **parent_environment()},
             )
-        self.end = weakref.finalize(self, _end, self._process, self._printed)
 
     def __enter__(self) -> Planner:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.end()
+        self._process.kill()
+        self._process.communicate()
 
     def trial(self, limit_s: float) -> Trial:
         """The plan.
@@ -79,7 +77,7 @@ class Planner:
                 process has ended.
         """
         try:
-            answer, _ = self._process.communicate(timeout=max(LEAST_S, limit_s))
+            answer, printed = self._process.communicate(timeout=max(LEAST_S, limit_s))
         except subprocess.TimeoutExpired:
             raise TooLongError(f"no plan of this run was made within {limit_s:.0f} s") from None
         if answer:
@@ -87,20 +85,13 @@ class Planner:
             if isinstance(found, AnygaugeError):
                 raise found
             return found
-        self._printed.seek(0)
-        lines = self._printed.read().decode(errors="replace").strip().splitlines()
+        lines = printed.decode(errors="replace").strip().splitlines()
         last = f": {lines[-1].strip()}" if lines else ""
         raise AnygaugeError(
             f"the process that plans ended with {describe_exit(self._process.returncode)}{last}. "
             "There may be too little memory; a smaller data.max_length or train.micro_batch_size "
             "needs less"
         )
-
-
-def _end(process: subprocess.Popen[bytes], printed: IO[bytes]) -> None:
-    process.kill()
-    process.communicate()
-    printed.close()
 
 
 def main() -> int:

@@ -88,28 +88,13 @@ class Duration:
         return {**asdict(self), "tokens_per_s": self.tokens_per_s, "mfu": self.mfu}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ranks:
-    """How a run lies on machines.
-
-    Attributes:
-        ranks: all.
-        per_machine: of them on one.
-        stages: of its pipeline; 1: none.
-        rounds: micro-batches that a stage works on in a step, times the stages that a rank has.
-    """
-
-    ranks: int
-    per_machine: int
-    stages: int = 1
-    rounds: int = 1
-
-
 def duration(
     work: Work,
     card: Card,
-    ranks: Ranks,
+    ranks: int,
+    per_machine: int,
     *,
+    pipeline: tuple[int, int] = (1, 1),
     machine: Machine | None = None,
     dtype: str = "bfloat16",
     tokens: int = 1,
@@ -119,6 +104,9 @@ def duration(
 
     Args:
         work: of the rank that has most.
+        ranks: all of them; `per_machine` are on one.
+        pipeline: its stages; and the micro-batches that a stage works on in a step, times the
+            stages that a rank has.
         dtype: in which the model computes, whose peak MFU is of.
         tokens, flops: see `Duration`.
 
@@ -126,7 +114,7 @@ def duration(
         UnknownRateError: a figure is missing; says which, and where it is written.
     """
     # Ranks whose device is the host share its processors and its memory.
-    card = card.of_ranks(ranks.per_machine)
+    card = card.of_ranks(per_machine)
     copied = _known(card.copy, COPIED, card.bandwidth, card, "bandwidth")
     multiplying = sum(count / _multiplied(card, kind) for kind, count in work.flops.items())
     multiplying = max(multiplying, work.matrix_bytes / copied)
@@ -141,17 +129,18 @@ def duration(
     sending = {"cards": 0.0, "machines": 0.0}
     waited = 0.0
     for one in work.traffic:
-        link, seconds = _sending(one, card, ranks, machine)
+        link, seconds = _sending(one, card, per_machine, machine)
         sending[link] += seconds
         waited += seconds if one.waited else 0.0
     copying = 0.0
     if work.copied_bytes > LITTLE:
         copying = work.copied_bytes / _known(None, SENT, card.host_link, card, "host_link")
-    on_host = work.host_bytes * ranks.per_machine / HOST
+    on_host = work.host_bytes * per_machine / HOST
     beside = sum(sending.values()) - waited + copying
     hidden = 0.0 if card.shared_memory else OVERLAP * min(computing, beside)
     busy = computing + beside + waited - hidden + on_host
-    idle = busy * (ranks.stages - 1) / ranks.rounds
+    stages, rounds = pipeline
+    idle = busy * (stages - 1) / rounds
     peak = card.flops.get(dtype)
     return Duration(
         multiplying=multiplying,
@@ -165,7 +154,7 @@ def duration(
         step=busy + idle,
         tokens=tokens,
         flops=flops,
-        peak=None if peak is None else peak * ranks.ranks,
+        peak=None if peak is None else peak * ranks,
     )
 
 
@@ -189,10 +178,12 @@ def _known(
     return part * published
 
 
-def _sending(one: Traffic, card: Card, ranks: Ranks, machine: Machine | None) -> tuple[str, float]:
+def _sending(
+    one: Traffic, card: Card, per_machine: int, machine: Machine | None
+) -> tuple[str, float]:
     """Over which link, and how long."""
     call = CALL if card.call is None else card.call
-    if not one.spans(ranks.per_machine):
+    if not one.spans(per_machine):
         link = card.link if machine is None or machine.link is None else machine.link
         rate = _known(card.exchange, SENT, link, card, "link")
         return "cards", one.times * call + one.wire / rate
@@ -206,8 +197,6 @@ def _sending(one: Traffic, card: Card, ranks: Ranks, machine: Machine | None) ->
             "with its `network` in a file of your own (--hardware FILE.toml, docs/hardware.md)"
         )
     # A ring enters and leaves each machine once; as many rings as a machine's ranks have groups.
-    here = sum(
-        1 for rank in one.group if rank // ranks.per_machine == one.group[0] // ranks.per_machine
-    )
-    rings = ranks.per_machine / here
+    here = sum(rank // per_machine == one.group[0] // per_machine for rank in one.group)
+    rings = per_machine / here
     return "machines", one.times * call + one.wire * rings / (SENT * machine.network)

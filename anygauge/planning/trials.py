@@ -17,7 +17,7 @@ from anygauge.interface import AnygaugeError, Backend, Card, RunFileError, Unsup
 from anygauge.planning.fit import Fit, fit, on_disk
 from anygauge.planning.machines import Machine
 from anygauge.planning.memory import RunMemory
-from anygauge.planning.time import Duration, Ranks, UnknownRateError, duration
+from anygauge.planning.time import Duration, UnknownRateError, duration
 from anygauge.registry import Registry
 from anygauge.strategies.degrees import stages_per_rank
 from anygauge.training.auto import AUTO, candidates
@@ -44,6 +44,11 @@ class Target:
     backend: str
     card: Card | None
     machine: Machine | None = None
+
+    @property
+    def place(self) -> str:
+        """In words."""
+        return "this machine" if self.machine is None else self.machine.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,14 +80,8 @@ class Trial:
         return self.fit is not None and self.fit.fits
 
     @property
-    def against(self) -> Mapping[str, tuple[int, int]]:
-        """See `Fit.against`; there is a card to hold it against."""
-        assert self.fit is not None
-        return self.fit.against
-
-    @property
     def margin(self) -> int:
-        """See `Fit.margin`; likewise."""
+        """See `Fit.margin`; there is a card to hold it against."""
         assert self.fit is not None
         return self.fit.margin
 
@@ -239,7 +238,9 @@ def timed(
         return duration(
             memory.work,
             target.card,
-            Ranks(ranks=ranks, per_machine=run.launch.devices, stages=stages, rounds=rounds),
+            ranks,
+            run.launch.devices,
+            pipeline=(stages, rounds),
             machine=target.machine,
             dtype=memory.precision.param_dtype,
             tokens=batch * length,

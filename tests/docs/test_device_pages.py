@@ -84,7 +84,7 @@ def test_the_example_describes_and_corrects(tmp_path: Path) -> None:
     machine = hardware.machine("under the desk")
     assert (machine.cards, machine.link, machine.host_memory) == (2, 31e9, 128 * 2**30)
     assert hardware.card(machine.card).flops == {"bfloat16": 122e12}
-    assert hardware.machine("p5").price == 60.5 and plain.machine("p5").price is None
+    assert hardware.machine("p5").disk_rate == 20e9 != plain.machine("p5").disk_rate
     assert hardware.card("h100").bandwidth == 3.0e12 != plain.card("h100").bandwidth
     assert hardware.card("h100").memory == plain.card("h100").memory
 

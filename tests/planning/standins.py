@@ -42,11 +42,10 @@ memory = "40 GiB"
 flops.bfloat16 = "100 TFLOPS"
 bandwidth = "1 TB/s"
 link = "100 GB/s"
-[machine.priced]
+[machine.quick]
 card = "fast"
 cards = 8
 network = "50 GB/s"
-price = 36
 """
 """No backend drives these cards."""
 

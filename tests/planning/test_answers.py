@@ -187,8 +187,8 @@ def by_second(nodes: int = 1) -> Formula:
 
 
 @pytest.mark.parametrize(("nodes", "link"), [(1, "in a machine"), (2, "between machines")])
-def test_a_step_its_parts_and_an_epoch_with_its_price(nodes: int, link: str, plan: Command) -> None:
-    options = ("--nodes", str(nodes), "--rows", "640", "--machine", "priced")
+def test_a_step_its_parts_and_the_run(nodes: int, link: str, plan: Command) -> None:
+    options = ("--nodes", str(nodes), "--machine", "quick")
     found, shown = plan.record(by_second(nodes), *options), plan.text(by_second(nodes), *options)
     time, ranks = found["time"], 8 * nodes
     assert time["mfu"] == pytest.approx(400e12 / ranks / 1e14 / time["step"])
@@ -198,11 +198,7 @@ def test_a_step_its_parts_and_an_epoch_with_its_price(nodes: int, link: str, pla
         f"sends {link}",
     ):
         assert text in " ".join(shown.split()), text
-    costs = [36 * nodes * steps * time["step"] / 3600 for steps in (10, 100)]
-    assert [one["money"] for one in found["wholes"]] == pytest.approx(costs)
-    epoch, whole = shown[shown.index("  the epoch: 10 steps, ") :].splitlines()[:2]
-    assert epoch.endswith(f", cost {costs[0]:,.2f}")
-    assert whole.startswith("  the run: 100 steps, ") and whole.endswith(f", cost {costs[1]:,.2f}")
+    assert "  the run: 100 steps, " in shown
 
 
 def test_faster_ways_come_first(plan: Command) -> None:
@@ -216,15 +212,8 @@ def test_faster_ways_come_first(plan: Command) -> None:
     assert steps == sorted(steps) and len(set(steps)) > 2
 
 
-def test_without_a_rate_or_a_price_it_says_so(plan: Command) -> None:
-    assert "\nTime: not known: " in plan.text(by_second(), "--rows", "640")
-    for options, wholes in (
-        ("--rows 640", []),
-        ("--machine fast:8 --rows 640", [("epoch", None), ("run", None)]),
-        ("--machine fast:8", [("run", None)]),
-    ):
-        found = plan.record(by_second(), *options.split())["wholes"]
-        assert [(one["of"], one["money"]) for one in found] == wholes
+def test_without_a_rate_it_says_so(plan: Command) -> None:
+    assert "\nTime: not known: " in plan.text(by_second())
 
 
 @pytest.mark.parametrize(
@@ -250,7 +239,7 @@ def test_the_largest_batch_is_exact(needs: str, first: int, plan: Command) -> No
     batch = {"micro_batch_size": first, "global_batch_size": 16 * first}
     found = plan.record(formula, train=batch)["largest"]["batch"]
     sizes = {one.train.micro_batch_size for one in formula.runs if one.data.max_length == 1024}
-    assert needs != LINEAR or first == 64 or len(sizes) == 3, "two plans more"
+    assert needs != LINEAR or first == 64 or len(sizes) == 4, "three plans more"
     number = found["lines"]["train.micro_batch_size"]
     # A step has as many forwards.
     wanted = {"train.micro_batch_size": number, "train.global_batch_size": 16 * number}

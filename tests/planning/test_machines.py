@@ -111,8 +111,8 @@ def test_what_a_machine_has_is_read_with_its_units() -> None:
     assert set(machine.sources) == {"cards", "network", "host_memory", "disk_rate"}
     assert machine.sources["cards"] == "its page" and machine.origin == "a.toml"
     assert (empty.card, empty.cards, empty.network, empty.link) == ("", 0, None, None)
-    _, (own,) = read_hardware("[machine.b]\nprice = 2.5", "mine.toml", sourced=False)
-    assert (own.price, own.sources["price"]) == (2.5, "mine.toml")
+    _, (own,) = read_hardware("[machine.b]\ncores = 2", "mine.toml", sourced=False)
+    assert (own.cores, own.sources["cores"]) == (2, "mine.toml")
 
 
 def test_what_a_machine_cannot_have_is_refused_by_place() -> None:
@@ -129,7 +129,7 @@ def test_a_users_file_comes_over_a_plugin_figure_by_figure(mine: Here) -> None:
     file = mine.user(
         '[card."MINE-80"]\nnames = ["mine"]\nbandwidth = ["2.5 TB/s", "measured"]\n'
         'link = "0 GB/s"\nflops.float16 = ["700 TFLOPS", "measured"]\n'
-        '[machine."box.8"]\nprice = 20\n'
+        '[machine."box.8"]\ncores = 20\n'
     )
     found = mine.load()
     card = found.card("mine-80")
@@ -140,7 +140,7 @@ def test_a_users_file_comes_over_a_plugin_figure_by_figure(mine: Here) -> None:
     assert card.origin == f"cards.toml of dist-one 1.0 and {file}"
     assert found.card("mine") == found.card("maker mine 80gb") == card
     machine = found.machine("box.8")
-    assert (machine.price, machine.cards, machine.network) == (20, 8, 50e9)
+    assert (machine.cores, machine.cards, machine.network) == (20, 8, 50e9)
     mine.user('[card.mine-80]\nmemory = "2 GB"\n')
     card = mine.load().card("mine")
     assert (card.memory, card.link) == (2 * 10**9, 0), "a later file counts, where it says anything"

@@ -27,13 +27,11 @@ def run(folder: Path, **changes: Any) -> RunFile:
 
 
 def test_it_ends_with_what_started_it(tmp_path: Path) -> None:
-    kept, dropped = (Planner((run(tmp_path),), TARGET, {}) for _ in range(2))
-    pids = [one._process.pid for one in (kept, dropped)]
-    assert all(map(alive, pids))
-    with kept, pytest.raises(TooLongError, match="within 0 s"):
-        kept.trial(0)
-    del dropped
-    assert not any(map(alive, pids))
+    with Planner((run(tmp_path),), TARGET, {}) as planner:
+        assert alive(planner._process.pid)
+        with pytest.raises(TooLongError, match="within 0 s"):
+            planner.trial(0)
+    assert not alive(planner._process.pid)
 
 
 @pytest.mark.slow

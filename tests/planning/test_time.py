@@ -13,7 +13,7 @@ from anygauge.interface import Card, Rates
 from anygauge.planning import time as times
 from anygauge.planning.machines import Machine
 from anygauge.planning.memory import Traffic, Work
-from anygauge.planning.time import Duration, Ranks, UnknownRateError, duration
+from anygauge.planning.time import Duration, UnknownRateError, duration
 
 TABLES = yaml.safe_load((Path(__file__).parent / "time.yaml").read_text(encoding="utf-8"))
 CARD = Card(
@@ -46,15 +46,12 @@ def took(case: dict[str, Any], ranks: int) -> Duration:
         usual = {"group": (0, 1), "waited": False, "times": 0, "bytes": 0}
         work["traffic"] = (Traffic(operation="all_gather", **{**usual, **case["traffic"]}),)
     machine = case.get("machine")
-    on = Ranks(
-        ranks=ranks,
-        per_machine=min(ranks, 4),
-        **{name: case[name] for name in ("stages", "rounds") if name in case},
-    )
     return duration(
         replace(WORK, **work),
         replace(CARDS[case.get("card", "CARD")], **case.get("over", {})),
-        on,
+        ranks,
+        min(ranks, 4),
+        pipeline=(case.get("stages", 1), case.get("rounds", 1)),
         machine=None if machine is None else replace(MACHINE, **machine),
     )
 
@@ -69,7 +66,7 @@ def test_each_part_by_its_rate(case: dict[str, Any]) -> None:
 
 
 def test_tokens_and_utilisation() -> None:
-    found = duration(WORK, CARD, Ranks(ranks=1, per_machine=1), tokens=1000, flops=50e12)
+    found = duration(WORK, CARD, 1, 1, tokens=1000, flops=50e12)
     assert found.tokens_per_s == pytest.approx(1000 / found.step)
     assert found.mfu == pytest.approx(50 / 100 / found.step)
 
