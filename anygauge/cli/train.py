@@ -58,13 +58,13 @@ def train(
             from anygauge.cli.join import join
 
             try:
+                intent = read_intent(run_file, set_, flags, need_device=True, foreign=foreign)
                 if not context.obj:
                     raise UsageError(
                         f"{foreign.launcher} has started this process as rank {foreign.rank} of "
                         f"{foreign.world_size}, and `anygauge train` would take its place: run it "
                         "in a process of its own (subprocess.run)"
                     )
-                intent = read_intent(run_file, set_, flags, need_device=True, foreign=foreign)
                 join(intent, foreign, quiet=quiet)
             except AnygaugeError as error:
                 foreign.report(str(error))

@@ -148,7 +148,7 @@ def in_words(run: RunFile) -> str:
     return " ".join([*words, *([f"tp {has['tp']}"] if has["tp"] > 1 else [])])
 
 
-class Command:
+class PlanCommand:
     """``anygauge plan`` of a run on eight square cards."""
 
     def __init__(

@@ -22,7 +22,7 @@ from anygauge.planning.trials import Target, Trials, changed
 from anygauge.registry import Registry
 from tests.docs.pages import ROOT, section, table_names
 from tests.helpers.runs import TINY
-from tests.planning.standins import CARD, Command, Formula, in_words, machine, names, run
+from tests.planning.standins import CARD, Formula, PlanCommand, in_words, machine, names, run
 
 REGISTRY = Registry.load()
 TARGET = Target(backend="cpu", card=CARD)
@@ -35,10 +35,10 @@ EVERYTHING = ("--suggest", "--strategies", "--compare", "small:8")
 @pytest.fixture
 def plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Command:
+) -> PlanCommand:
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(TINY))
-    return Command(tmp_path, monkeypatch, capsys)
+    return PlanCommand(tmp_path, monkeypatch, capsys)
 
 
 def at(record: Any, path: str) -> Any:
@@ -51,7 +51,9 @@ def at(record: Any, path: str) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_an_answer(case: dict[str, Any], plan: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer(
+    case: dict[str, Any], plan: PlanCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
     formula = Formula.of(case.get("needs", "GIB"), case.get("host", "0"), **case.get("of", {}))
     options, sections = case.get("options", "").split(), case.get("run", {})
     if "missing" in case:
@@ -79,7 +81,7 @@ def test_an_answer(case: dict[str, Any], plan: Command, monkeypatch: pytest.Monk
 # -- trials ----------------------------------------------------------------------------------------
 
 
-def test_what_is_alike_is_planned_once(plan: Command) -> None:
+def test_what_is_alike_is_planned_once(plan: PlanCommand) -> None:
     formula = Formula.of("11 * GIB * batch")
     found = plan.record(formula, *EVERYTHING)
     alike = [one.model_dump_json(exclude={"launch", "name", "output"}) for one in formula.runs]
@@ -128,7 +130,7 @@ def test_lines_that_no_run_file_can_have() -> None:
 # -- text and JSON ---------------------------------------------------------------------------------
 
 
-def test_text_on_eighty_columns(plan: Command) -> None:
+def test_text_on_eighty_columns(plan: PlanCommand) -> None:
     sections = {"strategy": {"name": "ddp"}, "train": {"optimizer": {"name": "adafactor"}}}
     shown = plan.text(Formula.of("11 * GIB * batch"), *EVERYTHING, **sections)
     assert "…" not in shown, "nothing is cut"
@@ -151,7 +153,7 @@ def test_text_on_eighty_columns(plan: Command) -> None:
     assert "\n     --set train.micro_batch_size=2\n" in shown
 
 
-def test_the_keys_of_json_are_documented_and_always_there(plan: Command) -> None:
+def test_the_keys_of_json_are_documented_and_always_there(plan: PlanCommand) -> None:
     documented = table_names(section(ROOT / "docs/planning.md", "## For programs"))
     asked, bare = (
         plan.record(Formula.of(size, host="GIB"), *options)
@@ -187,7 +189,7 @@ def by_second(nodes: int = 1) -> Formula:
 
 
 @pytest.mark.parametrize(("nodes", "link"), [(1, "in a machine"), (2, "between machines")])
-def test_a_step_its_parts_and_the_run(nodes: int, link: str, plan: Command) -> None:
+def test_a_step_its_parts_and_the_run(nodes: int, link: str, plan: PlanCommand) -> None:
     options = ("--nodes", str(nodes), "--machine", "quick")
     found, shown = plan.record(by_second(nodes), *options), plan.text(by_second(nodes), *options)
     time, ranks = found["time"], 8 * nodes
@@ -201,7 +203,7 @@ def test_a_step_its_parts_and_the_run(nodes: int, link: str, plan: Command) -> N
     assert "  the run: 100 steps, " in shown
 
 
-def test_faster_ways_come_first(plan: Command) -> None:
+def test_faster_ways_come_first(plan: PlanCommand) -> None:
     def by_strategy(run: RunFile, *where: Any) -> RunMemory:
         flops = {"ddp": 90e12, "fsdp": 8e12}.get(run.strategy.name, 900e12)
         return replace(by_second()(run, *where), work=Work(flops={"bfloat16": flops}))
@@ -212,7 +214,7 @@ def test_faster_ways_come_first(plan: Command) -> None:
     assert steps == sorted(steps) and len(set(steps)) > 2
 
 
-def test_without_a_rate_it_says_so(plan: Command) -> None:
+def test_without_a_rate_it_says_so(plan: PlanCommand) -> None:
     assert "\nTime: not known: " in plan.text(by_second())
 
 
@@ -234,7 +236,7 @@ SQUARED = "5 * GIB + 200 * batch**2 * length**2"
 
 @pytest.mark.parametrize("needs", [LINEAR, BENT, SQUARED])
 @pytest.mark.parametrize("first", [1, 8, 64])
-def test_the_largest_batch_is_exact(needs: str, first: int, plan: Command) -> None:
+def test_the_largest_batch_is_exact(needs: str, first: int, plan: PlanCommand) -> None:
     formula = Formula.of(needs)
     batch = {"micro_batch_size": first, "global_batch_size": 16 * first}
     found = plan.record(formula, train=batch)["largest"]["batch"]
@@ -249,7 +251,7 @@ def test_the_largest_batch_is_exact(needs: str, first: int, plan: Command) -> No
 
 
 @pytest.mark.parametrize("length", [100, 1024, 4096])
-def test_the_longest_rows_are_a_multiple(length: int, plan: Command) -> None:
+def test_the_longest_rows_are_a_multiple(length: int, plan: PlanCommand) -> None:
     found = plan.record(Formula.of(LINEAR), data={"max_length": length})["largest"]["rows"]
     number = found["lines"]["data.max_length"]
     assert found["fit"]["fits"] and number % 64 == 0
@@ -288,7 +290,7 @@ def halved(**more: Any) -> Formula:
     return Formula(needed, **more)
 
 
-def test_changes_come_in_the_order_of_their_cost(plan: Command) -> None:
+def test_changes_come_in_the_order_of_their_cost(plan: PlanCommand) -> None:
     formula = halved(kernels={"linear_cross_entropy": "reference"})
     single = plan.record(formula, **WHOLE, adapter={"r": 8})["changes"]
     assert [" ".join(one["lines"]) for one in single] == [
@@ -310,7 +312,7 @@ def test_changes_come_in_the_order_of_their_cost(plan: Command) -> None:
 
 @pytest.mark.parametrize(("quantise", "left"), [("int8", []), ("nf4", [["model.quantise"]])])
 def test_what_a_run_has_already_is_not_proposed(
-    quantise: str, left: list[list[str]], plan: Command
+    quantise: str, left: list[list[str]], plan: PlanCommand
 ) -> None:
     found = plan.record(
         halved(),
@@ -325,7 +327,7 @@ def test_what_a_run_has_already_is_not_proposed(
 
 
 @pytest.mark.parametrize("sections", [{}, {"adapter": {"r": 32}, "strategy": {"name": "fsdp"}}])
-def test_lines_can_be_set(sections: dict[str, Any], plan: Command) -> None:
+def test_lines_can_be_set(sections: dict[str, Any], plan: PlanCommand) -> None:
     sections = {**WHOLE, **sections}
     found = plan.record(halved(), **sections)["changes"]
     assert len(found) >= 5
