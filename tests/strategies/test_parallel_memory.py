@@ -28,7 +28,7 @@ from anygauge.strategies.exchanges import (
 from anygauge.strategies.pipeline import SCHEDULES
 from anygauge.strategies.pipeline_footprint import in_flight
 from tests.helpers.runs import TINY
-from tests.strategies.test_tensor import MODELS
+from tests.strategies.test_architectures import MODELS
 
 LENGTH, BATCH = 64, 2
 CONFIG = {**TINY, "num_hidden_layers": 4, "vocab_size": 512}
