@@ -102,7 +102,12 @@ def _plan_rank(
         few = few.having(kernels.attention.name, kernels.model)
         traces[part] = _traced(run, few, kernels, strategy, workload, staged=staged)
     trace = traces[part]
-    layers = [trace.layers[kinds.index(kind)] for kind in kinds]
+    of_kind: dict[Any, LayerTrace] = {}
+    for kind, layer in zip(kinds, trace.layers, strict=False):
+        one = of_kind.setdefault(kind, layer)
+        # A first layer keeps less than others where its input is there in any case.
+        of_kind[kind] = replace(one, kept=max(one.kept, layer.kept))
+    layers = [of_kind[kind] for kind in kinds]
     flops = step_flops(model, factory.config, lambda parameter: tuple(parameter.shape))
     every = {id(p): p for p in model.parameters()}.values()
     codes = quantised_layers(model).values()

@@ -126,8 +126,10 @@ def sharded_memory(terms: Terms) -> MemoryEstimate:
     sums, bucket = part * size.reduce, terms.bucket * size.reduce
     here = 0 if params_on_host else weights.parts
     # The second micro-batch of the first step fetches all that it will use in one gather, small
-    # weights among it, which stay whole from the first on: they are there twice.
-    again = weights.resident if turns > 1 else 0
+    # weights among it, which stay whole from the first on: they are there twice. The optimizer has
+    # no state yet.
+    state = 0 if on_host else terms.state
+    again = max(0, weights.resident - state) if turns > 1 else 0
     held = {
         at.WEIGHTS: scale_bytes(size.model) + weights.resident + here,
         at.OPTIMIZER: 0 if on_host else terms.masters + terms.state,

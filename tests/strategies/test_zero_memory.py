@@ -64,7 +64,10 @@ def test_what_is_fetched_ahead_is_whole_as_well_until_the_most_that_may_be() -> 
 def test_resident_weights_are_whole_always_and_gathered_once_a_step() -> None:
     found = estimate(r=4, turns=3)
     factors = sum(2 * 4 * (a + b) for a, b in 4 * [(64, 64)] + 3 * [(64, 128)]) * LAYERS
-    assert found.device[FORWARD][GATHERED] == 0
+    assert estimate(r=4).device[FORWARD][GATHERED] == 0
+    # The second micro-batch gathers them with the others, before an update has made state.
+    state = found.device[FORWARD][OPTIMIZER] - factors
+    assert found.device[FORWARD][GATHERED] == 2 * NUMBERS + factors - state
     assert found.device[FORWARD][WEIGHTS] == 3 * (2 * NUMBERS + factors) // 2
     gathers = found.traffic[0]
     assert (gathers.times, gathers.bytes) == (1, 2 * NUMBERS + factors)
