@@ -6,6 +6,7 @@ under another name.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 from anygauge.interface import API_VERSION, Backend, BackendSpec, KernelSpec, hookimpl
 
 
+@functools.cache
 def wrong() -> Any:
-    """What its line makes of a backend."""
+    """What its line makes of a backend; the variable is read once, before checks change any."""
     from tests.testing.wrong import changed
 
     return changed(os.environ.get("ANYGAUGE_MUTATION", "none"))
