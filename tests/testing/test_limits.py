@@ -50,7 +50,7 @@ def test_a_check_that_hangs_is_named(
     assert said is not None, found.trouble
     assert found.of(CHECKS[said[1]]) == ("failed", found.trouble)
     assert "passed" in dict(found.verdicts.values()), "what was before it is kept"
-    later = found.of(CHECKS["closes"])[1]
+    later = found.of(CHECKS["odd_lengths"])[1]
     assert later == f"the check was not reached: {found.trouble}"
 
 
