@@ -37,7 +37,7 @@ def kit(context: Context, report: Report) -> None:
         "-m", "slow or not slow",
         "--anygauge-backend", context.device,
         *(f"--anygauge-report={page}" for page in pages),
-        *(("-k", "test_on_paper and spec") if context.tiny else ()),
+        *(("-k", "test_on_paper and options") if context.tiny else ()),
     )  # fmt: skip
     if not pages[1].is_file():
         raise PartError(FAILED, f"the kit ended with status {status} and wrote no report")
