@@ -57,14 +57,16 @@ class ToDevice:
     routed: bool = False
     shapes: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        self._dynamic = self.backend.graph.shapes.kind is ShapeKind.DYNAMIC
+
     def on_host(self, batch: MicroBatch) -> HostBatch:
         """What the host does of it; any thread may call this."""
         tensors = {**batch.tensors(), "labels": shift_labels(batch.labels)}
         tensors = padded(tensors, self.share.multiple)
         has_padding = not bool(tensors["attention_mask"].all())
         labels = self._own(tensors["labels"])
-        dynamic = self.backend.graph.shapes.kind is ShapeKind.DYNAMIC
-        rows = (labels.flatten() != IGNORE).nonzero().squeeze(1) if dynamic else None
+        rows = (labels.flatten() != IGNORE).nonzero().squeeze(1) if self._dynamic else None
         pin = self.backend.placement.pin
         return HostBatch(batch, pin(tensors), has_padding, pin(rows))
 
