@@ -21,6 +21,7 @@ from pydantic import Field
 
 from anygauge.interface import (
     AnygaugeError,
+    NotAvailableError,
     Options,
     RunStatus,
     TrackerContext,
@@ -154,6 +155,9 @@ class WeightsAndBiases:
     """One run of Weights & Biases; its files are under ``<run directory>/wandb``."""
 
     def __init__(self, context: TrackerContext) -> None:
+        reason = wandb_login(context.options, os.environ)
+        if reason is not None:
+            raise NotAvailableError(f"tracker 'wandb': {reason}")
         import wandb
 
         options = context.options
@@ -201,6 +205,9 @@ class MLflow:
     """One run of MLflow. Summary values are metrics named ``summary/...``."""
 
     def __init__(self, context: TrackerContext) -> None:
+        reason = mlflow_store(context.options, os.environ)
+        if reason is not None:
+            raise NotAvailableError(f"tracker 'mlflow': {reason}")
         from mlflow import MlflowClient
 
         options = context.options
