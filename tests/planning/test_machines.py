@@ -40,9 +40,9 @@ class Here:
 
     def plugin(self, name: str, text: str, file: str = "", says: Callable[[], Any] = dict) -> None:
         """A backend of that name with a file of descriptions."""
-        (self.folder / f"fake_{name}").mkdir()
-        (self.folder / f"fake_{name}/cards.toml").write_text(text, encoding="utf-8")
-        file = file or f"fake_{name}:cards.toml"
+        (self.folder / f"cards_of_{name}").mkdir()
+        (self.folder / f"cards_of_{name}/cards.toml").write_text(text, encoding="utf-8")
+        file = file or f"cards_of_{name}:cards.toml"
         spec = BackendSpec(
             name=name, factory="a:A", probe=print, api_version=1, hardware=file, this_machine=says
         )
