@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -87,10 +88,8 @@ def plan(
         why = "no card was found here" if target.card is None else no_memory(target)
         raise UsageError(f"--suggest: {why}; name a machine whose memory is known")
     fetch_configuration(run)
-    for name, value in run.environment.items():
-        os.environ.setdefault(name, value)
     page, tried = Page(quiet=json_), Trials(registry, _waiting)
-    with interrupts_end_process():
+    with _with_variables(run.environment), interrupts_end_process():
         trial = tried(run, target)
         notes = [described.note_on(other.machine) for _, other in cases if other.machine]
         page.trial(trial, target, [note for note in notes if note])
@@ -161,11 +160,21 @@ def _loaded(run_file: Path, overrides: list[str], flags: dict[str, Any]) -> RunF
         raise
 
 
+@contextmanager
+def _with_variables(environment: Mapping[str, str]) -> Iterator[None]:
+    """Those of a run, where the user's own environment has none, for as long as it is planned."""
+    missing = {name: value for name, value in environment.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
+
+
 def _waiting(subject: str) -> AbstractContextManager[Any]:
     """Say what is planned, on a terminal alone."""
     from anygauge.cli.console import Console
 
     console = Console(stderr=True)
-    if not console.is_terminal or console.is_dumb_terminal:
-        return nullcontext()
-    return console.status(subject)
+    return console.status(subject) if console.draws else nullcontext()

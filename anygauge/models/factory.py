@@ -69,10 +69,10 @@ class CausalModelFactory:
             self.new_tokens = new_tokens(section, self.config, load_tokenizer(section), seed)
             enlarge(self.config, self.new_tokens)
         self._attention = attention
-        self._dtype = dtype
+        self.dtype = dtype
         self._kernels = kernels
         self._seed = seed
-        self._freezing = freezing
+        self.freezing = freezing
         self._activations = recomputation(gradient_checkpointing)
         self._router_aux_loss_coef = router_aux_loss_coef
         self._weights: Weights | None = None
@@ -108,7 +108,7 @@ class CausalModelFactory:
         model = self._built(self.config)
         asked = quantisation(self.section)
         if asked is not None:
-            quantise_layers(model, asked, self._dtype)
+            quantise_layers(model, asked, self.dtype)
         return model
 
     def _built(self, config: Any) -> nn.Module:
@@ -256,7 +256,7 @@ class CausalModelFactory:
             model = add_adapter(
                 model,
                 self.adapter,
-                dtype=self._dtype,
+                dtype=self.dtype,
                 seed=self._seed,
                 new_tokens=self.new_tokens,
             )
@@ -264,8 +264,8 @@ class CausalModelFactory:
                 parameter.is_meta for parameter in model.parameters()
             ):
                 self.first_factors = first_factors(model)
-        elif self._freezing is not None:
-            self._freezing.apply(model)
+        elif self.freezing is not None:
+            self.freezing.apply(model)
         if self._kernels is not None:
             install(model, self._kernels)
             if self._router_aux_loss_coef:
@@ -336,7 +336,7 @@ class CausalModelFactory:
     def checkpoint_activations(self, model: nn.Module, *, reentrant: bool = False) -> None:
         """See `ModelFactory.checkpoint_activations`."""
         recompute(model, self._activations, reentrant=reentrant)
-        frozen = self.adapter is not None or self._freezing is not None
+        frozen = self.adapter is not None or self.freezing is not None
         if reentrant and self._activations.every and frozen:
             # A reentrant region passes no gradient unless an input of it asks for one.
             adapted: Any = model

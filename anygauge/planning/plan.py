@@ -152,7 +152,7 @@ _WHOLE: dict[str, nn.Module] = {}
 
 def _whole_model(section: Any, adapter: Any, factory: CausalModelFactory) -> nn.Module:
     """The adapted model on the meta device, all of its layers."""
-    key = repr((section, adapter, factory._freezing, factory._dtype))
+    key = repr((section, adapter, factory.freezing, factory.dtype))
     if key not in _WHOLE:
         _WHOLE.clear()
         _WHOLE[key] = _on_meta(factory, buffers=False)
@@ -168,21 +168,21 @@ def _on_meta(factory: CausalModelFactory, *, buffers: bool) -> nn.Module:
     model = factory.skeleton()
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to(factory._dtype)
+            parameter.data = parameter.data.to(factory.dtype)
     model = factory.adapt(model)
     moved = {
-        id(p): nn.Parameter(p.detach().to("meta", factory._dtype), p.requires_grad)
+        id(p): nn.Parameter(p.detach().to("meta", factory.dtype), p.requires_grad)
         for p in model.parameters()
         if not p.is_meta
     }
     for module in model.modules():
-        for name, one in module._parameters.items():
-            module._parameters[name] = moved.get(id(one), one)
+        for name, one in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+            setattr(module, name, moved.get(id(one), one))
         if buffers and type(module).__name__.endswith(ROTARY):
             _rotate_on_host(module)
         elif buffers:
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.to("meta")
+            for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
+                setattr(module, name, buffer.to("meta"))
     return model
 
 
