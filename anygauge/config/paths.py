@@ -19,7 +19,8 @@ from urllib.parse import urlsplit
 from anygauge.config.tree import Problem, YamlNode, dotted
 from anygauge.util.text import near_file
 
-DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
+DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 Place = tuple[str | int, ...]
 
@@ -62,7 +63,7 @@ def places_of_paths(at: Callable[[Place], Any]) -> list[Place]:
 
 def names_data_set(text: str) -> bool:
     """Whether a source's path is a name on the hub, such as ``owner/name``: no file's suffix."""
-    return bool(_DATA_SET.match(text)) and Path(text).suffix.lower() not in DATA_SUFFIXES
+    return bool(_DATA_SET.match(text)) and data_suffix(text) not in DATA_SUFFIXES
 
 
 def names_address(text: str) -> bool:
@@ -76,8 +77,11 @@ def is_remote(text: str) -> bool:
 
 
 def data_suffix(text: str) -> str:
-    """A source's suffix in lower case: ``.jsonl``; of an address that of its path, or ""."""
-    return Path(urlsplit(text).path if names_address(text) else text).suffix.lower()
+    """A source's suffix in lower case: ``.jsonl``, also of ``rows.jsonl.gz``; "" for none."""
+    path = Path(urlsplit(text).path if names_address(text) else text)
+    if path.suffix.lower() in COMPRESSED:
+        path = path.with_suffix("")
+    return path.suffix.lower()
 
 
 def holds_template(path: Place, text: str) -> bool:

@@ -98,6 +98,16 @@ class DataSection(Section):
         description="Read the rows in a new order in each epoch; false: in the order of the files, "
         "source after source.",
     )
+    on_bad_row: Literal["raise", "skip"] = Field(
+        "raise",
+        description="What a row that cannot be used does: end the run with its place, or be left "
+        "out and counted.",
+    )
+    workers: Annotated[int, Field(ge=1, le=256)] | None = Field(
+        None,
+        description="Processes that tokenise rows before the run; null: the usable cores, at most "
+        "16, and one for fewer than 10,000 rows.",
+    )
     streaming: bool = Field(
         False,
         description="Tokenise rows during training instead of before it; remote rows are then "
@@ -105,7 +115,7 @@ class DataSection(Section):
     )
     shuffle_buffer: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
         10_000,
-        description="With streaming: remote rows are shuffled within blocks of this many rows.",
+        description="With streaming: rows are shuffled within blocks of this many rows.",
     )
     cache: str | None = Field(
         None,
@@ -156,24 +166,18 @@ class DataSection(Section):
         return self
 
     def _check_streamed(self) -> None:
-        """What cannot be done with rows that arrive in their own order."""
-        remote = [source for source in self.train_sources if is_remote(source.path)]
-        why = " is streamed and arrives in its own order"
-        way_out = "; leave 'streaming' out (rows are then downloaded)"
-        if remote and len(self.train_sources) > 1:
+        """What cannot be done with rows that are read in their own order."""
+        way_out = "; leave 'streaming' out (rows are then tokenised before the run)"
+        weighted = [source for source in self.train_sources if source.weight != 1]
+        if weighted:
             raise ValueError(
-                f"{remote[0].path}{why}, so it cannot be mixed with other sources of 'train'"
-                f"{way_out}, or make it the only source"
+                f"{weighted[0].path} is streamed, once in an epoch, so it cannot have a 'weight'"
+                f"{way_out}, or change train.epochs instead"
             )
-        if remote and remote[0].weight != 1:
+        if self.eval_fraction:
             raise ValueError(
-                f"{remote[0].path}{why}, so it cannot have a 'weight'{way_out}, or change "
-                "train.epochs instead"
-            )
-        if remote and self.eval_fraction:
-            raise ValueError(
-                f"{remote[0].path}{why}, so the rows of 'eval_fraction' cannot be drawn from all "
-                f"of it{way_out}, or give 'eval' a source of its own, with a 'limit'"
+                "rows of 'eval_fraction' cannot be drawn from a stream, whose end is not known"
+                f"{way_out}, or give 'eval' a source of its own, with a 'limit'"
             )
         for source in self.eval_sources:
             if is_remote(source.path) and source.limit is None:

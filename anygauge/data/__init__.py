@@ -3,6 +3,7 @@
 from anygauge.data.batches import (
     IGNORED,
     STEPS_AHEAD,
+    Ahead,
     Batches,
     Layout,
     MicroBatch,
@@ -16,7 +17,6 @@ from anygauge.data.row_batches import EvaluationBatches, RowBatches
 from anygauge.data.rows import TokenizedRows
 from anygauge.data.sources import first_records
 from anygauge.data.streaming import StreamedRows
-from anygauge.data.streams import Ahead
 
 __all__ = [
     "IGNORED",

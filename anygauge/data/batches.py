@@ -8,23 +8,28 @@ step, they do not decide what is in it. Which part a rank reads is its strategy'
 from __future__ import annotations
 
 import math
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from anygauge.data.order import Order
 from anygauge.data.rows import Tokens
-from anygauge.data.streams import BlockOrder
 from anygauge.interface import RunFileError, ShapeKind, ShapePolicy, Share
 
 if TYPE_CHECKING:
     import torch
 
     from anygauge.config.schema import RunFile
+    from anygauge.data.streaming import BlockOrder
+
+
+Work = TypeVar("Work")
 
 
 def accumulation(global_batch: int, micro_batch: int, parts: int) -> int:
@@ -188,6 +193,53 @@ class Schedule:
         return [self.seed, self.global_batch, weights, self.grouping, self.shuffle]
 
 
+class Ahead(Generic[Work]):
+    """Results of numbered work, one after another in a thread, begun before they are asked for.
+
+    Args:
+        count: of the numbers, from 0.
+        depth: results that are begun before they are asked for.
+        behind: how many numbers a second thread that asks may be behind the first.
+        name: of the thread.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[int], Work],
+        count: int,
+        depth: int,
+        *,
+        behind: int = 0,
+        name: str = "rows-ahead",
+    ) -> None:
+        self._work, self._count, self._depth, self._behind = work, count, depth, behind
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._begun: dict[int, Future[Work]] = {}
+        self._lock = threading.Lock()
+
+    def get(self, index: int) -> Work:
+        """The result for a number; raises what the work raised."""
+        wanted = range(index, min(index + self._depth + 1, self._count))
+        kept = range(index - self._behind, wanted.stop + self._behind)
+        with self._lock:
+            for number in set(self._begun) - set(kept):
+                self._begun.pop(number).cancel()
+            for number in wanted:
+                if number not in self._begun:
+                    self._begun[number] = self._pool.submit(self._work, number)
+            found = self._begun[index]
+        return found.result()
+
+    def __enter__(self) -> Ahead[Work]:
+        """Its thread ends with this context."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Begin no more work. After an error nobody waits for what the thread is at: that may take
+        as long as a network does, and the thread ends with it."""
+        self._pool.shutdown(wait=kind is None, cancel_futures=True)
+
+
 STEPS_AHEAD = 2
 """Steps whose batches are laid out before the loop comes to them."""
 
@@ -230,6 +282,13 @@ class Batches(ABC):
         Raises:
             IndexError: the run has no such step.
         """
+
+    def state(self, done: int) -> dict[str, int]:
+        """What `resume` needs after `done` steps in addition to that number; for a checkpoint."""
+        return {}
+
+    def resume(self, state: Mapping[str, int]) -> None:
+        """Begin where another run's `state` says, which read the same data."""
 
     def widths(self, start: int) -> list[int]:
         """Padded lengths of the micro-batches from a step on, the widest first.

@@ -6,8 +6,8 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from anygauge.interface import ModelError
 
 __all__ = ["Counts", "Encoded", "RowEncoder", "detect_format"]
 
-_VERSION = 4
+_VERSION = 5
 """Counts up when the same rows become other tokens, masks or counts, so that none are read from a
 cache."""
 
@@ -31,9 +31,14 @@ _STEP = 64
 """Lengths of long rows are counted in steps of so many tokens."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+WHOLE, CUT, EMPTY, LONG, BAD = range(5)
+"""What became of a record: it is trained on, or without its end; it holds nothing to learn; it is
+beyond the maximum length; or it cannot be used (`data.on_bad_row`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Encoded:
-    """One sequence.
+    """One sequence; or a record of which there is none, without tokens.
 
     Attributes:
         ids: token numbers; int32 of shape (length,).
@@ -41,12 +46,16 @@ class Encoded:
             (length,).
         record: index of the record it came from, in the batch that was given.
         part: 0; from 1 where a plain text was cut in pieces.
+        fate: `WHOLE`, `CUT`, `EMPTY`, `LONG` or `BAD`.
+        length: tokens of the whole record.
     """
 
-    ids: NDArray[np.int32]
-    loss_mask: NDArray[np.bool_]
+    ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    loss_mask: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
     record: int
     part: int = 0
+    fate: int = WHOLE
+    length: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +69,7 @@ class Counts:
         dropped_empty: rows left out because they hold nothing to learn.
         dropped_long: rows left out because no loss token fits in the maximum length, or because
             rows beyond it are to be dropped.
+        skipped: rows left out because they cannot be used.
         truncated: rows that lost their end.
         tokens: tokens of all sequences.
         num_loss_tokens: those with a loss.
@@ -72,10 +82,38 @@ class Counts:
     sequences: int = 0
     dropped_empty: int = 0
     dropped_long: int = 0
+    skipped: int = 0
     truncated: int = 0
     tokens: int = 0
     num_loss_tokens: int = 0
     beyond: tuple[tuple[int, int], ...] = ()
+
+    @staticmethod
+    def of(
+        fates: NDArray[np.int8],
+        parts: NDArray[np.int32],
+        lengths: NDArray[np.int32],
+        tokens: NDArray[np.int64],
+        num_loss_tokens: NDArray[np.int32],
+    ) -> Counts:
+        """Of sequences, and of records without one; arrays of the fields of `Encoded` and of
+        the number of their tokens and loss tokens, each of shape (n,)."""
+        of_record = parts <= 1
+        became = np.bincount(fates[of_record], minlength=BAD + 1).tolist()
+        long = np.isin(fates, (CUT, LONG))
+        steps, rows = np.unique(-(-lengths[long] // _STEP) * _STEP, return_counts=True)
+        return Counts(
+            rows=sum(became),
+            used=became[WHOLE] + became[CUT],
+            sequences=int(np.count_nonzero(tokens)),
+            dropped_empty=became[EMPTY],
+            dropped_long=became[LONG],
+            skipped=became[BAD],
+            truncated=became[CUT],
+            tokens=int(tokens.sum()),
+            num_loss_tokens=int(num_loss_tokens.sum()),
+            beyond=tuple(zip(steps.tolist(), rows.tolist(), strict=True)),
+        )
 
     def __add__(self, other: Counts) -> Counts:
         sums = {
@@ -109,6 +147,8 @@ class Counts:
             parts.append(f"{self.dropped_empty} dropped with nothing to learn")
         if self.dropped_long:
             parts.append(f"{self.dropped_long} dropped as too long")
+        if self.skipped:
+            parts.append(f"{self.skipped} skipped as bad")
         if self.truncated:
             parts.append(f"{self.truncated} truncated")
         return "; ".join(parts)
@@ -157,8 +197,16 @@ class RowEncoder:
         if source.format in CHAT_FORMATS:
             self._template = ChatTemplate(tokenizer, self._given, rendering)
 
-    def encode(self, records: Sequence[Record]) -> tuple[list[Encoded], Counts]:
-        """Encode a batch; about 1000 records at once is fast.
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to this process: who watches renderings."""
+        return {**self.__dict__, "_template": None, "_rendering": unwatched}
+
+    def watch(self, rendering: Rendering) -> None:
+        """Report renderings from now on."""
+        self._rendering, self._template = rendering, None
+
+    def encode(self, records: Sequence[Record]) -> list[Encoded]:
+        """Encode a batch; about 1000 records at once is fast. Each record has a part in the result.
 
         A document of a .txt file comes as a record with one value under `source.text`. Plain text
         beyond the maximum length is never lost: it is cut in pieces, each starting with the last
@@ -172,11 +220,11 @@ class RowEncoder:
         plain = [(index, row) for index, row in enumerate(rows) if isinstance(row, Row)]
         chats = [(index, row) for index, row in enumerate(rows) if isinstance(row, Chat)]
         kept = [(index, row) for index, row in plain if row.text.strip()]
-        batch.dropped_empty += len(plain) - len(kept)
+        batch.add_empty(set(dict(plain)) - set(dict(kept)))
         self._encode_texts([each for each in kept if each[1].prompt is None], batch)
         self._encode_answers([each for each in kept if each[1].prompt is not None], batch)
         self._encode_chats(chats, batch)
-        return batch.finish(len(rows))
+        return sorted(batch.sequences, key=lambda one: (one.record, one.part))
 
     def key(self) -> str:
         """Hexadecimal digest of all other than the records that decides the result."""
@@ -218,7 +266,7 @@ class RowEncoder:
         if self.data.loss_on == "last_turn":
             chats = [(index, replace(chat, answers=chat.answers[-1:])) for index, chat in chats]
         kept = [(index, chat) for index, chat in chats if not chat.is_blank]
-        batch.dropped_empty += len(chats) - len(kept)
+        batch.add_empty(set(dict(chats)) - set(dict(kept)))
         texts = [self._text(chat, self._template) for _, chat in kept]
         aligned = self._aligner.align([text for text, _ in texts], [spans for _, spans in texts])
         for (index, _), (ids, loss_mask) in zip(kept, aligned, strict=True):
@@ -233,54 +281,44 @@ class RowEncoder:
 
 
 class _Batch:
-    """Collects the sequences of a batch, and counts."""
+    """Collects the sequences of a batch."""
 
     def __init__(self, data: DataSection) -> None:
         self.max_length, self.too_long = data.max_length, data.too_long
         self.sequences: list[Encoded] = []
-        self.used = self.dropped_empty = self.dropped_long = self.truncated = 0
-        self.beyond: Counter[int] = Counter()
 
     def add(self, record: int, ids: NDArray[np.int32], loss_mask: NDArray[np.bool_]) -> None:
         loss_mask[:1] = False
+        length, fate = len(ids), WHOLE
         if not loss_mask.any():
-            self.dropped_empty += 1
-            return
-        is_long = len(ids) > self.max_length
-        if is_long:
-            self.beyond[-(-len(ids) // _STEP) * _STEP] += 1
-        if is_long and (self.too_long == "drop" or not loss_mask[: self.max_length].any()):
-            self.dropped_long += 1
-            return
-        self.truncated += is_long
-        self.used += 1
-        ids, loss_mask = ids[: self.max_length], loss_mask[: self.max_length]
-        self.sequences.append(Encoded(ids, loss_mask, record))
+            fate = EMPTY
+        elif length > self.max_length:
+            dropped = self.too_long == "drop" or not loss_mask[: self.max_length].any()
+            fate = LONG if dropped else CUT
+        end = self.max_length if fate in (WHOLE, CUT) else 0
+        self.sequences.append(
+            Encoded(
+                ids=ids[:end], loss_mask=loss_mask[:end], record=record, fate=fate, length=length
+            )
+        )
+
+    def add_empty(self, records: Iterable[int]) -> None:
+        self.sequences += [Encoded(record=record, fate=EMPTY) for record in records]
 
     def add_text(self, record: int, ids: list[int]) -> None:
-        self.used += 1
+        if len(ids) < 2:
+            self.add_empty([record])
         starts = range(0, len(ids) - 1, self.max_length - 1)
         for number, start in enumerate(starts, start=1):
             part = np.asarray(ids[start : start + self.max_length], dtype=np.int32)
             loss_mask = np.ones(len(part), dtype=np.bool_)
             loss_mask[0] = False
+            of_several = number if len(starts) > 1 else 0
             self.sequences.append(
-                Encoded(part, loss_mask, record, number if len(starts) > 1 else 0)
+                Encoded(
+                    ids=part, loss_mask=loss_mask, record=record, part=of_several, length=len(ids)
+                )
             )
-
-    def finish(self, rows: int) -> tuple[list[Encoded], Counts]:
-        self.sequences.sort(key=lambda one: (one.record, one.part))
-        return self.sequences, Counts(
-            rows=rows,
-            used=self.used,
-            sequences=len(self.sequences),
-            dropped_empty=self.dropped_empty,
-            dropped_long=self.dropped_long,
-            truncated=self.truncated,
-            tokens=sum(len(one.ids) for one in self.sequences),
-            num_loss_tokens=sum(int(one.loss_mask.sum()) for one in self.sequences),
-            beyond=tuple(sorted(self.beyond.items())),
-        )
 
 
 def _tokenizer_state(tokenizer: Any) -> list[Any]:

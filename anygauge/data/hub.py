@@ -4,69 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from anygauge.config.schema import SourceSection
 from anygauge.data.cache import Cache, key_of
-from anygauge.data.records import INDEX_MARK, Record
-from anygauge.data.streams import LineStream, RowStream, StreamedRow, TableStream
+from anygauge.data.json_rows import OpenFile, line_rows
+from anygauge.data.records import RawRow
+from anygauge.data.remote import open_remote, unpacked
+from anygauge.data.tables import as_written, parquet_count, table_rows
 from anygauge.interface import DataAccessError, DataError
 from anygauge.util.text import near_file
 
 _ANSWER_S = 10.0
 """The hub must answer within this time, or it is called unreachable."""
-
-
-class HubRows:
-    """A reader of one split of a data set.
-
-    Args:
-        field: where the source stands in the run file, for messages.
-
-    Raises:
-        DataError: no such data set, subset, split or revision, or the hub cannot be reached.
-    """
-
-    mark = INDEX_MARK
-
-    def __init__(self, source: SourceSection, cache: Cache, field: str) -> None:
-        self.name = hub_name(source)
-        folder = str(cache.folder / "hub")
-        self._rows = _load(source, field, lambda rows: rows, cache_dir=folder, streaming=False)
-        if source.limit is not None:
-            self._rows = self._rows.select(range(min(source.limit, len(self._rows))))
-        if not len(self._rows):
-            raise DataError(f"{self.name} is empty; at least one row is needed")
-        self._cache = cache
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def places(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """See `Reader`."""
-        return indices
-
-    def records(self, indices: NDArray[np.int64]) -> list[Record]:
-        """See `Reader`."""
-        columns = self._rows[indices.tolist()]
-        features = self._rows.features
-        return [
-            Record(
-                {name: written(values[place], features[name]) for name, values in columns.items()},
-                self.name + self.mark.format(index),
-            )
-            for place, index in enumerate(indices.tolist())
-        ]
-
-    def digest(self) -> str:
-        """Hexadecimal digest of the rows as they were downloaded."""
-        files = [file["filename"] for file in self._rows.cache_files]
-        return key_of(*(self._cache.digest(file) for file in files))
+_BATCH = 256
 
 
 def hub_name(source: SourceSection) -> str:
@@ -74,19 +28,45 @@ def hub_name(source: SourceSection) -> str:
     return f"{source.path}[{source.split}]"
 
 
-class ConvertedRows:
-    """A stream of the rows of one split as `datasets` converts them; see `RowStream`."""
+class DownloadedSplit:
+    """The rows of one split that `datasets` has downloaded and converted; see `Source`."""
 
-    mark = INDEX_MARK
+    def __init__(self, source: SourceSection, field: str, cache: Cache) -> None:
+        self._cache = cache
+        folder = str(cache.folder / "hub")
+        self._set = _load(source, field, lambda rows: rows, cache_dir=folder, streaming=False)
 
-    def __init__(self, source: SourceSection, field: str) -> None:
-        self.name = hub_name(source)
-        self._source, self._field = source, field
-        self._set = _load(source, field, lambda rows: rows, streaming=True)
-        self.count = _described(self._set.info, source.split)
+    def rows(self, start: int) -> Iterator[RawRow]:
+        """The rows from a number on."""
+        for first in range(start, len(self._set), _BATCH):
+            columns = self._set[first : first + _BATCH]
+            count = min(_BATCH, len(self._set) - first)
+            for place in range(count):
+                values = {name: column[place] for name, column in columns.items()}
+                yield _row(first + place, values, self._set.features)
 
-    def rows(self, start: int, *, few: bool = False) -> Iterator[StreamedRow]:
-        """See `RowStream`."""
+    def count(self) -> int | None:
+        """Rows."""
+        return len(self._set)
+
+    def identity(self) -> str:
+        """Hexadecimal digest of the rows as they were downloaded."""
+        files = [file["filename"] for file in self._set.cache_files]
+        return key_of(*(self._cache.digest(file) for file in files))
+
+
+class ConvertedSplit:
+    """A stream of the rows of one split as `datasets` converts them; see `Source`."""
+
+    def __init__(self, source: SourceSection, field: str, identity: str = "") -> None:
+        self._source, self._field, self._identity = source, field, identity
+
+    @cached_property
+    def _set(self) -> Any:
+        return _load(self._source, self._field, lambda rows: rows, streaming=True)
+
+    def rows(self, start: int) -> Iterator[RawRow]:
+        """The rows from a number on."""
         index = start
         rows = iter(self._set.skip(start) if start else self._set)
         while True:
@@ -95,27 +75,74 @@ class ConvertedRows:
             except Exception as error:
                 raise _unloadable(self._source, self._field, error, index) from None
             if values is None:
-                break
-            yield StreamedRow(index, partial(self._record, values, index))
+                return
+            yield _row(index, values, self._set.features or {})
             index += 1
-        self.count = index if index > start else sum(1 for _ in self._set)
 
-    def _record(self, values: dict[str, Any], index: int) -> Record:
-        features = self._set.features or {}
-        return Record(
-            {key: written(value, features.get(key)) for key, value in values.items()},
-            self.name + self.mark.format(index),
-        )
+    def count(self) -> int | None:
+        """Rows, as the data set's card says."""
+        return _described(self._set.info, self._source.split)
+
+    def identity(self) -> str:
+        """Of the data set at its commit."""
+        return self._identity
 
 
-def hub_stream(source: SourceSection, field: str) -> tuple[RowStream, str]:
-    """The rows of one split, without a copy of them on the disk; and what tells their version.
+class StreamedFiles:
+    """The rows of a split's files of JSON lines or Parquet, read as our own are; see `Source`.
+
+    Args:
+        count: rows, where the data set's card says it.
+    """
+
+    def __init__(self, files: list[str], suffix: str, count: int | None, identity: str) -> None:
+        self._files, self._suffix, self._count, self._identity = files, suffix, count, identity
+
+    def rows(self, start: int) -> Iterator[RawRow]:
+        """The rows from a number on, counted through all files."""
+        index = 0
+        for address in self._files:
+            name = address.rpartition("/")[2]
+            skipped = max(0, start - index)
+            if self._suffix == ".parquet":
+                if start and (rows := parquet_count(partial(open_remote, address, 0), name)):
+                    if index + rows <= start:
+                        index += rows
+                        continue
+                found = table_rows(partial(open_remote, address, 0), name, ".parquet", skipped)
+            else:
+                opened: OpenFile = partial(unpacked, address)
+                found = islice(line_rows(opened, name, f"{name}:{{}}"), skipped, None)
+            index += skipped
+            for row in found:
+                yield row._replace(place=index)
+                index += 1
+
+    def count(self) -> int | None:
+        """Rows, where they are known; those of Parquet are counted in its footers."""
+        if self._count is None and self._suffix == ".parquet":
+            self._count = sum(
+                parquet_count(partial(open_remote, address, 0), address.rpartition("/")[2])
+                for address in self._files
+            )
+        return self._count
+
+    def identity(self) -> str:
+        """Of the data set at its commit."""
+        return self._identity
+
+
+Split = DownloadedSplit | ConvertedSplit | StreamedFiles
+
+
+def streamed_split(source: SourceSection, field: str) -> Split:
+    """The rows of one split, without a copy of them on the disk.
 
     JSON Lines and Parquet are read from the files that `datasets` finds; other kinds as it converts
     them.
 
     Raises:
-        DataError: as for `HubRows`.
+        DataError: no such data set, subset, split or revision, or the hub cannot be reached.
     """
     import datasets
     from huggingface_hub import constants
@@ -137,15 +164,17 @@ def hub_stream(source: SourceSection, field: str) -> tuple[RowStream, str]:
             raise ValueError(f"there is no split {source.split!r}, but {others}")
     except Exception as error:
         raise _unloadable(source, field, error) from None
-    name = hub_name(source)
-    stream: RowStream
+    identity = key_of("hub", source.path, source.subset, source.split, commit)
+    described = _described(builder.info, source.split)
     if files and builder.name == "parquet" and all(map(_is_parquet, files)):
-        stream = TableStream(files, name, _described(builder.info, source.split))
-    elif files and all(map(_is_lines, files)) and not getattr(builder.config, "field", None):
-        stream = LineStream(files, name, INDEX_MARK)
-    else:
-        stream = ConvertedRows(pinned, field)
-    return stream, key_of("hub", source.path, source.subset, source.split, commit)
+        return StreamedFiles(files, ".parquet", described, identity)
+    if files and all(map(_is_lines, files)) and not getattr(builder.config, "field", None):
+        return StreamedFiles(files, ".jsonl", None, identity)
+    return ConvertedSplit(pinned, field, identity)
+
+
+def _row(index: int, values: Mapping[str, Any], features: Mapping[str, Any]) -> RawRow:
+    return RawRow(index, {key: as_written(each, features.get(key)) for key, each in values.items()})
 
 
 def _described(info: Any, split: str) -> int | None:
@@ -161,25 +190,6 @@ def _is_parquet(file: str) -> bool:
 def _is_lines(file: str) -> bool:
     name = file.rpartition("/")[2]
     return ".jsonl" in name or ".ndjson" in name
-
-
-def written(value: Any, feature: Any) -> Any:
-    """A value without the nulls that the table filled in: see `tables`.
-
-    Args:
-        feature: its type, as the library has it; None where that is not known.
-    """
-    if isinstance(value, dict) and isinstance(feature, Mapping):
-        return {
-            name: written(below, feature.get(name))
-            for name, below in value.items()
-            if below is not None
-        }
-    if isinstance(value, list):
-        is_listed = isinstance(feature, list) and len(feature) == 1
-        inner = feature[0] if is_listed else getattr(feature, "feature", None)
-        return [written(item, inner) for item in value]
-    return value
 
 
 def _load(source: SourceSection, field: str, use: Callable[[Any], Any], **options: Any) -> Any:

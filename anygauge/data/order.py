@@ -62,6 +62,7 @@ class Split:
 
     Attributes:
         held_out: int64 of shape (held out,), rising.
+        kept: the others, likewise.
 
     Raises:
         DataError: too few records for both parts.
@@ -75,21 +76,9 @@ class Split:
             )
         count = min(n - 1, max(1, round(n * fraction))) if fraction else 0
         purpose = (seed, 0, SPLIT, source) if source else (seed, 0, SPLIT)
-        places = np.arange(count)
-        held_out = permutation(n, *purpose)[:count] if count else places
-        self.n = n
-        self.held_out: NDArray[np.int64] = np.sort(held_out)
-        # How many kept records stand before each that is held out.
-        self._kept_before = self.held_out - places
-
-    @property
-    def kept_count(self) -> int:
-        """Records that are not held out."""
-        return self.n - len(self.held_out)
-
-    def kept(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The records that kept ones, numbered from 0, are; int64 of the same shape."""
-        return numbers + np.searchsorted(self._kept_before, numbers, side="right")
+        drawn = permutation(n, *purpose)[:count] if count else np.empty(0, dtype=np.int64)
+        self.held_out: NDArray[np.int64] = np.sort(drawn)
+        self.kept: NDArray[np.int64] = np.setdiff1d(np.arange(n), self.held_out, True)
 
 
 @dataclass(frozen=True, slots=True)

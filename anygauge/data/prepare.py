@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from anygauge.config.paths import data_suffix, is_remote
 from anygauge.config.schema import DataSection, SourceSection, TrainSection
 from anygauge.data.batches import Batches, Layout, Schedule
@@ -18,33 +16,23 @@ from anygauge.data.cache import Cache, cache_folder, key_of
 from anygauge.data.encode import Counts, RowEncoder
 from anygauge.data.formats import detect_format, parse_all
 from anygauge.data.order import Split
-from anygauge.data.records import Reader
 from anygauge.data.row_batches import RowBatches
-from anygauge.data.rows import Piece, PieceWriter, TokenizedRows, open_piece
-from anygauge.data.sources import (
-    content_digest,
-    first_records,
-    open_beginning,
-    open_reader,
-    open_stream,
-    quick_digest,
-    source_name,
-    stream_digest,
-)
+from anygauge.data.rows import EncodedChunk, Piece, TokenizedRows, open_piece, write_table
+from anygauge.data.sources import Source, first_records, open_source
 from anygauge.data.streaming import (
     PackedStream,
     StreamedBatches,
     StreamedRows,
     StreamedSource,
     SumOnRanks,
+    unknown_end,
 )
-from anygauge.data.streams import BlockOrder, Blocks
 from anygauge.data.template import Rendering, read_template, unwatched
+from anygauge.data.tokenise import Tokenise, Tokeniser, chunks_of
 from anygauge.interface import DataError
 
 PEEKED_ROWS = 20
 
-_CHUNK = 1024
 _PROGRESS_S = 30.0
 
 Log = Callable[[str], None]
@@ -113,14 +101,13 @@ def peek(data: DataSection, train: TrainSection | None = None) -> None:
     read_template(data.chat_template)
     for field, source in (*_fields("train", data), *_fields("eval", data)):
         records = first_records(source, PEEKED_ROWS, field, streaming=data.streaming)
-        parse_all(records, detect_format(records[0], source, field), source, field)
+        if data.on_bad_row == "raise":
+            parse_all(records, detect_format(records[0], source, field), source, field)
     if train is None or train.steps is not None or not data.streaming:
         return
-    for field, source in _fields("train", data):
-        if is_remote(source.path) and source.limit is None:
-            reader, _ = open_stream(source, data.shuffle_buffer, field)
-            if isinstance(reader, Blocks):
-                BlockOrder(reader, train.seed).end(train.epochs)
+    sources = [open_source(section, field) for field, section in _fields("train", data)]
+    if not data.packing and None in (source.count() for source in sources):
+        raise unknown_end(sources[0].name)
 
 
 def prepare(
@@ -133,6 +120,7 @@ def prepare(
     run: str = "",
     first: int | None = None,
     rendering: Rendering = unwatched,
+    memory: int | None = None,
 ) -> Prepared:
     """Read and tokenise all rows, or take them from the cache; with streaming, open the sources.
 
@@ -147,6 +135,7 @@ def prepare(
         run: what tells this start of a run from others; see `Cache`.
         first: prepare so many rows of each source alone, also with streaming; None: all.
         rendering: see `ChatTemplate`.
+        memory: bytes for a process that tokenises streamed rows; None: they are in this one.
 
     Raises:
         DataError: a source or row cannot be used, or no row is left.
@@ -158,7 +147,7 @@ def prepare(
         shared = tokenizer, seed, cache, log, first, rendering
         train = _Preparer(data, "train", *shared)
         part: _Part = "kept" if data.eval_fraction else "all"
-        rows = train.stream() if data.streaming and first is None else train.rows(part)
+        rows = train.stream(memory) if data.streaming and first is None else train.rows(part)
         held_out = None
         if data.eval is not None:
             held_out = _Preparer(data, "eval", *shared).rows("all")
@@ -196,8 +185,31 @@ def training_batches(
     if isinstance(rows, TokenizedRows):
         return RowBatches(rows, schedule, layout)
     if data.packing:
-        return PackedStream(rows, schedule, layout)
+        packs = None if train.steps else packs_of(rows, data)
+        return PackedStream(rows, schedule, layout, packs)
     return StreamedBatches(rows, schedule, layout, sum_on_ranks)
+
+
+def packs_of(
+    rows: StreamedRows,
+    data: DataSection,
+    rendering: Rendering = unwatched,
+    environ: Mapping[str, str] | None = None,
+) -> list[int]:
+    """Packs of each block of a stream, which decide how many steps an epoch has.
+
+    All rows are tokenised once for it, by one process of a machine; the cache keeps the numbers.
+
+    Raises:
+        DataError: a row cannot be used.
+    """
+
+    def count(folder: Path) -> dict[str, Any]:
+        return {"packs": rows.packs(data.max_length, data.workers, rendering)}
+
+    with Cache(cache_folder(data.cache, os.environ if environ is None else environ)) as cache:
+        key = key_of(rows.fingerprint(), data.max_length)
+        return list(cache.entry("packs", key, count).facts["packs"])
 
 
 _Part = Literal["all", "kept", "held out"]
@@ -218,26 +230,33 @@ class _Preparer:
         rendering: Rendering,
     ) -> None:
         self._data, self._seed, self._cache, self._log = data, seed, cache, log
+        self._rendering = rendering
         self._fraction = data.eval_fraction if which == "train" else 0.0
         self._sources = []
-        for field, source in _fields(which, data):
-            record = first_records(source, 1, field, streaming=data.streaming)[0]
-            row_format = detect_format(record, source, field)
-            limit = min(source.limit or first, first) if first else source.limit
-            resolved = source.model_copy(update={"format": row_format, "limit": limit})
+        for field, section in _fields(which, data):
+            record = first_records(section, 1, field, streaming=data.streaming)[0]
+            row_format = detect_format(record, section, field)
+            limit = min(section.limit or first, first) if first else section.limit
+            resolved = section.model_copy(update={"format": row_format, "limit": limit})
             encoder = RowEncoder(resolved, data, tokenizer, field=field, rendering=rendering)
-            self._sources.append((field, resolved, encoder))
+            # What is streamed leaves no copy on the disk, not even of its beginning.
+            streamed = data.streaming and is_remote(section.path)
+            source = open_source(resolved, field, None if streamed else cache)
+            self._sources.append((source, resolved, encoder))
 
     def rows(self, part: _Part) -> TokenizedRows:
         """The tokenised rows of all sources, or of a part of each."""
         pieces, built = [], []
-        for number, (field, source, encoder) in enumerate(self._sources):
-            digest = self._digest(source, field)
-            split = [part, self._fraction, self._seed, number] if part != "all" else []
-            key = key_of(digest, data_suffix(source.path), source.limit, split, encoder.key())
-            write = self._writer(number, part)
-            entry = self._cache.entry("rows", key, write)
-            piece = open_piece(entry, source_name(source))
+        for number, (source, section, encoder) in enumerate(self._sources):
+            settings = [section.limit, self._data.on_bad_row]
+            key = key_of(source.identity(), data_suffix(section.path), *settings, encoder.key())
+            entry = self._cache.entry("rows", key, self._writer(source, encoder))
+            drawn = None
+            if part != "all":
+                split = Split(entry.facts["records"], self._fraction, self._seed, number)
+                drawn = split.held_out if part == "held out" else split.kept
+            named = [part, self._fraction, self._seed, number] if part != "all" else None
+            piece = open_piece(entry, source.origin, named, drawn)
             if not len(piece) and part != "held out":
                 raise self._nothing_left(piece, part)
             pieces.append(piece)
@@ -247,63 +266,40 @@ class _Preparer:
         known = [when for when in built if when is not None]
         return TokenizedRows(pieces, min(known) if len(known) == len(built) else None)
 
-    def stream(self) -> StreamedRows:
+    def stream(self, memory: int | None) -> StreamedRows:
         """The sources, opened."""
-        sources = []
-        for number, (field, source, encoder) in enumerate(self._sources):
-            reader: Reader | Blocks
-            if is_remote(source.path):
-                reader, version = open_stream(source, self._data.shuffle_buffer, field)
-                content = key_of(version, self._data.shuffle_buffer)
-            else:
-                reader = open_reader(source, self._cache, field)
-                content = quick_digest(source, field, with_times=False)
-            split = Split(len(reader), self._fraction, self._seed, number)
-            identity = key_of(content, source.limit, self._fraction, number, encoder.key())
-            sources.append(
-                StreamedSource(reader=reader, encoder=encoder, split=split, identity=identity)
+        streamed = [
+            StreamedSource(
+                source=source,
+                work=self._work(source, encoder),
+                identity=key_of(source.identity(), section.limit, encoder.key()),
             )
-        return StreamedRows(sources)
+            for source, section, encoder in self._sources
+        ]
+        tokeniser = Tokeniser([each.work for each in streamed], memory)
+        return StreamedRows(streamed, self._data.shuffle_buffer, tokeniser)
 
-    def _writer(self, number: int, part: _Part) -> Callable[[Path], dict[str, Any]]:
-        field, source, encoder = self._sources[number]
+    def _work(self, source: Source, encoder: RowEncoder) -> Tokenise:
+        skip = self._data.on_bad_row == "skip"
+        return Tokenise(encoder=encoder, origin=source.origin, skip=skip)
 
+    def _writer(self, source: Source, encoder: RowEncoder) -> Callable[[Path], dict[str, Any]]:
         def write(folder: Path) -> dict[str, Any]:
-            reader = self._reader(source, field)
-            split = Split(len(reader), self._fraction, self._seed, number)
-            count = len(split.held_out) if part == "held out" else split.kept_count
-            with PieceWriter(folder) as writer:
-                for start in self._counted(source_name(source), count):
-                    numbers = np.arange(start, min(start + _CHUNK, count))
-                    indices = split.held_out[numbers] if part == "held out" else split.kept(numbers)
-                    encoded, counts = encoder.encode(reader.records(indices))
-                    writer.add(encoded, counts, reader.places(indices))
-                return writer.facts(reader.mark, len(reader))
+            work = self._work(source, encoder)
+            chunks = chunks_of(source.rows(), work, self._data.workers, self._rendering)
+            return write_table(folder, self._counted(source.name, chunks))
 
         return write
 
-    def _digest(self, source: SourceSection, field: str) -> str:
-        if not self._data.streaming:
-            return content_digest(source, self._cache, field)
-        if is_remote(source.path):
-            return stream_digest(source, field)
-        return quick_digest(source, field, with_times=True)
-
-    def _reader(self, source: SourceSection, field: str) -> Reader:
-        """A reader of rows that are tokenised before the run."""
-        if self._data.streaming and is_remote(source.path):
-            return open_beginning(source, field)
-        return open_reader(source, self._cache, field)
-
-    def _counted(self, name: str, count: int) -> Iterator[int]:
-        """Starts of chunks; says from time to time how far it has come."""
-        said = time.monotonic()
-        for start in range(0, count, _CHUNK):
-            yield start
-            if time.monotonic() - said > _PROGRESS_S:
-                said = time.monotonic()
-                done = min(start + _CHUNK, count)
-                self._log(f"tokenising {name}: {done:,} of {count:,} rows")
+    def _counted(self, name: str, chunks: Iterator[EncodedChunk]) -> Iterator[EncodedChunk]:
+        """Say from time to time how far it has come."""
+        logged, done = time.monotonic(), 0
+        for chunk in chunks:
+            yield chunk
+            done += chunk.records
+            if time.monotonic() - logged > _PROGRESS_S:
+                logged = time.monotonic()
+                self._log(f"tokenising {name}: {done:,} rows so far")
 
     def _nothing_left(self, piece: Piece, part: _Part) -> DataError:
         counts: Counts = piece.counts

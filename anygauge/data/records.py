@@ -1,4 +1,4 @@
-"""Records: one row as it stands in its file, its JSON and its columns, with its place in messages.
+"""Records: one row as it stands in its source, its JSON and its columns, with its place.
 
 A record's origin is its file and a place: `data.jsonl:17` (a line), `data.json[16]` (an index).
 """
@@ -8,10 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, NamedTuple
 
 from anygauge.interface import DataError
 from anygauge.util.text import did_you_mean
@@ -33,32 +30,32 @@ class Record:
     origin: str
 
 
-class Reader(Protocol):
-    """The records of one source, in any order and as often as asked for.
+class RawRow(NamedTuple):
+    """A row as a source gives it, before anything is parsed.
 
     Attributes:
-        name: of the source, as origins show it.
-        mark: how a place is written behind the name: ``:{}`` or ``[{}]``.
+        place: its line or index, to be written behind the source's name.
+        value: a line of JSON, or the values by column.
+        offset: of a line in its file, in bytes.
+        where: of a line, where it stands in one of a source's several files; "" where it is one.
     """
 
-    name: str
-    mark: str
+    place: int
+    value: bytes | Mapping[str, Any]
+    offset: int = 0
+    where: str = ""
 
-    def __len__(self) -> int:
-        """Records."""
-        ...
-
-    def places(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Lines or indexes of records, to be written behind the name; int64 of the same shape."""
-        ...
-
-    def records(self, indices: NDArray[np.int64]) -> list[Record]:
-        """The records of these numbers, from 0 to the reader's length less one.
+    def record(self, origin: str) -> Record:
+        """The row, parsed. `origin`: ``data.jsonl:{}``, with a place for the row's.
 
         Raises:
-            DataError: one is malformed; names it.
+            DataError: a line is not UTF-8, not JSON, or no object.
         """
-        ...
+        place = origin.format(self.place)
+        if not isinstance(self.value, bytes):
+            return Record(self.value, place)
+        where = f"{place} ({self.where})" if self.where else place
+        return Record(parse_object(self.value, where, self.offset), place)
 
 
 def parse_object(line: bytes, origin: str, offset: int) -> Mapping[str, Any]:
@@ -122,19 +119,6 @@ def _first_double(keys: Iterable[str]) -> str:
             return key
         seen.add(key)
     raise AssertionError("no key is there twice")
-
-
-def refuse_long_line(length: int, origin: str) -> None:
-    """Refuse a line before it is read.
-
-    Raises:
-        DataError: names the row and its size.
-    """
-    if length > MOST_LINE:
-        raise DataError(
-            f"{origin}: the row has {length:,} bytes, at most {MOST_LINE:,} are read; split it "
-            "into several rows"
-        )
 
 
 def decode(raw: bytes, where: Any, offset: int = 0) -> str:

@@ -1,35 +1,33 @@
-"""Rows that are read and tokenised during the run; a thread works ahead.
+"""Rows that are read and tokenised during the run, in their own order; a thread works ahead.
 
-The order is that of prepared rows: a permutation of all records, found by position, so that a run
-resumes at any step without reading what came before. Of a remote source, the order is that of
-`BlockOrder`: rows are shuffled within blocks of the stream; each rank reads the whole stream, and
-parses and tokenises its own rows.
+A stream is cut into blocks of `data.shuffle_buffer` rows, and each is shuffled by seed, epoch and
+its number. So what a step reads depends on nothing else; every rank reads the whole stream and
+tokenises its own rows. Reading from a far place passes over the rows before, which are not parsed.
 
-Without packing, a step is global_batch records and each rank tokenises its own; a record of which
-nothing is left makes a dummy, a long text loses all but its first part (it counts as truncated).
-Token counts of a step are summed over ranks, once a step. Where ranks must agree on a width, each
-tokenises the records of all: a thread does it, and a thread must not communicate.
-
-With packing, steps are filled in blocks: a fixed number of records, found from the lengths of a
-first sample, is packed into the sequences of the block's steps. Every rank tokenises all records of
-a block, since who packs must know all lengths; it costs host time and no communication, and packs
-do not depend on ranks. The number of records leaves room for two standard deviations of their
-length, so that few are left out; those are counted.
+With packing, the rows of a block are packed together and dealt to its steps, as evenly as may be:
+no row is left out and no step is empty, but the packs of a block's last steps may be fewer. Every
+rank tokenises all rows of a block, since who packs must know all lengths.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields, replace
+from fractions import Fraction
+from functools import lru_cache
+from itertools import islice
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from anygauge.data.batches import (
     STEPS_AHEAD,
+    Ahead,
     Batches,
     Layout,
     MicroBatch,
@@ -38,148 +36,259 @@ from anygauge.data.batches import (
     tokens_of,
 )
 from anygauge.data.cache import key_of
-from anygauge.data.encode import Counts, RowEncoder
-from anygauge.data.order import BLOCKS, Order, Split, permutation
-from anygauge.data.records import Reader
+from anygauge.data.encode import Counts
+from anygauge.data.order import BLOCKS, STREAM, permutation
+from anygauge.data.records import RawRow
 from anygauge.data.row_batches import pack
-from anygauge.data.rows import Tokens
-from anygauge.data.streams import Ahead, BlockOrder, Blocks
-from anygauge.interface import DataError
+from anygauge.data.rows import Tokens, documents_of
+from anygauge.data.sources import Source
+from anygauge.data.template import Rendering
+from anygauge.data.tokenise import Tokenise, Tokeniser, chunks_of
+from anygauge.interface import DataError, RunFileError
+
+SumOnRanks = Callable[[list[float]], list[float]]
+
+_ENDLESS = 2**62
+_KEPT_STEPS = 4
+_COUNTED = tuple(one.name for one in fields(Counts) if one.type == "int")
+
+
+def unknown_end(name: str) -> RunFileError:
+    """Epochs cannot decide the end of a run on a stream of this name."""
+    return RunFileError(
+        f"train.epochs: anygauge does not know how many rows {name} has before it reaches the end, "
+        "so epochs cannot decide when the run ends; set train.steps, or the source's `limit` to a "
+        "number of rows that it has"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamedSource:
-    """One source. `identity` is a digest of its content and of the encoder's settings."""
+    """One source, and how its rows become tokens.
 
-    reader: Reader | Blocks
-    encoder: RowEncoder
-    split: Split
+    Attributes:
+        identity: digest of its content and of the encoder's settings.
+    """
+
+    source: Source
+    work: Tokenise
     identity: str
 
 
 class StreamedRows:
-    """The records of all training sources, numbered from 0 through all of them.
+    """The rows of sources, one after another, in blocks.
+
+    Two blocks are held: the one that is read from, and the next, which a thread reads meanwhile.
+
+    Args:
+        size: rows of a block.
+        tokeniser: turns raw rows into chunks, in this process or another.
 
     Attributes:
-        sizes: records of each source.
-        counts: what became of the records that were read so far, over all ranks.
-        left_out: rows that found no room in the packs of their step.
+        length: rows; None as long as that is not known.
+        counts: what became of the rows that were read so far, over all ranks.
     """
 
-    def __init__(self, sources: Sequence[StreamedSource]) -> None:
-        self._sources = tuple(sources)
-        self.sizes = [source.split.kept_count for source in sources]
-        self._ends = np.cumsum(self.sizes)
+    def __init__(self, sources: Sequence[StreamedSource], size: int, tokeniser: Tokeniser) -> None:
+        self.sources, self.size, self._tokeniser = tuple(sources), size, tokeniser
+        lengths = [each.source.count() for each in sources]
+        self.length = None if None in lengths else sum(filter(None, lengths))
         self.counts = Counts()
-        self.left_out = 0
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
+        self._ahead = Ahead(self._read, _ENDLESS, depth=1)
+        self._lock = threading.Lock()
+        self._rows: Iterator[tuple[int, RawRow]] = iter(())
+        self._next = -1
+        self._full = 0  # blocks from the first on that are known to be full
 
     @property
-    def blocks(self) -> Blocks | None:
-        """The reader of a remote source, which is then the only one."""
-        reader = self._sources[0].reader
-        return reader if isinstance(reader, Blocks) else None
+    def name(self) -> str:
+        """Of the sources, for messages."""
+        return ", ".join(each.source.name for each in self.sources)
 
     @property
     def report(self) -> str:
-        """What became of the records so far, in words."""
-        if not self.counts.rows:
-            blocks = self.blocks
-            if blocks is None:
-                return f"{len(self)} rows, tokenised while training"
-            count = "rows" if blocks.length is None else f"{blocks.length} rows"
-            return (
-                f"{count} of {blocks.name}, read and tokenised while training, shuffled in blocks "
-                f"of {blocks.size}"
-            )
-        left_out = f"; {self.left_out} left out of full packs" if self.left_out else ""
-        return f"streamed {self.counts}{left_out}"
+        """What became of the rows so far, in words."""
+        if self.counts.rows:
+            return f"streamed {self.counts}"
+        count = "rows" if self.length is None else f"{self.length} rows"
+        return (
+            f"{count} of {self.name}, read and tokenised while training, shuffled in blocks of "
+            f"{self.size}"
+        )
 
-    def encode(self, numbers: NDArray[np.int64]) -> tuple[list[list[Tokens]], Counts]:
-        """What each record became: no sequence, one, or for a long text several.
+    def rows_in(self, number: int) -> int:
+        """Rows of a block, which is read if nothing else tells: less than `size` at the end."""
+        if self.length is not None:
+            return max(0, min(self.size, self.length - number * self.size))
+        return self.size if number < self._full else len(self.block(number))
+
+    def block(self, number: int) -> list[tuple[int, RawRow]]:
+        """The rows of a block, each with the number of its source."""
+        with self._lock:
+            return self._ahead.get(number)
+
+    def find(self, numbers: NDArray[np.int64]) -> list[tuple[int, RawRow]]:
+        """The rows of these numbers, from 0 through all sources."""
+        found = []
+        for number in numbers.tolist():
+            block, inside = divmod(number, self.size)
+            found.append(self.block(block)[inside])
+        return found
+
+    def encode(self, rows: Sequence[tuple[int, RawRow]]) -> tuple[list[list[Tokens]], Counts]:
+        """What each row became: no sequence, one, or for a long text several.
 
         Raises:
-            DataError: a record cannot be read or used; names it.
+            DataError: a row cannot be used; names it.
         """
-        documents: list[list[Tokens]] = [[] for _ in numbers]
+        documents: list[list[Tokens]] = [[] for _ in rows]
         counts = Counts()
-        for places, source, indices in self._by_source(numbers):
-            records = source.reader.records(indices)
-            encoded, count = source.encoder.encode(records)
-            counts += count
-            for each in encoded:
-                part = f" (part {each.part})" if each.part else ""
-                origin = records[each.record].origin + part
-                documents[places[each.record]].append(Tokens(each.ids, each.loss_mask, origin))
+        for number, streamed in enumerate(self.sources):
+            places = [place for place, (source, _) in enumerate(rows) if source == number]
+            if places:
+                chunk = self._tokeniser(number, tuple(rows[place][1] for place in places))
+                found, count = documents_of(chunk, streamed.source.origin)
+                counts += count
+                for place, each in zip(places, found, strict=True):
+                    documents[place] = each
         return documents, counts
 
-    def origins(self, numbers: NDArray[np.int64]) -> tuple[str, ...]:
-        """Where records stand; reads none of them."""
-        origins = [""] * len(numbers)
-        for places, source, indices in self._by_source(numbers):
-            mark = source.reader.name.replace("{", "{{").replace("}", "}}") + source.reader.mark
-            shown = source.reader.places(indices).tolist()
-            for place, number in zip(places.tolist(), shown, strict=True):
-                origins[place] = mark.format(number)
-        return tuple(origins)
+    def packs(self, capacity: int, workers: int | None, rendering: Rendering) -> list[int]:
+        """Packs of each block of an epoch; reads and tokenises all rows once.
+
+        Raises:
+            DataError: a row cannot be used.
+        """
+        blocks, lengths, first = [], [], 0
+        for streamed in self.sources:
+            for chunk in chunks_of(streamed.source.rows(), streamed.work, workers, rendering):
+                records = chunk.batch.column("record").to_numpy() + first
+                blocks.append(records // self.size)
+                lengths.append(np.diff(chunk.batch.column("ids").offsets.to_numpy()))
+                first += chunk.records
+        of_block, of_row = np.concatenate(blocks), np.concatenate(lengths).astype(np.int64)
+        found = []
+        for number in range(-(-first // self.size)):
+            rows = of_row[(of_block == number) & (of_row > 0)]
+            found.append(len(pack(rows, capacity, np.arange(len(rows)))))
+        self.length = first
+        return found
 
     def fingerprint(self) -> str:
         """Hexadecimal digest of what the sources hold and how it becomes tokens."""
-        return key_of("stream", *(source.identity for source in self._sources))
+        return key_of("stream", self.size, *(each.identity for each in self.sources))
 
-    def _by_source(
-        self, numbers: NDArray[np.int64]
-    ) -> list[tuple[NDArray[np.int64], StreamedSource, NDArray[np.int64]]]:
-        """For each source that is asked: places in `numbers`, the source, its own records."""
-        which = np.searchsorted(self._ends, numbers, side="right")
-        found = []
-        for index in np.unique(which).tolist():
-            places = np.flatnonzero(which == index)
-            inside = numbers[places] - (self._ends[index] - self.sizes[index])
-            source = self._sources[index]
-            found.append((places, source, source.split.kept(inside)))
-        return found
+    def _read(self, number: int) -> list[tuple[int, RawRow]]:
+        if number != self._next:
+            self._rows = self._from(number * self.size)
+        self._next = -1  # should reading fail, it cannot be resumed where it was
+        block = list(islice(self._rows, self.size))
+        self._next = number + 1
+        if len(block) == self.size:
+            self._full = max(self._full, number + 1)
+            return block
+        found = number * self.size + len(block)
+        if self.length is not None and found < self.length:
+            raise DataError(
+                f"{self.name} ends after {found:,} rows, but its description promises "
+                f"{self.length:,}; set limit to {found} or less"
+            )
+        self.length = found
+        return block
+
+    def _from(self, start: int) -> Iterator[tuple[int, RawRow]]:
+        for number, streamed in enumerate(self.sources):
+            known = streamed.source.count()
+            if known is not None and known <= start:
+                start -= known
+                continue
+            first = 0 if known is None else start
+            for at, row in enumerate(streamed.source.rows(first), first):
+                if at >= start:
+                    yield number, row
+            start = 0 if known is not None else max(0, start - at - 1)
+
+
+class BlockOrder:
+    """The rows of a stream over a whole run: shuffled within blocks, which stay in their order.
+
+    Position p of an epoch lies in block p // size, and is one of its rows by a permutation of seed,
+    epoch and block number. Where the number of rows is not known, the first epoch lasts until it
+    shows.
+    """
+
+    def __init__(self, rows: StreamedRows, seed: int, *, shuffle: bool = True) -> None:
+        self._rows, self.seed, self.shuffle = rows, seed, shuffle
+
+    @property
+    def per_epoch(self) -> float:
+        """Rows of an epoch; infinity as long as that is not known."""
+        return math.inf if self._rows.length is None else self._rows.length
+
+    def end(self, epochs: float | Fraction) -> int:
+        """Rows of so many epochs from the start of the run.
+
+        Raises:
+            RunFileError: the number of rows is not known.
+        """
+        if self._rows.length is None:
+            raise unknown_end(self._rows.name)
+        count = Fraction(repr(epochs)) if isinstance(epochs, float) else Fraction(epochs)
+        return round(self._rows.length * count)
+
+    def items(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The items at global positions, in any order; int64 of the same shape (n,)."""
+        length, size = self._rows.length, self._rows.size
+        so_far = int(positions.max(initial=0)) + 1 if length is None else length
+        epochs, inside = np.divmod(positions, so_far)
+        items = np.empty(len(positions), dtype=np.int64)
+        blocks = inside // size
+        for epoch, number in sorted(set(zip(epochs.tolist(), blocks.tolist(), strict=True))):
+            count = self._rows.rows_in(number)
+            if length is None and self._rows.length is not None:
+                return self.items(positions)
+            here = (epochs == epoch) & (blocks == number)
+            places = inside[here] - number * size
+            if self.shuffle:
+                places = _of_block(count, self.seed, epoch, number)[places]
+            items[here] = number * size + places
+        return items
+
+
+@lru_cache(maxsize=4)
+def _of_block(count: int, seed: int, epoch: int, number: int) -> NDArray[np.int64]:
+    return permutation(count, seed, epoch, STREAM, number)
 
 
 def first_parts(
     documents: Sequence[Sequence[Tokens]], counts: Counts
 ) -> tuple[list[list[Tokens]], Counts]:
-    """Only the first sequence of each record; records that lose the others count as truncated."""
+    """Only the first sequence of each row; rows that lose the others count as truncated."""
     kept = [list(parts[:1]) for parts in documents]
     lost = sum(len(parts) > 1 for parts in documents)
     counts = replace(
         counts,
         sequences=sum(map(len, kept)),
         truncated=counts.truncated + lost,
-        tokens=sum(len(each.ids) for parts in kept for each in parts),
+        tokens=sum(map(tokens_of, kept)),
         num_loss_tokens=sum(int(each.loss_mask.sum()) for parts in kept for each in parts),
     )
     return kept, counts
 
 
-SumOnRanks = Callable[[list[float]], list[float]]
-Work = TypeVar("Work")
-
-_SAMPLE = 512
-_BLOCK_SEQUENCES = 256
-_FILL = 0.98
-_KEPT_STEPS = 4
-_COUNTED = tuple(field.name for field in fields(Counts) if field.type == "int")
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Step:
     """This rank's sequences of a step, and what became of their rows.
 
     Attributes:
         longest: tokens of the longest sequence; of all ranks', where they agree on a width.
+        error: why a row cannot be used.
     """
 
-    sequences: list[list[Tokens]]
-    counts: Counts
-    longest: int
+    sequences: list[list[Tokens]] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
+    longest: int = 0
+    error: DataError | None = None
 
 
 class StreamedBatches(OrderedBatches):
@@ -195,17 +304,14 @@ class StreamedBatches(OrderedBatches):
     def __init__(
         self, rows: StreamedRows, schedule: Schedule, layout: Layout, sum_on_ranks: SumOnRanks
     ) -> None:
-        super().__init__(schedule, layout, _order(rows, schedule))
+        order = BlockOrder(rows, schedule.seed, shuffle=schedule.shuffle)
+        super().__init__(schedule, layout, order)
         self._rows, self._sum = rows, sum_on_ranks
         self._ahead = Ahead(self._read, self.steps, depth=2, behind=STEPS_AHEAD)
         self._counts: OrderedDict[int, Counts] = OrderedDict()
 
     def step(self, index: int) -> list[MicroBatch]:
-        """See `Batches`.
-
-        Raises:
-            DataError: a row cannot be used.
-        """
+        """See `Batches`."""
         step = self._ahead.get(self._checked(index))
         size = self.layout.micro_batch
         starts = range(0, len(step.sequences), size)
@@ -216,7 +322,7 @@ class StreamedBatches(OrderedBatches):
         """See `Batches`.
 
         Raises:
-            DataError: a row cannot be used, or no row of the step holds anything to learn.
+            DataError: a row cannot be used, here or on another rank.
         """
         return self._sums(index).num_loss_tokens
 
@@ -226,50 +332,50 @@ class StreamedBatches(OrderedBatches):
 
     def global_origins(self, index: int) -> tuple[str, ...]:
         """See `Batches`; here also rows of which nothing was left."""
-        self._checked(index)
-        return self._rows.origins(self._numbers(index, np.arange(self.global_batch)))
+        numbers = self._numbers(self._checked(index), np.arange(self.global_batch))
+        origins = [each.source.origin for each in self._rows.sources]
+        return tuple(origins[at].format(row.place) for at, row in self._rows.find(numbers))
 
     def fingerprint(self) -> str:
         """See `Batches`."""
-        return key_of(
-            self._rows.fingerprint(),
-            self.schedule.record(len(self._rows.sizes)),
-            False,
-            self.layout.max_length,
-        )
+        settings = [self.schedule.record(1), False, self.layout.max_length]
+        return key_of(self._rows.fingerprint(), *settings)
 
     def _numbers(self, index: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The records at places of a step, without those beyond the end of the run."""
+        """The rows at places of a step, without those beyond the end of the run."""
         positions = index * self.global_batch + places
         return self._order.items(positions[positions < self._total])
 
+    def _encoded(self, index: int, places: NDArray[np.int64]) -> tuple[list[list[Tokens]], Counts]:
+        found = self._rows.find(self._numbers(index, places))
+        return first_parts(*self._rows.encode(found))
+
     def _read(self, index: int) -> _Step:
         places = self._places().ravel()
-        numbers = self._numbers(index, places)
-        sequences, counts = first_parts(*self._rows.encode(numbers))
+        try:
+            mine, counts = self._encoded(index, places)
+            theirs: list[list[Tokens]] = []
+            if self.layout.agrees:
+                others = np.setdiff1d(np.arange(self.global_batch), places)
+                theirs, _ = self._encoded(index, others)
+        except DataError as error:  # the other ranks must hear of it
+            return _Step(error=error)
         # Positions beyond the end of the run are the last ones of the last step.
-        sequences += [[] for _ in range(len(places) - len(numbers))]
-        return _Step(sequences, counts, self._longest(index, places, sequences))
-
-    def _longest(
-        self, index: int, places: NDArray[np.int64], mine: Sequence[Sequence[Tokens]]
-    ) -> int:
-        theirs: list[list[Tokens]] = []
-        if self.layout.agrees:
-            others = np.setdiff1d(np.arange(self.global_batch), places)
-            theirs, _ = first_parts(*self._rows.encode(self._numbers(index, others)))
-        return max(map(tokens_of, [*mine, *theirs]))
+        mine += [[] for _ in range(len(places) - len(mine))]
+        longest = max(map(tokens_of, [*mine, *theirs]))
+        return _Step(sequences=mine, counts=counts, longest=longest)
 
     def _sums(self, index: int) -> Counts:
         """The counts of a step over all ranks."""
         self._checked(index)
         if index not in self._counts:
-            mine = self._ahead.get(index).counts
-            sums = self._sum([float(getattr(mine, name)) for name in _COUNTED])
+            mine = self._ahead.get(index)
+            values = [float(getattr(mine.counts, name)) for name in _COUNTED]
+            *sums, failed = self._sum([*values, float(mine.error is not None)])
+            if failed:
+                raise mine.error or DataError(f"a row of step {index + 1} cannot be used")
             counted: dict[str, Any] = dict(zip(_COUNTED, map(round, sums), strict=True))
             counts = Counts(**counted)
-            if not counts.num_loss_tokens:
-                raise _nothing_to_learn(index, self.global_origins(index))
             self._rows.counts += counts
             self._counts[index] = counts
             if len(self._counts) > _KEPT_STEPS:
@@ -277,39 +383,72 @@ class StreamedBatches(OrderedBatches):
         return self._counts[index]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Block:
-    """The sequences of each step of a block, over all ranks; and what became of its records."""
+    """The sequences of each step of a block, over all ranks; and what became of its rows.
 
+    Attributes:
+        first: the first step.
+        epoch, number: which block it is.
+    """
+
+    first: int
+    epoch: int
+    number: int
     steps: list[list[list[Tokens]]]
     counts: Counts
-    left_out: int
+
+    @property
+    def end(self) -> int:
+        """The step after its last."""
+        return self.first + len(self.steps)
 
 
 class PackedStream(Batches):
-    """Training batches with packing; see `Batches`. Ranks need not speak with each other."""
+    """Training batches with packing; see `Batches`. Ranks need not speak with each other.
 
-    def __init__(self, rows: StreamedRows, schedule: Schedule, layout: Layout) -> None:
+    Args:
+        packs: of each block of an epoch; None where `schedule` has the number of steps.
+    """
+
+    def __init__(
+        self,
+        rows: StreamedRows,
+        schedule: Schedule,
+        layout: Layout,
+        packs: Sequence[int] | None,
+    ) -> None:
         super().__init__(schedule, layout)
         self._rows = rows
-        self._order = _order(rows, schedule)
-        self._block_steps = -(-_BLOCK_SEQUENCES // self.global_batch)
-        self._records = self._records_per_block()
-        per_step = self._records / self._block_steps
-        self._total = None
-        if schedule.steps is None:
-            self._total = max(1, self._order.end(schedule.epochs))
-        self.steps = schedule.steps or math.ceil((self._total or 1) / per_step)
-        self.sequences_per_epoch = float(self._order.per_epoch) / per_step * self.global_batch
-        blocks = -(-self.steps // self._block_steps)
-        self._ahead = Ahead(self._read, blocks, depth=1, behind=STEPS_AHEAD)
-        self._counted = -1
+        per_epoch = math.nan
+        if packs is not None:
+            per_epoch = sum(-(-each // self.global_batch) for each in packs)
+            self.sequences_per_epoch = float(sum(packs))
+        self.steps = schedule.steps or max(1, round(per_epoch * schedule.epochs))
+        self._lock = threading.Lock()
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="packs-ahead")
+        self._blocks: list[_Block] = []
+        self._begin = (0, 0, 0)
+        self._counted = (-1, -1)
+        self._steps_of_epoch = per_epoch
+
+    def state(self, done: int) -> dict[str, int]:
+        """See `Batches`: the block of the next step, and its first step."""
+        if done >= self.steps:
+            return {}
+        block = self._block(done)
+        return {"first_step": block.first, "epoch": block.epoch, "block": block.number}
+
+    def resume(self, state: Mapping[str, int]) -> None:
+        """See `Batches`."""
+        if state:
+            self._begin = state["first_step"], state["epoch"], state["block"]
 
     def step(self, index: int) -> list[MicroBatch]:
         """See `Batches`.
 
         Raises:
-            DataError: a row cannot be used, or no row of the step holds anything to learn.
+            DataError: a row cannot be used.
         """
         sequences = self._sequences(index)
         turns = [[sequences[at] for at in turn] for turn in self._places()]
@@ -317,14 +456,17 @@ class PackedStream(Batches):
         return self.layout.step(turns, lambda: self.layout.max_length)
 
     def num_loss_tokens(self, index: int) -> int:
-        """See `Batches`."""
-        sequences = self._sequences(index)
-        self._count(index // self._block_steps)
-        return sum(int(each.loss_mask.sum()) for sequence in sequences for each in sequence)
+        """See `Batches`; raises what `step` does."""
+        block = self._block(index)
+        if (block.epoch, block.number) > self._counted:
+            self._counted = block.epoch, block.number
+            self._rows.counts += block.counts
+        documents = [each for sequence in self._sequences(index) for each in sequence]
+        return sum(int(each.loss_mask.sum()) for each in documents)
 
     def real_tokens(self, index: int) -> int:
         """See `Batches`."""
-        return sum(len(each.ids) for sequence in self._sequences(index) for each in sequence)
+        return sum(map(tokens_of, self._sequences(index)))
 
     def global_origins(self, index: int) -> tuple[str, ...]:
         """See `Batches`."""
@@ -332,86 +474,61 @@ class PackedStream(Batches):
 
     def epoch(self, index: int) -> float:
         """See `Batches`."""
-        done = (index + 1) * self._records / self._block_steps
-        return (done if self._total is None else min(done, self._total)) / float(
-            self._order.per_epoch
-        )
+        if not math.isnan(self._steps_of_epoch):
+            return (index + 1) / self._steps_of_epoch
+        block = self._block(index)
+        length = self._rows.length or (block.number + 2) * self._rows.size
+        done = (index + 1 - block.first) / len(block.steps)
+        size = self._rows.rows_in(block.number)
+        return block.epoch + (block.number * self._rows.size + done * size) / length
 
     def fingerprint(self) -> str:
         """See `Batches`."""
-        return key_of(
-            self._rows.fingerprint(),
-            self.schedule.record(len(self._rows.sizes)),
-            self._records,
-            self.layout.max_length,
-        )
+        settings = [self.schedule.record(1), True, self.layout.max_length]
+        return key_of(self._rows.fingerprint(), *settings)
 
-    def _records_per_block(self) -> int:
-        """Records whose tokens, with two standard deviations, fill the sequences of a block."""
-        numbers = self._order.sample(_SAMPLE)
-        documents, _ = self._rows.encode(numbers)
-        lengths = [sum(len(each.ids) for each in parts) for parts in documents]
-        mean, deviation = float(np.mean(lengths)), float(np.std(lengths))
-        if not mean:
-            raise DataError(
-                f"none of {len(numbers)} rows, drawn from all, holds anything to learn; "
-                "see data.max_length and the columns of data.train"
-            )
-        room = _FILL * self._block_steps * self.global_batch * self.layout.max_length
-        root = (math.sqrt(deviation**2 + mean * room) - deviation) / mean
-        return max(1, int(root**2))
+    def _sequences(self, index: int) -> list[list[Tokens]]:
+        block = self._block(index)
+        return block.steps[index - block.first]
 
-    def _read(self, number: int) -> _Block:
-        first = number * self._records
-        positions = np.arange(first, first + self._records)
-        if self._total is not None:
-            positions = positions[positions < self._total]
-        steps = min(self._block_steps, self.steps - number * self._block_steps)
-        # Of the last block only the records that its steps are there for.
-        positions = positions[: math.ceil(self._records * steps / self._block_steps)]
-        documents, counts = self._rows.encode(self._order.items(positions))
+    def _block(self, index: int) -> _Block:
+        """The block of a step; blocks are read one after another, and the last ones are held."""
+        self._checked(index)
+        with self._lock:
+            if not self._blocks or index < self._blocks[0].first:
+                begin = self._begin if index >= self._begin[0] else (0, 0, 0)
+                self._blocks = [self._read(*begin)]
+                self._following = self._ahead.submit(self._after, self._blocks[-1])
+            while index >= self._blocks[-1].end:
+                self._blocks = [*self._blocks[-2:], self._following.result()]
+                self._following = self._ahead.submit(self._after, self._blocks[-1])
+            return next(one for one in self._blocks if one.first <= index < one.end)
+
+    def _after(self, last: _Block) -> _Block:
+        """The block after another."""
+        epoch, number = last.epoch, last.number + 1
+        if not self._rows.rows_in(number):
+            if not last.end:
+                raise DataError(
+                    f"none of the rows of {self._rows.name} holds anything to learn; see "
+                    "data.max_length and the columns of data.train"
+                )
+            epoch, number = epoch + 1, 0
+        return self._read(last.end, epoch, number)
+
+    def _read(self, first: int, epoch: int, number: int) -> _Block:
+        found = self._rows.block(number)
+        if self.schedule.shuffle:
+            shuffled = _of_block(len(found), self.schedule.seed, epoch, number)
+            found = [found[at] for at in shuffled.tolist()]
+        documents, counts = self._rows.encode(found)
         flat = [each for parts in documents for each in parts]
         lengths = np.array([len(each.ids) for each in flat], dtype=np.int64)
         packs = pack(lengths, self.layout.max_length, np.arange(len(flat)))
-        # What cannot be placed is the emptiest packs.
-        ranked = np.argsort(-packs.sums(lengths), kind="stable")
-        kept = ranked[: steps * self.global_batch]
-        kept = kept[permutation(len(kept), self.schedule.seed, number, BLOCKS)]
-        sequences: list[list[list[Tokens]]] = [[] for _ in range(steps)]
-        for place, index in enumerate(kept.tolist()):
-            documents_of = [flat[row] for row in packs.group(index).tolist()]
-            sequences[place % steps].append(documents_of)
-        for step in sequences:
+        dealt = permutation(len(packs), self.schedule.seed, epoch, BLOCKS, number)
+        steps: list[list[list[Tokens]]] = [[] for _ in range(-(-len(packs) // self.global_batch))]
+        for place, index in enumerate(dealt.tolist()):
+            steps[place % len(steps)].append([flat[row] for row in packs.group(index).tolist()])
+        for step in steps:
             step += [[] for _ in range(self.global_batch - len(step))]
-        left_out = sum(len(packs.group(index)) for index in ranked[len(kept) :].tolist())
-        return _Block(sequences, counts, left_out)
-
-    def _sequences(self, index: int) -> list[list[Tokens]]:
-        number, place = divmod(self._checked(index), self._block_steps)
-        block = self._ahead.get(number)
-        if not any(block.steps[place]):
-            raise _nothing_to_learn(index, ())
-        return block.steps[place]
-
-    def _count(self, number: int) -> None:
-        """Count what became of a block's rows, once; not of one that was read ahead alone."""
-        if number > self._counted:
-            block = self._ahead.get(number)
-            self._counted = number
-            self._rows.counts += block.counts
-            self._rows.left_out += block.left_out
-
-
-def _order(rows: StreamedRows, schedule: Schedule) -> Order | BlockOrder:
-    if rows.blocks is not None:
-        return BlockOrder(rows.blocks, schedule.seed, shuffle=schedule.shuffle)
-    weights = schedule.weights_of(len(rows.sizes))
-    return Order(rows.sizes, weights, schedule.seed, shuffle=schedule.shuffle)
-
-
-def _nothing_to_learn(index: int, origins: tuple[str, ...]) -> DataError:
-    rows = f" ({', '.join(origins[:4])}, ...)" if origins else ""
-    return DataError(
-        f"step {index + 1}: none of its rows{rows} holds anything to learn within "
-        "data.max_length; raise it or train.global_batch_size, or leave such rows out"
-    )
+        return _Block(first=first, epoch=epoch, number=number, steps=steps, counts=counts)
