@@ -263,6 +263,7 @@ class Batches(ABC):
     sequences_per_epoch: float
 
     def __init__(self, schedule: Schedule, layout: Layout) -> None:
+        self.resumed: dict[str, int] = {}
         self.schedule, self.layout = schedule, layout
         self.global_batch = schedule.global_batch
         self.accumulation = accumulation(
@@ -289,6 +290,7 @@ class Batches(ABC):
 
     def resume(self, state: Mapping[str, int]) -> None:
         """Begin where another run's `state` says, which read the same data."""
+        self.resumed = dict(state)
 
     def widths(self, start: int) -> list[int]:
         """Padded lengths of the micro-batches from a step on, the widest first.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
@@ -105,13 +106,14 @@ class StreamedFiles:
             name = address.rpartition("/")[2]
             skipped = max(0, start - index)
             if self._suffix == ".parquet":
-                if start and (rows := parquet_count(partial(open_remote, address, 0), name)):
-                    if index + rows <= start:
-                        index += rows
-                        continue
-                found = table_rows(partial(open_remote, address, 0), name, ".parquet", skipped)
+                opened: OpenFile = partial(open_remote, address, 0)
+                rows = parquet_count(opened, name) if skipped else math.inf
+                if rows <= skipped:
+                    index += int(rows)
+                    continue
+                found = table_rows(opened, name, ".parquet", skipped)
             else:
-                opened: OpenFile = partial(unpacked, address)
+                opened = partial(unpacked, address)
                 found = islice(line_rows(opened, name, f"{name}:{{}}"), skipped, None)
             index += skipped
             for row in found:

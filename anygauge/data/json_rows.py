@@ -45,6 +45,12 @@ def line_rows(open_file: OpenFile, name: str, where: str = "") -> Iterator[RawRo
     Raises:
         DataError: unreadable, or a line is too long.
     """
+    for number, offset, line in _filled_lines(open_file, name):
+        yield RawRow(number, line, offset, where.format(number))
+
+
+def _filled_lines(open_file: OpenFile, name: str) -> Iterator[tuple[int, int, bytes]]:
+    """Number, place in bytes and content of the lines that hold more than blanks."""
     number = offset = 0
     with open_file() as file:
         while line := file.readline(MOST_LINE + 1):
@@ -56,7 +62,7 @@ def line_rows(open_file: OpenFile, name: str, where: str = "") -> Iterator[RawRo
                 )
             skipped = len(BOM) if number == 1 and line.startswith(BOM) else 0
             if line[skipped:].strip():
-                yield RawRow(number, line[skipped:], offset + skipped, where.format(number))
+                yield number, offset + skipped, line[skipped:]
             offset += len(line)
 
 
@@ -65,14 +71,13 @@ def holds_lines(open_file: OpenFile, name: str) -> bool:
     with open_file() as file:
         if not file.read(_BEGIN).removeprefix(BOM).lstrip().startswith(b"{"):
             return False
-    rows = line_rows(open_file, name)
-    first, *others = [str(row.value, "utf-8", "replace") for row in islice(rows, 2)]
+    first, *others = [line for _, _, line in islice(_filled_lines(open_file, name), 2)]
     if not others:
         return False
     try:
         return isinstance(json.loads(first), dict)
     except (ValueError, RecursionError):
-        return others[0].lstrip().startswith("{")
+        return others[0].lstrip().startswith(b"{")
 
 
 def list_rows(open_file: OpenFile, name: str) -> Iterator[RawRow]:

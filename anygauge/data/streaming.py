@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
@@ -428,7 +428,6 @@ class PackedStream(Batches):
         self._lock = threading.Lock()
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="packs-ahead")
         self._blocks: list[_Block] = []
-        self._begin = (0, 0, 0)
         self._counted = (-1, -1)
         self._steps_of_epoch = per_epoch
 
@@ -438,11 +437,6 @@ class PackedStream(Batches):
             return {}
         block = self._block(done)
         return {"first_step": block.first, "epoch": block.epoch, "block": block.number}
-
-    def resume(self, state: Mapping[str, int]) -> None:
-        """See `Batches`."""
-        if state:
-            self._begin = state["first_step"], state["epoch"], state["block"]
 
     def step(self, index: int) -> list[MicroBatch]:
         """See `Batches`.
@@ -496,8 +490,11 @@ class PackedStream(Batches):
         self._checked(index)
         with self._lock:
             if not self._blocks or index < self._blocks[0].first:
-                begin = self._begin if index >= self._begin[0] else (0, 0, 0)
-                self._blocks = [self._read(*begin)]
+                begin = self.resumed
+                if index < begin.get("first_step", 0):
+                    begin = {}
+                names = ("first_step", "epoch", "block")
+                self._blocks = [self._read(*(begin.get(name, 0) for name in names))]
                 self._following = self._ahead.submit(self._after, self._blocks[-1])
             while index >= self._blocks[-1].end:
                 self._blocks = [*self._blocks[-2:], self._following.result()]

@@ -34,6 +34,8 @@ FEW_ROWS = 10_000
 MOST_WORKERS = 16
 SILENCE_S = 60.0
 """For one rendering of a chat template, which takes milliseconds."""
+SHARE_OF_MEMORY = 0.75
+"""Of a machine, for rows."""
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -72,6 +74,12 @@ class Tokenise:
                     encoded.append(Encoded(record=number, fate=BAD))
                     bad.append(str(error))
         return EncodedChunk(records=len(rows), batch=batch_of(encoded, places), bad=bad)
+
+
+def share_of_memory(parts: int) -> int:
+    """Bytes that one of so many processes of this machine may take for rows."""
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(installed * SHARE_OF_MEMORY / parts)
 
 
 def usable_cores() -> int:

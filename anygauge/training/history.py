@@ -40,19 +40,23 @@ class History:
         losses = {name: _number(record[name]) for name in ("first_loss", "last_loss")}
         return cls(**{**record, **losses, "evaluations": evaluations})
 
-    def add(self, index: int, *, loss: float, tokens: int, seconds: float, timed: bool) -> None:
+    def add(
+        self, index: int, *, loss: float | None, tokens: int, seconds: float, timed: bool
+    ) -> None:
         """Count one step.
 
         Args:
             index: of the step, from 0.
+            loss: None where it had no loss tokens.
             timed: whether the run has warmed up.
         """
         self.step = index + 1
         self.tokens += tokens
         self.seconds += seconds
-        self.last_loss = loss
-        if index == 0:
-            self.first_loss = loss
+        if loss is not None:
+            self.last_loss = loss
+            if math.isnan(self.first_loss):
+                self.first_loss = loss
         if timed:
             self.timed_steps += 1
             self.timed_tokens += tokens

@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from anygauge.config.schema import TrainSection
 from anygauge.data import STEPS_AHEAD, Ahead, Batches, MicroBatch
-from anygauge.interface import Backend
-from anygauge.interface.strategy import Engine, LossFunction, Share
+from anygauge.interface import Backend, DataError
+from anygauge.interface.strategy import Engine, LossFunction, Share, StepResult, UpdateResult
 from anygauge.training.checkpoints.manager import CheckpointManager, StopRequest
 from anygauge.training.meter import MetricsLogger
 from anygauge.training.moving import HostBatch, ToDevice
@@ -71,13 +73,10 @@ class Loop:
             for index in range(self.start, steps):
                 self.progress.at(f"step {index + 1}, forward and backward")
                 pending.begin()
+                tokens = self._loss_tokens(index, pending)
                 batches = ahead.get(index)
-                tokens = self.batches.num_loss_tokens(index)
                 lr = learning_rate(index, steps, self.settings.optimizer.lr, self.settings.schedule)
-                run_step = self.warm_up.run_step
-                result = run_step(self.engine, index, batches, self.loss_function, tokens)
-                self.progress.at(f"step {index + 1}, update")
-                update = self.engine.update(lr, self.settings.max_grad_norm)
+                result, update = self._train_on(index, batches, tokens, lr)
                 pending.add(index, batches, tokens, lr, result, update)
                 done, last = index + 1, index + 1 == steps
                 due = last or update.skipped or self._due(done) or checkpoints.due(done)
@@ -89,6 +88,31 @@ class Loop:
                 if stop and not last:
                     return False
         return True
+
+    def _train_on(
+        self, index: int, batches: Sequence[HostBatch], tokens: int, lr: float
+    ) -> tuple[StepResult, UpdateResult]:
+        """Run a step and update; a step without loss tokens changes nothing."""
+        if not tokens:
+            return StepResult(loss_sums=()), UpdateResult(grad_norm=torch.zeros(()), skipped=False)
+        run_step = self.warm_up.run_step
+        result = run_step(self.engine, index, batches, self.loss_function, tokens)
+        self.progress.at(f"step {index + 1}, update")
+        return result, self.engine.update(lr, self.settings.max_grad_norm)
+
+    def _loss_tokens(self, index: int, pending: PendingSteps) -> int:
+        """Loss tokens of a step over all ranks.
+
+        Raises:
+            DataError: a streamed row cannot be used; what was trained before is in a checkpoint.
+        """
+        try:
+            return self.batches.num_loss_tokens(index)
+        except DataError:
+            pending.settle(index)
+            if index > self.start and self.engine.checkpoint_support():
+                self.checkpoints.maybe_save(index, last=False, stop=True, losses={})
+            raise
 
     def _laid_out(self, index: int) -> list[HostBatch]:
         """This rank's micro-batches of a step, ready to be moved; a thread calls this."""

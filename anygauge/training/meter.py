@@ -116,7 +116,7 @@ class MetricsLogger:
         self,
         index: int,
         *,
-        loss: float,
+        loss: float | None,
         lr: float,
         grad_norm: float,
         skipped: bool,
@@ -127,6 +127,7 @@ class MetricsLogger:
         """Record one optimizer step.
 
         Args:
+            loss: nats per loss token; None where the step had none.
             slots: places for tokens in the batches of all ranks, padding among them.
             seconds: wall clock of the step.
             counted: of `counted`, when the step was done.
@@ -139,9 +140,8 @@ class MetricsLogger:
         if self._file is None:
             return
         metrics: dict[str, Any] = {
-            "loss": loss,
+            **({} if loss is None else {"loss": loss, "grad_norm": grad_norm}),
             "lr": lr,
-            "grad_norm": grad_norm,
             "epoch": round(self.epoch(index), 6),
             "tokens": volume.tokens,
             "num_loss_tokens": volume.num_loss_tokens,
@@ -155,6 +155,12 @@ class MetricsLogger:
             metrics["mfu"] = operations / seconds / (self.peak_flops * self.world_size)
         if skipped:
             metrics["skipped"] = 1
+        if loss is None:
+            self.events.message(
+                f"step {index + 1}: none of its rows holds anything to learn within "
+                "data.max_length, so nothing was trained in it",
+                "warning",
+            )
         left = (self.steps - index - 1) * (self.history.step_seconds() or 0.0)
         self._write({"step": index + 1, **metrics, "remaining_s": round(left, 3)})
         if (index + 1) % self.log_every == 0 or index + 1 == self.steps:

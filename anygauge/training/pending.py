@@ -179,7 +179,7 @@ class PendingSteps:
         )
         self.meter.step(
             step.index,
-            loss=total / step.tokens,
+            loss=total / step.tokens if step.tokens else None,
             lr=step.lr,
             grad_norm=norm,
             skipped=step.skipped,

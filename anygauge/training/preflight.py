@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from anygauge.config.resolved import parse_run
 from anygauge.config.schema import ModelSection
+from anygauge.data.tokenise import share_of_memory
 from anygauge.interface import AnygaugeError
 from anygauge.models.quiet import quiet_libraries
 from anygauge.models.tokenizer import load_tokenizer
@@ -33,8 +34,6 @@ from anygauge.util.text import describe
 GIB = 2**30
 MODEL_LIMIT = 4 * GIB
 """Memory for building a model without its weights, in bytes."""
-SHARE_OF_MEMORY = 0.75
-"""Of this machine, for the rows."""
 WITH_TORCH = "--with-torch"
 """Argument of the process: hide nothing."""
 
@@ -108,8 +107,7 @@ class PreflightEvents:
 
     def enter(self, part: str) -> None:
         """Begin with ``model`` or ``data``."""
-        installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        share = MODEL_LIMIT if part == "model" else int(installed * SHARE_OF_MEMORY)
+        share = MODEL_LIMIT if part == "model" else share_of_memory(1)
         self.limit = bound_memory(share)
         self._events.send("part", name=part)
 

@@ -21,6 +21,7 @@ from anygauge.data import (
     training_batches,
 )
 from anygauge.data.template import end_of_turn_ids, read_template
+from anygauge.data.tokenise import share_of_memory
 from anygauge.interface import (
     Backend,
     Job,
@@ -175,7 +176,14 @@ def prepare_run(
         because = {} if share.sequence is None else {"field": "strategy.cp", "off": "1"}
         packed = plan_masks(factory.config, plan.attention.masks_of, run.data.max_length, **because)
     # Any rank may be the one that tokenises, so each says for itself how far it has come.
-    data = prepare(run.data, tokenizer, run.train.seed, log=rank.events.message, run=job.id)
+    data = prepare(
+        run.data,
+        tokenizer,
+        run.train.seed,
+        log=rank.events.message,
+        run=job.id,
+        memory=share_of_memory(job.launch.devices),
+    )
     rank.log(f"data: {data.report}")
     if short := advice(data.train, run.data):
         rank.warn(short)
@@ -212,6 +220,7 @@ def prepare_run(
     settings = settings_of(run)
     changes = check_resumed(resumed, identity, settings, usual_settings(run), batches.steps)
     if start is not None:
+        batches.resume(start.record["data"])
         rank.log(f"resumed: {start.folder} ({start.step} steps done)")
         if start.record["steps"] != batches.steps and depends_on_length(run.train.schedule):
             rank.warn(
@@ -313,12 +322,13 @@ def prepare_run(
         engine=engine,
         backend=backend,
         rank=rank.index,
-        record=lambda: {
+        record=lambda done: {
             "steps": batches.steps,
             "world_size": rank.world_size,
             "identity": identity,
             "settings": settings,
             "history": dataclasses.asdict(meter.history),
+            "data": batches.state(done),
         },
         export_adapter=None
         if run.adapter is None

@@ -58,7 +58,7 @@ class CheckpointManager:
 
     Attributes:
         rank: of this process; rank 0 writes, all take part.
-        record: what else goes into ``checkpoint.json``; called on rank 0.
+        record: steps done -> what else goes into ``checkpoint.json``; called on rank 0.
         export_adapter: writes trained parameters in peft's format; None where there is no adapter.
         log: a line for the terminal.
         check_folder: raises where `run_directory` is not this run's any more; for rank 0.
@@ -73,7 +73,7 @@ class CheckpointManager:
     engine: Engine
     backend: Backend
     rank: int
-    record: Callable[[], Mapping[str, Any]]
+    record: Callable[[int], Mapping[str, Any]]
     export_adapter: Callable[[Path, Mapping[str, Tensor]], None] | None
     log: Callable[[str], None]
     check_folder: Callable[[], None] = lambda: None
@@ -139,7 +139,7 @@ class CheckpointManager:
                 "step": step,
                 "loss": loss,
                 "counters": {name: getattr(counters, name) for name in counters.__slots__},
-                **self.record(),
+                **self.record(step),
             }
             self.check_folder()
             size = write_checkpoint(

@@ -291,6 +291,14 @@ class RecordedHistory(_Closed):
     timed_seconds: Number
 
 
+class RecordedData(_Closed):
+    """Where a packed stream is, in addition to the step; nothing else needs more than that."""
+
+    first_step: Count = 0
+    epoch: Count = 0
+    block: Count = 0
+
+
 class CheckpointRecord(BaseModel):
     """``checkpoint.json``; a later version may have more fields."""
 
@@ -302,6 +310,7 @@ class CheckpointRecord(BaseModel):
     identity: dict[str, Any]
     settings: dict[str, Any]
     history: RecordedHistory
+    data: RecordedData
 
 
 def _short(value: Any) -> str:
