@@ -171,7 +171,7 @@ def _show_padding(console: Console, run: RunFile, rows: TokenizedRows, layout: L
     table.add_column("One epoch")
     for name in ("Sequences", "Steps", "Positions", "Padding", "Packs filled"):
         table.add_column(name, justify="right")
-    chosen = (run.data.packing, run.data.group_by_length)
+    chosen = (run.data.packs, run.data.group_by_length)
     for title, packing, grouping in (
         ("padded", False, False),
         ("group_by_length", False, True),

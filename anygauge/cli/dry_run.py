@@ -172,7 +172,7 @@ def _training(intent: Intent, found: Findings) -> Iterator[str]:
     count = accumulation(train.global_batch_size, size, parts)
     each = "ranks" if parts == intent.job.world_size else "groups of ranks"
     yield (
-        f"{train.global_batch_size} {'packs' if run.data.packing else 'rows'} a step: {count} "
+        f"{train.global_batch_size} {'packs' if run.data.packs else 'rows'} a step: {count} "
         f"micro-batch{'es' if count > 1 else ''} of {size} on each of {parts} {each}"
     )
     peak, schedule, rates = train.optimizer.lr, train.schedule, f"up to {train.optimizer.lr:.1e}"

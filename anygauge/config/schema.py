@@ -87,8 +87,10 @@ class DataSection(Section):
         description="Tokens that enter the loss: answers (in a chat, every turn of the assistant), "
         "only the last turn of the assistant, or every token.",
     )
-    packing: bool = Field(
-        False, description="Put several rows in one sequence; none attends to another."
+    packing: bool | Literal["isolate", "concatenate"] = Field(
+        False,
+        description="Put several rows in one sequence: true or isolate, and none attends to "
+        "another; concatenate, and each attends to those before it.",
     )
     group_by_length: bool = Field(
         False, description="Put rows of like length in one step, so that less is padding."
@@ -130,6 +132,16 @@ class DataSection(Section):
         return "off" if value is False else value
 
     @property
+    def packs(self) -> bool:
+        """Whether a sequence holds several rows."""
+        return bool(self.packing)
+
+    @property
+    def isolates(self) -> bool:
+        """Whether rows share a sequence and none attends to another."""
+        return self.packing in (True, "isolate")
+
+    @property
     def train_sources(self) -> tuple[SourceSection, ...]:
         """The training sources, also where there is but one."""
         return _listed(self.train)
@@ -154,12 +166,12 @@ class DataSection(Section):
                 "give 'streaming' or 'group_by_length', not both: lengths are known only once rows "
                 "are tokenised"
             )
-        if not self.shuffle and (self.packing or self.group_by_length):
-            field = "packing" if self.packing else "group_by_length"
+        if not self.shuffle and (self.packs or self.group_by_length):
+            field = "packing" if self.packs else "group_by_length"
             raise ValueError(
                 f"give 'shuffle: false' or '{field}', not both: {field} has an order of its own"
             )
-        if self.packing and self.group_by_length:
+        if self.packs and self.group_by_length:
             raise ValueError(
                 "give 'packing' or 'group_by_length', not both: packs have no padding to save"
             )

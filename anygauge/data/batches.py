@@ -68,6 +68,7 @@ class Layout:
         max_length: most tokens of a sequence; with packing, the capacity of a pack.
         pad_id: token number that fills up; never a loss token, never attended to.
         packing: whether a sequence holds several rows.
+        isolated: whether none of these attends to another.
         share: the part of each step that this rank reads.
         shapes: decides padded lengths.
     """
@@ -77,6 +78,7 @@ class Layout:
     pad_id: int
     share: Share = field(default_factory=lambda: Share(0, 1))
     packing: bool = False
+    isolated: bool = True
     shapes: ShapePolicy = field(default_factory=ShapePolicy)
 
     @classmethod
@@ -87,9 +89,15 @@ class Layout:
             max_length=run.data.max_length,
             pad_id=pad_id,
             share=share,
-            packing=run.data.packing,
+            packing=run.data.packs,
+            isolated=run.data.isolates,
             shapes=shapes,
         )
+
+    @property
+    def kind(self) -> bool | str:
+        """What the run file calls the packing."""
+        return self.packing if self.isolated else "concatenate"
 
     @property
     def agrees(self) -> bool:
@@ -155,7 +163,7 @@ class Layout:
         return collate(
             sequences,
             width=width,
-            packed=self.packing,
+            isolated=self.packing and self.isolated,
             shapes=self.shapes,
             max_length=self.max_length,
             pad_id=self.pad_id,
@@ -409,7 +417,7 @@ def tokens_of(sequence: Sequence[Tokens]) -> int:
 def collate(
     sequences: Sequence[Sequence[Tokens]],
     *,
-    packed: bool,
+    isolated: bool,
     shapes: ShapePolicy,
     max_length: int,
     pad_id: int,
@@ -420,8 +428,7 @@ def collate(
     Args:
         sequences: for each, the documents it holds, in order; none at all makes a dummy, from
             which there is no loss.
-        packed: whether documents are distinguished by positions and `segment_ids`; only then may a
-            sequence hold several.
+        isolated: whether documents are distinguished by positions and `segment_ids`.
         shapes: decides the padded length.
         max_length: most tokens of a sequence.
         width: the padded length; None: as `shapes` says.
@@ -446,20 +453,20 @@ def collate(
             labels[place, at:end] = np.where(document.loss_mask, document.ids, IGNORED)
             mask[place, at:end] = 1
             segments[place, at:end] = number
-            if packed:
+            if isolated:
                 positions[place, at:] = np.arange(width - at)
             at = end
         tokens += at
         if not sequence:
             mask[place, 0] = segments[place, 0] = at = 1
-        if packed:
+        if isolated:
             positions[place, at:] = np.arange(width - at)
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids),
         labels=torch.from_numpy(labels),
         attention_mask=torch.from_numpy(mask),
         position_ids=torch.from_numpy(positions),
-        segment_ids=torch.from_numpy(segments) if packed else None,
+        segment_ids=torch.from_numpy(segments) if isolated else None,
         origins=tuple(document.origin for sequence in sequences for document in sequence),
         num_loss_tokens=int((labels != IGNORED).sum()),
         tokens=tokens,

@@ -52,10 +52,13 @@ class Prepared:
 
 
 def described(rows: TokenizedRows | StreamedRows) -> str:
-    """What became of rows, and whether they came from the cache."""
+    """What became of rows, which were skipped first, and whether they came from the cache."""
+    text = str(rows.report)
+    if rows.bad:
+        text += f"; the first that were skipped: {' | '.join(rows.bad)}"
     if isinstance(rows, TokenizedRows) and rows.built is not None:
-        return f"{rows.report} (from the cache of {rows.built})"
-    return str(rows.report)
+        text += f" (from the cache of {rows.built})"
+    return text
 
 
 HELD_SHARE = 0.95
@@ -106,7 +109,7 @@ def peek(data: DataSection, train: TrainSection | None = None) -> None:
     if train is None or train.steps is not None or not data.streaming:
         return
     sources = [open_source(section, field) for field, section in _fields("train", data)]
-    if not data.packing and None in (source.count() for source in sources):
+    if not data.packs and None in (source.count() for source in sources):
         raise unknown_end(sources[0].name)
 
 
@@ -184,7 +187,7 @@ def training_batches(
     )
     if isinstance(rows, TokenizedRows):
         return RowBatches(rows, schedule, layout)
-    if data.packing:
+    if data.packs:
         packs = None if train.steps else packs_of(rows, data)
         return PackedStream(rows, schedule, layout, packs)
     return StreamedBatches(rows, schedule, layout, sum_on_ranks)

@@ -253,7 +253,7 @@ class RowBatches(OrderedBatches):
             "rows",
             rows.fingerprint(),
             self.schedule.record(len(rows.pieces)),
-            self.layout.packing,
+            self.layout.kind,
             self.layout.max_length,
         )
 

@@ -259,6 +259,11 @@ class TokenizedRows:
         """What became of the rows of all sources."""
         return sum((piece.counts for piece in self.pieces), Counts())
 
+    @property
+    def bad(self) -> Sequence[str]:
+        """What is wrong with the first of the rows that were skipped."""
+        return [text for piece in self.pieces for text in piece.bad][:NAMED_BAD]
+
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each sequence; int64 of shape (n,)."""

@@ -40,7 +40,7 @@ from anygauge.data.encode import Counts
 from anygauge.data.order import BLOCKS, STREAM, permutation
 from anygauge.data.records import RawRow
 from anygauge.data.row_batches import pack
-from anygauge.data.rows import Tokens, documents_of
+from anygauge.data.rows import NAMED_BAD, Tokens, documents_of
 from anygauge.data.sources import Source
 from anygauge.data.template import Rendering
 from anygauge.data.tokenise import Tokenise, Tokeniser, chunks_of
@@ -87,6 +87,7 @@ class StreamedRows:
     Attributes:
         length: rows; None as long as that is not known.
         counts: what became of the rows that were read so far, over all ranks.
+        bad: what is wrong with the first rows that this rank has skipped.
     """
 
     def __init__(self, sources: Sequence[StreamedSource], size: int, tokeniser: Tokeniser) -> None:
@@ -94,6 +95,7 @@ class StreamedRows:
         lengths = [each.source.count() for each in sources]
         self.length = None if None in lengths else sum(filter(None, lengths))
         self.counts = Counts()
+        self.bad: list[str] = []
         self._ahead = Ahead(self._read, _ENDLESS, depth=1)
         self._lock = threading.Lock()
         self._rows: Iterator[tuple[int, RawRow]] = iter(())
@@ -149,6 +151,7 @@ class StreamedRows:
                 chunk = self._tokeniser(number, tuple(rows[place][1] for place in places))
                 found, count = documents_of(chunk, streamed.source.origin)
                 counts += count
+                self.bad += chunk.bad[: NAMED_BAD - len(self.bad)]
                 for place, each in zip(places, found, strict=True):
                     documents[place] = each
         return documents, counts
@@ -478,7 +481,7 @@ class PackedStream(Batches):
 
     def fingerprint(self) -> str:
         """See `Batches`."""
-        settings = [self.schedule.record(1), True, self.layout.max_length]
+        settings = [self.schedule.record(1), self.layout.kind, self.layout.max_length]
         return key_of(self._rows.fingerprint(), *settings)
 
     def _sequences(self, index: int) -> list[list[Tokens]]:

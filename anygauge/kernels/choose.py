@@ -191,7 +191,7 @@ def kernels_of_run(run: RunFile, backend: Backend, registry: Registry) -> dict[s
             f"model.attention is {named!r} and kernels.attention is "
             f"{run.kernels[ATTENTION]!r}: one of them must be left out"
         )
-    chosen = choose_kernels(registry, backend, run.kernels, packing=run.data.packing)
+    chosen = choose_kernels(registry, backend, run.kernels, packing=run.data.isolates)
     if named != "auto":
         chosen.pop(ATTENTION, None)
     for operation in (ADAMW, CLIP, LORA):

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from anygauge.config.paths import names_address, names_data_set
-from anygauge.config.schema import AdapterSection, ModelSection, RunFile
+from anygauge.config.schema import AdapterSection, DataSection, ModelSection, RunFile
 from anygauge.interface import ModelError
 from anygauge.models import curve
 from anygauge.models.quantisation import in_words, quantisation
@@ -212,13 +212,19 @@ def _use_model() -> str:
     )
 
 
+def packed_in_words(data: DataSection) -> str:
+    """What packing does to rows, to be said behind their length; "" for nothing."""
+    mixed = "" if data.isolates else ": each row attends to those before it in its pack"
+    return f", packed{mixed}" if data.packs else ""
+
+
 def _settings(run: RunFile, facts: Facts) -> dict[str, str]:
     train = run.train
     found = {
         "data": ", ".join(_sources(run)),
         "rows": facts.data,
         "longest row": f"{run.data.max_length} tokens"
-        + (", packed" if run.data.packing else "")
+        + packed_in_words(run.data)
         + f"; loss on: {run.data.loss_on}",
     }
     quantised = quantisation(run.model)

@@ -84,7 +84,7 @@ def _plan_rank(
             "planned. Plan without it: weights and optimizer are the same"
         )
     precision = resolve_precision(run.precision, backend.support)
-    backend.adapt_models(packing=run.data.packing)
+    backend.adapt_models(packing=run.data.isolates)
     factory = CausalModelFactory.of(run, torch_dtype(precision.param_dtype))
     check_written(run.model, factory.config)
     check_positions(factory.config, run.data.max_length)
@@ -270,10 +270,10 @@ def _traced(
         planner.part_of(model, workload)
     part = workload.share.sequence
     masks = PLAIN
-    if run.data.packing or part is not None:
+    if run.data.isolates or part is not None:
         masks = plan_masks(factory.config, kernels.attention.masks_of, run.data.max_length)
-    padded = not run.data.packing and workload.micro_batch > 1
-    rows = functools.partial(_micro_batch, workload, masks, part, packing=run.data.packing)
+    padded = not run.data.packs and workload.micro_batch > 1
+    rows = functools.partial(_micro_batch, workload, masks, part, packing=run.data.isolates)
     # Padding on the right needs no mask in attention of that kind; see `answer_from_host`.
     unasked = not padded or kernels.attention.masks_of == "sdpa"
     return trace_model(model, rows, all_set=unasked, holds_outputs=not staged)
@@ -328,7 +328,7 @@ def _kernels(
     specs = {(p.spec.operation, p.spec.name): p.spec for p in registry.kernels}
     everywhere = sorted(key for key, one in specs.items() if one.default and not one.device_types)
     defaults = dict(reversed(everywhere))
-    preferred = {**backend.kernels, **(backend.packed_kernels if run.data.packing else {})}
+    preferred = {**backend.kernels, **(backend.packed_kernels if run.data.isolates else {})}
     traced.attention, traced.attention_why = backend.attention, backend.attention_why
     asked = dict(run.kernels)
     names = {}

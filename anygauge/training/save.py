@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anygauge.data import IGNORED, MicroBatch
+from anygauge.data import IGNORED, MicroBatch, described
 from anygauge.interface import HOST_DEVICE, Job
 from anygauge.interface.strategy import StrategySpec
 from anygauge.models import card
@@ -110,7 +110,7 @@ def trained_logits(prepared: PreparedRun) -> Tensor | None:
         labels=torch.full_like(ids, IGNORED),
         attention_mask=torch.ones_like(ids),
         position_ids=torch.arange(ids.shape[1])[None],
-        segment_ids=torch.ones_like(ids) if prepared.run.data.packing else None,
+        segment_ids=torch.ones_like(ids) if prepared.run.data.isolates else None,
         origins=(),
         num_loss_tokens=0,
         tokens=ids.numel(),
@@ -170,7 +170,7 @@ def _summary(
         "saved": str(folder),
         **({} if prepared.loop.checkpoints.losses else {"checkpoints": NO_CHECKPOINTS}),
         "verified": verified.record(),
-        "data": str(prepared.data.train.report),
+        "data": described(prepared.data.train),
         "backend": job.backend,
         "strategy": prepared.strategy.description,
         "choices": dict(prepared.choices),

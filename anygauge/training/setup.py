@@ -41,6 +41,7 @@ from anygauge.interface.strategy import (
 from anygauge.kernels.choose import kernels_of_run
 from anygauge.kernels.loss import model_loss
 from anygauge.kernels.plan import plan_kernels
+from anygauge.models.card import packed_in_words
 from anygauge.models.export import save_adapter
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
@@ -160,7 +161,7 @@ def prepare_run(
     if (found := backend.support(precision.param_dtype)).level is Level.PARTIAL:
         rank.warn(f"precision.param_dtype: {precision.param_dtype} on this device: {found.reason}")
     kernels = kernels_of_run(run, backend, registry)
-    backend.adapt_models(packing=run.data.packing)
+    backend.adapt_models(packing=run.data.isolates)
     tokenizer = load_tokenizer(run.model)
     factory = CausalModelFactory.of(run, torch_dtype(precision.param_dtype))
     check_vocabulary(factory.config, tokenizer)
@@ -172,7 +173,7 @@ def prepare_run(
     factory = factory.having(plan.attention.name, plan.model)
     packed = PLAIN
     share = share_of(run, registry, rank.index, rank.world_size)
-    if share.sequence is not None or run.data.packing:
+    if share.sequence is not None or run.data.isolates:
         because = {} if share.sequence is None else {"field": "strategy.cp", "off": "1"}
         packed = plan_masks(factory.config, plan.attention.masks_of, run.data.max_length, **because)
     # Any rank may be the one that tokenises, so each says for itself how far it has come.
@@ -184,7 +185,8 @@ def prepare_run(
         run=job.id,
         memory=share_of_memory(job.launch.devices),
     )
-    rank.log(f"data: {data.report}")
+    mixed = packed_in_words(run.data) if not run.data.isolates else ""
+    rank.log(f"data: {data.report}{mixed}")
     if short := advice(data.train, run.data):
         rank.warn(short)
     template = read_template(run.data.chat_template)
