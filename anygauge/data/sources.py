@@ -143,9 +143,10 @@ def _limited(source: Source, limit: int) -> Source:
     def rows(start: int) -> Iterator[RawRow]:
         return islice(source.read(start), max(0, limit - start))
 
-    def count() -> int | None:
+    def count() -> int:
+        # As many are promised: the stream says where they are fewer.
         known = source.count()
-        return None if known is None else min(known, limit)
+        return limit if known is None else min(known, limit)
 
     return Source(
         name=source.name, mark=source.mark, read=rows, count=count, identity=source.identity
