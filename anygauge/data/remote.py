@@ -8,6 +8,7 @@ refused at once.
 from __future__ import annotations
 
 import io
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,8 +37,16 @@ _PACKAGES = {
 }
 _VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "Last-Modified", "mtime", "LastModified")
 """What file systems call that which changes with a file's content."""
-_HOPELESS = {"TooManyRedirects", "InvalidURL", "NonHttpUrlRedirectClientError"}
+_HOPELESS = {
+    "TooManyRedirects": "the server redirects again and again",
+    "NonHttpUrlRedirectClientError": "the server redirects to another protocol",
+    "InvalidUrlRedirectClientError": "the server redirects to what is not an address",
+    "InvalidUrlClientError": "it is not a valid address",
+    "InvalidURL": "it is not a valid address",
+}
 """Of aiohttp's errors, those that come again however often one tries."""
+_LATER = (408, 425, 429)
+"""Of answers that refuse, those that may be others later."""
 
 
 def shown(address: str) -> str:
@@ -58,7 +67,8 @@ class RemoteFile(io.RawIOBase):
         self._name = shown(address)
         self._at = 0
         self._file: Any = None
-        self._files, self._path = _file_system(address)
+        self._sends_parts = True
+        self._files, self._path = retried(self._name, lambda: _file_system(address))
         details = retried(self._name, lambda: self._files.info(self._path))
         self.size: int | None = details.get("size")
         self.version = str(next(filter(None, map(details.get, _VERSIONS)), ""))
@@ -106,7 +116,16 @@ class RemoteFile(io.RawIOBase):
     def _read(self, wanted: int) -> bytes:
         """Of a connection that breaks, nothing is kept."""
         file, self._file = self._file or self._opened(), None
-        got: bytes = file.read(wanted)
+        try:
+            got: bytes = file.read(wanted)
+        except ValueError:  # fsspec's of a server that sends whole files alone
+            if not self._at or not self._sends_parts:
+                raise
+            self._sends_parts = False
+            file = self._opened()
+            got = file.read(wanted)
+        while len(got) < wanted and (part := file.read(wanted - len(got))):
+            got += part
         if self.size is not None and len(got) != wanted:
             raise ConnectionError(f"{len(got):,} of {wanted:,} bytes arrived")
         self._file = file
@@ -117,6 +136,8 @@ class RemoteFile(io.RawIOBase):
         options: dict[str, Any] = {}
         if self.version and self._path.startswith(_HTTP):
             options["headers"] = {"If-Match": self.version}
+        if not self._sends_parts:
+            options["block_size"] = 0
         file = self._files.open(self._path, "rb", cache_type="none", **options)
         if self._at:
             try:
@@ -234,7 +255,11 @@ def retried(what: str, work: Callable[[], Result]) -> Result:
             return work()
         except DataError:
             raise
-        except Exception as error:  # which class it is depends on the library below the library
+        except Exception as raised:  # which class it is depends on the library below the library
+            error, cause = raised, raised.__cause__
+            if isinstance(raised, FileNotFoundError) and isinstance(cause, Exception):
+                # Over HTTP, fsspec calls all not found that it cannot ask about.
+                error = raised if hasattr(cause, "response") else cause
             refused = _refusal(what, error)
             if refused is not None:
                 raise refused from None
@@ -263,11 +288,18 @@ def _refusal(what: str, error: Exception) -> DataError | None:
         )
     if status == 412:
         return DataError(f"{what} changed while it was being read; start again")
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    if kinds & _HOPELESS or isinstance(error, io.UnsupportedOperation):
+    hopeless = type(error).__name__ in _HOPELESS or isinstance(error, io.UnsupportedOperation)
+    if hopeless or (isinstance(status, int) and 400 <= status < 500 and status not in _LATER):
         return DataError(f"{what} cannot be read: {_said(error)}")
     return None
 
 
 def _said(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    """What an error says, without what addresses hold that may be secrets."""
+    name = type(error).__name__
+    if name in _HOPELESS:
+        return _HOPELESS[name]
+    if isinstance(status := getattr(error, "status", None), int):
+        return f"the server answers {status} ({getattr(error, 'message', '')})"
+    said = str(error).strip().partition("\n")[0] or name
+    return re.sub(r"(\w+://[^\s?#'\"]*)[?#][^\s'\"]*", r"\1", said)
