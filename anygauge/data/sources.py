@@ -175,7 +175,7 @@ def _file(section: SourceSection, field: str, cache: Cache | None, block: int) -
     def identity() -> str:
         if address is not None:
             return remote_identity(address)
-        return quick_identity(path, with_times=False) if cache is None else cache.digest(path)
+        return quick_identity(path) if cache is None else cache.digest(path)
 
     def rows(start: int) -> Iterator[RawRow]:
         if suffix in _TABLES:

@@ -91,6 +91,7 @@ def test_a_streamed_row_is_that_of_the_same_file(
     assert [record.origin for record in there] == [server.address(name) + mark for mark in marks]
     source = open_source(SourceSection(path=server.address(name)), "f")
     assert source.count() == (len(ROWS) if name == "rows.parquet" else None)
+    assert source.identity() == remote_identity(server.address(name))
     for start in (1, 19, 20, 21, 63, 229, 230, 400):
         assert rows_from(source, start) == ROWS[start : start + 3]
 
@@ -106,39 +107,6 @@ def test_a_far_row_of_parquet_is_read_without_those_before(
     assert server.sent < len(server.files["big.parquet"].body) / 8
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
-@pytest.mark.parametrize("packing", [False, True])
-def test_any_step_can_be_the_first_and_ranks_divide_it(
-    name: str, packing: bool, server: FileServer, streamed: Callable[..., Any]
-) -> None:
-    make = lambda **more: streamed(server.address(name), packing=packing, **more)  # noqa: E731
-    straight = make()
-    wanted = {index: content(straight, index) for index in range(60)}
-    assert len({str(step) for step in wanted.values()}) == 60
-    for first in (59, 40, 28, 1):
-        resumed = make()
-        for index in range(first, min(first + 3, 60)):
-            assert content(resumed, index) == wanted[index]
-    ranks = [make(world=2, rank=rank) for rank in range(2)]
-    for index in (0, 29, 59):
-        parts = [content(rank, index) for rank in ranks]
-        together = [batch for pair in zip(*parts, strict=True) for batch in pair]
-        assert together == wanted[index]
-
-
-def test_files_of_both_kinds_are_streamed_alike(
-    server: FileServer, streamed: Callable[..., Any]
-) -> None:
-    of_lines, of_table = (streamed(server.address(f"rows.{s}")) for s in ("jsonl", "parquet"))
-    assert of_lines.rows.length is None and of_table.rows.length == 230
-    for index in range(60):
-        assert [part[:2] for part in content(of_lines, index)] == [
-            part[:2] for part in content(of_table, index)
-        ]
-    assert of_lines.rows.length == 230
-    assert streamed(server.address("rows.parquet"), steps=None).steps == 29
-
-
 def test_what_is_read_over_the_network(
     server: FileServer, streamed: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -147,21 +115,6 @@ def test_what_is_read_over_the_network(
     for index in range(28):
         made.step(index)
     assert server.sent <= 3 * whole + 1000, "once to train on; a beginning for the format"
-
-
-def test_wrong_rows_are_named(server: FileServer, streamed: Callable[..., Any]) -> None:
-    rows = LINES.splitlines()
-    rows[100] = '{"prompt": "x", "prompt": "y", "completion": ""}'
-    server.files["bad.jsonl"] = File(body="\n".join(rows).encode())
-    made = streamed(server.address("bad.jsonl") + "?signature=secret", steps=40)
-    with pytest.raises(DataError, match=r"/bad\.jsonl:101: the key 'prompt' is written twice"):
-        for index in range(40):
-            made.num_loss_tokens(index)
-    server.files["bad.csv"] = File(body=(csv_text(ROWS) + "a,b,c\n").encode())
-    with pytest.raises(DataError, match=r"bad\.csv: not valid CSV \(.*Row #232: Expected 2"):
-        made = streamed(server.address("bad.csv"), steps=40)
-        for index in range(40):
-            made.num_loss_tokens(index)
 
 
 FAILURES: dict[str, tuple[File | None, str]] = {
