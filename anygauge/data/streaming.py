@@ -151,7 +151,8 @@ class StreamedRows:
                 chunk = self._tokeniser(number, tuple(rows[place][1] for place in places))
                 found, count = documents_of(chunk, streamed.source.origin)
                 counts += count
-                self.bad += chunk.bad[: NAMED_BAD - len(self.bad)]
+                fresh = [text for text in chunk.bad if text not in self.bad]
+                self.bad += fresh[: NAMED_BAD - len(self.bad)]
                 for place, each in zip(places, found, strict=True):
                     documents[place] = each
         return documents, counts
