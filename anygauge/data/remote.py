@@ -172,15 +172,54 @@ def unpacked(address: str, file: BinaryIO | None = None) -> BinaryIO:
         DataError: as for `open_remote`; or nothing here unpacks this.
     """
     import fsspec
+    import pyarrow as pa
 
     file = file or open_remote(address)
+    name = shown(address) if "://" in address else address
     kind = fsspec.utils.infer_compression(address.partition("?")[0])
     if kind is None:
         return file
+    if kind == "zstd":  # what fsspec takes reads a file that was cut off as a whole one
+        return _buffered(name, pa.CompressedInputStream(file, kind))
     if kind not in fsspec.compression.compr:
-        package = {"zstd": "zstandard"}.get(kind, "its package")
-        raise DataError(f"{shown(address)}: {kind} is unpacked by {package}: pip install {package}")
-    return cast("BinaryIO", fsspec.compression.compr[kind](file, mode="rb"))
+        raise DataError(
+            f"{name}: nothing that is installed unpacks {kind}; write it as .gz or .zst"
+        )
+    return _buffered(name, fsspec.compression.compr[kind](file, mode="rb"))
+
+
+def _buffered(name: str, unpacking: Any) -> BinaryIO:
+    return cast("BinaryIO", io.BufferedReader(_UnpackedFile(name, unpacking), FEW))
+
+
+class _UnpackedFile(io.RawIOBase):
+    """What a reader of a compressed file unpacks; not all of them have lines, or say what fails."""
+
+    def __init__(self, name: str, file: Any) -> None:
+        super().__init__()
+        self._name, self._file = name, file
+
+    def seekable(self) -> bool:
+        return bool(self._file.seekable())
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return int(self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            part = self._file.read(len(buffer))
+        except DataError:
+            raise
+        except Exception as error:  # each way of compressing has its own
+            raise DataError(f"{self._name} cannot be unpacked: {error}") from None
+        buffer[: len(part)] = part
+        return len(part)
 
 
 def remote_identity(address: str) -> str:

@@ -5,8 +5,6 @@ Rows are read in the source's own order; whoever wants others numbers them.
 
 from __future__ import annotations
 
-import lzma
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -77,8 +75,6 @@ class Source:
                 yield from rows
         except OSError as error:
             raise unreadable(self.name, error) from None
-        except (EOFError, zlib.error, lzma.LZMAError) as error:
-            raise DataError(f"{self.name} cannot be unpacked: {error}") from None
 
 
 def open_source(

@@ -74,6 +74,13 @@ def test_no_key_is_added_to_a_row_because_another_has_it(source, cache):
     assert values(read(source(rows), cache)) == rows
 
 
+zstd = zstandard.ZstdCompressor().compress
+PACKERS = {
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "zst": lambda raw: b"".join(map(zstd, (raw[:9], raw[9:]))),
+}
 ONE_OBJECT = "one JSON object per line is expected, but this line is not valid JSON"
 NO_ROW = "is empty; at least one row is needed"
 
@@ -106,7 +113,10 @@ NO_ROW = "is empty; at least one row is needed"
         ("parquet", b"PAR1", "data.parquet: not valid Parquet ("),
         ("arrow", b"{}", "data.arrow: not valid Arrow ("),
         ("jsonl.gz", gzip.compress(b"{}\n" * 999)[:-9], "data.jsonl.gz cannot be unpacked: "),
+        ("jsonl.gz", b"{}", "data.jsonl.gz cannot be unpacked: Not a gzipped file"),
         ("csv.xz", b"a,b\n", "data.csv.xz cannot be unpacked: "),
+        ("json.zst", b"[]", "data.json.zst cannot be unpacked: "),
+        ("txt.zst", zstd(b"one\n" * 99)[:-2], "data.txt.zst cannot be unpacked: "),
         ("jsonl.gz", gzip.compress(b'{"a": 1}\nno'), f"data.jsonl.gz:2: {ONE_OBJECT}"),
         ("xlsx", "x", "data.train.path takes .json, .jsonl, .csv, .parquet, .arrow, .txt, these compressed (.gz, .zst, ...), or the name of a data set on the hub"),  # noqa: E501
     ],
@@ -135,14 +145,6 @@ def test_a_file_that_changes_while_it_is_read(source, tokenizer, monkeypatch):
     data = DataSection(train=section, max_length=64, cache="off")
     with pytest.raises(DataError, match=r"data\.jsonl changed while it was being read; start"):
         prepare(data, tokenizer, seed=0)
-
-
-PACKERS = {
-    "gz": gzip.compress,
-    "bz2": bz2.compress,
-    "xz": lzma.compress,
-    "zst": zstandard.ZstdCompressor().compress,
-}
 
 
 @pytest.mark.parametrize("packer", PACKERS)
