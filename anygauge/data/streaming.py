@@ -50,6 +50,8 @@ SumOnRanks = Callable[[list[float]], list[float]]
 
 _ENDLESS = 2**62
 _KEPT_STEPS = 4
+_BEHIND = 2 * STEPS_AHEAD + 2
+"""Steps that are asked for after later ones: batches are laid out ahead, metrics come late."""
 _COUNTED = tuple(one.name for one in fields(Counts) if one.type == "int")
 
 
@@ -436,10 +438,10 @@ class PackedStream(Batches):
         self._steps_of_epoch = per_epoch
 
     def state(self, done: int) -> dict[str, int]:
-        """See `Batches`: the block of the next step, and its first step."""
-        if done >= self.steps:
+        """See `Batches`: the block of the last step, since the next may not be readable."""
+        if not done:
             return {}
-        block = self._block(done)
+        block = self._block(done - 1)
         return {"first_step": block.first, "epoch": block.epoch, "block": block.number}
 
     def step(self, index: int) -> list[MicroBatch]:
@@ -501,7 +503,8 @@ class PackedStream(Batches):
                 self._blocks = [self._read(*(begin.get(name, 0) for name in names))]
                 self._following = self._ahead.submit(self._after, self._blocks[-1])
             while index >= self._blocks[-1].end:
-                self._blocks = [*self._blocks[-2:], self._following.result()]
+                held = [one for one in self._blocks if one.end > index - _BEHIND]
+                self._blocks = [*held, self._following.result()]
                 self._following = self._ahead.submit(self._after, self._blocks[-1])
             return next(one for one in self._blocks if one.first <= index < one.end)
 
