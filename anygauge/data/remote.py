@@ -321,10 +321,10 @@ def _refusal(what: str, error: Exception) -> DataError | None:
             "(hf auth login)"
         )
     if isinstance(error, PermissionError) or status in (401, 403):
-        return DataError(
-            f"{what} may not be read: {_said(error)}. A signed address may have expired, and a "
-            "private file needs a signed address"
-        )
+        of_hub = "A private or gated repository of the hub needs a login (hf auth login)"
+        signed = "A signed address may have expired, and a private file needs a signed address"
+        remedy = of_hub if hasattr(error, "response") else signed
+        return DataError(f"{what} may not be read: {_said(error).rstrip('.')}. {remedy}")
     if status == 412:
         return DataError(f"{what} changed while it was being read; start again")
     hopeless = type(error).__name__ in _HOPELESS or isinstance(error, io.UnsupportedOperation)

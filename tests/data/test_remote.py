@@ -326,6 +326,9 @@ def test_an_address_on_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.Mon
         records = first_records(SourceSection(path=address), 9, "f")
         assert [record.values for record in records] == ROWS[:5]
         assert records[4].origin == f"{address}:5"
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(DataError, match=r"may not be read: 401 .*gated repository .*\(hf auth log"):
+        first_records(SourceSection(path=f"hf://datasets/{NAME}/{path}"), 9, "f")
 
 
 def test_wrong_rows_of_the_hub_are_named_with_their_file(hub: Hub) -> None:
