@@ -103,6 +103,7 @@ class StreamedRows:
         self._rows: Iterator[tuple[int, RawRow]] = iter(())
         self._next = -1
         self._full = 0  # blocks from the first on that are known to be full
+        self._found = 0  # rows, once the end was reached
 
     @property
     def name(self) -> str:
@@ -193,26 +194,28 @@ class StreamedRows:
         if len(block) == self.size:
             self._full = max(self._full, number + 1)
             return block
-        found = number * self.size + len(block)
-        if self.length is not None and found < self.length:
+        if self.length is not None and self._found < self.length:
             raise DataError(
-                f"{self.name} ends after {found:,} rows, but its description promises "
-                f"{self.length:,}; set limit to {found} or less"
+                f"{self.name} ends after {self._found:,} rows, but its description promises "
+                f"{self.length:,}; set limit to {self._found} or less"
             )
-        self.length = found
+        self.length = self._found
         return block
 
     def _from(self, start: int) -> Iterator[tuple[int, RawRow]]:
+        """The rows from a number on; at their end it is known how many there are."""
+        at = 0
         for number, streamed in enumerate(self.sources):
             known = streamed.source.count()
-            if known is not None and known <= start:
-                start -= known
+            skipped = 0 if known is None else min(known, max(0, start - at))
+            at += skipped
+            if skipped == known:
                 continue
-            first = 0 if known is None else start
-            for at, row in enumerate(streamed.source.rows(first), first):
+            for row in streamed.source.rows(skipped):
                 if at >= start:
                     yield number, row
-            start = 0 if known is not None else max(0, start - at - 1)
+                at += 1
+        self._found = at
 
 
 class BlockOrder:
