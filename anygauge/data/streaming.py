@@ -355,18 +355,19 @@ class StreamedBatches(OrderedBatches):
         positions = index * self.global_batch + places
         return self._order.items(positions[positions < self._total])
 
-    def _encoded(self, index: int, places: NDArray[np.int64]) -> tuple[list[list[Tokens]], Counts]:
-        found = self._rows.find(self._numbers(index, places))
-        return first_parts(*self._rows.encode(found))
+    def _encoded(self, rows: Sequence[tuple[int, RawRow]]) -> tuple[list[list[Tokens]], Counts]:
+        return first_parts(*self._rows.encode(rows))
 
     def _read(self, index: int) -> _Step:
         places = self._places().ravel()
+        every = np.arange(self.global_batch) if self.layout.agrees else places
         try:
-            mine, counts = self._encoded(index, places)
-            theirs: list[list[Tokens]] = []
-            if self.layout.agrees:
-                others = np.setdiff1d(np.arange(self.global_batch), places)
-                theirs, _ = self._encoded(index, others)
+            # At once, since a block that was left behind is read again from the beginning.
+            found = self._rows.find(self._numbers(index, every))
+            rows = dict(zip(every.tolist(), found, strict=False))
+            own = [rows.pop(place) for place in places.tolist() if place in rows]
+            mine, counts = self._encoded(own)
+            theirs, _ = self._encoded(list(rows.values()))
         except DataError as error:  # the other ranks must hear of it
             return _Step(error=error)
         # Positions beyond the end of the run are the last ones of the last step.

@@ -17,8 +17,8 @@ from anygauge.data.prepare import packs_of
 from anygauge.data.records import RawRow
 from anygauge.data.row_batches import pack
 from anygauge.data.rows import Tokens
-from anygauge.data.streaming import BlockOrder, PackedStream
-from anygauge.interface import DataError, RunFileError, Share
+from anygauge.data.streaming import BlockOrder, PackedStream, StreamedRows
+from anygauge.interface import DataError, RunFileError, ShapeKind, ShapePolicy, Share
 from tests.data.conftest import content
 
 
@@ -246,6 +246,9 @@ def test_a_number_of_rows_that_shows_at_the_end(batches, counting):
     for index in range(20):
         assert content(known, index) == content(unknown, index)
     assert unknown.rows.length == 23
+    for first in (19, 11, 6, 5):
+        later = batches(**fields, train=SourceSection(path=str(counting)))
+        assert content(later, first) == content(known, first)
     assert known.epoch(19) == pytest.approx(80 / 23)
 
 
@@ -272,6 +275,23 @@ def test_any_step_can_be_the_first(batches, packing):
             resumed.resume(state)
             for index in range(first, min(first + 4, 70)):
                 assert content(resumed, index) == wanted[index]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_stream_is_read_once_an_epoch(batches, packing, monkeypatch):
+    """Also where ranks look at each other's rows, in steps of several blocks."""
+    starts, read_from = [], StreamedRows._from
+    monkeypatch.setattr(
+        StreamedRows, "_from", lambda rows, start: starts.append(start) or read_from(rows, start)
+    )
+    shapes = ShapePolicy(kind=ShapeKind.BUCKETED, buckets=8)
+    made = batches(
+        world=2, shapes=shapes, packing=packing, shuffle_buffer=5, settings={"steps": 15}
+    )
+    for index in range(15):
+        made.step(index)
+    epochs = 1 + made.epoch(14)
+    assert set(starts) == {0} and len(starts) <= epochs
 
 
 @pytest.mark.parametrize("packing", [False, True])
