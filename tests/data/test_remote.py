@@ -154,12 +154,12 @@ def test_each_failure_has_its_message_at_once(
     if file is not None:
         server.files[name] = file
     monkeypatch.setattr(remote, "WAITS_S", (60.0,) * 5)
-    source = SourceSection(path=server.address(name) + "?signature=secret")
+    source = SourceSection(path=server.address(name) + "?signature=hidden")
     with pytest.raises(DataError, match=said) as caught:
         data = DataSection(train=source, streaming=streaming)
         peek(data)
         list(open_source(source, "data.train").rows())
-    assert "\n" not in str(caught.value) and "secret" not in str(caught.value)
+    assert "\n" not in str(caught.value) and "hidden" not in str(caught.value)
 
 
 def test_addresses_that_nobody_answers_or_no_package_reads(
