@@ -134,8 +134,11 @@ def ask(question: Question, environ: Mapping[str, str], *, quiet: bool = False) 
     return FINDINGS.validate_python(event["found"])
 
 
-def tokenise(run: RunFile, start: str, *, first: int | None) -> None:
+def tokenise(run: RunFile, start: str, *, first: int | None) -> int | None:
     """Put a run's rows in the cache; without one, see that they can be tokenised.
+
+    Returns:
+        Steps of the run, where its rows are streamed.
 
     Args:
         start: what tells this command from others; see `anygauge.data.prepare`.
@@ -150,7 +153,7 @@ def tokenise(run: RunFile, start: str, *, first: int | None) -> None:
     sources = (*run.data.train_sources, *run.data.eval_sources)
     offline = {} if any(is_remote(source.path) for source in sources) else ENVIRONMENT
     fields = {"run": run_json(run), "id": start, "first": first}
-    _answered("tokenise", fields, {**os.environ, **offline})
+    return _answered("tokenise", fields, {**os.environ, **offline}).get("steps")
 
 
 def render(

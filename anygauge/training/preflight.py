@@ -131,8 +131,11 @@ def check(asked: Mapping[str, Any], reports: PreflightEvents) -> dict[str, Any]:
 
 
 def tokenise(asked: Mapping[str, Any], reports: PreflightEvents) -> dict[str, Any]:
-    """Put a run's rows in the cache; `asked`: ``run``, and ``id`` and ``first`` of `prepare`."""
-    from anygauge.data import prepare
+    """Put a run's rows in the cache; `asked`: ``run``, and ``id`` and ``first`` of `prepare`.
+
+    Of streamed rows, the answer has the ``steps`` of the run.
+    """
+    from anygauge.data import Layout, prepare, training_batches
 
     run = parse_run(asked["run"])
     reports.enter("model")
@@ -149,7 +152,12 @@ def tokenise(asked: Mapping[str, Any], reports: PreflightEvents) -> dict[str, An
         first=asked["first"],
         rendering=reports.rendering,
     )
-    return {}
+    if not run.data.streaming:
+        return {}
+    streamed = prepare(run.data, tokenizer, run.train.seed, log=reports.log).train
+    layout = Layout(micro_batch=1, max_length=run.data.max_length, pad_id=0)
+    batches = training_batches(streamed, run.data, run.train, layout, list)
+    return {"steps": batches.steps}
 
 
 def render(asked: Mapping[str, Any], reports: PreflightEvents) -> dict[str, Any]:
