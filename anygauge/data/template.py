@@ -176,7 +176,8 @@ class ChatTemplate:
             except (AttributeError, ValueError):
                 raise ModelError(
                     "the tokenizer has no chat template, so turns cannot become text; give "
-                    "data.chat_template (a Jinja file), or a model that was tuned for chats"
+                    "data.chat_template (a name such as chatml, or a Jinja file), or a model that "
+                    "was tuned for chats"
                 ) from None
             for text in {plain, with_tools}:
                 check_syntax(text, "the tokenizer's chat template")
