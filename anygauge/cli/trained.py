@@ -136,7 +136,7 @@ def merge(
     loaded = load_tokenizer(origin.section)
     data = origin.data
     given, kwargs = (data.chat_template, data.chat_template_kwargs) if data else (None, {})
-    _, ends = render(origin.section, origin.data, None)
+    _, ends = render(origin.section, data, None)
     files = ResultFiles(
         origin.section,
         loaded,

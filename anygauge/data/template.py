@@ -190,7 +190,7 @@ class ChatTemplate:
             )
         self.texts: tuple[str, str] = (plain, with_tools)
         words = set(re.findall(r"\w+", plain + with_tools))
-        for name in self._kwargs.keys() - words:
+        for name in sorted(self._kwargs.keys() - words):
             raise RunFileError(
                 f"data.chat_template_kwargs: {self._name} does not read {name!r}"
                 + did_you_mean(name, words)
