@@ -163,8 +163,9 @@ def tokenise(asked: Mapping[str, Any], reports: PreflightEvents) -> dict[str, An
 def render(asked: Mapping[str, Any], reports: PreflightEvents) -> dict[str, Any]:
     """The tokens of a prompt in its chat template, and those that end an answer.
 
-    `asked`: ``model`` (the section), ``chat_template`` (of the data section) and ``prompt``; where
-    that is None, a tokenizer without a template has no tokens that end an answer.
+    `asked`: ``model`` (the section), ``chat_template`` and ``chat_template_kwargs`` (of the data
+    section) and ``prompt``; where that is None, a tokenizer without a template has no tokens that
+    end an answer.
     """
     from anygauge.data.template import ChatTemplate, end_of_turn_ids, read_template
 
@@ -172,10 +173,11 @@ def render(asked: Mapping[str, Any], reports: PreflightEvents) -> dict[str, Any]
     reports.hide()
     quiet_libraries()
     tokenizer = load_tokenizer(ModelSection(**asked["model"]))
-    given = read_template(asked["chat_template"])
+    given, kwargs = read_template(asked["chat_template"]), asked["chat_template_kwargs"]
     if asked["prompt"] is None:
-        return {"ids": [], "stop_ids": end_of_turn_ids(tokenizer, given, reports.rendering)}
-    template = ChatTemplate(tokenizer, given, reports.rendering)
+        ends = end_of_turn_ids(tokenizer, given, reports.rendering, kwargs=kwargs)
+        return {"ids": [], "stop_ids": ends}
+    template = ChatTemplate(tokenizer, given, reports.rendering, kwargs=kwargs)
     template.row = "the prompt"
     return {"ids": template.question_ids(asked["prompt"]), "stop_ids": template.stop_ids()}
 
