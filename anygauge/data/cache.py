@@ -1,4 +1,4 @@
-"""What is worked out once from a file and kept: tokenised rows, indexes of lines, Arrow tables.
+"""What is worked out once from a file and kept: tokenised rows, copies, numbers of packs.
 
 An entry is a folder named by a digest of all that decides it. It is built beside its place under a
 lock, flushed and renamed, and its manifest tells the size of every file: whoever opens an entry
@@ -20,9 +20,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import DTypeLike, NDArray
 
 from anygauge.interface import DataAccessError, DataError
 from anygauge.util.files import flush, write_text
@@ -68,18 +65,11 @@ class Entry:
     built: str
     found: bool
 
-    def array(self, name: str, dtype: DTypeLike) -> NDArray[Any]:
-        """A file as a read-only array of shape (n,), mapped: it takes memory where it is read."""
-        path = self.folder / name
-        if not path.stat().st_size:
-            return np.empty(0, dtype=dtype)
-        return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
-
 
 class Cache:
     """A folder of entries; without a folder they live in a temporary one until `close`.
 
-    Arrays that were opened stay valid after `close`.
+    Files that were mapped stay valid after `close`.
 
     Args:
         folder: None keeps nothing.
@@ -231,27 +221,22 @@ class Cache:
         return digest
 
 
-def quick_identity(path: str, *, with_times: bool) -> str:
+def quick_identity(path: str) -> str:
     """Hexadecimal digest of a file's size and its first and last MiB, without reading the rest.
-
-    Args:
-        with_times: include inode and times of change: tells a file that was changed in its middle,
-            but is another one for each copy of the file.
 
     Raises:
         DataError: the file cannot be read.
     """
     file = Path(path).expanduser().absolute()
     try:
-        identity = _identity(file)
+        size = file.stat().st_size
         with file.open("rb") as opened:
             head = opened.read(_EDGE)
-            opened.seek(max(0, identity[0] - _EDGE))
+            opened.seek(max(0, size - _EDGE))
             tail = opened.read(_EDGE)
     except OSError as error:
         raise unreadable(path, error) from None
-    known = identity if with_times else identity[:1]
-    return hashlib.sha256(json.dumps(known).encode() + head + tail).hexdigest()
+    return hashlib.sha256(json.dumps([size]).encode() + head + tail).hexdigest()
 
 
 def key_of(*parts: Any) -> str:

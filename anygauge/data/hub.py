@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -104,20 +103,20 @@ class StreamedFiles:
         index = 0
         for address in self._files:
             name = address.rpartition("/")[2]
-            skipped = max(0, start - index)
             if self._suffix == ".parquet":
                 opened: OpenFile = partial(open_remote, address, 0)
+                skipped = max(0, start - index)
                 rows = parquet_count(opened, name) if skipped else math.inf
                 if rows <= skipped:
                     index += int(rows)
                     continue
+                index += skipped
                 found = table_rows(opened, name, ".parquet", skipped)
             else:
-                opened = partial(unpacked, address)
-                found = islice(line_rows(opened, name, f"{name}:{{}}"), skipped, None)
-            index += skipped
+                found = line_rows(partial(unpacked, address), name, f"{name}:{{}}")
             for row in found:
-                yield row._replace(place=index)
+                if index >= start:
+                    yield row._replace(place=index)
                 index += 1
 
     def count(self) -> int | None:

@@ -12,7 +12,6 @@ any step is found without the others.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -139,10 +138,6 @@ class Order:
         while position < self.end(epoch):
             epoch -= 1
         return epoch
-
-    def sample(self, count: int) -> NDArray[np.int64]:
-        """Items to measure by: the first of the order, or all."""
-        return self.items(np.arange(min(count, self.end(math.ceil(1 / self.per_epoch)))))
 
     def items(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The items at global positions, in any order; int64 of the same shape (n,)."""

@@ -252,8 +252,9 @@ class _Preparer:
         pieces, built = [], []
         for number, (source, section, encoder) in enumerate(self._sources):
             settings = [section.limit, self._data.on_bad_row]
-            key = key_of(source.identity(), data_suffix(section.path), *settings, encoder.key())
-            entry = self._cache.entry("rows", key, self._writer(source, encoder))
+            identity = source.identity()
+            key = key_of(identity, data_suffix(section.path), *settings, encoder.key())
+            entry = self._cache.entry("rows", key, self._writer(source, identity, encoder))
             drawn = None
             if part != "all":
                 split = Split(entry.facts["records"], self._fraction, self._seed, number)
@@ -286,11 +287,16 @@ class _Preparer:
         skip = self._data.on_bad_row == "skip"
         return Tokenise(encoder=encoder, origin=source.origin, skip=skip)
 
-    def _writer(self, source: Source, encoder: RowEncoder) -> Callable[[Path], dict[str, Any]]:
+    def _writer(
+        self, source: Source, identity: str, encoder: RowEncoder
+    ) -> Callable[[Path], dict[str, Any]]:
         def write(folder: Path) -> dict[str, Any]:
             work = self._work(source, encoder)
             chunks = chunks_of(source.rows(), work, self._data.workers, self._rendering)
-            return write_table(folder, self._counted(source.name, chunks))
+            facts = write_table(folder, self._counted(source.name, chunks))
+            if source.identity() != identity:
+                raise DataError(f"{source.name} changed while it was being read; start again")
+            return facts
 
         return write
 

@@ -8,6 +8,7 @@ refused at once.
 from __future__ import annotations
 
 import io
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,8 +37,16 @@ _PACKAGES = {
 }
 _VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "Last-Modified", "mtime", "LastModified")
 """What file systems call that which changes with a file's content."""
-_HOPELESS = {"TooManyRedirects", "InvalidURL", "NonHttpUrlRedirectClientError"}
+_HOPELESS = {
+    "TooManyRedirects": "the server redirects again and again",
+    "NonHttpUrlRedirectClientError": "the server redirects to another protocol",
+    "InvalidUrlRedirectClientError": "the server redirects to what is not an address",
+    "InvalidUrlClientError": "it is not a valid address",
+    "InvalidURL": "it is not a valid address",
+}
 """Of aiohttp's errors, those that come again however often one tries."""
+_LATER = (408, 425, 429)
+"""Of answers that refuse, those that may be others later."""
 
 
 def shown(address: str) -> str:
@@ -58,7 +67,8 @@ class RemoteFile(io.RawIOBase):
         self._name = shown(address)
         self._at = 0
         self._file: Any = None
-        self._files, self._path = _file_system(address)
+        self._sends_parts = True
+        self._files, self._path = retried(self._name, lambda: _file_system(address))
         details = retried(self._name, lambda: self._files.info(self._path))
         self.size: int | None = details.get("size")
         self.version = str(next(filter(None, map(details.get, _VERSIONS)), ""))
@@ -106,7 +116,16 @@ class RemoteFile(io.RawIOBase):
     def _read(self, wanted: int) -> bytes:
         """Of a connection that breaks, nothing is kept."""
         file, self._file = self._file or self._opened(), None
-        got: bytes = file.read(wanted)
+        try:
+            got: bytes = file.read(wanted)
+        except ValueError:  # fsspec's of a server that sends whole files alone
+            if not self._at or not self._sends_parts:
+                raise
+            self._sends_parts = False
+            file = self._opened()
+            got = file.read(wanted)
+        while len(got) < wanted and (part := file.read(wanted - len(got))):
+            got += part
         if self.size is not None and len(got) != wanted:
             raise ConnectionError(f"{len(got):,} of {wanted:,} bytes arrived")
         self._file = file
@@ -117,6 +136,8 @@ class RemoteFile(io.RawIOBase):
         options: dict[str, Any] = {}
         if self.version and self._path.startswith(_HTTP):
             options["headers"] = {"If-Match": self.version}
+        if not self._sends_parts:
+            options["block_size"] = 0
         file = self._files.open(self._path, "rb", cache_type="none", **options)
         if self._at:
             try:
@@ -151,15 +172,54 @@ def unpacked(address: str, file: BinaryIO | None = None) -> BinaryIO:
         DataError: as for `open_remote`; or nothing here unpacks this.
     """
     import fsspec
+    import pyarrow as pa
 
     file = file or open_remote(address)
+    name = shown(address) if "://" in address else address
     kind = fsspec.utils.infer_compression(address.partition("?")[0])
     if kind is None:
         return file
+    if kind == "zstd":  # what fsspec takes reads a file that was cut off as a whole one
+        return _buffered(name, pa.CompressedInputStream(file, kind))
     if kind not in fsspec.compression.compr:
-        package = {"zstd": "zstandard"}.get(kind, "its package")
-        raise DataError(f"{shown(address)}: {kind} is unpacked by {package}: pip install {package}")
-    return cast("BinaryIO", fsspec.compression.compr[kind](file, mode="rb"))
+        raise DataError(
+            f"{name}: nothing that is installed unpacks {kind}; write it as .gz or .zst"
+        )
+    return _buffered(name, fsspec.compression.compr[kind](file, mode="rb"))
+
+
+def _buffered(name: str, unpacking: Any) -> BinaryIO:
+    return cast("BinaryIO", io.BufferedReader(_UnpackedFile(name, unpacking), FEW))
+
+
+class _UnpackedFile(io.RawIOBase):
+    """What a reader of a compressed file unpacks; not all of them have lines, or say what fails."""
+
+    def __init__(self, name: str, file: Any) -> None:
+        super().__init__()
+        self._name, self._file = name, file
+
+    def seekable(self) -> bool:
+        return bool(self._file.seekable())
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return int(self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            part = self._file.read(len(buffer))
+        except DataError:
+            raise
+        except Exception as error:  # each way of compressing has its own
+            raise DataError(f"{self._name} cannot be unpacked: {error}") from None
+        buffer[: len(part)] = part
+        return len(part)
 
 
 def remote_identity(address: str) -> str:
@@ -234,7 +294,11 @@ def retried(what: str, work: Callable[[], Result]) -> Result:
             return work()
         except DataError:
             raise
-        except Exception as error:  # which class it is depends on the library below the library
+        except Exception as raised:  # which class it is depends on the library below the library
+            error, cause = raised, raised.__cause__
+            if isinstance(raised, FileNotFoundError) and isinstance(cause, Exception):
+                # Over HTTP, fsspec calls all not found that it cannot ask about.
+                error = raised if hasattr(cause, "response") else cause
             refused = _refusal(what, error)
             if refused is not None:
                 raise refused from None
@@ -257,17 +321,24 @@ def _refusal(what: str, error: Exception) -> DataError | None:
             "(hf auth login)"
         )
     if isinstance(error, PermissionError) or status in (401, 403):
-        return DataError(
-            f"{what} may not be read: {_said(error)}. A signed address may have expired, and a "
-            "private file needs a signed address"
-        )
+        of_hub = "A private or gated repository of the hub needs a login (hf auth login)"
+        signed = "A signed address may have expired, and a private file needs a signed address"
+        remedy = of_hub if hasattr(error, "response") else signed
+        return DataError(f"{what} may not be read: {_said(error).rstrip('.')}. {remedy}")
     if status == 412:
         return DataError(f"{what} changed while it was being read; start again")
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    if kinds & _HOPELESS or isinstance(error, io.UnsupportedOperation):
+    hopeless = type(error).__name__ in _HOPELESS or isinstance(error, io.UnsupportedOperation)
+    if hopeless or (isinstance(status, int) and 400 <= status < 500 and status not in _LATER):
         return DataError(f"{what} cannot be read: {_said(error)}")
     return None
 
 
 def _said(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    """What an error says, without what addresses hold that may be secrets."""
+    name = type(error).__name__
+    if name in _HOPELESS:
+        return _HOPELESS[name]
+    if isinstance(status := getattr(error, "status", None), int):
+        return f"the server answers {status} ({getattr(error, 'message', '')})"
+    said = str(error).strip().partition("\n")[0] or name
+    return re.sub(r"(\w+://[^\s?#'\"]*)[?#][^\s'\"]*", r"\1", said)

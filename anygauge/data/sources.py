@@ -5,8 +5,6 @@ Rows are read in the source's own order; whoever wants others numbers them.
 
 from __future__ import annotations
 
-import lzma
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -77,8 +75,6 @@ class Source:
                 yield from rows
         except OSError as error:
             raise unreadable(self.name, error) from None
-        except (EOFError, zlib.error, lzma.LZMAError) as error:
-            raise DataError(f"{self.name} cannot be unpacked: {error}") from None
 
 
 def open_source(
@@ -143,9 +139,10 @@ def _limited(source: Source, limit: int) -> Source:
     def rows(start: int) -> Iterator[RawRow]:
         return islice(source.read(start), max(0, limit - start))
 
-    def count() -> int | None:
+    def count() -> int:
+        # As many are promised: the stream says where they are fewer.
         known = source.count()
-        return None if known is None else min(known, limit)
+        return limit if known is None else min(known, limit)
 
     return Source(
         name=source.name, mark=source.mark, read=rows, count=count, identity=source.identity
@@ -174,7 +171,7 @@ def _file(section: SourceSection, field: str, cache: Cache | None, block: int) -
     def identity() -> str:
         if address is not None:
             return remote_identity(address)
-        return quick_identity(path, with_times=False) if cache is None else cache.digest(path)
+        return quick_identity(path) if cache is None else cache.digest(path)
 
     def rows(start: int) -> Iterator[RawRow]:
         if suffix in _TABLES:

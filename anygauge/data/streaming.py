@@ -50,6 +50,8 @@ SumOnRanks = Callable[[list[float]], list[float]]
 
 _ENDLESS = 2**62
 _KEPT_STEPS = 4
+_BEHIND = 2 * STEPS_AHEAD + 2
+"""Steps that are asked for after later ones: batches are laid out ahead, metrics come late."""
 _COUNTED = tuple(one.name for one in fields(Counts) if one.type == "int")
 
 
@@ -101,6 +103,7 @@ class StreamedRows:
         self._rows: Iterator[tuple[int, RawRow]] = iter(())
         self._next = -1
         self._full = 0  # blocks from the first on that are known to be full
+        self._found = 0  # rows, once the end was reached
 
     @property
     def name(self) -> str:
@@ -151,7 +154,8 @@ class StreamedRows:
                 chunk = self._tokeniser(number, tuple(rows[place][1] for place in places))
                 found, count = documents_of(chunk, streamed.source.origin)
                 counts += count
-                self.bad += chunk.bad[: NAMED_BAD - len(self.bad)]
+                fresh = [text for text in chunk.bad if text not in self.bad]
+                self.bad += fresh[: NAMED_BAD - len(self.bad)]
                 for place, each in zip(places, found, strict=True):
                     documents[place] = each
         return documents, counts
@@ -192,26 +196,28 @@ class StreamedRows:
         if len(block) == self.size:
             self._full = max(self._full, number + 1)
             return block
-        found = number * self.size + len(block)
-        if self.length is not None and found < self.length:
+        if self.length is not None and self._found < self.length:
             raise DataError(
-                f"{self.name} ends after {found:,} rows, but its description promises "
-                f"{self.length:,}; set limit to {found} or less"
+                f"{self.name} ends after {self._found:,} rows, but its description promises "
+                f"{self.length:,}; set limit to {self._found} or less"
             )
-        self.length = found
+        self.length = self._found
         return block
 
     def _from(self, start: int) -> Iterator[tuple[int, RawRow]]:
+        """The rows from a number on; at their end it is known how many there are."""
+        at = 0
         for number, streamed in enumerate(self.sources):
             known = streamed.source.count()
-            if known is not None and known <= start:
-                start -= known
+            skipped = 0 if known is None else min(known, max(0, start - at))
+            at += skipped
+            if skipped == known:
                 continue
-            first = 0 if known is None else start
-            for at, row in enumerate(streamed.source.rows(first), first):
+            for row in streamed.source.rows(skipped):
                 if at >= start:
                     yield number, row
-            start = 0 if known is not None else max(0, start - at - 1)
+                at += 1
+        self._found = at
 
 
 class BlockOrder:
@@ -351,18 +357,19 @@ class StreamedBatches(OrderedBatches):
         positions = index * self.global_batch + places
         return self._order.items(positions[positions < self._total])
 
-    def _encoded(self, index: int, places: NDArray[np.int64]) -> tuple[list[list[Tokens]], Counts]:
-        found = self._rows.find(self._numbers(index, places))
-        return first_parts(*self._rows.encode(found))
+    def _encoded(self, rows: Sequence[tuple[int, RawRow]]) -> tuple[list[list[Tokens]], Counts]:
+        return first_parts(*self._rows.encode(rows))
 
     def _read(self, index: int) -> _Step:
         places = self._places().ravel()
+        every = np.arange(self.global_batch) if self.layout.agrees else places
         try:
-            mine, counts = self._encoded(index, places)
-            theirs: list[list[Tokens]] = []
-            if self.layout.agrees:
-                others = np.setdiff1d(np.arange(self.global_batch), places)
-                theirs, _ = self._encoded(index, others)
+            # At once, since a block that was left behind is read again from the beginning.
+            found = self._rows.find(self._numbers(index, every))
+            rows = dict(zip(every.tolist(), found, strict=False))
+            own = [rows.pop(place) for place in places.tolist() if place in rows]
+            mine, counts = self._encoded(own)
+            theirs, _ = self._encoded(list(rows.values()))
         except DataError as error:  # the other ranks must hear of it
             return _Step(error=error)
         # Positions beyond the end of the run are the last ones of the last step.
@@ -437,10 +444,10 @@ class PackedStream(Batches):
         self._steps_of_epoch = per_epoch
 
     def state(self, done: int) -> dict[str, int]:
-        """See `Batches`: the block of the next step, and its first step."""
-        if done >= self.steps:
+        """See `Batches`: the block of the last step, since the next may not be readable."""
+        if not done:
             return {}
-        block = self._block(done)
+        block = self._block(done - 1)
         return {"first_step": block.first, "epoch": block.epoch, "block": block.number}
 
     def step(self, index: int) -> list[MicroBatch]:
@@ -502,7 +509,8 @@ class PackedStream(Batches):
                 self._blocks = [self._read(*(begin.get(name, 0) for name in names))]
                 self._following = self._ahead.submit(self._after, self._blocks[-1])
             while index >= self._blocks[-1].end:
-                self._blocks = [*self._blocks[-2:], self._following.result()]
+                held = [one for one in self._blocks if one.end > index - _BEHIND]
+                self._blocks = [*held, self._following.result()]
                 self._following = self._ahead.submit(self._after, self._blocks[-1])
             return next(one for one in self._blocks if one.first <= index < one.end)
 

@@ -168,7 +168,7 @@ class Tokeniser:
             except TimeoutError:
                 if self._watch.seen != before:
                     continue
-                self._pool.kill_workers() if hasattr(self._pool, "kill_workers") else None
+                self._watch.kill()
             template, row = self._watch.oldest
             raise DataError(
                 f"{template or 'the tokenizer'} took more than {limit} for {row or 'a row'}. "
@@ -215,6 +215,7 @@ def _begin(parent: int, without_torch: bool, memory: int | None, queue: Any, wor
     _WORKS.extend(pickle.loads(works))
     for work in _WORKS:
         work.encoder.watch(lambda template, row: queue.put((os.getpid(), template, row)))
+    queue.put((os.getpid(), "", ""))
 
 
 def _work(source: int, rows: tuple[RawRow, ...]) -> EncodedChunk | tuple[str, str]:
@@ -235,6 +236,7 @@ class _Watch:
     def __init__(self, rendering: Rendering) -> None:
         self.queue, self._rendering = SPAWN.SimpleQueue(), rendering
         self.oldest, self.seen = ("", ""), 0
+        self._workers: set[int] = set()
         self._thread = threading.Thread(target=self._follow, name="renderings", daemon=True)
 
     def __enter__(self) -> _Watch:
@@ -245,10 +247,17 @@ class _Watch:
         self.queue.put(None)
         self._thread.join()
 
+    def kill(self) -> None:
+        """End the workers: one that hangs would keep this process from ending."""
+        for worker in self._workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
+
     def _follow(self) -> None:
         at_work: dict[int, tuple[str, str]] = {}
         while (message := self.queue.get()) is not None:
             worker, template, row = message
+            self._workers.add(worker)
             at_work.pop(worker, None)
             if row:
                 at_work[worker] = (template, row)

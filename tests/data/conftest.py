@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from anygauge.config.schema import DataSection, SourceSection, TrainSection
-from anygauge.data import Layout, Prepared, TokenizedRows, prepare, training_batches
+from anygauge.data import Layout, Prepared, Record, TokenizedRows, prepare, training_batches
 from anygauge.data.cache import Cache
+from anygauge.data.sources import first_records, open_source
 from anygauge.interface import ShapePolicy, Share
 from tests.helpers.tokenizer import make_tokenizer
 
@@ -93,23 +94,35 @@ def batches(tokenizer: Any, counting: Path) -> Callable[..., Any]:
         settings: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> Any:
-        data = {"train": SourceSection(path=str(counting)), "max_length": 64, "cache": "off"}
+        train = SourceSection(path=str(counting), limit=23)
+        data = {"train": train, "max_length": 64, "cache": "off"}
         section = DataSection(**{**data, **fields}, streaming=streaming)
-        train = TrainSection(**{"global_batch_size": 4, "seed": 5, **(settings or {})})
+        training = TrainSection(**{"global_batch_size": 4, "seed": 5, **(settings or {})})
         layout = Layout(
             micro_batch=micro,
             share=Share(rank, world),
             max_length=section.max_length,
             pad_id=2,
-            packing=section.packing,
+            packing=section.packs,
             shapes=shapes,
         )
         rows = prepare(section, tokenizer, seed=5).train
-        made: Any = training_batches(rows, section, train, layout, sums)
+        made: Any = training_batches(rows, section, training, layout, sums)
         made.rows = rows
         return made
 
     return make
+
+
+def read(source: SourceSection, cache: Cache | None = None) -> list[Record]:
+    """The records of a source; looked at from the beginning, and read from elsewhere, as well."""
+    opened = open_source(source, "data.train", cache)
+    records = [row.record(opened.origin) for row in opened.rows()]
+    assert first_records(source, 3, "data.train") == records[:3]
+    for start in {1, len(records) // 2, len(records)} - {0}:
+        assert [row.record(opened.origin) for row in opened.rows(start)] == records[start:]
+    assert opened.count() in (None, len(records), source.limit)
+    return records
 
 
 def content(batches: Any, index: int) -> list[Any]:

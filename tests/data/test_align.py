@@ -164,7 +164,7 @@ def test_an_answer_gets_no_space_that_its_row_lacks(tokenizer, has_offsets):
     rows._aligner._has_offsets = has_offsets
     for prompt, answer in [("Say it.\n", "river"), ("Say it", "self"), ("Say it.", " Well.\n")]:
         record = Record({"prompt": prompt, "completion": answer}, "c.jsonl:1")
-        [sequence], _ = rows.encode([record])
+        [sequence] = rows.encode([record])
         whole = tokenizer(prompt + answer, add_special_tokens=False)["input_ids"]
         ids = sequence.ids.tolist()
         assert text_of(tokenizer, ids[:-1]) == text_of(tokenizer, whole)

@@ -13,7 +13,7 @@ from anygauge.data import Counts, Record, RowEncoder, prompt_ids
 from anygauge.data.encode import encode_texts, start_ids
 from anygauge.interface import ModelError
 from tests.helpers.chats import make_chat_tokenizer, template
-from tests.helpers.masks import encode, encoder, marked
+from tests.helpers.masks import encode, encoded, encoder, marked
 from tests.helpers.tokenizer import make_tokenizer
 
 
@@ -205,10 +205,12 @@ def test_counts_are_added():
 
 def test_batches_do_not_change_the_result(tokenizer):
     records = [Record({"text": f"text {n}"}, f"x:{n}") for n in range(7)]
-    whole, counts = encoder(tokenizer, "text").encode(records)
-    parts = [encoder(tokenizer, "text").encode(records[n : n + 3]) for n in range(0, 7, 3)]
+    whole, counts = encoded(encoder(tokenizer, "text"), records)
+    parts = [
+        encoded(encoder(tokenizer, "text"), records[start : start + 3]) for start in range(0, 7, 3)
+    ]
     assert [one.ids.tolist() for one in whole] == [
-        one.ids.tolist() for encoded, _ in parts for one in encoded
+        one.ids.tolist() for sequences, _ in parts for one in sequences
     ]
     assert sum((count for _, count in parts), Counts()) == counts
 
@@ -254,7 +256,7 @@ def test_an_encoder_can_be_sent_to_another_process(chats):
     other = pickle.loads(pickle.dumps(one))
     records = [Record(row, "x:1")]
     assert other.key() == one.key()
-    assert other.encode(records)[0][0].ids.tolist() == one.encode(records)[0][0].ids.tolist()
+    assert other.encode(records)[0].ids.tolist() == one.encode(records)[0].ids.tolist()
 
 
 def test_refusals(tokenizer, tmp_path):

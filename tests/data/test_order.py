@@ -98,7 +98,7 @@ def test_without_shuffling_the_order_is_the_files():
 @given(n=st.integers(2, 100), fraction=st.floats(0.001, 0.999), seed=seeds)
 def test_a_split_divides_and_keeps_the_order(n, fraction, seed):
     split = Split(n, fraction, seed)
-    kept = split.kept(np.arange(split.kept_count)).tolist()
+    kept = split.kept.tolist()
     held_out = split.held_out.tolist()
     assert sorted(kept + held_out) == list(range(n))
     assert kept == sorted(kept)
@@ -115,7 +115,7 @@ def test_sources_are_split_apart():
 
 def test_no_fraction_holds_nothing_out_and_one_row_cannot_be_divided():
     split = Split(2, 0.0, 0)
-    assert (split.kept(np.arange(2)).tolist(), split.held_out.tolist()) == ([0, 1], [])
+    assert (split.kept.tolist(), split.held_out.tolist()) == ([0, 1], [])
     with pytest.raises(DataError, match="training and evaluation need at least one each"):
         Split(1, 0.5, 0)
     with pytest.raises(DataError, match="no row"):

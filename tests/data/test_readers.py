@@ -1,40 +1,28 @@
-"""Each kind of file: its records, in any order, and what is said where it is malformed."""
+"""Each kind of file: its records as they were written, and what is said where it is malformed."""
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
-from io import BytesIO
+import lzma
+import sys
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from anygauge.config.schema import SourceSection
+from anygauge.config.schema import DataSection, SourceSection
 from anygauge.data import hub as hub_module
-from anygauge.data import lines as lines_module
+from anygauge.data import prepare
 from anygauge.data.cache import Cache
-from anygauge.data.lines import FilledLines
-from anygauge.data.sources import content_digest, first_records, open_reader, source_name
+from anygauge.data.sources import first_records, open_source
 from anygauge.interface import DataError
-
-
-def read(source, cache, indices=None):
-    """Records by number, checked against what else says the same about them."""
-    reader = open_reader(source, cache, "data.train")
-    numbers = np.arange(len(reader)) if indices is None else np.array(indices)
-    records = reader.records(numbers)
-    places = reader.places(numbers).tolist()
-    assert [record.origin for record in records] == [
-        source_name(source) + reader.mark.format(place) for place in places
-    ]
-    if indices is None:
-        first = first_records(source, 3, "data.train")
-        assert first == records[: len(first)]
-        assert len(first) == min(3, len(records))
-    return records
+from tests.data.conftest import read
 
 
 def values(records):
@@ -48,6 +36,7 @@ def places(records):
 def failure(source, cache):
     with pytest.raises(DataError) as caught:
         read(source, cache)
+    assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
@@ -56,43 +45,28 @@ def test_json_lines(source, cache):
     records = read(source(content), cache)
     assert values(records) == [{"a": 1}, {"a": {"b": None}}, {"a": "é\u2028"}]
     assert places(records) == ["data.jsonl:1", "data.jsonl:4", "data.jsonl:5"]
-    again = read(source(content), cache, [2, 0, 2])
-    assert places(again) == ["data.jsonl:5", "data.jsonl:1", "data.jsonl:5"]
 
 
 @given(
     rows=st.lists(
         st.sampled_from(["", " \v", "\f", '{"a": 1}', ' {"b": "xyz"}', "\r"]), max_size=30
     ),
-    block=st.integers(1, 40),
     limit=st.none() | st.integers(1, 9),
     ends=st.booleans(),
     marked=st.booleans(),
-    skip=st.integers(0, 40),
 )
-def test_lines_are_found_wherever_blocks_end(
-    tmp_path_factory, rows, block, limit, ends, marked, skip
-):
-    folder = tmp_path_factory.mktemp("lines")
-    path = folder / "data.jsonl"
-    body = "\n".join([*rows, *([""] if ends else [])]).encode("utf-8-sig" if marked else "utf-8")
-    path.write_bytes(body)
+def test_lines_that_hold_more_than_blanks_are_rows(tmp_path_factory, rows, limit, ends, marked):
+    path = tmp_path_factory.mktemp("lines") / "data.jsonl"
+    body = "\n".join([*rows, *([""] if ends else [])])
+    path.write_bytes(body.encode("utf-8-sig" if marked else "utf-8"))
     expected = [
         (number, json.loads(line)) for number, line in enumerate(rows, start=1) if line.strip()
     ]
-    if not expected:
-        return
-    with pytest.MonkeyPatch.context() as patch, Cache(None) as cache:
-        patch.setattr(lines_module, "_BLOCK", block)
-        source = SourceSection(path=str(path), limit=limit)
-        records = read(source, cache)
-        whole = list(FilledLines(BytesIO(body), "x"))
-        passing = FilledLines(BytesIO(body), "x", skip)
-        rest = list(passing)
-        assert rest[len(rest) - len(whole[skip:]) :] == whole[skip:]
-        assert passing.count == len(whole) == len(expected), "those that are passed over count"
-    assert all(body[start : start + len(line)] == line for _, start, line in whole)
-    assert [(int(r.origin.rpartition(":")[2]), dict(r.values)) for r in records] == expected[:limit]
+    if expected:
+        with Cache(None) as cache:
+            records = read(SourceSection(path=str(path), limit=limit), cache)
+        found = [(int(r.origin.rpartition(":")[2]), dict(r.values)) for r in records]
+        assert found == expected[:limit]
 
 
 def test_no_key_is_added_to_a_row_because_another_has_it(source, cache):
@@ -100,6 +74,13 @@ def test_no_key_is_added_to_a_row_because_another_has_it(source, cache):
     assert values(read(source(rows), cache)) == rows
 
 
+zstd = zstandard.ZstdCompressor().compress
+PACKERS = {
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "zst": lambda raw: b"".join(map(zstd, (raw[:9], raw[9:]))),
+}
 ONE_OBJECT = "one JSON object per line is expected, but this line is not valid JSON"
 NO_ROW = "is empty; at least one row is needed"
 
@@ -128,9 +109,16 @@ NO_ROW = "is empty; at least one row is needed"
         ("csv", b"a,b\n1,\xff\n", "not valid CSV"),
         ("csv", "a,b\n", NO_ROW),
         ("csv", "", NO_ROW),
-        ("txt", "\n\n", "is empty; at least one line"),
+        ("txt", "\n\n", NO_ROW),
         ("parquet", b"PAR1", "data.parquet: not valid Parquet ("),
-        ("xlsx", "x", "data.train.path takes .json, .jsonl, .csv, .parquet, .txt, or the name of a data set on the hub"),  # noqa: E501
+        ("arrow", b"{}", "data.arrow: not valid Arrow ("),
+        ("jsonl.gz", gzip.compress(b"{}\n" * 999)[:-9], "data.jsonl.gz cannot be unpacked: "),
+        ("jsonl.gz", b"{}", "data.jsonl.gz cannot be unpacked: Not a gzipped file"),
+        ("csv.xz", b"a,b\n", "data.csv.xz cannot be unpacked: "),
+        ("json.zst", b"[]", "data.json.zst cannot be unpacked: "),
+        ("txt.zst", zstd(b"one\n" * 99)[:-2], "data.txt.zst cannot be unpacked: "),
+        ("jsonl.gz", gzip.compress(b'{"a": 1}\nno'), f"data.jsonl.gz:2: {ONE_OBJECT}"),
+        ("xlsx", "x", "data.train.path takes .json, .jsonl, .csv, .parquet, .arrow, .txt, these compressed (.gz, .zst, ...), or the name of a data set on the hub"),  # noqa: E501
     ],
 )  # fmt: skip
 def test_malformed_files(source, cache, kind, content, said):
@@ -144,11 +132,37 @@ def test_a_limit_leaves_the_rest_unread(source, cache):
     assert values(read(table, cache)) == [{"a": "1"}, {"a": "2"}]
 
 
-def test_a_file_that_changes_while_it_is_read(source, cache):
-    reader = open_reader(source([{"a": 1}, {"a": 2}]), cache, "data.train")
-    source([{"a": 1}, {"a": 2}, {"a": 3}])
-    with pytest.raises(DataError, match="changed while it was being read"):
-        reader.records(np.array([0]))
+def test_a_file_that_changes_while_it_is_read(source, tokenizer, monkeypatch):
+    section = source([{"text": "a"}, {"text": "b"}])
+    module = sys.modules[prepare.__module__]
+    write = module.write_table
+
+    def changing(folder, chunks):
+        source([{"text": "a"}, {"text": "b"}, {"text": "c"}])
+        return write(folder, chunks)
+
+    monkeypatch.setattr(module, "write_table", changing)
+    data = DataSection(train=section, max_length=64, cache="off")
+    with pytest.raises(DataError, match=r"data\.jsonl changed while it was being read; start"):
+        prepare(data, tokenizer, seed=0)
+
+
+@pytest.mark.parametrize("packer", PACKERS)
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("data.jsonl", '\ufeff{"text": "one"}\n\n{"text": "007"}\n'),
+        ("data.json", '[{"text": "one"}, {"text": "007"}]'),
+        ("data.json", '{"text": "one"}\n{"text": "007"}\n'),
+        ("data.csv", "text\none\n007\n"),
+        ("data.txt", "one\n007\n"),
+    ],
+)
+def test_compressed_files_are_read_as_plain_ones(source, cache, packer, name, content):
+    plain = read(source(content, name=name), cache)
+    packed = read(source(PACKERS[packer](content.encode()), name=f"{name}.{packer}"), cache)
+    assert values(packed) == values(plain) == [{"text": "one"}, {"text": "007"}]
+    assert places(packed) == [place.replace(name, f"{name}.{packer}", 1) for place in places(plain)]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +198,6 @@ def test_csv_cells_are_text_as_written(source, cache):
         {"id": "", "text": "é", "note": "null"},
     ]
     assert places(records) == ["data.csv:2", "data.csv:3", "data.csv:4"]
-    assert values(read(source(content, name="data.csv"), cache, [2, 0]))[0]["text"] == "é"
 
 
 def put_table(tmp_path, group=2, **columns):
@@ -214,24 +227,34 @@ def test_parquet_of_any_type(kind, rows, tmp_path, cache):
     """A field that is null was not written."""
     source = put_table(tmp_path, a=pa.array(rows, kind))
     assert [record.values["a"] for record in read(source, cache)] == rows
-    records = read(source, cache, [1, 0])
-    assert [record.values["a"] for record in records] == rows[1::-1]
-    assert places(records) == ["data.parquet[1]", "data.parquet[0]"]
+    assert places(read(source, cache))[:2] == ["data.parquet[0]", "data.parquet[1]"]
 
 
 def test_a_table_of_many_batches(tmp_path, cache):
-    wanted = [9_999, 0, 5_000, 4_096, 4_095, 0]
-    records = read(put_table(tmp_path, 1500, n=np.arange(10_000)), cache, wanted)
-    assert [record.values["n"] for record in records] == wanted
+    opened = open_source(put_table(tmp_path, 1500, n=np.arange(10_000)), "data.train", cache)
+    assert opened.count() == 10_000
+    for start in (0, 1499, 4_096, 9_999, 10_000):
+        rows = [(row.place, row.value["n"]) for row in opened.rows(start)]
+        assert rows == [(number, number) for number in range(start, 10_000)]
+
+
+@pytest.mark.parametrize("write", [pa.ipc.new_file, pa.ipc.new_stream])
+def test_both_layouts_of_arrow(write, tmp_path, cache):
+    rows = pa.table({"a": ["x", "007", None], "n": [[{"b": 1}], [], None]})
+    with write(str(tmp_path / "data.arrow"), rows.schema) as writer:
+        writer.write_table(rows, max_chunksize=2)
+    records = read(SourceSection(path=str(tmp_path / "data.arrow")), cache)
+    assert values(records) == rows.to_pylist()
+    assert places(records) == ["data.arrow[0]", "data.arrow[1]", "data.arrow[2]"]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".txt", ".csv", ".parquet"])
 def test_a_file_that_is_not_there(tmp_path, cache, suffix):
     source = SourceSection(path=str(tmp_path / f"nowhere{suffix}"))
     (tmp_path / f"nowhere1{suffix}").touch()
-    for look in (open_reader, lambda source, *_: first_records(source, 1, "data.train")):
+    for look in (read, lambda source, _: first_records(source, 1, "data.train")):
         with pytest.raises(DataError, match=rf"nowhere.*: no such file .*mean 'nowhere1{suffix}'"):
-            look(source, cache, "data.train")
+            look(source, cache)
 
 
 @pytest.fixture
@@ -261,10 +284,6 @@ def test_a_data_set_of_the_hub(hub, cache):
     assert [record.origin for record in records] == ["owner/name[test][0]", "owner/name[test][1]"]
     assert set(hub) == {("owner/name", "s", "test", "r")}
     assert len(read(source.model_copy(update={"limit": 1}), cache)) == 1
-    limited = source.model_copy(update={"limit": 1})
-    digest = content_digest(source, cache, "data.train")
-    assert content_digest(limited, cache, "data.train") == digest
-    assert len(digest) == 64
     said = failure(source.model_copy(update={"split": "broken"}), cache)
     assert said.startswith("data.train: the data set 'owner/name' (subset s, split 'broken', ")
     assert "cannot be loaded: Unknown split 'broken'; check data.train.subset" in said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import threading
+import socket
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -14,16 +14,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import zstandard
 from pyarrow import parquet
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data import peek, prepare, remote, streams
-from anygauge.data.cache import Cache
+from anygauge.data import peek, prepare, remote
 from anygauge.data.remote import open_remote, remote_identity
-from anygauge.data.sources import first_records, open_reader, open_stream
-from anygauge.data.streams import BlockOrder, Blocks
-from anygauge.interface import DataAccessError, DataError, RunFileError
-from tests.data.conftest import content
+from anygauge.data.sources import Source, first_records, open_source
+from anygauge.interface import DataAccessError, DataError
+from tests.data.conftest import content, read
 from tests.standins.files import File, FileServer
 from tests.standins.hub import TOKEN, Hub, Repository, use_hub
 
@@ -49,7 +48,7 @@ def server(tmp_path: Path) -> Iterator[FileServer]:
         "list.json": File(body=json.dumps(ROWS).encode()),
         "rows.csv": File(body=csv_text(ROWS).encode()),
         "rows.parquet": File(body=parquet_bytes(tmp_path, ROWS)),
-        "text.txt": File(body=b"one\ntwo\nthree\n"),
+        "rows.jsonl.zst": File(body=zstandard.ZstdCompressor().compress(LINES.encode())),
     }
     with FileServer(files) as server:
         yield server
@@ -72,149 +71,40 @@ def streamed(batches: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "lines.json", "rows.csv", "rows.parquet"])
+def rows_from(source: Source, start: int) -> list[Any]:
+    """The values of the first rows from a number on."""
+    rows = islice(source.rows(start), 3)
+    return [row.record(source.origin).values for row in rows]
+
+
+@pytest.mark.parametrize(
+    "name", ["rows.jsonl", "lines.json", "list.json", "rows.csv", "rows.parquet", "rows.jsonl.zst"]
+)
 def test_a_streamed_row_is_that_of_the_same_file(
-    name: str, server: FileServer, tmp_path: Path, cache: Cache
+    name: str, server: FileServer, tmp_path: Path
 ) -> None:
     (tmp_path / name).write_bytes(server.files[name].body)
-    local = open_reader(SourceSection(path=str(tmp_path / name)), cache, "f")
-    there, _ = open_stream(SourceSection(path=server.address(name)), 64, "f")
-    numbers = np.arange(len(ROWS))
-    expected = local.records(numbers)
-    found = there.records(numbers)
-    assert [record.values for record in found] == [record.values for record in expected] == ROWS
-    marks = [record.origin.removeprefix(str(tmp_path / name)) for record in expected]
-    assert [record.origin for record in found] == [server.address(name) + mark for mark in marks]
-    assert there.places(numbers).tolist() == local.places(numbers).tolist()
-    assert isinstance(there, Blocks)
-    for start in (0, 1, 19, 20, 21, 63, 229, 230, 400):
-        rows = islice(there._stream.rows(start), 3)
-        assert [row.record().values for row in rows] == ROWS[start : start + 3]
-
-
-def test_text_and_lists_are_read_whole(server: FileServer) -> None:
-    for name, count in (("list.json", 230), ("text.txt", 3)):
-        reader, _ = open_stream(SourceSection(path=server.address(name)), 64, "f")
-        assert len(reader) == count and not isinstance(reader, Blocks)
+    local = read(SourceSection(path=str(tmp_path / name)))
+    there = read(SourceSection(path=server.address(name)))
+    assert [record.values for record in there] == [record.values for record in local] == ROWS
+    marks = [record.origin.removeprefix(str(tmp_path / name)) for record in local]
+    assert [record.origin for record in there] == [server.address(name) + mark for mark in marks]
+    source = open_source(SourceSection(path=server.address(name)), "f")
+    assert source.count() == (len(ROWS) if name == "rows.parquet" else None)
+    assert source.identity() == remote_identity(server.address(name))
+    for start in (1, 19, 20, 21, 63, 229, 230, 400):
+        assert rows_from(source, start) == ROWS[start : start + 3]
 
 
 def test_a_far_row_of_parquet_is_read_without_those_before(
-    server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: FileServer, tmp_path: Path
 ) -> None:
     rows = [{"text": str(np.random.default_rng(n).bytes(700).hex())} for n in range(4000)]
     server.files["big.parquet"] = File(body=parquet_bytes(tmp_path, rows, 100))
-    reader, _ = open_stream(SourceSection(path=server.address("big.parquet")), 100, "f")
-    monkeypatch.setattr(remote, "BLOCK", 2**16)
+    source = open_source(SourceSection(path=server.address("big.parquet")), "f")
     server.sent = 0
-    (record,) = reader.records(np.array([2050]))
-    assert record.values == rows[2050]
+    assert rows_from(source, 2050) == rows[2050:2053]
     assert server.sent < len(server.files["big.parquet"].body) / 8
-
-
-class Known:
-    """What `BlockOrder` asks of rows whose number is known."""
-
-    name = "x"
-
-    def __init__(self, size: int, length: int) -> None:
-        self.size, self.length = size, length
-
-    def rows_in(self, number: int) -> int:
-        return max(0, min(self.size, self.length - number * self.size))
-
-
-@pytest.mark.parametrize(("size", "length"), [(10, 100), (10, 95), (32, 20), (7, 50), (1, 5)])
-def test_the_order_of_a_stream(size: int, length: int) -> None:
-    order = BlockOrder(Known(size, length), 3)
-    positions = np.arange(3 * length)
-    items = order.items(positions)
-    for epoch in range(3):
-        here = items[epoch * length : (epoch + 1) * length]
-        assert sorted(here) == list(range(length))
-        assert (here // size == np.arange(length) // size).all(), "blocks stay in their order"
-    assert size == 1 or not (items[:length] == items[length : 2 * length]).all()
-    mixed = np.random.default_rng(0).permutation(positions)
-    assert (order.items(mixed) == items[mixed]).all()
-    assert (BlockOrder(Known(size, length), 3, shuffle=False).items(positions) < length).all()
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
-@pytest.mark.parametrize("packing", [False, True])
-def test_any_step_can_be_the_first_and_ranks_divide_it(
-    name: str, packing: bool, server: FileServer, streamed: Callable[..., Any]
-) -> None:
-    make = lambda **more: streamed(server.address(name), packing=packing, **more)  # noqa: E731
-    straight = make()
-    wanted = {index: content(straight, index) for index in range(60)}
-    assert len({str(step) for step in wanted.values()}) == 60
-    for first in (59, 40, 28, 1):
-        resumed = make()
-        for index in range(first, min(first + 3, 60)):
-            assert content(resumed, index) == wanted[index]
-    ranks = [make(world=2, rank=rank) for rank in range(2)]
-    for index in (0, 29, 59):
-        parts = [content(rank, index) for rank in ranks]
-        together = [batch for pair in zip(*parts, strict=True) for batch in pair]
-        assert together == wanted[index]
-
-
-def test_a_number_of_rows_that_shows_at_the_end(
-    server: FileServer, streamed: Callable[..., Any]
-) -> None:
-    """Whether it was known or not, a step reads the same rows, also in later epochs."""
-    of_lines, of_table = (streamed(server.address(f"rows.{s}")) for s in ("jsonl", "parquet"))
-    assert of_lines.rows.blocks.length is None and of_table.rows.blocks.length == 230
-    assert of_lines.rows.report.startswith(f"rows of {server.address('rows.jsonl')}, read and tok")
-    assert of_table.rows.report.startswith("230 rows of ")
-    for index in range(60):
-        assert [part[:2] for part in content(of_lines, index)] == [
-            part[:2] for part in content(of_table, index)
-        ]
-    assert of_lines.rows.blocks.length == 230
-    assert of_table.epoch(59) == pytest.approx(480 / 230)
-    assert streamed(server.address("rows.parquet"), steps=None).steps == 29
-
-
-def test_epochs_need_a_number_of_rows(server: FileServer, streamed: Callable[..., Any]) -> None:
-    address = server.address("rows.jsonl")
-    said = r"does not know how many rows http.*has before it reaches the end.*train\.steps"
-    with pytest.raises(RunFileError, match=said):
-        streamed(address, steps=None)
-    limited = streamed(address, steps=None, limit=100)
-    assert limited.steps == 13
-    read = [origin for index in range(13) for origin in limited.global_origins(index)]
-    numbers = sorted(int(origin.rpartition(":")[2]) for origin in read)
-    assert len(set(numbers)) == 100 and numbers[-1] == 102, "two lines are blank"
-    with pytest.raises(DataError, match=r"ends after 230 rows, but its limit is 400; set lim"):
-        too_many = streamed(address, steps=None, limit=400)
-        for index in range(too_many.steps):
-            too_many.step(index)
-
-
-def test_no_more_than_two_blocks_are_held(
-    server: FileServer, streamed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held, most, lock = set(), [0], threading.Lock()
-
-    class Counted(streams.StreamedRow):
-        __slots__ = ()
-
-        def __new__(cls, *args: Any) -> Any:
-            made = super().__new__(cls, *args)
-            with lock:
-                held.add(id(made))
-                most[0] = max(most[0], len(held))
-            return made
-
-        def __del__(self) -> None:
-            with lock:
-                held.discard(id(self))
-
-    monkeypatch.setattr(streams, "StreamedRow", Counted)
-    made = streamed(server.address("rows.jsonl"))
-    for index in range(made.steps):
-        made.step(index)
-    assert 32 < most[0] <= 3 * 32 + 1, "the block that is read, the next, and one in the making"
 
 
 def test_what_is_read_over_the_network(
@@ -227,26 +117,24 @@ def test_what_is_read_over_the_network(
     assert server.sent <= 3 * whole + 1000, "once to train on; a beginning for the format"
 
 
-def test_wrong_rows_are_named(server: FileServer, streamed: Callable[..., Any]) -> None:
-    rows = LINES.splitlines()
-    rows[100] = '{"prompt": "x", "prompt": "y", "completion": ""}'
-    server.files["bad.jsonl"] = File(body="\n".join(rows).encode())
-    made = streamed(server.address("bad.jsonl") + "?signature=secret", steps=40)
-    with pytest.raises(DataError, match=r"/bad\.jsonl:101: the key 'prompt' is written twice"):
-        for index in range(40):
-            made.step(index)
-    server.files["bad.csv"] = File(body=(csv_text(ROWS) + "a,b,c\n").encode())
-    with pytest.raises(DataError, match=r"bad\.csv: not valid CSV \(.*Row #232: Expected 2"):
-        streamed(server.address("bad.csv"), steps=40).step(0)
-
-
 FAILURES: dict[str, tuple[File | None, str]] = {
-    "nowhere.jsonl": (None, r"nowhere\.jsonl: no such file on the server \(404\)"),
-    "secret.jsonl": (File(body=b"", status=403), r"the server refuses access \(403\)\. A signed"),
-    "odd.jsonl": (File(body=b"", status=451), r"the server answers 451"),
+    "nowhere.jsonl": (None, r"nowhere\.jsonl: no such file there; a private or gat"),
+    "secret.jsonl": (
+        File(body=b"", status=403),
+        r"may not be read: the server answers 403 .*A signed",
+    ),
+    "odd.jsonl": (File(body=b"", status=451), r"cannot be read: the server answers 451 \("),
     "page.jsonl": (File(body=b"<html>", kind="text/html; charset=utf-8"), r"a web page .*/resolve"),
     "plain.jsonl": (File(body=b"<html>"), r"plain\.jsonl:1: .* not valid JSON .*: <html>"),
-    "whole.jsonl": (File(body=b'{"a": 1}\n', ranges=False), r"sends whole files only .*download"),
+    "ftp.jsonl": (
+        File(body=b"ftp://127.0.0.1/a.jsonl", status=302),
+        r"cannot be read: the server redirects to another protocol",
+    ),
+    "loop.jsonl": (
+        File(body=b"loop.jsonl", status=302),
+        r"cannot be read: the server redirects again and again",
+    ),
+    "cut.jsonl.gz": (File(body=gzip.compress(LINES.encode())[:-9]), r"\.gz cannot be unpacked: "),
     "empty.jsonl": (File(body=b""), r"empty\.jsonl is empty; at least one row is needed"),
     "blank.jsonl": (File(body=b"\n \n"), r"blank\.jsonl is empty; at least one row is needed"),
     "utf16.jsonl": (File(body='{"a": 1}'.encode("utf-16")), r":1: not UTF-8 at byte 0 .*UTF-16"),
@@ -259,16 +147,19 @@ FAILURES: dict[str, tuple[File | None, str]] = {
 
 @pytest.mark.parametrize("name", FAILURES)
 @pytest.mark.parametrize("streaming", [False, True])
-def test_each_failure_has_its_message(
-    name: str, streaming: bool, server: FileServer, cache: Cache
+def test_each_failure_has_its_message_at_once(
+    name: str, streaming: bool, server: FileServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, said = FAILURES[name]
     if file is not None:
         server.files[name] = file
-    source = SourceSection(path=server.address(name))
+    monkeypatch.setattr(remote, "WAITS_S", (60.0,) * 5)
+    source = SourceSection(path=server.address(name) + "?signature=hidden")
     with pytest.raises(DataError, match=said) as caught:
-        peek(DataSection(train=source, streaming=streaming))
-    assert "\n" not in str(caught.value)
+        data = DataSection(train=source, streaming=streaming)
+        peek(data)
+        list(open_source(source, "data.train").rows())
+    assert "\n" not in str(caught.value) and "hidden" not in str(caught.value)
 
 
 def test_addresses_that_nobody_answers_or_no_package_reads(
@@ -281,6 +172,24 @@ def test_addresses_that_nobody_answers_or_no_package_reads(
     ):
         with pytest.raises(DataError, match=said):
             open_remote(address)
+
+
+def test_a_server_that_answers_nothing_is_left_after_a_while(
+    impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "SILENCE_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}/rows.jsonl"
+        with pytest.raises(DataAccessError, match=r"cannot be read, after 6 tries: .*then resume"):
+            open_remote(address)
+
+
+@pytest.mark.parametrize("version", [True, False])
+def test_a_server_of_whole_files_alone(version: bool, server: FileServer, impatient: None) -> None:
+    file = File(body=LINES.encode(), ranges=False, version=version, cut=[9_000, 5_000])
+    server.files["whole.jsonl"] = file
+    assert open_remote(server.address("whole.jsonl"), 1_000).read() == file.body
+    assert file.cut == []
 
 
 def test_other_places_by_fsspec_and_redirects(
@@ -308,7 +217,7 @@ def test_a_connection_that_breaks_is_tried_again(
     file.cut, file.busy = [100, 0], 3
     broken = streamed(server.address("rows.jsonl"))
     assert [content(broken, index) for index in range(3)] == expected
-    assert (file.cut, file.busy) == ([], 0)
+    assert (file.cut, file.busy) == ([], 0), "a part that broke off is read again"
     file.cut = [100] * 6
     said = r"rows\.jsonl \(byte 0\) cannot be read, after 6 tries: .*then resume the run"
     with pytest.raises(DataAccessError, match=said) as failed:
@@ -358,24 +267,6 @@ def test_rows_to_evaluate_on_are_a_beginning(
     assert first.report.rows == 50
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"train": [{"path": "a/b"}, {"path": "x.jsonl"}]}, "cannot be mixed with other sources"),
-        ({"train": {"path": "https://a/b.csv", "weight": 2}}, "cannot have a 'weight'"),
-        ({"train": {"path": "a/b"}, "eval_fraction": 0.1}, "'eval_fraction' cannot be drawn"),
-        (
-            {"train": {"path": "x.csv"}, "eval": {"path": "a/b"}},
-            "needs a 'limit' when 'streaming' is on",
-        ),
-    ],
-)
-def test_what_a_stream_cannot_do_is_refused(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        DataSection(**fields, streaming=True)
-    DataSection(**fields)
-
-
 NAME = "owner/name"
 
 
@@ -407,21 +298,19 @@ def test_a_data_set_of_the_hub_is_streamed(
     kind: str, hub: Hub, tmp_path: Path, streamed: Callable[..., Any]
 ) -> None:
     hub.repositories[f"datasets/{NAME}"] = Repository(files=of_kind(tmp_path, kind))
-    reader, version = open_stream(SourceSection(path=NAME), 64, "f")
-    assert isinstance(reader, Blocks)
-    assert reader.length == (230 if kind == "parquet" else None)
-    records = reader.records(np.arange(230))
+    source = open_source(SourceSection(path=NAME), "f")
+    assert source.count() == (230 if kind == "parquet" else None)
+    records = [row.record(source.origin) for row in source.rows()]
     assert [record.values for record in records] == ROWS
     assert [record.origin for record in records[::229]] == [f"{NAME}[train][{n}]" for n in (0, 229)]
     for start in (1, 149, 150, 229, 300):
-        rows = islice(reader._stream.rows(start), 3)
-        assert [row.record().values for row in rows] == ROWS[start : start + 3]
+        assert rows_from(source, start) == ROWS[start : start + 3]
     assert len(first_records(SourceSection(path=NAME, split="test"), 9, "f", streaming=True)) == 5
     kept = sum(p.stat().st_size for p in (tmp_path / "hf").rglob("*") if p.is_file())
     assert kept < 1000, "names and notes, and no row"
     moved = Repository(files=of_kind(tmp_path, kind), commit="f00d" * 10)
     hub.repositories[f"datasets/{NAME}"] = moved
-    assert open_stream(SourceSection(path=NAME), 64, "f")[1] != version
+    assert open_source(SourceSection(path=NAME), "f").identity() != source.identity()
     assert content(streamed(NAME, steps=30), 29) == content(streamed(NAME, steps=30), 29)
 
 
@@ -437,6 +326,9 @@ def test_an_address_on_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.Mon
         records = first_records(SourceSection(path=address), 9, "f")
         assert [record.values for record in records] == ROWS[:5]
         assert records[4].origin == f"{address}:5"
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(DataError, match=r"may not be read: 401 .*gated repository .*\(hf auth log"):
+        first_records(SourceSection(path=f"hf://datasets/{NAME}/{path}"), 9, "f")
 
 
 def test_wrong_rows_of_the_hub_are_named_with_their_file(hub: Hub) -> None:
@@ -481,7 +373,7 @@ def test_offline_and_streaming_do_not_go_together(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     said = r"data\.streaming reads 'owner/name' over the network, but HF_HUB_OFFLINE is set"
     with pytest.raises(DataError, match=said):
-        open_stream(SourceSection(path=NAME), 10, "f")
+        open_source(SourceSection(path=NAME), "f")
 
 
 @pytest.mark.parametrize(

@@ -7,30 +7,26 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
 from anygauge.config.schema import SourceSection
-from anygauge.data import formats, lines, records, spans
+from anygauge.data import formats, json_rows, records, spans
 from anygauge.data.cache import Cache
 from anygauge.data.chat import Chat
 from anygauge.data.encode import encode_texts
 from anygauge.data.formats import parse
-from anygauge.data.hub import written
 from anygauge.data.records import Record
-from anygauge.data.sources import first_records, open_reader
+from anygauge.data.sources import first_records
+from anygauge.data.tables import as_written
 from anygauge.data.template import ChatTemplate, read_template
 from anygauge.interface import DataError, RunFileError
+from tests.data.conftest import read
 
 
-def read(path: Path, cache: Cache) -> list[Record]:
-    source = SourceSection(path=str(path))
-    reader = open_reader(source, cache, "data.train")
-    records = reader.records(np.arange(len(reader)))
-    assert first_records(source, 3, "data.train") == records[:3]
-    return records
+def read_file(path: Path, cache: Cache) -> list[Record]:
+    return read(SourceSection(path=str(path)), cache)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +49,7 @@ def test_rows_that_say_something_else(
     path.write_text("\n".join(rows) if suffix == "jsonl" else f"[{', '.join(rows)}]")
     source = SourceSection(path=str(path))
     place = f"{path}:2" if suffix == "jsonl" else f"{path}[1]"
-    for reading in (lambda: read(path, cache), lambda: first_records(source, 5, "data.train")):
+    for reading in (lambda: read_file(path, cache), lambda: first_records(source, 5, "data.train")):
         with pytest.raises(DataError) as caught:
             for record in reading():
                 parse(record, "prompt_completion", source, "data.train")
@@ -64,7 +60,7 @@ def test_a_file_of_one_object_with_a_key_twice(tmp_path: Path, cache: Cache) -> 
     path = tmp_path / "one.json"
     path.write_text('\n{"prompt": "a", "prompt": "b"}')
     with pytest.raises(DataError) as caught:
-        read(path, cache)
+        read_file(path, cache)
     assert str(caught.value) == (
         f"{path}: the key 'prompt' is written twice in one object; keep one"
     )
@@ -112,15 +108,13 @@ def test_a_row_with_too_much_text_is_refused_by_name() -> None:
 def test_a_line_that_is_too_long_is_not_even_read(
     tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (lines, records):
-        monkeypatch.setattr(module, "MOST_LINE", 100)
+    monkeypatch.setattr(json_rows, "MOST_LINE", 100)
     short, long = (json.dumps({"text": "x" * length}) for length in (10, 1000))
     path = tmp_path / "rows.jsonl"
-    path.write_text(f"{short}\n{' ' * 200}\n{long}\n{short}\n")
-    said = rf"^{path}:3: the row has 1,013 bytes, at most 100 are read; split it"
+    said = rf"^{path}:3: the row has more than 100 bytes, which is as many as are read; split it"
     path.write_text(f"{short}\n\n{long}\n{short}\n")
     with pytest.raises(DataError, match=said):
-        open_reader(SourceSection(path=str(path)), cache, "f").records(np.arange(3))
+        read_file(path, cache)
     with pytest.raises(DataError, match=said):
         first_records(SourceSection(path=str(path)), 3, "f")
 
@@ -140,7 +134,7 @@ def test_a_pipe_is_no_file_of_rows(tmp_path: Path, cache: Cache, suffix: str) ->
     path = tmp_path / f"rows{suffix}"
     os.mkfifo(path)
     with pytest.raises(DataError, match="cannot be read: it is a named pipe, not a regular file"):
-        open_reader(SourceSection(path=str(path)), cache, "data.train")
+        read_file(path, cache)
     with pytest.raises(RunFileError, match="it is a named pipe"):
         read_template(str(path))
 
@@ -178,7 +172,7 @@ def test_a_table_gives_a_call_the_arguments_that_were_written(
 ) -> None:
     path = tmp_path / "rows.parquet"
     parquet.write_table(pa.Table.from_pylist(ROWS), path)
-    records = read(path, cache)
+    records = read_file(path, cache)
     # A null that was written cannot be told from one that the table filled in.
     assert arguments_of(records) == [{"city": "Rome"}, CALLS[1], {}]
     template = "{% for m in messages %}{{ m.content }}{{ m.tool_calls or [] | tojson }}{% endfor %}"
@@ -193,7 +187,7 @@ def test_the_hubs_tables_do_so_too() -> None:
 
     rows = Dataset.from_list(ROWS)
     records = [
-        Record({key: written(value, rows.features[key]) for key, value in row.items()}, "h[0]")
+        Record({key: as_written(value, rows.features[key]) for key, value in row.items()}, "h[0]")
         for row in rows
     ]
     assert arguments_of(records) == [{"city": "Rome"}, CALLS[1], {}]
@@ -202,8 +196,8 @@ def test_the_hubs_tables_do_so_too() -> None:
 def test_a_null_that_was_written_as_json_stays(tmp_path: Path, cache: Cache) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    assert arguments_of(read(path, cache)) == CALLS
+    assert arguments_of(read_file(path, cache)) == CALLS
     # In a column of text too, whatever the file is.
     texts = [{**row, "messages": json.dumps(row["messages"])} for row in ROWS]
     parquet.write_table(pa.Table.from_pylist(texts), tmp_path / "texts.parquet")
-    assert arguments_of(read(tmp_path / "texts.parquet", cache)) == CALLS
+    assert arguments_of(read_file(tmp_path / "texts.parquet", cache)) == CALLS

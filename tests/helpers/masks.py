@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
 from anygauge.config.schema import DataSection, SourceSection
 from anygauge.data import Counts, Encoded, Record, RowEncoder
+from anygauge.data.rows import EncodedChunk, batch_of, documents_of
 
 
 def encoder(tokenizer: Any, form: str, source: dict[str, Any] | None = None, **data: Any) -> Any:
@@ -21,7 +23,14 @@ def encode(
 ) -> tuple[list[Encoded], Counts]:
     """What rows become, each of them one line of a file."""
     records = [Record(row, f"c.jsonl:{line}") for line, row in enumerate(rows, start=1)]
-    return encoder(tokenizer, form, **fields).encode(records)
+    return encoded(encoder(tokenizer, form, **fields), records)
+
+
+def encoded(rows: RowEncoder, records: Sequence[Record]) -> tuple[list[Encoded], Counts]:
+    """The sequences of records, and what became of all of them."""
+    every = rows.encode(records)
+    chunk = EncodedChunk(records=len(records), batch=batch_of(every, range(len(records))))
+    return [one for one in every if len(one.ids)], documents_of(chunk, "{}")[1]
 
 
 def stretches(tokenizer: Any, sequence: Encoded) -> list[tuple[bool, str]]:

@@ -21,6 +21,7 @@ class File:
         status: what it answers in place of the file; 200 for the file; with 302 the body is where
             the file lies.
         ranges: whether parts are sent; if not, every answer is the whole file.
+        version: whether an ETag tells one content from another.
         cut: bytes after which the connection breaks, one for each request from now on.
         busy: requests from now on that are answered with 503.
     """
@@ -29,6 +30,7 @@ class File:
     kind: str = "application/octet-stream"
     status: int = 200
     ranges: bool = True
+    version: bool = True
     cut: list[int] = field(default_factory=list)
     busy: int = 0
 
@@ -81,7 +83,7 @@ class FileServer(LocalServer):
     """
 
     def __init__(self, files: Mapping[str, File]) -> None:
-        super().__init__("GET")
+        super().__init__("GET", "HEAD")
         self.files = dict(files)
         self.requests: list[tuple[str, int, int]] = []
         self.sent = 0
@@ -98,21 +100,28 @@ class FileServer(LocalServer):
         if file.busy:
             file.busy -= 1
             return send(handler, 503, {})
-        digest = hashlib.md5(file.body[: 2**16]).hexdigest()
-        headers = {"ETag": f'"{digest}-{len(file.body)}"', "Content-Type": file.kind}
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", handler.headers.get("Range") or "")
-        assert asked, "every request is for a part"
-        start, end = int(asked[1]), int(asked[2]) + 1
-        self.requests.append((handler.path, start, end))
-        if not file.ranges:
-            return send(handler, 200, headers, file.body)
-        if start >= len(file.body):
-            return send(handler, 416, {"Content-Range": f"bytes */{len(file.body)}"})
-        part = file.body[start:end]
-        headers["Content-Range"] = f"bytes {start}-{start + len(part) - 1}/{len(file.body)}"
-        cut = file.cut.pop(0) if file.cut and len(part) > 1 else None
-        self.sent += len(part)
-        send(handler, 206, headers, part, cut)
+        body = file.body
+        headers = {"Content-Type": file.kind}
+        if file.version:
+            headers["ETag"] = f'"{hashlib.md5(body).hexdigest()}"'
+            if handler.headers.get("If-Match", headers["ETag"]) != headers["ETag"]:
+                return send(handler, 412, {})
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", handler.headers.get("Range") or "")
+        if file.ranges:
+            headers["Accept-Ranges"] = "bytes"
+        start, end, status = 0, len(body), 200
+        if asked and file.ranges:
+            start, end, status = int(asked[1]), int(asked[2] or end) + 1, 206
+            if start >= len(body):
+                return send(handler, 416, {"Content-Range": f"bytes */{len(body)}"})
+            end = min(end, len(body))
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(body)}"
+        reads = handler.command == "GET"
+        cut = file.cut.pop(0) if reads and file.cut else None
+        if reads:
+            self.requests.append((handler.path, start, end))
+            self.sent += end - start
+        send(handler, status, headers, body[start:end], cut)
 
 
 def send(

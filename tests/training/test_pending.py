@@ -16,6 +16,7 @@ from anygauge.training.meter import MetricsLogger
 from anygauge.training.pending import PendingSteps
 from anygauge_cpu.placement import CpuPlacement
 from tests.helpers.runs import Run, run_file, trained_here
+from tests.helpers.tokenizer import FIXTURES
 from tests.training.test_non_finite import HostEvent
 from tests.training.test_warm_up import numbers
 
@@ -90,7 +91,8 @@ def test_the_numbers_are_those_that_are_read_at_once(
 def test_a_checkpoint_has_all_steps_and_a_run_resumes_where_it_was(
     streaming: bool, tmp_path: Path, works_ahead: None
 ) -> None:
-    data = {"eval_fraction": 0.2, "streaming": streaming}
+    held_out = {"eval": {"path": str(FIXTURES / "rows.jsonl"), "limit": 5}}
+    data = {"streaming": True, **held_out} if streaming else {"eval_fraction": 0.2}
     whole = run(tmp_path, "whole", data=data, checkpoint={"every": 3, "keep_last": 9})
     record = json.loads((whole.folder / "checkpoints/step-00000003/checkpoint.json").read_text())
     assert record["history"]["step"] == 3
@@ -133,11 +135,12 @@ def ended() -> Iterator[bool]:
 def test_an_error_of_the_thread_is_the_runs_and_names_the_row(
     tmp_path: Path, wrong_row: Path, order: list[str]
 ) -> None:
-    data = {"train": {"path": str(wrong_row)}, "streaming": True, "eval_fraction": 0}
+    data = {"train": {"path": str(wrong_row), "limit": 64}, "streaming": True}
     with pytest.raises(DataError, match=r"wrong\.jsonl:60"):
         run(tmp_path, data=data, train={"epochs": 1, "steps": None, "eval_every": None, "seed": 5})
     steps = len(order) // 2
     assert steps > 3, "the error comes with its step"
+    assert [each.name for each in tmp_path.glob("out/*/checkpoints/*")] == [f"step-{steps:08}"]
     assert order == [f"{what} {n}" for n in range(1, steps + 1) for what in ("given", "read")]
     assert any(ended()), "the thread ends with the loop"
 

@@ -1,0 +1,177 @@
+"""Workers: they make the table that one process makes; and what ends them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from itertools import islice
+
+import pyarrow as pa
+import pytest
+
+from anygauge.config.schema import DataSection
+from anygauge.data import prepare, tokenise
+from anygauge.data.records import RawRow
+from anygauge.data.rows import documents_of
+from anygauge.data.tokenise import Tokenise, Tokeniser, chunks_of, usable_cores
+from anygauge.interface import DataAccessError, DataError
+from tests.helpers.masks import encoder
+
+HANGS = (
+    "{% for m in messages %}{{ m.content }}{% if 'hang' in m.content %}"
+    + "{% for a in range(99999) %}" * 3
+    + "{% endfor %}" * 3
+    + "{% endif %}</s>{% endfor %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Ten workers would have work."""
+    monkeypatch.setattr(tokenise, "CHUNK", 8)
+
+
+def chats(*texts):
+    answer = {"role": "assistant", "content": "yes"}
+    return [
+        RawRow(number, {"messages": [{"role": "user", "content": text}, answer]})
+        for number, text in enumerate(texts, start=1)
+    ]
+
+
+def work(tokenizer):
+    return Tokenise(encoder=encoder(tokenizer, "messages", chat_template=HANGS), origin="x:{}")
+
+
+def test_several_workers_make_the_same_table(source, tokenizer, tmp_path):
+    rows = [{"prompt": f"{n}", "completion": "word " * (n % 9)} for n in range(50)]
+    section = source(rows)
+    tables = {}
+    for workers in (1, 2):
+        folder = tmp_path / str(workers)
+        data = DataSection(train=section, max_length=16, cache=str(folder), workers=workers)
+        prepare(data, tokenizer, seed=0)
+        (file,) = folder.glob("rows/*/rows.arrow")
+        tables[workers] = pa.ipc.open_file(str(file)).read_all()
+    assert tables[1].equals(tables[2])
+    assert tables[1]["record"].to_pylist() == list(range(50))
+
+
+def test_a_wrong_row_in_a_worker_is_named(source, tokenizer, tmp_path):
+    good = '{"text": "a"}\n'
+    section = source(good * 30 + "no json\n" + good * 30)
+    data = DataSection(train=section, cache=str(tmp_path), workers=2)
+    before = multiprocessing.active_children()
+    with pytest.raises(DataError, match=r"data\.jsonl:31: one JSON object per line is expected"):
+        prepare(data, tokenizer, seed=0)
+    assert set(multiprocessing.active_children()) <= set(before)
+
+
+def test_without_a_number_workers_start_once_there_are_many_rows(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenise, "FEW_ROWS", 20)
+    asked = []
+
+    def by_workers(chunks, work, workers, rendering):
+        asked.append(workers)
+        yield from map(work, chunks)
+
+    monkeypatch.setattr(tokenise, "_by_workers", by_workers)
+    monkeypatch.setattr(tokenise, "usable_cores", lambda: 99)
+    text = Tokenise(encoder=encoder(tokenizer, "text"), origin="x:{}")
+    for count, started in ((24, []), (25, [16])):
+        rows = [RawRow(number, {"text": str(number)}) for number in range(count)]
+        chunks = list(chunks_of(iter(rows), text, None, lambda *_: None))
+        assert [chunk.records for chunk in chunks] == [8, 8, 8, 1][: -(-count // 8)]
+        assert asked == started
+    assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))
+
+
+def test_of_several_workers_the_oldest_rendering_is_reported(tokenizer):
+    """A row that hangs stays what is reported; who ends its worker is told so."""
+    others = set(multiprocessing.active_children())
+    rows = chats(*["go"] * 3, "hang", *["go"] * 40)
+    found, said = [], []
+
+    def read():
+        try:
+            list(chunks_of(iter(rows), work(tokenizer), 2, lambda *names: found.append(names)))
+        except DataAccessError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    hung = ("data.chat_template", "x:4")
+    quiet = time.monotonic()
+    while time.monotonic() - quiet < 1.0 or found[-1:] != [hung]:
+        before = len(found)
+        time.sleep(0.05)
+        if len(found) != before:
+            quiet = time.monotonic()
+    for worker in set(multiprocessing.active_children()) - others:
+        os.kill(worker.pid, signal.SIGKILL)
+    thread.join(60)
+    (message,) = said
+    assert (
+        "was ended from outside; there may be too little memory. Set data.workers below" in message
+    )
+
+
+def test_a_stream_is_tokenised_by_a_process_of_its_own(tokenizer):
+    rows = chats("one", "two")
+    here, there = (Tokeniser([work(tokenizer)], memory) for memory in (None, 2**40))
+    found = [documents_of(each(0, tuple(rows)), "x:{}") for each in (here, there)]
+    tokens = [[one.ids.tolist() for row in documents for one in row] for documents, _ in found]
+    assert tokens[0] == tokens[1] and found[0][1] == found[1][1]
+    with pytest.raises(DataError, match=r"^x:9: column 'messages' holds null"):
+        there(0, (RawRow(9, {"messages": None}),))
+
+
+def test_a_row_of_a_stream_that_takes_too_long_or_too_much(tokenizer, monkeypatch):
+    before = multiprocessing.active_children()
+    slow = Tokeniser([work(tokenizer)], 2**40)
+    slow(0, tuple(chats("go")))
+    (worker,) = set(multiprocessing.active_children()) - set(before)
+    monkeypatch.setattr(tokenise, "SILENCE_S", 1.0)
+    said = r"data\.chat_template took more than 1 s for x:2\. Correct the template or the row"
+    with pytest.raises(DataError, match=said):
+        slow(0, tuple(chats("go", "hang")))
+    worker.join(60)
+    assert worker.exitcode == -signal.SIGKILL, "it would keep this process from ending"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_wrong_rows_that_are_skipped_are_counted_and_named(source, tokenizer, tmp_path, workers):
+    good, bad = '{"text": "a"}', '{"text": 5}'
+    lines = [bad if number % 4 == 0 else good for number in range(1, 31)]
+    section = source("\n".join(lines))
+    data = DataSection(
+        train=section, cache=str(tmp_path / "cache"), workers=workers, on_bad_row="skip"
+    )
+    first, again = (prepare(data, tokenizer, seed=0) for _ in range(2))
+    for found in (first.train, again.train):
+        assert (found.report.rows, found.report.used, found.report.skipped) == (30, 23, 7)
+        assert len(found) == 23
+        assert [text.partition(": ")[0].rpartition(":")[2] for text in found.bad] == [
+            *("4", "8", "12", "16", "20")
+        ]
+    assert "7 skipped as bad; the first that were skipped: " in first.report
+    held = prepare(data.model_copy(update={"eval_fraction": 0.5}), tokenizer, seed=0)
+    assert held.train.report.skipped + held.eval.report.skipped == 7
+    strict = data.model_copy(update={"on_bad_row": "raise"})
+    with pytest.raises(DataError, match=r"data\.jsonl:4: column 'text' holds a number"):
+        prepare(strict, tokenizer, seed=0)
+
+
+def test_rows_are_read_no_further_than_workers_need_them(tokenizer):
+    read = []
+
+    def rows():
+        for row in chats(*["go"] * 400):
+            read.append(row)
+            yield row
+
+    list(islice(chunks_of(rows(), work(tokenizer), 2, lambda *_: None), 2))
+    assert len(read) <= 8 * 9
