@@ -67,9 +67,11 @@ def data(
         console.print(f"streamed: the first {STREAMED_ROWS:,} rows of each source\n", style="dim")
         first = STREAMED_ROWS
     start = secrets.token_hex(8)
-    tokenise(run, start, first=first)
+    steps = tokenise(run, start, first=first)
     prepared = prepare(section, tokenizer, run.train.seed, run=start, first=first)
     trained = prepared.train
+    if steps is not None:
+        console.print(f"the run has {steps:,} steps\n", style="bold")
     assert isinstance(trained, TokenizedRows)
     _show_counts(console, section, trained, "train")
     if prepared.eval is not None:

@@ -28,7 +28,7 @@ from anygauge.util.processes import describe_exit, parent_environment
 
 if TYPE_CHECKING:
     from anygauge.cli.intent import Intent
-    from anygauge.config.schema import ModelSection, RunFile
+    from anygauge.config.schema import DataSection, ModelSection, RunFile
     from anygauge.training.checks import Findings, Question
 
 LIMITS_S = {"model": 120.0, "data": 1800.0}
@@ -134,8 +134,11 @@ def ask(question: Question, environ: Mapping[str, str], *, quiet: bool = False) 
     return FINDINGS.validate_python(event["found"])
 
 
-def tokenise(run: RunFile, start: str, *, first: int | None) -> None:
+def tokenise(run: RunFile, start: str, *, first: int | None) -> int | None:
     """Put a run's rows in the cache; without one, see that they can be tokenised.
+
+    Returns:
+        Steps of the run, where its rows are streamed.
 
     Args:
         start: what tells this command from others; see `anygauge.data.prepare`.
@@ -150,16 +153,16 @@ def tokenise(run: RunFile, start: str, *, first: int | None) -> None:
     sources = (*run.data.train_sources, *run.data.eval_sources)
     offline = {} if any(is_remote(source.path) for source in sources) else ENVIRONMENT
     fields = {"run": run_json(run), "id": start, "first": first}
-    _answered("tokenise", fields, {**os.environ, **offline})
+    return _answered("tokenise", fields, {**os.environ, **offline}).get("steps")
 
 
 def render(
-    section: ModelSection, chat_template: str | None, prompt: str | None
+    section: ModelSection, data: DataSection | None, prompt: str | None
 ) -> tuple[list[int], list[int]]:
     """The tokens of a prompt in its chat template, and those that end an answer.
 
     Args:
-        chat_template: of the run's data section; None: the tokenizer's.
+        data: of the run, with its chat template; None: the tokenizer's.
         prompt: None asks for the second alone, of which there are none without a template.
 
     Raises:
@@ -167,7 +170,8 @@ def render(
     """
     fields = {
         "model": section.model_dump(mode="json"),
-        "chat_template": chat_template,
+        "chat_template": None if data is None else data.chat_template,
+        "chat_template_kwargs": {} if data is None else data.chat_template_kwargs,
         "prompt": prompt,
     }
     event = _answered("render", fields, {**os.environ, **ENVIRONMENT})

@@ -126,7 +126,7 @@ def merge(
     fetch_wanted(origin.section)
 
     from anygauge.cli.preflight import render
-    from anygauge.data.template import read_template
+    from anygauge.data.template import read_template, template_to_save
     from anygauge.models.merge import merge as fold
     from anygauge.models.quiet import quiet_libraries
     from anygauge.models.result_files import ResultFiles
@@ -134,12 +134,13 @@ def merge(
 
     quiet_libraries()
     loaded = load_tokenizer(origin.section)
-    given = None if origin.data is None else origin.data.chat_template
-    _, ends = render(origin.section, given, None)
+    data = origin.data
+    given, kwargs = (data.chat_template, data.chat_template_kwargs) if data else (None, {})
+    _, ends = render(origin.section, data, None)
     files = ResultFiles(
         origin.section,
         loaded,
-        chat_template=read_template(given),
+        chat_template=template_to_save(loaded, read_template(given), kwargs),
         end_ids=ends,
         adapter=origin.adapter,
     )
@@ -295,11 +296,13 @@ def question_ids(
     from anygauge.data.formats import prompt_template, render
 
     data = origin.data
-    if raw or (data is None and not getattr(tokenizer, "chat_template", None)):
+    has_template = bool(getattr(tokenizer, "chat_template", None) or (data and data.chat_template))
+    if raw or (data is None and not has_template):
         return prompt_ids(tokenizer, prompt), []
     if data is not None:
         source = data.train_sources[0]
-        template = prompt_template(first_records(source, 1, "data.train")[0], source)
+        first = first_records(source, 1, "data.train")[0]
+        template = prompt_template(first, source, has_chat_template=has_template)
         if template is not None:
             return prompt_ids(tokenizer, render(template, prompt)), []
-    return preflight.render(origin.section, None if data is None else data.chat_template, prompt)
+    return preflight.render(origin.section, data, prompt)

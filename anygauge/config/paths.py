@@ -17,10 +17,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from anygauge.config.tree import Problem, YamlNode, dotted
-from anygauge.util.text import near_file
+from anygauge.util.text import did_you_mean, near_file
 
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+
+NAMED_TEMPLATES = ("chatml", "llama3", "gemma", "mistral", "qwen3", "phi")
+"""Chat templates that come with anygauge; see `anygauge/data/templates`."""
 
 Place = tuple[str | int, ...]
 
@@ -85,8 +88,8 @@ def data_suffix(text: str) -> str:
 
 
 def holds_template(path: Place, text: str) -> bool:
-    """Whether a field is not a path at all, but a chat template itself."""
-    return path == CHAT_TEMPLATE and ("{{" in text or "{%" in text or "\n" in text)
+    """Whether a field is not a path at all, but a chat template's name, or the template itself."""
+    return path == CHAT_TEMPLATE and (text in NAMED_TEMPLATES or "{{" in text or "{%" in text)
 
 
 def resolve_paths(
@@ -179,7 +182,8 @@ def complaint_about(path: Place, text: str) -> str:
             return f"is a folder, expected a file: {target}"
         if target.exists():
             return f"is a pipe, socket or device, expected a file: {target}"
-        return f"no such file: {target}{_neighbour(target)}"
+        named = did_you_mean(target.name, NAMED_TEMPLATES) if path == CHAT_TEMPLATE else ""
+        return f"no such file: {target}{named or _neighbour(target)}"
     if not target.is_absolute() or target.is_dir():
         return ""
     if path == TOKENIZER:

@@ -39,9 +39,9 @@ class SourceSection(Section):
     subset: str | None = Field(None, description="Hub: the dataset's configuration.")
     split: str = Field("train", description="Hub: the dataset's split.")
     revision: str | None = Field(None, description="Hub: branch, tag or commit.")
-    format: Literal["auto", "prompt_completion", "alpaca", "messages", "sharegpt", "text"] = Field(
-        "auto", description="How a row is laid out; auto: detected from path and columns."
-    )
+    format: Literal[
+        "auto", "prompt_completion", "alpaca", "messages", "sharegpt", "text", "tokens"
+    ] = Field("auto", description="How a row is laid out; auto: detected from path and columns.")
     prompt: str = Field("prompt", description="Column of the prompt (prompt_completion).")
     completion: str = Field("completion", description="Column of the answer (prompt_completion).")
     text: str = Field("text", description="Column of the text (format text).")
@@ -61,6 +61,15 @@ class SourceSection(Section):
     )
 
 
+_ARGUMENTS = {
+    *("messages", "conversation", "conversations", "tools", "documents", "chat_template"),
+    *("add_generation_prompt", "continue_final_message", "tokenize", "sanitize_control_tokens"),
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+}
+"""What a chat is rendered with, by `apply_chat_template` of the transformers library."""
+
+
 class DataSection(Section):
     """Rows to train and evaluate on, and how they become tokens."""
 
@@ -74,7 +83,13 @@ class DataSection(Section):
         0.0, description="Share of the training rows to hold out for evaluation, in place of eval."
     )
     chat_template: str | None = Field(
-        None, description="Jinja file (or the template itself) for chats; null: the tokenizer's."
+        None,
+        description="For chats: chatml, llama3, gemma, mistral, qwen3 or phi; a Jinja file; or the "
+        "template itself. null: the tokenizer's.",
+    )
+    chat_template_kwargs: Annotated[dict[str, Any], NULLS_REMOVED] = Field(
+        default_factory=dict,
+        description="Variables for the chat template, such as enable_thinking: false.",
     )
     max_length: Annotated[int, Field(ge=2, le=LARGEST)] = Field(
         512, description="Most tokens in a row or pack."
@@ -130,6 +145,18 @@ class DataSection(Section):
     def _off(cls, value: Any) -> Any:
         # YAML reads a bare `off` as false.
         return "off" if value is False else value
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _free(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(_ARGUMENTS & value.keys()):
+            raise ValueError(
+                f"{', '.join(map(repr, taken))}: anygauge sets this itself, row by row; give "
+                "variables that the template alone reads, such as 'enable_thinking'"
+            )
+        if odd := [name for name in value if not name.isidentifier()]:
+            raise ValueError(f"{odd[0]!r} is not a name that a template can read")
+        return value
 
     @property
     def packs(self) -> bool:

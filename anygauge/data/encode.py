@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from anygauge.config.schema import DataSection, SourceSection
 from anygauge.data.chat import Chat
-from anygauge.data.formats import CHAT_FORMATS, Row, detect_format, parse_all
+from anygauge.data.formats import CHAT_FORMATS, Row, TokenRow, detect_format, parse_all
 from anygauge.data.records import Record
 from anygauge.data.spans import Aligner, bounded_parts, rendered, rendered_spans
 from anygauge.data.template import ChatTemplate, Rendering, Span, read_template, unwatched
-from anygauge.interface import ModelError
+from anygauge.interface import DataError, ModelError
 
 __all__ = ["Counts", "Encoded", "RowEncoder", "detect_format"]
 
@@ -195,7 +195,7 @@ class RowEncoder:
         self._template: ChatTemplate | None = None
         self._aligner = Aligner(tokenizer)
         if source.format in CHAT_FORMATS:
-            self._template = ChatTemplate(tokenizer, self._given, rendering)
+            self._template = self._chat_template()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process: who watches renderings."""
@@ -224,6 +224,9 @@ class RowEncoder:
         self._encode_texts([each for each in kept if each[1].prompt is None], batch)
         self._encode_answers([each for each in kept if each[1].prompt is not None], batch)
         self._encode_chats(chats, batch)
+        for index, row in enumerate(rows):
+            if isinstance(row, TokenRow):
+                self._add_tokens(index, row, batch)
         return sorted(batch.sequences, key=lambda one: (one.record, one.part))
 
     def key(self) -> str:
@@ -237,6 +240,7 @@ class RowEncoder:
             "source": source,
             "data": [data.max_length, data.too_long, data.loss_on],
             "chat_template": self._given or getattr(self.tokenizer, "chat_template", None),
+            "chat_template_kwargs": data.chat_template_kwargs,
             "tokenizer": _tokenizer_state(self.tokenizer),
             "start": self._start,
         }
@@ -258,11 +262,22 @@ class RowEncoder:
             whole = np.asarray([*self._start, *ids, *self._end], dtype=np.int32)
             batch.add(index, whole, np.pad(loss_mask, around, constant_values=(all_count, True)))
 
+    def _add_tokens(self, index: int, row: TokenRow, batch: _Batch) -> None:
+        count = len(self.tokenizer)
+        beyond = next((place for place, one in enumerate(row.ids) if one >= count), None)
+        if beyond is not None:
+            raise DataError(
+                f"{row.origin}: input_ids[{beyond}] is {row.ids[beyond]}, but this tokenizer has "
+                f"{count} tokens (0 to {count - 1}); use the tokenizer that the rows were made with"
+            )
+        loss_mask = np.asarray(row.loss_mask, dtype=np.bool_) | (self.data.loss_on == "all")
+        batch.add(index, np.asarray(row.ids, dtype=np.int32), loss_mask)
+
     def _encode_chats(self, chats: Sequence[tuple[int, Chat]], batch: _Batch) -> None:
         if not chats:
             return
         if self._template is None:
-            self._template = ChatTemplate(self.tokenizer, self._given, self._rendering)
+            self._template = self._chat_template()
         if self.data.loss_on == "last_turn":
             chats = [(index, replace(chat, answers=chat.answers[-1:])) for index, chat in chats]
         kept = [(index, chat) for index, chat in chats if not chat.is_blank]
@@ -271,6 +286,10 @@ class RowEncoder:
         aligned = self._aligner.align([text for text, _ in texts], [spans for _, spans in texts])
         for (index, _), (ids, loss_mask) in zip(kept, aligned, strict=True):
             batch.add(index, ids, loss_mask)
+
+    def _chat_template(self) -> ChatTemplate:
+        kwargs = self.data.chat_template_kwargs
+        return ChatTemplate(self.tokenizer, self._given, self._rendering, kwargs=kwargs)
 
     def _text(self, chat: Chat, template: ChatTemplate) -> tuple[str, list[Span]]:
         template.row = chat.origin

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from anygauge.config.paths import data_suffix
 from anygauge.config.schema import SourceSection
@@ -13,6 +14,8 @@ from anygauge.data.records import (
     Record,
     byte_length,
     column,
+    from_json,
+    kind,
     listed,
     text_column,
 )
@@ -39,6 +42,9 @@ MOST_TEXT = 2_000_000
 
 CHAT_FORMATS = ("messages", "sharegpt")
 
+NO_LOSS = -100
+"""In `labels`: a token without a loss; what the transformers library and torch leave out."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -59,6 +65,24 @@ class Row:
     def size(self) -> int:
         """Bytes of its text in UTF-8."""
         return sum(byte_length(text) for text in (self.prompt or "", self.text))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """One row that was tokenised elsewhere.
+
+    Attributes:
+        ids: token numbers, not yet compared with a vocabulary.
+        loss_mask: which of them have a loss; as many.
+        origin: where it stands, as in its record.
+    """
+
+    ids: list[int]
+    loss_mask: list[bool]
+    origin: str
+
+
+AnyRow = Row | Chat | TokenRow
 
 
 def detect_format(first: Record, source: SourceSection, field: str) -> str:
@@ -91,7 +115,7 @@ def detect_format(first: Record, source: SourceSection, field: str) -> str:
 
 def parse_all(
     records: Sequence[Record], row_format: str, source: SourceSection, field: str
-) -> list[Row | Chat]:
+) -> list[AnyRow]:
     """Neighbouring records; see `parse`. Of a column that one lacks, the others say more."""
     rows = []
     for record in records:
@@ -109,8 +133,8 @@ def parse_all(
     return rows
 
 
-def parse(record: Record, row_format: str, source: SourceSection, field: str) -> Row | Chat:
-    """One record as a row or a chat.
+def parse(record: Record, row_format: str, source: SourceSection, field: str) -> AnyRow:
+    """One record as a row, a chat or tokens.
 
     Args:
         row_format: see `detect_format`.
@@ -119,7 +143,7 @@ def parse(record: Record, row_format: str, source: SourceSection, field: str) ->
         DataError: the record cannot be used; names file, row and what was expected.
     """
     row = _parsed(record, row_format, source, field)
-    length = row.size
+    length = 0 if isinstance(row, TokenRow) else row.size
     if length > MOST_TEXT:
         raise DataError(
             f"{record.origin}: the row has {length:,} bytes of text, at most {MOST_TEXT:,} are "
@@ -128,7 +152,7 @@ def parse(record: Record, row_format: str, source: SourceSection, field: str) ->
     return row
 
 
-def _parsed(record: Record, row_format: str, source: SourceSection, field: str) -> Row | Chat:
+def _parsed(record: Record, row_format: str, source: SourceSection, field: str) -> AnyRow:
     match row_format:
         case "messages":
             return chat_from_messages(record, source, field)
@@ -140,6 +164,8 @@ def _parsed(record: Record, row_format: str, source: SourceSection, field: str) 
             return Row(None, text_column(record, source.text, f"{field}.text"), record.origin)
         case "prompt_completion":
             return _prompt_completion(record, source, field)
+        case "tokens":
+            return _tokens(record)
     raise ValueError(f"no format {row_format!r}")
 
 
@@ -156,12 +182,17 @@ def render_alpaca(instruction: str, given: str = "") -> str:
     return before + instruction + after.replace("{input}", given)
 
 
-def prompt_template(first: Record, source: SourceSection) -> str | None:
+def prompt_template(
+    first: Record, source: SourceSection, *, has_chat_template: bool = False
+) -> str | None:
     """What stands around a question, ``{prompt}``, when a model trained on this source is asked.
 
-    None for chats: there a question goes through the chat template.
+    None for chats: there a question goes through the chat template. So it does for rows of tokens
+    where there is one: how those were made is not known.
     """
     row_format = detect_format(first, source, "data.train")
+    if row_format == "tokens":
+        return None if has_chat_template else PLACEHOLDER
     is_turns = row_format == "prompt_completion" and isinstance(
         first.values.get(source.prompt), list
     )
@@ -191,6 +222,8 @@ def _by_columns(first: Record, source: SourceSection, field: str) -> str:
         return "alpaca"
     if source.text in columns:
         return "text"
+    if "input_ids" in columns:
+        return "tokens"
     example = next(iter(first.values), "question")
     raise DataError(
         f"{first.origin}: cannot detect the format of these rows; columns here: {listed(first)}. "
@@ -227,3 +260,51 @@ def _alpaca(record: Record) -> Row:
     return Row(
         render_alpaca(instruction, given), text_column(record, "output", None), record.origin
     )
+
+
+def _tokens(record: Record) -> TokenRow:
+    where = record.origin
+    ids = _numbers(record, "input_ids")
+    for place, one in enumerate(ids):
+        if type(one) is not int or one < 0:
+            raise DataError(
+                f"{where}: input_ids[{place}] is {one!r:.40}; whole numbers from 0 are expected"
+            )
+    attended = record.values.get("attention_mask")
+    if isinstance(attended, list) and 0 in attended:
+        raise DataError(
+            f"{where}: attention_mask[{attended.index(0)}] is 0, which is padding; rows have none: "
+            "remove these tokens"
+        )
+    masks = [name for name in ("labels", "loss_mask") if name in record.values]
+    if len(masks) > 1:
+        raise DataError(f"{where}: the row has 'labels' and 'loss_mask'; give one of them")
+    if not masks:
+        return TokenRow(ids, [True] * len(ids), where)
+    [name] = masks
+    marks = _numbers(record, name)
+    if len(marks) != len(ids):
+        raise DataError(
+            f"{where}: 'input_ids' has {len(ids)} values and {name!r} {len(marks)}; both have one "
+            "for each token"
+        )
+    for place, (one, token) in enumerate(zip(marks, ids, strict=True)):
+        if name == "loss_mask" and not (isinstance(one, int) and one in (0, 1)):
+            raise DataError(f"{where}: loss_mask[{place}] is {one!r:.40}; valid: 0, 1, false, true")
+        if name == "labels" and (type(one) is not int or one not in (token, NO_LOSS)):
+            raise DataError(
+                f"{where}: labels[{place}] is {one!r:.40}; valid: {token}, which is "
+                f"input_ids[{place}], or {NO_LOSS} for no loss. Labels are not shifted: each "
+                "stands at the place of its own token"
+            )
+    if name == "labels":
+        return TokenRow(ids, [one != NO_LOSS for one in marks], where)
+    return TokenRow(ids, [bool(one) for one in marks], where)
+
+
+def _numbers(record: Record, name: str) -> list[Any]:
+    where = f"{record.origin}: column {name!r}"
+    value = from_json(column(record, name, None), where, "a list of numbers")
+    if not isinstance(value, list):
+        raise DataError(f"{where} holds {kind(value)}; a list of numbers is expected")
+    return value

@@ -175,7 +175,7 @@ class MissingColumnError(DataError):
     """A column that is not there; names those that are, and the nearest."""
 
     def __init__(self, record: Record, name: str, setting: str | None) -> None:
-        remedy = f"; set {setting} to one of them" if setting else "; alpaca rows need it"
+        remedy = f"; set {setting} to one of them" if setting else "; rows of this format need it"
         super().__init__(
             f"{record.origin}: no column {name!r}; columns here: {listed(record)}{remedy}"
             + did_you_mean(name, record.values)

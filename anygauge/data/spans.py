@@ -291,7 +291,8 @@ def _untold(chat: Chat, finder: _Finder, index: int) -> DataError:
         return DataError(
             f"{where}: the chat template ends a turn of the assistant with {closing!r}, not with "
             "a special token of this tokenizer, so the model would never learn to stop; write "
-            "{{ eos_token }} there in data.chat_template"
+            "{{ eos_token }} there in data.chat_template, or list the token in "
+            "model.new_special_tokens"
         )
     eased = index != last and finder.span(last) is not None
     return DataError(

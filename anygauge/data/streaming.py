@@ -186,6 +186,8 @@ class StreamedRows:
         return key_of("stream", self.size, *(each.identity for each in self.sources))
 
     def _read(self, number: int) -> list[tuple[int, RawRow]]:
+        if self.length is not None and number * self.size >= self.length:
+            return []
         if number != self._next:
             self._rows = self._from(number * self.size)
         self._next = -1  # should reading fail, it cannot be resumed where it was

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from anygauge.config.paths import CHAT_TEMPLATE, holds_template
+from anygauge.config.paths import CHAT_TEMPLATE, NAMED_TEMPLATES, holds_template
 from anygauge.data.chat import Turn
 from anygauge.interface import DataError, ModelError, RunFileError
 from anygauge.util.files import read_text
+from anygauge.util.text import did_you_mean
 
 Span = tuple[int, int]
 Tools = Sequence[dict[str, Any]] | None
@@ -25,6 +26,9 @@ MOST_BYTES = 2**20
 """Of a template's file; long ones have some ten thousand."""
 
 TRIAL = "a trial chat"
+
+NAMED = Path(__file__).with_name("templates")
+"""Folder of the templates that have a name."""
 
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -43,13 +47,15 @@ class TemplateRefusal(Exception):
 
 
 def read_template(given: str | None) -> str | None:
-    """The text of `data.chat_template`, which is a template or the file of one; None if not given.
+    """The text of `data.chat_template`: a name, a template or a file of one; None if not given.
 
     Raises:
         RunFileError: no such file, or the text is not a valid template; names the line.
     """
     if given is None:
         return None
+    if given in NAMED_TEMPLATES:
+        return (NAMED / f"{given}.jinja").read_text(encoding="utf-8")
     if holds_template(CHAT_TEMPLATE, given):
         check_syntax(given, "data.chat_template")
         return given
@@ -59,7 +65,8 @@ def read_template(given: str | None) -> str | None:
     except FileNotFoundError:
         raise RunFileError(
             f"data.chat_template: {given}: no such file (looked at {file.absolute()}); give a "
-            "Jinja file, or the template itself"
+            f"Jinja file, the template itself, or one of {', '.join(NAMED_TEMPLATES)}"
+            + did_you_mean(file.name, NAMED_TEMPLATES)
         ) from None
     except OSError as error:
         raise RunFileError(
@@ -73,6 +80,26 @@ def read_template(given: str | None) -> str | None:
         raise RunFileError(f"data.chat_template: {given} is empty")
     check_syntax(text, f"data.chat_template: {given}")
     return text
+
+
+def template_to_save(tokenizer: Any, given: str | None, kwargs: Mapping[str, Any]) -> str | None:
+    """The template that takes the place of the tokenizer's own in a result; None where that stays.
+
+    Variables of the run are its defaults there, so that others ask the model as it was trained. A
+    tokenizer that has one template for tools and one without keeps both, without such defaults.
+
+    Args:
+        given, kwargs: see `ChatTemplate`.
+    """
+    own = given or getattr(tokenizer, "chat_template", None)
+    if not kwargs or not isinstance(own, str):
+        return given
+    # Jinja reads what Python writes: 'text', 1, True, None, [...] and {...}.
+    defaults = "".join(
+        f"{{%- if {name} is not defined -%}}{{%- set {name} = {value!r} -%}}{{%- endif %}}\n"
+        for name, value in kwargs.items()
+    )
+    return given if own.startswith(defaults) else defaults + own
 
 
 def check_syntax(text: str, where: str) -> None:
@@ -117,17 +144,26 @@ class ChatTemplate:
         tokenizer: a tokenizer of the transformers library.
         given: a template's text that wins over the tokenizer's own; from `read_template`.
         rendering: called before and after each rendering.
+        kwargs: variables that the template reads: `data.chat_template_kwargs`.
 
     Attributes:
         row: what is rendered next, in words.
 
     Raises:
         ModelError: neither has a template, or the tokenizer cannot say where its tokens stand.
-        RunFileError: the template is not valid, or its generation marks cannot be used.
+        RunFileError: the template is not valid, its generation marks cannot be used, or it does
+            not read one of the variables.
     """
 
-    def __init__(self, tokenizer: Any, given: str | None, rendering: Rendering = unwatched) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Any,
+        given: str | None,
+        rendering: Rendering = unwatched,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer, self._kwargs = tokenizer, dict(kwargs or {})
         self.row = TRIAL
         self._rendering = rendering
         self._name = "data.chat_template"
@@ -140,7 +176,8 @@ class ChatTemplate:
             except (AttributeError, ValueError):
                 raise ModelError(
                     "the tokenizer has no chat template, so turns cannot become text; give "
-                    "data.chat_template (a Jinja file), or a model that was tuned for chats"
+                    "data.chat_template (a name such as chatml, or a Jinja file), or a model that "
+                    "was tuned for chats"
                 ) from None
             for text in {plain, with_tools}:
                 check_syntax(text, "the tokenizer's chat template")
@@ -152,6 +189,12 @@ class ChatTemplate:
                 "chats need; give a tokenizer with a tokenizer.json"
             )
         self.texts: tuple[str, str] = (plain, with_tools)
+        words = set(re.findall(r"\w+", plain + with_tools))
+        for name in sorted(self._kwargs.keys() - words):
+            raise RunFileError(
+                f"data.chat_template_kwargs: {self._name} does not read {name!r}"
+                + did_you_mean(name, words)
+            )
         self._dated = tuple(
             _FIXED_DATE + text if "strftime_now" in text else text for text in self.texts
         )
@@ -181,6 +224,7 @@ class ChatTemplate:
                     chat_template=self._dated[tools is not None],
                     add_generation_prompt=asks,
                     tokenize=False,
+                    **self._kwargs,
                 )
             )
         _refuse_long(text)
@@ -200,7 +244,7 @@ class ChatTemplate:
                 tools=list(tools) if tools else None,
                 chat_template=self._dated[tools is not None],
                 return_assistant_tokens_mask=True,
-                **self.tokenizer.special_tokens_map,
+                **{**self.tokenizer.special_tokens_map, **self._kwargs},
             )
         _refuse_long(texts[0])
         return texts[0], [(start, end) for start, end in spans[0] if start < end]
@@ -287,15 +331,19 @@ class ChatTemplate:
 
 
 def end_of_turn_ids(
-    tokenizer: Any, given: str | None, rendering: Rendering = unwatched
+    tokenizer: Any,
+    given: str | None,
+    rendering: Rendering = unwatched,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """The token that ends a turn of the assistant; empty where no template can be used.
 
     Args:
-        given, rendering: see `ChatTemplate`.
+        given, rendering, kwargs: see `ChatTemplate`.
     """
     try:
-        return ChatTemplate(tokenizer, given, rendering).stop_ids()
+        return ChatTemplate(tokenizer, given, rendering, kwargs=kwargs).stop_ids()
     except (ModelError, RunFileError):  # rows without turns need none
         return []
 

@@ -294,7 +294,8 @@ def _rows(
     given = run.data.chat_template
     if question.has_files or given is None or holds_template(CHAT_TEMPLATE, given):
         # Ranks render this too, for the result.
-        end_of_turn_ids(tokenizer, read_template(given), rendering)
+        kwargs = run.data.chat_template_kwargs
+        end_of_turn_ids(tokenizer, read_template(given), rendering, kwargs=kwargs)
     if not question.has_files:
         found.notes.append("the ranks will read the rows, on the job's machines")
         return

@@ -131,8 +131,11 @@ def check(asked: Mapping[str, Any], reports: PreflightEvents) -> dict[str, Any]:
 
 
 def tokenise(asked: Mapping[str, Any], reports: PreflightEvents) -> dict[str, Any]:
-    """Put a run's rows in the cache; `asked`: ``run``, and ``id`` and ``first`` of `prepare`."""
-    from anygauge.data import prepare
+    """Put a run's rows in the cache; `asked`: ``run``, and ``id`` and ``first`` of `prepare`.
+
+    Of streamed rows, the answer has the ``steps`` of the run.
+    """
+    from anygauge.data import Layout, prepare, training_batches
 
     run = parse_run(asked["run"])
     reports.enter("model")
@@ -149,14 +152,20 @@ def tokenise(asked: Mapping[str, Any], reports: PreflightEvents) -> dict[str, An
         first=asked["first"],
         rendering=reports.rendering,
     )
-    return {}
+    if not run.data.streaming:
+        return {}
+    streamed = prepare(run.data, tokenizer, run.train.seed, log=reports.log).train
+    layout = Layout(micro_batch=1, max_length=run.data.max_length, pad_id=0)
+    batches = training_batches(streamed, run.data, run.train, layout, list)
+    return {"steps": batches.steps}
 
 
 def render(asked: Mapping[str, Any], reports: PreflightEvents) -> dict[str, Any]:
     """The tokens of a prompt in its chat template, and those that end an answer.
 
-    `asked`: ``model`` (the section), ``chat_template`` (of the data section) and ``prompt``; where
-    that is None, a tokenizer without a template has no tokens that end an answer.
+    `asked`: ``model`` (the section), ``chat_template`` and ``chat_template_kwargs`` (of the data
+    section) and ``prompt``; where that is None, a tokenizer without a template has no tokens that
+    end an answer.
     """
     from anygauge.data.template import ChatTemplate, end_of_turn_ids, read_template
 
@@ -164,10 +173,11 @@ def render(asked: Mapping[str, Any], reports: PreflightEvents) -> dict[str, Any]
     reports.hide()
     quiet_libraries()
     tokenizer = load_tokenizer(ModelSection(**asked["model"]))
-    given = read_template(asked["chat_template"])
+    given, kwargs = read_template(asked["chat_template"]), asked["chat_template_kwargs"]
     if asked["prompt"] is None:
-        return {"ids": [], "stop_ids": end_of_turn_ids(tokenizer, given, reports.rendering)}
-    template = ChatTemplate(tokenizer, given, reports.rendering)
+        ends = end_of_turn_ids(tokenizer, given, reports.rendering, kwargs=kwargs)
+        return {"ids": [], "stop_ids": ends}
+    template = ChatTemplate(tokenizer, given, reports.rendering, kwargs=kwargs)
     template.row = "the prompt"
     return {"ids": template.question_ids(asked["prompt"]), "stop_ids": template.stop_ids()}
 

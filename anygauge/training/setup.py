@@ -20,7 +20,7 @@ from anygauge.data import (
     prepare,
     training_batches,
 )
-from anygauge.data.template import end_of_turn_ids, read_template
+from anygauge.data.template import end_of_turn_ids, read_template, template_to_save
 from anygauge.data.tokenise import share_of_memory
 from anygauge.interface import (
     Backend,
@@ -189,8 +189,9 @@ def prepare_run(
     rank.log(f"data: {data.report}{mixed}")
     if short := advice(data.train, run.data):
         rank.warn(short)
-    template = read_template(run.data.chat_template)
-    ends = end_of_turn_ids(tokenizer, template)
+    template, kwargs = read_template(run.data.chat_template), run.data.chat_template_kwargs
+    ends = end_of_turn_ids(tokenizer, template, kwargs=kwargs)
+    template = template_to_save(tokenizer, template, kwargs)
     files = ResultFiles(run.model, tokenizer, chat_template=template, end_ids=ends)
     workload = workload_of(run, registry, backend, precision, rank.index, rank.world_size)
     layout = Layout.of(run, share, tokenizer.pad_token_id, backend.graph.shapes)
