@@ -268,8 +268,9 @@ def test_a_base_without_the_token_that_ends_a_turn(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama3", "mistral"])
-def test_a_base_without_a_token_that_begins_a_text(tokenizer, name, monkeypatch):
-    monkeypatch.setattr(tokenizer, "bos_token", None)
+def test_a_base_without_a_token_that_begins_a_text(tmp_path, name):
+    tokenizer = make_chat_tokenizer(tmp_path)
+    tokenizer.bos_token = None
     assert shown(tokenizer, name, *CHAT) == RENDERED[name].removeprefix("<s>")
 
 
