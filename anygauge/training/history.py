@@ -83,7 +83,7 @@ class History:
         """
         if not self.seconds:
             return {}
-        if not self.timed_seconds:
+        if not self.timed_tokens:  # perhaps of steps that had nothing to learn
             return {"tokens_per_s": self.tokens / self.seconds, "timed_steps": self.step}
         rate = self.timed_tokens / self.timed_seconds
         warmup = self.seconds - self.timed_seconds
