@@ -110,8 +110,8 @@ class Loop:
             return self.batches.num_loss_tokens(index)
         except DataError:
             pending.settle(index)
-            if index > self.start and self.engine.checkpoint_support():
-                self.checkpoints.maybe_save(index, last=False, stop=True, losses={})
+            if index > self.start:
+                self.checkpoints.save_before_error(index)
             raise
 
     def _laid_out(self, index: int) -> list[HostBatch]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -269,10 +268,10 @@ def test_a_base_without_the_token_that_ends_a_turn(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama3", "mistral"])
-def test_a_base_without_a_token_that_begins_a_text(tokenizer, name):
-    base = deepcopy(tokenizer)
-    base.bos_token = None
-    assert shown(base, name, *CHAT) == RENDERED[name].removeprefix("<s>")
+def test_a_base_without_a_token_that_begins_a_text(tmp_path, name):
+    tokenizer = make_chat_tokenizer(tmp_path)
+    tokenizer.bos_token = None
+    assert shown(tokenizer, name, *CHAT) == RENDERED[name].removeprefix("<s>")
 
 
 def test_a_misspelt_name(tmp_path):

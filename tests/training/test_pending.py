@@ -145,6 +145,23 @@ def test_an_error_of_the_thread_is_the_runs_and_names_the_row(
     assert any(ended()), "the thread ends with the loop"
 
 
+def test_a_step_without_loss_tokens_changes_nothing_and_counts(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"prompt": "a", "completion": each}) for each in ("b c", "")]
+    rows.write_text("".join(f"{line}\n" * 4 for line in lines))
+    data = {"train": {"path": str(rows)}, "streaming": True, "shuffle": False}
+    fields: dict[str, Any] = {"data": data, "train": {"steps": 5, "eval_every": None}}
+    whole = run(tmp_path, "whole", **fields, checkpoint={"every": 2, "keep_last": 9})
+    steps = [record for record in whole.records if "num_loss_tokens" in record]
+    assert [record["num_loss_tokens"] > 0 for record in steps] == [True, False] * 2 + [True]
+    assert ["loss" in record for record in steps] == [True, False] * 2 + [True]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5]
+    for folder in sorted((whole.folder / "checkpoints").iterdir())[:2]:
+        resume = {"resume": str(folder)}
+        rest = run(tmp_path, f"rest-{folder.name}", **fields, checkpoint=resume)
+        assert rest.steps("loss") == whole.steps("loss")[-len(rest.steps("loss")) :]
+
+
 def test_the_thread_ends_when_the_loop_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,6 +120,11 @@ class CheckpointManager:
                 self.save(step, loss)
             self.asked, self._since = False, time.monotonic()
 
+    def save_before_error(self, step: int) -> None:
+        """Keep what was trained where the step after `step` cannot be. All ranks call it alike."""
+        if step not in self.losses and self.engine.checkpoint_support():
+            self.maybe_save(step, last=False, stop=True, losses={})
+
     def save(self, step: int, loss: float | None) -> None:
         """Write the checkpoint of this step, and remove those that need not be kept any more."""
         loss = finite(loss)
