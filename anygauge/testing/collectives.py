@@ -360,8 +360,8 @@ def handles(on: RankContext) -> None:
         for there, memory, _, name in call.made:
             if name.endswith("result"):
                 # It is this rank's now: later work must neither see nor undo the change.
-                there.add_(1)
-                memory.add_(1)
+                there.neg_()
+                memory.neg_()
     on.backend.placement.synchronize()
     on.collectives.barrier()
     for call, _ in begun:
