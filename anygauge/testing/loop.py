@@ -14,13 +14,14 @@ from typing import Any
 import yaml
 
 from anygauge.config.strategies import section_of
-from anygauge.interface import HOST_DEVICE, Backend
+from anygauge.interface import HOST_DEVICE
 from anygauge.kernels.choose import ADAMW, choose_kernels
 from anygauge.registry import Registry
 from anygauge.testing.check import progress
 from anygauge.testing.process import Subject
-from anygauge.testing.watch import answer_of, last_lines
+from anygauge.testing.watch import answer, answer_of, last_lines
 
+MODULE = "anygauge.testing.loop"
 TIMEOUT_S = 900.0
 STEPS = 6
 MIDDLE = 3
@@ -41,30 +42,20 @@ TEXT = (
     "a device is a plugin and the loop asks it for properties; rows of several lengths make batches"
     " of several shapes, and every rank has its part of them"
 )
-WORDS = TEXT.split()
-LOSS, NORM, EVALUATION = "loss", "gradient's norm", "evaluation"
-Key = tuple[str, int]
-"""One of these, and its step of training from 1; of an evaluation, the steps done before it."""
-FIELDS = {LOSS: "loss", NORM: "grad_norm", EVALUATION: "eval_loss"}
-"""Of the records of ``metrics.jsonl``."""
+LOSS, NORM, EVALUATION = "loss", "grad_norm", "eval_loss"
+"""What runs are compared by: fields of the records of ``metrics.jsonl``."""
 ON_HOST = ("eager", "sdpa")
 """Attention of the model library that the host has too: both sides run the same one."""
-KERNELS = """
-import json, sys
-from anygauge.testing.loop import kernels_for_both
-from anygauge.testing.watch import answer
-answer(kernels_for_both(*json.load(sys.stdin)))
-"""
 
 
 class RunFailed(AssertionError):
     """A run ended with another status than 0; its message is what it printed.
 
     Attributes:
-        folder: of the run; None where it is not known.
+        folder: of the run.
     """
 
-    def __init__(self, message: str, folder: Path | None = None) -> None:
+    def __init__(self, message: str, folder: Path) -> None:
         super().__init__(message)
         self.folder = folder
 
@@ -83,16 +74,17 @@ class Trained:
     @property
     def losses(self) -> list[float]:
         """Of every step, nats per loss token."""
-        return [record["loss"] for record in self.metrics if "loss" in record]
+        return [record[LOSS] for record in self.metrics if LOSS in record]
 
     @property
-    def numbers(self) -> Mapping[Key, float]:
-        """Every loss, norm and evaluation, in the order of training."""
+    def numbers(self) -> Mapping[tuple[str, int], float]:
+        """Every loss, norm and evaluation, by its name and step from 1, in the order of training;
+        of an evaluation, the steps done before it."""
         found = {
-            (what, record["step"]): record[field]
+            (what, record["step"]): record[what]
             for record in self.metrics
-            for what, field in FIELDS.items()
-            if field in record
+            for what in (LOSS, NORM, EVALUATION)
+            if what in record
         }
         # An evaluation comes after the update of its step, and before the next step.
         return dict(sorted(found.items(), key=lambda each: (each[0][1], each[0][0] == EVALUATION)))
@@ -103,12 +95,14 @@ class Trained:
         return sorted((self.folder / "checkpoints").iterdir())
 
 
-def prepare(folder: Path) -> None:
-    """Write rows and a tokenizer of bytes into a folder."""
+def _prepare(folder: Path) -> None:
+    """Write rows and a tokenizer of bytes into a folder, unless they are there."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    symbols = ("<pad>", "<end>", *sorted(pre_tokenizers.ByteLevel.alphabet()))
+    if (folder / "tokenizer").exists():
+        return
+    words, symbols = TEXT.split(), ("<pad>", "<end>", *sorted(pre_tokenizers.ByteLevel.alphabet()))
     vocabulary = {symbol: number for number, symbol in enumerate(symbols)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -119,38 +113,31 @@ def prepare(folder: Path) -> None:
     for name, numbers in (("rows", range(64)), ("held_out", range(64, 73))):
         with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as rows:
             for number in numbers:
-                words = [WORDS[(number * 7 + at * 3) % len(WORDS)] for at in range(2 + number % 9)]
-                prompt, completion = " ".join(words[:2]) + " ", " ".join(words[2:]) or "so"
+                row = [words[(number * 7 + at * 3) % len(words)] for at in range(2 + number % 9)]
+                prompt, completion = " ".join(row[:2]) + " ", " ".join(row[2:]) or "so"
                 rows.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
 
 
-def kernels_for_both(name: str, options: Mapping[str, Any], adapter: bool) -> dict[str, str]:
-    """Operation -> what the host must compute with to round as a backend does, by its formulas."""
-    registry = Registry.load()
-    found: dict[str, str] = {}
-    for each, choice in choose_kernels(
-        registry, registry.create_backend(name, options), {}
-    ).items():
-        spec = choice.provided and choice.provided.spec
-        if each == ADAMW:
-            found |= {each: spec.counterpart} if spec and spec.counterpart else {}
-        elif each in ("linear_cross_entropy", *(["lora_linear"] if adapter else [])):
-            found |= {} if spec and spec.device_types else {each: choice.name}
-    return found
-
-
 def host_kernels(subject: Subject, *, adapter: bool) -> dict[str, str]:
-    """The same, of a process with the subject's variables: they may say where plugins are."""
+    """Operation -> what the host must compute with to round as a backend does, by its formulas; of
+    a process with the subject's variables, which may say where plugins are."""
     request = (subject.name, dict(subject.options), adapter)
     environment = {**os.environ, **subject.environment}
-    return dict(answer_of(("-c", KERNELS), request, environment, "the backend's kernels"))
+    return dict(answer_of(("-m", MODULE), request, environment, "the backend's kernels"))
 
 
-def _strategy(name: str, backend: Backend, *, host: bool) -> dict[str, Any]:
-    """The section of a strategy; where it can choose how layers recompute, as the device needs."""
-    reentrant = backend.graph.reentrant_only and not host
-    chosen = reentrant and "reentrant" in section_of(name).model_fields
-    return {"name": name, **({"reentrant": True} if chosen else {})}
+def _kernels_for_both(name: str, options: Mapping[str, Any], adapter: bool) -> dict[str, str]:
+    registry = Registry.load()
+    backend = registry.create_backend(name, options)
+    shared = ("linear_cross_entropy", *(["lora_linear"] if adapter else []))
+    found = {}
+    for operation, choice in choose_kernels(registry, backend, {}).items():
+        spec = choice.provided.spec if choice.provided else None
+        if operation == ADAMW and spec and spec.counterpart:
+            found[operation] = spec.counterpart
+        elif operation in shared and not (spec and spec.device_types):
+            found[operation] = choice.name
+    return found
 
 
 def train(
@@ -162,12 +149,12 @@ def train(
     ranks: int,
     dtype: str,
     host: bool = False,
-    arguments: Sequence[str] = (),
     changes: Mapping[str, Any] | None = None,
 ) -> Trained:
-    """Train the tiny model; `prepare` has been called.
+    """Train the tiny model.
 
     Args:
+        folder: for what runs need, and for their own folders.
         host: on the host's own backend instead, for comparison; attention and kernels that serve
             every device stay the subject's.
         changes: sections of the run file that replace the usual ones; of ``data`` and ``train``,
@@ -176,8 +163,10 @@ def train(
     Raises:
         RunFailed: with what the run printed.
     """
-    backend = subject.create()
-    given = dict(changes or {})
+    _prepare(folder)
+    backend, given = subject.create(), dict(changes or {})
+    # Where a strategy can choose how layers recompute, as the device needs.
+    reentrant = backend.graph.reentrant_only and "reentrant" in section_of(strategy).model_fields
     run = {
         "name": name,
         "output": str(folder),
@@ -206,7 +195,7 @@ def train(
             **given.pop("train", {}),
         },
         "precision": {"param_dtype": dtype},
-        "strategy": _strategy(strategy, backend, host=host),
+        "strategy": {"name": strategy, **({"reentrant": True} if reentrant and not host else {})},
         "launch": {"devices": ranks},
         **given,
     }
@@ -216,7 +205,7 @@ def train(
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(run), encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-m", "anygauge.cli", "train", str(path), *arguments],
+        [sys.executable, "-m", "anygauge.cli", "train", str(path)],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -229,3 +218,7 @@ def train(
         raise RunFailed(why, folder / name)
     text = (folder / name / "metrics.jsonl").read_text(encoding="utf-8")
     return Trained(folder=folder / name, metrics=[json.loads(line) for line in text.splitlines()])
+
+
+if __name__ == "__main__":
+    answer(_kernels_for_both(*json.load(sys.stdin)))

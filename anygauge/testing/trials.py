@@ -29,46 +29,41 @@ NOISE = {"float32": 2e-6, "bfloat16": 5e-3}
 """Largest relative difference of a loss from the host's, by compute type, where no author states
 another: ten times what sound devices differ by, and more than twice what one does whose roundings
 all go the other way. Of a gradient's norm ten times as much."""
-CHECKPOINTS = {"checkpoint": {"every": MIDDLE, "keep_last": 5}}
+WORDS = {
+    LOSS: "the loss of",
+    NORM: "the gradient's norm of",
+    EVALUATION: "the loss of the evaluation after",
+}
+CHECKPOINTS = {"every": MIDDLE, "keep_last": 5}
 KINDS: Mapping[str, Mapping[str, Any]] = {
-    "adapter": CHECKPOINTS,
+    "adapter": {"checkpoint": CHECKPOINTS},
     "packed": {
         # A prime, so that neither pairs nor blocks of any kind divide a row.
         "data": {"packing": True, "max_length": 83},
         "train": {"micro_batch_size": 2},
     },
     "whole": {"adapter": None},
-    "dropout": {"adapter": {"r": 4, "dropout": 0.2}, **CHECKPOINTS},
+    "dropout": {"adapter": {"r": 4, "dropout": 0.2}, "checkpoint": CHECKPOINTS},
     "spread": {},
 }
 """What is trained: sections of the run file. ``spread`` is ``adapter`` with any strategy, which may
 have no checkpoints."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
-    """A run beside another, whose last steps it has.
-
-    Attributes:
-        most: the largest relative difference, by `LOSS`, `NORM` and `EVALUATION`.
-        step: of training from 1, of the first number that is further away than is allowed or is
-            not a number; 0 if there is none, or if it was evaluated before the first step.
-        wrong: that number in words; empty if there is none.
-    """
-
-    most: Mapping[str, float]
-    step: int = 0
-    wrong: str = ""
-
-
 def compared(
     found: Trained, wanted: Trained, allowed: Mapping[str, float], where: str = "on the host"
-) -> Comparison:
+) -> tuple[Mapping[str, float], int, str]:
     """Every loss, norm and evaluation of a run beside another's, in the order of training.
 
     Args:
+        wanted: the other, whose last steps it has.
         allowed: relative, by `LOSS`, `NORM` and `EVALUATION`.
         where: the other was made, in words.
+
+    Returns:
+        The largest relative difference, by the same; the step from 1 of the first number that is
+        further away than is allowed or is not a number, 0 if there is none, or if it was evaluated
+        before the first step; and that number in words, empty if there is none.
     """
     mine, others = ([step for what, step in run.numbers if what == LOSS] for run in (found, wanted))
     assert mine and mine == others[len(others) - len(mine) :], (
@@ -81,16 +76,12 @@ def compared(
         away = abs(number - due) / abs(due)
         most[what] = max(most.get(what, 0.0), away)
         if not away <= allowed[what] and not wrong:
-            after = "the loss of the evaluation after"
-            place = f"{after if what == EVALUATION else f'the {what} of'} step {at}"
-            step, wrong = (
-                at,
-                (
-                    f"{place} is {number:.9g}, {where} {due:.9g}: {away:.1e} away, "
-                    f"{allowed[what]:.1e} is allowed"
-                ),
+            step = at
+            wrong = (
+                f"{WORDS[what]} step {at} is {number:.9g}, {where} {due:.9g}: {away:.1e} away, "
+                f"{allowed[what]:.1e} is allowed"
             )
-    return Comparison(most=most, step=step, wrong=wrong)
+    return most, step, wrong
 
 
 @dataclass(slots=True)
@@ -106,16 +97,16 @@ class LoopTrials:
 
     subject: Subject
     folder: Path
-    stated: Mapping[str, float]
+    stated: Mapping[str, float] = field(default_factory=dict)
     made: dict[str, Trained] = field(default_factory=dict)
     figures: dict[str, str] = field(default_factory=dict)
 
     def run(
         self,
         kind: str,
-        dtype: str,
+        dtype: str = "float32",
         *,
-        strategy: str | None = None,
+        spec: StrategySpec | None = None,
         ranks: int = 1,
         host: bool = False,
         resume: Path | None = None,
@@ -124,42 +115,41 @@ class LoopTrials:
 
         Args:
             kind: one of `KINDS`.
-            strategy: None for the reference.
+            spec: the strategy; None for whole models on one rank.
             resume: a checkpoint.
 
         Raises:
             RunFailed: with what the run printed.
         """
-        strategy = strategy or reference().name
+        strategy = spec or next(p.spec for p in Registry.load().strategies if p.spec.reference)
         place = "host" if host else "device"
-        name = f"{place}-{kind}-{strategy}{ranks}-{dtype}{'-resumed' if resume else ''}"
+        name = f"{place}-{kind}-{strategy.name}{ranks}-{dtype}{'-resumed' if resume else ''}"
         if name not in self.made:
+            changes = dict(KINDS[kind])
+            if resume is not None:
+                changes["checkpoint"] = {**CHECKPOINTS, "resume": str(resume)}
             self.made[name] = train(
                 self.subject,
                 self.folder,
                 name,
-                strategy=strategy,
+                strategy=strategy.name,
                 ranks=ranks,
                 dtype=dtype,
                 host=host,
-                arguments=() if resume is None else ("--resume", str(resume)),
-                changes=KINDS[kind],
+                changes=changes,
             )
         return self.made[name]
 
-    def allowed(
-        self, dtype: str, *, spread: bool = False, tolerance: float = 0.0
-    ) -> dict[str, float]:
+    def allowed(self, dtype: str, tolerance: float | None = None) -> dict[str, float]:
         """Largest relative differences from the host's run; of norms ten times the most of all.
 
         Args:
-            spread: over ranks, whose sums are in another order: what is stated does not lower what
-                is usual.
-            tolerance: of the strategy.
+            tolerance: of a strategy, or 0, where sums are in another order: what is stated does
+                not lower what is usual; None where they are not.
         """
         stated = self.stated.get(dtype)
-        most = max(NOISE[dtype], stated or 0.0, tolerance)
-        loss = most if spread or stated is None else stated
+        most = max(NOISE[dtype], stated or 0.0, tolerance or 0.0)
+        loss = most if stated is None or tolerance is not None else stated
         return {LOSS: loss, EVALUATION: loss, NORM: 10 * most}
 
     def trial(
@@ -175,27 +165,28 @@ class LoopTrials:
         empty if it is.
 
         Args:
-            spec: the strategy; None for the reference.
             resumed: from the middle of one process's run on the device.
+
+        Raises:
+            RunFailed: of a run that it is compared with, or resumed from.
         """
         resume = self.run("adapter", dtype).checkpoints[0] if resumed else None
         host = self.run("adapter" if kind == "spread" else kind, dtype, host=True)
-        strategy, tolerance = (spec.name, spec.tolerance) if spec else (None, 0.0)
-        allowed = self.allowed(dtype, spread=spec is not None, tolerance=tolerance)
+        allowed = self.allowed(dtype, spec.tolerance if spec else None)
         try:
-            found = self.run(kind, dtype, strategy=strategy, ranks=ranks, resume=resume)
+            found = self.run(kind, dtype, spec=spec, ranks=ranks, resume=resume)
         except RunFailed as error:
-            if error.folder is None or not (error.folder / "run.json").exists():
-                raise
             folder, step, wrong = error.folder, STEPS, str(error)
+            if not (folder / "run.json").exists():
+                return wrong  # it came to no step
         else:
-            result = compared(found, host, allowed)
-            folder, step, wrong = found.folder, max(1, result.step), result.wrong
+            most, step, wrong = compared(found, host, allowed)
+            folder, step = found.folder, max(1, step)
             what = f"{spec.name} on {ranks}" if spec else f"{kind}, {dtype}"
             for title, names in (("losses", (LOSS, EVALUATION)), ("gradients' norms", (NORM,))):
-                most = max(result.most[name] for name in names)
                 self.figures[f"{title}, {'resumed with ' if resume else ''}{what}"] = (
-                    f"{most:.1e} from the host's at most; {allowed[names[0]]:.1e} allowed"
+                    f"{max(most[name] for name in names):.1e} from the host's at most; "
+                    f"{allowed[names[0]]:.1e} allowed"
                 )
         if not wrong:
             return ""
@@ -207,10 +198,7 @@ class LoopTrials:
         that say nothing of a device."""
         wrong = []
         for spec in specs:
-            try:
-                why = self.trial("spread", spec=spec, ranks=ranks_of(spec, ranks))
-            except RunFailed as error:
-                why = str(error)
+            why = self.trial("spread", spec=spec, ranks=ranks_of(spec, ranks))
             if is_beside(spec):
                 figure = f"beside the verdict: strategy {spec.name} on {ranks}"
                 self.figures[figure] = why or "as one process"
@@ -221,9 +209,9 @@ class LoopTrials:
     def resumed(self) -> str:
         """Why a run that drops out does not go on from its middle as it was, to the last digit
         unless sums vary; empty if it does."""
-        whole = self.run("dropout", "float32")
-        rest = self.run("dropout", "float32", resume=whole.checkpoints[0])
-        if self.run("adapter", "float32").losses == whole.losses:
+        whole = self.run("dropout")
+        rest = self.run("dropout", resume=whole.checkpoints[0])
+        if self.run("adapter").losses == whole.losses:
             return "with adapter.dropout 0.2 the losses are those without it: nothing is dropped"
         if len(rest.losses) == len(whole.losses):
             return f"it trained {len(rest.losses)} steps from the middle of as many"
@@ -231,7 +219,7 @@ class LoopTrials:
         # It may say that its sums vary; then a resumed run differs no more than they do.
         if not self.subject.create().sums_vary:
             usual = {LOSS: 0.0, NORM: math.inf, EVALUATION: math.inf}
-        wrong = compared(rest, whole, usual, "in the undisturbed run").wrong
+        *_, wrong = compared(rest, whole, usual, "in the undisturbed run")
         return wrong and (
             f"after a resume from step {MIDDLE} {wrong}: a state, a generator or the place in the "
             "data is not restored"
@@ -245,25 +233,17 @@ def ranks_of(spec: StrategySpec, ranks: int) -> int:
     return max((size for size in spec.world_sizes if size <= ranks), default=spec.world_sizes[0])
 
 
-def reference() -> StrategySpec:
-    """What other strategies are compared with: whole models on one rank."""
-    return next(p.spec for p in Registry.load().strategies if p.spec.reference)
-
-
-def refusal(subject: Subject, spec: StrategySpec) -> str:
-    """Why a strategy cannot run on the backend, or here; empty where it can."""
-    backend = subject.create()
-    lacking = [str(s) for s in (backend.support(n.capability) for n in spec.needs) if not s]
-    whys = (*lacking, backend.unsupported_engines.get(spec.engine), missing_of(spec))
-    return next(filter(None, whys), "")
-
-
 def strategies(subject: Subject) -> tuple[list[StrategySpec], dict[str, str]]:
     """(Installed strategies whose needs the device meets, `sharding` first; why not the rest)."""
+    backend, refused = subject.create(), {}
     specs = [plugin.spec for plugin in Registry.load().strategies]
     specs = [spec for spec in specs if not spec.reference and spec.name != AUTO]
     specs.sort(key=lambda spec: spec.name != sharding().name)
-    refused = {spec.name: why for spec in specs if (why := refusal(subject, spec))}
+    for spec in specs:
+        lacking = [str(s) for s in (backend.support(n.capability) for n in spec.needs) if not s]
+        whys = (*lacking, backend.unsupported_engines.get(spec.engine), missing_of(spec))
+        if why := next(filter(None, whys), ""):
+            refused[spec.name] = why
     return [spec for spec in specs if spec.name not in refused], refused
 
 
