@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 
@@ -90,9 +91,7 @@ class BackendContract:
     @classmethod
     def devices(cls, subject: Subject) -> int:
         """Devices of this machine; skips where there is none."""
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in subject.environment.items():
-                patch.setenv(name, value)
+        with mock.patch.dict(os.environ, subject.environment):
             probe = Registry.load().probe(subject.name)
         if not probe.available:
             pytest.skip(f"no device to try: {probe.reason}")
@@ -137,7 +136,10 @@ class BackendContract:
     def test_trains_as_the_host_does(self, what: str, runs: LoopTrials, answers: Ask) -> None:
         """One process: the losses of every step and evaluation are the host's, within the noise."""
         kind, dtype = what.split("-")
-        _ask_type(dtype, answers)
+        # As the opened device declares it: some know only then.
+        result, why = answers("device").of(CHECKS[f"{dtype}_arithmetic"])
+        if result == DECLARED:
+            pytest.skip(f"{DECLARED}: {why}")
         _hold(runs.trial(kind, dtype))
         losses = runs.run(kind, dtype).losses
         assert kind != "adapter" or losses[-1] < losses[0], "the loss did not fall"
@@ -200,13 +202,6 @@ class BackendContract:
 def _hold(why: str) -> None:
     if why:
         pytest.fail(why, pytrace=False)
-
-
-def _ask_type(dtype: str, answers: Ask) -> None:
-    # As the opened device declares it: some know only then.
-    result, why = answers("device").of(CHECKS[f"{dtype}_arithmetic"])
-    if result == DECLARED:
-        pytest.skip(f"{DECLARED}: {why}")
 
 
 def _judge(check: ConformanceCheck, *given: PartVerdicts) -> None:
