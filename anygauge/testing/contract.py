@@ -30,16 +30,15 @@ from anygauge.testing.check import (
     ConformanceCheck,
     worst,
 )
-from anygauge.testing.loop import EVALUATION
+from anygauge.testing.loop import EVALUATION, LoopTrials, ranks_of, strategies
 from anygauge.testing.process import PARTS, PartVerdicts, Subject, ask, import_checks
-from anygauge.testing.trials import LoopTrials, ranks_of, strategies
 
 for _part in PARTS:
     import_checks(_part)
 Ask = Callable[..., PartVerdicts]
 """Of a part, and a number of ranks if there are several."""
 ALONE = ("adapter-float32", "adapter-bfloat16", "packed-float32", "whole-bfloat16")
-"""What one process trains, by `anygauge.testing.trials.KINDS`, and its type."""
+"""What one process trains, by `anygauge.testing.loop.KINDS`, and its type."""
 
 
 def _of(part: str) -> Any:
@@ -58,7 +57,7 @@ class BackendContract:
             or 4; at most the devices of the machine. What they leave out counts as not tried.
         loss_noise: largest relative difference of a loss from the host's that the device's
             arithmetic explains, by compute type, where that is known better than
-            `anygauge.testing.trials.NOISE` is. The report says what was allowed, and what it was.
+            `anygauge.testing.loop.NOISE` is. The report says what was allowed, and what it was.
     """
 
     backend: ClassVar[str]

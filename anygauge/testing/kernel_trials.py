@@ -159,18 +159,18 @@ def attention(on: Opened, kernel: Any, name: str) -> None:
         seen = visible(torch.ones_like(documents))
         cases.append((" without a mask, which it says is causal,", None, seen))
     assert cases, f"attention {name} says that it trains neither with a mask nor causal"
-    for what, mask, seen in cases:
 
-        def tried(*given: Tensor, mask: Any = mask) -> Any:
-            return kernel.forward(module, *given, mask, scaling=0.25, dropout=0.0)[0]
+    def tried(*given: Any) -> Any:
+        return kernel.forward(module, *given[:4], scaling=0.25, dropout=0.0)[0]
 
-        def formula(query: Tensor, key: Tensor, value: Tensor, seen: Tensor = seen) -> Tensor:
-            keys, values = (each.repeat_interleave(2, dim=1) for each in (key, value))
-            scores = query @ keys.transpose(2, 3) * 0.25
-            scores = scores.masked_fill(~seen[:, None], -torch.inf)
-            return (torch.softmax(scores, -1) @ values).transpose(1, 2)
+    def formula(query: Tensor, key: Tensor, value: Tensor, _: Any, seen: Tensor) -> Tensor:
+        keys, values = (each.repeat_interleave(2, dim=1) for each in (key, value))
+        scores = query @ keys.transpose(2, 3) * 0.25
+        scores = scores.masked_fill(~seen[:, None], -torch.inf)
+        return (torch.softmax(scores, -1) @ values).transpose(1, 2)
 
-        _try(on, f"attention {name}{what}", tried, formula, inputs)
+    for what, *masks in cases:
+        _try(on, f"attention {name}{what}", tried, formula, inputs, masks)
 
 
 def lora_linear(on: Opened, kernel: Any, name: str) -> None:

@@ -101,7 +101,7 @@ class _Reporter:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
         outcome = yield
-        contract = getattr(item, "cls", None)
+        contract: Any = getattr(item, "cls", None)
         # A test ends with its call, or earlier where it was skipped or could not start.
         ended = call.when == "call" or (call.when == "setup" and not outcome.passed)
         if hasattr(contract, "rank_counts") and ended:
@@ -206,11 +206,6 @@ class Line:
     result: str
     why: str = ""
 
-    @property
-    def mark(self) -> str:
-        """The cell of a table."""
-        return RESULTS[self.result][0]
-
 
 @dataclass(slots=True)
 class ConformanceReport:
@@ -281,7 +276,7 @@ class ConformanceReport:
         text += table(("what", "version or value"), values.items())
         for part in dict.fromkeys(line.part for line in self.lines):
             rows = [
-                (line.title, f"{line.mark}: {line.why}" if line.why else line.mark)
+                (line.title, RESULTS[line.result][0] + (f": {line.why}" if line.why else ""))
                 for line in self.lines
                 if line.part == part
             ]
@@ -306,7 +301,7 @@ class ConformanceReport:
             f"{self.backend} ({self.distribution}) {self.verdict}: {self.counts()}",
             *filter(None, [self.gaps()]),
             *(
-                f"  {line.mark:>13}  {line.title}: {line.why}"
+                f"  {RESULTS[line.result][0]:>13}  {line.title}: {line.why}"
                 for line in self.lines
                 if line.result != "passed"
             ),
