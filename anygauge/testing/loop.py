@@ -49,12 +49,6 @@ FIELDS = {LOSS: "loss", NORM: "grad_norm", EVALUATION: "eval_loss"}
 """Of the records of ``metrics.jsonl``."""
 ON_HOST = ("eager", "sdpa")
 """Attention of the model library that the host has too: both sides run the same one."""
-KERNELS = """
-import json, sys
-from anygauge.testing.loop import kernels_for_both
-from anygauge.testing.watch import answer
-answer(kernels_for_both(*json.load(sys.stdin)))
-"""
 
 
 class RunFailed(AssertionError):
@@ -143,7 +137,7 @@ def host_kernels(subject: Subject, *, adapter: bool) -> dict[str, str]:
     """The same, of a process with the subject's variables: they may say where plugins are."""
     request = (subject.name, dict(subject.options), adapter)
     environment = {**os.environ, **subject.environment}
-    return dict(answer_of(("-c", KERNELS), request, environment, "the backend's kernels"))
+    return dict(answer_of(kernels_for_both, request, environment, "the backend's kernels"))
 
 
 def _strategy(name: str, backend: Backend, *, host: bool) -> dict[str, Any]:

@@ -1,33 +1,28 @@
 """Where checks run: processes of their own, with the environment that the backend sets.
 
-The backend's code must not run, set variables or crash in the author's pytest. So
-``python -m anygauge.testing.process PART`` reads a request from standard input as JSON: for
-``environments`` it answers with the environment of every rank, as an agent makes it; for one of
-`PARTS` it writes the verdicts of that part's checks to the file that the request names. Ranks meet
-in a file.
+The backend's code must not run, set variables or crash in the author's pytest. So one process makes
+the environment of every rank, as an agent does, and one a rank asks the checks of a part, whose
+verdicts it writes to its file of answers. Ranks meet in a file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
-import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from anygauge.agent.environment import NodeEnvironment
-from anygauge.interface import AnygaugeError, Backend, LaunchSettings, Support
+from anygauge.interface import AnygaugeError, Backend, LaunchSettings
 from anygauge.registry import BLOCK_VARIABLE, Registry
 from anygauge.testing.check import (
     CHECKS,
     COLLECTIVE_TIMEOUT_S,
     FAILED,
-    PASSED,
     ConformanceCheck,
     Opened,
     Verdict,
@@ -44,16 +39,13 @@ from anygauge.testing.watch import (
     OPENING,
     STEPS_S,
     Answers,
-    answer,
     answer_of,
-    lines,
+    answers_in,
     run_to_end,
     start,
 )
 
-MODULE = "anygauge.testing.process"
-ENVIRONMENTS = "environments"
-ON_DEVICE = "device memory copies chance blocks graphs real_sizes leaks"
+ON_DEVICE = "device memory copies chance real_sizes leaks"
 PARTS: Mapping[str, tuple[str, Sequence[str]]] = {
     "basic": ("on paper", ("paper", "rules", "leaks")),  # which import no torch
     "device": ("on a device", ON_DEVICE.split()),
@@ -63,7 +55,7 @@ PARTS: Mapping[str, tuple[str, Sequence[str]]] = {
 """What one kind of process is asked: where, in words, and the modules whose checks it asks, those
 that say most of a device first."""
 LIMIT_S = 600.0
-"""Seconds that the processes of a part may take in all."""
+"""Seconds that the processes of all ranks may take."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,9 +82,9 @@ def environments(
 ) -> tuple[Sequence[Mapping[str, str]], str]:
     """The whole environment of every rank, and why the backend's share is missing; empty if not."""
     base = {**os.environ, "OMP_NUM_THREADS": "1", **subject.environment}
-    request = {"part": part, "subject": asdict(subject), "ranks": ranks}
+    request = (part, subject.name, dict(subject.options), ranks)
     try:
-        found, trouble = answer_of(("-m", MODULE, ENVIRONMENTS), request, base, "the environment")
+        found, trouble = answer_of(made_environments, request, base, "the environment")
     except AssertionError as error:
         found, trouble = [base] * ranks, str(error)
     sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
@@ -103,24 +95,22 @@ def environments(
 
 
 def run_ranks(
-    module: Sequence[str],
+    function: Callable[[Any], Any],
     request: Mapping[str, Any],
     subject: Subject,
     base: Path,
     *,
     ranks: int,
     part: str = "ranks",
-    limit_s: float = LIMIT_S,
     what: str = "",
 ) -> tuple[Sequence[Path], str]:
-    """Run a module of the kit on each rank, with the backend's environment, until all have ended.
+    """Call a function on each rank, with the backend's environment, until all have ended.
 
     Args:
-        module: after ``-m``, with its arguments.
-        request: on its standard input, with ``rendezvous`` and, by rank, ``answers``, a file.
+        request: it gets this, with ``rendezvous`` and, by rank, ``answers``, a file.
         base: the files' path without the rank.
         part: one of `PARTS`, in whose environment it runs.
-        limit_s, what: as `run_to_end` takes them.
+        what: as `run_to_end` takes it.
 
     Returns:
         The files, which a process may not have written; and how one ended that did not end in
@@ -130,10 +120,10 @@ def run_ranks(
     files = [base.with_name(f"{base.name}.rank{rank}.json") for rank in range(ranks)]
     request = {**request, "rendezvous": f"file://{base}.rendezvous"}
     processes = [
-        start(module, {**request, "answers": str(file)}, environment, file.with_suffix(".log"))
+        start(function, [{**request, "answers": str(file)}], environment, file)
         for file, environment in zip(files, found, strict=True)
     ]
-    ended = run_to_end(processes, files, limit_s, what=what)
+    ended = run_to_end(processes, files, LIMIT_S, what=what)
     return files, "; ".join(filter(None, [trouble, ended]))
 
 
@@ -153,11 +143,7 @@ class PartVerdicts:
     def of(self, check: ConformanceCheck) -> Verdict:
         """The verdict on a check; one that says what happened where there is none."""
         if check.of_the_end:
-            try:
-                check.function(self.trouble)
-            except AssertionError as error:
-                return FAILED, str(error)
-            return PASSED, ""
+            return judged(check.function, self.trouble, None)
         why = f": {self.trouble}" if self.trouble else ""
         return self.verdicts.get(check.name, (FAILED, f"the check was not reached{why}"))
 
@@ -170,15 +156,14 @@ def ask(part: str, subject: Subject, folder: Path, *, ranks: int = 1) -> PartVer
         folder: for answers, logs and the meeting point.
     """
     request = {
+        "part": part,
         "backend": subject.name,
         "options": dict(subject.options),
         "limits": {each.name: each.limit_s for each in CHECKS.values()},
     }
     what = f"{subject.name} {PARTS[part][0].format(ranks=ranks)}"
     base = folder / f"{part}{ranks}"
-    return merged(
-        *run_ranks([MODULE, part], request, subject, base, part=part, ranks=ranks, what=what)
-    )
+    return merged(*run_ranks(main, request, subject, base, part=part, ranks=ranks, what=what))
 
 
 def merged(files: Sequence[Path], trouble: str = "") -> PartVerdicts:
@@ -187,64 +172,75 @@ def merged(files: Sequence[Path], trouble: str = "") -> PartVerdicts:
     A rank without one that others gave has failed, and so has a check that some rank has begun and
     not ended, because of `trouble`.
     """
-    by_rank: list[dict[str, Verdict]] = []
-    broken = set()
-    for rank, file in enumerate(files):
-        records = lines(file)
-        who = f"rank {rank}: " if len(files) > 1 else ""
-        by_rank.append(
-            {
-                each["name"]: (each["result"], who * (each["result"] == FAILED) + each["why"])
-                for each in records
-                if BEGUN not in each
-            }
-        )
-        broken |= {each[BEGUN] for each in records[-1:] if BEGUN in each} - STEPS_S.keys()
-    verdicts = {
-        name: worst(
-            each.get(name, (FAILED, f"rank {rank}: gave no answer"))
-            for rank, each in enumerate(by_rank)
-        )
-        for name in dict.fromkeys(name for each in by_rank for name in each)
-    }
-    return PartVerdicts(
-        verdicts=verdicts | dict.fromkeys(broken, (FAILED, trouble)), trouble=trouble
-    )
+    by_rank = [answers_in(file) for file in files]
+    verdicts: dict[str, Verdict] = {}
+    for name in dict.fromkeys(name for each in by_rank for name in each if name not in STEPS_S):
+        given = [each.get(name, (FAILED, "gave no answer")) for each in by_rank]
+        if len(files) > 1:
+            given = [
+                (result, f"rank {rank}: {why}" if result == FAILED else why)
+                for rank, (result, why) in enumerate(given)
+            ]
+        broken = any(result == BEGUN for result, _ in given)
+        verdicts[name] = (FAILED, trouble) if broken else worst(given)
+    return PartVerdicts(verdicts=verdicts, trouble=trouble)
 
 
 # -- in the process -------------------------------------------------------------------------------
 
 
-def main(part: str) -> None:
-    """Ask every check of a part; verdicts are written one by one, so that a crash keeps them."""
-    request = json.load(sys.stdin)
-    if part == ENVIRONMENTS:
-        answer(_made_environments(request))
-        return
-    path = Path(request["answers"])
-    answers = Answers(path, request["limits"])
-    state = ProcessState(path, opens=part != "basic")
-    if part == "basic":
-        _on_paper(request, answers, state)
-    else:
-        _on_device(part, request, answers, state)
-    answers.begin(ENDING)
+def made_environments(
+    part: str, name: str, options: Mapping[str, Any], ranks: int
+) -> tuple[Sequence[Mapping[str, str]], str]:
+    """Every rank's environment, and why the backend's share is missing; opens no device."""
+    base = dict(os.environ)
+    try:
+        if part == "basic":
+            # It asks what announcing the backend imports; other plugins may import what they like.
+            registry = Registry.load(base)
+            own = (registry.find_backend(name).distribution, "anygauge")
+            every = (*registry.plugins, *registry.failures)
+            others = [each.entry_point for each in every if each.distribution not in own]
+            base[BLOCK_VARIABLE] = ",".join(filter(None, [base.get(BLOCK_VARIABLE), *others]))
+        launch = LaunchSettings(devices=ranks)
+        job = replace(JOB, backend=name, backend_options=options, launch=launch)
+        node = NodeEnvironment(job, 0, base)
+        return [node.of_rank(rank) for rank in range(ranks)], ""
+    except AnygaugeError as error:
+        return [base] * ranks, f"there is no environment for it: {error}"
 
 
 def import_checks(part: str) -> None:
     """Register the checks of a part."""
-    for name in PARTS[part][1] if part in PARTS else ():
+    for name in PARTS[part][1]:
         importlib.import_module(f"anygauge.testing.{name}")
 
 
-Judge = Callable[[ConformanceCheck], Verdict]
+def main(request: Any) -> None:
+    """Ask every check of a part; verdicts are written one by one, so that a crash keeps them."""
+    part, path = request["part"], Path(request["answers"])
+    import_checks(part)
+    answers = Answers(path, request["limits"])
+    state = ProcessState(path, opens=part != "basic")
+    (_on_paper if part == "basic" else _on_device)(request, answers, state)
+    answers.begin(ENDING)
 
 
-def _ask_all(part: str, answers: Answers, judge: Judge, *, of_the_close: bool = False) -> None:
+def _ask_all(
+    part: str,
+    answers: Answers,
+    judge: Callable[[ConformanceCheck], Verdict],
+    *,
+    of_the_close: bool = False,
+) -> None:
     for check in CHECKS.values():
         if (check.part, check.of_the_end, check.of_the_close) == (part, False, of_the_close):
             answers.begin(check.name)
             answers.write(check.name, *judge(check))
+
+
+def _ask_what_is_left(part: str, answers: Answers, state: ProcessState) -> None:
+    _ask_all(part, answers, lambda each: judged(each.function, state, None), of_the_close=True)
 
 
 def _on_paper(request: Any, answers: Answers, state: ProcessState) -> None:
@@ -269,37 +265,30 @@ def _on_paper(request: Any, answers: Answers, state: ProcessState) -> None:
         with contextlib.suppress(Exception):  # the other checks are about what it raises
             take()
         state.note(step)
-    _ask_all("basic", answers, lambda each: judged(each.function, state, None), of_the_close=True)
+    _ask_what_is_left("basic", answers, state)
 
 
-def _on_device(part: str, request: Any, answers: Answers, state: ProcessState) -> None:
+def _on_device(request: Any, answers: Answers, state: ProcessState) -> None:
     """Open the backend, ask, close it, and ask what that leaves behind, also if it raises."""
     answers.begin(OPENING)
-    registry = Registry.load(os.environ)
-
-    def fresh() -> Backend:
-        return registry.create_backend(request["backend"], request["options"])
-
+    part, registry = request["part"], Registry.load(os.environ)
+    fresh = partial(registry.create_backend, request["backend"], request["options"])
     if part == "operators":
         from anygauge.testing.operators import infos
 
         infos()  # their import takes longer than a check
     backend = fresh()
-
     collectives = backend.support("collectives")
-    absent = collectives if part == "ranks" and not collectives else None
+    absent: Verdict | None = None
     subject: Any = None
-    try:
-        subject = _opened(part, request, backend, fresh)
-    except Exception:
-        if absent is None:
-            raise
-        traceback.print_exc()
+    if part == "ranks" and not collectives:  # then they must not even open
+        absent = judged(lambda _: _opened(request, backend, fresh), None, collectives)
+    else:
+        subject = _opened(request, backend, fresh)
 
     def judge(check: ConformanceCheck) -> Verdict:
-        if absent is not None:  # then they must not even open
-            return judged(_holds, subject is not None, absent)
-        return judged(check.function, subject, _declared(check, backend))
+        declared = None if check.capability is None else backend.support(check.capability)
+        return absent or judged(check.function, subject, declared)
 
     state.note("importing and opening it")
     _ask_all(part, answers, judge)
@@ -309,22 +298,14 @@ def _on_device(part: str, request: Any, answers: Answers, state: ProcessState) -
         backend.close()
     finally:
         state.note("closing")
-        _ask_all(part, answers, lambda each: judged(each.function, state, None), of_the_close=True)
+        _ask_what_is_left(part, answers, state)
 
 
-def _declared(check: ConformanceCheck, backend: Backend) -> Support | None:
-    return None if check.capability is None else backend.support(check.capability)
-
-
-def _holds(value: bool) -> None:
-    assert value
-
-
-def _opened(part: str, request: Any, backend: Backend, fresh: Callable[[], Backend]) -> Any:
+def _opened(request: Any, backend: Backend, fresh: Callable[[], Backend]) -> Any:
     """What the part's checks get, with the backend opened for it."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = backend.open(rank)
-    if part != "ranks":
+    if request["part"] != "ranks":
         visible = backend.placement.device_count()
         return Opened(backend=backend, device=device, visible=visible, fresh=fresh)
     from anygauge.testing.rank_context import RankContext  # which imports torch
@@ -337,31 +318,3 @@ def _opened(part: str, request: Any, backend: Backend, fresh: Callable[[], Backe
         device=device,
     )
     return RankContext(backend=backend, device=device, rank=rank, world_size=world_size)
-
-
-def _made_environments(request: Any) -> tuple[Sequence[Mapping[str, str]], str]:
-    """Every rank's environment, and why the backend's share is missing; opens no device."""
-    subject, ranks = Subject(**request["subject"]), request["ranks"]
-    base = dict(os.environ)
-    try:
-        if request["part"] == "basic":
-            # It asks what announcing the backend imports; other plugins may import what they like.
-            registry = Registry.load(base)
-            own = (registry.find_backend(subject.name).distribution, "anygauge")
-            every = (*registry.plugins, *registry.failures)
-            others = [each.entry_point for each in every if each.distribution not in own]
-            base[BLOCK_VARIABLE] = ",".join(filter(None, [base.get(BLOCK_VARIABLE), *others]))
-        launch = LaunchSettings(devices=ranks)
-        job = replace(JOB, backend=subject.name, backend_options=subject.options, launch=launch)
-        node = NodeEnvironment(job, 0, base)
-        return [node.of_rank(rank) for rank in range(ranks)], ""
-    except AnygaugeError as error:
-        return [base] * ranks, f"there is no environment for it: {error}"
-
-
-if __name__ == "__main__":
-    # Under its own name: the checks that are imported now are those that it asks.
-    from anygauge.testing import process
-
-    process.import_checks(sys.argv[1])
-    process.main(sys.argv[1])

@@ -122,26 +122,26 @@ def _drawn(size: int, rank: int, salt: int, span: int) -> Tensor:
 
 
 def check_on_ranks(
-    title: str, *, means: str, name: str = "", limit_s: float = 60.0
+    title: str, **fields: Any
 ) -> Callable[[Callable[[RankContext], None]], Callable[[RankContext], None]]:
     """Decorator: a check of the part ``ranks``, which fails with the first complaint."""
 
     def register(function: Callable[[RankContext], None]) -> Callable[[RankContext], None]:
-        @functools.wraps(function)
-        def asked(on: RankContext) -> None:
-            on.complaints.clear()
-            try:
-                function(on)
-            except Exception as error:
-                # What went wrong first is the cause of what was raised later.
-                if not on.complaints:
-                    raise
-                raise AssertionError(on.complaints[0]) from error
-            assert not on.complaints, on.complaints[0]
-
-        asked.__name__ = name or function.__name__
-        return check(title, part="ranks", capability="collectives", means=means, limit_s=limit_s)(
-            asked
+        named = {"name": getattr(function, "__name__", ""), **fields}
+        return check(title, part="ranks", capability="collectives", **named)(
+            functools.partial(_first_complaint, function)
         )
 
     return register
+
+
+def _first_complaint(function: Callable[[RankContext], None], on: RankContext) -> None:
+    on.complaints.clear()
+    try:
+        function(on)
+    except Exception as error:
+        # What went wrong first is the cause of what was raised later.
+        if not on.complaints:
+            raise
+        raise AssertionError(on.complaints[0]) from error
+    assert not on.complaints, on.complaints[0]

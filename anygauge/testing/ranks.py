@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from anygauge.interface import HOST_DEVICE
 from anygauge.testing.bounds import types
-from anygauge.testing.check import COLLECTIVE_TIMEOUT_S, check, sharding
+from anygauge.testing.check import COLLECTIVE_TIMEOUT_S, sharding
 from anygauge.testing.collectives import groups
 from anygauge.testing.rank_context import RankContext, check_on_ranks
 
@@ -142,10 +142,8 @@ def host_messages(on: RankContext) -> None:
     on.hold(dist.get_process_group_ranks(control) == list(on.ranks), "control_group lacks ranks")
 
 
-@check(
+@check_on_ranks(
     "each rank has a device of its own",
-    part="ranks",
-    capability="collectives",
     means="Ranks share a device and its memory, and others are idle; the backend opens device 0, "
     "or its variable of visible devices is not read.",
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ from anygauge.testing.loop import Trained, prepare
 from anygauge.testing.process import Subject, run_ranks
 from anygauge.testing.trials import LoopTrials, ranks_of
 
-MODULE = "anygauge.testing.strategy_contract"
-TIMEOUT_S = 600.0
 WEIGHTS = "weights"
 A_FEW_NUMBERS = 64
 """Bytes of norms and flags in a step, which no footprint speaks of."""
@@ -86,15 +83,8 @@ if CHOSEN_STRATEGY in os.environ:  # set by ``pytest --anygauge-strategy``, whic
         def test_bytes(self, spec: StrategySpec, runs: LoopTrials, ranks: int) -> None:
             """A step sends what its footprint says, by collective, and a rank holds its weights."""
             run = runs.run("spread", "float32", strategy=spec.name, ranks=ranks)
-            files, trouble = run_ranks(
-                [MODULE],
-                {"run": str(run.folder)},
-                runs.subject,
-                runs.folder / "bytes",
-                part="ranks",
-                ranks=ranks,
-                limit_s=TIMEOUT_S,
-            )
+            request, base = {"run": str(run.folder)}, runs.folder / "bytes"
+            files, trouble = run_ranks(sent_and_said, request, runs.subject, base, ranks=ranks)
             assert not trouble, trouble
             for rank, file in enumerate(files):
                 sent, said = json.loads(file.read_text(encoding="utf-8"))
@@ -105,7 +95,7 @@ if CHOSEN_STRATEGY in os.environ:  # set by ``pytest --anygauge-strategy``, whic
                     )
 
 
-def sent_and_said(run_folder: Path, rendezvous: str) -> Any:
+def sent_and_said(request: Any) -> Any:
     """Collective -> bytes that this rank gives to it in a step, and those of its `WEIGHTS`: as
     counted while the run's engine makes its third step, and by its footprint."""
     from anygauge.config.resolved import read_run
@@ -116,7 +106,8 @@ def sent_and_said(run_folder: Path, rendezvous: str) -> Any:
     from anygauge.training.strategy import create_strategy, workload_of
 
     rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-    again = prepared(run_folder, None, rendezvous)
+    run_folder = Path(request["run"])
+    again = prepared(run_folder, request["rendezvous"])
     for step in range(3):  # the first ones set up what is no step's own, such as DDP's buckets
         with CollectiveBytes() as sent:
             one_step(again, step)
@@ -156,9 +147,3 @@ def _tensors(checkpoint: Path) -> dict[str, str]:
         header.pop("__metadata__", None)
         found |= {name: f"{each['dtype']} {each['shape']}" for name, each in header.items()}
     return found
-
-
-if __name__ == "__main__":
-    _request = json.load(sys.stdin)
-    _found = sent_and_said(Path(_request["run"]), _request["rendezvous"])
-    Path(_request["answers"]).write_text(json.dumps(_found), encoding="utf-8")

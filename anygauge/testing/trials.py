@@ -199,7 +199,7 @@ class LoopTrials:
                 )
         if not wrong:
             return ""
-        cause = cause_of(self.subject, self.folder, folder, step, ranks=ranks, checkpoint=resume)
+        cause = cause_of(self.subject, self.folder, folder, step, ranks=ranks)
         return f"{wrong}; {cause}"
 
     def spread(self, specs: Sequence[StrategySpec], ranks: int) -> str:

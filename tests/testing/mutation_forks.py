@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import io
 import json
 import os
 import shutil
@@ -22,6 +21,7 @@ from typing import Any, NoReturn
 
 from anygauge.testing.check import CHECKS
 from anygauge.testing.process import PartVerdicts, import_checks, merged
+from anygauge.testing.process import main as ask_all_of
 from anygauge.testing.watch import ENDING, run_to_end
 from tests.testing.wrong import mutant_named
 
@@ -156,20 +156,18 @@ def answer_forked(
         os.environ.update({name: str(value) for name, value in identity.items()})
         os.environ["ANYGAUGE_MUTATION"] = mutation
         request: dict[str, Any] = {
+            "part": part,
             "backend": "mutant",
             "options": {},
             "rendezvous": f"file://{base}.rendezvous",
             "answers": f"{base}.{rank}.json",
             "limits": limits(part, mutation),
         }
-        sys.stdin = io.StringIO(json.dumps(request))
         # How a process ends on paper depends on all that it was asked.
         if check is not None and not (part == "basic" and CHECKS[check].of_the_end):
             for other in CHECKS.keys() - {check}:
                 del CHECKS[other]
-        from anygauge.testing.process import main as answer
-
-        answer(part)
+        ask_all_of(request)
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         status = 0

@@ -17,7 +17,7 @@ import pytest
 from anygauge.testing import watch
 from anygauge.testing.contract import CHECKS
 from anygauge.testing.process import Subject, ask, merged
-from anygauge.testing.watch import CLOSING, Answers, begun, lines, run_to_end
+from anygauge.testing.watch import BEGUN, CLOSING, Answers, answers_in, run_to_end
 from tests.testing.mutation_forks import mutant_site
 
 
@@ -73,8 +73,8 @@ def test_the_rank_that_hangs_is_named(
 
 def test_the_rank_that_has_come_least_far_keeps_the_others_waiting(tmp_path: Path) -> None:
     files = [tmp_path / "0.json", tmp_path / "1.json"]
-    one, two = (json.dumps({"begun": name, "limit_s": 7.0}) + "\n" for name in ("one", "two"))
-    files[0].write_text(one + '{"name": "one", "result": "passed", "why": ""}\n' + two)
+    one, two = (json.dumps([name, BEGUN, "7 s"]) + "\n" for name in ("one", "two"))
+    files[0].write_text(one + '["one", "passed", ""]\n' + two)
     files[1].write_text(one)
     for file in files:
         frame = 'Thread 0x7f (most recent call first):\n  File "/a/b.py", line 3 in never\n'
@@ -106,12 +106,13 @@ def test_a_line_that_is_not_whole_is_not_read(tmp_path: Path) -> None:
     answers = Answers(path, {"one": 90.0})
     try:
         answers.begin("one")
-        assert begun(path) == {"begun": "one", "limit_s": 90.0}
+        assert answers_in(path) == {"one": (BEGUN, "90 s")}
         answers.write("one", "passed", "")
-        assert begun(path) == {}
+        assert answers_in(path) == {"one": ("passed", "")}
         answers.begin(CLOSING)
-        assert begun(path)["begun"] == CLOSING
-        path.write_text(path.read_text() + '{"name": "tw')
-        assert len(lines(path)) == 3
+        wanted = {"one": ("passed", ""), CLOSING: (BEGUN, "60 s")}
+        assert answers_in(path) == wanted
+        path.write_text(path.read_text() + '["tw')
+        assert answers_in(path) == wanted
     finally:
         faulthandler.cancel_dump_traceback_later()
