@@ -117,11 +117,9 @@ def one_step(run: PreparedRun, index: int) -> None:
 
 # -- what a step sends -----------------------------------------------------------------------------
 
-SPELLED = {
-    **{"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"},
-    "reducescatter": "reduce_scatter",
-}
-"""Beginning of torch's operators, of c10d and functional, without ``_``; others have their name."""
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+"""torch's operators, of c10d and functional, begin with these, with ``_`` elsewhere or not at all;
+others have their own name."""
 QUIET = {"recv_", "wait_tensor", "barrier", "monitored_barrier_", "_wrap_tensor_autograd"}
 NAMESPACES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "_dtensor::")
 
@@ -157,7 +155,7 @@ class CollectiveBytes(TorchDispatchMode):
         sizes = [sum(each.numel() * each.element_size() for each in side) for side in sides]
         if operator not in QUIET and sizes:
             plain = operator.replace("_", "")
-            usual = (name for start, name in SPELLED.items() if plain.startswith(start))
+            usual = (each for each in COLLECTIVES if plain.startswith(each.replace("_", "")))
             name = next(usual, operator.strip("_"))
             size = max(sizes) if name in ("all_gather", "reduce_scatter") else sizes[0]
             self.calls[name] += 1

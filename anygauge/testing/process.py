@@ -229,31 +229,24 @@ def main(request: Any) -> None:
 def _ask_all(
     part: str,
     answers: Answers,
-    judge: Callable[[ConformanceCheck], Verdict],
-    *,
-    of_the_close: bool = False,
+    state: ProcessState,
+    judge: Callable[[ConformanceCheck], Verdict] | None = None,
 ) -> None:
+    """Ask the checks of a part; without `judge` those of what closing leaves behind."""
     for check in CHECKS.values():
-        if (check.part, check.of_the_end, check.of_the_close) == (part, False, of_the_close):
+        if (check.part, check.of_the_end, check.of_the_close) == (part, False, judge is None):
             answers.begin(check.name)
-            answers.write(check.name, *judge(check))
-
-
-def _ask_what_is_left(part: str, answers: Answers, state: ProcessState) -> None:
-    _ask_all(part, answers, lambda each: judged(each.function, state, None), of_the_close=True)
+            verdict = judge(check) if judge else judged(check.function, state, None)
+            if judge:  # on a device a check may change what it likes
+                state.note(f"asking whether {check.title}", judged=part == "basic")
+            answers.write(check.name, *verdict)
 
 
 def _on_paper(request: Any, answers: Answers, state: ProcessState) -> None:
     registry = Registry.load(os.environ)
     state.note("importing it")
     paper = Paper(name=request["backend"], options=request["options"], registry=registry)
-
-    def judge(check: ConformanceCheck) -> Verdict:
-        found = judged(check.function, paper, None)
-        state.note(f"asking whether {check.title}")
-        return found
-
-    _ask_all("basic", answers, judge)
+    _ask_all("basic", answers, state, lambda each: judged(each.function, paper, None))
     steps: dict[str, Callable[[], object]] = {
         "probing it": paper.spec.probe,
         "making one": paper.backend,
@@ -265,7 +258,7 @@ def _on_paper(request: Any, answers: Answers, state: ProcessState) -> None:
         with contextlib.suppress(Exception):  # the other checks are about what it raises
             take()
         state.note(step)
-    _ask_what_is_left("basic", answers, state)
+    _ask_all("basic", answers, state)
 
 
 def _on_device(request: Any, answers: Answers, state: ProcessState) -> None:
@@ -279,26 +272,27 @@ def _on_device(request: Any, answers: Answers, state: ProcessState) -> None:
         infos()  # their import takes longer than a check
     backend = fresh()
     collectives = backend.support("collectives")
-    absent: Verdict | None = None
-    subject: Any = None
+    absent, subject = None, None
     if part == "ranks" and not collectives:  # then they must not even open
         absent = judged(lambda _: _opened(request, backend, fresh), None, collectives)
     else:
         subject = _opened(request, backend, fresh)
 
     def judge(check: ConformanceCheck) -> Verdict:
+        if absent is not None:
+            return absent
         declared = None if check.capability is None else backend.support(check.capability)
-        return absent or judged(check.function, subject, declared)
+        function = (lambda on: on.ask(check)) if part == "ranks" else check.function
+        return judged(function, subject, declared)
 
     state.note("importing and opening it")
-    _ask_all(part, answers, judge)
-    state.note("the checks", judged=False)
+    _ask_all(part, answers, state, judge)
     answers.begin(CLOSING)
     try:
         backend.close()
     finally:
         state.note("closing")
-        _ask_what_is_left(part, answers, state)
+        _ask_all(part, answers, state)
 
 
 def _opened(request: Any, backend: Backend, fresh: Callable[[], Backend]) -> Any:
