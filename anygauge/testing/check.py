@@ -85,15 +85,10 @@ class NotAsked(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
-    """What the checks on a device get: an opened backend, and how to make another like it.
-
-    Attributes:
-        visible: devices that this process may see.
-    """
+    """What the checks on a device get: an opened backend, and how to make another like it."""
 
     backend: Backend
     device: torch.device
-    visible: int
     fresh: Callable[[], Backend]
 
     @property

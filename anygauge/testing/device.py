@@ -25,7 +25,7 @@ from anygauge.interface import (
 from anygauge.registry import Registry
 from anygauge.testing.check import TOLERANCE, NotAsked, Opened, check
 from anygauge.testing.kernel_trials import KERNEL_TRIALS
-from anygauge.testing.watch import answer_of
+from anygauge.testing.process import answer_of
 
 LARGEST_LIMIT = 10_000
 """Operations per graph up to which the limit is tried."""
@@ -49,13 +49,14 @@ def opens(on: Opened) -> None:
     made = torch.ones(3, device=on.device)
     assert made.device.type == on.device.type
     assert made.to(HOST_DEVICE).tolist() == [1, 1, 1]
+    beyond = on.placement.device_count() + 1000
     try:
-        on.fresh().placement.open(on.visible + 1000)
+        on.fresh().placement.open(beyond)
     except NotAvailableError as error:
-        named = any(str(each) in str(error) for each in (on.visible, on.visible + 1000))
-        assert named, f"the refusal of local rank {on.visible + 1000} names no number: {error}"
+        named = any(str(each) in str(error) for each in (beyond - 1000, beyond))
+        assert named, f"the refusal of local rank {beyond} names no number: {error}"
     else:  # where it bears no number, any number of ranks share it
-        assert on.device.index is None, f"local rank {on.visible + 1000} was opened"
+        assert on.device.index is None, f"local rank {beyond} was opened"
 
 
 @check(
@@ -68,15 +69,15 @@ def opens(on: Opened) -> None:
 def devices_are_counted(on: Opened) -> None:
     if on.device.index is None:
         raise NotAsked("its device bears no number, and any number of ranks share it")
-    variable = on.backend.launch.visibility_variable
+    variable, visible = on.backend.launch.visibility_variable, on.placement.device_count()
     probed = Registry.load(os.environ).probe(on.backend.name).device_count
     if probed is not None:
         # The probe looks at the machine, also where this process may see some of its devices alone.
-        fits = probed >= on.visible if (variable or "") in os.environ else probed == on.visible
-        assert fits, f"the probe counts {probed}, the placement {on.visible}"
-    if variable is None or on.visible < 2:
+        fits = probed >= visible if (variable or "") in os.environ else probed == visible
+        assert fits, f"the probe counts {probed}, the placement {visible}"
+    if variable is None or visible < 2:
         return
-    named = os.environ.get(variable, ",".join(map(str, range(on.visible)))).split(",")[-1]
+    named = os.environ.get(variable, ",".join(map(str, range(visible)))).split(",")[-1]
     options = on.backend.options.model_dump(exclude_unset=True)
     environment = {**os.environ, variable: named}
     what = f"the devices with {variable}={named}"

@@ -18,8 +18,7 @@ from anygauge.interface import HOST_DEVICE, Backend
 from anygauge.kernels.choose import ADAMW, choose_kernels
 from anygauge.registry import Registry
 from anygauge.testing.check import progress
-from anygauge.testing.process import Subject
-from anygauge.testing.watch import answer_of, last_lines
+from anygauge.testing.process import Subject, answer_of, last_lines
 
 TIMEOUT_S = 900.0
 STEPS = 6

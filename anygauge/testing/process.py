@@ -1,15 +1,24 @@
-"""Where checks run: processes of their own, with the environment that the backend sets.
+"""Where the kit's code runs: in processes of their own, with the environment that the backend sets.
 
 The backend's code must not run, set variables or crash in the author's pytest. So one process makes
-the environment of every rank, as an agent does, and one a rank asks the checks of a part, whose
-verdicts it writes to its file of answers. Ranks meet in a file.
+the environment of every rank, as an agent does, and one a rank asks the checks of a part. It writes
+a line to its file of answers when a check begins and when it has its verdict. Where a check takes
+longer than it may, the process writes its stack to its log and ends. So a check that hangs is
+named, and the answers before it stay. Ranks meet in a file.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
+import json
 import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,35 +36,35 @@ from anygauge.testing.check import (
     Opened,
     Verdict,
     judged,
+    progress,
     worst,
 )
 from anygauge.testing.leaks import ProcessState
 from anygauge.testing.paper import Paper
 from anygauge.testing.rules import JOB, NODE, jobs
-from anygauge.testing.watch import (
-    BEGUN,
-    CLOSING,
-    ENDING,
-    OPENING,
-    STEPS_S,
-    Answers,
-    answer_of,
-    answers_in,
-    run_to_end,
-    start,
-)
 
-ON_DEVICE = "device memory copies chance real_sizes leaks"
 PARTS: Mapping[str, tuple[str, Sequence[str]]] = {
     "basic": ("on paper", ("paper", "rules", "leaks")),  # which import no torch
-    "device": ("on a device", ON_DEVICE.split()),
+    "device": ("on a device", ("device", "memory", "copies", "chance", "real_sizes", "leaks")),
     "operators": ("on torch's operators", ("operators",)),
     "ranks": ("on {ranks} ranks", ("collectives", "ranks", "memory", "leaks")),
 }
 """What one kind of process is asked: where, in words, and the modules whose checks it asks, those
 that say most of a device first."""
-LIMIT_S = 600.0
+RANKS_S = 600.0
 """Seconds that the processes of all ranks may take."""
+BEGUN = "begun"
+"""Stands for the verdict on what has begun, with how long it may take."""
+OPENING, CLOSING, ENDING = "opening the device", "closing the device", "the process"
+STEPS_S = {OPENING: 300.0, CLOSING: 60.0, ENDING: 60.0}
+"""What else a process does, and the seconds that it may take."""
+POLL_S = 0.05
+ALONE_S = 30.0
+"""Seconds that the other ranks get once one has ended."""
+TIMED_OUT = re.compile(r"^Timeout \(\d.*\)!$", re.MULTILINE)
+"""Begins the stack that `faulthandler` writes."""
+FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+TORCH = "/torch/"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +84,48 @@ class Subject:
     def create(self) -> Backend:
         """The backend, not opened, in this process."""
         return Registry.load().create_backend(self.name, self.options)
+
+
+def start(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    environment: Mapping[str, str],
+    file: Path,
+) -> subprocess.Popen[bytes]:
+    """Call a function of the kit in a process of its own, whose log is beside the file.
+
+    Args:
+        arguments: JSON.
+        file: gets what the function returns, as JSON, unless that is None.
+    """
+    call = [function.__module__, function.__name__, arguments, str(file)]
+    with file.with_suffix(".log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", __name__, json.dumps(call)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+        )
+
+
+def answer_of(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    environment: Mapping[str, str],
+    what: str,
+    limit_s: float = 120.0,
+) -> Any:
+    """What a function returns in a process of its own; `what` says in words what that is.
+
+    Raises:
+        AssertionError: it ended otherwise, or not in time.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "answer.json"
+        trouble = run_to_end([start(function, arguments, environment, file)], [file], limit_s)
+        assert not trouble and file.exists(), f"asking for {what}: {trouble or 'no answer'}"
+        return json.loads(file.read_text(encoding="utf-8"))
 
 
 def environments(
@@ -123,16 +174,76 @@ def run_ranks(
         start(function, [{**request, "answers": str(file)}], environment, file)
         for file, environment in zip(files, found, strict=True)
     ]
-    ended = run_to_end(processes, files, LIMIT_S, what=what)
+    ended = run_to_end(processes, files, RANKS_S, what=what)
     return files, "; ".join(filter(None, [trouble, ended]))
+
+
+def run_to_end(
+    processes: Sequence[Any], files: Sequence[Path], limit_s: float, *, what: str = ""
+) -> str:
+    """Wait until all processes have ended; end those that are left long after another.
+
+    Args:
+        processes: by rank, with `poll`, `kill` and `wait` of `subprocess.Popen`.
+        files: of their answers; each may have its log beside it.
+        limit_s: seconds that they may take in all.
+        what: is asked, for `progress`.
+
+    Returns:
+        Which did not end in order, and why, in words, the one that came least far first; empty if
+        all did.
+    """
+    deadline, why, shown = time.monotonic() + limit_s, f"after {limit_s:.0f} s", ""
+    while left := [rank for rank, process in enumerate(processes) if process.poll() is None]:
+        now = time.monotonic()
+        if len(left) < len(processes) and now + ALONE_S < deadline:
+            deadline, why = now + ALONE_S, f"{ALONE_S:.0f} s after another"
+        name = next(reversed(answers_in(files[0])), shown)
+        if name != shown:
+            shown = name
+            progress(f"{what}: {name}")
+        if now > deadline:
+            break
+        time.sleep(POLL_S)
+    troubles = []
+    for rank, (process, file) in enumerate(zip(processes, files, strict=True)):
+        who = f"rank {rank}" if len(files) > 1 else ""
+        if rank in left:
+            process.kill()
+            process.wait()
+            troubles.append((len(answers_in(file)), f"{who or ENDING} had not ended {why}"))
+        elif status := process.poll():
+            troubles.append((len(answers_in(file)), _ending(file, status, who)))
+    return "; ".join(text for _, text in sorted(troubles))
+
+
+def _ending(answers: Path, status: int, who: str) -> str:
+    """``broadcast had not ended after 60 s (in all_reduce, collectives.py:88)``, where a process
+    has ended for that, or its status and the end of its log."""
+    path = answers.with_suffix(".log")
+    log = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    _, *stack = TIMED_OUT.split(log)
+    name, (result, limit) = next(reversed(answers_in(answers).items()), ("", ("", "")))
+    if not stack or result != BEGUN:
+        said = last_lines(log)
+        return f"{who or ENDING} ended with status {status}" + (f": {said}" if said else "")
+    # The main thread comes last. Of calls within torch, the one that led there says more.
+    frames = FRAME.finditer(stack[-1].rpartition("Thread 0x")[2])
+    own = next((each for each in frames if TORCH not in each["file"]), None)
+    place = f" (in {own['function']}, {Path(own['file']).name}:{own['line']})" if own else ""
+    return f"{f'{who}: ' if who else ''}{name} had not ended after {limit}{place}"
+
+
+def last_lines(text: str, count: int = 3) -> str:
+    """The end of what a process wrote, on one line."""
+    return " | ".join([line for line in text.splitlines() if line.strip()][-count:])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartVerdicts:
-    """What a part's processes gave.
+    """What a part's processes gave: verdicts by the check's name.
 
     Attributes:
-        verdicts: by the check's name.
         trouble: how a process ended if not in order, or why it lacked its environment: why there
             are fewer; empty if there was none.
     """
@@ -149,18 +260,8 @@ class PartVerdicts:
 
 
 def ask(part: str, subject: Subject, folder: Path, *, ranks: int = 1) -> PartVerdicts:
-    """Run every check of a part; returns once all processes have ended.
-
-    Args:
-        part: one of `PARTS`.
-        folder: for answers, logs and the meeting point.
-    """
-    request = {
-        "part": part,
-        "backend": subject.name,
-        "options": dict(subject.options),
-        "limits": {each.name: each.limit_s for each in CHECKS.values()},
-    }
+    """Run every check of one of `PARTS`; the folder gets answers, logs and the meeting point."""
+    request = {"part": part, "backend": subject.name, "options": dict(subject.options)}
     what = f"{subject.name} {PARTS[part][0].format(ranks=ranks)}"
     base = folder / f"{part}{ranks}"
     return merged(*run_ranks(main, request, subject, base, part=part, ranks=ranks, what=what))
@@ -186,6 +287,14 @@ def merged(files: Sequence[Path], trouble: str = "") -> PartVerdicts:
     return PartVerdicts(verdicts=verdicts, trouble=trouble)
 
 
+def answers_in(path: Path) -> dict[str, Verdict]:
+    """What has become of each check, or other step, in the order in which they began; of the last
+    it may be `BEGUN`. Empty where there is no such file."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    whole, _, _ = text.rpartition("\n")
+    return {name: (result, why) for name, result, why in map(json.loads, whole.splitlines())}
+
+
 # -- in the process -------------------------------------------------------------------------------
 
 
@@ -207,7 +316,25 @@ def made_environments(
         node = NodeEnvironment(job, 0, base)
         return [node.of_rank(rank) for rank in range(ranks)], ""
     except AnygaugeError as error:
-        return [base] * ranks, f"there is no environment for it: {error}"
+        return [base] * ranks, f"there is no environment for it: {' '.join(str(error).split())}"
+
+
+class Answers:
+    """Writes one process's file of answers, line by line, so that a crash keeps them."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", encoding="utf-8", buffering=1)  # writes each line at once
+
+    def begin(self, name: str) -> None:
+        """A check, or one of `STEPS_S`, begins."""
+        limit = STEPS_S[name] if name in STEPS_S else CHECKS[name].limit_s
+        # A thread of C code, which ends also a process that never returns to Python.
+        faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__ or 2)
+        self.write(name, BEGUN, f"{limit:.0f} s")
+
+    def write(self, name: str, result: str, why: str) -> None:
+        """A check has its verdict."""
+        self._file.write(json.dumps([name, result, why]) + "\n")
 
 
 def import_checks(part: str) -> None:
@@ -220,7 +347,7 @@ def main(request: Any) -> None:
     """Ask every check of a part; verdicts are written one by one, so that a crash keeps them."""
     part, path = request["part"], Path(request["answers"])
     import_checks(part)
-    answers = Answers(path, request["limits"])
+    answers = Answers(path)
     state = ProcessState(path, opens=part != "basic")
     (_on_paper if part == "basic" else _on_device)(request, answers, state)
     answers.begin(ENDING)
@@ -300,8 +427,7 @@ def _opened(request: Any, backend: Backend, fresh: Callable[[], Backend]) -> Any
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = backend.open(rank)
     if request["part"] != "ranks":
-        visible = backend.placement.device_count()
-        return Opened(backend=backend, device=device, visible=visible, fresh=fresh)
+        return Opened(backend=backend, device=device, fresh=fresh)
     from anygauge.testing.rank_context import RankContext  # which imports torch
 
     backend.collectives.open(
@@ -312,3 +438,10 @@ def _opened(request: Any, backend: Backend, fresh: Callable[[], Backend]) -> Any
         device=device,
     )
     return RankContext(backend=backend, device=device, rank=rank, world_size=world_size)
+
+
+if __name__ == "__main__":
+    _module, _name, _arguments, _file = json.loads(sys.argv[1])
+    _found = getattr(importlib.import_module(_module), _name)(*_arguments)
+    if _found is not None:
+        Path(_file).write_text(json.dumps(_found), encoding="utf-8")
