@@ -206,8 +206,8 @@ class Replay(TorchDispatchMode):
             return func(*args, **kwargs)
         before = tree_map(_on_host, (args, kwargs))
         result = func(*args, **kwargs)
-        written = _tensors([*_written(func, args, kwargs), result])
         try:
+            written = _written(func, args, kwargs, result)
             self.found = departed(func, before, written, self.place)
             self.compared += 1
         except Exception:  # whatever the host has no kernel for, in float64
@@ -275,17 +275,17 @@ def _again(func: Any, before: Any, change: Callable[[Any], Any]) -> list[Tensor]
     args, kwargs = tree_map(change, copies)
     if func.overloadpacket.__name__ in ("_softmax", "_log_softmax"):
         args = (*args[:2], False)  # a type of its own for the result: here both have one
-    result = func(*args, **kwargs)
-    return _tensors([*_written(func, args, kwargs), result])
+    return _written(func, args, kwargs, func(*args, **kwargs))
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that an operation writes to."""
-    return [
+def _written(func: Any, args: Any, kwargs: Any, result: Any) -> list[Tensor]:
+    """The arguments that an operation writes to, and what it returned."""
+    changed = [
         args[at] if at < len(args) else kwargs.get(argument.name)
         for at, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
+    return _tensors([*changed, result])
 
 
 def _on_host(leaf: Any) -> Any:
