@@ -85,15 +85,10 @@ class NotAsked(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
-    """What the checks on a device get: an opened backend, and how to make another like it.
-
-    Attributes:
-        visible: devices that this process may see.
-    """
+    """What the checks on a device get: an opened backend, and how to make another like it."""
 
     backend: Backend
     device: torch.device
-    visible: int
     fresh: Callable[[], Backend]
 
     @property
@@ -116,18 +111,20 @@ CHECKS: dict[str, ConformanceCheck] = {}
 """Every check by name, in the order of definition; its part's module registers it when imported."""
 
 
-def check(title: str, **fields: Any) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-    """Decorator: register a function as a check under its own name.
+def check(
+    title: str, *, name: str = "", **fields: Any
+) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    """Decorator: register a function as a check, under its own name unless another is given.
 
     Args:
         fields: the others of `ConformanceCheck`.
     """
 
     def register(function: Callable[[Any], None]) -> Callable[[Any], None]:
-        name = function.__name__
-        if name in CHECKS:
-            raise ValueError(f"two checks are named {name!r}")
-        CHECKS[name] = ConformanceCheck(name=name, title=title, function=function, **fields)
+        of = name or function.__name__
+        if of in CHECKS:
+            raise ValueError(f"two checks are named {of!r}")
+        CHECKS[of] = ConformanceCheck(name=of, title=title, function=function, **fields)
         return function
 
     return register

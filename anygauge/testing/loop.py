@@ -21,8 +21,7 @@ from anygauge.kernels.choose import ADAMW, choose_kernels
 from anygauge.registry import Registry, missing_of
 from anygauge.testing.bisect import cause_of
 from anygauge.testing.check import progress, sharding
-from anygauge.testing.process import Subject
-from anygauge.testing.watch import answer, answer_of, last_lines
+from anygauge.testing.process import Subject, answer_of, last_lines
 from anygauge.training.auto import AUTO
 
 TIMEOUT_S = 900.0
@@ -141,10 +140,10 @@ def host_kernels(subject: Subject, *, adapter: bool) -> dict[str, str]:
     a process with the subject's variables, which may say where plugins are."""
     request = (subject.name, dict(subject.options), adapter)
     environment = {**os.environ, **subject.environment}
-    return dict(answer_of(("-m", __name__), request, environment, "the backend's kernels"))
+    return dict(answer_of(kernels_for_both, request, environment, "the backend's kernels"))
 
 
-def _kernels_for_both(name: str, options: Mapping[str, Any], adapter: bool) -> dict[str, str]:
+def kernels_for_both(name: str, options: Mapping[str, Any], adapter: bool) -> dict[str, str]:
     registry = Registry.load()
     backend = registry.create_backend(name, options)
     shared = ("linear_cross_entropy", *(["lora_linear"] if adapter else []))
@@ -382,7 +381,7 @@ class LoopTrials:
                 )
         if not wrong:
             return ""
-        cause = cause_of(self.subject, self.folder, folder, step, ranks=ranks, checkpoint=resume)
+        cause = cause_of(self.subject, self.folder, folder, step, ranks=ranks)
         return f"{wrong}; {cause}"
 
     def spread(self, specs: Sequence[StrategySpec], ranks: int) -> str:
@@ -446,7 +445,3 @@ def is_beside(spec: StrategySpec) -> bool:
     one that is approximate by design. Its own kit is ``--anygauge-strategy``."""
     plugin = Registry.load().find_strategy(spec.name)
     return spec.tolerance > 0 or plugin.distribution != "anygauge"
-
-
-if __name__ == "__main__":
-    answer(_kernels_for_both(*json.load(sys.stdin)))

@@ -21,7 +21,6 @@ from anygauge.testing.check import CHOSEN_STRATEGY
 from anygauge.testing.loop import LoopTrials, ranks_of
 from anygauge.testing.process import Subject, run_ranks
 
-MODULE = "anygauge.testing.strategy_contract"
 WEIGHTS = "weights"
 A_FEW_NUMBERS = 64
 """Bytes of norms and flags in a step, which no footprint speaks of."""
@@ -69,7 +68,7 @@ class TestStrategy:
         """A step sends what its footprint says, by collective, and a rank holds its weights."""
         request = {"run": str(runs.run("spread", spec=spec, ranks=ranks).folder)}
         base = runs.folder / "bytes"
-        files, trouble = run_ranks([MODULE], request, runs.subject, base, ranks=ranks)
+        files, trouble = run_ranks(sent_and_said, request, runs.subject, base, ranks=ranks)
         assert not trouble, trouble
         for rank, file in enumerate(files):
             sent, said = json.loads(file.read_text(encoding="utf-8"))
@@ -80,13 +79,13 @@ class TestStrategy:
                 )
 
 
-def sent_and_said(run_folder: Path, rendezvous: str) -> Any:
+def sent_and_said(request: Any) -> Any:
     """Collective -> bytes that this rank gives to it in a step, and those of its `WEIGHTS`: as
     counted while the run's engine makes its third step, and by its footprint."""
     from anygauge.testing.bisect import CollectiveBytes, one_step, prepared
     from anygauge.training.strategy import workload_of
 
-    again = prepared(run_folder, None, rendezvous)
+    again = prepared(Path(request["run"]), request["rendezvous"])
     for step in range(3):  # the first ones set up what is no step's own, such as DDP's buckets
         with CollectiveBytes() as sent:
             one_step(again, step)
@@ -118,9 +117,3 @@ def _tensors(checkpoint: Path) -> dict[str, str]:
     """Name of each tensor of a checkpoint's state -> its type and shape."""
     files = [load_file(path) for path in checkpoint.glob("state-*.safetensors")]
     return {name: f"{each.dtype} {each.shape}" for file in files for name, each in file.items()}
-
-
-if __name__ == "__main__":
-    _request = json.load(sys.stdin)
-    _found = sent_and_said(Path(_request["run"]), _request["rendezvous"])
-    Path(_request["answers"]).write_text(json.dumps(_found), encoding="utf-8")

@@ -101,10 +101,10 @@ def test_the_first_wrong_operation_is_named(operation: str, found: str) -> None:
 
 def test_a_search_that_fails_says_so(tmp_path: Path) -> None:
     nowhere = tmp_path / "run"
-    said = bisect.cause_of(Subject(name="cpu"), tmp_path, nowhere, 1, ranks=1, checkpoint=None)
-    assert said.startswith(f"{bisect.NOT_FOUND}: looking for it raised ")
+    said = bisect.cause_of(Subject(name="cpu"), tmp_path, nowhere, 1, ranks=1)
+    assert said.startswith(f"{bisect.NOT_FOUND}: the process ended with status 1: ")
     assert str(nowhere) in said
-    said = bisect.cause_of(Subject(name="nobody"), tmp_path, nowhere, 1, ranks=1, checkpoint=None)
+    said = bisect.cause_of(Subject(name="nobody"), tmp_path, nowhere, 1, ranks=1)
     assert said.startswith(bisect.NOT_FOUND)
     assert "nobody" in said
 
