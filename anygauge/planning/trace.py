@@ -28,17 +28,8 @@ from anygauge.planning.memory import Work
 from anygauge.strategies.materialise import decoder_layers
 
 ops = torch.ops.aten
-UNTOUCHED = {
-    "_unsafe_view",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-    "resize_",
-    "set_",
-}
-"""Operations that make room or say what there is, and touch none of it."""
+UNTOUCHED = ("_unsafe_view", "resize_", "set_")
+"""Operations that say what there is, and touch none of it; so do those that make it empty."""
 
 Moment = tuple[str, int]
 """Of `MOMENTS`, and the number of the layer; 0 where there is none."""
@@ -46,7 +37,8 @@ Moment = tuple[str, int]
 
 def count(work: Work, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
     """Add an operation that is done."""
-    if func.is_view or func.namespace != "aten" or func.overloadpacket.__name__ in UNTOUCHED:
+    name = func.overloadpacket.__name__
+    if func.is_view or func.namespace != "aten" or name in UNTOUCHED or "empty" in name:
         return
     touched: tuple[Any, ...] = (args, kwargs, result)
     if func is ops.embedding.default:  # of its table it reads as much as it writes
@@ -146,7 +138,6 @@ class _Trace(TorchDispatchMode):
         self._counts: set[int] = set()
         kept = [*model.parameters(), *model.buffers()]
         self._seen = {tensor.untyped_storage()._cdata for tensor in kept}
-        self._storages: dict[int, Any] = {}
 
     def enter(self, moment: Moment) -> None:
         """A moment begins."""
@@ -180,12 +171,11 @@ class _Trace(TorchDispatchMode):
         self._seen.add(address)
         self.live += size
 
-        def gone(_: Any) -> None:
+        def gone() -> None:
             self._seen.discard(address)
-            del self._storages[address]
             self.live -= size
 
-        self._storages[address] = weakref.ref(storage, gone)
+        weakref.finalize(storage, gone)
 
     def _answered(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """What an operation gives out; a value that somebody asks for is zero.
@@ -225,12 +215,12 @@ def _logsumexp(tensor: Tensor, dims: Any, keepdim: bool = False) -> Tensor:
     return result.log_().add_(largest if keepdim else largest.squeeze(dims))
 
 
-Batch = Callable[[], Mapping[str, Any]]
-"""Makes a micro-batch on the meta device: what the model is called with, its labels among it."""
-
-
 def trace_model(
-    model: nn.Module, batch: Batch, *, all_set: bool, holds_outputs: bool = True
+    model: nn.Module,
+    batch: Callable[[], Mapping[str, Any]],
+    *,
+    all_set: bool,
+    holds_outputs: bool = True,
 ) -> ModelTrace:
     """Trace forward and backward of an adapted model of a few layers, and an evaluation.
 
