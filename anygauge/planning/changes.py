@@ -93,9 +93,6 @@ def _eight_changes(
 
     Each is a list of ways to do it: the first that fits is taken. What a configuration or a
     backend refuses is among them.
-
-    Args:
-        batch, rows: the largest that fit.
     """
     run, ranks = trial.run, trial.ranks
     parts = share_of(run, registry, 0, ranks).count
