@@ -112,12 +112,11 @@ class Planned:
 
     of: Published
     trial: Trial
-    target: Target
 
     @property
     def tokens_per_s(self) -> float:
         """Of one device, by the constants of time as they are now."""
-        time, why = timed(self.trial.run, self.trial.memory, self.target, _registry()[0])
+        time, why = timed(self.trial.run, self.trial.memory, self.trial.target, _registry()[0])
         assert time is not None, why
         return time.tokens_per_s / self.of.ranks
 
@@ -149,7 +148,7 @@ def planned(of: Published) -> Planned:
     found = plan_run(run, registry, registry.create_backend(card.backend), of.ranks)
     held = fit(found, card, of.ranks, run.launch.devices)
     target = Target(backend=card.backend, card=card, machine=machine)
-    return Planned(of=of, trial=Trial(run=run, memory=found, fit=held), target=target)
+    return Planned(of=of, trial=Trial(run=run, target=target, memory=found, fit=held))
 
 
 def fitted(found: Sequence[Planned]) -> dict[str, float]:
