@@ -9,40 +9,33 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from anygauge.planning.plan import plan_run
-from anygauge.registry import Registry
 from tests.helpers.sizes import LLAMA_8B, QWEN_14B, QWEN_32B
-from tests.planning.standins import run
+from tests.planning.standins import planned, run
 
-REGISTRY = Registry.load()
 TRACED: dict[str, dict[str, int]] = json.loads(
     (Path(__file__).parent / "all_layers.json").read_text()
 )
 CONFIGS = {"8B": LLAMA_8B, "14B": QWEN_14B, "32B": QWEN_32B}
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "zero3": {"name": "zero"},
-    "zero3 optimizer": {"name": "zero", "offload": "optimizer"},
-    "zero3 both": {"name": "zero", "offload": "both"},
-    "fsdp": {"name": "fsdp"},
-}
 
 
 @pytest.mark.parametrize("case", TRACED)
 def test_within_a_tenth_of_all_layers_traced(case: str) -> None:
-    size, trained, strategy = case.split(" ", 2)
+    size, trained, engine, *offload = case.split()
+    strategy = {"name": "fsdp" if engine == "fsdp" else "zero"}
+    if offload:
+        strategy["offload"] = offload[0]
     of = run(
-        model={"config": CONFIGS[size], "tokenizer": "none"},
+        model={"config": CONFIGS[size]},
         data={"max_length": 2048},
         adapter={"r": 16} if trained == "lora" else None,
         train={"global_batch_size": 16, "micro_batch_size": 2},
-        strategy=STRATEGIES[strategy],
+        strategy=strategy,
     )
-    found = plan_run(of, REGISTRY, REGISTRY.create_backend("cuda"), 8)
+    found = planned(of)
     assert found.worst[1].total == pytest.approx(TRACED[case]["device"], rel=0.1)
-    if "offload" in STRATEGIES[strategy] and trained == "full":  # else reading has most of it
+    if offload and trained == "full":  # else reading has most of the host
         host = max(peak.total for peak in found.host.values())
         assert host == pytest.approx(TRACED[case]["host"], rel=0.1)

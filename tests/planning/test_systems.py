@@ -8,16 +8,10 @@ import pytest
 
 from anygauge.config.schema import RunFile
 from anygauge.planning.fit import GIB, fit
-from anygauge.planning.machines import Hardware
-from anygauge.planning.memory import RunMemory
-from anygauge.planning.plan import plan_run
 from anygauge.planning.trials import Target, timed
-from anygauge.registry import Registry
 from tests.helpers.sizes import LLAMA_8B, LLAMA_70B
-from tests.planning.standins import run
+from tests.planning.standins import HARDWARE, REGISTRY, planned, run
 
-REGISTRY = Registry.load()
-HARDWARE = Hardware.load(REGISTRY)
 LLAMA_3_70B = {**LLAMA_70B, "vocab_size": 128256, "max_position_embeddings": 8192}
 LAYER = 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672)
 """Numbers in a layer's matrices: queries and outputs, keys and values, the feed-forward."""
@@ -29,24 +23,18 @@ KEPT = 80 * LENGTH * 8192 * 2
 """Bytes of what layers keep: their inputs, in 16 bits."""
 IN_A_LAYER = LENGTH * (10 * 8192 + 6 * 28672) * 2
 """What one layer has meanwhile, roughly."""
+USUAL: dict[str, Any] = {
+    "model": {"config": LLAMA_3_70B},
+    "data": {"max_length": LENGTH},
+    "adapter": {"r": 16},
+    "precision": {"param_dtype": "float16"},
+    "strategy": {"name": "fsdp"},
+}
 
 
-def run_file(nodes: int, **sections: Any) -> RunFile:
-    usual = {
-        "model": {"config": LLAMA_3_70B, "tokenizer": "none"},
-        "data": {"max_length": LENGTH},
-        "adapter": {"r": 16},
-        "precision": {"param_dtype": "float16"},
-        "strategy": {"name": "fsdp"},
-        "train": {"micro_batch_size": 1, "global_batch_size": 8 * nodes},
-        "launch": {"nodes": nodes},
-    }
-    model = {**usual["model"], **sections.pop("model", {})}
-    return run(**{**usual, **sections, "model": model})
-
-
-def planned(of: RunFile) -> RunMemory:
-    return plan_run(of, REGISTRY, REGISTRY.create_backend("cuda"), 8 * of.launch.nodes)
+def of_nodes(nodes: int, **sections: Any) -> RunFile:
+    train = {"micro_batch_size": 1, "global_batch_size": 8 * nodes}
+    return run(USUAL, {"train": train, "launch": {"nodes": nodes}}, sections)
 
 
 @pytest.mark.parametrize("codes", [False, True], ids=["float16", "nf4"])
@@ -59,13 +47,27 @@ def test_70b_with_an_adapter_over_32_cards_by_fsdp(codes: bool) -> None:
     else:
         # A rank's piece of the layers, two layers at once, and whole tables.
         by_hand = 80 * LAYER * 2 / RANKS + 2 * LAYER * 2 + tables + factors + KEPT + IN_A_LAYER
-    found = planned(run_file(4, model={"quantise": "nf4"} if codes else {}))
+    found = planned(of_nodes(4, model={"quantise": "nf4"} if codes else {}))
     assert found.worst[1].total == pytest.approx(by_hand, rel=0.1)
     for card in map(HARDWARE.card, ("v100-16", "v100-32")):
         held = fit(found, card, RANKS, 8)
         assert held is not None and card.memory is not None
         # 5% beside tensors, 1 GiB of context, 2 GiB of collectives.
         assert held.fits == (1.05 * by_hand + 3 * GIB <= card.memory), card.name
+
+
+def test_all_weights_of_four_layers_over_32_cards_by_fsdp() -> None:
+    """Layers so large that one more or less of them is an eighth of all."""
+    table, bfloat16 = 32000 * 8192, {"param_dtype": "bfloat16"}
+    model = {"config": {**LLAMA_70B, "num_hidden_layers": 4}}
+    found = planned(of_nodes(4, model=model, adapter=None, precision=bfloat16)).device
+    # Masters and two moments of a rank's part, whole tables, and two layers.
+    held = 12 * (2 * table + 4 * LAYER) / RANKS + 2 * (2 * table + 2 * LAYER)
+    # Forward copies the second one out of what came.
+    assert found["forward"].total == pytest.approx(held + 2 * LAYER, rel=0.05)
+    # Gradients of the output layer and of a layer; those of the last layer, and what is summed.
+    made = 2 * (table + LAYER) + 4 * LAYER + 4 * 2 * LAYER / RANKS
+    assert found["backward"].total == pytest.approx(held + made, rel=0.05)
 
 
 def test_8b_with_an_adapter_by_ddp_on_1_to_3_machines() -> None:
@@ -75,7 +77,7 @@ def test_8b_with_an_adapter_by_ddp_on_1_to_3_machines() -> None:
     target = Target(backend="cuda", card=HARDWARE.card(machine.card), machine=machine)
     busy: list[float] = []
     for nodes in (1, 2, 3):
-        of = run_file(nodes, model={"config": LLAMA_8B}, strategy={"name": "ddp"})
+        of = of_nodes(nodes, model={"config": LLAMA_8B}, strategy={"name": "ddp"})
         found = planned(of)
         assert found.worst[1].total == pytest.approx(by_hand, rel=0.1)
         for card, fits in (("v100-16", False), ("v100-32", True)):
