@@ -19,9 +19,10 @@ def replaced(tree: ast.Module) -> list[str]:
     targets: list[ast.AST] = []
     for node in ast.walk(tree):
         match node:
-            case ast.Attribute(ctx=ast.Store() | ast.Del()):
-                targets.append(node)
-            case ast.Subscript(ctx=ast.Store() | ast.Del()):
+            case (
+                ast.Attribute(ctx=ast.Store() | ast.Del())
+                | ast.Subscript(ctx=ast.Store() | ast.Del())
+            ):
                 targets.append(node)
             case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[target, *_]):
                 targets.append(target)
