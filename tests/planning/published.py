@@ -30,9 +30,9 @@ class Published:
 
     Attributes:
         run: sections of its run file.
-        memory: GiB of one device; None where it is not said.
+        memory: GiB of one device; 0 where it is not said.
         fits: what the source says of it; None where it says nothing.
-        tokens_per_s: of one device; None where it is not said.
+        tokens_per_s: of one device; 0 where it is not said.
     """
 
     name: str
@@ -40,9 +40,9 @@ class Published:
     machine: str
     ranks: int
     run: Mapping[str, Any]
-    memory: float | None = None
+    memory: float = 0
     fits: bool | None = None
-    tokens_per_s: float | None = None
+    tokens_per_s: float = 0
 
     @cached_property
     def target(self) -> Target:
@@ -78,13 +78,11 @@ class Published:
     @property
     def time_error(self) -> float:
         """Planned over published speed, less one."""
-        assert self.tokens_per_s is not None
         return self.planned_per_s / self.tokens_per_s - 1
 
     @property
     def memory_error(self) -> float:
         """Needed over published memory, less one."""
-        assert self.memory is not None
         return self.fit.needed / GIB / self.memory - 1
 
 
@@ -105,14 +103,14 @@ def _read() -> Iterator[Published]:
                 one,
                 name=f"{one.name}-{length}",
                 run={**one.run, "data": {"max_length": length}},
-                memory=size[0] * 1e9 / GIB / one.ranks if size else None,
+                memory=size[0] * 1e9 / GIB / one.ranks if size else 0,
                 fits=True if size else None,
                 tokens_per_s=tokens / seconds,
             )
 
 
 RUNS = {one.name: one for one in _read()}
-_TIMED = [one for one in RUNS.values() if one.tokens_per_s is not None]
+_TIMED = [one for one in RUNS.values() if one.tokens_per_s]
 FITTED, REPORTED = _TIMED[::2], _TIMED[1::2]
 """The constants were fixed on the first, so that the errors of the second tell what they are worth.
 Both have short and long rows, since these take turns."""

@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from anygauge.config.schema import RunFile
-from anygauge.interface import Card, Precision
+from anygauge.interface import Precision
 from anygauge.interface.strategy import BACKWARD
-from anygauge.planning.fit import GIB
-from anygauge.planning.machines import Hardware, Machine
+from anygauge.planning.machines import Hardware
 from anygauge.planning.memory import PHASES, Peak, RunMemory, Work
 from anygauge.planning.plan import plan_run
 from anygauge.registry import Registry
@@ -18,11 +17,6 @@ from tests.helpers.runs import TINY, merged
 
 REGISTRY = Registry.load()
 HARDWARE = Hardware.load(REGISTRY)
-CARD = Card(name="square", memory=40 * GIB, reserved=GIB)
-
-
-def machine(**figures: Any) -> Machine:
-    return Machine(name="eight", card="square", cards=8, **figures)
 
 
 def values(*several: Mapping[str, Any]) -> dict[str, Any]:

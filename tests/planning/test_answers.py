@@ -79,13 +79,8 @@ def names(run: RunFile) -> dict[str, Any]:
 def in_words(run: RunFile) -> str:
     """A strategy, with what of it is not as usual."""
     has = names(run)
-    words = (
-        has["strategy"],
-        "stage 2" if has["stage"] == 2 else "",
-        has["offload"] if has["offload"] != "none" else "",
-        f"tp {has['tp']}" if has["tp"] > 1 else "",
-    )
-    return " ".join(filter(None, words))
+    fields = [name for name in ("stage", "offload", "tp") if has[name] not in (0, 1, 3, "none")]
+    return " ".join([has["strategy"], *(f"{name} {has[name]}" for name in fields)])
 
 
 class PlanCommand:

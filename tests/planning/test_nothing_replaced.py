@@ -13,26 +13,22 @@ from tests.architecture.private_members import library_names
 LIBRARIES = {"torch", "transformers", "deepspeed", "peft"}
 
 
-def replaced(tree: ast.Module) -> list[str]:
+def replaced(source: str) -> list[str]:
     """Attributes of a library's modules and classes that a source sets or deletes."""
+    tree = ast.parse(source)
     libraries = {name for name, of in library_names(tree) if of.partition(".")[0] in LIBRARIES}
-    targets: list[ast.AST] = []
-    for node in ast.walk(tree):
-        match node:
-            case (
-                ast.Attribute(ctx=ast.Store() | ast.Del())
-                | ast.Subscript(ctx=ast.Store() | ast.Del())
-            ):
-                targets.append(node)
-            case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[target, *_]):
-                targets.append(target)
-    texts = map(ast.unparse, targets)
-    return [text for text in texts if text.partition(".")[0] in libraries]
+    targets = [
+        ast.unparse(node.args[0] if isinstance(node, ast.Call) else node)
+        for node in ast.walk(tree)
+        if isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)
+        or (isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"))
+    ]
+    return [text for text in targets if text.partition(".")[0] in libraries]
 
 
 def test_no_attribute_of_a_library_is_assigned_to() -> None:
     paths = [*Path(anygauge.planning.__file__).parent.glob("*.py")]
-    found = {path.name: replaced(ast.parse(path.read_text(encoding="utf-8"))) for path in paths}
+    found = {path.name: replaced(path.read_text(encoding="utf-8")) for path in paths}
     assert len(found) > 3 and not any(found.values()), found
 
 
@@ -46,4 +42,4 @@ def test_no_attribute_of_a_library_is_assigned_to() -> None:
     ],
 )
 def test_what_assigns_is_found(source: str) -> None:
-    assert replaced(ast.parse(source))
+    assert replaced(source)

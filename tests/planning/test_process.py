@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Any
 
 import pytest
 
@@ -19,9 +18,7 @@ TARGET = Target(backend="cpu", card=None)
 
 
 def small(length: int = 96) -> RunFile:
-    train = {"global_batch_size": 4, "micro_batch_size": 2}
-    usual: dict[str, Any] = {"launch": {"devices": 1}, "strategy": {"name": "single"}}
-    return run(usual, adapter={"r": 4}, data={"max_length": length}, train=train)
+    return run(launch={"devices": 1}, strategy={"name": "single"}, data={"max_length": length})
 
 
 def test_it_ends_with_what_started_it() -> None:

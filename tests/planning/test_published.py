@@ -8,19 +8,16 @@ from tests.planning.published import ERRORS, FITTED, REPORTED, RUNS, Published, 
 
 pytestmark = pytest.mark.slow
 
-REFUSED = "qwen-72b-8192"
-"""It ran, and its plan lacks a little, by that limit."""
-IMPAIRED = "mlperf-h100-8"
-"""The same cluster is faster on each card with four machines, which no model of time explains."""
-
 
 @pytest.mark.parametrize("name", [one.name for one in RUNS.values() if one.fits is not None])
 def test_what_is_said_to_fit_fits(name: str) -> None:
     one = RUNS[name]
-    assert -4 < one.fit.left / 2**30 < 0 if name == REFUSED else one.fit.fits == one.fits
+    # One ran, and its plan lacks a little: see the errors of its siblings.
+    lacks = name == "qwen-72b-8192"
+    assert -4 < one.fit.left / 2**30 < 0 if lacks else one.fit.fits == one.fits
 
 
-@pytest.mark.parametrize("name", [one.name for one in RUNS.values() if one.memory is not None])
+@pytest.mark.parametrize("name", [one.name for one in RUNS.values() if one.memory])
 def test_memory_is_met_as_closely_as_today(name: str) -> None:
     least, most, why = ERRORS.get(name, (0, 0.10, "an allocator's margin"))
     assert least <= RUNS[name].memory_error <= most, why
@@ -41,13 +38,11 @@ def test_the_median_error_of_speeds(half: list[Published]) -> None:
 
 
 def test_speeds_that_are_named() -> None:
-    assert 0.5 < RUNS[IMPAIRED].time_error < 0.85
+    # Four machines of that cluster are faster on each card, which no model of time explains.
+    assert 0.5 < RUNS["mlperf-h100-8"].time_error < 0.85
     assert 0 < RUNS["mlperf-a100-64"].time_error < 0.25
     # Its step took 30 s.
     assert 22 < 10 * 2048 / RUNS["gaudi2-70b-lora"].planned_per_s < 44
-
-
-def test_fsdp_scales_over_16_machines() -> None:
-    """torchtitan: 97% of 8 cards' speed on 128."""
+    # FSDP on 16 machines: 97% of the speed on one.
     one, several = (RUNS[f"torchtitan-8b-{ranks}"].planned_per_s for ranks in (8, 128))
     assert several / one == pytest.approx(0.97, abs=0.06)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from anygauge.interface import UnsupportedError
 from anygauge.planning.memory import RunMemory
 from tests.helpers.runs import TINY
 from tests.planning.standins import planned, run
@@ -79,8 +78,3 @@ def test_a_quantised_base_has_its_codes(codes: str, size: float) -> None:
         for model in ({}, {"quantise": codes})
     )
     assert whole - coded == pytest.approx(LAYERS * LAYER * (2 - size), rel=0.03)
-
-
-def test_fp8_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"precision\.fp8: .* cannot be planned"):
-        traced(precision={"fp8": True})
