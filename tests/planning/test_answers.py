@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from anygauge import cli
-from anygauge.cli import lines, planned
+from anygauge.cli import lines
 from anygauge.config.resolved import values_of
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, RunFileError, UnsupportedError
@@ -30,16 +30,8 @@ CASES: Mapping[str, dict[str, Any]] = _FILE["cases"]
 
 
 class Formula:
-    """In the place of `plan_run`.
-
-    Args:
-        needed, host: what a rank's device and its host need, in bytes; see answers.yaml for the
-            names in these expressions.
-        more: fields of `RunMemory`.
-
-    Attributes:
-        runs: that were planned.
-    """
+    """In the place of `plan_run`: bytes of a rank's device and of its host, as expressions of the
+    names in answers.yaml. `more` are fields of `RunMemory`; `runs` were planned."""
 
     def __init__(self, needed: str, host: str = "0", **more: Any) -> None:
         self.runs: list[RunFile] = []
@@ -59,9 +51,8 @@ def refuse(words: str) -> int:
 
 def names(run: RunFile) -> dict[str, Any]:
     """What formulas are written with."""
-    options = {"stage": 0, "offload": "none", "tp": 1, "nvme": None, **values_of(run)["strategy"]}
     return {
-        **{name: options[name] for name in ("stage", "offload", "tp", "nvme")},
+        **{"stage": 0, "offload": "none", "tp": 1, "nvme": None, **values_of(run)["strategy"]},
         "strategy": run.strategy.name,
         "batch": run.train.micro_batch_size,
         "length": run.data.max_length,
@@ -83,38 +74,36 @@ def in_words(run: RunFile) -> str:
     return " ".join([has["strategy"], *(f"{name} {has[name]}" for name in fields)])
 
 
-class PlanCommand:
-    """``anygauge plan`` of a run, on eight square cards where no others are named."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self._patch, self._capsys = patch, capsys
-
-    def text(self, formula: Plan, *options: str, **sections: Any) -> str:
-        """What it prints."""
-        self._patch.setattr("anygauge.planning.plan.plan_run", formula)
-        Path("run.yaml").write_text(yaml.safe_dump(values(sections)))
-        where = () if "--machine" in options else ("--machine", "eight")
-        assert cli.run(["plan", "run.yaml", "--hardware", "cards.toml", *where, *options]) == 0
-        shown = self._capsys.readouterr()
-        assert shown.err == ""
-        return shown.out
-
-    def record(self, formula: Plan, *options: str, **sections: Any) -> dict[str, Any]:
-        """What it prints for programs."""
-        found: dict[str, Any] = json.loads(self.text(formula, *options, "--json", **sections))
-        return found
+Command = Callable[..., str]
 
 
 @pytest.fixture
 def plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> PlanCommand:
+) -> Command:
+    """What ``anygauge plan`` prints of a run, on eight square cards where no others are named."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     Path("cards.toml").write_text(_FILE["hardware"])
     Path("model").mkdir()
     Path("model/config.json").write_text(json.dumps(TINY))
-    return PlanCommand(monkeypatch, capsys)
+
+    def planned(formula: Plan, *options: str, **sections: Any) -> str:
+        monkeypatch.setattr("anygauge.planning.plan.plan_run", formula)
+        Path("run.yaml").write_text(yaml.safe_dump(values(sections)))
+        where = () if "--machine" in options else ("--machine", "eight")
+        assert cli.run(["plan", "run.yaml", "--hardware", "cards.toml", *where, *options]) == 0
+        shown = capsys.readouterr()
+        assert shown.err == ""
+        return shown.out
+
+    return planned
+
+
+def record(plan: Command, formula: Plan, *options: str, **sections: Any) -> dict[str, Any]:
+    """What it prints for programs."""
+    found: dict[str, Any] = json.loads(plan(formula, *options, "--json", **sections))
+    return found
 
 
 def at(record: Any, path: str) -> Any:
@@ -127,18 +116,16 @@ def at(record: Any, path: str) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_an_answer(
-    case: dict[str, Any], plan: PlanCommand, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer(case: dict[str, Any], plan: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     formula = Formula(case.get("needs", "GIB"), case.get("host", "0"), **case.get("of", {}))
     options, sections = case.get("options", "").split(), case.get("run", {})
     if "missing" in case:
         monkeypatch.setattr("anygauge.training.strategy.missing_of", lambda spec: case["missing"])
     if "raises" in case:
         with pytest.raises(AnygaugeError, match=case["raises"]):
-            plan.text(formula, *options, **sections)
+            plan(formula, *options, **sections)
         return
-    found = plan.record(formula, *options, **sections)
+    found = record(plan, formula, *options, **sections)
     alike = [one.model_dump_json(exclude={"launch", "name", "output"}) for one in formula.runs]
     assert len(alike) == len(set(alike)) < 60, "what is alike is planned once"
     for path, value in case.get("json", {}).items():
@@ -149,26 +136,24 @@ def test_an_answer(
         assert [word for word in words if word in at(found, path)] == []
     if "tried" in case:
         assert [*dict.fromkeys(map(in_words, formula.runs))] == case["tried"]
-    shown = plan.text(formula, *options, **sections)
+    shown = plan(formula, *options, **sections)
     assert [text for text in case.get("says", []) if text not in " ".join(shown.split())] == []
     assert [line for line in case.get("lines", []) if not re.search(line, shown, re.M)] == []
     long = [line for line in shown.splitlines() if len(line) > 80 or "…" in line]
     assert [line for line in long if not line.startswith("     --set ")] == [], "what is copied"
     for one in found["changes"] or ():
-        lines = [word for option in one["set"] for word in ("--set", option)]
-        assert plan.record(formula, *options, *lines, **sections)["fit"] == one["fit"]
+        changed_by = [word for option in one["set"] for word in ("--set", option)]
+        assert record(plan, formula, *options, *changed_by, **sections)["fit"] == one["fit"]
 
 
-def test_the_keys_of_json_are_documented_and_always_there(plan: PlanCommand) -> None:
+def test_the_keys_of_json_are_documented_and_always_there(plan: Command) -> None:
     documented = table_names(section(ROOT / "docs/planning.md", "## For programs"))
     everything = ("--suggest", "--strategies", "--compare", "small:8")
-    assert set(plan.record(Formula("GIB", host="GIB"), *everything)) == documented
-    bare = plan.record(Formula("20 * GIB"))
+    assert set(record(plan, Formula("GIB", host="GIB"), *everything)) == documented
+    bare = record(plan, Formula("20 * GIB"))
     assert set(bare) == documented
-    assert {key for key, value in bare.items() if value is None} == {
-        *("time", "positions"),
-        *(key for key in planned.ASKED if key != "largest"),
-    }
+    missing = {"time", "positions", "changes", "machines", "strategies"}
+    assert {key for key, value in bare.items() if value is None} == missing
 
 
 def test_lines_that_no_run_file_can_have() -> None:
@@ -188,9 +173,9 @@ def by_second(nodes: int = 1) -> Formula:
 
 
 @pytest.mark.parametrize(("nodes", "link"), [(1, "in a machine"), (2, "between machines")])
-def test_a_step_its_parts_and_the_run(nodes: int, link: str, plan: PlanCommand) -> None:
+def test_a_step_its_parts_and_the_run(nodes: int, link: str, plan: Command) -> None:
     options = ("--nodes", str(nodes), "--machine", "quick")
-    found, shown = plan.record(by_second(nodes), *options), plan.text(by_second(nodes), *options)
+    found, shown = record(plan, by_second(nodes), *options), plan(by_second(nodes), *options)
     time, ranks = found["time"], 8 * nodes
     assert time["tokens_per_s"] == pytest.approx(64 * 1024 / time["step"])
     assert time["mfu"] == pytest.approx(400e12 / ranks / 1e14 / time["step"])
@@ -203,13 +188,13 @@ def test_a_step_its_parts_and_the_run(nodes: int, link: str, plan: PlanCommand) 
     assert "  the run: 100 steps, " in shown
 
 
-def test_faster_ways_come_first(plan: PlanCommand) -> None:
+def test_faster_ways_come_first(plan: Command) -> None:
     def by_strategy(run: RunFile, *where: Any) -> RunMemory:
         flops = {"ddp": 90e12, "fsdp": 8e12}.get(run.strategy.name, 900e12)
         return replace(by_second()(run, *where), work=Work(flops={"bfloat16": flops}))
 
     options = ("--machine", "fast:8", "--strategies")
-    found = plan.record(by_strategy, *options)["strategies"]
+    found = record(plan, by_strategy, *options)["strategies"]
     steps = [one["time"]["step"] for one in found if one["time"]]
     assert steps == sorted(steps) and len(set(steps)) > 2
 
@@ -232,7 +217,7 @@ SQUARED = "5 * GIB + 200 * batch**2 * length**2"
     ("kind", "first"),
     [*(("batch", n) for n in (1, 8, 64)), *(("rows", n) for n in (100, 1024, 4096))],
 )
-def test_the_largest_is_exact(kind: str, first: int, needs: str, plan: PlanCommand) -> None:
+def test_the_largest_is_exact(kind: str, first: int, needs: str, plan: Command) -> None:
     def sized(size: int) -> dict[str, Any]:
         if kind == "rows":
             return {"data": {"max_length": size}}
@@ -240,10 +225,10 @@ def test_the_largest_is_exact(kind: str, first: int, needs: str, plan: PlanComma
         return {"train": {"micro_batch_size": size, "global_batch_size": 16 * size}}
 
     formula = Formula(needs)
-    found = plan.record(formula, **sized(first))["largest"][kind]
+    found = record(plan, formula, **sized(first))["largest"][kind]
     sizes = {one.train.micro_batch_size for one in formula.runs if one.data.max_length == 1024}
     assert kind == "rows" or needs != LINEAR or first == 64 or len(sizes) == 4, "three plans more"
     number, step = next(iter(found["lines"].values())), 64 if kind == "rows" else 1
     wanted = {f"{part}.{k}": v for part, of in sized(number).items() for k, v in of.items()}
     assert found["lines"] == wanted and found["fit"]["fits"] and number % step == 0
-    assert not plan.record(formula, **sized(number + step))["fits"], "one more does not fit"
+    assert not record(plan, formula, **sized(number + step))["fits"], "one more does not fit"

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from anygauge.interface import CARD_FIGURES, AnygaugeError, BackendSpec, Card, PluginError
-from anygauge.planning.machines import MACHINE_FIGURES, Hardware, read_hardware
+from anygauge.planning.machines import MACHINE_FIGURES, Hardware
 from anygauge.registry import BLOCK_VARIABLE, Provided, Registry
 from anygauge.registry.plugins import Discovery
 
@@ -90,16 +90,6 @@ def test_what_is_wrong_with_a_name_or_a_users_file(mine: Here, case: dict[str, A
         getattr(mine.load(), kind)(case[kind])
     assert caught.value.exit_status == 2
     assert [words for words in case["says"] if words not in str(caught.value)] == []
-
-
-def test_what_a_machine_has_is_read_with_its_units() -> None:
-    more = 'host_memory = ["2 TB", "x"]\ndisk_rate = ["16 GB/s", "x"]'
-    cards, (machine,) = read_hardware(TABLES["card"].partition("\n\n")[2] + more, "a.toml")
-    assert cards == () and (machine.name, machine.card, machine.cards) == ("box.8", "mine-80", 8)
-    assert (machine.network, machine.host_memory, machine.disk_rate) == (50e9, 2 * 10**12, 16e9)
-    assert (machine.link, machine.cores, machine.origin) == (None, None, "a.toml")
-    assert set(machine.sources) == {"cards", "network", "host_memory", "disk_rate"}
-    assert machine.sources["cards"] == "its page"
 
 
 # -- whose description counts ---------------------------------------------------------------------

@@ -16,14 +16,9 @@ from anygauge.planning.memory import Traffic, Work
 from anygauge.planning.time import Duration, UnknownRateError, duration
 
 TABLES = yaml.safe_load((Path(__file__).parent / "time.yaml").read_text(encoding="utf-8"))
-CARD = Card(
-    name="square",
-    origin="a file",
-    flops={"bfloat16": 100e12, "float32": 10e12},
-    bandwidth=1e12,
-    link=100e9,
-    host_link=10e9,
-)
+FLOPS = {"bfloat16": 100e12, "float32": 10e12}
+RATES = {"bandwidth": 1e12, "link": 100e9, "host_link": 10e9}
+CARD = Card(name="square", origin="a file", flops=FLOPS, **RATES)
 MACHINE = Machine(name="four", card="square", cards=4, link=100e9, network=50e9)
 WORK = Work(flops={"bfloat16": 72e12}, other_bytes=0.8e12)
 MEASURED = replace(CARD, matmul={"bfloat16": 40e12}, copy=0.4e12, exchange=10e9, issue=1.0)

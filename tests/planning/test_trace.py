@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from anygauge.interface.strategy import ACTIVATIONS, LOGITS
 from anygauge.planning.memory import RunMemory
 from tests.helpers.runs import TINY
-from tests.planning.standins import planned, run
+from tests.planning.standins import REGISTRY, planned, run
 
 WIDE, INNER, WORDS, LAYERS, LENGTH, ROWS = 128, 384, 2000, 2, 512, 4
 LAYER = 2 * WIDE * WIDE + 2 * WIDE * WIDE // 2 + 3 * WIDE * INNER
@@ -78,3 +79,27 @@ def test_a_quantised_base_has_its_codes(codes: str, size: float) -> None:
         for model in ({}, {"quantise": codes})
     )
     assert whole - coded == pytest.approx(LAYERS * LAYER * (2 - size), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "phase", "bytes_each"),
+    [
+        # In 16 bits, which are there until backward is done; in 32 bits, their log_softmax, and
+        # the gradient of that.
+        ("reference", "loss", 2 + 4 + 4 + 4),
+        # In 16 bits and in 32, and what logsumexp copies.
+        ("chunked", "evaluation", 2 + 4 + 4),
+    ],
+)
+def test_logits_of_the_loss(kernel: str, phase: str, bytes_each: int) -> None:
+    kinds = traced(kernels={"linear_cross_entropy": kernel}).device[phase].kinds
+    assert kinds[LOGITS] == pytest.approx(bytes_each * 2 * LENGTH * WORDS, rel=0.02)
+
+
+def test_a_graph_compiler_has_a_part_of_what_layers_and_the_loss_have_at_once() -> None:
+    found, held = planned(run(USUAL), "hpu"), REGISTRY.create_backend("hpu").graph.held
+    assert held is not None and (found.compiled, found.uncompiled) == (held.source, traced().device)
+    kept = found.device["loss"].kinds[ACTIVATIONS]
+    for phase, kind, stays in (("forward", ACTIVATIONS, kept), ("loss", LOGITS, 0)):
+        one, other = (of[phase].kinds[kind] - stays for of in (found.device, found.uncompiled))
+        assert one == pytest.approx(held.share * other, rel=0.001), phase
