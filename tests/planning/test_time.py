@@ -46,7 +46,7 @@ def took(case: dict[str, Any]) -> Duration:
     )
 
 
-@pytest.mark.parametrize("case", TABLES["parts"], ids=str)
+@pytest.mark.parametrize("case", TABLES["parts"].values(), ids=TABLES["parts"])
 def test_each_part_by_its_rate(case: dict[str, Any]) -> None:
     found = took(case)
     parts = {**asdict(found), **found.sending}
@@ -55,7 +55,7 @@ def test_each_part_by_its_rate(case: dict[str, Any]) -> None:
         assert parts[name] == expected, name
 
 
-@pytest.mark.parametrize("case", TABLES["missing"], ids=str)
+@pytest.mark.parametrize("case", TABLES["missing"].values(), ids=TABLES["missing"])
 def test_what_is_missing_is_named(case: dict[str, Any]) -> None:
     with pytest.raises(UnknownRateError) as caught:
         took({"ranks": 8, **case})
