@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +106,17 @@ def test_a_run_computes_in_what_its_card_is_fast_in(
     assert run.precision.param_dtype == "float32"
 
 
+def test_without_a_machine_a_run_is_held_against_the_cards_that_are_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, probe = SimpleNamespace(name="cuda"), SimpleNamespace(cards=("NVIDIA L4",))
+    here = SimpleNamespace(spec=spec, probe=probe)
+    monkeypatch.setattr(plan, "select_backend", lambda *_, **__: here)
+    registry = Registry.load()
+    _, target = plan._case(run_file(tmp_path), [], {}, None, Hardware.load(registry), registry)
+    assert target.backend == "cuda" and target.card is not None and target.card.name == "l4"
+
+
 @pytest.mark.parametrize(
     ("options", "status", "expected"),
     [
@@ -145,6 +157,7 @@ def test_what_is_wrong_gets_one_message(
         ("--machine h100:8", "cuda", 8),
         ("--machine h100:8 --set launch.devices=4 --set backend=cpu", "cpu", 4),
         ("--machine h100:8 --devices 2 --backend hpu", "hpu", 2),
+        ('--machine h100:8 --set launch={"devices":4}', "cuda", 4),
         # A card that no backend drives is not planned as this machine's processors would have it.
         ("--machine other:8 --hardware other.toml", "cuda", 8),
     ],
