@@ -88,23 +88,6 @@ def test_every_way_to_spread_and_the_largest(
     assert rows["why"] == "the model was made for no more positions"
 
 
-@pytest.mark.parametrize(
-<<<<<<< HEAD
-=======
-    ("machine", "dtype"), [("v100-16", "float16"), ("l4", "bfloat16"), ("gaudi2", "bfloat16")]
-)
-def test_a_run_computes_in_what_its_card_is_fast_in(
-    machine: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    described = Hardware.load(Registry.load())
-    path, registry = run_file(tmp_path, precision={"param_dtype": "auto"}), Registry.load()
-    run, _ = plan._case(path, [], {}, machine, described, registry)
-    found = "bfloat16" if run.precision.param_dtype == "auto" else run.precision.param_dtype
-    assert found == dtype
-    run, _ = plan._case(path, ["precision.param_dtype=float32"], {}, machine, described, registry)
-    assert run.precision.param_dtype == "float32"
-
-
 def test_without_a_machine_a_run_is_held_against_the_cards_that_are_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +100,6 @@ def test_without_a_machine_a_run_is_held_against_the_cards_that_are_here(
 
 
 @pytest.mark.parametrize(
->>>>>>> pa
     ("options", "status", "expected"),
     [
         ("--compare p4d --compare nothing", 2, "there is no machine named 'nothing'"),
@@ -154,21 +136,15 @@ def test_what_is_wrong_gets_one_message(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-<<<<<<< HEAD
         ("--machine h100:8", ("cuda", 8, "bfloat16")),
         ("--machine h100:8 --set launch.devices=4 --set backend=cpu", ("cpu", 4, "bfloat16")),
         ("--machine h100:8 --devices 2 --backend hpu", ("hpu", 2, "bfloat16")),
+        ('--machine h100:8 --set launch={"devices":4}', ("cuda", 4, "bfloat16")),
         # What the card is fast in.
         ("--machine v100-16", ("cuda", 1, "float16")),
         ("--machine v100-16 --set precision.param_dtype=float32", ("cuda", 1, "float32")),
         ("--machine l4", ("cuda", 1, "bfloat16")),
         ("--machine gaudi2", ("hpu", 1, "bfloat16")),
-=======
-        ("--machine h100:8", "cuda", 8),
-        ("--machine h100:8 --set launch.devices=4 --set backend=cpu", "cpu", 4),
-        ("--machine h100:8 --devices 2 --backend hpu", "hpu", 2),
-        ('--machine h100:8 --set launch={"devices":4}', "cuda", 4),
->>>>>>> pa
         # A card that no backend drives is not planned as this machine's processors would have it.
         ("--machine other:8 --hardware other.toml", ("cuda", 8, "auto")),
     ],
