@@ -97,18 +97,10 @@ def test_logits_of_the_loss(kernel: str, phase: str, bytes_each: int) -> None:
 
 
 def test_a_graph_compiler_has_a_part_of_what_layers_and_the_loss_have_at_once() -> None:
-<<<<<<< HEAD
-    found, held = planned(run(USUAL), "hpu"), REGISTRY.create_backend("hpu").graph.held
-    assert held is not None and found.compiled == held.source
-    eager = {**traced().device, "update": found.uncompiled["update"]}  # AdamW is fused there alone
-    assert found.uncompiled == eager
-    kept = found.device["loss"].kinds[ACTIVATIONS]
-=======
     found, plain = planned(run(USUAL), "hpu"), traced().device
     held = REGISTRY.create_backend("hpu").graph.held
     assert held is not None and found.compiled == held.source
     kept = plain["loss"].kinds[ACTIVATIONS]
->>>>>>> pt
     for phase, kind, stays in (("forward", ACTIVATIONS, kept), ("loss", LOGITS, 0)):
         assert found.uncompiled[phase] == plain[phase]
         one, other = (of[phase].kinds[kind] - stays for of in (found.device, plain))
