@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 
 from anygauge import cli
+from anygauge.cli import plan
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError
+from anygauge.planning.machines import Hardware
 from anygauge.planning.trials import Target, Trials
+from anygauge.registry import Registry
 from tests.helpers.processes import begin, running
 from tests.helpers.runs import TINY, anygauge, run_file
 from tests.standins.hub import Hub, Repository
