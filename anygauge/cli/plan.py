@@ -98,20 +98,20 @@ def plan(
         notes = [described.note_on(at.machine) for _, at in cases if at.machine]
         record = _show_trial(console, trial, [note for note in notes if note])
         if not unknown:
-            batch, rows = changes.largest_batch(trial, tried), changes.longest_rows(trial, tried)
-            record["largest"] = {one.name: one.record() for one in (batch, rows)}
+            batch, lengths = changes.largest_batch(trial, tried), changes.longest_rows(trial, tried)
+            record["largest"] = {one.name: one.record() for one in (batch, lengths)}
             console.print(f"Largest micro-batch on this card: {_largest(batch)}")
-            console.print(f"Longest rows on this card: {_largest(rows)}")
+            console.print(f"Longest rows on this card: {_largest(lengths)}")
         if compare:
-            others = [
+            rows = [
                 Choice(at.machine.name).tried(run, at, tried) for run, at in cases if at.machine
             ]
-            record["machines"] = _show_choices(console, "machine", others)
+            record["machines"] = _show_choices(console, "machine", rows)
         if strategies:
             layouts = changes.try_strategies(trial, tried)
             record["strategies"] = _show_choices(console, "strategy", layouts)
         if not unknown and (suggest or not trial.fits):
-            found = changes.what_to_change(trial, tried, batch, rows)
+            found = changes.what_to_change(trial, tried, batch, lengths)
             record["changes"] = _show_changes(console, found, fits=trial.fits)
     if json_:
         typer.echo(json.dumps(record, indent=2))
