@@ -98,7 +98,7 @@ def chosen(listed: str, before: Path | None = None) -> list[Entrant]:
             raise typer.BadParameter(f"{name!r}: choose from {', '.join(ENTRANTS)}")
         found.append(entrant := ENTRANTS[name])
         if before is not None and entrant.module is None:
-            older = {"name": f"before-{name}", "title": f"before: {entrant.title}"}
+            older: dict[str, Any] = {"name": f"before-{name}", "title": f"before: {entrant.title}"}
             found.append(replace(entrant, checkout=before.resolve(), **older))
     return found
 
