@@ -82,17 +82,19 @@ def test_a_quantised_base_has_its_codes(codes: str, size: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "phase", "bytes_each"),
+    ("sections", "phase", "bytes_each"),
     [
         # In 16 bits, which are there until backward is done; in 32 bits, their log_softmax, and
         # the gradient of that.
-        ("reference", "loss", 2 + 4 + 4 + 4),
+        ({}, "loss", 2 + 4 + 4 + 4),
+        # Stages of a pipeline do not hold what the model returns.
+        ({"strategy": {"name": "ddp", "pp": 2}, "launch": {"devices": 2}}, "loss", 4 + 4 + 4),
         # In 16 bits and in 32, and what logsumexp copies.
-        ("chunked", "evaluation", 2 + 4 + 4),
+        ({"kernels": {"linear_cross_entropy": "chunked"}}, "evaluation", 2 + 4 + 4),
     ],
 )
-def test_logits_of_the_loss(kernel: str, phase: str, bytes_each: int) -> None:
-    kinds = traced(kernels={"linear_cross_entropy": kernel}).device[phase].kinds
+def test_logits_of_the_loss(sections: dict[str, Any], phase: str, bytes_each: int) -> None:
+    kinds = traced(**sections).device[phase].kinds
     assert kinds[LOGITS] == pytest.approx(bytes_each * 2 * LENGTH * WORDS, rel=0.02)
 
 
