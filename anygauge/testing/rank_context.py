@@ -112,7 +112,8 @@ class RankContext:
             action()
             self.backend.placement.synchronize()
         except Exception as error:
-            refused = f"{type(error).__name__}: {(str(error).strip() or "no message").splitlines()[0]}"
+            said = str(error).strip() or "no message"
+            refused = f"{type(error).__name__}: {said.splitlines()[0]}"
         everyone = self.collectives.gather_objects(refused)
         some = [rank for rank in ranks if everyone[rank]]
         reason = next(filter(None, everyone), "")
