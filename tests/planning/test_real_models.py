@@ -74,14 +74,12 @@ def of_nodes(nodes: int, **sections: Any) -> RunFile:
 
 @pytest.mark.parametrize("codes", [False, True], ids=["float16", "nf4"])
 def test_70b_with_an_adapter_over_32_cards_by_fsdp(codes: bool) -> None:
-    tables, factors = 2 * TABLE * 2, 2 * FACTORS * 2  # factors: gathered at once, and copied out
+    tables, factors = 2 * TABLE * 2, 2 * FACTORS * 2  # factors come at once, and are copied out
     if codes:
-        # Rows of codes; scales, four bytes for each 64 codes, which every rank has; tables of words
-        # that the root gathers, and copies out of what came.
+        # Rows of codes; scales, four bytes for each 64 codes, which every rank has; tables twice.
         by_hand = (80 * LAYER * 0.5 + tables) / RANKS + 80 * LAYER * 4 / 64 + 2 * tables + factors
     elif "ignored_params" not in inspect.signature(fully_shard).parameters:
-        # Before torch 2.7, FSDP2 has frozen layers, too: a piece of all, two layers, and tables as
-        # they come and as they are copied out.
+        # Before torch 2.7 FSDP2 has frozen layers, too; tables come, and are copied out.
         by_hand = (80 * LAYER * 2 + tables) / RANKS + 2 * tables + 2 * LAYER * 2 + factors
     else:
         # A rank's piece of the layers, two layers at once, and whole tables.
