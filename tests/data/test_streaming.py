@@ -183,6 +183,13 @@ def test_blocks_are_read_once_though_steps_are_asked_for_early_and_late():
     assert numbers[:40] == list(range(40)) and len(numbers) <= 41
 
 
+def test_packs_of_a_block_are_dealt_evenly():
+    layout = Layout(micro_batch=1, max_length=8, pad_id=2, packing=True)
+    schedule = Schedule(seed=1, global_batch=4, steps=3)
+    made = PackedStream(KnownRows([8] * 10, 10), schedule, layout, None)
+    assert [len(made.global_origins(index)) for index in range(3)] == [4, 3, 3]
+
+
 def test_a_checkpoint_can_be_written_before_a_block_that_cannot_be_read(batches, source):
     train = source('{"text": "a"}\n' * 8 + "no json\n")
     fields = {"packing": True, "shuffle_buffer": 4, "settings": {"steps": 9}}
