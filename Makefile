@@ -108,7 +108,7 @@ test-slow: $(STAMP) $(BUILT)
 	done
 
 zoo: $(STAMP)
-	@$(BIN)/python -m tests.models.zoo
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m tests.models.zoo
 
 CLUSTER := openssh-server openssh-client openmpi-bin slurmctld slurmd slurm-client munge iproute2
 

@@ -44,8 +44,6 @@ class Entrant:
 
 _ZERO: Mapping[str, Any] = {"name": "zero", "stage": 3}
 _FSDP: Mapping[str, Any] = {"name": "fsdp"}
-
-
 _SINGLE: Mapping[str, Any] = {"name": "single"}
 _ALONE = {"alone": True, "deepspeed": False}
 
@@ -88,7 +86,6 @@ ENTRANTS: Mapping[str, Entrant] = {
     )
 }  # fmt: skip
 
-
 OF_A_CHECKOUT = ("benchmarks/shim", "", "kernels", "backends", "launchers")
 """Its folders of import packages. Its own shim knows how its ranks begin and end."""
 
@@ -99,11 +96,10 @@ def chosen(listed: str, before: Path | None = None) -> list[Entrant]:
     for name in dict.fromkeys(name.strip() for name in listed.split(",")):
         if name not in ENTRANTS:
             raise typer.BadParameter(f"{name!r}: choose from {', '.join(ENTRANTS)}")
-        found.append(ENTRANTS[name])
-        if before is not None and found[-1].module is None:
-            title = f"before: {found[-1].title}"
-            older = replace(found[-1], name=f"before-{name}", title=title)
-            found.append(replace(older, checkout=before.resolve()))
+        found.append(entrant := ENTRANTS[name])
+        if before is not None and entrant.module is None:
+            older: dict[str, Any] = {"name": f"before-{name}", "title": f"before: {entrant.title}"}
+            found.append(replace(entrant, checkout=before.resolve(), **older))
     return found
 
 

@@ -33,8 +33,8 @@ from anygauge.interface import Backend
 from anygauge.kernels.choose import choose_kernels, load_kernel, unfit
 from anygauge.registry import Registry
 from anygauge.util.files import write_text
+from benchmarks.measure import TableRow, paired, rotated, table
 from benchmarks.session import conditions
-from benchmarks.table import TableRow, paired, rotated, table
 
 Kernel = Callable[..., Tensor]
 
@@ -104,11 +104,9 @@ class Timing:
             rows.append(TableRow(case=case, name=name, figures=figures))
         return rows
 
-    def _once(
-        self, operation: Callable[[], Tensor], upstream: Tensor | None
-    ) -> tuple[float, float]:
+    def _once(self, call: Callable[[], Tensor], upstream: Tensor | None) -> tuple[float, float]:
         began = self._now()
-        result = operation()
+        result = call()
         between = self._now()
         gradient = torch.ones_like(result) if upstream is None else upstream
         ready = self._now()
@@ -165,49 +163,35 @@ class _Living(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.most = 0
-        self._known: dict[int, weakref.ref[Any]] = {}
+        self._known: set[int] = set()
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._see([args, kwargs], made=False)
-        result = function(*args, **(kwargs or {}))
+        result = call(*args, **(kwargs or {}))
         self._see(result, made=True)
         return result
 
     def _see(self, values: Any, *, made: bool) -> None:
         for tensor in (each for each in tree_leaves(values) if isinstance(each, Tensor)):
             storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key in self._known:
-                continue
-            # A meta tensor has a size, and no memory.
-            size = storage.nbytes() if made and not tensor.is_meta else 0
+            if (key := storage._cdata) not in self._known:
+                # A meta tensor has a size, and no memory.
+                size = storage.nbytes() if made and not tensor.is_meta else 0
+                self._known.add(key)
+                weakref.finalize(storage, self._gone, key, size)
+                self.now += size
+                self.most = max(self.most, self.now)
 
-            def gone(_: Any, key: int = key, size: int = size) -> None:
-                self.now -= size
-                self._known.pop(key, None)
-
-            self._known[key] = weakref.ref(storage, gone)
-            self.now += size
-            self.most = max(self.most, self.now)
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
 
 
-def chosen_device(name: str) -> torch.device:
-    """The device of a name; ``auto`` is the accelerator that torch sees, or the host."""
-    if name != "auto":
-        return torch.device(name)
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if found is None else found
-
-
-def chosen_kernel(
-    operation: str, device: torch.device, name: str | None = None
-) -> tuple[str, Kernel]:
+def chosen_kernel(operation: str, device: torch.device, name: str = "") -> tuple[str, Kernel]:
     """Name and kernel of an operation that a run on this device would have.
 
     Args:
-        name: of a kernel that the run file asks for; None for what is chosen otherwise.
+        name: of a kernel that the run file asks for; empty for what is chosen otherwise.
     """
     registry = Registry.load()
     asked = {operation: name} if name else {}
@@ -239,7 +223,7 @@ Cases = Iterator[list[TableRow]]
 
 
 def softmax(
-    timing: Timing, kernel: Kernel, *, columns: Sequence[int], elements: int, copy: float = 0.0
+    timing: Timing, kernel: Kernel, *, columns: Sequence[int], elements: int, copy: float
 ) -> Cases:
     """Rows of each length, plain and with scale and additive mask; so many elements in all.
 
@@ -247,7 +231,7 @@ def softmax(
     and result backward; and a mask.
 
     Args:
-        copy: bytes per second that a copy reads and writes; 0: nothing is compared with it.
+        copy: bytes per second that a copy reads and writes.
     """
     for count in columns:
         shape = max(1, elements // count), count
@@ -265,7 +249,7 @@ def softmax(
                 {name: functools.partial(way, x, mask) for name, way in ways.items()},
                 [x],
                 upstream,
-                (moved[0] / copy, moved[1] / copy) if copy else None,
+                (moved[0] / copy, moved[1] / copy),
             )
 
 
@@ -350,10 +334,7 @@ def _losses(kernels: Mapping[str, Kernel], device: torch.device) -> dict[str, Ke
     return found
 
 
-def attention(
-    timing: Timing, *, lengths: Sequence[int], rows: int = 2, heads: int = 16, groups: int = 4,
-    width: int = 64,
-) -> Cases:  # fmt: skip
+def attention(timing: Timing, *, lengths: Sequence[int]) -> Cases:
     """Padded rows, and rows of eight documents; `groups` heads of keys and values.
 
     The contenders are the model library's, each with masks of the form that it takes, and the
@@ -361,6 +342,7 @@ def attention(
     """
     from anygauge.models.masks import MaskPlan
 
+    rows, heads, groups, width = 2, 16, 4, 64
     for length in lengths:
         generator = torch.Generator().manual_seed(0)
         q, k, v, upstream = (
@@ -476,29 +458,34 @@ def main(
 ) -> None:
     """Measure an operation on this device."""
     torch.set_num_threads(threads)
-    where = chosen_device(device)
+    if device == "auto":
+        device = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    where = torch.device(device)
     host = where.type == "cpu"
     timing = Timing(where, getattr(torch, dtype), rounds)
 
     def numbers(listed: str) -> list[int]:
         return [int(each) for each in listed.split(",")]
 
-    name, kernel, given = "sdpa", [], {}
+    given: dict[str, Any] = {
+        "softmax": {"columns": numbers(columns), "elements": elements or 2 ** (24 if host else 28)},
+        "loss": {
+            "classes": numbers(classes),
+            "tokens": tokens or (1024 if host else 16384),
+            "width": width or (512 if host else 4096),
+        },
+        "attention": {"lengths": numbers(lengths)},
+        "lora": {"tokens": tokens or (2048 if host else 16384)},
+    }[operation]
+    name, kernel = "sdpa", []
     if operation == "softmax":
         name, ours = chosen_kernel("softmax", where)
-        count = elements or (2**24 if host else 2**28)
-        copy = timing.copy_bandwidth(count)
-        kernel, given = [ours], {"columns": numbers(columns), "elements": count, "copy": copy}
+        kernel, given["copy"] = [ours], timing.copy_bandwidth(given["elements"])
     elif operation == "loss":
         name, ours = chosen_kernel("linear_cross_entropy", where)
-        kernel, given = [{name: ours}], {"classes": numbers(classes)}
-        given |= {"tokens": tokens or (1024 if host else 16384)}
-        given |= {"width": width or (512 if host else 4096)}
-    elif operation == "attention":
-        given = {"lengths": numbers(lengths)}
-    else:
-        name, ours = chosen_kernel("lora_linear", where, "addmm")
-        kernel, given = [ours], {"tokens": tokens or (2048 if host else 16384)}
+        kernel = [{name: ours}]
+    elif operation == "lora":
+        name, *kernel = chosen_kernel("lora_linear", where, "addmm")
     rows = [row for case in globals()[operation](timing, *kernel, **given) for row in case]
     print(f"{where}: kernel {name}, {dtype}, {rounds} rounds; {given}")
     if "copy" in given:

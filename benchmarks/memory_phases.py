@@ -4,7 +4,7 @@
 
 All contenders train the same adapter on the same padded rows, evaluate on these rows with the same
 batch, and save the adapter. A figure is the sum over ranks of each rank's peak resident memory in
-that phase in MiB, Python and its libraries included (see `shim/benchmark_phases.py`); in brackets
+that phase in MiB, Python and its libraries included (see `shim/benchmark_watch.py`); in brackets
 is the median of its ratios to the first contender's, taken within a round. Trainers evaluate with
 ``prediction_loss_only``, which saves them memory. anygauge also loads the saved adapter again and
 compares it with the trained model, which no peer does: ``--no-verify`` leaves that out.
@@ -22,9 +22,8 @@ import typer
 
 from benchmarks import session
 from benchmarks.entrants import Entrant, chosen
-from benchmarks.measure import RunOutcome
+from benchmarks.measure import MIB, RunOutcome, TableRow, in_order
 from benchmarks.plan import BenchmarkError
-from benchmarks.table import MIB, TableRow, in_order
 
 CONTENDERS = ("anygauge-fsdp", "anygauge", "trainer", "trl")
 PHASES = ("load", "training", "evaluation", "save")
@@ -51,8 +50,7 @@ def table_rows(
 
 def check(found: RunOutcome, folder: Path, ranks: int) -> None:
     """That a run did all that is compared."""
-    whole = len(found.phases) == ranks and all({*PHASES} <= {*rank} for rank in found.phases)
-    if not whole:
+    if len(found.phases) != ranks or not all({*PHASES} <= {*rank} for rank in found.phases):
         raise BenchmarkError(f"{found.name}: a rank left out one of {', '.join(PHASES)}")
     where = folder / f"round{found.round}" / found.name
     if not list(where.rglob("adapter_model.safetensors")):
@@ -92,7 +90,7 @@ def main(
                 "full", replace(plan, classes=count, output=str(folder))
             )
             print(f"{count:,} classes: {about}", flush=True)
-            found = session.all_of(session.each_run(entrants, of_size, rows, folder))
+            found = [*session.each_run(entrants, of_size, rows, folder)]
             for one in found:
                 check(one, folder, plan.ranks)
                 runs.append({"classes": count, **asdict(one)})

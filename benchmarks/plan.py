@@ -30,28 +30,21 @@ class ContenderPlan:
         output: folder for what this run writes; before that, for all that is written.
         layout: rows padded in random order, rows of like length together, or rows packed.
         deepspeed: whether a trainer shards with DeepSpeed's ZeRO-3.
-        compiled: whether a trainer compiles the model with torch.compile.
         steps: optimizer steps, warm-up included.
-        warmup: first steps, which are not measured.
         accumulation: micro-batches of `micro_batch` sequences per rank and step.
         length: tokens of each row of the workload `full`.
         max_length: most tokens of a row, and the capacity of a pack.
-        vocabulary: most tokens of the tokenizer.
         classes: of the model's output, if they are to be more.
         kv_heads: of keys and values; 0: as many as heads.
         stored: type of the model's file.
-        checkpointing: recompute activations in backward.
         device: torch's name of the device type, which is also anygauge's name of the backend.
         evaluates: after training, evaluate on the same rows and save the adapter; the peak of each
-            phase is recorded (see `shim/benchmark_phases.py`).
-        verifies: anygauge checks the adapter that it saved.
+            phase is recorded (see `shim/benchmark_watch.py`).
         plans_memory: anygauge plans a run's memory before it starts its ranks.
         watched: last steps that are watched instead of measured (see `shim/benchmark_watch.py`).
         hostfile: of the machines where they are several, for anygauge's own launcher; else empty.
         nodes: machines, each with an equal part of `ranks`.
         data: folder with the files of workloads; empty: there is none.
-        rounds: in which each contender runs once.
-        timeout_s: for one run.
     """
 
     model: str = ""

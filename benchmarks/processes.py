@@ -80,7 +80,8 @@ def shared_environment(plan: ContenderPlan) -> dict[str, str]:
 
 def identities(plan: ContenderPlan) -> list[dict[str, str]]:
     """The variables by which launchers tell ranks of one machine who they are."""
-    port, ranks = free_port(), plan.ranks
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]  # nobody listens on it
     # Never "use the CPU", which Accelerate's own launcher says: it then leaves DeepSpeed out. The
     # device is named instead, and contenders name the process group.
     named = {"ACCELERATE_TORCH_DEVICE": "cpu"} if plan.device == "cpu" else {}
@@ -88,30 +89,15 @@ def identities(plan: ContenderPlan) -> list[dict[str, str]]:
         {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
+            "WORLD_SIZE": str(plan.ranks),
+            "LOCAL_WORLD_SIZE": str(plan.ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "ACCELERATE_USE_DEEPSPEED": str(plan.deepspeed).lower(),
             **named,
         }
-        for rank in range(ranks)
+        for rank in range(plan.ranks)
     ]
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def shares(processors: Sequence[int], ranks: int) -> list[list[int]] | None:
-    """Equal shares of processors; None where there are fewer than ranks."""
-    each = len(processors) // ranks
-    if each == 0:
-        return None
-    return [list(processors[rank * each : (rank + 1) * each]) for rank in range(ranks)]
 
 
 def run(processes: Processes, timeout_s: float) -> Ended:
@@ -124,9 +110,9 @@ def run(processes: Processes, timeout_s: float) -> Ended:
 def started(processes: Processes) -> Iterator[Sequence[subprocess.Popen[bytes]]]:
     """Processes that run until the block ends, at the latest."""
     running: list[subprocess.Popen[bytes]] = []
-    parts = None
-    if processes.bound and hasattr(os, "sched_setaffinity"):
-        parts = shares(sorted(os.sched_getaffinity(0)), len(processes.environments))
+    binds = processes.bound and hasattr(os, "sched_setaffinity")
+    processors = sorted(os.sched_getaffinity(0)) if binds else []
+    share = len(processors) // len(processes.environments)  # 0: there are fewer than processes
     try:
         for index, environment in enumerate(processes.environments):
             with processes.logs[index].open("wb") as log:
@@ -140,9 +126,10 @@ def started(processes: Processes) -> Iterator[Sequence[subprocess.Popen[bytes]]]
                     start_new_session=True,
                 )
             running.append(process)
-            if parts is not None:
+            if share:
                 with contextlib.suppress(OSError):  # it has ended already
-                    os.sched_setaffinity(process.pid, parts[index])
+                    own = processors[index * share : (index + 1) * share]
+                    os.sched_setaffinity(process.pid, own)
         yield running
     finally:
         _end(running)

@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -19,14 +19,13 @@ import typer
 from anygauge.registry import installed_version
 from anygauge.util.files import write_text
 from benchmarks.entrants import Entrant, processes
-from benchmarks.make_model import PARAMETERS
-from benchmarks.measure import MeasureError, RunOutcome, outcome
+from benchmarks.measure import MeasureError, RunOutcome, TableRow, outcome, rotated, table
 from benchmarks.plan import BenchmarkError, ContenderPlan
 from benchmarks.processes import ROOT, cause, last_lines, run, shared_environment
-from benchmarks.rows import WrittenRows, write_rows
-from benchmarks.table import TableRow, rotated, table
-from benchmarks.texts import source
+from benchmarks.rows import WrittenRows, source, write_rows
 
+PARAMETERS = "parameters.txt"
+"""File beside a model's weights that has their number."""
 PACKAGES = (
     *("anygauge", "torch", "triton", "transformers", "peft", "accelerate", "deepspeed", "trl"),
     *("datasets", "liger-kernel", "pytest"),
@@ -84,7 +83,7 @@ def make_model(plan: ContenderPlan) -> int:
         described = folder.with_name(f"{folder.name}.json")
         plan.save(described)
         made = subprocess.run(
-            [sys.executable, "-m", "benchmarks.make_model", str(described), str(folder)],
+            [sys.executable, "-m", "benchmarks.session", str(described), str(folder)],
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -97,13 +96,25 @@ def make_model(plan: ContenderPlan) -> int:
     return int((folder / PARAMETERS).read_text(encoding="utf-8"))
 
 
+def draw_weights(plan: ContenderPlan, folder: Path) -> None:
+    """Save a Llama with fixed random weights: in a process of its own, for this one never imports
+    torch."""
+    import torch
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    tokens = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
+    config = AutoConfig.for_model(**plan.llama, **tokens, dtype=plan.stored)
+    torch.manual_seed(plan.seed)
+    torch.set_default_dtype(getattr(torch, plan.stored))
+    with torch.device(plan.device):  # a host draws for minutes
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    (folder / PARAMETERS).write_text(str(count), encoding="utf-8")
+
+
 def run_once(
-    entrant: Entrant,
-    plan: ContenderPlan,
-    rows: WrittenRows,
-    *,
-    folder: Path,
-    round_: int,
+    entrant: Entrant, plan: ContenderPlan, rows: WrittenRows, *, folder: Path, round_: int
 ) -> RunOutcome:
     """Run one contender once; what goes wrong is part of the outcome."""
     folder.mkdir(parents=True)
@@ -142,6 +153,8 @@ def each_run(
     plan: ContenderPlan,
     rows: WrittenRows,
     folder: Path,
+    *,
+    may_fail: bool = False,
 ) -> Iterator[RunOutcome]:
     """All rounds; each begins with another contender. What came of a run is told as it ends."""
     for round_ in range(plan.rounds):
@@ -154,17 +167,9 @@ def each_run(
                 told = f"{found.tokens_per_s:,.0f} tokens/s, {first}"
             print(f"  round {round_ + 1} {entrant.title}: {told}", flush=True)
             print("".join(f"      {text}\n" for text in found.log), end="", flush=True)
+            if found.status != "ok" and not may_fail:
+                raise BenchmarkError(f"{found.name}: {found.status}: {found.problem}")
             yield found
-
-
-def all_of(runs: Iterable[RunOutcome]) -> list[RunOutcome]:
-    """Runs that must not fail."""
-    found = []
-    for each in runs:
-        if each.status != "ok":
-            raise BenchmarkError(f"{each.name}: {each.status}: {each.problem}")
-        found.append(each)
-    return found
 
 
 @contextmanager
@@ -205,5 +210,8 @@ def conditions(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Of the packages that decide what is measured."""
-    found = {name: installed_version(name) for name in PACKAGES}
-    return {name: version or "not installed" for name, version in found.items()}
+    return {name: installed_version(name) or "not installed" for name in PACKAGES}
+
+
+if __name__ == "__main__":
+    draw_weights(ContenderPlan.load(sys.argv[1]), Path(sys.argv[2]))

@@ -18,8 +18,7 @@ import typer
 
 from benchmarks import session
 from benchmarks.entrants import Entrant, chosen
-from benchmarks.measure import RunOutcome
-from benchmarks.table import TableRow, in_order, middle, paired
+from benchmarks.measure import RunOutcome, TableRow, in_order, middle, paired
 
 CONTENDERS = ("anygauge-fsdp", "anygauge", "trainer")
 
@@ -56,7 +55,7 @@ def main(
     )  # fmt: skip
     with session.command(output):
         rows, plan, _ = session.prepare("full", plan)
-        found = session.all_of(session.each_run(entrants, plan, rows, output.resolve()))
+        found = [*session.each_run(entrants, plan, rows, output.resolve())]
         session.write_all(output, plan, table_rows(found, entrants), [asdict(one) for one in found])
 
 

@@ -21,10 +21,10 @@ import typer
 from anygauge.util.files import write_text
 from benchmarks import session
 from benchmarks.entrants import ENTRANTS, Entrant, chosen
+from benchmarks.measure import markdown, summarise
 from benchmarks.plan import ContenderPlan, Dtype
 from benchmarks.processes import raise_when_terminated
-from benchmarks.table import as_record, markdown, summarise
-from benchmarks.texts import WORKLOADS
+from benchmarks.rows import WORKLOADS
 
 
 def measure(
@@ -45,10 +45,12 @@ def measure(
     table = output / "table.md"
     before = table.read_text(encoding="utf-8") + "\n" if table.exists() else ""
     shown, outcomes = "", []
-    for outcome in session.each_run(entrants, plan, rows, output / workload):
+    for outcome in session.each_run(entrants, plan, rows, output / workload, may_fail=True):
         outcomes.append(outcome)
-        shown = markdown(title, summarise(outcomes, entrants))
-        workloads[workload] = as_record(outcomes, entrants)
+        summary = summarise(outcomes, entrants)
+        shown = markdown(title, summary)
+        runs = [{**asdict(each), "final_loss": each.final_loss} for each in outcomes]
+        workloads[workload] = {"summary": [asdict(row) for row in summary], "runs": runs}
         record = {"conditions": session.conditions(asdict(plan)), "workloads": workloads}
         write_text(output / "results.json", json.dumps(record, indent=2) + "\n")
         write_text(table, before + shown)

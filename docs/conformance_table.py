@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from anygauge.testing.plugin import Line, table
+from anygauge.testing.plugin import RESULTS, Line, table
 
 PAGE = Path(__file__).parent / "conformance/devices.md"
 HEAD = """# Devices that were tried
@@ -59,8 +59,8 @@ def page(reports: Sequence[dict[str, Any]]) -> str:
         rows = []
         for line in first:
             if line.part == part:
-                found = [lines[report["backend"], line.name] for report in reports]
-                marks = ["-" if each.result == "skipped" else each.mark for each in found]
+                found = [lines[report["backend"], line.name].result for report in reports]
+                marks = ["-" if each == "skipped" else RESULTS[each][0] for each in found]
                 rows.append([line.title, *marks])
         text += f"\n## {part}\n\n" + table(["check", *names], rows)
     return text

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
-from contextlib import nullcontext
 from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich import box
-from rich.table import Table
 
-from anygauge.cli.console import Console
+from anygauge.cli.console import Console, table
 from anygauge.cli.intent import choose_backend
 from anygauge.interface import Card, UsageError
 from anygauge.planning.machines import Hardware, measured_file
@@ -50,15 +47,12 @@ def calibrate(backend: str | None, devices: int | None, *, as_json: bool) -> Non
         figures = {"ranks": ranks, "file": str(file), "measured": found}
         typer.echo(json.dumps({"card": card.name, **figures}))
         return
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column(f"each {card.name}" if not card.shared_memory else "each rank")
-    for count in counts:
-        table.add_column(f"{count} rank{'s' if count > 1 else ''}", justify="right")
+    each = "each rank" if card.shared_memory else f"each {card.name}"
+    rows = [(each, *(f"{count} rank{'s' if count > 1 else ''}" for count in counts))]
     columns = [_shown_figures(found[count]) for count in counts]
-    for name in columns[-1]:
-        table.add_row(name, *(column.get(name, "-") for column in columns))
+    rows += [(name, *(column.get(name, "-") for column in columns)) for name in columns[-1]]
     console = Console()
-    console.print(table)
+    console.print(table(rows))
     console.print(f"Written to {file}; plans now use these figures")
     if ranks == 1:
         console.print("Only one card was measured, so the speed between cards is not known")
@@ -68,9 +62,8 @@ def _measured(backend: str, ranks: int, quiet: bool) -> dict[str, Any]:
     """What so many ranks found; a watching user sees progress."""
     from anygauge.planning.calibration import measure
 
-    console = Console(stderr=True)
-    status = console.status(f"measuring {ranks} rank{'s' if ranks > 1 else ''}")
-    with nullcontext() if quiet or not console.draws else status:
+    said = f"measuring {ranks} rank{'s' if ranks > 1 else ''}"
+    with Console(stderr=True, quiet=quiet).status(said):
         return measure(backend, ranks)
 
 

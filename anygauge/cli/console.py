@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import rich.console
+from rich import box
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from anygauge.util.text import escaped, hanging
@@ -61,3 +63,14 @@ class Console(rich.console.Console):
         """See rich."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else escaped(text), style, control)
+
+
+def table(rows: Sequence[Sequence[str]]) -> Table:
+    """Headings first, and numbers behind the first column; no word is cut."""
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for cells in zip(*rows, strict=True):
+        width = max(len(word) for cell in cells for word in cell.split())
+        shown.add_column(cells[0], justify="right" if shown.columns else "left", min_width=width)
+    for row in rows[1:]:
+        shown.add_row(*row)
+    return shown

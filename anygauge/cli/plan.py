@@ -1,80 +1,81 @@
 """``anygauge plan RUN.yaml``: what a run takes of each device, how long that takes, what to change.
 
-What is found is printed at once; `anygauge.cli.planned` has the words.
+Each answer is printed as soon as it is there, the verdict first; JSON comes at the end.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from anygauge.cli import interrupts_end_process
+from anygauge.cli.calibrate import calibrate as measure
+from anygauge.cli.console import Console, table
+from anygauge.cli.fetch import fetch_configuration
 from anygauge.cli.intent import BackendOption, DevicesOption, NodesOption, SetOption
-
-if TYPE_CHECKING:
-    from anygauge.config.schema import RunFile
-    from anygauge.planning.machines import Hardware
-    from anygauge.planning.trials import Target
-    from anygauge.registry import Registry
+from anygauge.cli.lines import seconds
+from anygauge.config.load import load_run_file
+from anygauge.config.schema import RunFile
+from anygauge.interface import Card, RunFileError, UsageError
+from anygauge.interface.strategy import KINDS
+from anygauge.planning import changes
+from anygauge.planning.changes import Choice
+from anygauge.planning.fit import GIB
+from anygauge.planning.machines import Hardware, measured_files
+from anygauge.planning.trials import Target, Trial, Trials, changed, fast_types
+from anygauge.registry import Registry, select_backend
 
 MACHINE = "A node type, or a card and a count: p5.48xlarge, h100:8. Default: this machine."
 HARDWARE = "A file that describes cards and machines; repeatable."
 COMPARE = "Another machine to compare with; repeatable."
 CALIBRATE = "Measure the speed of this machine's cards for later plans; takes no run file."
 SUGGEST = "Suggest changes that need less, even if the run fits."
-
-Paths = Annotated[list[Path] | None, typer.Option("--hardware", metavar="FILE", help=HARDWARE)]
-Names = Annotated[list[str] | None, typer.Option("--compare", metavar="NAME", help=COMPARE)]
+STRATEGIES = "Try every strategy and mesh of that many ranks."
+SMALL = 0.001
+"""Kinds of a smaller part of the largest phase have no line."""
+PARTS = {
+    "multiplying": "matrix products",
+    "moving": "other operations",
+    "issuing": "host",
+    "cards": "sends in a machine",
+    "machines": "sends between machines",
+    "copying": "copies to the host and back",
+    "on_host": "operations there",
+    "hidden": "overlapped",
+    "idle": "stages wait",
+}
+"""Fields of `Duration`, and what is printed of them."""
 
 
 def plan(
     run_file: Annotated[
         Path | None, typer.Argument(help="The run file (YAML).", metavar="RUN.yaml")
     ] = None,
-    machine: Annotated[str | None, typer.Option("--machine", help=MACHINE)] = None,
+    machine: Annotated[str | None, typer.Option(help=MACHINE)] = None,
     nodes: NodesOption = None,
     devices: DevicesOption = None,
     backend: BackendOption = None,
-    hardware: Paths = None,
+    hardware: Annotated[list[Path] | None, typer.Option(metavar="FILE", help=HARDWARE)] = None,
     set_: SetOption = None,
     suggest: Annotated[bool, typer.Option("--suggest", help=SUGGEST)] = False,
-    strategies: Annotated[
-        bool, typer.Option("--strategies", help="Try every strategy and mesh of that many ranks.")
-    ] = False,
-    compare: Names = None,
+    strategies: Annotated[bool, typer.Option("--strategies", help=STRATEGIES)] = False,
+    compare: Annotated[list[str] | None, typer.Option(metavar="NAME", help=COMPARE)] = None,
     calibrate: Annotated[bool, typer.Option("--calibrate", help=CALIBRATE)] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show how much memory and time a run needs, without its devices."""
-    from anygauge.cli import interrupts_end_process
-    from anygauge.cli.fetch import fetch_configuration
-    from anygauge.cli.planned import Page, no_memory
-    from anygauge.interface import UsageError
-    from anygauge.planning.changes import (
-        Choice,
-        largest_batch,
-        longest_rows,
-        try_strategies,
-        what_to_change,
-    )
-    from anygauge.planning.machines import Hardware, measured_files
-    from anygauge.planning.trials import Trials
-    from anygauge.registry import Registry
-
+    if calibrate and run_file is not None:
+        raise UsageError(f"--calibrate measures this machine: leave the run file {run_file} out")
     if calibrate:
-        if run_file is not None:
-            raise UsageError(
-                f"--calibrate measures this machine and takes no run file: leave {run_file} out"
-            )
-        from anygauge.cli.calibrate import calibrate as measure
-
-        measure(backend, devices, as_json=json_)
-        return
+        return measure(backend, devices, as_json=json_)
     if run_file is None:
         raise UsageError("no run file is given: anygauge plan RUN.yaml, or --calibrate without one")
     registry = Registry.load()
@@ -83,98 +84,217 @@ def plan(
     names = list(dict.fromkeys([*([machine] if machine else []), *(compare or ())])) or [None]
     cases = [_case(run_file, set_ or [], flags, name, described, registry) for name in names]
     (run, target), *_ = cases
-    known = target.card is not None and target.card.memory is not None
-    if suggest and not known:
-        why = "no card was found here" if target.card is None else no_memory(target)
-        raise UsageError(f"--suggest: {why}; name a machine whose memory is known")
+    unknown = _unknown(target.card)
+    if suggest and unknown:
+        raise UsageError(f"--suggest: {unknown}")
     fetch_configuration(run)
-    page, tried = Page(quiet=json_), Trials(registry, _waiting)
-    with _with_variables(run.environment), interrupts_end_process():
+    console, tried = Console(quiet=json_), Trials(registry, Console(stderr=True).status)
+    with ExitStack() as stack:
+        for name in run.environment.keys() - os.environ.keys():
+            os.environ[name] = run.environment[name]
+            stack.callback(os.environ.pop, name)
+        stack.enter_context(interrupts_end_process())
         trial = tried(run, target)
-        notes = [described.note_on(other.machine) for _, other in cases if other.machine]
-        page.trial(trial, target, [note for note in notes if note])
-        run = trial.run  # with what strategy `auto` is there
-        if known:
-            batch = largest_batch(trial, target, tried, registry)
-            lengths = longest_rows(trial, target, tried)
-            page.largest(batch, lengths)
+        notes = [described.note_on(at.machine) for _, at in cases if at.machine]
+        record = _show_trial(console, trial, [note for note in notes if note])
+        if not unknown:
+            batch, lengths = changes.largest_batch(trial, tried), changes.longest_rows(trial, tried)
+            record["largest"] = {one.name: one.record() for one in (batch, lengths)}
+            console.print(f"Largest micro-batch on this card: {_largest(batch)}")
+            console.print(f"Longest rows on this card: {_largest(lengths)}")
         if compare:
-            rows = [Choice(target.place).tried(run, target, tried) for run, target in cases]
-            page.rows("machine", "machines", rows)
+            rows = [
+                Choice(at.machine.name).tried(run, at, tried) for run, at in cases if at.machine
+            ]
+            record["machines"] = _show_choices(console, "machine", rows)
         if strategies:
-            page.rows("strategy", "strategies", try_strategies(run, target, tried, registry))
-        if known and (suggest or not trial.fits):
-            page.changes(what_to_change(trial, target, tried, registry, batch, lengths))
+            layouts = changes.try_strategies(trial, tried)
+            record["strategies"] = _show_choices(console, "strategy", layouts)
+        if not unknown and (suggest or not trial.fits):
+            found = changes.what_to_change(trial, tried, batch, lengths)
+            record["changes"] = _show_changes(console, found, fits=trial.fits)
     if json_:
-        typer.echo(json.dumps(page.record, indent=2))
+        typer.echo(json.dumps(record, indent=2))
 
 
 def _case(
     run_file: Path,
     overrides: list[str],
-    flags: dict[str, Any],
+    flags: Mapping[str, Any],
     name: str | None,
     described: Hardware,
     registry: Registry,
 ) -> tuple[RunFile, Target]:
     """The run as it would be on a machine, and that machine; None: this one."""
-    from anygauge.interface import RunFileError
-    from anygauge.planning.trials import Target, changed, fast_types
-    from anygauge.registry import select_backend
-
+    if name is not None:
+        machine = described.machine(name)
+        card = described.card(machine.card)
+        # A card that no backend drives is planned as for the first of those that drive cards.
+        first = max(registry.backends, key=lambda one: one.spec.priority).spec.name
+        usual = {"launch.devices": machine.cards, "backend": card.backend or first}
+        own = [f"{path}={value}" for path, value in usual.items() if flags.get(path) is None]
+        overrides = [*own, *overrides]
+    try:
+        run = load_run_file(run_file, overrides, flags).run
+    except RunFileError as error:
+        try:  # one that only lacks a tokenizer can be planned
+            run = load_run_file(run_file, [*overrides, "model.tokenizer=none"], flags).run
+        except RunFileError:
+            raise error from None
     if name is None:
-        run = _loaded(run_file, overrides, flags)
-        chosen = select_backend(registry, run.backend, need_device=False).spec.name
-        known = any(one.name == chosen for one in described.cards)
-        return run, Target(backend=chosen, card=described.card(chosen) if known else None)
-    machine = described.machine(name)
-    card = described.card(machine.card)
-    # A card that no backend drives is planned as for the first of those that drive cards.
-    first = max(registry.backends, key=lambda one: one.spec.priority).spec.name
-    usual = {"launch.devices": machine.cards, "backend": card.backend or first}
-    given = {path for path, value in flags.items() if value is not None}
-    given |= {override.partition("=")[0].strip() for override in overrides}
-    own = {path: value for path, value in usual.items() if path not in given}
-    run = _loaded(run_file, overrides, {**flags, **own})
+        here = select_backend(registry, run.backend, need_device=False)
+        return run, Target(backend=here.spec.name, card=described.of_devices(here.probe.cards))
     if run.precision.param_dtype == "auto" and (kinds := fast_types(card)):
         # What its backend would say when the card is open.
         run = changed(run, {"precision.param_dtype": kinds[0]})
     if run.launch.devices > machine.cards:
-        raise RunFileError(
-            f"launch.devices: {run.launch.devices}, but machine {machine.name!r} has "
-            f"{machine.cards} cards; leave --devices out, or name a larger machine"
-        )
+        has = f"launch.devices: {run.launch.devices}, but {machine.name} has {machine.cards} cards"
+        raise RunFileError(f"{has}; leave --devices out, or name a larger machine")
     return run, Target(backend=run.backend, card=card, machine=machine)
 
 
-def _loaded(run_file: Path, overrides: list[str], flags: dict[str, Any]) -> RunFile:
-    """The run; one that only lacks a tokenizer can be planned."""
-    from anygauge.config.load import load_run_file
-    from anygauge.interface import RunFileError
-
-    try:
-        return load_run_file(run_file, overrides, flags).run
-    except RunFileError:
-        with suppress(RunFileError):
-            return load_run_file(run_file, [*overrides, "model.tokenizer=none"], flags).run
-        raise
-
-
-@contextmanager
-def _with_variables(environment: Mapping[str, str]) -> Iterator[None]:
-    """Those of a run, where the user's own environment has none, for as long as it is planned."""
-    missing = {name: value for name, value in environment.items() if name not in os.environ}
-    os.environ.update(missing)
-    try:
-        yield
-    finally:
-        for name in missing:
-            os.environ.pop(name, None)
+def _show_trial(console: Console, trial: Trial, notes: Sequence[str]) -> dict[str, Any]:
+    """Verdict, notes on machines, phases and time; returned are docs/planning.md's keys of JSON."""
+    target, (verdict, *about) = trial.target, _about(trial)
+    console.print(verdict, style="bold")
+    console.print("\n".join([*about, *notes]))
+    console.print(table(_phases(trial)))
+    console.print("\n".join(_time(trial)))
+    return {
+        **trial.record(),
+        "fits": None if trial.fit is None else trial.fit.fits,
+        "backend": target.backend,
+        "machine": target.machine and target.machine.name,
+        "card": target.card and target.card.name,
+        "notes": notes,
+        "untimed": trial.untimed or None,
+        **{name: value for name, value in asdict(trial.memory).items() if name != "work"},
+        **dict.fromkeys(("largest", "changes", "machines", "strategies")),
+    }
 
 
-def _waiting(subject: str) -> AbstractContextManager[Any]:
-    """Say what is planned, on a terminal alone."""
-    from anygauge.cli.console import Console
+def _unknown(card: Card | None) -> str:
+    """Why no verdict is possible; "" where one is."""
+    if card is None:
+        return "Not compared with a device's memory: name a machine (--machine h100:8)"
+    if card.memory is not None:
+        return ""
+    return (
+        f"No verdict: the description of {card.name} ({card.origin}) does not say how much memory "
+        "it has. Add it in a file of your own (--hardware FILE.toml): "
+        f'[card.{card.name}] memory = "80 GiB"'
+    )
 
-    console = Console(stderr=True)
-    return console.status(subject) if console.draws else nullcontext()
+
+def _about(trial: Trial) -> Iterator[str]:
+    """Whether a run fits, what it needs, and what is left or missing; then what was planned."""
+    fit, card, found = trial.fit, trial.target.card, trial.memory
+    if card is None or fit is None:
+        yield _unknown(card)
+    else:
+        has = f"each {card.name} needs {_gib(fit.needed)} of {_gib(fit.memory)} GiB ({fit.phase})"
+        for name, (needed, there) in fit.shared.items():
+            of = "" if there is None else f" of {_gib(there)}"
+            has += f"; {name} of a machine: {_gib(needed)}{of} GiB"
+        missing = [
+            f"{_gib(size)} GiB of {card.name if what == 'memory' else what}"
+            for what, size in fit.lacking.items()
+        ]
+        fits = f"Fits: {has}; {_gib(fit.left)} GiB of {card.name} stay free"
+        yield f"Does not fit: {has}; missing: {', '.join(missing)}" if missing else fits
+    total, trained = found.numbers
+    yield (
+        f"{total:,} parameters, {trained:,} trained; {found.precision.param_dtype}; "
+        f"{found.strategy}; {trial.ranks} rank{'s' if trial.ranks > 1 else ''}"
+    )
+    yield f"Kernels assumed: {', '.join(map(' '.join, found.kernels.items()))}"
+    yield f"Activations: {found.per_layer / 2**20:,.1f} MiB of each layer for a micro-batch"
+    if fit is not None and found.uncompiled:
+        most = fit.with_margins(max(peak.total for peak in found.uncompiled.values()))
+        yield f"Without its graph compiler ({found.compiled}): {_gib(most)} GiB"
+    if card is not None and not card.backend:
+        yield f"No backend here drives {card.name}; planned with {trial.target.backend} instead"
+
+
+def _phases(trial: Trial) -> Sequence[Sequence[str]]:
+    """Rows of a table: what each phase takes, by kind."""
+    device, fit = trial.memory.device, trial.fit
+    kinds = dict.fromkeys([*KINDS, *(kind for peak in device.values() for kind in peak.kinds)])
+    lines = {kind: [peak.kinds.get(kind, 0) for peak in device.values()] for kind in kinds}
+    least = SMALL * trial.memory.worst[1].total
+    lines = {kind: sizes for kind, sizes in lines.items() if max(sizes) > least}
+    totals = [peak.total for peak in device.values()]
+    if fit is None:
+        lines["tensors"] = totals
+    else:
+        needed = [fit.phases[phase] for phase in device]
+        lines["on top"] = [a - b for a, b in zip(needed, totals, strict=True)]
+        lines |= {"needed": needed, "left": [fit.memory - one for one in needed]}
+    return [("GiB", *device), *((name, *map(_gib, sizes)) for name, sizes in lines.items())]
+
+
+def _time(trial: Trial) -> Iterator[str]:
+    time, ranks = trial.time, trial.ranks
+    if time is None:
+        yield f"Time: not known: {trial.untimed}"
+        return
+    mfu = "" if time.mfu is None else f"; MFU {time.mfu:.0%}"
+    each = f" ({time.tokens_per_s / ranks:,.0f} each)" if ranks > 1 else ""
+    yield f"Time: a step {seconds(time.step)}; {time.tokens_per_s:,.0f} tokens/s{each}{mfu}"
+    took = {**asdict(time), **time.sending}
+    yield "  " + ", ".join(f"{said} {seconds(took[n])}" for n, said in PARTS.items() if took[n])
+    if trial.target.card is not None and trial.target.card.shared_memory:
+        yield "  a rough estimate: a processor reaches other rates than those of large products"
+    if (steps := trial.run.train.steps) is not None:
+        yield f"  the run: {steps:,} steps, {seconds(steps * time.step)}"
+
+
+def _largest(found: Choice) -> str:
+    if found.trial is None or found.trial.fit is None:
+        return "none fits"
+    said = ", ".join(f"{path}: {value:,}" for path, value in found.lines.items())
+    why = f"; {found.why}" if found.why else ""
+    return f"{said} (needs {_gib(found.trial.fit.needed)} GiB{why})"
+
+
+def _show_choices(console: Console, what: str, choices: Sequence[Choice]) -> list[dict[str, Any]]:
+    """Machines or strategies; returns them for programs."""
+    rows = [(what, "ranks", "fits", "needed, GiB", "left, GiB", "phase", "step", "tokens/s")]
+    for name, trial in ((one.name, one.trial) for one in choices if one.trial):
+        fit, time, held, speed = trial.fit, trial.time, ("?", "?", "?"), ("?", "?")
+        if fit is not None:
+            held = "yes" if fit.fits else "no", _gib(fit.needed), _gib(fit.left)
+        if time is not None:
+            speed = seconds(time.step), f"{time.tokens_per_s:,.0f}"
+        rows.append((name, str(trial.ranks), *held, trial.memory.worst[0], *speed))
+    console.print(table(rows))
+    for one in choices:
+        if one.trial is None:
+            console.print(f"refused: {one.name}: {one.why}", style="dim")
+    return [one.record() for one in choices]
+
+
+def _show_changes(console: Console, found: Iterable[Choice], *, fits: bool) -> list[dict[str, Any]]:
+    """What to change of a run that fits, or does not, with options to paste; returns as above."""
+    record: list[dict[str, Any]] = []
+    console.print("What to change, cheapest first:", style="bold")
+    for number, one in enumerate(found, 1):
+        record.append(one.record())
+        fit, time = record[-1]["fit"], record[-1]["time"]
+        said = "fits" if fit["fits"] else "does not fit"
+        takes = "" if time is None else f", a step {seconds(time['step'])}"
+        console.print(f"{number}. {said}: needs {_gib(fit['needed'])} GiB{takes}: {one.name}")
+        options = " ".join(f"--set {shlex.quote(option)}" for option in one.options)
+        console.print(f"     {options}", style="green", soft_wrap=True)
+    if fits and not record:
+        console.print("No change that was tried needs less")
+    elif not any(one["fit"]["fits"] for one in record):
+        console.print(
+            "No single change that was tried makes it fit: pass several, or use more cards, or "
+            "cards with more memory (--compare shows several), or a smaller model"
+        )
+    return record
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:,.1f}"

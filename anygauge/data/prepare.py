@@ -20,6 +20,7 @@ from anygauge.data.row_batches import RowBatches
 from anygauge.data.rows import EncodedChunk, Piece, TokenizedRows, open_piece, write_table
 from anygauge.data.sources import Source, first_records, open_source
 from anygauge.data.streaming import (
+    GatherTexts,
     PackedStream,
     StreamedBatches,
     StreamedRows,
@@ -165,12 +166,14 @@ def training_batches(
     train: TrainSection,
     layout: Layout,
     sum_on_ranks: SumOnRanks,
+    gather_texts: GatherTexts = lambda text: [text],
 ) -> Batches:
     """The training batches of one rank.
 
     Args:
         rows: `Prepared.train`.
         sum_on_ranks: sums each number over all parts of a step; used by streams.
+        gather_texts: a text of each rank; likewise.
 
     Raises:
         RunFileError: global_batch is not a multiple of micro_batch times the number of parts.
@@ -190,7 +193,7 @@ def training_batches(
     if data.packs:
         packs = None if train.steps else packs_of(rows, data)
         return PackedStream(rows, schedule, layout, packs)
-    return StreamedBatches(rows, schedule, layout, sum_on_ranks)
+    return StreamedBatches(rows, schedule, layout, sum_on_ranks, gather_texts)
 
 
 def packs_of(

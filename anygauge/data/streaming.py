@@ -47,6 +47,7 @@ from anygauge.data.tokenise import Tokenise, Tokeniser, chunks_of
 from anygauge.interface import DataError, RunFileError
 
 SumOnRanks = Callable[[list[float]], list[float]]
+GatherTexts = Callable[[str], Sequence[str]]
 
 _ENDLESS = 2**62
 _KEPT_STEPS = 4
@@ -310,14 +311,20 @@ class StreamedBatches(OrderedBatches):
 
     Args:
         sum_on_ranks: sums each number over all parts of a step, each part once.
+        gather_texts: a text of each rank.
     """
 
     def __init__(
-        self, rows: StreamedRows, schedule: Schedule, layout: Layout, sum_on_ranks: SumOnRanks
+        self,
+        rows: StreamedRows,
+        schedule: Schedule,
+        layout: Layout,
+        sum_on_ranks: SumOnRanks,
+        gather_texts: GatherTexts,
     ) -> None:
         order = BlockOrder(rows, schedule.seed, shuffle=schedule.shuffle)
         super().__init__(schedule, layout, order)
-        self._rows, self._sum = rows, sum_on_ranks
+        self._rows, self._sum, self._gather = rows, sum_on_ranks, gather_texts
         self._ahead = Ahead(self._read, self.steps, depth=2, behind=STEPS_AHEAD)
         self._counts: OrderedDict[int, Counts] = OrderedDict()
 
@@ -385,7 +392,8 @@ class StreamedBatches(OrderedBatches):
             values = [float(getattr(mine.counts, name)) for name in _COUNTED]
             *sums, failed = self._sum([*values, float(mine.error is not None)])
             if failed:
-                raise mine.error or DataError(f"a row of step {index + 1} cannot be used")
+                texts = self._gather("" if mine.error is None else str(mine.error))
+                raise DataError(next(filter(None, texts)))
             counted: dict[str, Any] = dict(zip(_COUNTED, map(round, sums), strict=True))
             counts = Counts(**counted)
             self._rows.counts += counts

@@ -32,6 +32,8 @@ CHUNK = 1024
 FEW_ROWS = 10_000
 """As many are tokenised here before workers are started, which takes seconds."""
 MOST_WORKERS = 16
+START_S = 300.0
+"""Until a worker has begun: it imports the model library, perhaps from a slow disk."""
 SILENCE_S = 60.0
 """For one rendering of a chat template, which takes milliseconds."""
 SHARE_OF_MEMORY = 0.75
@@ -162,7 +164,7 @@ class Tokeniser:
         while True:
             before = self._watch.seen
             try:
-                return _result(future, SILENCE_S)
+                return _result(future, SILENCE_S if before else START_S)
             except MemoryError:
                 limit = f"{self._memory / 2**30:.1f} GiB"
             except TimeoutError:

@@ -16,7 +16,7 @@ from anygauge.config.schema import RunFile
 from anygauge.config.sections import QuantiseSection
 from anygauge.interface import AnygaugeError, StrategySpec
 from anygauge.kernels.choose import LOSS, REFERENCE
-from anygauge.planning.trials import Target, Trial, Try, changed
+from anygauge.planning.trials import Target, Trial, Trials, changed
 from anygauge.registry import Provided, Registry
 from anygauge.registry.registry import load_options
 from anygauge.training.auto import AUTO
@@ -48,9 +48,9 @@ class Choice:
     why: str = ""
 
     @property
-    def fits(self) -> bool:
-        """Whether it is known to."""
-        return self.trial is not None and self.trial.fits
+    def margin(self) -> float:
+        """See `Fit.margin`; what is refused has the least."""
+        return -math.inf if self.trial is None else self.trial.margin
 
     @property
     def options(self) -> list[str]:
@@ -62,7 +62,7 @@ class Choice:
         lines |= {f"strategy.{name}": value for name, value in section.items()}
         return [f"{path}={_inline(value)}" for path, value in lines.items()]
 
-    def tried(self, run: RunFile, target: Target, tried: Try) -> Choice:
+    def tried(self, run: RunFile, target: Target, tried: Trials) -> Choice:
         """This one, planned; a refusal is an answer."""
         try:
             run = changed(run, self.lines) if self.lines else run
@@ -73,14 +73,9 @@ class Choice:
     def record(self) -> dict[str, Any]:
         """What JSON can hold."""
         none = dict.fromkeys(("ranks", "phase", "fit", "time"))
+        found = {"name": self.name, "lines": dict(self.lines), "set": self.options}
         trial = none if self.trial is None else self.trial.record()
-        why = self.why or None
-        return {
-            "name": self.name,
-            "lines": dict(self.lines),
-            "set": self.options,
-            "why": why,
-        } | trial
+        return {**found, "why": self.why or None, **trial}
 
 
 def _inline(value: Any) -> str:
@@ -91,16 +86,13 @@ def _inline(value: Any) -> str:
 # -- what to change --------------------------------------------------------------------------------
 
 
-def eight_changes(
+def _eight_changes(
     trial: Trial, registry: Registry, batch: Choice, rows: Choice
 ) -> Iterator[Sequence[Choice]]:
     """Changes that take memory away, those that cost least first; eight at most.
 
     Each is a list of ways to do it: the first that fits is taken. What a configuration or a
     backend refuses is among them.
-
-    Args:
-        batch, rows: the largest that fit.
     """
     run, ranks = trial.run, trial.ranks
     parts = share_of(run, registry, 0, ranks).count
@@ -166,30 +158,25 @@ def _lighter(run: RunFile, registry: Registry) -> Sequence[list[Choice]]:
     return [changes if level > has else [] for level, changes in enumerate(levels)]
 
 
-def what_to_change(
-    trial: Trial, target: Target, tried: Try, registry: Registry, batch: Choice, rows: Choice
-) -> Iterator[Choice]:
+def what_to_change(trial: Trial, tried: Trials, batch: Choice, rows: Choice) -> Iterator[Choice]:
     """Each change that makes the run fit, or gains something; of several ways, the first that fits,
     or else the one that lacks least.
 
     Args:
         trial: of the run; its card's memory is known.
+        batch, rows: the largest that fit.
     """
-    for ways in eight_changes(trial, registry, batch, rows):
-        best: Choice | None = None
+    assert trial.fit is not None
+    for ways in _eight_changes(trial, tried.registry, batch, rows):
+        found: list[Choice] = []
         for way in ways:
-            found = way.tried(trial.run, target, tried)
-            if found.trial is not None and (
-                best is None or best.trial is None or found.trial.margin > best.trial.margin
-            ):
-                best = found
-            if found.fits:
-                best = found
+            found.append(way.tried(trial.run, trial.target, tried))
+            if found[-1].margin >= 0:
                 break
-        if best is not None and best.trial is not None and best.trial.fit is not None:
-            gained = best.trial.margin - trial.margin > USEFUL * best.trial.fit.memory
-            if gained or best.fits > trial.fits:
-                yield best
+        best = max(found, key=lambda one: one.margin, default=Choice(""))
+        gained = best.margin - trial.margin > USEFUL * trial.fit.memory
+        if gained or best.margin >= 0 > trial.margin:
+            yield best
 
 
 # -- the largest that fits -------------------------------------------------------------------------
@@ -202,33 +189,32 @@ TOKENS = 64
 """Lengths of rows that are tried are multiples of it."""
 
 
-def largest_batch(trial: Trial, target: Target, tried: Try, registry: Registry) -> Choice:
+def largest_batch(trial: Trial, tried: Trials) -> Choice:
     """The most sequences per forward; a step has as many forwards as before."""
     run = trial.run
-    size = run.train.sequences_at_once(share_of(run, registry, 0, trial.ranks).count)
+    size = run.train.sequences_at_once(share_of(run, tried.registry, 0, trial.ranks).count)
     forwards = run.train.global_batch_size // size
 
     def lines(size: int) -> Mapping[str, int]:
         return {BATCH: size, "train.global_batch_size": size * forwards}
 
     ended_by = f"no more than {MOST_SEQUENCES:,} are tried"
-    return _largest("batch", trial, target, tried, lines, (size, 1, MOST_SEQUENCES), ended_by)
+    return _largest("batch", trial, tried, lines, (size, 1, MOST_SEQUENCES), ended_by)
 
 
-def longest_rows(trial: Trial, target: Target, tried: Try) -> Choice:
+def longest_rows(trial: Trial, tried: Trials) -> Choice:
     """The most tokens in a row."""
     most, ended_by = MOST_TOKENS, f"no more than {MOST_TOKENS:,} are tried"
     if (positions := trial.memory.positions) and positions < most:
         most, ended_by = positions, "the model was made for no more positions"
     sizes = trial.run.data.max_length, TOKENS, most
-    return _largest("rows", trial, target, tried, lambda size: {ROWS: size}, sizes, ended_by)
+    return _largest("rows", trial, tried, lambda size: {ROWS: size}, sizes, ended_by)
 
 
 def _largest(
     name: str,
     trial: Trial,
-    target: Target,
-    tried: Try,
+    tried: Trials,
     lines: Callable[[int], Mapping[str, int]],
     sizes: tuple[int, int, int],
     ended_by: str,
@@ -253,7 +239,7 @@ def _largest(
         guess = _solved(plans) if len(plans) > 1 else first * (2 if trial.fits else 0.5)
         number = most if guess >= most else int(guess) // unit * unit
         number = max(least, min(number, largest))
-        found = Choice(name, lines(number)).tried(trial.run, target, tried)
+        found = Choice(name, lines(number)).tried(trial.run, trial.target, tried)
         if found.trial is None:
             most, ended_by = best, f"{number:,} is refused: {found.why}"
             break
@@ -285,8 +271,8 @@ CHOICES: Mapping[str, Sequence[Any]] = {
 third parties too."""
 
 
-def layouts(registry: Registry, ranks: int, devices: int) -> Iterator[Mapping[str, Any]]:
-    """Sections `strategy` of run files: each strategy as it is, and with each field changed once.
+def _layouts(registry: Registry, ranks: int, devices: int) -> Iterator[Choice]:
+    """Each strategy as it is, and with each field changed once.
 
     Args:
         ranks: of the run.
@@ -301,39 +287,27 @@ def layouts(registry: Registry, ranks: int, devices: int) -> Iterator[Mapping[st
         spec = provided.spec
         if spec.name == AUTO or (spec.world_sizes and ranks not in spec.world_sizes):
             continue
-        yield {"name": spec.name}
+        yield Choice(spec.name, {"strategy": {"name": spec.name}})
         options = load_options(provided, "strategy")
         for name, values in choices.items():
             for value in values if name in options.model_fields else ():
                 if value != options.model_fields[name].default:
                     with suppress(ValidationError):
                         options.model_validate({name: value})
-                        yield {"name": spec.name, name: value}
+                        section = {"name": spec.name, name: value}
+                        yield Choice(f"{spec.name}, {name} {value}", {"strategy": section})
 
 
-def try_strategies(
-    run: RunFile, target: Target, tried: Try, registry: Registry
-) -> Sequence[Choice]:
-    """Every layout that a number of ranks can have: those that fit first, the fastest first."""
-    devices = run.launch.devices
-    rows = [
-        Choice(_in_words(section), {"strategy": section}).tried(run, target, tried)
-        for section in layouts(registry, run.launch.nodes * devices, devices)
-    ]
-    return sorted(rows, key=_order)
+def try_strategies(trial: Trial, tried: Trials) -> Sequence[Choice]:
+    """Every layout of a run's ranks: those that fit first, the fastest first."""
 
+    def order(row: Choice) -> tuple[bool, bool, float]:
+        """Without a time, by what is needed."""
+        if (found := row.trial) is None:
+            return True, True, 0
+        needed = found.memory.worst[1].total if found.fit is None else found.fit.needed
+        slow = needed if found.time is None else found.time.step
+        return False, found.fit is not None and not found.fit.fits, slow
 
-def _in_words(section: Mapping[str, Any]) -> str:
-    """A section in a few words: ``zero, stage 2``."""
-    rest = [f"{name} {value}" for name, value in section.items() if name != "name"]
-    return ", ".join([section["name"], *rest])
-
-
-def _order(row: Choice) -> tuple[bool, bool, float]:
-    """Without a time, by what is needed."""
-    trial = row.trial
-    if trial is None:
-        return True, True, 0
-    needed = trial.memory.worst[1].total if trial.fit is None else trial.fit.needed
-    slow = needed if trial.time is None else trial.time.step
-    return False, trial.fit is not None and not trial.fit.fits, slow
+    layouts = _layouts(tried.registry, trial.ranks, trial.run.launch.devices)
+    return sorted((one.tried(trial.run, trial.target, tried) for one in layouts), key=order)

@@ -85,8 +85,7 @@ class Fit:
 
     def record(self) -> dict[str, Any]:
         """What JSON can hold."""
-        totals = {"needed": self.needed, "left": self.left, "fits": self.fits}
-        return {**asdict(self), **totals}
+        return {**asdict(self), "needed": self.needed, "left": self.left, "fits": self.fits}
 
 
 def fit(

@@ -19,8 +19,6 @@ from anygauge.interface.strategy import (
 )
 
 PHASES = (LOAD, FORWARD, LOSS, BACKWARD, UPDATE, EVALUATION, SAVE)
-STEP = (FORWARD, LOSS, BACKWARD)
-"""Phases of all micro-batches of a step."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -109,7 +109,7 @@ def _plan_rank(
         of_kind[kind] = replace(one, kept=max(one.kept, layer.kept))
     layers = [of_kind[kind] for kind in kinds]
     flops = step_flops(model, factory.config, lambda parameter: tuple(parameter.shape))
-    every = {id(p): p for p in model.parameters()}.values()
+    every = list(model.parameters())
     codes = quantised_layers(model).values()
     numbers = sum(p.numel() for p in every)
     numbers += sum(math.prod(c.plain_shape) - c.weight.numel() for c in codes)
@@ -121,12 +121,13 @@ def _plan_rank(
         trace = replace(trace, loss=round(held.share * trace.loss))
         layers = [_compiled(one, held) for one in layers]
         device = _device(estimate, trace, layers, buffers)
-    host = {phase: Peak.of(estimate.host.get(phase, {})) for phase in estimate.host}
+    host: dict[str, Peak] = {}
+    for moment, held_there in estimate.host.items():
+        phase, peak = _PHASE_OF.get(moment, moment), Peak.of(held_there)
+        host[phase] = max(peak, host.get(phase, peak), key=lambda one: one.total)
     if backend.device_type == HOST_DEVICE:
-        device = {
-            phase: Peak.of(peak.kinds, estimate.host.get(phase, {}))
-            for phase, peak in device.items()
-        }
+        none = Peak.of()
+        device = {n: Peak.of(one.kinds, host.get(n, none).kinds) for n, one in device.items()}
         host = {}
     return RunMemory(
         device=device,
@@ -142,6 +143,13 @@ def _plan_rank(
         uncompiled=uncompiled,
         compiled="" if held is None else held.source,
     )
+
+
+_PHASE_OF = {
+    **dict.fromkeys((at.BEGIN, at.GATHER), at.FORWARD),
+    **dict.fromkeys((at.REDUCE, at.END, at.EMBEDDING, at.COLLECT), at.BACKWARD),
+}
+"""Of moments that are no phases."""
 
 
 # -- the model -------------------------------------------------------------------------------------

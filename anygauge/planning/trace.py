@@ -20,6 +20,7 @@ from torch import Tensor, is_tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from anygauge.interface import AttentionKernel
 from anygauge.interface.strategy import BACKWARD, BEGIN, END, FORWARD, LOSS
@@ -28,46 +29,11 @@ from anygauge.planning.memory import Work
 from anygauge.strategies.materialise import decoder_layers
 
 ops = torch.ops.aten
-UNTOUCHED = {
-    "_unsafe_view",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-    "resize_",
-    "set_",
-}
-"""Operations that make room or say what there is, and touch none of it."""
+UNTOUCHED = ("_unsafe_view", "resize_", "set_")
+"""Operations that say what there is, and touch none of it; so do those that make it empty."""
 
 Moment = tuple[str, int]
 """Of `MOMENTS`, and the number of the layer; 0 where there is none."""
-
-
-def count(work: Work, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
-    """Add an operation that is done."""
-    if func.is_view or func.namespace != "aten" or func.overloadpacket.__name__ in UNTOUCHED:
-        return
-    touched: tuple[Any, ...] = (args, kwargs, result)
-    if func is ops.embedding.default:  # of its table it reads as much as it writes
-        touched = (result, result)
-    elif func is ops.copy_.default:  # what was there is not read
-        touched = (args[1:], kwargs, result)
-    size = sum(one.numel() * one.element_size() for one in tree_leaves(touched) if is_tensor(one))
-    work.operations += 1
-    formula: Callable[..., int] | None = flop_registry.get(func.overloadpacket)
-    if formula is None:
-        work.other_bytes += size
-        return
-    made = result[0] if isinstance(result, tuple | list) else result
-    multiply(work, made.dtype, formula(*args, **kwargs, out_val=result))
-    work.matrix_bytes += size
-
-
-def multiply(work: Work, dtype: torch.dtype, flops: float) -> None:
-    """Add the matrix products of what is no single operation."""
-    name = str(dtype).removeprefix("torch.")
-    work.flops = {**work.flops, name: work.flops.get(name, 0.0) + flops}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +95,7 @@ class _Trace(TorchDispatchMode):
         all_set: what is answered where somebody asks whether all of a mask is set.
     """
 
-    last: _Trace | None = None
+    last: _Trace
 
     def __init__(self, model: nn.Module, *, all_set: bool) -> None:
         super().__init__()
@@ -142,11 +108,9 @@ class _Trace(TorchDispatchMode):
         self.most: dict[Moment, int] = {self.moment: 0}
         self.work: dict[Moment, Work] = {self.moment: Work()}
         self._all_set = all_set
-        self._of_all: set[int] = set()
-        self._counts: set[int] = set()
+        self._of_all, self._counts = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         kept = [*model.parameters(), *model.buffers()]
         self._seen = {tensor.untyped_storage()._cdata for tensor in kept}
-        self._storages: dict[int, Any] = {}
 
     def enter(self, moment: Moment) -> None:
         """A moment begins."""
@@ -166,12 +130,38 @@ class _Trace(TorchDispatchMode):
             with self:  # its parts are seen
                 return _logsumexp(*args, **kwargs)
         result = self._answered(func, args, kwargs)
-        count(self.work[self.moment], func, args, kwargs, result)
+        self._count(func, args, kwargs, result)
         for value in result if isinstance(result, tuple | list) else (result,):
             if isinstance(value, Tensor):
                 self._see(value.untyped_storage())
         self.most[self.moment] = max(self.most[self.moment], self.live)
         return result
+
+    def _count(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
+        """Add the work of an operation that is done."""
+        name, work = func.overloadpacket.__name__, self.work[self.moment]
+        if func.is_view or func.namespace != "aten" or name in UNTOUCHED or "empty" in name:
+            return
+        touched: tuple[Any, ...] = (args, kwargs, result)
+        if func is ops.embedding.default:  # of its table it reads as much as it writes
+            touched = (result, result)
+        elif func is ops.copy_.default:  # what was there is not read
+            touched = (args[1:], kwargs, result)
+        tensors = [one for one in tree_leaves(touched) if is_tensor(one)]
+        size = sum(one.numel() * one.element_size() for one in tensors)
+        work.operations += 1
+        formula: Callable[..., int] | None = flop_registry.get(func.overloadpacket)
+        if formula is None:
+            work.other_bytes += size
+            return
+        made = result[0] if isinstance(result, tuple | list) else result
+        self.multiply(made.dtype, formula(*args, **kwargs, out_val=result))
+        work.matrix_bytes += size
+
+    def multiply(self, dtype: torch.dtype, flops: float) -> None:
+        """Add matrix products to what is computed at this moment."""
+        work, name = self.work[self.moment], str(dtype).removeprefix("torch.")
+        work.flops = {**work.flops, name: work.flops.get(name, 0.0) + flops}
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         address, size = storage._cdata, storage.nbytes()
@@ -180,12 +170,11 @@ class _Trace(TorchDispatchMode):
         self._seen.add(address)
         self.live += size
 
-        def gone(_: Any) -> None:
+        def gone() -> None:
             self._seen.discard(address)
-            del self._storages[address]
             self.live -= size
 
-        self._storages[address] = weakref.ref(storage, gone)
+        weakref.finalize(storage, gone)
 
     def _answered(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """What an operation gives out; a value that somebody asks for is zero.
@@ -193,7 +182,7 @@ class _Trace(TorchDispatchMode):
         Indices of what is not zero are as many as there can be.
         """
         if func is ops._local_scalar_dense.default:
-            if id(args[0]) in self._of_all:
+            if args[0] in self._of_all:
                 return self._all_set
             dtype = args[0].dtype
             return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
@@ -204,18 +193,10 @@ class _Trace(TorchDispatchMode):
         result = func(*args, **kwargs)
         # Releases of transformers ask by all(), or whether as many are set as there are.
         if func is ops.sum.default and args[0].dtype is torch.bool:
-            _remember(self._counts, result)
-        elif func.overloadpacket is ops.all or (
-            func is ops.eq.Scalar and id(args[0]) in self._counts
-        ):
-            _remember(self._of_all, result)
+            self._counts[result] = True
+        elif func.overloadpacket is ops.all or (func is ops.eq.Scalar and args[0] in self._counts):
+            self._of_all[result] = True
         return result
-
-
-def _remember(tensors: set[int], tensor: Tensor) -> None:
-    """Add a tensor's address, for as long as the tensor is there."""
-    tensors.add(id(tensor))
-    weakref.finalize(tensor, tensors.discard, id(tensor))
 
 
 def _logsumexp(tensor: Tensor, dims: Any, keepdim: bool = False) -> Tensor:
@@ -225,12 +206,12 @@ def _logsumexp(tensor: Tensor, dims: Any, keepdim: bool = False) -> Tensor:
     return result.log_().add_(largest if keepdim else largest.squeeze(dims))
 
 
-Batch = Callable[[], Mapping[str, Any]]
-"""Makes a micro-batch on the meta device: what the model is called with, its labels among it."""
-
-
 def trace_model(
-    model: nn.Module, batch: Batch, *, all_set: bool, holds_outputs: bool = True
+    model: nn.Module,
+    batch: Callable[[], Mapping[str, Any]],
+    *,
+    all_set: bool,
+    holds_outputs: bool = True,
 ) -> ModelTrace:
     """Trace forward and backward of an adapted model of a few layers, and an evaluation.
 
@@ -243,7 +224,8 @@ def trace_model(
     model.train()
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+            # From here on it is the strategy's.
+            parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
     layers = list(decoder_layers(model))
     with _Trace(model, all_set=all_set) as trace, _watched(trace, layers):
         outputs: Any = model(**batch())
@@ -259,11 +241,6 @@ def trace_model(
         model_loss(model(**batch()))
     trained = [sum(p.requires_grad for p in layer.parameters()) for layer in layers]
     return _of_moments(trace, evaluated, trained)
-
-
-def _drop_gradient(parameter: nn.Parameter) -> None:
-    """It is the strategy's from here on."""
-    parameter.grad = None
 
 
 @contextmanager
@@ -364,21 +341,15 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, out, sums, mask)
         # Kernels pass by what a causal mask hides, and not by what another does.
         ctx.once = query.numel() * key.shape[-2] * (1 if mask is None else 2)
-        _multiply(query.dtype, 2 * ctx.once)
+        _Trace.last.multiply(query.dtype, 2 * ctx.once)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         query, key, value, *_ = ctx.saved_tensors
         # Scores again, and a product for the gradient of each: scores, queries, keys, values.
-        _multiply(query.dtype, 5 * ctx.once)
+        _Trace.last.multiply(query.dtype, 5 * ctx.once)
         return *(torch.empty_like(one) for one in (query, key, value)), None
-
-
-def _multiply(dtype: torch.dtype, flops: float) -> None:
-    trace = _Trace.last
-    assert trace is not None, "it is run by a trace alone"
-    multiply(trace.work[trace.moment], dtype, flops)
 
 
 def _attend(

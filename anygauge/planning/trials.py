@@ -21,13 +21,7 @@ from anygauge.planning.time import Duration, UnknownRateError, duration
 from anygauge.registry import Registry
 from anygauge.strategies.degrees import stages_per_rank
 from anygauge.training.auto import AUTO, candidates
-from anygauge.training.strategy import (
-    check_batch,
-    check_installed,
-    check_ranks,
-    check_strategy,
-    share_of,
-)
+from anygauge.training.strategy import check_batch, check_installed, check_strategy, share_of
 from anygauge.util.text import describe
 
 
@@ -45,15 +39,10 @@ class Target:
     card: Card | None
     machine: Machine | None = None
 
-    @property
-    def place(self) -> str:
-        """In words."""
-        return "this machine" if self.machine is None else self.machine.name
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """A run, what it takes, whether that fits, and how long a step takes.
+    """A run, what it takes, whether that fits its target, and how long a step takes there.
 
     Attributes:
         fit: None where the card's memory is not known.
@@ -63,6 +52,7 @@ class Trial:
     """
 
     run: RunFile
+    target: Target
     memory: RunMemory
     fit: Fit | None
     time: Duration | None = None
@@ -96,8 +86,6 @@ class Trial:
         }
 
 
-Try = Callable[[RunFile, Target], Trial]
-"""See `Trials.__call__`."""
 Plan = Callable[[RunFile, Registry, Backend, int], RunMemory]
 """See `anygauge.planning.plan.plan_run`."""
 
@@ -113,7 +101,7 @@ class Trials:
     def __init__(
         self,
         registry: Registry,
-        waiting: Callable[[str], AbstractContextManager[Any]] = lambda subject: nullcontext(),
+        waiting: Callable[[str], AbstractContextManager[Any]] = nullcontext,
         plan: Plan | None = None,
     ) -> None:
         self.registry = registry
@@ -132,11 +120,9 @@ class Trials:
         if run.strategy.name == AUTO:
             forms = candidates(run, self.registry, backend, ranks, ranks_run_here=False)
             return self.first_that_fits(forms, target)
-        spec = self.registry.find_strategy(run.strategy.name).spec
-        check_ranks(spec, ranks, self.registry)
-        # It is planned here, wherever the run's ranks will be.
-        check_installed(spec, self.registry)
         check_strategy(run, self.registry, backend, ranks, ranks_run_here=False)
+        # It is planned here, wherever the run's ranks will be.
+        check_installed(self.registry.find_strategy(run.strategy.name).spec, self.registry)
         check_batch(run, self.registry, ranks)
         _check_type(run, target.card)
         memory = self._memory(run, backend, ranks)
@@ -145,7 +131,7 @@ class Trials:
             disk = on_disk(run, memory, ranks)
             held = fit(memory, target.card, ranks, run.launch.devices, target.machine, disk)
         step, untimed = timed(run, memory, target, self.registry)
-        return Trial(run=run, memory=memory, fit=held, time=step, untimed=untimed)
+        return Trial(run=run, target=target, memory=memory, fit=held, time=step, untimed=untimed)
 
     def first_that_fits(self, forms: Sequence[RunFile], target: Target) -> Trial:
         """Of several forms of a run; where none fits, the one that lacks least.

@@ -2,17 +2,15 @@
 what a step sends.
 
 A process for each rank trains a run that was found wrong once more, with the backend's environment,
-up to the step that differs (``python -m anygauge.testing.bisect``), and repeats every operation of
-the device on the host, from the device's own inputs. The first whose result is out of its bound had
-inputs that were still what they should be, or what earlier rounding explains.
+up to the step that differs, and repeats every operation of the device on the host, from the
+device's own inputs. The first whose result is out of its bound had inputs that were still what they
+should be, or what earlier rounding explains.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,78 +29,71 @@ from anygauge.testing.process import Subject, run_ranks
 if TYPE_CHECKING:
     from anygauge.training.setup import PreparedRun
 
-MODULE = "anygauge.testing.bisect"
-TIMEOUT_S = 300.0
 NOT_FOUND = "the cause was not found"
 
 
-def cause_of(
-    subject: Subject, folder: Path, found: Path, step: int, *, ranks: int, checkpoint: Path | None
-) -> str:
+def cause_of(subject: Subject, folder: Path, found: Path, step: int, *, ranks: int) -> str:
     """Where the device first leaves the host, as a sentence without its end; never raises.
 
     Args:
         folder: for answers and logs.
         found: folder of the device's run.
         step: the first whose loss differs, from 1; later ones are not looked at.
-        checkpoint: that the run was resumed from.
     """
-    resume = checkpoint and str(checkpoint)
-    request = {"found": str(found), "steps": step, "checkpoint": resume}
-    part, base = "device" if ranks == 1 else "ranks", folder / f"cause-{found.name}"
+    request, base = {"run": str(found), "steps": step}, folder / f"cause-{found.name}"
     try:
-        files, trouble = run_ranks(
-            [MODULE], request, subject, base, part=part, ranks=ranks, limit_s=TIMEOUT_S
-        )
-        said = [json.loads(each.read_text()) for each in files if each.exists()]
+        files, trouble = run_ranks(first_operation, request, subject, base, ranks=ranks)
+        said = [(json.loads(f.read_text()), at) for at, f in enumerate(files) if f.exists()]
     except Exception as error:  # the failure that is explained must be reported all the same
         return f"{NOT_FOUND}: {type(error).__name__}: {error}"
-    first = min((each for each in said if each["place"]), key=lambda e: e["number"], default=None)
-    if first is not None:
-        where = f" on rank {first['rank']}" if ranks > 1 else ""
-        return f"the device leaves the host first{where} in {first['place']}"
-    return f"{NOT_FOUND}: {trouble or said[0]['seen']}"
+    places = [(number, rank, place) for (number, place, _), rank in said if place]
+    if not places:
+        return f"{NOT_FOUND}: {trouble or said[0][0][-1]}"
+    _, rank, place = min(places)
+    where = f" on rank {rank}" if ranks > 1 else ""
+    return f"the device leaves the host first{where} in {place}"
 
 
 # -- in the process -------------------------------------------------------------------------------
 
 
-def main() -> None:
-    """Answer the request on standard input."""
-    request = json.load(sys.stdin)
-    answer = {"rank": int(os.environ["RANK"]), "place": "", "number": 0}
-    try:
-        run = prepared(Path(request["found"]), request["checkpoint"], request["rendezvous"])
-        answer |= first_operation(run, run.loop.backend.device_type, request["steps"])
-    except Exception as error:
-        traceback.print_exc()
-        lines = str(error).strip().splitlines() or [""]
-        answer["seen"] = f"looking for it raised {type(error).__name__}: {lines[0]}"
-    Path(request["answers"]).write_text(json.dumps(answer), encoding="utf-8")
+def first_operation(request: Any) -> tuple[int, str, str]:
+    """How many operations were repeated; the first that leaves the host, empty if none does; and
+    what was compared, in words."""
+    run = prepared(Path(request["run"]), request["rendezvous"])
+    loop, replay = run.loop, Replay(run.loop.backend.device_type)
+    for index in range(loop.start, request["steps"] + 1):
+        if index % loop.settings.eval_every == 0:
+            replay.place = f"the evaluation before step {index + 1}"
+            with replay:
+                loop.evaluate(index)
+        if index < request["steps"] and not replay.found:
+            replay.place = f"step {index + 1}"
+            with replay:
+                one_step(run, index)
+        if replay.found:
+            break
+    unknown = "".join(f", nor aten::{name}" for name in sorted(replay.unknown))
+    compared = (
+        f"the host repeated {replay.compared} operations in float64 from the device's inputs, and "
+        "each agrees; what ranks exchange, compiled graphs and random numbers it cannot repeat"
+    )
+    return replay.compared, replay.found, compared + unknown
 
 
-def prepared(folder: Path, checkpoint: str | None, rendezvous: str) -> PreparedRun:
+def prepared(folder: Path, rendezvous: str) -> PreparedRun:
     """A run, ready for its first step once more, in a folder beside its own."""
     from anygauge.config.resolved import read_run
     from anygauge.registry import Registry
-    from anygauge.training.checkpoints.manager import NEVER
     from anygauge.training.progress import Progress
     from anygauge.training.setup import Rank, open_device, prepare_run
     from anygauge.training.strategy import create_strategy
     from anygauge.util.events import EventWriter
 
     registry, run = Registry.load(), read_run(folder / "run.json")
-    resumed = run.checkpoint.model_copy(update={"resume": checkpoint or NEVER})
-    run = run.model_copy(update={"checkpoint": resumed})
     home = folder.with_name(f"{folder.name}-again")
     home.mkdir(exist_ok=True)
-    job = replace(
-        Job.load(folder / "job.json"),
-        run_directory=str(home),
-        run_file=str(home / "run.json"),
-        resume=False,
-        rendezvous=rendezvous,
-    )
+    job = replace(Job.load(folder / "job.json"), run_directory=str(home), rendezvous=rendezvous)
     index, local, world = (int(os.environ[n]) for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     events = EventWriter(None)
     rank = Rank(
@@ -124,45 +115,11 @@ def one_step(run: PreparedRun, index: int) -> None:
     loop.engine.update(lr, section.max_grad_norm)
 
 
-def first_operation(run: PreparedRun, device_type: str, steps: int) -> dict[str, Any]:
-    """``place``: the first operation that leaves the host, empty if none does; ``number``: how many
-    were repeated before it; ``seen``: what was compared."""
-    replay, loop = Replay(device_type), run.loop
-    for index in range(loop.start, steps + 1):
-        if index % loop.settings.eval_every == 0:
-            replay.place = f"the evaluation before step {index + 1}"
-            for batches, _ in loop.evaluations.values():
-                with replay:
-                    loop.engine.evaluate(map(loop.to_device, batches), loop.loss_function)
-        if index < steps and not replay.found:
-            replay.place = f"step {index + 1}"
-            with replay:
-                one_step(run, index)
-        if replay.found:
-            return {"place": replay.found, "number": replay.compared}
-    unknown = "".join(f", nor aten::{name}" for name in sorted(replay.unknown))
-    return {
-        "seen": f"the host repeated {replay.compared} operations in float64 from the device's "
-        "inputs, and each agrees; what ranks exchange, compiled graphs and random numbers it "
-        f"cannot repeat{unknown}"
-    }
-
-
 # -- what a step sends -----------------------------------------------------------------------------
 
-_SPELLED = {
-    "all_reduce": "allreduce_ allreduce_coalesced_ all_reduce all_reduce_coalesced",
-    "all_gather": "_allgather_base_ allgather_ allgather_into_tensor_coalesced_ "
-    "all_gather_into_tensor all_gather_into_tensor_coalesced",
-    "reduce_scatter": "_reduce_scatter_base_ reduce_scatter_ reduce_scatter_tensor_coalesced_ "
-    "reduce_scatter_tensor reduce_scatter_tensor_coalesced",
-    "reduce": "reduce_",
-    "broadcast": "broadcast_ broadcast",
-    "all_to_all": "alltoall_base_ alltoall_ all_to_all_single",
-    "send": "send",
-}
-NAMES = {operator: name for name, spelled in _SPELLED.items() for operator in spelled.split()}
-"""torch's operators, of c10d and functional; others have their own name."""
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+"""torch's operators, of c10d and functional, begin with these, with ``_`` elsewhere or not at all;
+others have their own name."""
 QUIET = {"recv_", "wait_tensor", "barrier", "monitored_barrier_", "_wrap_tensor_autograd"}
 NAMESPACES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "_dtensor::")
 
@@ -194,10 +151,12 @@ class CollectiveBytes(TorchDispatchMode):
 
     def _count(self, operator: str, given: Any) -> None:
         """The larger side of gathers and scatters, the first of others."""
-        sides = [[leaf for leaf in tree_leaves(one) if isinstance(leaf, Tensor)] for one in given]
-        sizes = [sum(each.numel() * each.element_size() for each in side) for side in sides if side]
+        sides = filter(None, map(_tensors, given))
+        sizes = [sum(each.numel() * each.element_size() for each in side) for side in sides]
         if operator not in QUIET and sizes:
-            name = NAMES.get(operator, operator)
+            plain = operator.replace("_", "")
+            usual = (each for each in COLLECTIVES if plain.startswith(each.replace("_", "")))
+            name = next(usual, operator.strip("_"))
             size = max(sizes) if name in ("all_gather", "reduce_scatter") else sizes[0]
             self.calls[name] += 1
             self.bytes[name] += size
@@ -247,8 +206,8 @@ class Replay(TorchDispatchMode):
             return func(*args, **kwargs)
         before = tree_map(_on_host, (args, kwargs))
         result = func(*args, **kwargs)
-        written = _tensors([*_written(func, args, kwargs), result])
         try:
+            written = _written(func, args, kwargs, result)
             self.found = departed(func, before, written, self.place)
             self.compared += 1
         except Exception:  # whatever the host has no kernel for, in float64
@@ -316,17 +275,17 @@ def _again(func: Any, before: Any, change: Callable[[Any], Any]) -> list[Tensor]
     args, kwargs = tree_map(change, copies)
     if func.overloadpacket.__name__ in ("_softmax", "_log_softmax"):
         args = (*args[:2], False)  # a type of its own for the result: here both have one
-    result = func(*args, **kwargs)
-    return _tensors([*_written(func, args, kwargs), result])
+    return _written(func, args, kwargs, func(*args, **kwargs))
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that an operation writes to."""
-    return [
+def _written(func: Any, args: Any, kwargs: Any, result: Any) -> list[Tensor]:
+    """The arguments that an operation writes to, and what it returned."""
+    changed = [
         args[at] if at < len(args) else kwargs.get(argument.name)
         for at, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
+    return _tensors([*changed, result])
 
 
 def _on_host(leaf: Any) -> Any:
@@ -350,10 +309,3 @@ def _absolute(leaf: Any) -> Any:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-if __name__ == "__main__":
-    # Under its own name, as what it imports knows it.
-    from anygauge.testing.bisect import main as run_main
-
-    run_main()

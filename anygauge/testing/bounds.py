@@ -78,15 +78,14 @@ def summed(terms: int, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     return (2 * roundoff(dtype) + kept) * magnitude + torch.finfo(dtype).tiny
 
 
-def unbiased(
-    found: Tensor, wanted: Tensor, dtype: torch.dtype, what: str, most: float = BIASED
-) -> None:
+def unbiased(found: Tensor, wanted: Tensor, what: str, most: float = BIASED) -> None:
     """Fail where errors lean to one side; too few values are passed over.
 
     Args:
         found, wanted: on the host; float64 is wanted.
         most: mean error in roundoffs of the type.
     """
+    dtype = found.dtype
     counts = torch.isfinite(wanted) & (wanted.abs() > 1e3 * torch.finfo(dtype).tiny)
     if int(counts.sum()) < ENOUGH:
         return

@@ -20,16 +20,13 @@ CHOSEN = "ANYGAUGE_CONFORMANCE_BACKEND"
 """Passes the name of ``--anygauge-backend`` to the contract."""
 CHOSEN_STRATEGY = "ANYGAUGE_CONFORMANCE_STRATEGY"
 """Likewise, of ``--anygauge-strategy``."""
-LIMIT_S = 60.0
-"""Seconds that a check may take, unless it says otherwise."""
 TABLE_S = 240.0
-"""The same for a check that goes through a table."""
+"""Seconds that a check may take that goes through a table."""
 COLLECTIVE_TIMEOUT_S = 60.0
 """How long the collectives of the kit's ranks may wait."""
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
 """Largest error of one operation relative to the largest value, by compute type."""
-PASSED, SKIPPED, DECLARED, FAILED = "passed", "skipped", "declared", "failed"
-BEST_FIRST = (PASSED, SKIPPED, DECLARED, FAILED)
+PASSED, SKIPPED, DECLARED, FAILED = BEST_FIRST = "passed", "skipped", "declared", "failed"
 """What becomes of a check: it holds; it has no meaning for the backend; it does not hold, as the
 backend declares; or it fails."""
 Verdict = tuple[str, str]
@@ -76,7 +73,7 @@ class ConformanceCheck:
     capability: str | None = None
     of_the_end: bool = False
     of_the_close: bool = False
-    limit_s: float = LIMIT_S
+    limit_s: float = 60.0
 
 
 class NotAsked(Exception):
@@ -85,15 +82,10 @@ class NotAsked(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
-    """What the checks on a device get: an opened backend, and how to make another like it.
-
-    Attributes:
-        visible: devices that this process may see.
-    """
+    """What the checks on a device get: an opened backend, and how to make another like it."""
 
     backend: Backend
     device: torch.device
-    visible: int
     fresh: Callable[[], Backend]
 
     @property
@@ -116,18 +108,20 @@ CHECKS: dict[str, ConformanceCheck] = {}
 """Every check by name, in the order of definition; its part's module registers it when imported."""
 
 
-def check(title: str, **fields: Any) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-    """Decorator: register a function as a check under its own name.
+def check(
+    title: str, *, name: str = "", **fields: Any
+) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    """Decorator: register a function as a check, under its own name unless another is given.
 
     Args:
         fields: the others of `ConformanceCheck`.
     """
 
     def register(function: Callable[[Any], None]) -> Callable[[Any], None]:
-        name = function.__name__
-        if name in CHECKS:
-            raise ValueError(f"two checks are named {name!r}")
-        CHECKS[name] = ConformanceCheck(name=name, title=title, function=function, **fields)
+        of = name or function.__name__
+        if of in CHECKS:
+            raise ValueError(f"two checks are named {of!r}")
+        CHECKS[of] = ConformanceCheck(name=of, title=title, function=function, **fields)
         return function
 
     return register
@@ -142,22 +136,21 @@ def judged(function: Callable[[Any], None], subject: Any, declared: Support | No
     Args:
         declared: of the check's capability; None where every backend must pass.
     """
-    supported = declared is None or bool(declared)
     try:
         function(subject)
     except NotAsked as reason:
         return SKIPPED, str(reason)
     except Exception as error:
-        if not supported:
+        if declared is not None and not declared:
             return DECLARED, str(declared)
         traceback.print_exc()
         detail = (str(error).strip() or type(error).__name__).splitlines()[0]
         if not isinstance(error, AssertionError):
             detail = f"{type(error).__name__}: {detail}"
         return FAILED, detail if declared is None else f"{detail} (declared: {declared})"
-    if supported:
+    if declared is None or declared:
         return PASSED, ""
-    if declared is not None and declared.level is Level.SWITCHED_OFF:
+    if declared.level is Level.SWITCHED_OFF:
         return DECLARED, str(declared)
     return FAILED, f"declared as {declared}, but it works"
 

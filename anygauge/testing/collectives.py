@@ -2,16 +2,14 @@
 
 A line of `FUNCTIONS` is a function of `torch.distributed`, or of the contract's `Collectives`, and
 a check. It is called for every type with each line of `CASES`; all that a rank holds is compared
-once the next call has run: results, inputs, and what lies around both. ``operators`` are torch's
-own, by which strategies and the libraries under them come to the function: those that were recorded
-are in `tests/strategies/collectives.json`.
+once the next call has run: results, inputs, and what lies around both.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,13 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from anygauge.testing.bounds import types
+from anygauge.testing.bounds import LAYOUTS, types
 from anygauge.testing.check import TABLE_S, NotAsked
 from anygauge.testing.rank_context import BITS, RankContext, check_on_ranks
 
-AROUND, GUARD = 5, 3
-"""What stands in memory around a view, and how many elements of it."""
-WHOLE, WITHIN, GAPS = "whole", "within a buffer", "every second"
+WHOLE, WITHIN, GAPS = "contiguous", "sliced", "every second"
+"""Of `LAYOUTS`."""
 LARGE = 2**21 + 5
 """Elements beyond the buffers of any library: 8 MiB of float32 and a little more."""
 MANY = 32
@@ -40,12 +37,15 @@ class Case:
         size: of what a rank has for one rank.
         waits: the call returns a handle, which is waited for.
         salt: calls of one size and other values come one after the other.
+        ranks: of the group; all if there are none.
     """
 
     layout: str
     size: int
     waits: bool = False
     salt: int = 0
+    dtype: torch.dtype = torch.float32
+    ranks: tuple[int, ...] = ()
 
 
 CASES = (
@@ -71,11 +71,11 @@ class Function:
         name: of the check, too.
         run: makes the tensors of a call, and makes it; returns its handle where it waits.
         means: what users see where it is wrong, and where vendors usually have the cause.
-        operators: torch's own by which it is called, in words.
+        operators: torch's own by which strategies and the libraries under them come to it, as
+            recorded in `tests/strategies/collectives.json`.
         op: what it reduces by: types are those that have sums.
         lacked: a library may refuse it.
         contract: of `Collectives`, which serves gaps, and has no handles.
-        grouped: it takes a group.
     """
 
     name: str
@@ -85,33 +85,38 @@ class Function:
     op: str = ""
     lacked: bool = False
     contract: bool = False
-    grouped: bool = True
 
 
-@dataclass(slots=True)
 class Call:
     """One call of a function on this rank: it makes tensors, and then judges them.
 
     Attributes:
-        ranks, group: who takes part; all if the group is None.
+        ranks: who takes part.
         root: of `ranks`, the one that sends or receives, where there is one.
+        mine: `values` of this rank.
+        named: arguments that functions of `torch.distributed` have in common.
         made: (on the device, on the host with what it must hold, largest error, what it is): all
             memory of its tensors, and what was returned.
     """
 
-    on: RankContext
-    function: Function
-    case: Case
-    dtype: torch.dtype
-    what: str
-    ranks: Sequence[int]
-    root: int
-    group: Any = None
-    made: list[tuple[Tensor, Tensor, Tensor | float, str]] = field(default_factory=list)
+    def __init__(self, on: RankContext, function: Function, case: Case, number: int) -> None:
+        self.on, self.function, self.case, self.dtype = on, function, case, case.dtype
+        self.ranks = case.ranks or tuple(on.ranks)
+        self.root = self.ranks[number % len(self.ranks)]
+        self.group = groups(on)[case.ranks] if case.ranks else None
+        self.mine = self.values(on.rank)
+        self.named: dict[str, Any] = {"group": self.group, "async_op": case.waits}
+        self.made: list[tuple[Tensor, Tensor, Any, str]] = []
+        of = f" in the group {list(case.ranks)}" if case.ranks else ""
+        how = f"{case.layout}{', waited for' * case.waits}"
+        self.what = f"{function.name}{of} of {case.size} x {case.dtype} for each rank, {how}"
 
-    def run(self) -> Any:
-        """Make the call where this rank takes part; gives the handle of one that waits."""
-        return self.function.run(self) if self.on.rank in self.ranks else None
+    def run(self, *, wait: bool = True) -> Any:
+        """Make the call where this rank takes part; gives the handle of one that has any."""
+        work = self.function.run(self) if self.on.rank in self.ranks else None
+        if wait and self.case.waits and work is not None:
+            work.wait()
+        return work
 
     def values(self, rank: int, parts: int = 1) -> Tensor:
         """What a rank gives, in float64 or int64 on the host: for one rank, or a part for each."""
@@ -119,44 +124,31 @@ class Call:
         make = self.on.exact if floating else self.on.whole
         return make(size, self.dtype, rank, self.case.salt)
 
-    @property
-    def named(self) -> dict[str, Any]:
-        """Arguments that functions of `torch.distributed` have in common."""
-        return {"group": self.group, "async_op": self.case.waits}
-
-    @property
-    def mine(self) -> Tensor:
-        """`values` of this rank."""
-        return self.values(self.on.rank)
+    def stacked(self, parts: int = 1) -> Tensor:
+        """`values` of all ranks, a row for each."""
+        return torch.stack([self.values(rank, parts) for rank in self.ranks])
 
     def part(self, whole: Tensor) -> Tensor:
         """Of a tensor with a part for each rank, this rank's."""
-        place = list(self.ranks).index(self.on.rank)
-        return whole[self.case.size * place : self.case.size * (place + 1)]
+        start = self.case.size * self.ranks.index(self.on.rank)
+        return whole[start : start + self.case.size]
 
-    def holds(
-        self, values: Tensor, wanted: Tensor, name: str = "result", within: Tensor | float = 0.0
-    ) -> Tensor:
-        """A tensor of these values on the device, which must hold those wanted afterwards."""
-        step = 2 if self.case.layout == GAPS else 1
-        guard = 0 if self.case.layout == WHOLE else GUARD
-        memory = torch.full((len(values) * step + 2 * guard,), AROUND, dtype=values.dtype)
-        inside = slice(guard, guard + len(values) * step, step)
-        memory[inside] = values
-        there, error = self.on.put(memory, self.dtype), torch.zeros(memory.shape).double()
-        memory[inside], error[inside] = wanted, within
+    def holds(self, values: Tensor, wanted: Tensor | None = None, within: Any = 0.0) -> Tensor:
+        """A tensor of these values, which must hold those wanted afterwards; an input's stay."""
+        memory, view = LAYOUTS[self.case.layout](values)
+        there, memory = self.on.put(memory, self.dtype), memory.clone()
+        error = torch.zeros(memory.shape).double()
+        view(memory).copy_(values if wanted is None else wanted)
+        view(error).copy_(torch.as_tensor(within))
+        name = "input" if wanted is None else "result"
         self.made.append((there, memory, error, f"the memory of its {name}"))
-        return there[inside]
+        return view(there)
 
-    def input(self, values: Tensor) -> Tensor:
-        """A tensor that stays as it is."""
-        return self.holds(values, values, "input")
-
-    def output(self, wanted: Tensor, within: Tensor | float = 0.0) -> Tensor:
+    def output(self, wanted: Tensor, within: Any = 0.0) -> Tensor:
         """A tensor for a result; it holds what no result is."""
-        return self.holds(torch.full_like(wanted, 77), wanted, within=within)
+        return self.holds(torch.full_like(wanted, 5), wanted, within)
 
-    def returned(self, result: Tensor, wanted: Tensor, within: Tensor | float = 0.0) -> None:
+    def returned(self, result: Tensor, wanted: Tensor, within: Any = 0.0) -> None:
         """Note a tensor that the function gave back."""
         self.made.append((result, wanted, within, "what it returned"))
 
@@ -168,8 +160,7 @@ class Call:
 
 def _reduced(call: Call, parts: int = 1) -> tuple[Tensor, Tensor, Any]:
     """(What a reduction gives, its largest error, torch's name of it)."""
-    stacked = torch.stack([call.values(rank, parts) for rank in call.ranks])
-    op = call.function.op
+    stacked, op = call.stacked(parts), call.function.op
     wanted = stacked.amax(0) if op == "max" else stacked.mean(0) if op == "mean" else stacked.sum(0)
     # Nothing is rounded but a mean, which is divided.
     roundings = 1.1 * (len(call.ranks) + 1) * 2.0 ** -BITS[call.dtype] if op == "mean" else 0.0
@@ -179,7 +170,7 @@ def _reduced(call: Call, parts: int = 1) -> tuple[Tensor, Tensor, Any]:
 
 def _all_reduce(call: Call) -> Any:
     wanted, within, op = _reduced(call)
-    tensor = call.holds(call.mine, wanted, within=within)
+    tensor = call.holds(call.mine, wanted, within)
     if not call.function.contract:
         return dist.all_reduce(tensor, op=op, **call.named)
     result = call.on.collectives.all_reduce(tensor, op=call.function.op, group=call.group)
@@ -195,63 +186,62 @@ def _broadcast(call: Call) -> Any:
 
 
 def _contract_all_gather(call: Call) -> None:
-    tensor = call.input(call.mine)
+    tensor = call.holds(call.mine)
     parts = call.on.collectives.all_gather(tensor)
     call.on.hold(len(parts) == len(call.ranks), f"{call.what} gave {len(parts)} parts")
-    for rank, part in zip(call.ranks, parts, strict=False):
+    for part, wanted in zip(parts, call.stacked(), strict=False):
         own = part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
         call.on.hold(not (own and part.numel()), f"{call.what}: a part is the input itself")
-        call.returned(part, call.values(rank))
+        call.returned(part, wanted)
 
 
 def _reduce_scatter(call: Call) -> Any:
     wanted, within, op = _reduced(call, len(call.ranks))
     part = call.output(call.part(wanted), call.part(within))
-    whole = call.input(call.values(call.on.rank, len(call.ranks)))
+    whole = call.holds(call.values(call.on.rank, len(call.ranks)))
     return dist.reduce_scatter_tensor(part, whole, op=op, **call.named)
 
 
 def _all_gather(call: Call) -> Any:
-    parts = [call.output(call.values(rank)) for rank in call.ranks]
-    return dist.all_gather(parts, call.input(call.mine), **call.named)
+    parts = [call.output(wanted) for wanted in call.stacked()]
+    return dist.all_gather(parts, call.holds(call.mine), **call.named)
 
 
 def _all_gather_into_tensor(call: Call) -> Any:
     """Now and then the own part is a slice of the result, where an engine keeps its shard."""
-    wanted = torch.cat([call.values(rank) for rank in call.ranks])
-    held = torch.full_like(wanted, 77)
+    wanted = call.stacked().flatten()
+    held = torch.full_like(wanted, 5)
     if call.case.salt % 2:
         call.what += ", from a slice of the result"
         call.part(held).copy_(call.mine)
     whole = call.holds(held, wanted)
-    mine = call.part(whole) if call.case.salt % 2 else call.input(call.mine)
+    mine = call.part(whole) if call.case.salt % 2 else call.holds(call.mine)
     return dist.all_gather_into_tensor(whole, mine, **call.named)
 
 
 def _functional_all_gather(call: Call) -> None:
     """As DTensor calls it: the result is a new tensor, complete once it was waited for."""
     group: Any = call.group or dist.group.WORLD
-    mine, operators = call.input(call.mine), torch.ops._c10d_functional
+    mine, operators = call.holds(call.mine), torch.ops._c10d_functional
     result = operators.all_gather_into_tensor(mine, len(call.ranks), group.group_name)
-    wanted = torch.cat([call.values(rank) for rank in call.ranks])
-    call.returned(operators.wait_tensor(result), wanted)
+    call.returned(operators.wait_tensor(result), call.stacked().flatten())
 
 
 def _all_to_all_single(call: Call) -> Any:
     every = len(call.ranks)
-    received = call.output(torch.cat([call.part(call.values(rank, every)) for rank in call.ranks]))
-    sent = call.input(call.values(call.on.rank, every))
+    received = call.output(torch.cat([call.part(each) for each in call.stacked(every)]))
+    sent = call.holds(call.values(call.on.rank, every))
     return dist.all_to_all_single(received, sent, **call.named)
 
 
 def _messages(call: Call) -> Any:
     """From the root to the next rank; the others have none."""
-    after = call.ranks[(list(call.ranks).index(call.root) + 1) % len(call.ranks)]
+    after = call.ranks[(call.ranks.index(call.root) + 1) % len(call.ranks)]
     if len(call.ranks) == 1 or call.on.rank not in (call.root, after):
         return None
     if call.on.rank == call.root:
         send = dist.isend if call.case.waits else dist.send
-        return send(call.input(call.mine), after, group=call.group)
+        return send(call.holds(call.mine), after, group=call.group)
     receive = dist.irecv if call.case.waits else dist.recv
     return receive(call.output(call.values(call.root)), call.root, group=call.group)
 
@@ -270,8 +260,8 @@ FUNCTIONS = (
     Function("contract_sum", _all_reduce, SUMS, op="sum", contract=True),
     Function("contract_mean", _all_reduce, SUMS, op="mean", contract=True),
     Function("contract_max", _all_reduce, MAXIMA, op="max", contract=True),
-    Function("contract_broadcast", _broadcast, PARTS, contract=True, grouped=False),
-    Function("contract_all_gather", _contract_all_gather, PARTS, contract=True, grouped=False),
+    Function("contract_broadcast", _broadcast, PARTS, contract=True),
+    Function("contract_all_gather", _contract_all_gather, PARTS, contract=True),
     Function("all_reduce", _all_reduce, SUMS, "c10d::allreduce_", op="sum"),
     Function("all_reduce_mean", _all_reduce, SUMS, op="mean", lacked=True),
     Function("reduce_scatter", _reduce_scatter, SUMS, _REDUCE_SCATTER, op="sum"),
@@ -283,67 +273,51 @@ FUNCTIONS = (
     Function("all_to_all_single", _all_to_all_single, PARTS, "c10d::alltoall_base_"),
     Function("send_and_recv", _messages, PARTS, "c10d::send c10d::recv_", lacked=True),
 )
-WITHOUT_LINE = frozenset(
-    {"c10d::barrier", "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
-)
-"""Operators that strategies call and that move nothing; `ranks` tries barriers."""
 
 
 def groups(on: RankContext) -> dict[tuple[int, ...], Any]:
     """Every subgroup by its ranks: each alone, pairs, all but one, all. They are made once, and
     kept: one that is dropped may be taken down."""
-    if "groups" not in on.kept:
+    found: dict[tuple[int, ...], Any] = on.kept.setdefault("groups", {})
+    if not found:
         ranks = tuple(on.ranks)
         sets = {*((rank,) for rank in ranks), *itertools.combinations(ranks, 2), ranks[-3:], ranks}
-        on.kept["groups"] = {each: dist.new_group(list(each)) for each in sorted(sets)}
-    found: dict[tuple[int, ...], Any] = on.kept["groups"]
+        found.update((each, dist.new_group(list(each))) for each in sorted(sets))
     return found
 
 
-def _calls(on: RankContext, function: Function) -> Iterator[tuple[Case, torch.dtype, Any]]:
-    """(Case, type, ranks of the group) of each call of a line."""
-    for dtype in types(on):
-        yield from itertools.product((*CASES, *GAPPED * function.contract), (dtype,), (None,))
-    yield Case(WHOLE, LARGE // (1 if function.contract else 4)), torch.float32, None
+def _cases(on: RankContext, function: Function) -> Iterator[Case]:
+    own = (*CASES, *GAPPED * function.contract)
+    yield from (replace(case, dtype=dtype) for dtype in types(on) for case in own)
+    yield Case(WHOLE, LARGE // (1 if function.contract else 4))
     if function.op != "mean":
         whole = (torch.int64, *(() if function.op else (torch.int32, torch.uint8)))
-        yield from itertools.product(OF_OTHERS, (torch.float64, *whole), (None,))
-    if function.grouped:
-        yield from itertools.product(IN_GROUPS, (torch.float32,), groups(on))
+        others = (torch.float64, *whole)
+        yield from (replace(case, dtype=dtype) for case in OF_OTHERS for dtype in others)
+    if function.op or not function.contract:  # the contract's others take no group
+        yield from (replace(case, ranks=ranks) for case in IN_GROUPS for ranks in groups(on))
 
 
 def _try(function: Function, on: RankContext) -> None:
     if not function.contract:
         on.asked_by_engines()
-    earlier: Call | None = None
+    earlier: list[Call] = []
     refusals: list[str] = []
-    for number, (case, dtype, ranks) in enumerate(_calls(on, function)):
-        how = f"{case.layout}{', waited for' * case.waits}"
-        of = "" if ranks is None else f" in the group {list(ranks)}"
-        what = f"{function.name}{of} of {case.size} x {dtype} for each rank, {how}"
-        everyone = ranks or tuple(on.ranks)
-        root, group = everyone[number % len(everyone)], ranks and groups(on)[ranks]
-        call = Call(on, function, case, dtype, what, everyone, root, group)
-        if function.lacked or case.layout == GAPS or not case.size or dtype not in types(on):
-            refusals.append(on.attempt(partial(_complete, call), what, everyone))
-            if refusals[-1]:
-                call.made.clear()
+    for number, case in enumerate(_cases(on, function)):
+        call = Call(on, function, case, number)
+        refusals.append("")
+        if function.lacked or case.layout == GAPS or not case.size or case.dtype not in types(on):
+            refusals[-1] = on.attempt(call.run, call.what, call.ranks)
         else:
-            _complete(call)
-            refusals.append("")
-        if earlier is not None:  # results must stay as they are while the next call runs
-            earlier.judge()
-        earlier = call
-    if earlier is not None:
-        earlier.judge()
+            call.run()
+        if earlier:  # results must stay as they are while the next call runs
+            earlier.pop().judge()
+        if not refusals[-1]:
+            earlier.append(call)
+    if earlier:
+        earlier.pop().judge()
     if all(refusals):
         raise NotAsked(f"the library refuses it: {refusals[0]}")
-
-
-def _complete(call: Call) -> None:
-    work = call.run()
-    if call.case.waits and work is not None:
-        work.wait()
 
 
 for _function in FUNCTIONS:
@@ -356,24 +330,17 @@ for _function in FUNCTIONS:
     )(partial(_try, _function))
 
 
-# -- handles --------------------------------------------------------------------------------------
-
-
-def _begin(on: RankContext, count: int, names: Sequence[str]) -> list[tuple[Call, Any]]:
+def _begin(on: RankContext, count: int, *names: str) -> list[tuple[Call, Any]]:
     """(Call, its handle) of so many calls, in turn of these functions."""
-    lines = {function.name: function for function in FUNCTIONS}
+    functions = [function for function in FUNCTIONS if function.name in names]
     begun = []
     for turn in range(count):
-        function = lines[names[turn % len(names)]]
         size = 2**18 + 1 if turn == 2 else 1003 + turn  # one takes longer than those after it
-        case, root = Case(WHOLE, size, waits=True, salt=turn), turn % on.world_size
-        what = f"{function.name}, handle {turn + 1} of {count}"
-        call = Call(on, function, case, torch.float32, what, tuple(on.ranks), root)
-        begun.append((call, call.run()))
+        case = Case(WHOLE, size, waits=True, salt=turn)
+        call = Call(on, functions[turn % len(functions)], case, turn)
+        call.what += f", handle {turn + 1} of {count}"
+        begun.append((call, call.run(wait=False)))
     return begun
-
-
-HANDLED = ("all_reduce", "all_gather_into_tensor", "reduce_scatter", "broadcast")
 
 
 @check_on_ranks(
@@ -384,7 +351,7 @@ HANDLED = ("all_reduce", "all_gather_into_tensor", "reduce_scatter", "broadcast"
 )
 def handles(on: RankContext) -> None:
     on.asked_by_engines()
-    begun = _begin(on, MANY, HANDLED)
+    begun = _begin(on, MANY, "all_reduce", "all_gather_into_tensor", "reduce_scatter", "broadcast")
     for n in range(MANY):
         call, work = begun[7 * (n + 1) % MANY]  # 7 and their number have no common divisor
         work.wait()
@@ -393,14 +360,14 @@ def handles(on: RankContext) -> None:
         for there, memory, _, name in call.made:
             if name.endswith("result"):
                 # It is this rank's now: later work must neither see nor undo the change.
-                there.add_(1)
-                memory.add_(1)
+                there.neg_()
+                memory.neg_()
     on.backend.placement.synchronize()
     on.collectives.barrier()
     for call, _ in begun:
         call.what += ", changed after its wait and read later"
         call.judge()
-    for call, work in _begin(on, 3, ("all_reduce",)):
+    for call, work in _begin(on, 3, "all_reduce"):
         tensor, wanted = call.made[0][:2]
         doubled = work.get_future().then(lambda _, tensor=tensor: tensor * 2).wait()
         on.same(doubled, wanted * 2, "what a function that follows a collective computed")

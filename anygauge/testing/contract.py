@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 
@@ -29,16 +30,15 @@ from anygauge.testing.check import (
     ConformanceCheck,
     worst,
 )
-from anygauge.testing.loop import EVALUATION, prepare
+from anygauge.testing.loop import EVALUATION, LoopTrials, ranks_of, strategies
 from anygauge.testing.process import PARTS, PartVerdicts, Subject, ask, import_checks
-from anygauge.testing.trials import LoopTrials, ranks_of, strategies
 
 for _part in PARTS:
     import_checks(_part)
 Ask = Callable[..., PartVerdicts]
 """Of a part, and a number of ranks if there are several."""
 ALONE = ("adapter-float32", "adapter-bfloat16", "packed-float32", "whole-bfloat16")
-"""What one process trains, by `anygauge.testing.trials.KINDS`, and its type."""
+"""What one process trains, by `anygauge.testing.loop.KINDS`, and its type."""
 
 
 def _of(part: str) -> Any:
@@ -57,7 +57,7 @@ class BackendContract:
             or 4; at most the devices of the machine. What they leave out counts as not tried.
         loss_noise: largest relative difference of a loss from the host's that the device's
             arithmetic explains, by compute type, where that is known better than
-            `anygauge.testing.trials.NOISE` is. The report says what was allowed, and what it was.
+            `anygauge.testing.loop.NOISE` is. The report says what was allowed, and what it was.
     """
 
     backend: ClassVar[str]
@@ -90,9 +90,7 @@ class BackendContract:
     @classmethod
     def devices(cls, subject: Subject) -> int:
         """Devices of this machine; skips where there is none."""
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in subject.environment.items():
-                patch.setenv(name, value)
+        with mock.patch.dict(os.environ, subject.environment):
             probe = Registry.load().probe(subject.name)
         if not probe.available:
             pytest.skip(f"no device to try: {probe.reason}")
@@ -102,7 +100,6 @@ class BackendContract:
     @classmethod
     def runs(cls, subject: Subject, folder: Path, devices: int) -> LoopTrials:
         """Runs, each made once."""
-        prepare(folder)
         return LoopTrials(subject=subject, folder=folder, stated=cls.loss_noise)
 
     # -- with a device --------------------------------------------------------------------------
@@ -138,7 +135,10 @@ class BackendContract:
     def test_trains_as_the_host_does(self, what: str, runs: LoopTrials, answers: Ask) -> None:
         """One process: the losses of every step and evaluation are the host's, within the noise."""
         kind, dtype = what.split("-")
-        _ask_type(dtype, answers)
+        # As the opened device declares it: some know only then.
+        result, why = answers("device").of(CHECKS[f"{dtype}_arithmetic"])
+        if result == DECLARED:
+            pytest.skip(f"{DECLARED}: {why}")
         _hold(runs.trial(kind, dtype))
         losses = runs.run(kind, dtype).losses
         assert kind != "adapter" or losses[-1] < losses[0], "the loss did not fall"
@@ -146,9 +146,9 @@ class BackendContract:
     def test_documents_of_a_pack_are_apart(self, runs: LoopTrials) -> None:
         """Packed rows of an odd length: each document has the loss that it has alone."""
         # Before the first step both are the base model; of an evaluation no row is cut.
-        packed, alone = (runs.run(kind, "float32") for kind in ("packed", "adapter"))
+        packed, alone = (runs.run(kind) for kind in ("packed", "adapter"))
         found, wanted = (run.numbers[EVALUATION, 0] for run in (packed, alone))
-        allowed = runs.allowed("float32", spread=True)[EVALUATION]
+        allowed = runs.allowed("float32", tolerance=0.0)[EVALUATION]
         assert abs(found - wanted) <= allowed * abs(wanted), (
             f"documents see each other: evaluated in packed rows their loss is {found:.9g}, each "
             f"in a row of its own {wanted:.9g}"
@@ -201,13 +201,6 @@ class BackendContract:
 def _hold(why: str) -> None:
     if why:
         pytest.fail(why, pytrace=False)
-
-
-def _ask_type(dtype: str, answers: Ask) -> None:
-    # As the opened device declares it: some know only then.
-    result, why = answers("device").of(CHECKS[f"{dtype}_arithmetic"])
-    if result == DECLARED:
-        pytest.skip(f"{DECLARED}: {why}")
 
 
 def _judge(check: ConformanceCheck, *given: PartVerdicts) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,14 +16,12 @@ from anygauge.registry import Registry
 from anygauge.registry.registry import load_factory
 from anygauge.testing.check import TOLERANCE, Opened
 
-Function = Callable[..., Any]
-
 
 def _kernel_type(on: Opened) -> torch.dtype:
     return torch.bfloat16 if on.backend.support("bfloat16") else torch.float32
 
 
-def _agrees(on: Opened, found: Tensor, wanted: Tensor, what: str, dtype: str = "") -> None:
+def _agrees(on: Opened, found: Any, wanted: Tensor, what: str, dtype: str = "") -> None:
     assert found.device.type == on.device.type, f"{what}: the result is on {found.device}"
     assert found.shape == wanted.shape, f"{what}: shape {tuple(found.shape)}"
     got = found.detach().to(HOST_DEVICE, torch.float64)
@@ -42,36 +39,35 @@ def _drawn(on: Opened, *shapes: Sequence[int], seed: int = 4) -> list[Tensor]:
 def _try(
     on: Opened,
     what: str,
-    kernel: Function,
-    reference: Function,
+    kernel: Callable[..., Any],
+    reference: Callable[..., Any],
     inputs: Sequence[Tensor],
-    dtype: torch.dtype | None = None,
+    others: Sequence[Any] = (),
 ) -> None:
     """Results and gradients of a kernel on the device are those of its formula in float64.
 
     Args:
-        kernel, reference: get the inputs; what else they take must be bound.
-        dtype: of the results; that of the inputs if None.
+        kernel, reference: get the inputs and the others.
+        others: have no gradients.
     """
-    there = [each.to(on.device, copy=True).requires_grad_() for each in inputs]
-    here = [each.double().requires_grad_() for each in inputs]
-    found, wanted = kernel(*there), reference(*here)
+    there: list[Any] = [each.to(on.device, copy=True).requires_grad_() for each in inputs]
+    here: list[Any] = [each.double().requires_grad_() for each in inputs]
+    moved = [each.to(on.device) if isinstance(each, Tensor) else each for each in others]
+    found, wanted = kernel(*there, *moved), reference(*here, *others)
     pairs = zip(*((x,) if isinstance(x, Tensor) else x for x in (found, wanted)), strict=True)
     for mine, its in pairs:
-        assert mine.dtype is (dtype or inputs[0].dtype), (
-            f"{what}: {mine.dtype} of {inputs[0].dtype}"
-        )
+        due = inputs[0].dtype if its.dim() else torch.float32  # a loss
+        assert mine.dtype is due, f"{what}: {mine.dtype} of {inputs[0].dtype}"
         _agrees(on, mine, its.detach(), what)
         above = torch.randn(its.shape, generator=torch.Generator().manual_seed(5))
         (mine * above.to(on.device)).sum().backward()
         (its * above.double()).sum().backward()
     for number, (mine, its) in enumerate(zip(there, here, strict=True)):
-        assert its.grad is not None
         assert mine.grad is not None, f"{what} has no gradient {number}"
         _agrees(on, mine.grad, its.grad, f"gradient {number} of {what}")
 
 
-def _softmax_trial(on: Opened, kernel: Any, name: str) -> None:
+def softmax(on: Opened, kernel: Any, name: str) -> None:
     """Plain; and scaled, with each kind of mask and a causal offset, an empty row among them."""
     x = torch.linspace(-8, 8, 2 * 6 * 33).reshape(2, 6, 33).to(_kernel_type(on))
     seen = torch.arange(2 * 33).reshape(2, 1, 33) % 3 != 0
@@ -82,82 +78,73 @@ def _softmax_trial(on: Opened, kernel: Any, name: str) -> None:
         ", boolean mask, scaled and causal": (seen, 0.3, 27),
         ", additive mask": (torch.where(seen, 0.5, -torch.inf), 0.3, None),
     }
-    for what, (mask, scale, offset) in cases.items():
-        there = None if mask is None else mask.to(on.device)
 
-        def tried(x: Tensor, mask: Any = there, scale: float = scale, offset: Any = offset) -> Any:
-            return kernel(x, -1, mask, scale, causal_offset=offset)
+    def tried(x: Tensor, mask: Tensor | None, scale: float, offset: int | None) -> Any:
+        return kernel(x, -1, mask, scale, causal_offset=offset)
 
-        formula = functools.partial(_softmax, mask=mask, scale=scale, offset=offset)
-        _try(on, f"softmax {name}{what}", tried, formula, [x])
+    def formula(x: Tensor, mask: Tensor | None, scale: float, offset: int | None) -> Tensor:
+        scores = x * scale
+        if mask is not None:
+            boolean = mask.dtype is torch.bool
+            scores = scores + (torch.where(mask, 0.0, -torch.inf) if boolean else mask)
+        if offset is not None:
+            late = ~torch.ones(x.shape[1:], dtype=torch.bool).tril(offset)
+            scores = scores.masked_fill(late, -torch.inf)
+        empty = (scores == -torch.inf).all(-1, keepdim=True)
+        return torch.softmax(scores.masked_fill(empty, 0), -1).masked_fill(empty, 0)
 
-
-def _softmax(x: Tensor, mask: Tensor | None, scale: float, offset: int | None) -> Tensor:
-    scores = x * scale
-    if mask is not None:
-        scores = scores + (torch.where(mask, 0.0, -torch.inf) if mask.dtype is torch.bool else mask)
-    if offset is not None:
-        late = ~torch.ones(x.shape[1:], dtype=torch.bool).tril(offset)
-        scores = scores.masked_fill(late, -torch.inf)
-    empty = (scores == -torch.inf).all(-1, keepdim=True)
-    return torch.softmax(scores.masked_fill(empty, 0), -1).masked_fill(empty, 0)
+    for what, others in cases.items():
+        _try(on, f"softmax {name}{what}", tried, formula, [x], others)
 
 
-def _loss_trial(on: Opened, kernel: Any, name: str) -> None:
+def linear_cross_entropy(on: Opened, kernel: Any, name: str) -> None:
     """Plain; and with everything that an architecture or an adapter may ask for."""
     rows, classes, rank = 19, 67, 4
     tensors = _drawn(on, (rows, 16), (classes, 16), (classes,), (rows, rank), (classes, rank))
     targets = torch.arange(rows) * 37 % classes
     targets[::4] = -100
-    there = targets.to(on.device)
 
-    def plain(hidden: Tensor, weight: Tensor) -> Tensor:
+    def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return nn.cross_entropy(hidden @ weight.t(), targets, reduction="sum")
 
-    def full(hidden: Tensor, weight: Tensor, bias: Tensor, down: Tensor, up: Tensor) -> Tensor:
-        logits = hidden @ weight.t() + bias + down @ up.t()
-        logits = 6.0 * torch.tanh(logits * 0.5 / 6.0)
-        return nn.cross_entropy(logits, targets, label_smoothing=0.1, reduction="sum")
+    def full(h: Tensor, weight: Tensor, bias: Tensor, down: Tensor, up: Tensor, y: Tensor) -> Any:
+        logits = 6.0 * torch.tanh((h @ weight.t() + bias + down @ up.t()) * 0.5 / 6.0)
+        return nn.cross_entropy(logits, y, label_smoothing=0.1, reduction="sum")
 
-    def tried(hidden: Tensor, weight: Tensor, *more: Tensor) -> Any:
-        if not more:
-            return kernel(hidden, weight, there)
+    def tried(h: Tensor, weight: Tensor, bias: Tensor, down: Tensor, up: Tensor, y: Tensor) -> Any:
         extra = {"softcap": 6.0, "scale": 0.5, "label_smoothing": 0.1}
-        return kernel(hidden, weight, there, bias=more[0], low_rank=more[1:], **extra)
+        return kernel(h, weight, y, bias=bias, low_rank=(down, up), **extra)
 
-    for formula, inputs in ((plain, tensors[:2]), (full, tensors)):
-        _try(on, f"linear_cross_entropy {name}", tried, formula, inputs, torch.float32)
+    what = f"linear_cross_entropy {name}"
+    _try(on, what, kernel, plain, tensors[:2], [targets])
+    _try(on, what, tried, full, tensors, [targets])
 
 
-def _rms_norm_trial(on: Opened, kernel: Any, name: str) -> None:
+def rms_norm(on: Opened, kernel: Any, name: str) -> None:
+    """Of rows that are not centred."""
     x = torch.linspace(-2, 3, 5 * 32).reshape(5, 32).to(_kernel_type(on))
     weight = torch.linspace(0.5, 2, 32).to(_kernel_type(on))
-    there = weight.to(on.device)
 
-    def formula(x: Tensor) -> Tensor:
-        return weight.double() * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+    def formula(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        return weight.double() * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
 
-    _try(on, f"rms_norm {name}", lambda x: kernel(x, there, 1e-5), formula, [x])
+    _try(on, f"rms_norm {name}", kernel, formula, [x], [weight, 1e-5])
 
 
-def _rope_trial(on: Opened, kernel: Any, name: str) -> None:
+def rope(on: Opened, kernel: Any, name: str) -> None:
     """Positions of each row's own, and such as all rows share; both results and gradients."""
-    given = _drawn(on, (2, 4, 9, 16), (2, 2, 9, 16), seed=7)
+    inputs = _drawn(on, (2, 4, 9, 16), (2, 2, 9, 16), seed=7)
+
+    def formula(query: Tensor, key: Tensor, *turns: Tensor) -> list[Tensor]:
+        return [rotated(each, *(turn.double() for turn in turns)) for each in (query, key)]
+
     for rows in (2, 1):
         angles = 3 * _drawn(on, (rows, 9, 8))[0].float().repeat(1, 1, 2)
         turns = [each.to(_kernel_type(on)) for each in (angles.cos(), angles.sin())]
-        moved = [each.to(on.device) for each in turns]
-
-        def formula(*both: Tensor, turns: Any = turns) -> list[Tensor]:
-            return [rotated(each, *(turn.double() for turn in turns)) for each in both]
-
-        def tried(*both: Tensor, moved: Any = moved) -> Any:
-            return kernel(*both, *moved)
-
-        _try(on, f"rope {name} of {rows} rows' positions", tried, formula, given)
+        _try(on, f"rope {name} of {rows} rows' positions", kernel, formula, inputs, turns)
 
 
-def _attention_trial(on: Opened, kernel: Any, name: str) -> None:
+def attention(on: Opened, kernel: Any, name: str) -> None:
     """Grouped heads, a row of two documents and padding, causal. One that says that it is causal
     without a mask is tried without one, too."""
     inputs = _drawn(on, (2, 4, 9, 16), (2, 2, 9, 16), (2, 2, 9, 16), seed=3)
@@ -172,21 +159,21 @@ def _attention_trial(on: Opened, kernel: Any, name: str) -> None:
         seen = visible(torch.ones_like(documents))
         cases.append((" without a mask, which it says is causal,", None, seen))
     assert cases, f"attention {name} says that it trains neither with a mask nor causal"
-    for what, mask, seen in cases:
 
-        def tried(*given: Tensor, mask: Any = mask) -> Any:
-            return kernel.forward(module, *given, mask, scaling=0.25, dropout=0.0)[0]
+    def tried(*given: Any) -> Any:
+        return kernel.forward(module, *given[:4], scaling=0.25, dropout=0.0)[0]
 
-        def formula(query: Tensor, key: Tensor, value: Tensor, seen: Tensor = seen) -> Tensor:
-            keys, values = (each.repeat_interleave(2, dim=1) for each in (key, value))
-            scores = query @ keys.transpose(2, 3) * 0.25
-            scores = scores.masked_fill(~seen[:, None], -torch.inf)
-            return (torch.softmax(scores, -1) @ values).transpose(1, 2)
+    def formula(query: Tensor, key: Tensor, value: Tensor, _: Any, seen: Tensor) -> Tensor:
+        keys, values = (each.repeat_interleave(2, dim=1) for each in (key, value))
+        scores = query @ keys.transpose(2, 3) * 0.25
+        scores = scores.masked_fill(~seen[:, None], -torch.inf)
+        return (torch.softmax(scores, -1) @ values).transpose(1, 2)
 
-        _try(on, f"attention {name}{what}", tried, formula, inputs)
+    for what, *masks in cases:
+        _try(on, f"attention {name}{what}", tried, formula, inputs, masks)
 
 
-def _lora_trial(on: Opened, kernel: Any, name: str) -> None:
+def lora_linear(on: Opened, kernel: Any, name: str) -> None:
     """Three dimensions, a scale, and the gradient of each tensor; what is dropped is the rest's."""
     what = f"lora_linear {name}"
     inputs = _drawn(on, (2, 9, 24), (2, 9, 12), (4, 12), (24, 4), seed=6)
@@ -208,7 +195,7 @@ def _lora_trial(on: Opened, kernel: Any, name: str) -> None:
     assert same, f"{what}: what is dropped backward is not what was dropped forward"
 
 
-def _adamw_trial(on: Opened, kernel: Any, name: str) -> None:
+def adamw(on: Opened, kernel: Any, name: str) -> None:
     """Three steps of two groups, one with decay, and three more from the state alone.
 
     Epsilon is as large as the smallest gradients: it must be added where torch does, or where the
@@ -231,17 +218,14 @@ def _adamw_trial(on: Opened, kernel: Any, name: str) -> None:
             for optimizer in optimizers:
                 optimizer.step()
 
-    wanted = made(_same_formula("adamw", name) or torch.optim.AdamW, here)
-    found = made(kernel, there)
+    wanted, found, resumed = made(_formula(name), here), made(kernel, there), made(kernel, there)
     steps(wanted, found)
-    first = {p: dict(found.state[p]) for p in there}
-    for parameter, state in first.items():
+    for parameter in there:
+        state = found.state[parameter]
         missing = {"exp_avg", "exp_avg_sq", "step"} - state.keys()
         assert not missing, f"adamw {name}: its state lacks {', '.join(sorted(missing))}"
         assert int(state["step"]) == 3, f"adamw {name}: step is {state['step']} after 3"
         assert state["exp_avg"].shape == parameter.shape, f"adamw {name}: a moment's shape"
-    resumed = made(kernel, there)
-    for parameter, state in first.items():
         resumed.state[parameter].update(state)
     steps(wanted, resumed)
     for mine, its in zip(there, here, strict=True):
@@ -249,19 +233,19 @@ def _adamw_trial(on: Opened, kernel: Any, name: str) -> None:
         assert int(resumed.state[mine]["step"]) == 6, f"adamw {name}: it forgot its first 3 steps"
 
 
-def _same_formula(operation: str, name: str) -> Any:
-    """The kernel for all devices that has a kernel's formula; None for the reference's."""
-    kernels = [p for p in Registry.load().kernels if p.spec.operation == operation]
+def _formula(name: str) -> Any:
+    """The optimizer of all devices that computes as an AdamW of that name: its counterpart."""
+    kernels = [each for each in Registry.load().kernels if each.spec.operation == "adamw"]
     provided = {each.spec.name: each for each in kernels}
     counterpart = provided[name].spec.counterpart if name in provided else ""
     if not counterpart:
-        return None
+        return torch.optim.AdamW
     served = counterpart in provided and not provided[counterpart].spec.device_types
-    assert served, f"{operation} {name}: its counterpart {counterpart} is none for all devices"
+    assert served, f"adamw {name}: its counterpart {counterpart} is none for all devices"
     return load_factory(provided[counterpart], "kernel")()
 
 
-def _clip_trial(on: Opened, kernel: Any, name: str) -> None:
+def clip_grad_norm(on: Opened, kernel: Any, name: str) -> None:
     """A norm above the limit, which is clipped to it, and one below, which is left alone."""
     gradients = [torch.linspace(-3, 4, 12).reshape(3, 4), torch.linspace(0, 2, 5)]
     norm = float(torch.cat([g.double().flatten() for g in gradients]).norm())
@@ -272,19 +256,13 @@ def _clip_trial(on: Opened, kernel: Any, name: str) -> None:
         found = float(kernel(parameters, limit))
         assert abs(found - norm) <= 1e-3 * norm, f"clip_grad_norm {name}: norm {found}, not {norm}"
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            wanted, left = gradient.double() * min(1.0, limit / norm), parameter.grad
-            assert left is not None
-            _agrees(on, left, wanted, f"clip_grad_norm {name} to {limit}", "float32")
+            wanted = gradient.double() * min(1.0, limit / norm)
+            _agrees(on, parameter.grad, wanted, f"clip_grad_norm {name} to {limit}", "float32")
 
 
-KERNEL_TRIALS: Mapping[str, Callable[[Opened, Any, str], None]] = {
-    "adamw": _adamw_trial,
-    "attention": _attention_trial,
-    "clip_grad_norm": _clip_trial,
-    "linear_cross_entropy": _loss_trial,
-    "lora_linear": _lora_trial,
-    "rms_norm": _rms_norm_trial,
-    "rope": _rope_trial,
-    "softmax": _softmax_trial,
-}
+_TRIALS: Sequence[Callable[[Opened, Any, str], None]] = (
+    *(adamw, attention, clip_grad_norm, linear_cross_entropy),
+    *(lora_linear, rms_norm, rope, softmax),
+)
+KERNEL_TRIALS = {trial.__name__: trial for trial in _TRIALS}
 """How a kernel of each operation is tried; the operations of `anygauge.interface.kernels`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import locale
 import logging
 import multiprocessing
@@ -16,8 +17,6 @@ import sys
 import threading
 import time
 import warnings
-from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ GRACE_S = 5.0
 """Seconds that what is about to end gets: threads and processes that were asked to."""
 NOT_ITS_OWN = ("multiprocessing.resource_tracker", "torch._inductor", "torch/_inductor")
 """Helper processes of Python and of torch, which no backend can close."""
-KINDS: Mapping[str, str] = {
+KINDS = {
     "output": "commands with --json give what no program can read",
     "signals": "a run that is asked to end writes no checkpoint",
     "variables": "processes that start later get other settings",
@@ -52,9 +51,8 @@ class ProcessState:
     def __init__(self, answers: Path, *, opens: bool) -> None:
         self._folder = answers.with_suffix(".folder").absolute()
         self._output = answers.with_suffix(".out").absolute()
-        # Torch, with which a device is opened, brings variables of its own.
-        self._adds = {"files"} if opens else {"files", "variables"}
-        self._changes: dict[str, dict[str, str]] = defaultdict(dict)
+        self._adds = {"files"} if opens else {"files", "variables"}  # torch brings its own
+        self._changes: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
         self._folder.mkdir(exist_ok=True)
         os.chdir(self._folder)
         sys.stdout.flush()
@@ -62,7 +60,7 @@ class ProcessState:
             os.dup2(output.fileno(), 1)
         with contextlib.suppress(AttributeError):  # the parent of orphans, as of helpers
             LIBC.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-        self._running_before = self._running()
+        self._before = self._running()
         self._last = self._look()
 
     def note(self, step: str, *, judged: bool = True) -> None:
@@ -79,32 +77,43 @@ class ProcessState:
     def _look(self) -> dict[str, dict[str, Any]]:
         sys.stdout.flush()
         LIBC.fflush(None)  # what C code has printed waits in a buffer of its own
-        printed = self._output.read_text(encoding="utf-8", errors="replace")
+        broad: list[Any] = [f for f in warnings.filters if f[1] is None and f[3] is None]
+        root, torch = logging.root, sys.modules.get("torch")
+        settings = {
+            "the working folder": str(Path.cwd()),
+            "the umask": oct(os.umask(os.umask(0o22))),
+            "the locale": locale.setlocale(locale.LC_ALL),
+            "warnings": [f"{f[0]} {f[2].__name__}" for f in broad if f[2].__module__ == "builtins"],
+            "the root logger": (root.level, [type(each).__name__ for each in root.handlers]),
+            "how processes are started": multiprocessing.get_start_method(allow_none=True),
+            "the host rounds very small numbers to 0": 5e-324 * 1.0 == 0.0,
+            "sys.stdout": type(sys.stdout).__qualname__,
+            **{f"torch.{name}()": str(getattr(torch, name)()) for name in OF_TORCH if torch},
+        }
         return {
-            "output": {"what was printed": printed[-80:]},
+            "output": {"what was printed": self._output.read_text("utf-8", "replace")[-80:]},
             "signals": {name: _handler(getattr(signal, name)) for name in SIGNALS},
             "variables": dict(os.environ),
-            "settings": _settings(sys.modules.get("torch")),
+            "settings": settings,
             "files": {str(each): "there" for each in self._folder.rglob("*")},
         }
 
-    def left(self, kind: str) -> list[str]:
-        """What was left of a kind, in words; of changes, each at the first step that made it."""
-        if kind != "running":
-            return list(self._changes[kind].values())
-        until = time.monotonic() + GRACE_S
-        while (found := self._running() - self._running_before) and time.monotonic() < until:
-            time.sleep(0.05)
-        return sorted(found)
+    def assert_as_it_was(self, kind: str) -> None:
+        """Raises: AssertionError: what was left of a kind, or at which step it changed first."""
+        found = list(self._changes[kind].values())
+        if kind == "running":
+            until = time.monotonic() + GRACE_S
+            while (found := sorted(self._running() - self._before)) and time.monotonic() < until:
+                time.sleep(0.05)
+        assert not found, "; ".join(found[:4])
 
     def _running(self) -> set[str]:
         """Threads that keep the process from ending, and processes."""
         found = {f"thread {t.name} ({t.ident})" for t in threading.enumerate() if not t.daemon}
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-                words = " ".join(child.cmdline())
-                ended = child.status() == psutil.STATUS_ZOMBIE
-                if not ended and not any(each in words for each in NOT_ITS_OWN):
+                words = " ".join(child.cmdline())  # none of what has ended and nobody waits for
+                if words and not any(each in words for each in NOT_ITS_OWN):
                     found.add(f"process {child.pid}: {words[:80]}")
         return found
 
@@ -117,35 +126,16 @@ def _handler(number: signal.Signals) -> tuple[str, str, bool]:
     return str(signal.getsignal(number)), hex(action[0] or 0), blocked
 
 
-def _settings(torch: Any) -> dict[str, Any]:
-    broad: list[Any] = [each for each in warnings.filters if each[1] is None and each[3] is None]
-    return {
-        "the working folder": str(Path.cwd()),
-        "the umask": oct(os.umask(os.umask(0o22))),
-        "the locale": locale.setlocale(locale.LC_ALL),
-        "warnings": [f"{f[0]} {f[2].__name__}" for f in broad if f[2].__module__ == "builtins"],
-        "the root logger": (logging.root.level, [type(h).__name__ for h in logging.root.handlers]),
-        "how processes are started": multiprocessing.get_start_method(allow_none=True),
-        "the host rounds very small numbers to 0": 5e-324 * 1.0 == 0.0,
-        "sys.stdout": type(sys.stdout).__qualname__,
-        **{f"torch.{name}()": str(getattr(torch, name)()) for name in OF_TORCH if torch},
-    }
-
-
-def _register(part: str, when: str, kind: str) -> None:
-    def asked(state: ProcessState) -> None:
-        found = state.left(kind)
-        assert not found, "; ".join(found[:4])
-
-    asked.__name__ = f"{part}_leaves_{kind}"
-    means = f"{KINDS[kind]}; a vendor's library sets up the process as if it were its own"
-    check(f"{when}, it leaves {kind} as it was", part=part, of_the_close=True, means=means)(asked)
-
-
-for _kind in KINDS:
-    _register("basic", "imported, probed and asked", _kind)
-    _register("device", "opened and closed", _kind)
-    _register("ranks", "in a group of ranks", _kind)
+for _part, _when in {
+    "basic": "imported, probed and asked, it leaves",
+    "device": "opened and closed, it leaves",
+    "ranks": "in a group of ranks, it leaves",
+}.items():
+    for _kind, _seen in KINDS.items():
+        _asked: Any = functools.partial(ProcessState.assert_as_it_was, kind=_kind)
+        _asked.__name__ = f"{_part}_leaves_{_kind}"
+        _means = f"{_seen}; a vendor's library sets up the process as if it were its own"
+        check(f"{_when} {_kind} as it was", part=_part, of_the_close=True, means=_means)(_asked)
 
 
 @check(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 import psutil
 import torch
@@ -11,6 +10,7 @@ import torch
 from anygauge.interface import MemoryStats
 from anygauge.testing.bounds import on_host
 from anygauge.testing.check import NotAsked, Opened, check, of_type
+from anygauge.testing.rank_context import RankContext, check_on_ranks
 
 HELD = 0.9
 """Part of the memory that is in use, as in training, while more is asked for."""
@@ -33,14 +33,13 @@ def memory_moves(on: Opened) -> None:
     size = 64 * MIB if _counts(on) else OF_A_PROCESS
     on.placement.reset_peak()
     before = _memory(on)
-    held = torch.empty(size, dtype=torch.uint8, device=on.device).fill_(1)
+    held = torch.ones(size, dtype=torch.uint8, device=on.device)
     during = _memory(on)
     del held
     after = _memory(on)
-    assert during.in_use - before.in_use >= size, (
-        f"{size} bytes were taken, and memory in use grew by {during.in_use - before.in_use}"
-    )
-    assert during.in_use - after.in_use >= size, "memory that was freed still counts as in use"
+    grown, freed = (during.in_use - each.in_use for each in (before, after))
+    assert grown >= size, f"{size} bytes were taken, and memory in use grew by {grown}"
+    assert freed >= size, "memory that was freed still counts as in use"
     # The kernel counts a process's pages in batches for each thread.
     slack = 0 if _counts(on) else size // 64
     assert after.peak >= before.in_use + size - slack, (
@@ -100,10 +99,8 @@ def _taken(on: Opened, size: int, number: int) -> torch.Tensor | None:
         on.placement.synchronize()  # some report only now
         return taken.fill_(number % 251)
     except Exception as error:
-        assert on.placement.is_out_of_memory(error), (
-            f"{size} bytes: {type(error).__name__}: {str(error).splitlines()[0]} does not count as "
-            "out of memory"
-        )
+        what = f"{size} bytes do not count as out of memory: {type(error).__name__}: {error}"
+        assert on.placement.is_out_of_memory(error), what
         return None
 
 
@@ -121,29 +118,23 @@ def _refuses(on: Opened, *sizes: int) -> None:
 
 def _is_of_the_host(on: Opened, size: int) -> bool:
     """Whether the device's memory is the process's own."""
-    process = psutil.Process()
-    before = process.memory_info().rss
-    held = torch.ones(size, dtype=torch.uint8, device=on.device)
+    used = psutil.Process().memory_info
+    before, held = used().rss, torch.ones(size, dtype=torch.uint8, device=on.device)
     on.placement.synchronize()
-    grown = process.memory_info().rss - before
-    del held
-    return bool(grown > size // 2)
+    return used().rss - before > held.numel() // 2
 
 
-@check(
+@check_on_ranks(
     "on every rank, memory and its peak are those of the rank's own device",
-    part="ranks",
     means="the memory that a run reports, and its plan, would be the first device's on all ranks; "
     "look at memory() and reset_peak(), which must ask for the device that this rank opened",
 )
-def memory_of_each_rank(on: Any) -> None:
-    placement = on.backend.placement
+def memory_of_each_rank(on: RankContext) -> None:
     size = 16 * (on.rank + 1) * MIB if _counts(on) else OF_A_PROCESS
     # One rank takes memory at a time; the others must see nothing of it.
-    wrong: list[str] = []
-    for turn in range(on.world_size):
+    for turn in on.ranks:
         on.collectives.barrier()
-        placement.reset_peak()
+        on.backend.placement.reset_peak()
         before, held = _memory(on), None
         on.collectives.barrier()
         if turn == on.rank:
@@ -154,22 +145,19 @@ def memory_of_each_rank(on: Any) -> None:
         for what, value in (("memory in use", during.in_use), ("the peak", during.peak)):
             grown = value - before.in_use
             fits = grown >= size - size // 64 if turn == on.rank else grown < 8 * MIB
-            wrong += [] if fits else [f"{what} grew by {grown} when rank {turn} took memory"]
-    assert not wrong, wrong[0]
+            on.hold(fits, f"{what} grew by {grown} when rank {turn} took memory")
 
 
-def _counts(on: Any) -> bool:
+def _counts(on: Opened | RankContext) -> bool:
     """Whether the device has an allocator of its own; else it is the process's memory."""
-    kind: str = on.backend.placement.memory().kind
-    return kind.split(",")[0] == "allocator"
+    return on.backend.placement.memory().kind.split(",")[0] == "allocator"
 
 
-def _memory(on: Any) -> MemoryStats:
-    """Of an `Opened` or a `RankContext`, once all work is done."""
-    placement = on.backend.placement
+def _memory(on: Opened | RankContext) -> MemoryStats:
+    """As it is reported once all work is done."""
     gc.collect()
-    placement.synchronize()
-    stats: MemoryStats = placement.memory()
+    on.backend.placement.synchronize()
+    stats = on.backend.placement.memory()
     of_type("memory()", stats, MemoryStats)
     assert stats.kind.split(",")[0] in ("allocator", "process"), f"kind is {stats.kind!r}"
     for name in ("in_use", "peak", "reserved", "limit"):

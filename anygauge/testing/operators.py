@@ -8,6 +8,7 @@ them. TorchCTS goes further: https://pypi.org/project/torchcts
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,16 +16,8 @@ import torch
 from torch import Tensor
 
 from anygauge.interface import HOST_DEVICE
-from anygauge.testing.bounds import (
-    LAYOUTS,
-    Arrange,
-    compare,
-    normwise,
-    on_host,
-    product_roundoff,
-    roundoff,
-    types,
-)
+from anygauge.testing import bounds
+from anygauge.testing.bounds import LAYOUTS, Arrange, compare, on_host, types
 from anygauge.testing.check import NotAsked, Opened, check
 from anygauge.testing.lora_step import OPINFOS
 
@@ -65,43 +58,37 @@ def _samples(on: Opened, info: Any, dtype: torch.dtype) -> Sequence[Any]:
     most = FEW if on.backend.graph.accumulates else SAMPLES
     grads = dtype in OF_GRADIENTS and info.supports_autograd and dtype in info.backward_dtypes
     torch.manual_seed(0)
-    made = [
-        sample
-        for sample in info.sample_inputs(HOST_DEVICE, dtype, requires_grad=grads)
-        if not any(each in UNKNOWN_TO_DEVICES for each in (*sample.args, *sample.kwargs.values())
-                   if isinstance(each, torch.dtype)) and _is_meant(info.name, sample)
-    ]  # fmt: skip
-    return made[:: -(-len(made) // most)] if made else made
+    made = [each for each in info.sample_inputs(HOST_DEVICE, dtype, requires_grad=grads)
+            if _is_meant(info.name, each)]  # fmt: skip
+    return made[:: max(-(-len(made) // most), 1)]
 
 
 def _is_meant(name: str, sample: Any) -> bool:
     """Whether models call it so: rows are taken of what has rows, a mask fits what it fills."""
+    if any(each in UNKNOWN_TO_DEVICES for each in (*sample.args, *sample.kwargs.values())
+           if isinstance(each, torch.dtype)):  # fmt: skip
+        return False
     if name.startswith("index_"):
         return bool(sample.input.dim())
     return name != "masked_fill" or not sample.broadcasts_input
 
 
 def _run(
-    function: Callable[..., Any],
-    sample: Any,
-    arrange: Arrange,
-    change: Callable[[Tensor], Tensor],
-    device: Any,
-    *,
-    wide: bool = False,
+    function: Callable[..., Any], sample: Any, arrange: Arrange, device: Any, *, wide: bool = False
 ) -> dict[str, Tensor | None]:
-    """Results and gradients of an operator on a sample, arranged in memory and then changed."""
+    """Results and gradients of an operator on a sample, arranged in memory; `wide` in float64."""
     leaves: list[Tensor] = []
 
+    def widened(dtype: torch.dtype) -> torch.dtype:
+        return torch.float64 if wide and dtype.is_floating_point else dtype
+
     def arranged(values: Tensor) -> Tensor:
-        if not values.dim():
-            return change(values)
-        whole, view = arrange(values)
-        return view(change(whole))
+        whole, view = arrange(values) if values.dim() else LAYOUTS["contiguous"](values)
+        return view(whole.to(device, widened(values.dtype), copy=True))
 
     def given(each: Any) -> Any:
         if isinstance(each, torch.dtype):
-            return torch.float64 if wide and each.is_floating_point else each
+            return widened(each)
         seen = arranged(each.detach())
         if each.requires_grad:
             leaves.append(seen.requires_grad_())
@@ -124,10 +111,6 @@ def _run(
     return found
 
 
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.dtype.is_floating_point else tensor.clone()
-
-
 def _try_type(on: Opened, name: str, info: Any, dtype: torch.dtype) -> None:
     """Each sample as it usually lies in memory, and in one of the other ways, in turn."""
     queued = []
@@ -136,19 +119,18 @@ def _try_type(on: Opened, name: str, info: Any, dtype: torch.dtype) -> None:
         for layout in (ways[0], ways[1 + number % (len(ways) - 1)]):
             run = functools.partial(_run, info.op, sample, LAYOUTS[layout])
             try:
-                same = run(torch.clone, HOST_DEVICE)
+                same = run(HOST_DEVICE)
             except Exception:  # what torch refuses on the host, a device may refuse
                 continue
             try:
-                wide = run(_widened, HOST_DEVICE, wide=True)
+                wide = run(HOST_DEVICE, wide=True)
             except Exception:
                 wide = same
             what = f"{name} of {dtype}, sample {number}, {layout}"
             try:
-                there = run(lambda each: each.to(on.device, copy=True), on.device)
+                there = run(on.device)
             except Exception as error:
-                said = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                raise AssertionError(f"{what}: {said}") from error
+                raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
             assert there.keys() == same.keys(), f"{what}: {', '.join(there)}"
             queued += [(f"{what}, {of}", there[of], wide[of], like) for of, like in same.items()]
     on.placement.synchronize()
@@ -171,27 +153,26 @@ def _judge(on: Opened, product: bool, of: str, found: Tensor, wanted: Tensor, li
     finite = wanted[torch.isfinite(wanted)].abs()
     gradient = ", gradient" in of
     size = wanted.abs() + max(float(finite.max()) if finite.numel() else 0.0, float(gradient))
-    allowed = (OF_GRADIENTS[dtype] * size if gradient else normwise(wanted, dtype)) + FLOOR[dtype]
+    allowed = (OF_GRADIENTS[dtype] * size if gradient else bounds.normwise(wanted, dtype)) + FLOOR[
+        dtype
+    ]
     if product:
-        allowed = allowed + 8 * max(product_roundoff(on, dtype), roundoff(dtype)) * size
+        allowed = (
+            allowed + 8 * max(bounds.product_roundoff(on, dtype), bounds.roundoff(dtype)) * size
+        )
     compare(on_host(found), wanted, allowed, of)
-
-
-def _try(on: Opened, name: str) -> None:
-    found = infos().get(name)
-    if not found:
-        raise NotAsked(f"torch {torch.__version__} has no OpInfo of that name")
-    for dtype in (*types(on), *WHOLE):
-        for info in found:
-            lower = dtype in (torch.bfloat16, torch.float16)
-            whole_gradient = dtype in WHOLE and "backward" in name
-            if dtype in info.dtypes and not (lower and name in COUNTED) and not whole_gradient:
-                _try_type(on, name, info, dtype)
 
 
 def _register(name: str) -> None:
     def tried(on: Opened) -> None:
-        _try(on, name)
+        found = infos().get(name)
+        if not found:
+            raise NotAsked(f"torch {torch.__version__} has no OpInfo of that name")
+        for dtype, info in itertools.product((*types(on), *WHOLE), found):
+            lower = dtype in (torch.bfloat16, torch.float16)
+            whole_gradient = dtype in WHOLE and "backward" in name
+            if dtype in info.dtypes and not (lower and name in COUNTED) and not whole_gradient:
+                _try_type(on, name, info, dtype)
 
     tried.__name__ = f"operator_{name.removeprefix('torch.ops.').replace('.', '_')}"
     check(

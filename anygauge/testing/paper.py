@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ ATTRIBUTES = {
 """Of a backend, and what each must be."""
 WRONG_VALUES = ({"no": "such value"}, ["no such value"], "no such value", -(10**9), math.nan)
 EMPTY_WORDS = ("todo", "tbd", "fixme", "n/a", "none", "unknown", "reason", "xxx")
+check_on_paper = partial(check, part="basic")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,13 +86,9 @@ def _heavy() -> set[str]:
     return {name for name in HEAVY if name in sys.modules}
 
 
-# -- the spec -------------------------------------------------------------------------------------
-
-
-@check(
+@check_on_paper(
     "the plugin announces exactly one backend of this name, for this version of the contract, "
     "without importing torch",
-    part="basic",
     means="users cannot name the backend, or get another one; anygauge refuses a plugin that is "
     "older; every command takes seconds where the announcing module imports the backend's own",
 )
@@ -101,12 +99,8 @@ def announced(paper: Paper) -> None:
     assert plain, f"{spec.name!r} is not a plain name in lower case"
 
 
-# -- the probe ------------------------------------------------------------------------------------
-
-
-@check(
+@check_on_paper(
     "the probe is cheap, imports nothing heavy, changes nothing, and answers in words that fit",
-    part="basic",
     means="commands that only list backends are slow, or change what they run in; `anygauge "
     "backends` cannot say why a device is missing, or `auto` chooses one that cannot run; a "
     "driver's library that the probe loads, a count that is guessed, a driver that counts as one",
@@ -133,13 +127,9 @@ def probe_is_pure(paper: Paper) -> None:
     assert named, f"cards names one twice, or without a name: {probe.cards}"
 
 
-# -- the object -----------------------------------------------------------------------------------
-
-
-@check(
+@check_on_paper(
     "constructing it has no side effect; an instance shares nothing with others, and one that is "
     "not open says so",
-    part="basic",
     means="a command takes the device, or seconds, only to ask a question; a second run in one "
     "process changes the first; code that asks too early computes on the wrong device",
 )
@@ -157,9 +147,8 @@ def light_construction(paper: Paper) -> None:
         raise AssertionError("placement.device gave a device before open()")
 
 
-@check(
+@check_on_paper(
     "what it says of itself is sound: type, capabilities, lists, shapes, reasons, `doctor`",
-    part="basic",
     means="runs are refused without a reason that a user can read, rows are cut, or `doctor` does "
     "not say what to do; a placeholder that was left, or a comma missing after the only name",
 )
@@ -195,9 +184,8 @@ def described(paper: Paper) -> None:
         assert known, f"{line.name}: outcome {line.outcome!r}, remedy {line.remedy!r}"
 
 
-@check(
+@check_on_paper(
     "an unknown option, and a value that an option cannot have, are refused in words",
-    part="basic",
     means="a slip of the pen in `backend_options` changes nothing, or ends the run later without a "
     "cause; a field of its options takes any value",
 )
@@ -215,27 +203,21 @@ def options_are_checked(paper: Paper) -> None:
         assert some, f"backend_options.{name} takes anything: {', '.join(map(repr, taken))}"
 
 
-# -- how processes end ----------------------------------------------------------------------------
-
-
-def _ends(part: str, name: str, title: str) -> None:
-    def asked(trouble: str) -> None:
-        # A process that gives every answer and then aborts would end its users' runs so, too.
-        assert not trouble, trouble
-
-    asked.__name__ = f"ends_on_{name}"
-    check(
-        f"{title} ended with status 0",
-        part=part,
-        of_the_end=True,
-        means="a run that was right is reported as failed; look for threads, drivers and groups "
-        "that outlive the interpreter, and for an environment that cannot be made",
-    )(asked)
-
-
 for _part, _name, _title in (
     ("basic", "paper", "the process had the backend's environment, and"),
     ("device", "device", "the process had the backend's environment, closed the device and"),
     ("ranks", "ranks", "every rank had the backend's environment, closed its device and"),
 ):
-    _ends(_part, _name, _title)
+
+    def _asked(trouble: str) -> None:
+        # A process that gives every answer and then aborts would end its users' runs so, too.
+        assert not trouble, trouble
+
+    _asked.__name__ = f"ends_on_{_name}"
+    check(
+        f"{_title} ended with status 0",
+        part=_part,
+        of_the_end=True,
+        means="a run that was right is reported as failed; look for threads, drivers and groups "
+        "that outlive the interpreter, and for an environment that cannot be made",
+    )(_asked)

@@ -11,7 +11,7 @@ import os
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,19 +24,6 @@ from anygauge.testing.check import CHOSEN, CHOSEN_STRATEGY, DECLARED, PROGRESS, 
 CONFORMANCE = Path(__file__).with_name("contract.py")
 """Collected by ``--anygauge-backend``; its `TestBackend` is the backend of that name."""
 BACKEND, STRATEGY, REPORT = "--anygauge-backend", "--anygauge-strategy", "--anygauge-report"
-OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    BACKEND: {"metavar": "NAME", "help": "run the conformance kit on the installed backend NAME"},
-    STRATEGY: {
-        "metavar": "NAME",
-        "help": "run the kit of strategies on the installed strategy NAME, on the host",
-    },
-    REPORT: {
-        "metavar": "FILE",
-        "action": "append",
-        "default": [],
-        "help": "write the report to FILE, as Markdown (.md) or JSON (.json); may be repeated",
-    },
-}
 KITS = {
     BACKEND: (CONFORMANCE, CHOSEN),
     STRATEGY: (CONFORMANCE.with_name("strategy_contract.py"), CHOSEN_STRATEGY),
@@ -47,9 +34,13 @@ PROPERTY = "anygauge_conformance"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The kit's options."""
-    group = parser.getgroup("anygauge", "anygauge: conformance of a backend")
-    for option, how in OPTIONS.items():
-        group.addoption(option, **how)
+    add = parser.getgroup("anygauge", "anygauge: conformance of a backend").addoption
+    backend = "run the conformance kit on the installed backend NAME"
+    strategy = "run the kit of strategies on the installed strategy NAME, on the host"
+    report = "write the report to FILE, as Markdown (.md) or JSON (.json); may be repeated"
+    add(BACKEND, metavar="NAME", help=backend)
+    add(STRATEGY, metavar="NAME", help=strategy)
+    add(REPORT, metavar="FILE", action="append", default=[], help=report)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,8 +52,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if len(chosen) > 1:
         raise pytest.UsageError(f"{' and '.join(chosen)}: a run of pytest takes one of them")
     if chosen or config.getoption(REPORT):
-        config.pluginmanager.register(_Reporter(), "anygauge-reporter")
-        PROGRESS[:] = [_show_progress(config)]
+        reporter = _Reporter(config)
+        config.pluginmanager.register(reporter, "anygauge-reporter")
+        PROGRESS[:] = [reporter.show]
     for option in chosen:
         _choose(config, option, config.getoption(option))
 
@@ -90,35 +82,37 @@ def _choose(config: pytest.Config, option: str, name: str) -> None:
             )
 
 
-def _show_progress(config: pytest.Config) -> Callable[[str], None]:
-    """Lines on the terminal as the kit goes, with the seconds since it began."""
-    began = time.monotonic()
-
-    def show(text: str) -> None:
-        reporter = config.pluginmanager.getplugin("terminalreporter")
-        capture = config.pluginmanager.getplugin("capturemanager")
-        if reporter is None:  # a process of xdist
-            return
-        with contextlib.nullcontext() if capture is None else capture.global_and_fixture_disabled():
-            reporter.write_line(f"{time.monotonic() - began:6.0f} s  {text}")
-
-    return show
-
-
 class _Reporter:
     """Collects the results of `BackendContract`'s tests, also from other processes (xdist)."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: pytest.Config) -> None:
+        self._config, self._began = config, time.monotonic()
         self._reports: dict[str, ConformanceReport] = {}
 
+    def show(self, text: str) -> None:
+        """A line on the terminal as the kit goes, with the seconds since it began."""
+        terminal = self._config.pluginmanager.getplugin("terminalreporter")
+        capture = self._config.pluginmanager.getplugin("capturemanager")
+        if terminal is None:  # a process of xdist
+            return
+        with contextlib.nullcontext() if capture is None else capture.global_and_fixture_disabled():
+            terminal.write_line(f"{time.monotonic() - self._began:6.0f} s  {text}")
+
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Any:
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
         outcome = yield
-        contract = getattr(item, "cls", None)
+        contract: Any = getattr(item, "cls", None)
         # A test ends with its call, or earlier where it was skipped or could not start.
         ended = call.when == "call" or (call.when == "setup" and not outcome.passed)
         if hasattr(contract, "rank_counts") and ended:
-            outcome.user_properties.append((PROPERTY, _result(item, contract, outcome, call)))
+            parameters = item.callspec.params if hasattr(item, "callspec") else {}
+            part, title = heading(item.function, parameters)
+            result, why = _judged(outcome, call)
+            line = Line(part=part, name=item.name, title=title, result=result, why=why)
+            # What the loop's runs have found so far.
+            figures = getattr(item.funcargs.get("runs"), "figures", {})
+            found = {"backend": contract.backend, "figures": figures, "line": asdict(line)}
+            outcome.user_properties.append((PROPERTY, found))
         return outcome
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -161,17 +155,6 @@ class _Reporter:
                 terminalreporter.write_line(f"ERROR: {missing}", red=True)
 
 
-def _result(item: Any, contract: Any, outcome: pytest.TestReport, call: Any) -> dict[str, Any]:
-    """What became of one test, in plain types."""
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    part, title = heading(item.function, parameters)
-    result, why = _judged(outcome, call)
-    line = Line(part=part, name=item.name, title=title, result=result, why=why)
-    # What the loop's runs have found so far.
-    figures = getattr(getattr(item, "funcargs", {}).get("runs"), "figures", {})
-    return {"backend": contract.backend, "figures": figures, "line": asdict(line)}
-
-
 def _judged(outcome: pytest.TestReport, call: Any) -> tuple[str, str]:
     """(Result of the line, why) of a test that is over."""
     raised = call.excinfo.value if call.excinfo else None
@@ -204,7 +187,6 @@ PARTS = {
     "test_on_ranks": "on several ranks",
 }
 """Part of the report by the contract's test; all others are of the loop."""
-PACKAGES = ("anygauge", "torch", "transformers", "peft")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,11 +205,6 @@ class Line:
     title: str
     result: str
     why: str = ""
-
-    @property
-    def mark(self) -> str:
-        """The cell of a table."""
-        return RESULTS[self.result][0]
 
 
 @dataclass(slots=True)
@@ -271,16 +248,15 @@ class ConformanceReport:
     def counts(self) -> str:
         """``31 passed, 2 not supported as declared, 1 FAILED``."""
         found = Counter(line.result for line in self.lines)
-        return ", ".join(
-            f"{found[each]} {word}" for each, (_, word) in RESULTS.items() if found[each]
-        )
+        words = {result: word for result, (_, word) in RESULTS.items() if found[result]}
+        return ", ".join(f"{found[result]} {word}" for result, word in words.items())
 
     def conditions(self) -> dict[str, str]:
         """Versions and machine."""
         from anygauge.registry import installed_version
         from anygauge.testing.check import sharding
 
-        packages = (*PACKAGES, *sharding().distributions)
+        packages = ("anygauge", "torch", "transformers", "peft", *sharding().distributions)
         return {
             "contract": str(API_VERSION),
             "python": platform.python_version(),
@@ -300,7 +276,7 @@ class ConformanceReport:
         text += table(("what", "version or value"), values.items())
         for part in dict.fromkeys(line.part for line in self.lines):
             rows = [
-                (line.title, f"{line.mark}: {line.why}" if line.why else line.mark)
+                (line.title, RESULTS[line.result][0] + (f": {line.why}" if line.why else ""))
                 for line in self.lines
                 if line.part == part
             ]
@@ -325,7 +301,7 @@ class ConformanceReport:
             f"{self.backend} ({self.distribution}) {self.verdict}: {self.counts()}",
             *filter(None, [self.gaps()]),
             *(
-                f"  {line.mark:>13}  {line.title}: {line.why}"
+                f"  {RESULTS[line.result][0]:>13}  {line.title}: {line.why}"
                 for line in self.lines
                 if line.result != "passed"
             ),
@@ -348,12 +324,10 @@ def contents(contract: type) -> dict[str, tuple[str, str]]:
         if name.startswith("test_"):
             marks = getattr(function, "pytestmark", ())
             tables = [mark.args for mark in marks if mark.name == "parametrize"]
-            if not tables:
-                found[name] = heading(function, {})
-            for parameter, values in tables:
-                for value in values:
-                    label = getattr(value, "name", value)
-                    found[f"{name}[{label}]"] = heading(function, {parameter: value})
+            cases = [{parameter: value} for parameter, values in tables for value in values]
+            for case in cases or [{}]:
+                labels = [f"[{getattr(value, 'name', value)}]" for value in case.values()]
+                found["".join([name, *labels])] = heading(function, case)
     return found
 
 

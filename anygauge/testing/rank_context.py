@@ -18,7 +18,7 @@ from torch import Tensor
 
 from anygauge.interface import Backend
 from anygauge.testing.bounds import compare, on_host
-from anygauge.testing.check import NotAsked, check, sharding
+from anygauge.testing.check import ConformanceCheck, NotAsked, check, sharding
 
 BITS = {torch.float64: 53, torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 """Significant bits of a type, with the one that is not stored; its unit roundoff is 2**-bits."""
@@ -43,6 +43,18 @@ class RankContext:
     world_size: int
     complaints: list[str] = field(default_factory=list)
     kept: dict[Any, Any] = field(default_factory=dict)
+
+    def ask(self, check: ConformanceCheck) -> None:
+        """Fail with the check's first complaint."""
+        self.complaints.clear()
+        try:
+            check.function(self)
+        except Exception as error:
+            # What went wrong first is the cause of what was raised later.
+            if not self.complaints:
+                raise
+            raise AssertionError(self.complaints[0]) from error
+        assert not self.complaints, self.complaints[0]
 
     @property
     def collectives(self) -> Any:
@@ -100,7 +112,8 @@ class RankContext:
             action()
             self.backend.placement.synchronize()
         except Exception as error:
-            refused = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            said = str(error).strip() or "no message"
+            refused = f"{type(error).__name__}: {said.splitlines()[0]}"
         everyone = self.collectives.gather_objects(refused)
         some = [rank for rank in ranks if everyone[rank]]
         reason = next(filter(None, everyone), "")
@@ -115,33 +128,11 @@ class RankContext:
             raise NotAsked(f"it cannot run {engine}: {self.backend.unsupported_engines[engine]}")
 
 
+check_on_ranks = functools.partial(check, part="ranks", capability="collectives")
+"""Decorator: register a check of the part ``ranks``."""
+
+
 def _drawn(size: int, rank: int, salt: int, span: int) -> Tensor:
     """Integers from -span to span, in int64."""
     generator = torch.Generator().manual_seed(salt * 64 + rank)
     return torch.randint(-span, span + 1, (size,), generator=generator)
-
-
-def check_on_ranks(
-    title: str, *, means: str, name: str = "", limit_s: float = 60.0
-) -> Callable[[Callable[[RankContext], None]], Callable[[RankContext], None]]:
-    """Decorator: a check of the part ``ranks``, which fails with the first complaint."""
-
-    def register(function: Callable[[RankContext], None]) -> Callable[[RankContext], None]:
-        @functools.wraps(function)
-        def asked(on: RankContext) -> None:
-            on.complaints.clear()
-            try:
-                function(on)
-            except Exception as error:
-                # What went wrong first is the cause of what was raised later.
-                if not on.complaints:
-                    raise
-                raise AssertionError(on.complaints[0]) from error
-            assert not on.complaints, on.complaints[0]
-
-        asked.__name__ = name or function.__name__
-        return check(title, part="ranks", capability="collectives", means=means, limit_s=limit_s)(
-            asked
-        )
-
-    return register

@@ -10,7 +10,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from anygauge.interface import HOST_DEVICE
 from anygauge.testing.bounds import types
-from anygauge.testing.check import COLLECTIVE_TIMEOUT_S, check, sharding
+from anygauge.testing.check import COLLECTIVE_TIMEOUT_S, sharding
 from anygauge.testing.collectives import groups
 from anygauge.testing.rank_context import RankContext, check_on_ranks
+from anygauge.util.limits import libraries_of
 
 IDENTITY = ("RANK", "LOCAL_RANK")
 """Variables by which ranks differ in any case."""
@@ -73,18 +74,6 @@ def barrier_waits(on: RankContext) -> None:
     _left_together(on, on.world_size - 1, lambda: patience.__exit__(None, None, None))
 
 
-def _limits(group: Any) -> Iterator[tuple[str, float]]:
-    """(library, how many seconds its collectives may wait) of a group, as far as it can be read."""
-    for kind in group._device_types:
-        try:
-            library = group._get_backend(kind)
-        except RuntimeError:  # named, but never made: no collective of it can hang
-            continue
-        limit = getattr(getattr(library, "options", None), "_timeout", None)
-        if isinstance(limit, datetime.timedelta):
-            yield f"{library.name()} for {kind.type}", limit.total_seconds()
-
-
 @check_on_ranks(
     "groups have the limit that was asked for: when opened, when set, and made later",
     means="A run whose peer has died hangs for half an hour; `open` gives its groups no timeout, "
@@ -92,12 +81,15 @@ def _limits(group: Any) -> Iterator[tuple[str, float]]:
 )
 def limits_hold(on: RankContext) -> None:
     def hold(name: str, group: Any, asked: float, fixed: Sequence[str] = ()) -> None:
-        for library, seconds in _limits(group):
-            on.hold(
-                seconds == asked or library.startswith(tuple(fixed)),
-                f"the {name} group waits {seconds:g} s by way of {library}, not {asked:g} s, and "
-                "limit() does not name it",
-            )
+        for library, backend in libraries_of(group):
+            limit = getattr(getattr(backend, "options", None), "_timeout", None)
+            if isinstance(limit, datetime.timedelta) and library not in fixed:  # else unknown
+                seconds = limit.total_seconds()
+                on.hold(
+                    seconds == asked,
+                    f"the {name} group waits {seconds:g} s by way of {library}, not {asked:g} s, "
+                    "and limit() does not name it",
+                )
 
     named = {"default": dist.group.WORLD, "control": on.collectives.control_group}
     for name, group in named.items():
@@ -142,10 +134,8 @@ def host_messages(on: RankContext) -> None:
     on.hold(dist.get_process_group_ranks(control) == list(on.ranks), "control_group lacks ranks")
 
 
-@check(
+@check_on_ranks(
     "each rank has a device of its own",
-    part="ranks",
-    capability="collectives",
     means="Ranks share a device and its memory, and others are idle; the backend opens device 0, "
     "or its variable of visible devices is not read.",
 )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import os
 import platform
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -23,8 +23,8 @@ from anygauge.interface import (
     Scope,
     Setting,
 )
-from anygauge.testing.check import check, of_type, sharding
-from anygauge.testing.paper import Paper, unchanged
+from anygauge.testing.check import of_type, sharding
+from anygauge.testing.paper import Paper, check_on_paper, unchanged
 
 VALUES = (None, "", "0", "1", "7", "another")
 """What a variable that was read is set to in turn; None removes it."""
@@ -50,7 +50,7 @@ NODE = Node(
     ),
     libraries={"torch": "2.13.0"},
 )
-OTHER_NODE = dataclasses.replace(
+OTHER_NODE = replace(
     NODE,
     rank=1,
     hostname="another-node",
@@ -71,15 +71,11 @@ VERSIONS = ("2.15.0a0+git1a2b3c4", "2.15.0.dev20260801+vendor9", "1", "unknown",
 
 def jobs(paper: Paper) -> list[Job]:
     """Of one machine, of two, and of two with eight devices each."""
-    own: dict[str, Any] = {
-        "backend": paper.name,
-        "backend_options": paper.options,
-        "strategy": sharding().name,
-    }
-    one = dataclasses.replace(JOB, **own)
-    two = dataclasses.replace(one, rendezvous="tcp://node0:29400")
+    options, strategy = paper.options, sharding().name
+    one = replace(JOB, backend=paper.name, backend_options=options, strategy=strategy)
+    two = replace(one, rendezvous="tcp://node0:29400")
     launches = (LaunchSettings(nodes=2, devices=devices) for devices in (2, RANKS))
-    return [one, *(dataclasses.replace(two, launch=launch) for launch in launches)]
+    return [one, *(replace(two, launch=launch) for launch in launches)]
 
 
 def _settings(paper: Paper) -> list[list[Setting]]:
@@ -101,9 +97,8 @@ def _difference(before: Sequence[Sequence[Setting]], after: Sequence[Sequence[Se
     return ""
 
 
-@check(
+@check_on_paper(
     "every setting has a name, a value of text, a reason and a source, and is set once",
-    part="basic",
     means="users see a variable without knowing why, or ranks get another value than is explained; "
     "a rule without reason, a number in place of text, or two rules for one variable",
 )
@@ -123,9 +118,8 @@ def settings_are_sound(paper: Paper) -> None:
         assert not taken, f"anygauge sets {', '.join(taken)} for each rank"
 
 
-@check(
+@check_on_paper(
     "a value has its scope: the job's is one on every machine, a node's one for all its ranks",
-    part="basic",
     means="machines or ranks of one job run with contradicting settings, and collectives hang; a "
     "value that is made of the node or the local rank has that scope",
 )
@@ -138,10 +132,8 @@ def scopes_hold(paper: Paper) -> None:
             who = f"on {node.hostname} for {'no rank' if rank is None else f'rank {rank}'}"
             ranked = [each.name for each in found if each.scope is Scope.RANK]
             assert rank is not None or not ranked, f"{ranked} {who} has scope rank"
-            for whose, scopes in (
-                (node.hostname, (Scope.NODE, Scope.JOB)),
-                ("the job", (Scope.JOB,)),
-            ):
+            shared = {node.hostname: (Scope.NODE, Scope.JOB), "the job": (Scope.JOB,)}
+            for whose, scopes in shared.items():
                 own = {each.name: each.value for each in found if each.scope in scopes}
                 first = firsts.setdefault(whose, own)
                 for name in {**first, **own}:
@@ -149,20 +141,6 @@ def scopes_hold(paper: Paper) -> None:
                     assert was == now, (
                         f"{name} has scope {scopes[0].value}, and is {now!r} {who}, {was!r} before"
                     )
-
-
-@contextlib.contextmanager
-def _recorded() -> Iterator[set[str]]:
-    """The names of variables that are read meanwhile."""
-    read: set[str] = set()
-    usual = type(os.environ).__getitem__
-
-    def note(self: Any, name: str) -> str:
-        read.add(name)
-        return usual(self, name)
-
-    with mock.patch.object(type(os.environ), "__getitem__", note):
-        yield read
 
 
 @contextlib.contextmanager
@@ -181,23 +159,25 @@ def _elsewhere() -> Iterator[None]:
         yield
 
 
-@check(
+@check_on_paper(
     "the environment is a function of the job and the node alone: the same for the same, whatever "
     "the process and its machine are, and nothing is changed",
-    part="basic",
     means="`anygauge env` shows other settings than the job gets, or ranks get different ones: a "
     "rule draws numbers, reads clocks, or reads what only the command has; name variables in "
     "`Backend.variables` and read `Node.variables`",
 )
 def rules_read_the_node_alone(paper: Paper) -> None:
-    with _recorded() as read, unchanged("asking for the environment"):
+    kind = type(os.environ)
+    reads = mock.patch.object(kind, "__getitem__", autospec=True, side_effect=kind.__getitem__)
+    with unchanged("asking for the environment"), reads as read:
         usual = _settings(paper)
         found = _difference(usual, _settings(paper))
     assert not found, f"two calls with the same arguments differ: {found}"
     with _elsewhere():
         found = _difference(usual, _settings(paper))
     assert not found, f"with another host name, number of processors and folder: {found}"
-    for name, value in itertools.product(sorted(read), VALUES):
+    names = sorted({call.args[1] for call in read.call_args_list})
+    for name, value in itertools.product(names, VALUES):
         with mock.patch.dict(os.environ):
             os.environ.pop(name, None)
             os.environ.update({} if value is None else {name: value})
@@ -208,25 +188,18 @@ def rules_read_the_node_alone(paper: Paper) -> None:
         assert not found, f"with os.environ[{name!r}] = {value!r}: {found}"
 
 
-@check(
+@check_on_paper(
     "rules have an answer for a machine that shows nothing, and for any version",
-    part="basic",
     means="the run ends with a KeyError before it begins, on a new release or in a small "
     "container; a rule takes for granted what `Node` may lack",
 )
 def rules_hold_on_any_machine(paper: Paper) -> None:
     backend = paper.backend()
     libraries = ("torch", *backend.libraries)
-    nodes: Mapping[str, Node] = {
-        "that shows nothing": Node(),
-        "without network": dataclasses.replace(NODE, interfaces=()),
-        **{
-            f"with version {version!r} of {', '.join(libraries)}": dataclasses.replace(
-                NODE, libraries=dict.fromkeys(libraries, version)
-            )
-            for version in VERSIONS
-        },
-    }
+    nodes = {"that shows nothing": Node(), "without network": replace(NODE, interfaces=())}
+    for version in VERSIONS:
+        of = f"with version {version!r} of {', '.join(libraries)}"
+        nodes[of] = replace(NODE, libraries=dict.fromkeys(libraries, version))
     for (what, node), job in itertools.product(nodes.items(), jobs(paper)):
         for rank in (None, 0, job.launch.devices - 1):
             try:

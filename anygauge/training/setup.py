@@ -202,6 +202,7 @@ def prepare_run(
         run.train,
         layout,
         lambda counts: sum_on_host([count * share.leads for count in counts]),
+        backend.collectives.gather_objects,
     )
     if short := peak_advice(batches.steps, run.train.optimizer.lr, run.train.schedule):
         rank.warn(short)

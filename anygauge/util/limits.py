@@ -35,7 +35,7 @@ def limit_groups(seconds: float) -> tuple[str, ...]:
     fixed = {
         library
         for group in list(c10d._world.pg_map)
-        for library, backend in _libraries_of(group)
+        for library, backend in libraries_of(group)
         if not _limited(backend, limit)
     }
     return tuple(sorted(fixed))
@@ -51,7 +51,7 @@ def release_groups() -> None:
         _DEFAULTS.clear()
 
 
-def _libraries_of(group: Any) -> list[tuple[str, Any]]:
+def libraries_of(group: Any) -> list[tuple[str, Any]]:
     """(name, object) of the library behind each type of device that a group serves."""
     found = []
     for device in group._device_types:

@@ -48,24 +48,30 @@ class Recorder:
 
         model.register_forward_pre_hook(count, with_kwargs=True)
 
-    def watch_losses(self, trainer: Any) -> None:
-        """Keep what each micro-batch of a trainer returns, parts of a step's mean loss. The trainer
-        itself logs as seldom as its users have it: to log is to wait for the device."""
-        usual = trainer.training_step
+    def watch_trainer(self, trainer: Any) -> None:
+        """Keep what each micro-batch of a trainer returns, parts of a step's mean loss, and when
+        steps end. The trainer itself logs as seldom as its users have it: to log is to wait for the
+        device."""
+        usual, ends = trainer.training_step, trainer.callback_handler.on_step_end
 
         def training_step(*args: Any, **kwargs: Any) -> Tensor:
             loss: Tensor = usual(*args, **kwargs)
             self._losses.append(loss.detach())
             return loss
 
+        def on_step_end(*args: Any, **kwargs: Any) -> Any:
+            self.step()
+            return ends(*args, **kwargs)
+
         trainer.training_step = training_step
+        trainer.callback_handler.on_step_end = on_step_end
 
     def step(self, loss_sum: float | None = None, loss_tokens: int = 1) -> None:
         """An optimizer step has ended now.
 
         Args:
             loss_sum: on this rank, over its `loss_tokens`; else the mean is that of
-                `watch_losses`.
+                `watch_trainer`.
         """
         loss = torch.stack(self._losses).float().sum() if loss_sum is None else loss_sum
         self._steps.append((time.time(), self._tokens, self._slots, loss, loss_tokens))
@@ -135,7 +141,34 @@ def tokenised_rows(plan: ContenderPlan, tokenizer: Any) -> list[dict[str, list[i
         prompt = tokenizer(row.get("prompt", ""))["input_ids"]
         answer = tokenizer(row["completion"] if plan.has_prompts else row["text"])["input_ids"]
         answer = [*answer, tokenizer.eos_token_id]
-        rows.append(
-            {"input_ids": prompt + answer, "labels": [IGNORED] * len(prompt) + answer},
-        )
+        rows.append({"input_ids": prompt + answer, "labels": [IGNORED] * len(prompt) + answer})
     return rows
+
+
+def documented_zero3() -> dict[str, Any]:
+    """The ZeRO-3 file of transformers' documentation, with `auto` values.
+
+    Without its optimizer section, which asks for an operator that DeepSpeed compiles: torch's
+    AdamW, the Trainer's own default, is taken in its place.
+    """
+    return {
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "sub_group_size": 1e9,
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+            "stage3_max_live_parameters": 1e9,
+            "stage3_max_reuse_distance": 1e9,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "steps_per_print": 2000,
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "wall_clock_breakdown": False,
+    }

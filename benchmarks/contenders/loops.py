@@ -2,20 +2,22 @@
 
 Each micro-batch's loss is its own mean, as usual; torch's engines send gradients with the last
 micro-batch. DeepSpeed's settings are those that anygauge would give it, so that a difference in
-speed is one of loops and data (see `zero3.by_hand`); Accelerate has the documented ZeRO-3 file. Two
+speed is one of loops and data (see `zero3_by_hand`); Accelerate has the documented ZeRO-3 file. Two
 bounds are trained by the same loop. Nobody could use them for one model: processes end with
 different weights.
 
-``python -m benchmarks.contenders.loops PLAN CONTENDER``, a key of `ENGINES`
+``python -m benchmarks.contenders.loops PLAN CONTENDER``, of which a function here has the name
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,12 +30,17 @@ from benchmarks.contenders.common import (
     IGNORED,
     Recorder,
     adapted_model,
+    documented_zero3,
     skip_inference_kernel,
     start,
     tokenised_rows,
 )
-from benchmarks.contenders.zero3 import by_hand, documented
 from benchmarks.plan import ContenderPlan
+
+PREFETCH = 500_000_000
+DEFAULT_LIVE = 1_000_000_000
+"""Of reuse distance and live parameters; two layers of a model measured here are far smaller."""
+DEFAULT_PERSISTENCE = 100_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +181,7 @@ def deepspeed(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> 
 
     skip_inference_kernel()
     deepspeed.init_distributed()
-    config = by_hand(plan)
+    config = zero3_by_hand(plan)
     sharded_loading = HfDeepSpeedConfig(config)  # must live while the model is loaded
     model = adapted_model(plan)
     del sharded_loading
@@ -189,6 +196,34 @@ def deepspeed(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> 
     return PeerEngine(called=engine, backward=backward, close=engine.destroy)
 
 
+def zero3_by_hand(plan: ContenderPlan) -> dict[str, Any]:
+    """What ``anygauge train --dry-run`` shows for the same model; a test compares the two.
+
+    Differences in speed to this contender are then of loops and data, not of settings. Only
+    accumulation is DeepSpeed's setting here, and done by anygauge itself there.
+    """
+    sizes = json.loads((Path(plan.model) / "config.json").read_text(encoding="utf-8"))
+    largest_factor = plan.lora_rank * max(sizes["hidden_size"], sizes["intermediate_size"])
+    return {
+        "train_micro_batch_size_per_gpu": plan.micro_batch,
+        "gradient_accumulation_steps": plan.accumulation,
+        "gradient_clipping": plan.max_norm,
+        "steps_per_print": 2**31 - 1,
+        "zero_allow_untested_optimizer": True,
+        **({"bf16": {"enabled": True}} if plan.dtype == "bfloat16" else {}),
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_prefetch_bucket_size": PREFETCH,
+            "memory_efficient_linear": not plan.checkpointing,
+            "stage3_param_persistence_threshold": max(DEFAULT_PERSISTENCE, largest_factor),
+            "stage3_max_reuse_distance": DEFAULT_LIVE,
+            "stage3_max_live_parameters": DEFAULT_LIVE,
+        },
+    }
+
+
 def accelerate(plan: ContenderPlan, device: torch.device, recorder: Recorder) -> PeerEngine:
     """Accelerate with its DeepSpeed plugin and the documented ZeRO-3 file."""
     from accelerate import Accelerator, DeepSpeedPlugin
@@ -196,7 +231,7 @@ def accelerate(plan: ContenderPlan, device: torch.device, recorder: Recorder) ->
 
     skip_inference_kernel()
     # Accelerate fills what depends on the model; these are the loop's own.
-    config = documented() | {
+    config = documented_zero3() | {
         "gradient_accumulation_steps": plan.accumulation,
         "gradient_clipping": plan.max_norm,
     }
@@ -288,15 +323,5 @@ class Gathers:
             tensor.register_hook(lambda gradient: self.enter())
 
 
-ENGINES: Mapping[str, Build] = {
-    "ddp": ddp,
-    "fsdp": fsdp,
-    "unsharded": unsharded,
-    "sharded-bound": sharded_bound,
-    "deepspeed": deepspeed,
-    "accelerate": accelerate,
-}
-
-
 if __name__ == "__main__":
-    main(*start(), ENGINES[sys.argv[2]])
+    main(*start(), globals()[sys.argv[2].replace("-", "_")])

@@ -20,7 +20,6 @@ from transformers import (
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 
@@ -28,27 +27,16 @@ from benchmarks.contenders.common import (
     Recorder,
     adapted_model,
     adapter,
+    documented_zero3,
     raw_rows,
     skip_inference_kernel,
     start,
     tokenised_rows,
 )
-from benchmarks.contenders.zero3 import documented
 from benchmarks.plan import ContenderPlan
 
 
-class RecordingCallback(TrainerCallback):
-    """Records the ends of steps."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """See `TrainerCallback`."""
-        self._recorder.step()
-
-
-def hf_trainer(plan: ContenderPlan, recorder: Recorder) -> Trainer:
+def hf_trainer(plan: ContenderPlan) -> Trainer:
     """transformers' own."""
     # Before the model: it is what makes from_pretrained shard while it loads.
     arguments = TrainingArguments(**trainer_arguments(plan))
@@ -57,11 +45,11 @@ def hf_trainer(plan: ContenderPlan, recorder: Recorder) -> Trainer:
         model=adapted_model(plan, checkpointing=False),  # the trainer recomputes by itself
         args=arguments,
         data_collator=DataCollatorForSeq2Seq(tokenizer),
-        **given(plan, recorder, tokenised_rows(plan, tokenizer), tokenizer),
+        **given(plan, tokenised_rows(plan, tokenizer), tokenizer),
     )
 
 
-def trl_trainer(plan: ContenderPlan, recorder: Recorder) -> Trainer:
+def trl_trainer(plan: ContenderPlan) -> Trainer:
     """TRL's: padded, grouped by length, or packed."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
@@ -77,17 +65,16 @@ def trl_trainer(plan: ContenderPlan, recorder: Recorder) -> Trainer:
         model=AutoModelForCausalLM.from_pretrained(plan.model, dtype=getattr(torch, plan.dtype)),
         args=arguments,
         peft_config=adapter(plan),
-        **given(plan, recorder, rows, AutoTokenizer.from_pretrained(plan.model)),
+        **given(plan, rows, AutoTokenizer.from_pretrained(plan.model)),
     )
 
 
-def given(plan: ContenderPlan, recorder: Recorder, rows: Any, tokenizer: Any) -> dict[str, Any]:
+def given(plan: ContenderPlan, rows: Any, tokenizer: Any) -> dict[str, Any]:
     """What both trainers get beside model and arguments."""
     return {
         "train_dataset": rows,
         "eval_dataset": rows if plan.evaluates else None,
         "processing_class": tokenizer,
-        "callbacks": [RecordingCallback(recorder)],
     }
 
 
@@ -117,7 +104,7 @@ def trainer_arguments(plan: ContenderPlan) -> dict[str, Any]:
         "seed": plan.seed,
         "train_sampling_strategy": "group_by_length" if plan.layout == "grouped" else "random",
         "accelerator_config": {"use_configured_state": True},
-        **({"deepspeed": documented()} if plan.deepspeed else {}),
+        **({"deepspeed": documented_zero3()} if plan.deepspeed else {}),
     }
 
 
@@ -128,9 +115,9 @@ def main(plan: ContenderPlan, recorder: Recorder) -> None:
     # Where there is no other device than the host, a trainer's own choice is not a process group at
     # all, and every rank would train alone; it keeps one that is there.
     PartialState(**({"backend": "gloo"} if plan.device == "cpu" else {}))
-    trainer = (trl_trainer if sys.argv[2].startswith("trl") else hf_trainer)(plan, recorder)
+    trainer = (trl_trainer if sys.argv[2].startswith("trl") else hf_trainer)(plan)
     recorder.watch(trainer.model)
-    recorder.watch_losses(trainer)
+    recorder.watch_trainer(trainer)
     trainer.train()
     if plan.evaluates:
         trainer.evaluate()

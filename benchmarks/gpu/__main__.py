@@ -51,8 +51,11 @@ def look() -> dict[str, Any]:
     return found
 
 
-def described(device: str, gpus: int) -> dict[str, Any]:
-    """The page's first table."""
+def described(device: str, gpus: int, predict: str = "") -> dict[str, Any]:
+    """The page's first table; that of a page of predictions, where a machine is named."""
+    record = {"command": " ".join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]]), **versions()}
+    if predict:
+        return {"card": f"Predictions for {predict}", **record}
     found = look()
     card: dict[str, Any] = {"card": "This machine's processor"}
     if device != "cpu":
@@ -66,7 +69,7 @@ def described(device: str, gpus: int) -> dict[str, Any]:
             "CUDA of torch": found["cuda"],
         }
     system = {"python": platform.python_version(), "platform": platform.platform()}
-    return {**card, **system, "command": _command(), **versions()}
+    return {**card, **system, **record}
 
 
 def _check(found: Mapping[str, Any], gpus: int) -> None:
@@ -87,15 +90,6 @@ def _check(found: Mapping[str, Any], gpus: int) -> None:
         raise BenchmarkError(f"GPUS={gpus}, but torch sees {cards}. {REMEDY}")
 
 
-def foreseen(machine: str) -> dict[str, Any]:
-    """The first table of a page of predictions."""
-    return {"card": f"Predictions for {machine}", "command": _command(), **versions()}
-
-
-def _command() -> str:
-    return " ".join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
-
-
 QUICK_S, FULL_S = 450.0, 5400.0
 """8 minutes with the start, and an hour and a half."""
 
@@ -107,7 +101,8 @@ def chosen(parts: str, *, full: bool, predict: bool) -> list[str]:
     if unknown:
         raise typer.BadParameter(f"--parts {unknown[0]}: choose from {', '.join(PARTS)}")
     found = [name for name in PARTS if name in listed] if listed else names(full)
-    return [name for name in found if not predict or ".training:" in PARTS[name].run]
+    predicted = (n for n in found if ".training:" in PARTS[n].run and n != "parity")
+    return list(predicted) if predict else found
 
 
 def hosts_of(path: Path | None) -> tuple[str, int]:
@@ -146,7 +141,7 @@ def main(
     hostfile, nodes = hosts_of(hosts)
     wanted = chosen(parts, full=full, predict=bool(predict))
     with command(output):
-        machine = foreseen(predict) if predict else described(device, gpus)
+        machine = described(device, gpus, predict)
     output.mkdir(parents=True, exist_ok=True)
     context = Context(
         device=device,
@@ -161,8 +156,8 @@ def main(
         card="" if predict or device == "cpu" else machine["card"],
     )
     results: list[Report] = []
-
-    def ended(result: Report) -> None:
+    typer.echo(f"{machine['card']}: {', '.join(wanted)}")
+    for result in run_parts(wanted, context, seconds or (FULL_S if full else QUICK_S)):
         results.append(result)
         write(output, machine, results)
         told = f"{result.status}: {result.problem}" if result.problem else result.status
@@ -170,9 +165,6 @@ def main(
             f"{result.title}: {told} ({result.seconds:.0f} of {result.allowed:.0f} s)",
             fg=None if result.status in (OK, SKIPPED) else "red",
         )
-
-    typer.echo(f"{machine['card']}: {', '.join(wanted)}")
-    run_parts(wanted, context, seconds or (FULL_S if full else QUICK_S), ended=ended)
     typer.echo(f"written: {output}/page.md and results.json")
     if any(result.status not in (OK, SKIPPED) for result in results):
         raise typer.Exit(1)

@@ -58,14 +58,6 @@ def check_interpreter(version: Sequence[int], torch: str | None) -> None:
         raise InstallError(f"torch {torch} is installed, and 2.11 or newer is needed")
 
 
-def installed(name: str) -> str | None:
-    """Version of a distribution of this interpreter."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def constraints(found: Iterable[tuple[str, str]]) -> str:
     """What pip must leave as it is, one line each.
 
@@ -92,7 +84,8 @@ def link_packages(environment: Path) -> None:
 
 def main(wheels: Path, environment: Path) -> None:
     """Make the environment."""
-    check_interpreter(sys.version_info, installed("torch"))
+    all_here = [(d.name, d.version) for d in metadata.distributions()]
+    check_interpreter(sys.version_info, next((v for name, v in all_here if name == "torch"), None))
     if not wheels.is_dir():
         raise InstallError(f"WHEELS={wheels} is not a folder")
     files = {normal(path.name) for path in wheels.iterdir()}
@@ -106,7 +99,6 @@ def main(wheels: Path, environment: Path) -> None:
         raise InstallError(f"{' '.join(venv)} failed: the lines above say why")
     link_packages(environment)
     kept = environment / "machine.txt"
-    all_here = [(d.name, d.version) for d in metadata.distributions()]
     kept.write_text(constraints(all_here), encoding="utf-8")
     python = str(environment / "bin" / "python")
     pip = [python, "-m", "pip"] if own else [sys.executable, "-m", "pip", "--python", python]

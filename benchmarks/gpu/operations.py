@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,15 +13,8 @@ from torch import Tensor
 
 from benchmarks import kernels
 from benchmarks.gpu.part import FAILED, LATE, Clock, Context, PartError, Report
-from benchmarks.kernels import (
-    Kernel,
-    Timing,
-    chosen_kernel,
-    first_line,
-    fitting_kernels,
-    plain_loss,
-)
-from benchmarks.table import Figure, TableRow
+from benchmarks.kernels import Kernel, Timing, chosen_kernel, plain_loss
+from benchmarks.measure import Figure, TableRow
 
 MARGIN = 2.0
 """A kernel may be off by this multiple of what torch's own operation is off in the same type on the
@@ -35,9 +29,7 @@ def _timing(context: Context) -> Timing:
 
 
 def _has_bfloat16(context: Context) -> bool:
-    if context.device == "cpu":
-        return True
-    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return context.device == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def _add_all(
@@ -62,7 +54,7 @@ def softmax(context: Context, report: Report) -> None:
     timing = _timing(context)
     elements = 6000 if context.tiny else 2**28 if context.full else 2**26
     columns = (64,) if context.tiny else kernels.COLUMNS if context.full else (4096,)
-    name = "triton" if "triton" in fitting_kernels("softmax", timing.device) else None
+    name = "triton" if "triton" in kernels.fitting_kernels("softmax", timing.device) else ""
     name, kernel = chosen_kernel("softmax", timing.device, name)
     copy = timing.copy_bandwidth(elements)
     report.note(f"anygauge's kernel is `{name}`. A copy of {elements:,} numbers: {copy / 1e9:,.0f} "
@@ -77,7 +69,7 @@ def loss(context: Context, report: Report) -> None:
     timing = _timing(context)
     tokens, width = (32, 16) if context.tiny else (8192, 4096)
     _say_liger(report)
-    ours = fitting_kernels("linear_cross_entropy", timing.device)
+    ours = kernels.fitting_kernels("linear_cross_entropy", timing.device)
     classes = (90,) if context.tiny else (32_000, 131_072)
     kinds = ((False, 0.0), (True, 0.0))[: 2 if context.full else 1]
     cases = kernels.loss(timing, ours, classes=classes, tokens=tokens, width=width, cases=kinds)
@@ -101,9 +93,7 @@ def lora(context: Context, report: Report) -> None:
     _add_all(context, report, cases, 2 * len(sizes))
 
 
-def plain_softmax(x: Tensor) -> Tensor:
-    """Torch's own, over rows."""
-    return torch.softmax(x, -1)
+plain_softmax = functools.partial(torch.softmax, dim=-1)
 
 
 def accuracy(context: Context, report: Report) -> None:
@@ -120,12 +110,12 @@ def accuracy(context: Context, report: Report) -> None:
             exact = errors_of(own, own, size, dtype, device)
             allowed = [MARGIN * (error + unit) for error in exact]
             report.add(_accuracy(case, "torch", exact, allowed))
-            for name, kernel in fitting_kernels(operation, device).items():
+            for name, kernel in kernels.fitting_kernels(operation, device).items():
                 try:
                     errors = errors_of(kernel, own, size, dtype, device)
                 except Exception as raised:  # one that cannot be compiled leaves the others
-                    report.add(TableRow(case=case, name=name, note=first_line(raised)))
-                    worst.append(f"{name}, {case}: {first_line(raised)}")
+                    report.add(TableRow(case=case, name=name, note=kernels.first_line(raised)))
+                    worst.append(f"{name}, {case}: {kernels.first_line(raised)}")
                     continue
                 report.add(_accuracy(case, name, errors, allowed))
                 if not all(map(operator.le, errors, allowed)):

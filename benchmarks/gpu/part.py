@@ -14,14 +14,14 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from anygauge.util.files import write_text
+from benchmarks.measure import TableRow, line, shown, table
 from benchmarks.processes import Processes, last_lines, raise_when_terminated, run
-from benchmarks.table import TableRow, cell, line, shown, table
 
 OK, FAILED, SKIPPED, LATE = "ok", "failed", "skipped", "out of time"
 
@@ -53,7 +53,7 @@ PARTS: Mapping[str, Part] = {
     part.name: part
     for part in (
         Part("parity", "A run on the device beside the same run on the host", 48,
-             _HERE + "parity:run"),
+             _TRAINING + "parity"),
         Part("accuracy", "Kernels against float64", 20, _OPERATIONS + "accuracy"),
         Part("kernels", "The kernels' tests, with compiled kernels", 52, _PYTESTS + "kernels"),
         Part("softmax", "Softmax beside torch and Liger", 28, _OPERATIONS + "softmax"),
@@ -82,11 +82,9 @@ class Context:
 
     Attributes:
         device: torch's name of the device type, which is also anygauge's name of the backend.
-        folder: for what the part writes.
         seconds: that it may take; at the end of them it is ended.
         gpus: cards of each machine that it may use.
         hostfile: of several machines; empty for this one alone.
-        nodes: machines.
         tiny: sizes at which a host is done in seconds, to try the parts.
         full: all that the part knows to do, not the most important alone.
         machine: as `anygauge plan --machine` takes it: what trains there is only predicted. Empty:
@@ -175,17 +173,10 @@ class Report:
             self.notes.append(text)
             self.save()
 
-    def end(self, error: PartError) -> None:
-        """The part is over before it has found all."""
-        self.status, self.problem = error.status, error.problem
-        self.save()
-
     @property
     def record(self) -> dict[str, Any]:
         """All of it, as JSON has it."""
-        record = dataclasses.asdict(self)
-        del record["path"]
-        return record
+        return {name: each for name, each in dataclasses.asdict(self).items() if name != "path"}
 
     def save(self) -> None:
         """Write it anew."""
@@ -207,28 +198,18 @@ LEAST_S = 5.0
 """A part with less time than this is not begun."""
 
 
-def run_parts(
-    names: Sequence[str],
-    context: Context,
-    seconds: float,
-    *,
-    ended: Callable[[Report], None] = lambda report: None,
-) -> list[Report]:
-    """Run parts in `seconds` altogether.
+def run_parts(names: Sequence[str], context: Context, seconds: float) -> Iterator[Report]:
+    """Run parts in `seconds` altogether: what each has found, as it ends.
 
     Args:
         context: its folder gets one folder for each part.
-        ended: called with what each has found.
     """
     end = time.monotonic() + seconds
-    results = []
     for place, name in enumerate(names):
         rest = sum(PARTS[each].share for each in names[place:])
         allowed = max(0.0, end - time.monotonic()) * PARTS[name].share / rest
         folder = context.path / name
-        results.append(run_part(PARTS[name], replace(context, folder=str(folder), seconds=allowed)))
-        ended(results[-1])
-    return results
+        yield run_part(PARTS[name], replace(context, folder=str(folder), seconds=allowed))
 
 
 def run_part(part: Part, context: Context) -> Report:
@@ -289,10 +270,8 @@ def page(machine: Mapping[str, Any], results: Sequence[Report]) -> str:
     for result in results:
         status = result.status if result.status == OK else f"**{result.status}**"
         problem = result.problem.partition("\n")[0]
-        lines.append(
-            f"| {cell(result.title)} | {status}{f': {cell(problem)}' if problem else ''} | "
-            f"{result.seconds:.0f} of {result.allowed:.0f} |"
-        )
+        took = f"{result.seconds:.0f} of {result.allowed:.0f}"
+        lines.append(line([result.title, f"{status}: {problem}" if problem else status, took]))
     for result in results:
         lines += ["", f"## {result.title}", ""]
         if result.problem:
@@ -310,7 +289,8 @@ def main(run: str, task: str) -> None:
     try:
         getattr(importlib.import_module(module), function)(context, report)
     except PartError as error:
-        report.end(error)
+        report.status, report.problem = error.status, error.problem
+        report.save()
 
 
 if __name__ == "__main__":

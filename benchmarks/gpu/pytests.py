@@ -18,11 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.gpu.part import FAILED, SKIPPED, Context, PartError, Report
+from benchmarks.measure import TableRow
 from benchmarks.processes import ROOT
-from benchmarks.table import TableRow
 
-INTERRUPTED = 2
-"""Pytest's exit status after an interrupt."""
 QUICK_TESTS = "not (test_masks_scales_and_offsets and float16 and not bfloat16)"
 """`make gpu` leaves out masks in the type that runs take only where there is no bfloat16."""
 CLOSING_S = 60.0
@@ -33,7 +31,7 @@ def kit(context: Context, report: Report) -> None:
     """The kit for backends on this device; what fails is a row of its own."""
     pages = [context.path / f"conformance{suffix}" for suffix in (".md", ".json")]
     status = pytest(
-        context,
+        context, report,
         "-m", "slow or not slow",
         "--anygauge-backend", context.device,
         *(f"--anygauge-report={page}" for page in pages),
@@ -53,8 +51,6 @@ def kit(context: Context, report: Report) -> None:
     report.note(f"The whole report is `{context.path.name}/{pages[0].name}`.")
     if found["not_tried"]:
         report.note(f"{len(found['not_tried'])} checks were not tried.")
-    if status == INTERRUPTED:
-        report.note("The kit was interrupted at the end of its time.")
     if any(check["result"] == "failed" for check in found["checks"]):
         raise PartError(FAILED, "the backend does not conform: see the rows `failed`")
 
@@ -66,7 +62,7 @@ def kernels(context: Context, report: Report) -> None:
     results = context.path / "tests.xml"
     chosen = "other_dimensions" if context.tiny else "" if context.full else QUICK_TESTS
     status = pytest(
-        context,
+        context, report,
         "tests/kernels/test_triton.py",
         f"--junit-xml={results}",
         "-m", "slow or not slow" if context.full else "not slow",
@@ -82,8 +78,6 @@ def kernels(context: Context, report: Report) -> None:
         report.note("On a host, Triton's interpreter runs the kernels: nothing was compiled.")
     elif chosen:
         report.note(f"Of these tests `-k '{chosen}'` ran; `make gpu-full` has all.")
-    if status == INTERRUPTED:
-        report.note("The tests were interrupted at the end of their time.")
     if not counts:
         raise PartError(FAILED, f"pytest ended with status {status}, and no test ran")
     failed = [name for name, count in counts.items() if count["failed"]]
@@ -91,7 +85,7 @@ def kernels(context: Context, report: Report) -> None:
         raise PartError(FAILED, f"{', '.join(failed)}; see {context.path.name}/log.txt")
 
 
-def pytest(context: Context, *arguments: str, **variables: str) -> int:
+def pytest(context: Context, report: Report, *arguments: str, **variables: str) -> int:
     """Run pytest in its own process, interrupted in time; returns its exit status."""
     if find_spec("pytest") is None:
         raise PartError(SKIPPED, "pytest is not installed: pip install 'anygauge[testing]'")
@@ -108,6 +102,7 @@ def pytest(context: Context, *arguments: str, **variables: str) -> int:
         return process.wait(context.seconds - closing)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)
+        report.note("These tests were interrupted at the end of their time.")
         return process.wait(closing)
     finally:
         process.kill()

@@ -1,14 +1,18 @@
-"""Parts that train: anygauge and its peers in alternation, each figure beside its prediction: what
-``anygauge plan --json`` says of a run before it is measured."""
+"""Parts that train: the same run on the device and on the host, step by step; then anygauge and its
+peers in alternation, each figure beside its prediction: what ``anygauge plan --json`` says of a run
+before it is measured."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -18,11 +22,97 @@ from anygauge.planning.machines import Hardware, measured_files
 from anygauge.registry import Registry
 from benchmarks.entrants import ENTRANTS, run_file
 from benchmarks.gpu.part import FAILED, LATE, SKIPPED, Clock, Context, PartError, Report
-from benchmarks.measure import RunOutcome
+from benchmarks.measure import Figure, RunOutcome, TableRow, rotated, speed_ratio
 from benchmarks.plan import ContenderPlan, Dtype
-from benchmarks.processes import Processes, started, wait
+from benchmarks.processes import Processes, cause, last_lines, started, wait
 from benchmarks.session import make_model, prepare_rows, run_once
-from benchmarks.table import Figure, TableRow, rotated, speed_ratio
+
+ALLOWED: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 3e-2}
+"""Relative difference of a step's loss that is not a fault: rounding that grows with the steps."""
+NORMS = 3.0
+"""Gradients' norms may differ by this multiple of it."""
+PARITY = ContenderPlan(
+    layers=4, hidden=128, intermediate=344, heads=4, kv_heads=2, vocabulary=400, max_length=96,
+    steps=6, ranks=1, micro_batch=2, accumulation=2, checkpointing=False,
+)  # fmt: skip
+"""A small Llama with random weights, all of them trained on one rank."""
+
+
+def parity(context: Context, report: Report) -> None:
+    """Losses and norms of gradients, in float32 and, where the device has it, bfloat16.
+
+    All runs are started at once: what a run of this size needs is the time to begin.
+    """
+    clock = Clock(context.seconds)
+    _, plan, _ = prepare_rows("generated", replace(PARITY, output=context.folder))
+    dtypes = ("float32",) if context.tiny else tuple(ALLOWED)
+    problems: dict[str, list[str]] = {FAILED: [], LATE: []}
+    devices = tuple(dict.fromkeys((context.device, "cpu")))
+    with ExitStack() as stack:
+        running = {
+            each: stack.enter_context(started(parity_run(context.path, plan, *each)))
+            for each in itertools.product(dtypes, devices)
+        }
+        for dtype in dtypes:
+            found = {}
+            for device in devices:
+                name = f"{device}-{dtype}"
+                ended = wait(running[dtype, device], clock.left)
+                if ended.problem is None:
+                    lines = (context.path / name / "metrics.jsonl").read_text(encoding="utf-8")
+                    records = map(json.loads, lines.splitlines())
+                    found[device] = [record for record in records if "loss" in record]
+                    continue
+                log = last_lines(context.path / name)
+                print(name, *log, sep="\n", flush=True)
+                said = LATE if ended.status is None else cause(log) or ended.problem
+                report.add(TableRow(case=dtype, name=f"run on {device}", note=said))
+                problems[LATE if ended.status is None else FAILED].append(f"{name}: {said}")
+            if len(found) == len(devices):
+                problems[FAILED] += compare_steps(report, dtype, context.device, found)
+    for status, all_of in problems.items():
+        if all_of:
+            raise PartError(status, "; ".join(all_of))
+
+
+def parity_run(folder: Path, plan: ContenderPlan, dtype: Any, device: str) -> Processes:
+    """One run, in a folder of its own; writes its run file."""
+    name = f"{device}-{dtype}"
+    fields = run_file(replace(plan, device=device, dtype=dtype), {"name": "single"})
+    fields |= {
+        "name": name,
+        "model": {"config": plan.llama, "tokenizer": plan.model},
+        "adapter": None,
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
+    argv = [sys.executable, "-m", "anygauge.cli", "train", str(path), "--no-plan"]
+    # One thread: several runs share the host's processors, and the model is small.
+    threads = {"OMP_NUM_THREADS": "1"}
+    return Processes(argv=argv, environments=[threads], logs=[folder / f"{name}.log"])
+
+
+def compare_steps(
+    report: Report, dtype: str, device: str, found: Mapping[str, list[dict[str, Any]]]
+) -> list[str]:
+    """Add a row for each figure; returns what differs by more than is allowed."""
+    mine, host = found[device], found["cpu"]
+    differ = []
+    for figure in ("loss", "grad_norm"):
+        allowed = ALLOWED[dtype] * (NORMS if figure == "grad_norm" else 1.0)
+        off = max(abs(a[figure] / b[figure] - 1) for a, b in zip(mine, host, strict=True))
+        figures = {
+            f"first on {device}": mine[0][figure],
+            "first on the host": host[0][figure],
+            f"last on {device}": mine[-1][figure],
+            "last on the host": host[-1][figure],
+            "largest difference": off,
+            "allowed": allowed,
+        }
+        report.add(TableRow(case=dtype, name=figure, figures=figures))
+        if not off <= allowed:
+            differ.append(f"{dtype}, {figure} differs by {off:.1e} of {allowed:.0e}")
+    return differ
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,17 +267,8 @@ def sharded(context: Context, report: Report) -> None:
     compare(context, report, cases, HALF_B, ranks=context.ranks)
 
 
-def llama_3b(context: Context, report: Report) -> None:
-    """LoRA on 3B parameters with recomputed activations."""
-    _large(context, report, THREE_B)
-
-
-def llama_8b(context: Context, report: Report) -> None:
-    """LoRA on 8B parameters with recomputed activations."""
-    _large(context, report, EIGHT_B)
-
-
-def _large(context: Context, report: Report, size: Size) -> None:
+def large(context: Context, report: Report, size: Size) -> None:
+    """LoRA with recomputed activations."""
     free, needed = shutil.disk_usage(context.path).free, 3 * parameters(size)
     if not context.machine and not context.tiny and free < needed:
         raise PartError(
@@ -202,6 +283,9 @@ def _large(context: Context, report: Report, size: Size) -> None:
             TrainingCase("FSDP", ("anygauge-fsdp", "fsdp")),
         ]
     compare(context, report, cases, size, ranks=context.ranks)
+
+
+llama_3b, llama_8b = partial(large, size=THREE_B), partial(large, size=EIGHT_B)
 
 
 def compare(
@@ -323,14 +407,10 @@ def table(
         for name in case.contenders:
             runs, prediction = outcomes[case, name], predictions.get((case, name), Prediction())
             if runs or ((case, name) in predictions and not any(outcomes.values())):
-                row = TableRow(
-                    case=case.name,
-                    name=ENTRANTS[name].title,
-                    figures=_figures(runs, first, counted[0] if counted else None),
-                    predicted=prediction.figures,
-                    note=_note(runs) if runs else prediction.problem,
-                )
-                rows.append(row)
+                figures = _figures(runs, first, counted[0] if counted else None)
+                note = _note(runs) if runs else prediction.problem
+                row = TableRow(case=case.name, name=ENTRANTS[name].title, figures=figures)
+                rows.append(replace(row, predicted=prediction.figures, note=note))
     return rows
 
 

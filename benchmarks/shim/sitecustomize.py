@@ -26,7 +26,7 @@ TRACE = "ANYGAUGE_BENCHMARK_TRACE"
 WATCH = "ANYGAUGE_BENCHMARK_WATCH"
 """Steps before those that are watched, and their number: ``10:2`` (see `benchmark_watch`)."""
 PHASES = "ANYGAUGE_BENCHMARK_PHASES"
-"""Set: the folder of the trace also gets the peak of each phase (see `benchmark_phases`)."""
+"""Set: the folder of the trace also gets the peak of each phase (see `benchmark_watch`)."""
 
 
 def _bytes(value: Any) -> int:
@@ -108,22 +108,17 @@ def count_calls(group: Any, calls: list[tuple[float, str, float]]) -> None:
             setattr(group, name, counting(getattr(group, name), sent))
 
 
+_SEEN = [0]
+"""The device's peak so far: a loop may begin a new one at each step."""
+
+
 def device_memory() -> int | None:
     """Most bytes that the device's allocator held for this process; None without such a device."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None
-    return max(int(torch.cuda.max_memory_allocated()), _Peak.seen)
-
-
-class _Peak:
-    """The device's peak so far: a loop may begin a new one at each step."""
-
-    seen = 0
-
-    @classmethod
-    def see(cls, *_: Any) -> None:
-        cls.seen = max(cls.seen, device_memory() or 0)
+    _SEEN[0] = max(int(torch.cuda.max_memory_allocated()), _SEEN[0])
+    return _SEEN[0]
 
 
 def _at_the_end(write: Callable[[], None]) -> None:
@@ -142,12 +137,12 @@ def _at_the_end(write: Callable[[], None]) -> None:
 def _main() -> None:
     if TRACE not in os.environ or "RANK" not in os.environ:
         return
-    from benchmark_phases import Phases, peak
+    from benchmark_watch import Phases, StepWatch, count_steps, peak
 
     folder, rank = Path(os.environ[TRACE]), os.environ["RANK"]
     calls: list[tuple[float, str, float]] = []
     hooks = {"torch.distributed.distributed_c10d": lambda m: count_calls(m.ProcessGroup, calls)}
-    after = [lambda module: module.register_optimizer_step_post_hook(_Peak.see)]
+    after = [lambda module: module.register_optimizer_step_post_hook(lambda *_: device_memory())]
     taken: dict[str, Callable[[], Any]] = {
         "traffic": lambda: {
             **{"peak_memory": device_memory() or peak(), "calls": calls},
@@ -155,8 +150,6 @@ def _main() -> None:
         }
     }
     if WATCH in os.environ:
-        from benchmark_watch import StepWatch, count_steps
-
         watch = StepWatch(
             folder / f"watched-rank{rank}.json", *map(int, os.environ[WATCH].split(":"))
         )

@@ -70,7 +70,7 @@ def _defined(tree: ast.Module) -> Iterator[str]:
                 yield name
 
 
-def _library_names(tree: ast.Module) -> Iterator[tuple[str, str]]:
+def library_names(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """(Name in the file, full name) of what it imports from libraries."""
     for node in ast.walk(tree):
         match node:
@@ -84,7 +84,7 @@ def _library_names(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
-    yield from (name for _, name in _library_names(tree) if not OURS.match(name))
+    yield from (name for _, name in library_names(tree) if not OURS.match(name))
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (each.name for each in node.names if not OURS.match(each.name))
@@ -103,7 +103,7 @@ def _named(tree: ast.Module) -> Iterator[str]:
 
 
 def _used(tree: ast.Module, own: set[str], ours: set[str]) -> Iterator[str]:
-    libraries = {name: whole for name, whole in _library_names(tree) if not OURS.match(whole)}
+    libraries = {name: whole for name, whole in library_names(tree) if not OURS.match(whole)}
     inner: set[int] = set()
     for node in ast.walk(tree):  # the whole of a chain comes before its parts
         if not isinstance(node, ast.Attribute) or id(node) in inner:

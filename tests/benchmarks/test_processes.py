@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.processes import Processes, cause, last_lines, run, shares
+from benchmarks.processes import Processes, cause, last_lines, run
 
 CODE = """
 import os, sys, time
@@ -49,9 +49,16 @@ def test_all_end_when_one_fails_or_time_is_up(
     assert time.monotonic() - began < 40
 
 
-def test_processors_are_shared_equally_or_not_at_all() -> None:
-    assert shares([0, 1, 4, 5, 6], 2) == [[0, 1], [4, 5]]
-    assert shares([3], 2) is None
+@pytest.mark.parametrize(("ours", "bound"), [({6, 0, 1, 4, 5}, [[0, 1], [4, 5]]), ({3}, [])])
+def test_processors_are_shared_equally_or_not_at_all(
+    ours: set[int], bound: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[list[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: ours)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, processors: found.append(processors))
+    logs = [tmp_path / "0.log", tmp_path / "1.log"]
+    run(Processes(argv=["true"], environments=[{}, {}], logs=logs, bound=True), 60)
+    assert found == bound
 
 
 def test_the_log_that_ended_first_is_shown(tmp_path: Path) -> None:

@@ -10,13 +10,12 @@ import pytest
 from tokenizers import Tokenizer
 
 from benchmarks.plan import BenchmarkError, ContenderPlan
-from benchmarks.rows import WrittenRows, write_rows
-from benchmarks.texts import texts
+from benchmarks.rows import WrittenRows, texts, write_rows
 
 
 @pytest.fixture(autouse=True)
 def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.texts.GENERATED_TEXTS", 300)
+    monkeypatch.setattr("benchmarks.rows.GENERATED_TEXTS", 300)
 
 
 def written(folder: Path, workload: str, **changes: Any) -> WrittenRows:

@@ -20,8 +20,7 @@ import torch
 from benchmarks.processes import SHIM
 
 sys.path.insert(0, str(SHIM))
-from benchmark_phases import Phases, peak, reset
-from benchmark_watch import WAITS, StepWatch, count_steps, on_device, union
+from benchmark_watch import WAITS, Phases, StepWatch, count_steps, on_device, peak, reset, union
 
 sys.path.remove(str(SHIM))
 

@@ -13,7 +13,7 @@ from anygauge.interface import Activations
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_settings import ModelSizes, as_config, zero_settings
 from anygauge_cpu.backend import CpuBackend
-from benchmarks.contenders.zero3 import by_hand
+from benchmarks.contenders.loops import zero3_by_hand
 from benchmarks.plan import Dtype
 from tests.benchmarks.test_measure import plan
 from tests.helpers.build import a_workload
@@ -49,4 +49,4 @@ def test_settings_by_hand_are_those_of_a_dry_run(
     )
     # Memory alone; whoever writes the loop by hand leaves DeepSpeed's default.
     assert ours["zero_optimization"].pop("reduce_bucket_size") == 10**6
-    assert {**by_hand(given), "gradient_accumulation_steps": 1} == ours
+    assert {**zero3_by_hand(given), "gradient_accumulation_steps": 1} == ours

@@ -81,7 +81,7 @@ def test_a_run_on_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     folder = tmp_path / "run"
     (folder / "adapter").mkdir(parents=True)
     (folder / "run.yaml").write_text(path.read_text())
-    origin = model_origin(str(folder), None, None)
+    origin = model_origin(str(folder), None, str(tmp_path / "tokenizer"))
     assert tokenizer.decode(question_ids(origin, tokenizer, "q")[0]) == "<s>q"
     tokenizer.chat_template = template("inst")
     tokenizer.save_pretrained(tmp_path / "tokenizer")

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,19 +91,15 @@ def test_every_way_to_spread_and_the_largest(
     assert rows["why"] == "the model was made for no more positions"
 
 
-@pytest.mark.parametrize(
-    ("machine", "dtype"), [("v100-16", "float16"), ("l4", "bfloat16"), ("gaudi2", "bfloat16")]
-)
-def test_a_run_computes_in_what_its_card_is_fast_in(
-    machine: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_without_a_machine_a_run_is_held_against_the_cards_that_are_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    described = Hardware.load(Registry.load())
-    path, registry = run_file(tmp_path, precision={"param_dtype": "auto"}), Registry.load()
-    run, _ = plan._case(path, [], {}, machine, described, registry)
-    found = "bfloat16" if run.precision.param_dtype == "auto" else run.precision.param_dtype
-    assert found == dtype
-    run, _ = plan._case(path, ["precision.param_dtype=float32"], {}, machine, described, registry)
-    assert run.precision.param_dtype == "float32"
+    spec, probe = SimpleNamespace(name="cuda"), SimpleNamespace(cards=("NVIDIA L4",))
+    here = SimpleNamespace(spec=spec, probe=probe)
+    monkeypatch.setattr(plan, "select_backend", lambda *_, **__: here)
+    registry = Registry.load()
+    _, target = plan._case(run_file(tmp_path), [], {}, None, Hardware.load(registry), registry)
+    assert target.backend == "cuda" and target.card is not None and target.card.name == "l4"
 
 
 @pytest.mark.parametrize(
@@ -140,30 +137,37 @@ def test_what_is_wrong_gets_one_message(
 
 
 @pytest.mark.parametrize(
-    ("options", "backend", "devices"),
+    ("options", "expected"),
     [
-        ("--machine h100:8", "cuda", 8),
-        ("--machine h100:8 --set launch.devices=4 --set backend=cpu", "cpu", 4),
-        ("--machine h100:8 --devices 2 --backend hpu", "hpu", 2),
+        ("--machine h100:8", ("cuda", 8, "bfloat16")),
+        ("--machine h100:8 --set launch.devices=4 --set backend=cpu", ("cpu", 4, "bfloat16")),
+        ("--machine h100:8 --devices 2 --backend hpu", ("hpu", 2, "bfloat16")),
+        ('--machine h100:8 --set launch={"devices":4}', ("cuda", 4, "bfloat16")),
+        # What the card is fast in.
+        ("--machine v100-16", ("cuda", 1, "float16")),
+        ("--machine v100-16 --set precision.param_dtype=float32", ("cuda", 1, "float32")),
+        ("--machine l4", ("cuda", 1, "bfloat16")),
+        ("--machine gaudi2", ("hpu", 1, "bfloat16")),
         # A card that no backend drives is not planned as this machine's processors would have it.
-        ("--machine other:8 --hardware other.toml", "cuda", 8),
+        ("--machine other:8 --hardware other.toml", ("cuda", 8, "auto")),
     ],
 )
 def test_a_machine_gives_what_is_not_given(
-    options: str, backend: str, devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: str, expected: tuple[str, int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("other.toml").write_text('[card.other]\nmemory = "64 GiB"\n')
-    asked: list[tuple[str, int]] = []
+    asked: list[tuple[str, int, str]] = []
 
     def tried(trials: Trials, run: RunFile, target: Target) -> None:
-        asked.append((target.backend, run.launch.devices))
+        asked.append((target.backend, run.launch.devices, run.precision.param_dtype))
         raise AnygaugeError("that is all")
 
     monkeypatch.setattr(Trials, "__call__", tried)
+    run = run_file(tmp_path, precision={"param_dtype": "auto"})
     with pytest.raises(AnygaugeError, match="that is all"):
-        cli.run(["plan", str(run_file(tmp_path)), *options.split()])
-    assert asked == [(backend, devices)]
+        cli.run(["plan", str(run), *options.split()])
+    assert asked == [expected]
 
 
 def test_a_card_without_memory_is_no_error(

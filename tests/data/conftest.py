@@ -91,6 +91,7 @@ def batches(tokenizer: Any, counting: Path) -> Callable[..., Any]:
         micro: int = 2,
         shapes: ShapePolicy = ShapePolicy(),  # noqa: B008
         sums: Callable[[Any], Any] = lambda values: values,
+        texts: Callable[[str], Any] = lambda text: [text],
         settings: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> Any:
@@ -107,7 +108,7 @@ def batches(tokenizer: Any, counting: Path) -> Callable[..., Any]:
             shapes=shapes,
         )
         rows = prepare(section, tokenizer, seed=5).train
-        made: Any = training_batches(rows, section, training, layout, sums)
+        made: Any = training_batches(rows, section, training, layout, sums, texts)
         made.rows = rows
         return made
 

@@ -64,7 +64,7 @@ def runs_of(
             environment={"ANYGAUGE_BLOCK_PLUGINS": ""},
         )
         (code,) = run_forks([fork], timeout_s=timeout_s)
-        assert code == 0, log.read_text()[-6000:]
+        assert code == 0, f"exit status {code}\n{log.read_text()[-10_000:]}"
         results = json.loads(told.read_text())
     return [
         Run(folder=Path(r["folder"]), status=r["status"], out=r["out"], err=r["log"])
@@ -117,7 +117,7 @@ def start(part: RunPart) -> dict[str, Any]:
             for pid in ranks:
                 os.kill(pid, signum)
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
-    logs = "\n".join((folder / f"rank{r}.log").read_text()[-2500:] for r in range(job.world_size))
+    logs = "\n".join((folder / f"rank{r}.log").read_text()[-10_000:] for r in range(job.world_size))
     events = "".join((folder / f"events{r}").read_text() for r in range(job.world_size))
     status = next((code for code in codes if code), 0)
     return {"folder": str(folder), "status": status, "out": events, "log": logs}

@@ -45,7 +45,7 @@ def run_ranks(
         for rank, log in enumerate(logs)
     ]
     codes = run_forks(forks, timeout_s=timeout_s)
-    said = "\n".join(log.read_text(errors="replace")[-3000:] for log in logs)
+    said = "\n".join(log.read_text(errors="replace")[-10_000:] for log in logs)
     assert codes == [0] * world, f"exit statuses {codes}\n{said}"
 
 

@@ -3,156 +3,227 @@
 ``make zoo``, by hand and before a release, adds what it finds to ``zoo.json`` and writes the tables
 of docs/models.md anew; what is there already for the installed versions stays. To try some again:
 ``python -m tests.models.zoo mixtral gemma3``. It ends with status 1 if a failure has no
-explanation: a pattern of ``limits`` in ``zoo.json``, which says whose limit it is.
+explanation among `limits`. What else ``zoo.json`` has, its `about` says.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
+import resource
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
+import textwrap
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+from anygauge.cli import run as command
+from anygauge.interface import Backend
+from anygauge.kernels.attention import library_attention
+from anygauge.models.verify import relative_difference
 from tests.docs.pages import ROOT
+from tests.helpers.build import model_factory, on_host
+from tests.helpers.forked import RunPart, finished
+from tests.helpers.ranks import on_ranks
+from tests.helpers.runs import Run, run_file
 from tests.helpers.tokenizer import make_tokenizer
-from tests.helpers.zygote import Fork, run_forks
 
 RESULTS = Path(__file__).with_name("zoo.json")
-PAGE = ROOT / "docs" / "models.md"
-TABLES = "| versions |"
-"""Where the generated part of the page begins."""
-LIMIT_S = 150.0
-"""For one architecture."""
-LIBRARIES = ("transformers", "peft", "torch", "deepspeed", "accelerate")
-PARTS = {
-    "made": "cannot be built",
-    "loads": "does not load",
-    "single": "does not train",
-    "merges": "does not merge",
-    "zero": "not under ZeRO-3",
-}
-"""What is tried of an architecture, in this order -> what it means if it fails."""
-NO_RECOMPUTATION = (
-    "transformers cannot recompute its layers; it trains with `gradient_checkpointing: false`"
-)
-
-Row = Mapping[str, Any]
+STORED = json.loads(RESULTS.read_text())
+STACK = f"transformers {version('transformers')}"
+PAGE, TABLES = ROOT / "docs" / "models.md", "## With "  # how its generated part begins
+UNEXPLAINED = "nobody has explained this"
+ERROR = r"^(?:\w+\.)*(\w+(?:Error|Exception)\b.*(?:\n.*){0,2})"
+LIMIT_S, MEMORY = 150.0, 6 * 2**30
+"""Seconds, and bytes of data in a process, for each part of what is tried."""
+STEPS, SAME = 5, 1e-5
+"""Of a run; largest relative difference of losses, and of a merged model's logits."""
 
 
-def architectures() -> dict[str, str]:
-    """Model type -> class, of every one that the installed transformers calls causal."""
-    from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
-
-    kinds = {name: NAMES[name] for name in sorted(NAMES) if name in CONFIG_MAPPING}
-    return {name: kind[0] if isinstance(kind, tuple) else kind for name, kind in kinds.items()}
-
-
-def versions() -> dict[str, str]:
-    """Of what decides the results."""
-    return {name: metadata.version(name).partition("+")[0] for name in LIBRARIES}
+def main(again: list[str]) -> None:
+    """Add to the results, and write the page; ends with what failed and nobody has explained."""
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))  # inherited by all processes
+    libraries = ("transformers", "peft", "torch", "deepspeed", "accelerate")
+    here = STORED["stacks"].setdefault(STACK, {"rows": {}})
+    here["versions"] = {name: version(name).partition("+")[0] for name in libraries}
+    for model in again or sorted({*NAMES} & {*CONFIG_MAPPING} - {*here["rows"]}):
+        here["rows"] = dict(sorted({**here["rows"], model: result(model)}.items()))
+        RESULTS.write_text(json.dumps(STORED, indent=1) + "\n")
+        print(model, here["rows"][model].get("failed", "yes"), flush=True)
+    text = "\n".join(tables()) + "\n"
+    PAGE.write_text(PAGE.read_text().partition(TABLES)[0] + text)
+    print(f"{PAGE} is written")
+    sys.exit("\n".join(line for line in text.splitlines() if UNEXPLAINED in line) or 0)
 
 
 def result(name: str) -> dict[str, Any]:
-    """What came of a model type in a process; if that dies, the part that it was in has failed."""
+    """What came of a model type; each part has processes of its own, and one that fails ends it."""
+    row: dict[str, Any] = {"class": NAMES[name]}
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
-        make_tokenizer(Path(folder, "tokenizer"))
-        fork = Fork(
-            module="tests.models.zoo_one",
-            arguments=[name, folder],
-            log=str(Path(folder, "log")),
-            environment={"ANYGAUGE_BLOCK_PLUGINS": "", "HF_HUB_OFFLINE": "1"},
-        )
-        (code,) = run_forks([fork], timeout_s=LIMIT_S)
-        output = Path(folder, "row.json")
-        row = json.loads(output.read_text()) if output.exists() else {"in": "made"}
-    if (unfinished := row.pop("in", None)) is not None:
-        late = f"no end within {LIMIT_S:.0f} s"
-        row["failed"] = {unfinished: late if code == -9 else f"ended with status {code}"}
-    return {"class": architectures()[name], **row}
+        for part in STORED["parts"]:
+            try:
+                if part in ("single", "zero"):
+                    row |= trained(Path(folder), part, "recomputes" not in row)
+                else:
+                    row |= on_ranks(globals()[part], folder, name, world=1, timeout_s=LIMIT_S)[0]
+            except AssertionError as error:
+                # The error that a log ends with; else all of it (exit status -9: no end in time).
+                log = str(error).replace(folder, "FOLDER")
+                said = [log, *re.findall(ERROR, log, re.MULTILINE)][-1]
+                row.setdefault("failed", {})[part] = " ".join(said.split())[:600]
+                if part != "merges":  # ZeRO-3 does not need it
+                    break
+    return row
 
 
-def limit(stored: Mapping[str, Any], name: str, message: str) -> str | None:
-    """Which limit a message about an architecture is of; None if it is not known."""
-    line = f"{name}: {message}"
-    return next((said for form, said in stored["limits"].items() if re.search(form, line)), None)
-
-
-def unexplained(stored: Mapping[str, Any]) -> list[str]:
-    """Failures for which there is no limit."""
-    return [
-        f"{name}: {text}"
-        for stack in stored["stacks"].values()
-        for name, row in stack["rows"].items()
-        for text in row.get("failed", {}).values()
-        if limit(stored, name, text) is None
-    ]
-
-
-def tables(stored: Mapping[str, Any]) -> Iterator[str]:
+def tables() -> Iterator[str]:
     """The lines of the page that are made of the results; versions with more models come first."""
-    stacks = sorted(stored["stacks"].values(), key=lambda stack: -len(stack["rows"]))
-    notes: dict[str, tuple[int, str]] = {}
-    """What is said of a limit -> its number, and the first message."""
-
-    def note(name: str, message: str) -> str:
-        text = limit(stored, name, message) or message
-        return f"[{notes.setdefault(text, (len(notes) + 1, message))[0]}](#notes)"
-
-    def cells(name: str, row: Row | None) -> list[str]:
-        if row is None:
-            return ["", "", ""]
-        failed = row.get("failed", {})
-        said = "; ".join(f"{PARTS[part]} {note(name, text)}" for part, text in failed.items())
-        if "recomputes" in row and "single" not in failed:
-            said = f"{said or 'yes'} {note(name, NO_RECOMPUTATION)}"
-        loss = {"": "", "reference": "logits"}.get(row.get("loss", ""), "kernel")
-        return [said or "yes", row.get("attention", ""), loss]
-
-    def line(cells: Sequence[object]) -> str:
-        return f"| {' | '.join(map(str, cells))} |"
-
-    yield f"{TABLES} listed | can be built | all tests |\n|---|---|---|---|"
-    for stack in stacks:
+    notes: dict[str, str] = {}  # what is said of a limit -> the first message
+    for stack in sorted(STORED["stacks"].values(), key=lambda stack: -len(stack["rows"])):
         failed = [row.get("failed", {}) for row in stack["rows"].values()]
-        named = ", ".join(f"{name} {version}" for name, version in stack["versions"].items())
+        named = ", ".join(f"{name} {number}" for name, number in stack["versions"].items())
         built = sum("made" not in parts for parts in failed)
-        yield line([named, len(failed), built, sum(not parts for parts in failed)])
-    heads = ((f"transformers {s['versions']['transformers']}", "attention", "loss") for s in stacks)
-    columns = ["model type", "class", *(cell for head in heads for cell in head)]
-    yield f"\n## Architectures\n\n{line(columns)}\n|{'---|' * len(columns)}"
-    for name in sorted({name for stack in stacks for name in stack["rows"]}):
-        found = [stack["rows"].get(name) for stack in stacks]
-        kind = next(row["class"] for row in found if row is not None)
-        yield line([f"`{name}`", kind, *(cell for row in found for cell in cells(name, row))])
-    yield "\n## Notes\n"
-    for text, (number, first) in notes.items():
-        message = re.sub(r"\s+", " ", first.replace("`", "'")).strip()
-        if len(message) > 200:
-            message = message[:197].rsplit(" ", 1)[0] + " ..."
-        yield f"{number}. {text}" + (f": `{message}`" if first != text else "")
+        passed = f"{built} can be built, and {failed.count({})} pass all tests"
+        yield f"{TABLES}{named}\n\nOf {len(failed)} architectures, {passed}.\n"
+        yield "| model type | class | result | attention | loss |\n|---|---|---|---|---|"
+        for name, row in stack["rows"].items():
+            said = []
+            for part, message in row.get("failed", {}).items():
+                line = f"{name}: {message}"
+                found = (text for form, text in STORED["limits"].items() if re.search(form, line))
+                text = next(found, f"{UNEXPLAINED}: {name}")
+                notes.setdefault(text, message)
+                said.append(f"{STORED['parts'][part]} [{[*notes].index(text) + 1}](#notes)")
+            less = ", without recomputation" if {"recomputes", "loss"} <= {*row} else ""
+            cells = [f"`{name}`", row["class"], ("; ".join(said) or "yes") + less]
+            yield f"| {' | '.join([*cells, row.get('attention', ''), row.get('loss', '')])} |"
+        yield ""
+    yield "## Notes\n"
+    for number, (text, first) in enumerate(notes.items(), 1):
+        message = textwrap.shorten(first.replace("`", "'"), 200, placeholder=" ...")
+        yield f"{number}. {text}: `{message}`"
 
 
-def main(again: Sequence[str]) -> int:
-    """Add to the results, and write the page; 1 if something failed that nobody has explained."""
-    stored = json.loads(RESULTS.read_text())
-    name = f"transformers {metadata.version('transformers')}"
-    here = stored["stacks"].setdefault(name, {"rows": {}})
-    here["versions"] = versions()
-    for model in again or [n for n in architectures() if n not in here["rows"]]:
-        row = result(model)
-        here["rows"] = dict(sorted({**here["rows"], model: row}.items()))
-        RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
-        print(model, row.get("failed", "yes"), flush=True)
-    PAGE.write_text(PAGE.read_text().partition(TABLES)[0] + "\n".join(tables(stored)) + "\n")
-    left = unexplained(stored)
-    print("\n".join(left) or f"every failure has its explanation; {PAGE} is written")
-    return 1 if left else 0
+def tiny_config(kind: Any) -> Any:
+    """A configuration of a class with a few thousand parameters, out of the class's defaults; each
+    kind of layer stays."""
+    given = STORED["fields"].get(kind.model_type, {})
+    # Some refuse their own defaults.
+    usual = kind(**{name: part for name, part in given.items() if name == "text_config"})
+    values = {name: value for name, value in vars(usual).items() if not name.startswith("_")}
+    depth = max(values.get(name) or 0 for name in STORED["depths"])
+    kinds = {
+        name: list(dict.fromkeys(value))
+        for name, value in values.items()
+        if isinstance(value, list | tuple) and len(value) == depth > 1
+    }
+    layers = max([2, *(len(kind) for kind in kinds.values() if isinstance(kind[0], str))])
+    found: dict[str, Any] = {n: (k + k[-1:] * layers)[:layers] for n, k in kinds.items()}
+    for name, value in values.items():
+        sizes = (int(s) for s, p in STORED["counts"].items() if re.fullmatch("|".join(p), name))
+        if isinstance(value, PretrainedConfig) and name not in given:
+            found[name] = tiny_config(type(value)).to_dict()
+        elif name.endswith(("token_id", "token_index")) and value is not None:
+            found[name] = STORED["tokens"].get(name, 511)
+        elif type(value) in (int, float) and (size := next(sizes, None)) is not None:
+            # What a family leaves out stays out.
+            found[name] = value and type(value)(layers if name in STORED["depths"] else size)
+    heads = found.get("num_attention_heads", found.get("n_head", 0))
+    if "qk_rope_head_dim" in values:
+        found["num_key_value_heads"] = heads
+        if values.get("head_dim") == values["qk_rope_head_dim"]:
+            found["head_dim"] = found["qk_rope_head_dim"]
+    # Left out, some of them are computed from the others, and some are not.
+    for name, size in (("head_dim", 16), ("num_key_value_heads", heads), ("is_decoder", True)):
+        if name in values and values[name] in (None, False):
+            found[name] = size
+    return kind(**{**found, **given})
+
+
+def logits(model: Any) -> Any:
+    """Of 2 rows of 24 tokens."""
+    tokens = torch.randint(3, 400, (2, 24), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        return model.eval()(input_ids=tokens, use_cache=False).logits
+
+
+def plain(folder: Path, attention: str | None = None) -> Any:
+    """The model as transformers alone loads it."""
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
+
+
+def made(backend: Backend, folder: str, model_type: str) -> dict[str, Any]:
+    """Save a tiny model with random weights, in the layout that transformers publishes."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING[model_type]))
+    # Of a size at which logits differ; what starts as a constant is seen in them, too.
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for tensor in {id(t): t for t in model.state_dict().values()}.values():
+            if tensor.is_floating_point() and tensor.numel():
+                wide = 0.5 / math.sqrt(tensor.shape[-1]) if tensor.dim() >= 2 else 0.05
+                tensor.add_(torch.randn(tensor.shape, generator=generator) * wide)
+    model.save_pretrained(base := Path(folder, "base"))
+    make_tokenizer(base)
+    assert logits(plain(base)).isfinite().all(), "its logits are not finite"
+    return {} if model.supports_gradient_checkpointing else {"recomputes": False}
+
+
+def loads(backend: Backend, folder: str, model_type: str) -> dict[str, Any]:
+    """Load as a strategy does, and compare with transformers' own way."""
+    factory = model_factory(base := Path(folder, "base"))
+    attention = library_attention(backend, factory.config).name
+    found, wanted = logits(on_host(factory.having(attention, None))), logits(plain(base, attention))
+    assert torch.equal(found, wanted), f"logits differ by {relative_difference(found, wanted):.1e}"
+    return {}
+
+
+def trained(folder: Path, strategy: str, recomputed: bool) -> dict[str, Any]:
+    """A run as the command line makes it: one rank, or two with ZeRO-3, whose losses are equal."""
+    # Of parameters that are this small, the engine would keep each rank a whole copy.
+    whole = {"options": {"stage3_param_persistence_threshold": 0}} if strategy == "zero" else {}
+    optimizer = {"lr": 5.0e-3, "eps": 1.0e-6}
+    file = run_file(
+        folder,
+        name=strategy,
+        model={"name": str(folder / "base")},
+        strategy={"name": strategy, **whole},
+        data={"max_length": 64},
+        launch={"devices": 2 if strategy == "zero" else 1},
+        train={"steps": STEPS, "gradient_checkpointing": recomputed, "optimizer": optimizer},
+    )
+    (run,) = finished([RunPart(file=str(file))], timeout_s=LIMIT_S)
+    found = run.steps("loss")
+    wanted = Run(folder=folder / "out" / "single", status=0, out="", err="").steps("loss")
+    assert all(map(math.isfinite, found)) and len(set(found)) == STEPS, f"its losses are {found}"
+    apart = max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
+    assert apart <= SAME, f"losses differ from one rank's by {apart:.1e}: {found}, {wanted}"
+    choices = json.loads((run.folder / "report.json").read_text())["choices"]
+    loss = choices["kernels"].get("linear_cross_entropy", {"name": "reference"})["name"]
+    words = "logits" if loss == "reference" else "kernel"
+    return {"attention": choices["attention"]["name"], "loss": words}
+
+
+def merges(backend: Backend, folder: str, model_type: str) -> dict[str, Any]:
+    """Merge, and load the result by transformers alone beside what peft alone merges."""
+    from peft import PeftModel
+
+    run, merged = Path(folder, "out", "single"), Path(folder, "merged")
+    command(["merge", str(run), "--output", str(merged)])
+    whole = PeftModel.from_pretrained(plain(Path(folder, "base"), "eager"), run / "adapter")
+    apart = relative_difference(logits(plain(merged, "eager")), logits(whole.merge_and_unload()))
+    assert apart <= SAME, f"logits of the merged model differ by {apart:.1e}"
+    return {}
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from tests.models import zoo  # as the processes of its parts import it
+
+    zoo.main(sys.argv[1:])

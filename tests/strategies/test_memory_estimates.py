@@ -67,7 +67,8 @@ def test_fsdp_holds_parts_and_gathers_two_layers_beside_the_root(ranks: int) -> 
     device = _estimate("fsdp", ranks).device
     assert device[at.BEGIN][at.WEIGHTS] == 4 * every // ranks
     assert device[at.UPDATE][at.OPTIMIZER] == 8 * every // ranks
-    assert device[at.FORWARD][at.GATHERED] == 2 * (root + 2 * layer)
+    for moment in (at.FORWARD, at.BACKWARD, at.END):
+        assert device[moment][at.GATHERED] == 2 * (root + 2 * layer)
     assert device[at.LOSS][at.GATHERED] == 2 * (root + layer)
     assert device[at.END][at.BUFFERS] == 4 * layer
     at_once = _estimate("fsdp", ranks, gather="step").device

@@ -89,6 +89,10 @@ def test_offloading_moves_bytes_to_the_host() -> None:
     assert there.host[FORWARD][OPTIMIZER] == both.host[FORWARD][OPTIMIZER] == moved
     assert there.device[FORWARD][WEIGHTS] == both.host[FORWARD][WEIGHTS] == 2 * NUMBERS // 2
     assert here.copied_bytes == 0 < there.copied_bytes < both.copied_bytes
+    for stage in (1, 2):  # that of weights which are whole
+        here, there = (estimate(stage=stage, offload=o) for o in ("none", "optimizer"))
+        assert there.device[FORWARD][OPTIMIZER] == 0
+        assert there.host[FORWARD][OPTIMIZER] == here.device[FORWARD][OPTIMIZER] > 0
 
 
 def test_groups_are_updated_one_after_another() -> None:

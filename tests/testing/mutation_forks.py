@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import io
 import json
 import os
 import shutil
@@ -21,9 +20,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from anygauge.testing.check import CHECKS
-from anygauge.testing.process import PartVerdicts, import_checks, merged
-from anygauge.testing.watch import ENDING, run_to_end
-from tests.testing.wrong import mutant_named
+from anygauge.testing.process import PartVerdicts, import_checks, merged, run_to_end
+from anygauge.testing.process import main as ask_all_of
+from tests.testing.wrong import limit_checks, mutant_named
 
 RANKS = {"basic": 1, "device": 1, "operators": 1, "ranks": 2}
 ROOT = Path(__file__).parents[2]
@@ -112,15 +111,6 @@ def main() -> None:
         Path(f"{base}.found").write_text(json.dumps(record), encoding="utf-8")
 
 
-def limits(part: str, mutation: str) -> dict[str, float]:
-    """Seconds that each check may take: few where it is to hang."""
-    found = {check.name: check.limit_s for check in CHECKS.values()}
-    wrong = mutant_named(mutation)
-    if wrong is not None and wrong.limit_s is not None:
-        found[wrong.check] = found[ENDING] = wrong.limit_s
-    return found
-
-
 class MutantFork:
     """One rank of a mutant, as `run_to_end` waits for it."""
 
@@ -156,20 +146,20 @@ def answer_forked(
         os.environ.update({name: str(value) for name, value in identity.items()})
         os.environ["ANYGAUGE_MUTATION"] = mutation
         request: dict[str, Any] = {
+            "part": part,
             "backend": "mutant",
             "options": {},
             "rendezvous": f"file://{base}.rendezvous",
             "answers": f"{base}.{rank}.json",
-            "limits": limits(part, mutation),
         }
-        sys.stdin = io.StringIO(json.dumps(request))
+        wrong = mutant_named(mutation)
+        if wrong is not None and wrong.limit_s is not None:
+            limit_checks(wrong.limit_s)
         # How a process ends on paper depends on all that it was asked.
         if check is not None and not (part == "basic" and CHECKS[check].of_the_end):
             for other in CHECKS.keys() - {check}:
                 del CHECKS[other]
-        from anygauge.testing.process import main as answer
-
-        answer(part)
+        ask_all_of(request)
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         status = 0

@@ -206,7 +206,7 @@ WRONG = (
 @pytest.fixture
 def on() -> Opened:
     backend = CpuBackend()
-    return Opened(backend=backend, device=torch.device("cpu"), visible=1, fresh=CpuBackend)
+    return Opened(backend=backend, device=torch.device("cpu"), fresh=CpuBackend)
 
 
 @pytest.mark.parametrize(("operation", "kernel", "name"), RIGHT)

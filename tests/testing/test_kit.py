@@ -20,8 +20,8 @@ from anygauge.interface import FULL, Level, Support
 from anygauge.registry import Registry
 from anygauge.testing import BackendContract
 from anygauge.testing.check import CHECKS, NotAsked, judged
+from anygauge.testing.loop import is_beside
 from anygauge.testing.plugin import CONFORMANCE, contents
-from anygauge.testing.trials import is_beside
 from tests.testing.mutation_forks import mutant_site
 
 
@@ -204,7 +204,9 @@ def test_a_strategy_has_a_kit_of_its_own(tmp_path: Path) -> None:
     done = kit(tmp_path, "--anygauge-strategy", "ddp")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 passed" in done.stdout
-    assert "cpu in the loop: device-adapter-ddp2-float32" in done.stdout
+    own = "device-adapter-ddp2-float32"
+    for resumed_from in (own, "device-adapter-single1-float32"):
+        assert f"cpu in the loop: {own}-from-{resumed_from}" in done.stdout
 
 
 def test_a_strategy_of_another_distribution_decides_no_verdict() -> None:

@@ -14,11 +14,20 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.testing import watch
+from anygauge.testing import process
 from anygauge.testing.contract import CHECKS
-from anygauge.testing.process import Subject, ask, merged
-from anygauge.testing.watch import CLOSING, Answers, begun, lines, run_to_end
+from anygauge.testing.process import (
+    BEGUN,
+    CLOSING,
+    Answers,
+    Subject,
+    answers_in,
+    ask,
+    merged,
+    run_to_end,
+)
 from tests.testing.mutation_forks import mutant_site
+from tests.testing.wrong import LIMIT
 
 
 @pytest.fixture
@@ -31,20 +40,12 @@ def subject(tmp_path: Path) -> Subject:
     )
 
 
-def limited(monkeypatch: pytest.MonkeyPatch, check: str, seconds: float) -> None:
-    monkeypatch.setitem(CHECKS, check, dataclasses.replace(CHECKS[check], limit_s=seconds))
-
-
 def of_mutation(subject: Subject, mutation: str) -> Subject:
-    environment = {**subject.environment, "ANYGAUGE_MUTATION": mutation}
+    environment = {**subject.environment, "ANYGAUGE_MUTATION": mutation, LIMIT: "15"}
     return dataclasses.replace(subject, environment=environment)
 
 
-def test_a_check_that_hangs_is_named(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for check in CHECKS:
-        limited(monkeypatch, check, 15)
+def test_a_check_that_hangs_is_named(subject: Subject, tmp_path: Path) -> None:
     found = ask("device", of_mutation(subject, "a new peak never begins"), tmp_path)
     said = re.fullmatch(r"(\w+) had not ended after 15 s \(in never, table.py:\d+\)", found.trouble)
     assert said is not None, found.trouble
@@ -54,11 +55,7 @@ def test_a_check_that_hangs_is_named(
     assert later == f"the check was not reached: {found.trouble}"
 
 
-def test_the_rank_that_hangs_is_named(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for check in CHECKS:
-        limited(monkeypatch, check, 15)
+def test_the_rank_that_hangs_is_named(subject: Subject, tmp_path: Path) -> None:
     named = of_mutation(subject, "rank 1 never comes to a barrier")
     found = ask("ranks", named, tmp_path, ranks=2)
     said = re.search(
@@ -73,8 +70,8 @@ def test_the_rank_that_hangs_is_named(
 
 def test_the_rank_that_has_come_least_far_keeps_the_others_waiting(tmp_path: Path) -> None:
     files = [tmp_path / "0.json", tmp_path / "1.json"]
-    one, two = (json.dumps({"begun": name, "limit_s": 7.0}) + "\n" for name in ("one", "two"))
-    files[0].write_text(one + '{"name": "one", "result": "passed", "why": ""}\n' + two)
+    one, two = (json.dumps([name, BEGUN, "7 s"]) + "\n" for name in ("one", "two"))
+    files[0].write_text(one + '["one", "passed", ""]\n' + two)
     files[1].write_text(one)
     for file in files:
         frame = 'Thread 0x7f (most recent call first):\n  File "/a/b.py", line 3 in never\n'
@@ -91,7 +88,7 @@ def test_the_rank_that_has_come_least_far_keeps_the_others_waiting(tmp_path: Pat
 def test_ranks_do_not_wait_long_for_one_that_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "ALONE_S", 0.2)
+    monkeypatch.setattr(process, "ALONE_S", 0.2)
     processes = [
         subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({seconds})"])
         for seconds in (600, 0)
@@ -101,17 +98,21 @@ def test_ranks_do_not_wait_long_for_one_that_has_ended(
     assert processes[0].poll() is not None
 
 
-def test_a_line_that_is_not_whole_is_not_read(tmp_path: Path) -> None:
+def test_a_line_that_is_not_whole_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "answers.json"
-    answers = Answers(path, {"one": 90.0})
+    answers = Answers(path)
+    monkeypatch.setitem(process.STEPS_S, "one", 90.0)
     try:
         answers.begin("one")
-        assert begun(path) == {"begun": "one", "limit_s": 90.0}
+        assert answers_in(path) == {"one": (BEGUN, "90 s")}
         answers.write("one", "passed", "")
-        assert begun(path) == {}
+        assert answers_in(path) == {"one": ("passed", "")}
         answers.begin(CLOSING)
-        assert begun(path)["begun"] == CLOSING
-        path.write_text(path.read_text() + '{"name": "tw')
-        assert len(lines(path)) == 3
+        wanted = {"one": ("passed", ""), CLOSING: (BEGUN, "60 s")}
+        assert answers_in(path) == wanted
+        path.write_text(path.read_text() + '["tw')
+        assert answers_in(path) == wanted
     finally:
         faulthandler.cancel_dump_traceback_later()

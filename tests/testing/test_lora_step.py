@@ -1,10 +1,11 @@
-"""The list of operators that a LoRA step calls is complete, and the page shows it."""
+"""The page's list of operators that a LoRA step calls is complete, and the kit tries them."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -12,9 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.testing.lora_step import LOOP, LORA_STEP, OPINFOS, OWN
+from anygauge.testing.lora_step import OPINFOS
+from tests.docs.pages import section
 
 ROOT = Path(__file__).parents[2]
+ROW = re.compile(r"^\| `(\w+)` \| (?:(our own case|only through the loop)|OpInfo `(.+)`) \|$", re.M)
+"""Operator of aten; what else than OpInfo tests it; OpInfo's name."""
+ROWS = ROW.findall(section(ROOT / "docs/plugins.md", "### Operators"))
 KNOWN = """
 import json
 from torch.testing._internal.common_methods_invocations import op_db
@@ -43,8 +48,8 @@ def test_each_operator_of_a_recorded_step_is_listed(backend: str, tmp_path: Path
         pytest.skip("the simulated cards are not installed (make plugins)")
     found = printed("-m", "tests.testing.recorded_step", backend, ANYGAUGE_SIM_LOCKS=str(tmp_path))
     assert {"mm", "embedding", "copy_"} < set(found), "nothing was recorded"
-    missing = set(found) - LORA_STEP.keys()
-    assert not missing, f"anygauge.testing.lora_step lacks what tests {', '.join(sorted(missing))}"
+    missing = set(found) - {operator for operator, _, _ in ROWS}
+    assert not missing, f"docs/plugins.md lacks what tests {', '.join(sorted(missing))}"
 
 
 @pytest.mark.skipif(
@@ -56,11 +61,7 @@ def test_torch_has_the_operators_under_the_names_of_the_list() -> None:
     assert not set(OPINFOS) - set(known)
 
 
-def test_the_page_shows_the_list() -> None:
-    ours = {OWN, LOOP}
-    rows = "".join(
-        f"| `{name}` | {how if how in ours else f'OpInfo `{how}`'} |\n"
-        for name, how in LORA_STEP.items()
-    )
-    page = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
-    assert rows in page, f"it has another table than this:\n{rows}"
+def test_the_kit_tries_what_the_page_lists() -> None:
+    assert sorted(ROWS) == ROWS
+    named = {name for _, _, name in ROWS if name}
+    assert named <= set(OPINFOS), named - set(OPINFOS)

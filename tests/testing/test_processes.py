@@ -43,10 +43,7 @@ def results(part: str, answers: PartVerdicts) -> dict[str, tuple[str, str]]:
 
 
 def answered(path: Path, **verdicts: Verdict) -> Path:
-    lines = [
-        json.dumps({"name": name, "result": result, "why": why})
-        for name, (result, why) in verdicts.items()
-    ]
+    lines = [json.dumps([name, *verdict]) for name, verdict in verdicts.items()]
     path.write_text("".join(f"{line}\n" for line in lines))
     return path
 

@@ -15,10 +15,12 @@ import functools
 import os
 import types
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from anygauge.interface import Backend, Finding, Probe
+from anygauge.testing import process
+from anygauge.testing.check import CHECKS
 
 
 class _Torch:
@@ -34,6 +36,8 @@ torch: Any = _Torch()
 NAME = "mutant"
 ANY = "any"
 """Name of every operation that has no function of its own."""
+LIMIT = "ANYGAUGE_MUTANT_LIMIT_S"
+"""Variable with the seconds that each check may take; without it their own limits hold."""
 Change = Callable[..., Any]
 """It gets the usual one first, mostly; see `Wrong.replace`."""
 Changes = Mapping[str, Change]
@@ -50,7 +54,7 @@ class Mutant:
         changes: by target, what takes its place.
         base: the sound backend that it is otherwise: ``cpu`` or ``sim``.
         ranks: how many, where the part is ``ranks``.
-        limit_s: of the check, where it is to hang.
+        limit_s: of checks, where one is to hang.
     """
 
     name: str
@@ -209,11 +213,20 @@ def host_probe() -> Probe:
     return Probe(devices=here, driver=here, software=here, device_count=4)
 
 
+def limit_checks(seconds: float) -> None:
+    """How long each check may take from now on, and the process to end after them."""
+    for name, each in CHECKS.items():
+        CHECKS[name] = replace(each, limit_s=seconds)
+    process.STEPS_S[process.ENDING] = seconds
+
+
 @functools.cache
 def changed(name: str) -> Wrong:
     """The mutant's backend as it is changed, once in a process; a sound one of no known name."""
     found = mutant_named(name) or Mutant(name, "", "", {})
     os.environ.update(found.environment)
+    if LIMIT in os.environ:
+        limit_checks(float(os.environ[LIMIT]))
     if found.base == "sim":
         from anygauge_sim.backend import SimBackend
         from anygauge_sim.probe import probe

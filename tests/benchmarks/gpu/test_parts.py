@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import operations, parity
+from benchmarks import kernels
+from benchmarks.gpu import operations, training
 from benchmarks.gpu.part import FAILED, LATE, PARTS, Context, PartError, Report, names
 from benchmarks.processes import Processes
 from tests.benchmarks.commands import run
@@ -55,17 +56,17 @@ def test_a_kernel_is_as_exact_as_torchs_own_or_fails(
 ) -> None:
     """With many classes, bfloat16's logits alone put any gradient off by a few per cent."""
     host = torch.device("cpu")
-    loss = operations.plain_loss
+    loss = kernels.plain_loss
     assert operations.errors_of(loss, loss, 32_000, torch.bfloat16, host)[1] > 0.02
-    fitting = operations.fitting_kernels
+    fitting = kernels.fitting_kernels
 
     def off(operation: str, device: torch.device) -> Any:
-        kernels = fitting(operation, device)
-        return {name: lambda *given, k=k: k(*given) * 1.05 for name, k in kernels.items()}
+        found = fitting(operation, device)
+        return {name: lambda *given, k=k: k(*given) * 1.05 for name, k in found.items()}
 
     where = Context(device="cpu", folder=str(tmp_path), seconds=60.0, tiny=True)
     operations.accuracy(where, Report(tmp_path / "report.json"))
-    monkeypatch.setattr(operations, "fitting_kernels", off)
+    monkeypatch.setattr(kernels, "fitting_kernels", off)
     with pytest.raises(PartError, match="chunked, linear_cross_entropy, float32, 90") as raised:
         operations.accuracy(where, Report(tmp_path / "report.json"))
     assert raised.value.status == FAILED
@@ -91,10 +92,10 @@ def test_parity_keeps_what_is_done_when_its_time_is_over(
         argv = [sys.executable, "-c", RUN, str(where), dtype, device, last]
         return Processes(argv=argv, environments=[{}], logs=[where / "run.log"])
 
-    monkeypatch.setattr(parity, "command", sleeper)
+    monkeypatch.setattr(training, "parity_run", sleeper)
     report = Report(tmp_path / "report.json")
     with pytest.raises(PartError) as raised:
-        parity.run(Context(device="cuda", folder=str(tmp_path), seconds=8.0), report)
+        training.parity(Context(device="cuda", folder=str(tmp_path), seconds=8.0), report)
     assert raised.value.status == status
     rows = {(row.case, row.name): row for row in report.rows}
     assert rows["bfloat16", "run on cpu"].note == LATE
@@ -148,8 +149,8 @@ def test_the_parts_on_the_stand_in_for_cuda(
     assert done.returncode == 0, done.stdout + done.stderr + str(record_of)
     assert record_of["machine"]["card"] == NAME
     found = {part["part"]: part for part in record_of["parts"]}
-    kernels = {row["name"] for row in found["accuracy"]["rows"]}
-    assert kernels == {"torch", "reference", "triton", "chunked"}
+    names_of = {row["name"] for row in found["accuracy"]["rows"]}
+    assert names_of == {"torch", "reference", "triton", "chunked"}
     ours, theirs = found["training"]["rows"][:2]
     for row in (ours, theirs):
         assert row["figures"]["host waits per step"] == 0  # the stand-in warns of none

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.testing.loop import Trained, prepare, train
+from anygauge.testing.loop import Trained, train
 from anygauge.testing.process import Subject
 
 LIMITS = (60, 100_000)
@@ -19,7 +19,6 @@ LIMITS = (60, 100_000)
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Trained]:
     """One run for each limit."""
     folder = tmp_path_factory.mktemp("limits")
-    prepare(folder)
     return {
         limit: train(
             Subject(name="lazy", options={"graph_limit": limit}),

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from anygauge.testing.loop import prepare
-
 os.environ.setdefault("ANYGAUGE_SIM_CARDS", "2")
 os.environ.setdefault("ANYGAUGE_SIM_CAPACITY", str(2**28))
 # This process holds cards for its whole life; those that tests start must not wait for it.
@@ -34,10 +32,8 @@ def first_card(sim: Any) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With what runs need."""
-    folder = tmp_path_factory.mktemp("runs")
-    prepare(folder)
-    return folder
+    """For runs, and what they need."""
+    return tmp_path_factory.mktemp("runs")
 
 
 @pytest.hookimpl(tryfirst=True)

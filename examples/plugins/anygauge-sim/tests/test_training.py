@@ -60,7 +60,7 @@ def test_a_checkpoint_goes_from_cards_to_the_host_and_back(folder: Path) -> None
             ranks=1,
             dtype="float32",
             host=host,
-            arguments=("--resume", str(checkpoint)),
+            changes={"checkpoint": {"resume": str(checkpoint)}},
         )
         assert rest.losses == pytest.approx(whole.losses[-len(rest.losses) :], rel=1e-4)
 
