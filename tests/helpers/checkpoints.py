@@ -32,6 +32,7 @@ RECORD: dict[str, Any] = {
     "identity": {"train.seed": 0},
     "settings": {"train.steps": 9},
     "history": HISTORY,
+    "data": {},
 }
 
 
