@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-import zstandard
 from pyarrow import parquet
 
 from anygauge.config.schema import DataSection, SourceSection
@@ -48,7 +47,7 @@ def server(tmp_path: Path) -> Iterator[FileServer]:
         "list.json": File(body=json.dumps(ROWS).encode()),
         "rows.csv": File(body=csv_text(ROWS).encode()),
         "rows.parquet": File(body=parquet_bytes(tmp_path, ROWS)),
-        "rows.jsonl.zst": File(body=zstandard.ZstdCompressor().compress(LINES.encode())),
+        "rows.jsonl.zst": File(body=pa.compress(LINES.encode(), codec="zstd", asbytes=True)),
     }
     with FileServer(files) as server:
         yield server
