@@ -117,7 +117,7 @@ def manager(folder: Path, **section: Any) -> CheckpointManager:
         engine=FakeEngine(),
         backend=FakeBackend(),
         rank=0,
-        record=lambda: {name: RECORD[name] for name in OF_THE_RUN},
+        record=lambda step: {name: RECORD[name] for name in OF_THE_RUN},
         export_adapter=None,
         log=lambda text: None,
     )
