@@ -106,7 +106,7 @@ class FakeBackend:
             return {"host": torch.zeros(4)}
 
 
-OF_THE_RUN = ("steps", "world_size", "identity", "settings", "history")
+OF_THE_RUN = ("steps", "world_size", "identity", "settings", "history", "data")
 
 
 def manager(folder: Path, **section: Any) -> CheckpointManager:
