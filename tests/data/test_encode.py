@@ -12,14 +12,9 @@ from anygauge.config.schema import DataSection, SourceSection
 from anygauge.data import Counts, Record, RowEncoder, prompt_ids
 from anygauge.data.encode import encode_texts, start_ids
 from anygauge.interface import ModelError
-from tests.helpers.chats import make_chat_tokenizer, template
+from tests.helpers.chats import template
 from tests.helpers.masks import encode, encoded, encoder, marked
 from tests.helpers.tokenizer import make_tokenizer
-
-
-@pytest.fixture(scope="module")
-def chats(tmp_path_factory):
-    return make_chat_tokenizer(tmp_path_factory.mktemp("chat"))
 
 
 def ids(tokenizer, text):
@@ -220,6 +215,9 @@ def test_the_key_is_that_of_all_that_decides(tokenizer, chats, tmp_path):
         return encoder(tokenizer, form, source, **data).key()
 
     assert key() == key()
+    before = key()
+    tokenizer(["a b c", "d"], padding=True, truncation=True, max_length=2)
+    assert key() == before, "though the tokenizer was used"
     other = SourceSection(path="d.jsonl", format="prompt_completion", limit=3, weight=2)
     same = RowEncoder(
         other, DataSection(train=other, max_length=4096), tokenizer, field="data.eval"
@@ -238,16 +236,11 @@ def test_the_key_is_that_of_all_that_decides(tokenizer, chats, tmp_path):
         key(tokenizer=chats),
         key(tokenizer=endless),
         key(chat_template=template("inst")),
-        key(chat_template=template("chatml")),
+        key(chat_template="qwen3"),
+        key(chat_template="qwen3", chat_template_kwargs={"enable_thinking": False}),
+        key(chat_template="qwen3", chat_template_kwargs={"enable_thinking": True}),
     ]
     assert len(set(different)) == len(different)
-
-
-def test_the_key_does_not_change_when_the_tokenizer_is_used(tokenizer):
-    one = encoder(tokenizer, "text")
-    before = one.key()
-    tokenizer(["a b c", "d"], padding=True, truncation=True, max_length=2)
-    assert one.key() == before
 
 
 def test_an_encoder_can_be_sent_to_another_process(chats):

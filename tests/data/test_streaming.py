@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from anygauge.data.records import RawRow
 from anygauge.data.row_batches import pack
 from anygauge.data.rows import Tokens
 from anygauge.data.streaming import BlockOrder, PackedStream, StreamedRows
-from anygauge.interface import DataError, RunFileError, ShapeKind, ShapePolicy, Share
+from anygauge.interface import DataError, RunFileError, ShapeKind, ShapePolicy
 from tests.data.conftest import content
 
 
@@ -30,11 +32,13 @@ class KnownRows:
     def __init__(self, lengths, size):
         self.lengths, self.size, self.length = lengths, size, len(lengths)
         self.counts = Counts()
+        self.read = []
 
     def rows_in(self, number):
         return len(range(self.length)[number * self.size : (number + 1) * self.size])
 
     def block(self, number):
+        self.read.append(number)
         return list(range(self.length))[number * self.size : (number + 1) * self.size]
 
     def encode(self, rows):
@@ -50,49 +54,40 @@ class KnownRows:
         return [len(pack(each.astype(int), capacity, np.arange(len(each)))) for each in lengths]
 
 
+def packed(rows, packs=None, **schedule):
+    layout = Layout(micro_batch=1, max_length=8, pad_id=2, packing=True)
+    return PackedStream(rows, Schedule(**{"seed": 1, **schedule}), layout, packs)
+
+
 class RankThreads:
-    """Sums numbers of ranks that are threads, as collectives do: all take part, in one order."""
+    """Ranks that are threads; all take part in a collective, in one order."""
 
     def __init__(self, count):
         self.barrier = threading.Barrier(count, timeout=60)
         self.parts = [None] * count
-        self.calls = 0
+        self.sums = 0
 
-    def of(self, rank):
-        def sum_on_ranks(values):
-            self.parts[rank] = values
-            self.barrier.wait()
-            total = np.sum(self.parts, axis=0).tolist()
-            self.calls += rank == 0
-            self.barrier.wait()
-            return total
+    def gather(self, rank, part):
+        self.parts[rank] = part
+        self.barrier.wait()
+        parts = list(self.parts)
+        self.barrier.wait()
+        return parts
 
-        return sum_on_ranks
-
-    def gather(self, rank):
-        def gather_texts(text):
-            self.parts[rank] = text
-            self.barrier.wait()
-            texts = list(self.parts)
-            self.barrier.wait()
-            return texts
-
-        return gather_texts
+    def sum(self, rank, values):
+        self.sums += rank == 0
+        return np.sum(self.gather(rank, values), axis=0).tolist()
 
     def run(self, work):
-        """What `work(rank)` returns on each rank."""
-        results = [None] * len(self.parts)
+        """What `work(rank, its collectives)` returns on each rank."""
 
         def one(rank):
-            results[rank] = work(rank)
+            return work(
+                rank, {"sums": partial(self.sum, rank), "texts": partial(self.gather, rank)}
+            )
 
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(self.parts))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert None not in results
-        return results
+        with ThreadPoolExecutor(len(self.parts)) as pool:
+            return list(pool.map(one, range(len(self.parts))))
 
 
 @given(size=st.integers(1, 40), length=st.integers(1, 100), seed=st.integers(0, 2**40))
@@ -133,20 +128,13 @@ def test_packs_hold_every_row_once_an_epoch_and_no_step_is_empty(
 ):
     packs = KnownRows(lengths, size).packs(8)
     steps = epochs * sum(-(-each // batch) for each in packs)
-    schedule = Schedule(
-        seed=seed,
-        global_batch=batch,
-        epochs=epochs,
-        shuffle=shuffle,
-        steps=None if counted else steps,
-    )
-    layout = Layout(micro_batch=1, max_length=8, pad_id=2, packing=True, share=Share(0, 1))
+    schedule = {"seed": seed, "global_batch": batch, "epochs": epochs, "shuffle": shuffle}
+    told = (None, steps) if not counted else (packs, None)
 
-    def make():
-        rows = KnownRows(lengths, size)
-        return PackedStream(rows, schedule, layout, packs if counted else None), rows
+    def make(rows):
+        return packed(rows, told[0], steps=told[1], **schedule)
 
-    made, rows = make()
+    made = make(rows := KnownRows(lengths, size))
     assert made.steps == steps
     found = [(made.global_origins(at), made.num_loss_tokens(at)) for at in range(steps)]
     assert all(origins for origins, _ in found)
@@ -158,45 +146,37 @@ def test_packs_hold_every_row_once_an_epoch_and_no_step_is_empty(
     with pytest.raises(IndexError):
         made.step(steps)
     done = data.draw(st.integers(0, steps))
-    resumed, _ = make()
+    resumed = make(KnownRows(lengths, size))
     resumed.resume(made.state(done))
     for at in range(done, steps):
         assert (resumed.global_origins(at), resumed.num_loss_tokens(at)) == found[at]
 
 
 def test_a_resumed_stream_of_packs_does_not_read_the_blocks_before():
-    layout = Layout(micro_batch=1, max_length=8, pad_id=2, packing=True)
-    schedule = Schedule(seed=1, global_batch=2, steps=40)
-    state = PackedStream(KnownRows([5] * 40, 10), schedule, layout, None).state(33)
+    schedule = {"global_batch": 2, "steps": 40}
+    state = packed(KnownRows([5] * 40, 10), **schedule).state(33)
     assert state == {"first_step": 30, "epoch": 1, "block": 2}
-    rows, numbers = KnownRows([5] * 40, 10), []
-    block = rows.block
-    rows.block = lambda number: numbers.append(number) or block(number)
-    resumed = PackedStream(rows, schedule, layout, None)
+    rows = KnownRows([5] * 40, 10)
+    resumed = packed(rows, **schedule)
     resumed.resume(state)
     resumed.num_loss_tokens(33)
-    assert numbers[0] == 2 and 1 not in numbers
+    assert rows.read[0] == 2 and 1 not in rows.read
 
 
 def test_blocks_are_read_once_though_steps_are_asked_for_early_and_late():
     """As the loop does: batches are laid out ahead, metrics and checkpoints come behind."""
-    layout = Layout(micro_batch=1, max_length=8, pad_id=2, packing=True)
-    rows, numbers = KnownRows([5, 0] * 40, 2), []
-    block = rows.block
-    rows.block = lambda number: numbers.append(number) or block(number)
-    made = PackedStream(rows, Schedule(seed=1, global_batch=1, steps=40), layout, None)
+    rows = KnownRows([5, 0] * 40, 2)
+    made = packed(rows, global_batch=1, steps=40)
     for index in range(40):
         made.step(min(index + 3, 39))
         assert made.num_loss_tokens(index) == 4
         assert made.real_tokens(max(index - 1, 0)) == 5
         assert made.state(index)["block"] == index - 1 if index else not made.state(index)
-    assert numbers[:40] == list(range(40)) and len(numbers) <= 41
+    assert rows.read[:40] == list(range(40)) and len(rows.read) <= 41
 
 
 def test_packs_of_a_block_are_dealt_evenly():
-    layout = Layout(micro_batch=1, max_length=8, pad_id=2, packing=True)
-    schedule = Schedule(seed=1, global_batch=4, steps=3)
-    made = PackedStream(KnownRows([8] * 10, 10), schedule, layout, None)
+    made = packed(KnownRows([8] * 10, 10), global_batch=4, steps=3)
     assert [len(made.global_origins(index)) for index in range(3)] == [4, 3, 3]
 
 
@@ -302,9 +282,8 @@ def test_a_stream_is_read_once_an_epoch(batches, packing, monkeypatch):
         StreamedRows, "_from", lambda rows, start: starts.append(start) or read_from(rows, start)
     )
     shapes = ShapePolicy(kind=ShapeKind.BUCKETED, buckets=8)
-    made = batches(
-        world=2, shapes=shapes, packing=packing, shuffle_buffer=5, settings={"steps": 15}
-    )
+    fields = {"packing": packing, "shuffle_buffer": 5, "settings": {"steps": 15}}
+    made = batches(world=2, shapes=shapes, **fields)
     for index in range(15):
         made.step(index)
     epochs = 1 + made.epoch(14)
@@ -319,15 +298,15 @@ def test_ranks_divide_streamed_steps(batches, packing, world):
     whole = batches(micro=8, **fields)
     ranks = RankThreads(world)
 
-    def work(rank):
-        mine = batches(world=world, rank=rank, sums=ranks.of(rank), **fields)
+    def work(rank, collectives):
+        mine = batches(world=world, rank=rank, **collectives, **fields)
         return [
             (content(mine, index), mine.num_loss_tokens(index), mine.real_tokens(index))
             for index in range(mine.steps)
         ], str(mine.rows.report)
 
     results = ranks.run(work)
-    assert ranks.calls == (0 if packing else whole.steps), "once a step, or never"
+    assert ranks.sums == (0 if packing else whole.steps), "once a step, or never"
     for index in range(whole.steps):
         (together,) = whole.step(index)
         steps = [steps[index] for steps, _ in results]
@@ -341,12 +320,7 @@ def test_ranks_divide_streamed_steps(batches, packing, world):
 
 
 def test_what_yields_nothing_is_a_dummy_and_what_is_long_is_cut(batches, source):
-    rows = [
-        {"text": "one"},
-        {"text": " "},
-        {"text": " ".join(str(number) for number in range(99))},
-        {"text": "two"},
-    ]
+    rows = [{"text": text} for text in ("one", " ", " ".join(map(str, range(99))), "two")]
     made = batches(train=source(rows, limit=4), max_length=16, micro=4)
     (batch,) = made.step(0)
     assert sorted(origin.rpartition(":")[2] for origin in batch.origins) == ["1", "3 (part 1)", "4"]
@@ -384,25 +358,17 @@ def test_a_wrong_row_is_named_when_its_step_comes(batches, source, packing):
 
 
 def test_a_wrong_row_of_one_rank_ends_the_step_on_all(batches, source):
-    ranks = RankThreads(2)
     train = source(BAD)
 
-    def work(rank):
-        mine = batches(
-            train=train,
-            shuffle=False,
-            world=2,
-            rank=rank,
-            sums=ranks.of(rank),
-            texts=ranks.gather(rank),
-            settings={"steps": 3},
-        )
+    def work(rank, collectives):
+        fields = {"train": train, "shuffle": False, "settings": {"steps": 3}}
+        mine = batches(world=2, rank=rank, **collectives, **fields)
         assert mine.num_loss_tokens(1) > 0
         with pytest.raises(DataError) as caught:
             mine.num_loss_tokens(2)
         return str(caught.value)
 
-    of_first, of_second = ranks.run(work)
+    of_first, of_second = RankThreads(2).run(work)
     assert "data.jsonl:9: one JSON object per line" in of_first
     assert of_second == of_first
 
@@ -516,23 +482,3 @@ def test_the_fingerprint_of_a_stream(batches, tmp_path, counting):
         batches(streaming=False).fingerprint(),
     }
     assert len(prints) == 7
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        (
-            {"train": {"path": "x.csv", "weight": 2}},
-            "cannot have a 'weight'; leave 'streaming' out",
-        ),
-        ({"train": {"path": "a/b"}, "eval_fraction": 0.1}, "'eval_fraction' cannot be drawn"),
-        (
-            {"train": {"path": "x.csv"}, "eval": {"path": "a/b"}},
-            "needs a 'limit' when 'streaming' is on",
-        ),
-    ],
-)
-def test_what_a_stream_cannot_do_is_refused(fields, said):
-    with pytest.raises(ValueError, match=said):
-        DataSection(**fields, streaming=True)
-    DataSection(**fields)

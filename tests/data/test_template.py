@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data import Record, RowEncoder, peek
+from anygauge.data import Record, RowEncoder
 from anygauge.data import template as template_module
 from anygauge.data.template import ChatTemplate, TemplateRefusal, check_syntax, read_template
 from anygauge.interface import DataError, ModelError, RunFileError
 from tests.helpers.chats import make_chat_tokenizer, template
-from tests.helpers.tokenizer import FIXTURES
 
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 ECHO = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
@@ -53,12 +52,6 @@ def test_a_file_that_is_not_there(tmp_path):
         read_template(str(tmp_path / "chat.jinja"))
     with pytest.raises(RunFileError, match="cannot be read"):
         read_template(str(tmp_path))
-
-
-def test_a_wrong_template_is_told_before_anything_is_started():
-    source = SourceSection(path=str(FIXTURES / "rows.jsonl"))
-    with pytest.raises(RunFileError, match="line 1: not a valid Jinja template"):
-        peek(DataSection(train=source, chat_template="{{ messages"))
 
 
 def test_the_tokenizers_own_template_and_one_that_wins_over_it(tokenizer):
@@ -190,25 +183,6 @@ def test_marks_are_seen_however_they_are_written(tokenizer):
         marked = text + opening + "{% endgeneration %}"
         with pytest.raises(RunFileError, match="not the assistant's reply"):
             ChatTemplate(tokenizer, marked)
-
-
-@pytest.mark.parametrize(
-    ("name", "asked", "stops"),
-    [
-        ("inst", "<s>[INST] q 🙂[/INST]", ["</s>"]),
-        ("chatml", "<|im_start|>user\nq 🙂<|im_end|>\n<|im_start|>assistant\n", ["<|im_end|>"]),
-        (
-            "headers",
-            "<s><|start_header_id|>user<|end_header_id|>\n\nq 🙂<|eot_id|>"
-            "<|start_header_id|>assistant<|end_header_id|>\n\n",
-            ["<|eot_id|>"],
-        ),
-    ],
-)
-def test_how_a_question_is_put_and_what_ends_its_answer(tokenizer, name, asked, stops):
-    chat = ChatTemplate(tokenizer, template(name))
-    assert tokenizer.decode(chat.question_ids("q 🙂")) == asked
-    assert tokenizer.convert_ids_to_tokens(chat.stop_ids()) == stops
 
 
 def test_the_end_of_a_turn(tokenizer):
