@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import socket
-from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +40,7 @@ def csv_text(rows: list[dict[str, Any]]) -> str:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[FileServer]:
+def server(tmp_path):
     files = {
         "rows.jsonl": File(body=LINES.encode()),
         "lines.json": File(body=LINES.encode()),
@@ -55,12 +54,12 @@ def server(tmp_path: Path) -> Iterator[FileServer]:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch):
     monkeypatch.setattr(remote, "WAITS_S", (0.0,) * 5)
 
 
 @pytest.fixture
-def streamed(batches: Callable[..., Any]) -> Callable[..., Any]:
+def streamed(batches):
     """Batches of an address."""
 
     def make(path: str, *, steps: int | None = 60, limit: int | None = None, **fields: Any) -> Any:
@@ -80,9 +79,7 @@ def rows_from(source: Source, start: int) -> list[Any]:
 @pytest.mark.parametrize(
     "name", ["rows.jsonl", "lines.json", "list.json", "rows.csv", "rows.parquet", "rows.jsonl.zst"]
 )
-def test_a_streamed_row_is_that_of_the_same_file(
-    name: str, server: FileServer, tmp_path: Path
-) -> None:
+def test_a_streamed_row_is_that_of_the_same_file(name, server, tmp_path):
     (tmp_path / name).write_bytes(server.files[name].body)
     local = read(SourceSection(path=str(tmp_path / name)))
     there = read(SourceSection(path=server.address(name)))
@@ -96,9 +93,7 @@ def test_a_streamed_row_is_that_of_the_same_file(
         assert rows_from(source, start) == ROWS[start : start + 3]
 
 
-def test_a_far_row_of_parquet_is_read_without_those_before(
-    server: FileServer, tmp_path: Path
-) -> None:
+def test_a_far_row_of_parquet_is_read_without_those_before(server, tmp_path):
     rows = [{"text": str(np.random.default_rng(n).bytes(700).hex())} for n in range(4000)]
     server.files["big.parquet"] = File(body=parquet_bytes(tmp_path, rows, 100))
     source = open_source(SourceSection(path=server.address("big.parquet")), "f")
@@ -107,9 +102,7 @@ def test_a_far_row_of_parquet_is_read_without_those_before(
     assert server.sent < len(server.files["big.parquet"].body) / 8
 
 
-def test_what_is_read_over_the_network(
-    server: FileServer, streamed: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_what_is_read_over_the_network(server, streamed, tmp_path):
     made = streamed(server.address("rows.jsonl"), steps=28)
     whole = len(server.files["rows.jsonl"].body)
     for index in range(28):
@@ -147,9 +140,7 @@ FAILURES: dict[str, tuple[File | None, str]] = {
 
 @pytest.mark.parametrize("name", FAILURES)
 @pytest.mark.parametrize("streaming", [False, True])
-def test_each_failure_has_its_message_at_once(
-    name: str, streaming: bool, server: FileServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_failure_has_its_message_at_once(name, streaming, server, monkeypatch):
     file, said = FAILURES[name]
     if file is not None:
         server.files[name] = file
@@ -162,9 +153,7 @@ def test_each_failure_has_its_message_at_once(
     assert "\n" not in str(caught.value) and "hidden" not in str(caught.value)
 
 
-def test_addresses_that_nobody_answers_or_no_package_reads(
-    impatient: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_addresses_that_nobody_answers_or_no_package_reads(impatient, monkeypatch):
     for address, said in (
         ("http://127.0.0.1:9/rows.jsonl", r"cannot be read, after 6 tries: .*HTTPS_PROXY"),
         ("s3://bucket/rows.jsonl", r"s3:// is read by s3fs, which is not installed: pip inst"),
@@ -174,9 +163,7 @@ def test_addresses_that_nobody_answers_or_no_package_reads(
             open_remote(address)
 
 
-def test_a_server_that_answers_nothing_is_left_after_a_while(
-    impatient: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_answers_nothing_is_left_after_a_while(impatient, monkeypatch):
     monkeypatch.setattr(remote, "SILENCE_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}/rows.jsonl"
@@ -185,16 +172,14 @@ def test_a_server_that_answers_nothing_is_left_after_a_while(
 
 
 @pytest.mark.parametrize("version", [True, False])
-def test_a_server_of_whole_files_alone(version: bool, server: FileServer, impatient: None) -> None:
+def test_a_server_of_whole_files_alone(version, server, impatient):
     file = File(body=LINES.encode(), ranges=False, version=version, cut=[9_000, 5_000])
     server.files["whole.jsonl"] = file
     assert open_remote(server.address("whole.jsonl"), 1_000).read() == file.body
     assert file.cut == []
 
 
-def test_other_places_by_fsspec_and_redirects(
-    server: FileServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_places_by_fsspec_and_redirects(server, monkeypatch):
     import fsspec
     from huggingface_hub import constants
 
@@ -209,9 +194,7 @@ def test_other_places_by_fsspec_and_redirects(
         open_remote(server.address("old.jsonl"))
 
 
-def test_a_connection_that_breaks_is_tried_again(
-    server: FileServer, impatient: None, streamed: Callable[..., Any]
-) -> None:
+def test_a_connection_that_breaks_is_tried_again(server, impatient, streamed):
     file = server.files["rows.jsonl"]
     expected = [content(streamed(server.address("rows.jsonl")), index) for index in range(3)]
     file.cut, file.busy = [100, 0], 3
@@ -225,7 +208,7 @@ def test_a_connection_that_breaks_is_tried_again(
     assert failed.value.exit_status == 1, "not what the run file names is wrong"
 
 
-def test_a_file_that_changes_meanwhile_is_refused(server: FileServer) -> None:
+def test_a_file_that_changes_meanwhile_is_refused(server):
     address = server.address("rows.jsonl")
     before = remote_identity(address)
     assert remote_identity(address + "?signature=other") == before
@@ -237,9 +220,7 @@ def test_a_file_that_changes_meanwhile_is_refused(server: FileServer) -> None:
     assert remote_identity(address) != before
 
 
-def test_without_streaming_a_remote_file_is_copied_once(
-    server: FileServer, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_without_streaming_a_remote_file_is_copied_once(server, tokenizer, tmp_path):
     for name in ("rows.jsonl", "rows.csv", "rows.parquet", "list.json"):
         folder = tmp_path / "kept"
         section = DataSection(train={"path": server.address(name)}, cache=str(folder))
@@ -254,9 +235,7 @@ def test_without_streaming_a_remote_file_is_copied_once(
         assert copy.read_bytes() == server.files[name].body
 
 
-def test_rows_to_evaluate_on_are_a_beginning(
-    server: FileServer, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_rows_to_evaluate_on_are_a_beginning(server, tokenizer, tmp_path):
     address = server.address("rows.jsonl")
     fields = {"train": {"path": address}, "streaming": True, "cache": str(tmp_path / "kept")}
     prepared = prepare(DataSection(**fields, eval={"path": address, "limit": 9}), tokenizer, seed=0)
@@ -271,7 +250,7 @@ NAME = "owner/name"
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(tmp_path, monkeypatch):
     with Hub({}) as hub:
         use_hub(monkeypatch, hub, tmp_path)
         yield hub
@@ -294,9 +273,7 @@ def of_kind(tmp_path: Path, kind: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "csv"])
-def test_a_data_set_of_the_hub_is_streamed(
-    kind: str, hub: Hub, tmp_path: Path, streamed: Callable[..., Any]
-) -> None:
+def test_a_data_set_of_the_hub_is_streamed(kind, hub, tmp_path, streamed):
     hub.repositories[f"datasets/{NAME}"] = Repository(files=of_kind(tmp_path, kind))
     source = open_source(SourceSection(path=NAME), "f")
     assert source.count() == (230 if kind == "parquet" else None)
@@ -314,7 +291,7 @@ def test_a_data_set_of_the_hub_is_streamed(
     assert content(streamed(NAME, steps=30), 29) == content(streamed(NAME, steps=30), 29)
 
 
-def test_an_address_on_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_on_the_hub(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     files = of_kind(tmp_path, "jsonl")
     hub.repositories[f"datasets/{NAME}"] = Repository(files=files, access="private")
@@ -331,7 +308,7 @@ def test_an_address_on_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.Mon
         first_records(SourceSection(path=f"hf://datasets/{NAME}/{path}"), 9, "f")
 
 
-def test_wrong_rows_of_the_hub_are_named_with_their_file(hub: Hub) -> None:
+def test_wrong_rows_of_the_hub_are_named_with_their_file(hub):
     files = {"train-0.jsonl": b'{"a": "1"}\n\n', "train-1.jsonl": b'{"a": "2"}\n\nno\n'}
     hub.repositories[f"datasets/{NAME}"] = Repository(files=files)
     said = r"^owner/name\[train\]\[2\] \(train-1\.jsonl:3\): one JSON object per line"
@@ -354,9 +331,7 @@ def test_wrong_rows_of_the_hub_are_named_with_their_file(hub: Hub) -> None:
         ("public", {"revision": "v9"}, r"f\.revision: 'owner/name' has no revision 'v9'; give a"),
     ],
 )
-def test_data_sets_that_cannot_be_read(
-    access: str, fields: dict[str, str], said: str, hub: Hub, tmp_path: Path, impatient: None
-) -> None:
+def test_data_sets_that_cannot_be_read(access, fields, said, hub, tmp_path, impatient):
     hub.repositories[f"datasets/{NAME}"] = Repository(
         files=of_kind(tmp_path, "jsonl"), access=access
     )
@@ -365,9 +340,7 @@ def test_data_sets_that_cannot_be_read(
     assert "\n" not in str(caught.value)
 
 
-def test_offline_and_streaming_do_not_go_together(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_and_streaming_do_not_go_together(hub, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -384,9 +357,7 @@ def test_offline_and_streaming_do_not_go_together(
     ],
     ids=["nobody answers", "switched off"],
 )
-def test_a_hub_that_cannot_be_reached(
-    address: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_cannot_be_reached(address, said, tmp_path, monkeypatch):
     import datasets
     from huggingface_hub import constants
 

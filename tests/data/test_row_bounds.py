@@ -41,9 +41,7 @@ def read_file(path: Path, cache: Cache) -> list[Record]:
     ],
 )
 @pytest.mark.parametrize("suffix", ["jsonl", "json"])
-def test_rows_that_say_something_else(
-    tmp_path: Path, cache: Cache, text: str, said: str, suffix: str
-) -> None:
+def test_rows_that_say_something_else(tmp_path, cache, text, said, suffix):
     rows = ['{"prompt": "q", "completion": "a"}', f'{{"prompt": {text}, "completion": "a"}}']
     path = tmp_path / f"rows.{suffix}"
     path.write_text("\n".join(rows) if suffix == "jsonl" else f"[{', '.join(rows)}]")
@@ -56,7 +54,7 @@ def test_rows_that_say_something_else(
         assert str(caught.value).startswith(f"{place}: {said}")
 
 
-def test_a_file_of_one_object_with_a_key_twice(tmp_path: Path, cache: Cache) -> None:
+def test_a_file_of_one_object_with_a_key_twice(tmp_path, cache):
     path = tmp_path / "one.json"
     path.write_text('\n{"prompt": "a", "prompt": "b"}')
     with pytest.raises(DataError) as caught:
@@ -66,7 +64,7 @@ def test_a_file_of_one_object_with_a_key_twice(tmp_path: Path, cache: Cache) -> 
     )
 
 
-def test_a_double_key_is_found_in_one_pass() -> None:
+def test_a_double_key_is_found_in_one_pass():
     compared = 0
 
     class Key(str):
@@ -83,7 +81,7 @@ def test_a_double_key_is_found_in_one_pass() -> None:
     assert compared < 10 * len(keys)
 
 
-def test_a_number_that_json_lacks_is_no_argument_of_a_call() -> None:
+def test_a_number_that_json_lacks_is_no_argument_of_a_call():
     call = {"function": {"name": "f", "arguments": {"n": float("nan")}}}
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}]
     with pytest.raises(DataError, match=r"^x\.jsonl:3: a number in the chat is NaN or infinite"):
@@ -94,7 +92,7 @@ def test_a_number_that_json_lacks_is_no_argument_of_a_call() -> None:
         parse(Record({"messages": turns}, "x.jsonl:3"), "messages", SourceSection(path="x"), "data")
 
 
-def test_a_row_with_too_much_text_is_refused_by_name() -> None:
+def test_a_row_with_too_much_text_is_refused_by_name():
     source = SourceSection(path="x.jsonl")
     half = "é" * (formats.MOST_TEXT // 4)
     record = Record({"prompt": half, "completion": half + "long"}, "x.jsonl:7")
@@ -105,9 +103,7 @@ def test_a_row_with_too_much_text_is_refused_by_name() -> None:
         parse(Record({"messages": turns}, "x.jsonl:8"), "messages", source, "data.train")
 
 
-def test_a_line_that_is_too_long_is_not_even_read(
-    tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_that_is_too_long_is_not_even_read(tmp_path, cache, monkeypatch):
     monkeypatch.setattr(json_rows, "MOST_LINE", 100)
     short, long = (json.dumps({"text": "x" * length}) for length in (10, 1000))
     path = tmp_path / "rows.jsonl"
@@ -119,9 +115,7 @@ def test_a_line_that_is_too_long_is_not_even_read(
         first_records(SourceSection(path=str(path)), 3, "f")
 
 
-def test_texts_are_tokenised_as_many_at_once_as_memory_allows(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_are_tokenised_as_many_at_once_as_memory_allows(tokenizer, monkeypatch):
     texts = ["one two", "", "three" * 9, "four", "five", "six"]
     together = encode_texts(tokenizer, texts)
     monkeypatch.setattr(spans, "_AT_ONCE", 10)
@@ -130,7 +124,7 @@ def test_texts_are_tokenised_as_many_at_once_as_memory_allows(
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".txt"])
-def test_a_pipe_is_no_file_of_rows(tmp_path: Path, cache: Cache, suffix: str) -> None:
+def test_a_pipe_is_no_file_of_rows(tmp_path, cache, suffix):
     path = tmp_path / f"rows{suffix}"
     os.mkfifo(path)
     with pytest.raises(DataError, match="cannot be read: it is a named pipe, not a regular file"):
@@ -167,9 +161,7 @@ def arguments_of(records: list[Record]) -> list[Any]:
     return [chat.turns[1]["tool_calls"][0]["function"]["arguments"] for chat in chats]
 
 
-def test_a_table_gives_a_call_the_arguments_that_were_written(
-    tmp_path: Path, cache: Cache, tokenizer: Any
-) -> None:
+def test_a_table_gives_a_call_the_arguments_that_were_written(tmp_path, cache, tokenizer):
     path = tmp_path / "rows.parquet"
     parquet.write_table(pa.Table.from_pylist(ROWS), path)
     records = read_file(path, cache)
@@ -182,7 +174,7 @@ def test_a_table_gives_a_call_the_arguments_that_were_written(
     assert "Rome" in text and "unit" not in text and "amounts" not in text
 
 
-def test_the_hubs_tables_do_so_too() -> None:
+def test_the_hubs_tables_do_so_too():
     from datasets import Dataset
 
     rows = Dataset.from_list(ROWS)
@@ -193,7 +185,7 @@ def test_the_hubs_tables_do_so_too() -> None:
     assert arguments_of(records) == [{"city": "Rome"}, CALLS[1], {}]
 
 
-def test_a_null_that_was_written_as_json_stays(tmp_path: Path, cache: Cache) -> None:
+def test_a_null_that_was_written_as_json_stays(tmp_path, cache):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     assert arguments_of(read_file(path, cache)) == CALLS

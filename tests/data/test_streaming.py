@@ -79,12 +79,10 @@ class RankThreads:
         return np.sum(self.gather(rank, values), axis=0).tolist()
 
     def run(self, work):
-        """What `work(rank, its collectives)` returns on each rank."""
+        """What `work` returns on each rank, which is given its collectives."""
 
         def one(rank):
-            return work(
-                rank, {"sums": partial(self.sum, rank), "texts": partial(self.gather, rank)}
-            )
+            return work(rank, sums=partial(self.sum, rank), texts=partial(self.gather, rank))
 
         with ThreadPoolExecutor(len(self.parts)) as pool:
             return list(pool.map(one, range(len(self.parts))))
@@ -129,10 +127,10 @@ def test_packs_hold_every_row_once_an_epoch_and_no_step_is_empty(
     packs = KnownRows(lengths, size).packs(8)
     steps = epochs * sum(-(-each // batch) for each in packs)
     schedule = {"seed": seed, "global_batch": batch, "epochs": epochs, "shuffle": shuffle}
-    told = (None, steps) if not counted else (packs, None)
+    schedule["steps"] = None if counted else steps
 
     def make(rows):
-        return packed(rows, told[0], steps=told[1], **schedule)
+        return packed(rows, packs if counted else None, **schedule)
 
     made = make(rows := KnownRows(lengths, size))
     assert made.steps == steps
@@ -298,7 +296,7 @@ def test_ranks_divide_streamed_steps(batches, packing, world):
     whole = batches(micro=8, **fields)
     ranks = RankThreads(world)
 
-    def work(rank, collectives):
+    def work(rank, **collectives):
         mine = batches(world=world, rank=rank, **collectives, **fields)
         return [
             (content(mine, index), mine.num_loss_tokens(index), mine.real_tokens(index))
@@ -360,7 +358,7 @@ def test_a_wrong_row_is_named_when_its_step_comes(batches, source, packing):
 def test_a_wrong_row_of_one_rank_ends_the_step_on_all(batches, source):
     train = source(BAD)
 
-    def work(rank, collectives):
+    def work(rank, **collectives):
         fields = {"train": train, "shuffle": False, "settings": {"steps": 3}}
         mine = batches(world=2, rank=rank, **collectives, **fields)
         assert mine.num_loss_tokens(1) > 0

@@ -12,7 +12,6 @@ from anygauge.data import (
     Layout,
     MicroBatch,
     Schedule,
-    TokenizedRows,
 )
 from anygauge.data.row_batches import RowBatches, measure
 from anygauge.interface import ShapeKind, ShapePolicy, Share
@@ -31,7 +30,7 @@ def layouts(ranks: int, **changes: Any) -> Iterator[Layout]:
 
 
 @pytest.fixture
-def make(batches: Callable[..., Any]) -> Make:
+def make(batches):
     """The training batches of each rank."""
 
     def made(ranks: int = RANKS, streaming: bool = False, **changes: Any) -> list[Batches]:
@@ -65,9 +64,7 @@ def longest_of(batches: list[MicroBatch]) -> int:
 @pytest.mark.parametrize(
     ("ranks", "micro", "packing"), [(3, 2, False), (5, 1, False), (3, 1, True)]
 )
-def test_streamed_steps_have_one_width_on_all_ranks(
-    make: Make, ranks: int, micro: int, packing: bool
-) -> None:
+def test_streamed_steps_have_one_width_on_all_ranks(make, ranks, micro, packing):
     every = steps(make(ranks, True, micro=micro, packing=packing))
     for batches in every:
         longest = MAX if packing else -(-longest_of(batches) // 8) * 8
@@ -77,9 +74,7 @@ def test_streamed_steps_have_one_width_on_all_ranks(
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_padding_is_measured_as_it_is_laid_out(
-    make: Make, tokenized: TokenizedRows, packing: bool, ranks: int
-) -> None:
+def test_padding_is_measured_as_it_is_laid_out(make, tokenized, packing, ranks):
     every = steps(make(ranks=ranks, packing=packing))
     (layout, *_) = layouts(ranks, packing=packing)
     found = measure(tokenized, Schedule(seed=5, global_batch=4 * ranks), layout)
@@ -88,9 +83,7 @@ def test_padding_is_measured_as_it_is_laid_out(
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("order", ["shuffled", "grouped", "packed"])
-def test_widths_of_a_run_are_known_before_it(
-    tokenized: TokenizedRows, order: str, ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_widths_of_a_run_are_known_before_it(tokenized, order, ranks, monkeypatch):
     """Of all steps that are left, several epochs of them, and of no others."""
     monkeypatch.setattr("anygauge.data.row_batches._STEPS_AT_ONCE", 3)
     grouping, packing = order == "grouped", order == "packed"
@@ -105,15 +98,13 @@ def test_widths_of_a_run_are_known_before_it(
         assert (width(dummy), dummy.num_loss_tokens, dummy.tokens) == (24, 0, 0)
 
 
-def test_where_widths_are_not_known_before_or_cost_nothing_there_are_none(make: Make) -> None:
+def test_where_widths_are_not_known_before_or_cost_nothing_there_are_none(make):
     assert [batches.widths(0) for batches in make(streaming=True)] == [[]] * RANKS
     assert [batches.widths(0) for batches in make(shapes=ShapePolicy())] == [[]] * RANKS
     assert [batches.widths(0) for batches in make(packing=True)] == [[MAX]] * RANKS
 
 
-def test_nothing_is_read_of_other_ranks_where_shapes_cost_nothing(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_read_of_other_ranks_where_shapes_cost_nothing(make, monkeypatch):
     read: list[int] = []
     (batches, *_) = make(streaming=True, shapes=ShapePolicy())
     encode = batches._rows.encode  # type: ignore[attr-defined]
