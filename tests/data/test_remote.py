@@ -112,27 +112,17 @@ def test_what_is_read_over_the_network(server, streamed, tmp_path):
 
 FAILURES: dict[str, tuple[File | None, str]] = {
     "nowhere.jsonl": (None, r"nowhere\.jsonl: no such file there; a private or gat"),
-    "secret.jsonl": (
-        File(body=b"", status=403),
-        r"may not be read: the server answers 403 .*A signed",
-    ),
+    "secret.jsonl": (File(body=b"", status=403), r"may not be read: .* answers 403 .*A signed"),
     "odd.jsonl": (File(body=b"", status=451), r"cannot be read: the server answers 451 \("),
     "page.jsonl": (File(body=b"<html>", kind="text/html; charset=utf-8"), r"a web page .*/resolve"),
-    "plain.jsonl": (File(body=b"<html>"), r"plain\.jsonl:1: .* not valid JSON .*: <html>"),
     "ftp.jsonl": (
         File(body=b"ftp://127.0.0.1/a.jsonl", status=302),
         r"cannot be read: the server redirects to another protocol",
     ),
-    "loop.jsonl": (
-        File(body=b"loop.jsonl", status=302),
-        r"cannot be read: the server redirects again and again",
-    ),
+    "loop.jsonl": (File(body=b"loop.jsonl", status=302), r"the server redirects again and again"),
     "cut.jsonl.gz": (File(body=gzip.compress(LINES.encode())[:-9]), r"\.gz cannot be unpacked: "),
     "empty.jsonl": (File(body=b""), r"empty\.jsonl is empty; at least one row is needed"),
-    "blank.jsonl": (File(body=b"\n \n"), r"blank\.jsonl is empty; at least one row is needed"),
-    "utf16.jsonl": (File(body='{"a": 1}'.encode("utf-16")), r":1: not UTF-8 at byte 0 .*UTF-16"),
     "odd.parquet": (File(body=b'{"a": 1}\n' * 9), r"odd\.parquet: not valid Parquet \("),
-    "empty.csv": (File(body=b""), r"empty\.csv is empty"),
     "data.xlsx": (File(body=b"x"), r"this kind of file is not read; data\.train\.path takes"),
     "nothing": (File(body=b"x"), r"this kind of file is not read; data\.train\.path takes"),
 }
@@ -147,8 +137,7 @@ def test_each_failure_has_its_message_at_once(name, streaming, server, monkeypat
     monkeypatch.setattr(remote, "WAITS_S", (60.0,) * 5)
     source = SourceSection(path=server.address(name) + "?signature=hidden")
     with pytest.raises(DataError, match=said) as caught:
-        data = DataSection(train=source, streaming=streaming)
-        peek(data)
+        peek(DataSection(train=source, streaming=streaming))
         list(open_source(source, "data.train").rows())
     assert "\n" not in str(caught.value) and "hidden" not in str(caught.value)
 
@@ -285,10 +274,23 @@ def test_a_data_set_of_the_hub_is_streamed(kind, hub, tmp_path, streamed):
     assert len(first_records(SourceSection(path=NAME, split="test"), 9, "f", streaming=True)) == 5
     kept = sum(p.stat().st_size for p in (tmp_path / "hf").rglob("*") if p.is_file())
     assert kept < 1000, "names and notes, and no row"
-    moved = Repository(files=of_kind(tmp_path, kind), commit="f00d" * 10)
-    hub.repositories[f"datasets/{NAME}"] = moved
+    files = of_kind(tmp_path, kind)
+    hub.repositories[f"datasets/{NAME}"] = Repository(files=files, commit="f00d" * 10)
     assert open_source(SourceSection(path=NAME), "f").identity() != source.identity()
     assert content(streamed(NAME, steps=30), 29) == content(streamed(NAME, steps=30), 29)
+
+
+def test_a_data_set_of_the_hub_is_downloaded(hub, tmp_path, cache):
+    files = of_kind(tmp_path, "parquet")
+    hub.repositories[f"datasets/{NAME}"] = Repository(files=files, branches=("old",))
+    source = SourceSection(path=NAME, split="test", revision="old")
+    records = read(source, cache)
+    assert [record.values for record in records] == ROWS[:5]
+    assert records[4].origin == f"{NAME}[test][4]"
+    assert len(read(source.model_copy(update={"limit": 1}), cache)) == 1
+    said = r"^data\.train: the data set .*\(subset s, split 'test', .*check data\.train\.subset"
+    with pytest.raises(DataError, match=said):
+        read(source.model_copy(update={"subset": "s"}), cache)
 
 
 def test_an_address_on_the_hub(hub, tmp_path, monkeypatch):
@@ -322,19 +324,14 @@ def test_wrong_rows_of_the_hub_are_named_with_their_file(hub):
         ("private", {}, r"f\.path: 'owner/name' is not a file .*log in if it is private"),
         ("gated", {}, r"is a gated .*accept its terms at http.*/datasets/owner/name, "),
         ("broken", {}, r"f\.path: .*owner/name.*503"),
-        (
-            "public",
-            {"split": "other"},
-            r"split 'other', .*: there is no split 'other', but t",
-        ),
+        ("public", {"split": "other"}, r"split 'other', .*: there is no split 'other', but t"),
         ("public", {"subset": "other"}, r"subset other, .*check f\.subset"),
         ("public", {"revision": "v9"}, r"f\.revision: 'owner/name' has no revision 'v9'; give a"),
     ],
 )
 def test_data_sets_that_cannot_be_read(access, fields, said, hub, tmp_path, impatient):
-    hub.repositories[f"datasets/{NAME}"] = Repository(
-        files=of_kind(tmp_path, "jsonl"), access=access
-    )
+    files = of_kind(tmp_path, "jsonl")
+    hub.repositories[f"datasets/{NAME}"] = Repository(files=files, access=access)
     with pytest.raises(DataError, match=said) as caught:
         first_records(SourceSection(path=NAME, **fields), 1, "f", streaming=True)
     assert "\n" not in str(caught.value)
