@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -17,6 +19,8 @@ from anygauge.data import (
     accumulation,
     prepare,
 )
+from anygauge.data.order import packing_order
+from anygauge.data.row_batches import Groups, pack
 from anygauge.interface import DataError, RunFileError, ShapeKind, ShapePolicy, Share
 
 MAX = 64
@@ -195,18 +199,9 @@ def test_micro_batches_of_a_step_may_have_one_width(tokenized, multiple):
 @pytest.mark.parametrize(("micro", "world"), [(1, 1), (2, 3), (2, 5), (5, 4), (40, 2)])
 @pytest.mark.parametrize("shapes", [ShapePolicy(), BUCKETED], ids=str)
 def test_evaluation_reads_every_row_once_on_equal_ranks(tokenized, packing, micro, world, shapes):
+    layout = Layout(micro_batch=micro, max_length=MAX, pad_id=PAD, packing=packing, shapes=shapes)
     ranks = [
-        EvaluationBatches(
-            tokenized,
-            Layout(
-                micro_batch=micro,
-                max_length=MAX,
-                pad_id=PAD,
-                share=Share(rank, world),
-                packing=packing,
-                shapes=shapes,
-            ),
-        )
+        EvaluationBatches(tokenized, replace(layout, share=Share(rank, world)))
         for rank in range(world)
     ]
     assert len({len(batches) for batches in ranks}) == 1
@@ -235,11 +230,7 @@ def test_evaluation_keeps_the_rows_order(tokenized):
 @pytest.mark.parametrize("packing", [False, True])
 def test_rows_are_read_as_often_as_their_weights_say(tokenizer, counting, packing):
     path = str(counting)
-    sources = [
-        SourceSection(path=path, limit=10),
-        SourceSection(path=path, limit=6),
-        SourceSection(path=path, limit=8),
-    ]
+    sources = [SourceSection(path=path, limit=limit) for limit in (10, 6, 8)]
     data = DataSection(train=sources, max_length=MAX, cache="off")
     rows = prepare(data, tokenizer, seed=0).train
     assert len(rows) == 24
@@ -261,16 +252,12 @@ def test_the_fingerprint_tells_data_and_order_but_not_ranks(tokenized):
     same = make(tokenized, share=Share(1, 4), epochs=3, steps=7, pad_id=0)
     assert same.fingerprint() == base
     assert make(tokenized, weights=(1.0,)).fingerprint() == base
-    others = [
-        {"seed": 4},
-        {"global_batch": 4},
-        {"packing": True},
-        {"grouping": True},
-        {"max_length": MAX + 1},
-        {"weights": (2.0,)},
-    ]
+    others = [{"seed": 4}, {"global_batch": 4}, {"packing": True}, {"grouping": True}]
+    others += [{"max_length": MAX + 1}, {"weights": (2.0,)}]
     prints = {make(tokenized, **change).fingerprint() for change in others}
     assert len(prints | {base}) == len(others) + 1
+    with pytest.raises(DataError, match="another maximum length"):
+        make(tokenized, max_length=16)
 
 
 @pytest.mark.parametrize(
@@ -297,6 +284,46 @@ def test_a_global_batch_is_divided_or_refused(values, remedy):
     assert str(caught.value).endswith(remedy)
 
 
-def test_rows_of_another_maximum_length_are_refused(tokenized):
-    with pytest.raises(DataError, match="another maximum length"):
-        make(tokenized, max_length=16)
+# -- packs -----------------------------------------------------------------------------------------
+
+
+def packed(lengths, capacity, order=None):
+    order = range(len(lengths)) if order is None else order
+    groups = pack(np.array(lengths, dtype=int), capacity, np.array(list(order), dtype=int))
+    return [groups.group(index).tolist() for index in range(len(groups))]
+
+
+@given(lengths=st.lists(st.integers(1, 50), max_size=120), seed=st.integers(0, 9), data=st.data())
+def test_each_row_once_and_no_pack_above_capacity(lengths, seed, data):
+    capacity = data.draw(st.integers(max(lengths, default=1), 80))
+    order = packing_order(len(lengths), seed).tolist()
+    packs = packed(lengths, capacity, order)
+    assert sorted(row for group in packs for row in group) == list(range(len(lengths)))
+    assert all(sum(lengths[row] for row in group) <= capacity for group in packs)
+    assert all(packs)
+    assert packed(lengths, capacity, order) == packs
+    loads = sorted(sum(lengths[row] for row in group) for group in packs)
+    assert len(loads) < 2 or loads[0] + loads[1] > capacity, "two would fit in one"
+
+
+def test_the_fill_is_high_for_rows_as_they_come():
+    lengths = np.clip(np.random.default_rng(0).lognormal(4.5, 0.6, 2000), 8, 512).astype(int)
+    packs = pack(lengths, 512, packing_order(2000, 0))
+    assert lengths.sum() / (512 * len(packs)) > 0.99
+
+
+def test_the_order_breaks_ties_and_rows_that_are_not_in_it_stay_out():
+    assert packed([2, 2, 2, 2], 4, [0, 1, 2, 3]) == [[0, 1], [2, 3]]
+    assert packed([2, 2, 2, 2], 4, [3, 1, 2, 0]) == [[3, 1], [2, 0]]
+    assert packed([2, 9, 2, 2], 4, [3, 0]) == [[3, 0]]
+
+
+def test_a_row_above_the_capacity_is_refused():
+    with pytest.raises(DataError, match="row 1 has 9 tokens, a pack holds 8"):
+        packed([3, 9], 8)
+
+
+def test_groups_are_joined_and_summed():
+    groups = Groups.joined([Groups.of([[0, 2], [1]]), Groups.of([[3]]), Groups.of([])])
+    assert [groups.group(index).tolist() for index in range(3)] == [[0, 2], [1], [3]]
+    assert groups.sums(np.array([1, 10, 100, 1000])).tolist() == [101, 10, 1000]

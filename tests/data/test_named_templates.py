@@ -195,16 +195,12 @@ def test_a_variable_reaches_generation_marks(tokenizer):
         "{% generation %}{{ m.content }}{{ sign }}{{ eos_token }}{% endgeneration %}{% endif %}"
         "{% endfor %}"
     )
-    chat = [user("a"), assistant("b")]
-    said = shown(tokenizer, text, *chat, chat_template_kwargs={"sign": "!"})
-    assert said == "a!⟦b!</s>⟧"
+    signed = {"chat_template_kwargs": {"sign": "!"}}
+    assert shown(tokenizer, text, user("a"), assistant("b"), **signed) == "a!⟦b!</s>⟧"
 
 
 def test_a_variable_that_the_template_does_not_read(tokenizer):
-    said = (
-        r"^data\.chat_template_kwargs: data\.chat_template does not read 'enable_thinkng'; did you "
-        r"mean 'enable_thinking'\?$"
-    )
+    said = r"^data\.chat_template_kwargs: .* does not read 'enable_thinkng'; did you mean 'ena"
     with pytest.raises(RunFileError, match=said):
         shown(tokenizer, "qwen3", *CHAT, chat_template_kwargs={"enable_thinkng": False})
 
@@ -213,12 +209,10 @@ def test_a_variable_that_the_template_does_not_read(tokenizer):
 def test_a_result_has_the_variables_as_defaults(tokenizer, value):
     text = "  {{ value }} {{ value is defined }}{% for m in messages %}{{ value }}{% endfor %}"
     saved = template_to_save(tokenizer, text, {"value": value})
-    turns = [user("a"), assistant("b")]
 
     def rendered(template, **kwargs):
-        return tokenizer.apply_chat_template(
-            turns, chat_template=template, tokenize=False, **kwargs
-        )
+        fields = {"chat_template": template, "tokenize": False, **kwargs}
+        return tokenizer.apply_chat_template([user("a"), assistant("b")], **fields)
 
     assert rendered(saved) == rendered(text, value=value) == rendered(saved, value=value)
     assert rendered(saved, value="other") == rendered(text, value="other")
@@ -230,10 +224,9 @@ def test_a_result_has_the_variables_as_defaults(tokenizer, value):
 # -- bases that lack what a template needs --------------------------------------------------------
 
 
-def test_a_base_without_the_token_that_ends_a_turn(tmp_path):
-    tokenizer = make_chat_tokenizer(tmp_path)
+def test_a_base_without_the_token_that_ends_a_turn(chats):
     with pytest.raises(DataError, match=r"'<end_of_turn>\\n', not with.*model\.new_special_tokens"):
-        shown(tokenizer, "gemma", *CHAT)
+        shown(chats, "gemma", *CHAT)
 
 
 @pytest.mark.parametrize("name", ["llama3", "mistral"])
