@@ -20,7 +20,7 @@ from anygauge.data import (
     prepare,
 )
 from anygauge.data.order import packing_order
-from anygauge.data.row_batches import Groups, pack
+from anygauge.data.row_batches import Groups, measure, pack
 from anygauge.interface import DataError, RunFileError, ShapeKind, ShapePolicy, Share
 
 MAX = 64
@@ -229,21 +229,14 @@ def test_evaluation_keeps_the_rows_order(tokenized):
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_rows_are_read_as_often_as_their_weights_say(tokenizer, counting, packing):
-    path = str(counting)
-    sources = [SourceSection(path=path, limit=limit) for limit in (10, 6, 8)]
+    sources = [SourceSection(path=str(counting), limit=limit) for limit in (10, 6, 8)]
     data = DataSection(train=sources, max_length=MAX, cache="off")
     rows = prepare(data, tokenizer, seed=0).train
     assert len(rows) == 24
     batches = make(rows, packing=packing, weights=(1.0, 0.5, 2.5), epochs=2, global_batch=4)
-    seen = Counter(
-        row for index in range(batches.steps) for row in batches._items(index) if row >= 0
-    )
-    per_row = Counter()
-    for sequence, times in seen.items():
-        for row in batches._sequences.members(int(sequence)):
-            per_row[row] += times
-    expected = [2] * 10 + [1] * 6 + [5] * 8
-    assert [per_row[row] for row in range(24)] == expected
+    seen = Counter(at for index in range(batches.steps) for at in batches.global_origins(index))
+    expected = {n: 2 + (n <= 6) + 5 * (n <= 8) for n in range(1, 11)}
+    assert seen == {f"{counting}:{n}": times for n, times in expected.items()}
     assert batches.sequences_per_epoch == pytest.approx(10 + 3 + 20) or packing
 
 
@@ -282,6 +275,87 @@ def test_a_global_batch_is_divided_or_refused(values, remedy):
     with pytest.raises(RunFileError) as caught:
         accumulation(*values)
     assert str(caught.value).endswith(remedy)
+
+
+# -- widths ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_ranks(batches):
+    """The training batches of each rank."""
+
+    def made(ranks=3, **changes):
+        settings = {"global_batch_size": 4 * ranks}
+        fields = {"shapes": BUCKETED, "streaming": False, "settings": settings, **changes}
+        return [batches(world=ranks, rank=rank, **fields) for rank in range(ranks)]
+
+    return made
+
+
+def steps(of_ranks):
+    """The micro-batches of each step, of all ranks."""
+    return [
+        [batch for batches in of_ranks for batch in batches.step(index)]
+        for index in range(of_ranks[0].steps)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro", "packing"), [(3, 2, False), (5, 1, False), (3, 1, True)]
+)
+def test_streamed_steps_have_one_width_on_all_ranks(on_ranks, ranks, micro, packing):
+    every = steps(on_ranks(ranks, streaming=True, micro=micro, packing=packing))
+    for step in every:
+        check_widths(step, BUCKETED, packing, alone=False)
+    dummies = [batch for step in every for batch in step if not batch.tokens]
+    assert bool(dummies) is (micro == 1), "some ranks have no rows"
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_padding_is_measured_as_it_is_laid_out(on_ranks, tokenized, packing, ranks):
+    every = steps(on_ranks(ranks, packing=packing))
+    layout = Layout(micro_batch=2, max_length=MAX, pad_id=PAD, packing=packing, shapes=BUCKETED)
+    layout = replace(layout, share=Share(0, ranks))
+    found = measure(tokenized, Schedule(seed=5, global_batch=4 * ranks), layout)
+    assert found.positions == sum(batch.input_ids.numel() for step in every for batch in step)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("order", ["shuffled", "grouped", "packed"])
+def test_widths_of_a_run_are_known_before_it(tokenized, order, ranks, monkeypatch):
+    """Of all steps that are left, several epochs of them, and of no others."""
+    monkeypatch.setattr("anygauge.data.row_batches._STEPS_AT_ONCE", 3)
+    options = {"seed": 5, "global_batch": ranks, "epochs": 2.5, "micro_batch": 1}
+    options |= {"grouping": order == "grouped", "packing": order == "packed", "shapes": BUCKETED}
+    for rank in range(ranks):
+        batches = make(tokenized, share=Share(rank, ranks), **options)
+        every = [{b.input_ids.shape[1] for b in batches.step(at)} for at in range(batches.steps)]
+        for start in range(batches.steps):
+            assert batches.widths(start) == sorted(set.union(*every[start:]), reverse=True)
+        assert (len(batches.widths(0)) > 1) != (order == "packed")
+
+
+def test_a_dummy_of_a_width_has_no_tokens():
+    dummy = Layout(micro_batch=1, max_length=MAX, pad_id=PAD, shapes=BUCKETED).dummy(24)
+    assert (dummy.input_ids.shape[1], dummy.num_loss_tokens, dummy.tokens) == (24, 0, 0)
+
+
+def test_where_widths_are_not_known_before_or_cost_nothing_there_are_none(on_ranks):
+    assert [batches.widths(0) for batches in on_ranks(streaming=True)] == [[]] * 3
+    assert [batches.widths(0) for batches in on_ranks(shapes=ShapePolicy())] == [[]] * 3
+    assert [batches.widths(0) for batches in on_ranks(packing=True)] == [[MAX]] * 3
+
+
+def test_nothing_is_read_of_other_ranks_where_shapes_cost_nothing(on_ranks, monkeypatch):
+    read = []
+    batches = on_ranks(streaming=True, shapes=ShapePolicy())[0]
+    encode = batches.rows.encode
+    monkeypatch.setattr(
+        batches.rows, "encode", lambda numbers: read.append(len(numbers)) or encode(numbers)
+    )
+    batches.step(0)
+    assert set(read) - {0} == {4}, "a step has twelve rows, a rank four"
 
 
 # -- packs -----------------------------------------------------------------------------------------

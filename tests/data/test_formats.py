@@ -22,6 +22,7 @@ from tests.helpers.tokenizer import FIXTURES
 
 PAIR = {"prompt": "p", "completion": "c"}
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+IDS = {"input_ids": [1]}
 ALPACA = {"instruction": "i", "output": "o"}
 SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 
@@ -56,6 +57,9 @@ def read(values: dict[str, Any], field: str = "data.train", **fields: Any) -> Ro
         ({"prompt": "p", "completion": "c", "body": "t"}, {"text": "body"}, "text"),
         (ALPACA, {"format": "text"}, "text"),
         ({"text": "words"}, {"path": "notes.TXT"}, "text"),
+        ({"input_ids": [1]}, {}, "tokens"),
+        ({"input_ids": [1], "labels": [1]}, {}, "tokens"),
+        ({"input_ids": [1], "text": "a"}, {}, "text"),
     ],
 )
 def test_the_format_is_detected_from_run_file_path_and_columns(values, fields, form):
@@ -126,10 +130,15 @@ def test_prompt_and_completion_may_be_turns():
         ({"text": "t"}, {}, "{prompt}"),
         ({"messages": TURNS}, {}, None),
         ({"prompt": TURNS, "completion": TURNS}, {}, None),
+        (IDS, {}, "{prompt}"),
+        (IDS, {"format": "tokens"}, "{prompt}"),
     ],
 )
 def test_what_a_question_is_put_in(values, fields, expected):
     assert prompt_template(record(values), section(**fields)) == expected
+    for row_format in ("auto", "tokens"):
+        through = section(format=row_format)
+        assert prompt_template(record(IDS), through, has_chat_template=True) is None
     alpaca = prompt_template(record(ALPACA), section())
     assert "### Instruction:\n{prompt}\n\n### Response:\n" in alpaca
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from anygauge.config.schema import DataSection, SourceSection
 from anygauge.data import Record, prepare
 from anygauge.data.encode import CUT, EMPTY, LONG, WHOLE
-from anygauge.data.formats import detect_format, prompt_template
 from anygauge.interface import DataError
 from tests.helpers.masks import encoder
 
@@ -121,22 +120,6 @@ def test_each_refusal_names_the_row_what_it_has_and_what_is_valid(tokenizer, row
     with pytest.raises(DataError) as caught:
         encoded(tokenizer, row)
     assert str(caught.value).startswith(f"t.jsonl:7: {said}")
-
-
-def test_a_column_of_ids_is_detected_after_all_others():
-    def detected(**row: Any) -> str:
-        return detect_format(Record(row, "t.jsonl:1"), SourceSection(path="t.jsonl"), "data.train")
-
-    assert detected(**ROWS[0]) == detected(input_ids=[1]) == "tokens"
-    assert detected(input_ids=[1], text="a") == "text"
-
-
-@pytest.mark.parametrize("row_format", ["auto", "tokens"])
-def test_a_model_is_asked_through_a_chat_template_where_there_is_one(row_format):
-    source = SourceSection(path="t.jsonl", format=row_format)
-    assert prompt_template(Record(ROWS[0], "t.jsonl:1"), source) == "{prompt}"
-    through = prompt_template(Record(ROWS[0], "t.jsonl:1"), source, has_chat_template=True)
-    assert through is None
 
 
 @pytest.mark.parametrize("small", [False, True], ids=["JSON", "int32"])
