@@ -119,9 +119,6 @@ def test_chats_that_say_nothing(turn, is_blank):
     assert messages(U, {**A, "weight": 0}).is_blank
 
 
-# -- malformed rows -------------------------------------------------------------------------------
-
-
 SYSTEM = {"role": "system", "content": "s"}
 
 

@@ -18,13 +18,56 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b
 TOOLS = [{"name": "add", "description": "Adds.", "parameters": {"type": "object"}}]
 
 
+TWO = (user("q"), assistant("a"), user("r"), assistant("b"))
 CHAT = (system("Be brief."), user("Hi"), assistant("Hello 🙂"), user("And?"), assistant(" Größe "))
 
 
-def test_a_system_turn_that_moves_to_the_last_question(chats):
-    assert shown(chats, INST, *CHAT) == (
-        "<s>[INST] Hi[/INST]⟦Hello 🙂</s>⟧[INST] Be brief.\n\nAnd?[/INST]⟦ Größe </s>⟧"
-    )
+OPENS = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + m.content }}{% else %}"
+    "{{ '[/INST]' + m.content.split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[/INST]<think>\n' }}{% endif %}"
+)
+CLOSES = (
+    "{% for m in messages %}{{ '[INST]' + m.role + '\n' + m.content + '[/INST]\n' }}"
+    "{% endfor %}{{ '[INST]assistant\n' if add_generation_prompt else eos_token }}"
+)
+CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call><|im_end|>'
+CALLS = (assistant("Well.", tool_calls=[CALL]), assistant(None, tool_calls=[CALL]))
+SHOWN = {
+    "a system turn that moves to the last question": (
+        INST,
+        CHAT,
+        "<s>[INST] Hi[/INST]⟦Hello 🙂</s>⟧[INST] Be brief.\n\nAnd?[/INST]⟦ Größe </s>⟧",
+    ),
+    "a generation prompt that opens reasoning": (
+        OPENS,
+        (user("q"), assistant("<think>hm</think>one"), user("r"), assistant("two")),
+        "[INST]q[/INST]⟦one</s>⟧[INST]r[/INST]⟦two</s>⟧",
+    ),
+    "a conversation that closes with a token of its own": (
+        CLOSES,
+        TWO,
+        "[INST]user\nq[/INST]\n[INST]assistant\n⟦a[/INST]⟧\n"
+        "[INST]user\nr[/INST]\n[INST]assistant\n⟦b[/INST]\n</s>⟧",
+    ),
+    "a call beside words and one at the end": (
+        CHATML,
+        (user("q"), CALLS[0], user("r"), CALLS[1]),
+        f"<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n⟦Well.\n{CALLED}⟧\n"
+        "<|im_start|>user\nr<|im_end|>\n"
+        f"<|im_start|>assistant\n⟦<think>\n\n</think>\n\n{CALLED}⟧\n",
+    ),
+    "a mark that stands in the data": (
+        INST,
+        (system("S"), user("\ue0a7\ue0a8"), assistant("\ue0a7"), user("r"), assistant("b")),
+        "<s>[INST] \ue0a7\ue0a8[/INST]⟦\ue0a7</s>⟧[INST] S\n\nr[/INST]⟦b</s>⟧",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "turns", "expected"), SHOWN.values(), ids=SHOWN)
+def test_which_tokens_have_a_loss(chats, text, turns, expected):
+    assert shown(chats, text, *turns) == expected
 
 
 @pytest.mark.parametrize("text", [HEADERS, MARKED, CHATML, INST])
@@ -35,85 +78,21 @@ def test_loss_on_all_learns_every_token_but_the_first(chats, text):
     assert counts.num_loss_tokens == counts.tokens - 1
 
 
-# -- history that templates rewrite ---------------------------------------------------------------
-
-
-def test_a_generation_prompt_that_opens_reasoning(chats):
-    text = (
-        "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + m.content }}{% else %}"
-        "{{ '[/INST]' + m.content.split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '[/INST]<think>\n' }}{% endif %}"
-    )
-    turns = (user("q"), assistant("<think>hm</think>one"), user("r"), assistant("two"))
-    assert shown(chats, text, *turns) == ("[INST]q[/INST]⟦one</s>⟧[INST]r[/INST]⟦two</s>⟧")
-
-
-def test_a_conversation_that_closes_with_a_token_of_its_own(chats):
-    text = (
-        "{% for m in messages %}{{ '[INST]' + m.role + '\n' + m.content + '[/INST]\n' }}"
-        "{% endfor %}{{ '[INST]assistant\n' if add_generation_prompt else eos_token }}"
-    )
-    turns = (user("q"), assistant("one"), user("r"), assistant("two"))
-    assert shown(chats, text, *turns) == (
-        "[INST]user\nq[/INST]\n[INST]assistant\n⟦one[/INST]⟧\n"
-        "[INST]user\nr[/INST]\n[INST]assistant\n⟦two[/INST]\n</s>⟧"
-    )
-
-
-# -- tools ----------------------------------------------------------------------------------------
-
-
-def test_a_call_at_the_end_and_one_beside_words(chats):
-    sequence = shown(
-        chats, CHATML, user("q"), assistant("Well.", tool_calls=[CALL]), user("r"),
-        assistant(None, tool_calls=[CALL]),
-    )  # fmt: skip
-    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call><|im_end|>'
-    assert sequence == (
-        f"<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n⟦Well.\n{call}⟧\n"
-        "<|im_start|>user\nr<|im_end|>\n"
-        f"<|im_start|>assistant\n⟦<think>\n\n</think>\n\n{call}⟧\n"
-    )
-
-
 def test_sharegpt_gives_the_same_sequence(chats):
     call = json.dumps(CALL["function"])
-    names = ("human", "function_call", "observation", "gpt")
-    turns = [
-        {"from": name, "value": value}
-        for name, value in zip(names, ("q", call, "3", "7"), strict=True)
-    ]
+    said = {"human": "q", "function_call": call, "observation": "3", "gpt": "7"}
+    turns = [{"from": name, "value": value} for name, value in said.items()]
     row = {"conversations": turns, "tools": json.dumps(TOOLS), "system": "S"}
     [sequence], _ = encode(chats, "sharegpt", row, chat_template=CHATML)
-    other = shown(
-        chats, CHATML, system("S"), user("q"), assistant(None, tool_calls=[CALL]), tool("3"),
-        assistant("7"), tools=TOOLS,
-    )  # fmt: skip
-    assert marked(chats, sequence) == other
-
-
-# -- unusual chats --------------------------------------------------------------------------------
-
-
-def test_a_mark_that_stands_in_the_data_is_data(chats):
-    turns = (system("S"), user("\ue0a7\ue0a8"), assistant("\ue0a7"), user("r"), assistant("b"))
-    assert shown(chats, INST, *turns) == (
-        "<s>[INST] \ue0a7\ue0a8[/INST]⟦\ue0a7</s>⟧[INST] S\n\nr[/INST]⟦b</s>⟧"
-    )
+    same = (system("S"), user("q"), CALLS[1], tool("3"), assistant("7"))
+    assert marked(chats, sequence) == shown(chats, CHATML, *same, tools=TOOLS)
 
 
 def test_very_long_turns(chats):
     text = "東京 is far. 🙂\n\n" * 2000
-    [sequence], _ = encode(
-        chats, "messages", {"messages": [user(text), assistant(text)]},
-        chat_template=INST, max_length=10**6,
-    )  # fmt: skip
-    assert stretches(chats, sequence) == [
-        (False, f"<s>[INST] {text}[/INST]"), (True, f"{text}</s>")
-    ]  # fmt: skip
+    found = shown(chats, INST, user(text), assistant(text), max_length=10**6)
+    assert found == f"<s>[INST] {text}[/INST]⟦{text}</s>⟧"
 
-
-# -- refusals -------------------------------------------------------------------------------------
 
 FORGETFUL = (
     "{% for m in messages %}{% if m.role == 'user' or loop.last %}"
@@ -124,7 +103,6 @@ EARLY = MARKED.replace(
     "| trim + '<|eot_id|>' }}\n        {%- endgen", "| trim }}\n        {%- endgen"
 )
 assert EARLY != MARKED
-TWO = (user("q"), assistant("a"), user("r"), assistant("b"))
 
 
 @pytest.mark.parametrize(
@@ -164,8 +142,6 @@ def test_the_last_turn_of_a_template_that_leaves_answers_out(chats):
         "[INST]user\nq</s>[INST]user\nr</s>[INST]assistant\n⟦b</s>⟧"
     )
 
-
-# -- any conversation -----------------------------------------------------------------------------
 
 contents = st.text(max_size=12) | st.sampled_from(["\n", " a", "b ", "🙂", "a\u2028b", "\n\nx\n"])
 roles = st.lists(st.sampled_from(["user", "assistant"]), min_size=1, max_size=5)

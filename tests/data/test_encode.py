@@ -30,9 +30,6 @@ def loss_mask(sequence):
     return sequence.ids[sequence.loss_mask].tolist()
 
 
-# -- prompt and answer ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("loss_on", ["answer", "last_turn"])
 def test_start_prompt_answer_end_with_the_answer_learned(tokenizer, loss_on):
     row = ("Größe?\n", "東京 🙂\r\n")
@@ -68,9 +65,6 @@ def test_a_tokenizer_that_adds_no_start_token(tmp_path):
     assert counts.num_loss_tokens == 2 + len(ids(tokenizer, "bc"))
 
 
-# -- prompts alone -------------------------------------------------------------------------------
-
-
 def test_a_prompt_is_the_start_token_and_its_text(tokenizer):
     bare = tokenizer("Größe?\n", add_special_tokens=False)["input_ids"]
     assert prompt_ids(tokenizer, "Größe?\n") == [tokenizer.bos_token_id, *bare]
@@ -91,8 +85,6 @@ def test_an_end_token_that_the_tokenizer_adds_is_not_part_of_a_prompt(tokenizer)
 
     assert prompt_ids(AddsBoth(), "Hi") == [0, *encode_texts(tokenizer, ["Hi"])[0]]
 
-
-# -- what is too long -----------------------------------------------------------------------------
 
 LONG = [("a\n", "b"), ("a\n", "b " * 10), ("a " * 12 + "\n", "b"), ("a\n", " \n")]
 
@@ -166,9 +158,6 @@ def test_rows_and_chats_of_one_batch_keep_their_order(chats):
         "<s>[INST] q[/INST]⟦a</s>⟧", "<s>p\n⟦c</s>⟧"
     ]  # fmt: skip
     assert counts.sequences == 3
-
-
-# -- counts, keys, refusals -----------------------------------------------------------------------
 
 
 def test_counts_are_added():

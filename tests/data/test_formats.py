@@ -40,9 +40,6 @@ def read(values: dict[str, Any], field: str = "data.train", **fields: Any) -> Ro
     return parse(first, detect_format(first, source, field), source, field)
 
 
-# -- which format ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("values", "fields", "form"),
     [
@@ -64,9 +61,6 @@ def read(values: dict[str, Any], field: str = "data.train", **fields: Any) -> Ro
 )
 def test_the_format_is_detected_from_run_file_path_and_columns(values, fields, form):
     assert detect_format(record(values), section(**fields), "data.train") == form
-
-
-# -- prompts, answers, texts ----------------------------------------------------------------------
 
 
 QUESTION = {"question": "q", "answer": "a"}
@@ -142,8 +136,6 @@ def test_what_a_question_is_put_in(values, fields, expected):
     alpaca = prompt_template(record(ALPACA), section())
     assert "### Instruction:\n{prompt}\n\n### Response:\n" in alpaca
 
-
-# -- rows that cannot be read ---------------------------------------------------------------------
 
 WRONG = {**NAMED, "prompt": "quesiton"}
 

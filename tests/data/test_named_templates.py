@@ -130,8 +130,6 @@ def test_tools_where_the_family_has_none(tokenizer, name):
         shown(tokenizer, name, *CHAT, tools=[TOOL])
 
 
-# -- Qwen3: tools, reasoning, and a variable ------------------------------------------------------
-
 TOOLS = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
@@ -219,9 +217,6 @@ def test_a_result_has_the_variables_as_defaults(tokenizer, value):
     assert template_to_save(tokenizer, saved, {"value": value}) == saved
     assert template_to_save(tokenizer, text, {}) == text
     assert template_to_save(tokenizer, None, {"value": value}) is None
-
-
-# -- bases that lack what a template needs --------------------------------------------------------
 
 
 def test_a_base_without_the_token_that_ends_a_turn(chats):

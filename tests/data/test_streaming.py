@@ -366,9 +366,8 @@ def test_a_wrong_row_of_one_rank_ends_the_step_on_all(batches, source):
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_wrong_rows_that_are_skipped_are_counted_and_named(batches, source, packing):
-    made = batches(
-        train=source(BAD, limit=12), packing=packing, on_bad_row="skip", settings={"epochs": 1}
-    )
+    fields = {"packing": packing, "on_bad_row": "skip", "settings": {"epochs": 1}}
+    made = batches(train=source(BAD, limit=12), **fields)
     read = Counter(at for index in range(made.steps) for at in made.global_origins(index))
     assert all(made.num_loss_tokens(index) for index in range(made.steps))
     counts = made.rows.counts
