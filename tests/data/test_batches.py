@@ -85,9 +85,8 @@ def test_one_padded_batch_token_by_token(tokenizer, prepared):
 
 def test_one_pack_token_by_token(tokenizer, prepared):
     rows = prepared([("a", "b"), ("a", "bcd")], max_length=12).train
-    batches = make(rows, global_batch=1, micro_batch=1, max_length=12, packing=True,
-                   shapes=STATIC)  # fmt: skip
-    (batch,) = batches.step(0)
+    options = {"global_batch": 1, "micro_batch": 1, "max_length": 12, "shapes": STATIC}
+    (batch,) = make(rows, packing=True, **options).step(0)
     a, b, c, d = (tokenizer(letter, add_special_tokens=False)["input_ids"][0] for letter in "abcd")
     assert batch.input_ids.tolist() == [[0, a, b, c, d, 1, 0, a, b, 1, PAD, PAD]]
     no = IGNORED

@@ -194,9 +194,8 @@ def test_roles_of_sharegpt_in_turns_of_messages_are_read_as_sharegpt():
     turns = [{"role": "system", "content": "s"}, {"role": "human", "content": "q"}, calls]
     turns += [{"role": "observation", "content": "1"}, {"role": "gpt", "content": "a", "weight": 0}]
     one = chat("sharegpt", {"messages": turns}, conversations="messages")
-    assert [turn["role"] for turn in one.turns] == [
-        "system", "user", "assistant", "tool", "assistant"
-    ]  # fmt: skip
+    roles = [turn["role"] for turn in one.turns]
+    assert roles == ["system", "user", "assistant", "tool", "assistant"]
     assert one.turns[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert one.answers == (2,) and one.turns[4]["content"] == "a"
 

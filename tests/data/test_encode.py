@@ -35,9 +35,7 @@ def test_start_prompt_answer_end_with_the_answer_learned(tokenizer, loss_on):
     row = ("Größe?\n", "東京 🙂\r\n")
     [sequence], counts = pairs(tokenizer, row, loss_on=loss_on)
     answer = [*ids(tokenizer, "東京 🙂\r\n"), tokenizer.eos_token_id]
-    assert sequence.ids.tolist() == [
-        tokenizer.bos_token_id, *ids(tokenizer, "Größe?\n"), *answer
-    ]  # fmt: skip
+    assert sequence.ids.tolist() == [*prompt_ids(tokenizer, "Größe?\n"), *answer]
     assert loss_mask(sequence) == answer
     assert marked(tokenizer, sequence) == "<s>Größe?\n⟦東京 🙂\r\n</s>⟧"
     assert (sequence.record, sequence.part) == (0, 0)
@@ -154,9 +152,8 @@ def test_rows_and_chats_of_one_batch_keep_their_order(chats):
     rows = [chat, {"prompt": "p", "completion": "c"}, chat]
     sequences, counts = encode(chats, "prompt_completion", *rows, chat_template=template("inst"))
     assert [one.record for one in sequences] == [0, 1, 2]
-    assert [marked(chats, one) for one in sequences[:2]] == [
-        "<s>[INST] q[/INST]⟦a</s>⟧", "<s>p\n⟦c</s>⟧"
-    ]  # fmt: skip
+    found = [marked(chats, one) for one in sequences[:2]]
+    assert found == ["<s>[INST] q[/INST]⟦a</s>⟧", "<s>p\n⟦c</s>⟧"]
     assert counts.sequences == 3
 
 

@@ -80,9 +80,8 @@ def test_every_item_is_read_as_often_as_its_weight_says(sizes, quarters, seed, s
 
 
 def test_sources_of_weight_one_are_a_permutation_of_all_in_each_epoch():
-    assert items(Order([3, 5], [1.0, 1.0], 0), 0, 16) == [
-        *permutation(8, 0, 0), *permutation(8, 0, 1)
-    ]  # fmt: skip
+    both = [*permutation(8, 0, 0), *permutation(8, 0, 1)]
+    assert items(Order([3, 5], [1.0, 1.0], 0), 0, 16) == both
 
 
 def test_a_weight_means_the_decimal_number():

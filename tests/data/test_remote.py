@@ -102,7 +102,7 @@ def test_a_far_row_of_parquet_is_read_without_those_before(server, tmp_path):
     assert server.sent < len(server.files["big.parquet"].body) / 8
 
 
-def test_what_is_read_over_the_network(server, streamed, tmp_path):
+def test_what_is_read_over_the_network(server, streamed):
     made = streamed(server.address("rows.jsonl"), steps=28)
     whole = len(server.files["rows.jsonl"].body)
     for index in range(28):
@@ -142,7 +142,7 @@ def test_each_failure_has_its_message_at_once(name, streaming, server, monkeypat
     assert "\n" not in str(caught.value) and "hidden" not in str(caught.value)
 
 
-def test_addresses_that_nobody_answers_or_no_package_reads(impatient, monkeypatch):
+def test_addresses_that_nobody_answers_or_no_package_reads(impatient):
     for address, said in (
         ("http://127.0.0.1:9/rows.jsonl", r"cannot be read, after 6 tries: .*HTTPS_PROXY"),
         ("s3://bucket/rows.jsonl", r"s3:// is read by s3fs, which is not installed: pip inst"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +51,6 @@ def test_rows_that_say_something_else(source, cache, text, said, suffix):
             for record in reading():
                 parse(record, "prompt_completion", section, "data.train")
         assert str(caught.value).startswith(f"{section.path}{place}: {said}")
-
-
-def test_a_file_of_one_object_with_a_key_twice(source, cache):
-    section = source('\n{"prompt": "a", "prompt": "b"}', name="one.json")
-    said = f"{section.path}: the key 'prompt' is written twice in one object; keep one"
-    with pytest.raises(DataError, match=f"^{re.escape(said)}$"):
-        read(section, cache)
 
 
 def test_a_double_key_is_found_in_one_pass():
