@@ -126,7 +126,7 @@ NO_ROW = "is empty; at least one row is needed"
         ("jsonl", "", NO_ROW),
         ("json", '{"rows": [1]}', "a list of objects is expected at the top, found an object with the keys 'rows'"),  # noqa: E501
         ("json", '{\n"rows": [1]}', "found an object with the keys 'rows'"),
-        ("json", '\n{"a": 1, "a": 2}', "data.json: the key 'a' is written twice in one object; keep"),
+        ("json", '\n{"a": 1, "a": 2}', "data.json: the key 'a' is written twice in one object"),
         ("json", "[1]", "data.json[0]: a JSON object is expected, found a number"),
         ("json", '[{"a": 1},\n{"a" 2}]', "data.json:2: not valid JSON"),
         ("json", "[]", "holds an empty list; at least one row is needed"),
