@@ -13,6 +13,7 @@ from anygauge.data import Layout, Prepared, Record, TokenizedRows, prepare, trai
 from anygauge.data.cache import Cache
 from anygauge.data.sources import first_records, open_source
 from anygauge.interface import ShapePolicy, Share
+from tests.helpers.chats import make_chat_tokenizer
 from tests.helpers.tokenizer import make_tokenizer
 
 # A busy machine is not a failure.
@@ -23,6 +24,12 @@ settings.load_profile("untimed")
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A tokenizer with the tokens of chat templates, and without a template."""
+    return make_chat_tokenizer(tmp_path_factory.mktemp("chat"))
 
 
 @pytest.fixture

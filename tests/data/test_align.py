@@ -39,11 +39,9 @@ def spaced(prepend_scheme):
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme=prepend_scheme)
     alphabet = sorted(set(WORDS) | set(map(chr, range(32, 127))) | {"\n"})
+    special = ["<unk>", "<s>", "</s>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=["<unk>", "<s>", "</s>"],
-        initial_alphabet=alphabet,
-        show_progress=False,
+        vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([WORDS], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
@@ -55,9 +53,8 @@ def test_a_token_across_a_border_is_cut_there(tokenizer):
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     for border in (start, end):
         assert any(first < border < last for first, last in offsets["offset_mapping"])
-    assert aligned(tokenizer, text, (start, end)) == [
-        (False, "of t"), (True, "he rails and th"), (False, "e tracks")
-    ]  # fmt: skip
+    parts = [(False, "of t"), (True, "he rails and th"), (False, "e tracks")]
+    assert aligned(tokenizer, text, (start, end)) == parts
 
 
 @pytest.mark.parametrize("border", range(1, 12))
@@ -101,17 +98,14 @@ def test_pieces_get_no_space_of_their_own(scheme):
     [(ids, loss_mask)] = Aligner(tokenizer).align([text], [[(start, end)]])
     names = tokenizer.convert_ids_to_tokens(ids.tolist())
     assert "".join(names) == "▁The▁rails▁of▁the▁tracks"
-    assert "".join(name for name, counts in zip(names, loss_mask, strict=True) if counts) == (
-        "ls▁of▁the▁tra"
-    )
+    has_loss = [name for name, counts in zip(names, loss_mask, strict=True) if counts]
+    assert "".join(has_loss) == "ls▁of▁the▁tra"
 
 
 def test_a_token_that_swallows_white_space_belongs_to_where_it_begins(tmp_path):
     tokenizer = make_tokenizer(tmp_path)
-    tokenizer.add_tokens(
-        [AddedToken("<end>", rstrip=True, special=True), AddedToken("<ask>", rstrip=True)],
-        special_tokens=True,
-    )
+    names = ("<end>", "<ask>")
+    tokenizer.add_tokens([AddedToken(name, rstrip=True) for name in names], special_tokens=True)
     text = "<ask>\nq<ask>\n\nanswer<end>\n<ask>\nq"
     start, end = text.index("\nanswer"), text.index("<end>") + len("<end>")
     [(ids, loss_mask)] = Aligner(tokenizer).align([text], [[(start, end)]])

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -17,6 +19,8 @@ from anygauge.data import (
     accumulation,
     prepare,
 )
+from anygauge.data.order import packing_order
+from anygauge.data.row_batches import Groups, measure, pack
 from anygauge.interface import DataError, RunFileError, ShapeKind, ShapePolicy, Share
 
 MAX = 64
@@ -81,9 +85,8 @@ def test_one_padded_batch_token_by_token(tokenizer, prepared):
 
 def test_one_pack_token_by_token(tokenizer, prepared):
     rows = prepared([("a", "b"), ("a", "bcd")], max_length=12).train
-    batches = make(rows, global_batch=1, micro_batch=1, max_length=12, packing=True,
-                   shapes=STATIC)  # fmt: skip
-    (batch,) = batches.step(0)
+    options = {"global_batch": 1, "micro_batch": 1, "max_length": 12, "shapes": STATIC}
+    (batch,) = make(rows, packing=True, **options).step(0)
     a, b, c, d = (tokenizer(letter, add_special_tokens=False)["input_ids"][0] for letter in "abcd")
     assert batch.input_ids.tolist() == [[0, a, b, c, d, 1, 0, a, b, 1, PAD, PAD]]
     no = IGNORED
@@ -195,18 +198,9 @@ def test_micro_batches_of_a_step_may_have_one_width(tokenized, multiple):
 @pytest.mark.parametrize(("micro", "world"), [(1, 1), (2, 3), (2, 5), (5, 4), (40, 2)])
 @pytest.mark.parametrize("shapes", [ShapePolicy(), BUCKETED], ids=str)
 def test_evaluation_reads_every_row_once_on_equal_ranks(tokenized, packing, micro, world, shapes):
+    layout = Layout(micro_batch=micro, max_length=MAX, pad_id=PAD, packing=packing, shapes=shapes)
     ranks = [
-        EvaluationBatches(
-            tokenized,
-            Layout(
-                micro_batch=micro,
-                max_length=MAX,
-                pad_id=PAD,
-                share=Share(rank, world),
-                packing=packing,
-                shapes=shapes,
-            ),
-        )
+        EvaluationBatches(tokenized, replace(layout, share=Share(rank, world)))
         for rank in range(world)
     ]
     assert len({len(batches) for batches in ranks}) == 1
@@ -234,25 +228,14 @@ def test_evaluation_keeps_the_rows_order(tokenized):
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_rows_are_read_as_often_as_their_weights_say(tokenizer, counting, packing):
-    path = str(counting)
-    sources = [
-        SourceSection(path=path, limit=10),
-        SourceSection(path=path, limit=6),
-        SourceSection(path=path, limit=8),
-    ]
+    sources = [SourceSection(path=str(counting), limit=limit) for limit in (10, 6, 8)]
     data = DataSection(train=sources, max_length=MAX, cache="off")
     rows = prepare(data, tokenizer, seed=0).train
     assert len(rows) == 24
     batches = make(rows, packing=packing, weights=(1.0, 0.5, 2.5), epochs=2, global_batch=4)
-    seen = Counter(
-        row for index in range(batches.steps) for row in batches._items(index) if row >= 0
-    )
-    per_row = Counter()
-    for sequence, times in seen.items():
-        for row in batches._sequences.members(int(sequence)):
-            per_row[row] += times
-    expected = [2] * 10 + [1] * 6 + [5] * 8
-    assert [per_row[row] for row in range(24)] == expected
+    seen = Counter(at for index in range(batches.steps) for at in batches.global_origins(index))
+    expected = {n: 2 + (n <= 6) + 5 * (n <= 8) for n in range(1, 11)}
+    assert seen == {f"{counting}:{n}": times for n, times in expected.items()}
     assert batches.sequences_per_epoch == pytest.approx(10 + 3 + 20) or packing
 
 
@@ -261,16 +244,12 @@ def test_the_fingerprint_tells_data_and_order_but_not_ranks(tokenized):
     same = make(tokenized, share=Share(1, 4), epochs=3, steps=7, pad_id=0)
     assert same.fingerprint() == base
     assert make(tokenized, weights=(1.0,)).fingerprint() == base
-    others = [
-        {"seed": 4},
-        {"global_batch": 4},
-        {"packing": True},
-        {"grouping": True},
-        {"max_length": MAX + 1},
-        {"weights": (2.0,)},
-    ]
+    others = [{"seed": 4}, {"global_batch": 4}, {"packing": True}, {"grouping": True}]
+    others += [{"max_length": MAX + 1}, {"weights": (2.0,)}]
     prints = {make(tokenized, **change).fingerprint() for change in others}
     assert len(prints | {base}) == len(others) + 1
+    with pytest.raises(DataError, match="another maximum length"):
+        make(tokenized, max_length=16)
 
 
 @pytest.mark.parametrize(
@@ -297,6 +276,127 @@ def test_a_global_batch_is_divided_or_refused(values, remedy):
     assert str(caught.value).endswith(remedy)
 
 
-def test_rows_of_another_maximum_length_are_refused(tokenized):
-    with pytest.raises(DataError, match="another maximum length"):
-        make(tokenized, max_length=16)
+# -- widths ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_ranks(batches):
+    """The training batches of each rank."""
+
+    def made(ranks=3, **changes):
+        settings = {"global_batch_size": 4 * ranks}
+        fields = {"shapes": BUCKETED, "streaming": False, "settings": settings, **changes}
+        return [batches(world=ranks, rank=rank, **fields) for rank in range(ranks)]
+
+    return made
+
+
+def steps(of_ranks):
+    """The micro-batches of each step, of all ranks."""
+    return [
+        [batch for batches in of_ranks for batch in batches.step(index)]
+        for index in range(of_ranks[0].steps)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro", "packing"), [(3, 2, False), (5, 1, False), (3, 1, True)]
+)
+def test_streamed_steps_have_one_width_on_all_ranks(on_ranks, ranks, micro, packing):
+    every = steps(on_ranks(ranks, streaming=True, micro=micro, packing=packing))
+    for step in every:
+        check_widths(step, BUCKETED, packing, alone=False)
+    dummies = [batch for step in every for batch in step if not batch.tokens]
+    assert bool(dummies) is (micro == 1), "some ranks have no rows"
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_padding_is_measured_as_it_is_laid_out(on_ranks, tokenized, packing, ranks):
+    every = steps(on_ranks(ranks, packing=packing))
+    layout = Layout(micro_batch=2, max_length=MAX, pad_id=PAD, packing=packing, shapes=BUCKETED)
+    layout = replace(layout, share=Share(0, ranks))
+    found = measure(tokenized, Schedule(seed=5, global_batch=4 * ranks), layout)
+    assert found.positions == sum(batch.input_ids.numel() for step in every for batch in step)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("order", ["shuffled", "grouped", "packed"])
+def test_widths_of_a_run_are_known_before_it(tokenized, order, ranks, monkeypatch):
+    """Of all steps that are left, several epochs of them, and of no others."""
+    monkeypatch.setattr("anygauge.data.row_batches._STEPS_AT_ONCE", 3)
+    options = {"seed": 5, "global_batch": ranks, "epochs": 2.5, "micro_batch": 1}
+    options |= {"grouping": order == "grouped", "packing": order == "packed", "shapes": BUCKETED}
+    for rank in range(ranks):
+        batches = make(tokenized, share=Share(rank, ranks), **options)
+        every = [{b.input_ids.shape[1] for b in batches.step(at)} for at in range(batches.steps)]
+        for start in range(batches.steps):
+            assert batches.widths(start) == sorted(set.union(*every[start:]), reverse=True)
+        assert (len(batches.widths(0)) > 1) != (order == "packed")
+
+
+def test_a_dummy_of_a_width_has_no_tokens():
+    dummy = Layout(micro_batch=1, max_length=MAX, pad_id=PAD, shapes=BUCKETED).dummy(24)
+    assert (dummy.input_ids.shape[1], dummy.num_loss_tokens, dummy.tokens) == (24, 0, 0)
+
+
+def test_where_widths_are_not_known_before_or_cost_nothing_there_are_none(on_ranks):
+    assert [batches.widths(0) for batches in on_ranks(streaming=True)] == [[]] * 3
+    assert [batches.widths(0) for batches in on_ranks(shapes=ShapePolicy())] == [[]] * 3
+    assert [batches.widths(0) for batches in on_ranks(packing=True)] == [[MAX]] * 3
+
+
+def test_nothing_is_read_of_other_ranks_where_shapes_cost_nothing(on_ranks, monkeypatch):
+    read = []
+    batches = on_ranks(streaming=True, shapes=ShapePolicy())[0]
+    encode = batches.rows.encode
+    monkeypatch.setattr(
+        batches.rows, "encode", lambda numbers: read.append(len(numbers)) or encode(numbers)
+    )
+    batches.step(0)
+    assert set(read) - {0} == {4}, "a step has twelve rows, a rank four"
+
+
+# -- packs -----------------------------------------------------------------------------------------
+
+
+def packed(lengths, capacity, order=None):
+    order = range(len(lengths)) if order is None else order
+    groups = pack(np.array(lengths, dtype=int), capacity, np.array(list(order), dtype=int))
+    return [groups.group(index).tolist() for index in range(len(groups))]
+
+
+@given(lengths=st.lists(st.integers(1, 50), max_size=120), seed=st.integers(0, 9), data=st.data())
+def test_each_row_once_and_no_pack_above_capacity(lengths, seed, data):
+    capacity = data.draw(st.integers(max(lengths, default=1), 80))
+    order = packing_order(len(lengths), seed).tolist()
+    packs = packed(lengths, capacity, order)
+    assert sorted(row for group in packs for row in group) == list(range(len(lengths)))
+    assert all(sum(lengths[row] for row in group) <= capacity for group in packs)
+    assert all(packs)
+    assert packed(lengths, capacity, order) == packs
+    loads = sorted(sum(lengths[row] for row in group) for group in packs)
+    assert len(loads) < 2 or loads[0] + loads[1] > capacity, "two would fit in one"
+
+
+def test_the_fill_is_high_for_rows_as_they_come():
+    lengths = np.clip(np.random.default_rng(0).lognormal(4.5, 0.6, 2000), 8, 512).astype(int)
+    packs = pack(lengths, 512, packing_order(2000, 0))
+    assert lengths.sum() / (512 * len(packs)) > 0.99
+
+
+def test_the_order_breaks_ties_and_rows_that_are_not_in_it_stay_out():
+    assert packed([2, 2, 2, 2], 4, [0, 1, 2, 3]) == [[0, 1], [2, 3]]
+    assert packed([2, 2, 2, 2], 4, [3, 1, 2, 0]) == [[3, 1], [2, 0]]
+    assert packed([2, 9, 2, 2], 4, [3, 0]) == [[3, 0]]
+
+
+def test_a_row_above_the_capacity_is_refused():
+    with pytest.raises(DataError, match="row 1 has 9 tokens, a pack holds 8"):
+        packed([3, 9], 8)
+
+
+def test_groups_are_joined_and_summed():
+    groups = Groups.joined([Groups.of([[0, 2], [1]]), Groups.of([[3]]), Groups.of([])])
+    assert [groups.group(index).tolist() for index in range(3)] == [[0, 2], [1], [3]]
+    assert groups.sums(np.array([1, 10, 100, 1000])).tolist() == [101, 10, 1000]

@@ -33,10 +33,11 @@ def sharegpt(*turns: tuple[str, Any], **columns: Any) -> Chat:
     return chat("sharegpt", {"conversations": values, **columns})
 
 
-def failure(*turns: Any, **columns: Any) -> str:
+def refused(form: str, values: dict[str, Any], words: str) -> None:
     with pytest.raises(DataError) as caught:
-        messages(*turns, **columns)
-    return str(caught.value)
+        chat(form, values)
+    assert str(caught.value).startswith("c.jsonl:7: ")
+    assert words in str(caught.value)
 
 
 def test_turns_and_which_of_them_are_answers():
@@ -79,11 +80,6 @@ def test_calls_keep_their_id_and_may_have_no_arguments():
     assert named == {"id": "x1", "type": "function", "function": {"name": "now", "arguments": {}}}
 
 
-def test_parts_of_text_are_joined():
-    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    assert messages({"role": "user", "content": parts}, A).turns[0]["content"] == "one two"
-
-
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("as_text", [False, True])
 def test_tools_have_one_layout(wrapped, as_text):
@@ -94,27 +90,19 @@ def test_tools_have_one_layout(wrapped, as_text):
     assert sharegpt(("human", "q"), ("gpt", "a"), tools=tools).tools == (whole,)
 
 
-@pytest.mark.parametrize("tools", [None, "", [], "[]"])
-def test_rows_without_tools(tools):
-    assert messages(U, A, tools=tools).tools is None
-
-
-def test_a_system_column_goes_first():
+def test_columns_beside_the_turns():
     one = chat("messages", {"messages": [U, A], "sys": "Be brief."}, system="sys")
     assert one.turns[0] == {"role": "system", "content": "Be brief."}
     assert one.answers == (2,)
     assert messages(U, A, system="").turns == messages(U, A, system=None).turns == (U, A)
-
-
-def test_turns_may_be_json_text():
-    assert chat("messages", {"messages": json.dumps([U, A])}).turns == (U, A)
+    assert all(messages(U, A, tools=tools).tools is None for tools in (None, "", [], "[]"))
+    assert chat("messages", {"messages": json.dumps([U, A])}).turns == (U, A), "as JSON text"
 
 
 def test_turns_of_weight_0_are_not_learned():
     one = messages(U, {**A, "weight": 0}, U, {**A, "weight": 1})
     assert one.answers == (3,)
     assert one.turns[1] == A
-    assert "the weight 0.5; valid: 0, 1" in failure(U, {**A, "weight": 0.5})
 
 
 @pytest.mark.parametrize(
@@ -131,12 +119,15 @@ def test_chats_that_say_nothing(turn, is_blank):
     assert messages(U, {**A, "weight": 0}).is_blank
 
 
-# -- malformed rows -------------------------------------------------------------------------------
+SYSTEM = {"role": "system", "content": "s"}
 
 
 @pytest.mark.parametrize(
     ("turns", "words"),
     [
+        ("[oops", "holds text that is not JSON ('[oops')"),
+        ('{"role": "user"}', "holds an object; a list of turns is expected"),
+        (None, "holds null; a list of turns is expected"),
         ([], "column 'messages' holds an empty list"),
         (["hi"], "turn 1 of 'messages' is text; an object is expected"),
         ([{"content": "q"}], "turn 1 of 'messages' has no 'role'; keys here: 'content'"),
@@ -161,48 +152,26 @@ def test_chats_that_say_nothing(turn, is_blank):
         ([U, {**A, "tool_calls": [{"name": "f", "arguments": "[1]"}]}], "'f': a list; an object"),
         ([U, {**A, "tool_calls": [{"name": "f\udc00"}]}], "the chat holds half of a surrogate"),
         ([U], "no turn of the assistant to learn from (turns here: user)"),
-        (
-            [{"role": "system", "content": "s"}] * 2 + [U, A],
-            "turns 1, 2 are system turns, but a chat",
-        ),
+        ([SYSTEM, SYSTEM, U, A], "turns 1, 2 are system turns, but a chat"),
+        ([U, {**A, "weight": 0.5}], "the weight 0.5; valid: 0, 1"),
     ],
 )
 def test_malformed_turns(turns, words):
-    message = failure(*turns)
-    assert message.startswith("c.jsonl:7: ")
-    assert words in message
+    refused("messages", {"messages": turns}, words)
 
 
 @pytest.mark.parametrize(
-    ("columns", "words"),
+    ("turns", "columns", "words"),
     [
-        ({"system": 3}, "column 'system' holds a number; text is expected"),
-        ({"tools": "[{"}, "column 'tools' holds text that is not JSON"),
-        ({"tools": [3]}, "column 'tools' holds a number as a tool"),
-        ({"tools": [{"description": "d"}]}, "a tool has no 'name'; keys here: 'description'"),
+        ([U, A], {"system": 3}, "column 'system' holds a number; text is expected"),
+        ([U, A], {"tools": "[{"}, "column 'tools' holds text that is not JSON"),
+        ([U, A], {"tools": [3]}, "column 'tools' holds a number as a tool"),
+        ([U, A], {"tools": [{"description": "d"}]}, "no 'name'; keys here: 'description'"),
+        ([SYSTEM, U, A], {"system": "t"}, "system turns (the first comes from column 'system')"),
     ],
 )
-def test_malformed_columns_beside_the_turns(columns, words):
-    assert words in failure(U, A, **columns)
-
-
-def test_a_system_column_beside_a_system_turn():
-    message = failure({"role": "system", "content": "s"}, U, A, system="t")
-    assert "turns 1, 2 are system turns (the first comes from column 'system')" in message
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        ("[oops", "holds text that is not JSON ('[oops')"),
-        ('{"role": "user"}', "holds an object; a list of turns is expected"),
-        (None, "holds null; a list of turns is expected"),
-    ],
-)
-def test_columns_that_hold_no_turns(value, words):
-    with pytest.raises(DataError) as caught:
-        chat("messages", {"messages": value})
-    assert words in str(caught.value)
+def test_malformed_columns_beside_the_turns(turns, columns, words):
+    refused("messages", {"messages": turns, **columns}, words)
 
 
 @pytest.mark.parametrize(
@@ -217,9 +186,7 @@ def test_columns_that_hold_no_turns(value, words):
     ],
 )
 def test_malformed_sharegpt(turn, words):
-    with pytest.raises(DataError) as caught:
-        chat("sharegpt", {"conversations": [{"from": "human", "value": "q"}, turn]})
-    assert words in str(caught.value)
+    refused("sharegpt", {"conversations": [{"from": "human", "value": "q"}, turn]}, words)
 
 
 def test_roles_of_sharegpt_in_turns_of_messages_are_read_as_sharegpt():
@@ -227,15 +194,15 @@ def test_roles_of_sharegpt_in_turns_of_messages_are_read_as_sharegpt():
     turns = [{"role": "system", "content": "s"}, {"role": "human", "content": "q"}, calls]
     turns += [{"role": "observation", "content": "1"}, {"role": "gpt", "content": "a", "weight": 0}]
     one = chat("sharegpt", {"messages": turns}, conversations="messages")
-    assert [turn["role"] for turn in one.turns] == [
-        "system", "user", "assistant", "tool", "assistant"
-    ]  # fmt: skip
+    roles = [turn["role"] for turn in one.turns]
+    assert roles == ["system", "user", "assistant", "tool", "assistant"]
     assert one.turns[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert one.answers == (2,) and one.turns[4]["content"] == "a"
 
 
-def test_the_turns_of_a_record_are_not_changed():
-    turns = [{**U}, {**A, "weight": 0, "content": [{"type": "text", "text": "x"}]}]
+def test_parts_of_text_are_joined_and_the_turns_of_a_record_not_changed():
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    turns = [{**U, "content": parts}, {**A, "weight": 0}]
     before = json.dumps(turns)
-    messages(*turns)
+    assert messages(*turns).turns[0]["content"] == "one two"
     assert json.dumps(turns) == before

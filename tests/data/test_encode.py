@@ -12,14 +12,9 @@ from anygauge.config.schema import DataSection, SourceSection
 from anygauge.data import Counts, Record, RowEncoder, prompt_ids
 from anygauge.data.encode import encode_texts, start_ids
 from anygauge.interface import ModelError
-from tests.helpers.chats import make_chat_tokenizer, template
-from tests.helpers.masks import encode, encoded, encoder, marked
+from tests.helpers.chats import assistant, template, user
+from tests.helpers.masks import encode, encoder, marked
 from tests.helpers.tokenizer import make_tokenizer
-
-
-@pytest.fixture(scope="module")
-def chats(tmp_path_factory):
-    return make_chat_tokenizer(tmp_path_factory.mktemp("chat"))
 
 
 def ids(tokenizer, text):
@@ -35,20 +30,18 @@ def loss_mask(sequence):
     return sequence.ids[sequence.loss_mask].tolist()
 
 
-# -- prompt and answer ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("loss_on", ["answer", "last_turn"])
 def test_start_prompt_answer_end_with_the_answer_learned(tokenizer, loss_on):
-    [sequence], counts = pairs(tokenizer, ("Größe?\n", "東京 🙂\r\n"), loss_on=loss_on)
+    row = ("Größe?\n", "東京 🙂\r\n")
+    [sequence], counts = pairs(tokenizer, row, loss_on=loss_on)
     answer = [*ids(tokenizer, "東京 🙂\r\n"), tokenizer.eos_token_id]
-    assert sequence.ids.tolist() == [
-        tokenizer.bos_token_id, *ids(tokenizer, "Größe?\n"), *answer
-    ]  # fmt: skip
+    assert sequence.ids.tolist() == [*prompt_ids(tokenizer, "Größe?\n"), *answer]
     assert loss_mask(sequence) == answer
     assert marked(tokenizer, sequence) == "<s>Größe?\n⟦東京 🙂\r\n</s>⟧"
     assert (sequence.record, sequence.part) == (0, 0)
     assert (counts.rows, counts.used, counts.num_loss_tokens) == (1, 1, len(answer))
+    [every], _ = pairs(tokenizer, row, loss_on="all")
+    assert loss_mask(every) == every.ids[1:].tolist() == sequence.ids[1:].tolist()
 
 
 def test_generation_reads_the_tokens_that_training_masked(tokenizer):
@@ -68,14 +61,6 @@ def test_a_tokenizer_that_adds_no_start_token(tmp_path):
     # Nothing stands before the first token of row 2, so it cannot be a loss token.
     assert [one.loss_mask.tolist()[:2] for one in sequences] == [[False, True]] * 2
     assert counts.num_loss_tokens == 2 + len(ids(tokenizer, "bc"))
-
-
-def test_loss_on_all_learns_the_prompt_too(tokenizer):
-    [sequence], _ = pairs(tokenizer, ("pq\n", "r"), loss_on="all")
-    assert loss_mask(sequence) == [*ids(tokenizer, "pq\n"), *ids(tokenizer, "r"), 1]
-
-
-# -- prompts alone -------------------------------------------------------------------------------
 
 
 def test_a_prompt_is_the_start_token_and_its_text(tokenizer):
@@ -99,14 +84,7 @@ def test_an_end_token_that_the_tokenizer_adds_is_not_part_of_a_prompt(tokenizer)
     assert prompt_ids(AddsBoth(), "Hi") == [0, *encode_texts(tokenizer, ["Hi"])[0]]
 
 
-# -- what is too long -----------------------------------------------------------------------------
-
-LONG = [
-    ("a\n", "b"),
-    ("a\n", "b c d e f g h i j k"),
-    ("a b c d e f g h i j k l\n", "b"),
-    ("a\n", " \n"),
-]
+LONG = [("a\n", "b"), ("a\n", "b " * 10), ("a " * 12 + "\n", "b"), ("a\n", " \n")]
 
 
 def test_answers_are_cut_and_prompts_are_not(tokenizer):
@@ -122,9 +100,6 @@ def test_answers_are_cut_and_prompts_are_not(tokenizer):
         f"2 of 4 rows; {counts.tokens} tokens, {counts.num_loss_tokens} loss tokens; "
         "1 dropped with nothing to learn; 1 dropped as too long; 1 truncated"
     )
-
-
-def test_drop_and_all(tokenizer):
     sequences, counts = pairs(tokenizer, *LONG, max_length=8, too_long="drop")
     assert [one.record for one in sequences] == [0]
     assert (counts.dropped_long, counts.truncated) == (2, 0)
@@ -158,15 +133,9 @@ def test_every_token_of_a_text_but_the_first_is_learned_once(tokenizer, max_leng
 
 
 def test_chats_are_cut_at_their_end_and_dropped_without_an_answer(chats):
-    turns = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "one two three four five six seven"},
-    ]
-    rows = [
-        {"messages": turns},
-        {"messages": [{"role": "user", "content": "q " * 50}, turns[1]]},
-        {"messages": [turns[0], {"role": "assistant", "content": " "}]},
-    ]
+    answer = assistant("one two three four five six seven")
+    turns = [[user("a"), answer], [user("q " * 50), answer], [user("a"), assistant(" ")]]
+    rows = [{"messages": each} for each in turns]
     fields = {"chat_template": template("inst"), "max_length": 12}
     sequences, counts = encode(chats, "messages", *rows, **fields)
     assert [one.record for one in sequences] == [0]
@@ -179,20 +148,13 @@ def test_chats_are_cut_at_their_end_and_dropped_without_an_answer(chats):
 
 
 def test_rows_and_chats_of_one_batch_keep_their_order(chats):
-    turns = [{"role": "user", "content": "q"}], [{"role": "assistant", "content": "a"}]
-    chat = {"prompt": turns[0], "completion": turns[1]}
-    row = {"prompt": "p", "completion": "c"}
-    sequences, counts = encode(
-        chats, "prompt_completion", chat, row, chat, chat_template=template("inst")
-    )
+    chat = {"prompt": [user("q")], "completion": [assistant("a")]}
+    rows = [chat, {"prompt": "p", "completion": "c"}, chat]
+    sequences, counts = encode(chats, "prompt_completion", *rows, chat_template=template("inst"))
     assert [one.record for one in sequences] == [0, 1, 2]
-    assert [marked(chats, one) for one in sequences[:2]] == [
-        "<s>[INST] q[/INST]⟦a</s>⟧", "<s>p\n⟦c</s>⟧"
-    ]  # fmt: skip
+    found = [marked(chats, one) for one in sequences[:2]]
+    assert found == ["<s>[INST] q[/INST]⟦a</s>⟧", "<s>p\n⟦c</s>⟧"]
     assert counts.sequences == 3
-
-
-# -- counts, keys, refusals -----------------------------------------------------------------------
 
 
 def test_counts_are_added():
@@ -204,14 +166,11 @@ def test_counts_are_added():
 
 
 def test_batches_do_not_change_the_result(tokenizer):
-    records = [Record({"text": f"text {n}"}, f"x:{n}") for n in range(7)]
-    whole, counts = encoded(encoder(tokenizer, "text"), records)
-    parts = [
-        encoded(encoder(tokenizer, "text"), records[start : start + 3]) for start in range(0, 7, 3)
-    ]
-    assert [one.ids.tolist() for one in whole] == [
-        one.ids.tolist() for sequences, _ in parts for one in sequences
-    ]
+    rows = [{"text": f"text {n}"} for n in range(7)]
+    whole, counts = encode(tokenizer, "text", *rows)
+    parts = [encode(tokenizer, "text", *rows[start : start + 3]) for start in range(0, 7, 3)]
+    found = [one.ids.tolist() for sequences, _ in parts for one in sequences]
+    assert found == [one.ids.tolist() for one in whole]
     assert sum((count for _, count in parts), Counts()) == counts
 
 
@@ -220,11 +179,12 @@ def test_the_key_is_that_of_all_that_decides(tokenizer, chats, tmp_path):
         return encoder(tokenizer, form, source, **data).key()
 
     assert key() == key()
+    before = key()
+    tokenizer(["a b c", "d"], padding=True, truncation=True, max_length=2)
+    assert key() == before, "though the tokenizer was used"
     other = SourceSection(path="d.jsonl", format="prompt_completion", limit=3, weight=2)
-    same = RowEncoder(
-        other, DataSection(train=other, max_length=4096), tokenizer, field="data.eval"
-    )
-    assert same.key() == key()
+    data = DataSection(train=other, max_length=4096)
+    assert RowEncoder(other, data, tokenizer, field="data.eval").key() == key()
     endless = make_tokenizer(tmp_path, adds_bos=False)
     different = [
         key(),
@@ -238,23 +198,17 @@ def test_the_key_is_that_of_all_that_decides(tokenizer, chats, tmp_path):
         key(tokenizer=chats),
         key(tokenizer=endless),
         key(chat_template=template("inst")),
-        key(chat_template=template("chatml")),
+        key(chat_template="qwen3"),
+        key(chat_template="qwen3", chat_template_kwargs={"enable_thinking": False}),
+        key(chat_template="qwen3", chat_template_kwargs={"enable_thinking": True}),
     ]
     assert len(set(different)) == len(different)
 
 
-def test_the_key_does_not_change_when_the_tokenizer_is_used(tokenizer):
-    one = encoder(tokenizer, "text")
-    before = one.key()
-    tokenizer(["a b c", "d"], padding=True, truncation=True, max_length=2)
-    assert one.key() == before
-
-
 def test_an_encoder_can_be_sent_to_another_process(chats):
-    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
     one = encoder(chats, "messages", chat_template=template("headers_marked"))
     other = pickle.loads(pickle.dumps(one))
-    records = [Record(row, "x:1")]
+    records = [Record({"messages": [user("q"), assistant("a")]}, "x:1")]
     assert other.key() == one.key()
     assert other.encode(records)[0].ids.tolist() == one.encode(records)[0].ids.tolist()
 

@@ -22,6 +22,8 @@ from tests.helpers.tokenizer import FIXTURES
 
 PAIR = {"prompt": "p", "completion": "c"}
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+IDS = {"input_ids": [1]}
+ALPACA = {"instruction": "i", "output": "o"}
 SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 
 
@@ -33,31 +35,9 @@ def section(path: str = "data.jsonl", **fields: Any) -> SourceSection:
     return SourceSection(path=path, **fields)
 
 
-def row(values: dict[str, Any], **fields: Any) -> Row:
-    result = either(values, **fields)
-    assert isinstance(result, Row)
-    return result
-
-
-def either(values: dict[str, Any], **fields: Any) -> Row | Chat:
-    source = section(**fields)
-    first = record(values)
-    return parse(first, detect_format(first, source, "data.train"), source, "data.train")
-
-
-def failure(
-    values: dict[str, Any],
-    error: type[Exception] = DataError,
-    field: str = "data.train",
-    **fields: Any,
-) -> str:
+def read(values: dict[str, Any], field: str = "data.train", **fields: Any) -> Row | Chat:
     source, first = section(**fields), record(values)
-    with pytest.raises(error) as caught:
-        parse(first, detect_format(first, source, field), source, field)
-    return str(caught.value)
-
-
-# -- which format ---------------------------------------------------------------------------------
+    return parse(first, detect_format(first, source, field), source, field)
 
 
 @pytest.mark.parametrize(
@@ -66,52 +46,49 @@ def failure(
         (PAIR, {}, "prompt_completion"),
         ({"prompt": "p", "messages": TURNS, "prompt_id": "1"}, {}, "messages"),
         ({"conversations": SHAREGPT, "tools": ""}, {}, "sharegpt"),
-        ({"instruction": "i", "output": "o"}, {}, "alpaca"),
+        (ALPACA, {}, "alpaca"),
         ({"text": "t", "url": "u"}, {}, "text"),
         ({"question": "q", "answer": "a"}, {"prompt": "question"}, "prompt_completion"),
         ({"chat": TURNS}, {"messages": "chat"}, "messages"),
         ({"chat": SHAREGPT}, {"conversations": "chat"}, "sharegpt"),
         ({"prompt": "p", "completion": "c", "body": "t"}, {"text": "body"}, "text"),
-        ({"instruction": "i", "output": "o"}, {"format": "text"}, "text"),
+        (ALPACA, {"format": "text"}, "text"),
         ({"text": "words"}, {"path": "notes.TXT"}, "text"),
+        ({"input_ids": [1]}, {}, "tokens"),
+        ({"input_ids": [1], "labels": [1]}, {}, "tokens"),
+        ({"input_ids": [1], "text": "a"}, {}, "text"),
     ],
 )
 def test_the_format_is_detected_from_run_file_path_and_columns(values, fields, form):
     assert detect_format(record(values), section(**fields), "data.train") == form
 
 
-def test_auto_without_a_form_says_what_to_set():
-    message = failure({"question": "q", "answer": "a"})
-    assert "columns here: question, answer" in message
-    assert "data.train.prompt: question" in message
-    assert "data.train.messages" in message
+QUESTION = {"question": "q", "answer": "a"}
+NAMED = {"prompt": "question", "completion": "answer"}
 
 
-def test_settings_that_do_not_go_together():
-    with pytest.raises(RunFileError, match="has no columns"):
-        detect_format(record({"text": "t"}), section("notes.txt", format="alpaca"), "data.train")
-    assert "lacks {prompt}" in failure(PAIR, RunFileError, template="Question:")
-    # A template is of no use to the other formats, and does no harm.
-    assert row({"text": "t"}, template="Question:").text == "t"
-
-
-# -- prompts, answers, texts ----------------------------------------------------------------------
-
-
-def test_prompt_and_completion_with_template():
-    assert row(PAIR, template="Q {prompt} A:") == Row("Q p A:", "c", "data.jsonl:1")
-    other = {"prompt": "é\r\n", "completion": "東京 🙂"}
-    assert row(other, template="Q {prompt} A:") == Row("Q é\r\n A:", "東京 🙂", "data.jsonl:1")
-
-
-def test_named_columns():
-    values = {"question": "q", "answer": "a"}
-    assert row(values, prompt="question", completion="answer").prompt == "q\n"
-    assert row({"body": "words"}, text="body") == Row(None, "words", "data.jsonl:1")
+@pytest.mark.parametrize(
+    ("values", "fields", "prompt", "text"),
+    [
+        (PAIR, {"template": "Q {prompt} A:"}, "Q p A:", "c"),
+        (
+            {"prompt": "é\r\n", "completion": "東京 🙂"},
+            {"template": "Q {prompt} A:"},
+            "Q é\r\n A:",
+            "東京 🙂",
+        ),
+        (QUESTION, NAMED, "q\n", "a"),
+        ({"body": "words"}, {"text": "body"}, None, "words"),
+        # A template is of no use to the other formats, and does no harm.
+        ({"text": "t"}, {"template": "Question:"}, None, "t"),
+    ],
+)
+def test_prompts_answers_and_texts(values, fields, prompt, text):
+    assert read(values, **fields) == Row(prompt, text, "data.jsonl:1")
 
 
 def test_alpaca_prompts_with_and_without_an_input():
-    rows = [row(values) for values in json.loads((FIXTURES / "alpaca.json").read_text())]
+    rows = [read(values) for values in json.loads((FIXTURES / "alpaca.json").read_text())]
     assert len(rows) == 8
     assert rows[0].prompt == (
         "Below is an instruction that describes a task. Write a response that appropriately "
@@ -124,9 +101,7 @@ def test_alpaca_prompts_with_and_without_an_input():
     )
     assert rows[1].text == "pain"
     for without in ({}, {"input": None}, {"input": ""}):
-        prompt = row({"instruction": "i", "output": "o", **without}).prompt
-        assert prompt is not None
-        assert "### Input" not in prompt
+        assert "### Input" not in read({**ALPACA, **without}).prompt
 
 
 @pytest.mark.parametrize("given", ["{instruction}", "{input}", "{prompt}", "{0}"])
@@ -136,13 +111,9 @@ def test_braces_in_the_data_are_data(given):
 
 
 def test_prompt_and_completion_may_be_turns():
-    chat = either({"prompt": TURNS, "completion": TURNS[1:]})
-    assert isinstance(chat, Chat)
+    chat = read({"prompt": TURNS, "completion": TURNS[1:]})
     assert [turn["content"] for turn in chat.turns] == ["q", "a", "a"]
     assert chat.answers == (2,)
-    message = failure({"prompt": TURNS, "completion": "text"})
-    assert "'prompt' holds a list and 'completion' does not" in message
-    assert "no turn of the assistant" in failure({"prompt": TURNS, "completion": TURNS[:1]})
 
 
 @pytest.mark.parametrize(
@@ -153,27 +124,68 @@ def test_prompt_and_completion_may_be_turns():
         ({"text": "t"}, {}, "{prompt}"),
         ({"messages": TURNS}, {}, None),
         ({"prompt": TURNS, "completion": TURNS}, {}, None),
+        (IDS, {}, "{prompt}"),
+        (IDS, {"format": "tokens"}, "{prompt}"),
     ],
 )
 def test_what_a_question_is_put_in(values, fields, expected):
     assert prompt_template(record(values), section(**fields)) == expected
+    for row_format in ("auto", "tokens"):
+        through = section(format=row_format)
+        assert prompt_template(record(IDS), through, has_chat_template=True) is None
+    alpaca = prompt_template(record(ALPACA), section())
+    assert "### Instruction:\n{prompt}\n\n### Response:\n" in alpaca
 
 
-def test_alpaca_questions():
-    template = prompt_template(record({"instruction": "i", "output": "o"}), section())
-    assert template is not None
-    assert "### Instruction:\n{prompt}\n\n### Response:\n" in template
+WRONG = {**NAMED, "prompt": "quesiton"}
 
 
-# -- rows that cannot be read ---------------------------------------------------------------------
-
-
-def test_a_wrong_column_lists_the_columns_and_the_nearest():
-    message = failure({"question": "q", "answer": "a"}, prompt="quesiton", completion="answer")
-    assert "data.jsonl:1: no column 'quesiton'" in message
-    assert "columns here: question, answer" in message
-    assert "set data.train.prompt to one of them" in message
-    assert "did you mean 'question'?" in message
+@pytest.mark.parametrize(
+    ("values", "fields", "words"),
+    [
+        (QUESTION, {}, "columns here: question, answer"),
+        (QUESTION, {}, "data.train.prompt: question"),
+        (QUESTION, {}, "data.train.messages"),
+        (QUESTION, WRONG, "data.jsonl:1: no column 'quesiton'"),
+        (QUESTION, WRONG, "columns here: question, answer"),
+        (QUESTION, WRONG, "set data.train.prompt to one of them"),
+        (QUESTION, WRONG, "did you mean 'question'?"),
+        (
+            QUESTION,
+            {"field": "data.train[1]", "format": "prompt_completion"},
+            "set data.train[1].prompt to one of them",
+        ),
+        (ALPACA, {"prompt": "instructions"}, "no column 'instructions'"),
+        ({"messages": TURNS}, {"messages": "mesages"}, "no column 'mesages'"),
+        (
+            {"conversations": SHAREGPT},
+            {"conversations": "conversation"},
+            "did you mean 'conversations'",
+        ),
+        ({**ALPACA, "output": None}, {}, "data.jsonl:1: column 'output' holds null"),
+        ({**ALPACA, "output": [1]}, {}, "column 'output' holds a list"),
+        ({**ALPACA, "output": {}}, {}, "column 'output' holds an object"),
+        ({**ALPACA, "output": True}, {}, "column 'output' holds true or false"),
+        (
+            {"prompt": "ab\ud83d", "completion": "b"},
+            {},
+            "column 'prompt' holds half of a surrogate pair (U+D83D at character 2)",
+        ),
+        (
+            {"prompt": TURNS, "completion": "text"},
+            {},
+            "'prompt' holds a list and 'completion' does not",
+        ),
+        ({"prompt": TURNS, "completion": TURNS[:1]}, {}, "no turn of the assistant"),
+        ({"text": "t"}, {"path": "notes.txt", "format": "alpaca"}, "has no columns"),
+        (PAIR, {"template": "Question:"}, "lacks {prompt}"),
+    ],
+)
+def test_rows_that_cannot_be_read(values, fields, words):
+    by_run_file = words in ("has no columns", "lacks {prompt}")
+    with pytest.raises(RunFileError if by_run_file else DataError) as caught:
+        read(values, **fields)
+    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("lacking", [[26], [26, 28]])
@@ -189,32 +201,3 @@ def test_a_column_that_one_row_lacks(lacking):
     also = "" if len(lacking) == 1 else ", as 1 more here do"
     message = f"data.jsonl:26: the row lacks the column 'completion'{also}; the others have it"
     assert str(caught.value).startswith(message)
-
-
-def test_messages_name_the_field_they_are_about():
-    values = {"question": "q", "answer": "a"}
-    message = failure(values, field="data.train[1]", format="prompt_completion")
-    assert "set data.train[1].prompt to one of them" in message
-
-
-def test_a_misspelt_column_is_not_passed_over():
-    values = {"instruction": "i", "output": "o"}
-    assert "no column 'instructions'" in failure(values, prompt="instructions")
-    assert "no column 'mesages'" in failure({"messages": TURNS}, messages="mesages")
-    assert "did you mean 'conversations'" in failure(
-        {"conversations": SHAREGPT}, conversations="conversation"
-    )
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [(None, "null"), ([1], "a list"), ({}, "an object"), (True, "true or false")],
-)
-def test_values_that_are_no_text_name_row_and_column(value, words):
-    message = failure({"instruction": "i", "output": value})
-    assert f"data.jsonl:1: column 'output' holds {words}" in message
-
-
-def test_halves_of_surrogate_pairs():
-    message = failure({"prompt": "ab\ud83d", "completion": "b"})
-    assert "column 'prompt' holds half of a surrogate pair (U+D83D at character 2)" in message

@@ -73,7 +73,7 @@ def measured(script: str, *arguments: Path | str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_preparing_takes_no_memory_for_the_size_of_the_file(tmp_path: Path, tokenizer: Any) -> None:
+def test_preparing_takes_no_memory_for_the_size_of_the_file(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     peaks = {}
     for size in (10 * MIB, 200 * MIB):
@@ -86,7 +86,7 @@ def test_preparing_takes_no_memory_for_the_size_of_the_file(tmp_path: Path, toke
 
 
 @pytest.mark.slow
-def test_streaming_takes_no_memory_for_the_size_of_the_file(tmp_path: Path) -> None:
+def test_streaming_takes_no_memory_for_the_size_of_the_file(tmp_path):
     large = int(float(os.environ.get("ANYGAUGE_LARGE_GB", "1")) * 1e9)
     found = {}
     for size in (MIB, large):

@@ -80,9 +80,8 @@ def test_every_item_is_read_as_often_as_its_weight_says(sizes, quarters, seed, s
 
 
 def test_sources_of_weight_one_are_a_permutation_of_all_in_each_epoch():
-    assert items(Order([3, 5], [1.0, 1.0], 0), 0, 16) == [
-        *permutation(8, 0, 0), *permutation(8, 0, 1)
-    ]  # fmt: skip
+    both = [*permutation(8, 0, 0), *permutation(8, 0, 1)]
+    assert items(Order([3, 5], [1.0, 1.0], 0), 0, 16) == both
 
 
 def test_a_weight_means_the_decimal_number():
@@ -98,22 +97,16 @@ def test_without_shuffling_the_order_is_the_files():
 @given(n=st.integers(2, 100), fraction=st.floats(0.001, 0.999), seed=seeds)
 def test_a_split_divides_and_keeps_the_order(n, fraction, seed):
     split = Split(n, fraction, seed)
-    kept = split.kept.tolist()
-    held_out = split.held_out.tolist()
+    kept, held_out = split.kept.tolist(), split.held_out.tolist()
     assert sorted(kept + held_out) == list(range(n))
-    assert kept == sorted(kept)
-    assert held_out == sorted(held_out)
-    assert kept
-    assert held_out
+    assert kept and kept == sorted(kept)
+    assert held_out and held_out == sorted(held_out)
     assert abs(len(held_out) - n * fraction) <= 1
     assert Split(n, fraction, seed).held_out.tolist() == held_out
 
 
-def test_sources_are_split_apart():
+def test_each_source_is_split_apart_nothing_without_a_fraction_and_never_one_row():
     assert Split(50, 0.2, 0).held_out.tolist() != Split(50, 0.2, 0, 1).held_out.tolist()
-
-
-def test_no_fraction_holds_nothing_out_and_one_row_cannot_be_divided():
     split = Split(2, 0.0, 0)
     assert (split.kept.tolist(), split.held_out.tolist()) == ([0, 1], [])
     with pytest.raises(DataError, match="training and evaluation need at least one each"):
@@ -122,9 +115,9 @@ def test_no_fraction_holds_nothing_out_and_one_row_cannot_be_divided():
         Order([0], [1.0], 0)
 
 
-def grouped(lengths, batch, seed=0, epochs=None, weights=None, shuffle=True):
+def grouped(lengths, batch, seed=0, epochs=None, shuffle=True):
     lengths = np.array(lengths)
-    order = Order([len(lengths)], weights or [1.0], seed, shuffle=shuffle)
+    order = Order([len(lengths)], [1.0], seed, shuffle=shuffle)
     stop = None if epochs is None else order.end(epochs)
     return GroupedOrder(order, lengths, batch, stop), order
 

@@ -39,13 +39,9 @@ def test_several_sources_of_several_forms(source, tokenizer):
     found = prepare(section(sources), tokenizer, seed=0).train
     assert found.sizes[:2] == [2, 1]
     assert found.sizes[2] > 1
-    assert origins(found)[:5] == [
-        "one.jsonl:1",
-        "one.jsonl:2",
-        "two.csv:2",
-        "three.txt:1 (part 1)",
-        "three.txt:1 (part 2)",
-    ]
+    beginning = ["one.jsonl:1", "one.jsonl:2", "two.csv:2"]
+    assert origins(found)[:5] == [*beginning, "three.txt:1 (part 1)", "three.txt:1 (part 2)"]
+    assert origins(prepare(section(sources[0], eval=sources[:2]), tokenizer, 0).eval) == beginning
     assert found.report.rows == 4
     assert found.report.sequences == len(found)
     assert texts(found, tokenizer)[2] == "<s>q\nr</s>"
@@ -58,8 +54,9 @@ def test_several_sources_of_several_forms(source, tokenizer):
 
 
 def test_rows_come_from_the_cache_and_are_the_same(source, tokenizer, tmp_path):
-    sources = [source(rows("a", "bcd"), name="one.jsonl"), source("x\ny\n", name="two.txt")]
-    data = section(sources, tmp_path / "cache")
+    lines = "\n".join(json.dumps(row) + "\n" for row in rows("a", "bcd"))
+    sources = [source(lines, name="one.jsonl"), source("x\ny\n", name="two.txt")]
+    data = section(sources, tmp_path / "cache", loss_on="all")
     first = prepare(data, tokenizer, seed=0).train
     again = prepare(data, tokenizer, seed=0).train
     assert first.built is None
@@ -67,40 +64,34 @@ def test_rows_come_from_the_cache_and_are_the_same(source, tokenizer, tmp_path):
     assert abs(time.mktime(time.strptime(again.built, "%Y-%m-%d %H:%M:%S")) - time.time()) < 600
     assert again.fingerprint() == first.fingerprint()
     assert origins(again) == origins(first)
+    assert origins(again)[:2] == ["one.jsonl:1", "one.jsonl:3"]
+    for index in range(len(first)):
+        assert np.array_equal(again.loss_mask(index), first.loss_mask(index))
+        assert (again.row(index).dtype, again.loss_mask(index).dtype) == (np.int32, np.bool_)
     assert texts(again, tokenizer) == texts(first, tokenizer)
-    uncached = prepare(section(sources), tokenizer, seed=0).train
+    uncached = prepare(section(sources, loss_on="all"), tokenizer, seed=0).train
     assert uncached.fingerprint() == first.fingerprint()
 
 
-@pytest.mark.parametrize(
-    "change", [{"max_length": 16}, {"loss_on": "all"}, {"limit": 1}, {"template": "{prompt}:"}]
-)
-def test_other_settings_are_another_entry(source, tokenizer, tmp_path, change):
+def test_what_needs_another_entry(source, tokenizer, tmp_path):
     one = source(rows("a", "bcd"))
-    prepare(section(one, tmp_path / "cache"), tokenizer, seed=0)
     data = section(one, tmp_path / "cache")
-    if set(change) <= set(DataSection.model_fields):
-        data = data.model_copy(update=change)
-    else:
-        data = data.model_copy(update={"train": one.model_copy(update=change)})
-    assert prepare(data, tokenizer, seed=0).train.built is None
 
+    def found(**changes):
+        return prepare(data.model_copy(update=changes), tokenizer, seed=0).train
 
-def test_a_copy_of_the_file_needs_no_new_entry_and_has_its_own_origins(source, tokenizer, tmp_path):
-    prepare(section(source(rows("a")), tmp_path / "cache"), tokenizer, seed=0)
-    copy = source(rows("a"), name="{copy}.jsonl")
-    found = prepare(section(copy, tmp_path / "cache"), tokenizer, seed=0).train
-    assert found.built is not None
-    assert origins(found) == ["{copy}.jsonl:1"]
-
-
-def test_changed_content_is_another_entry(source, tokenizer, tmp_path):
-    one = source(rows("a"))
-    prepare(section(one, tmp_path / "cache"), tokenizer, seed=0)
+    assert found().built is None
+    for change in ({"max_length": 16}, {"loss_on": "all"}):
+        assert found(**change).built is None
+    for change in ({"limit": 1}, {"template": "{prompt}:"}):
+        assert found(train=one.model_copy(update=change)).built is None
+    copy = found(train=source(rows("a", "bcd"), name="{copy}.jsonl"))
+    assert copy.built is not None, "as the file that it is a copy of"
+    assert origins(copy) == ["{copy}.jsonl:1", "{copy}.jsonl:2"]
     source(rows("b"))
-    found = prepare(section(one, tmp_path / "cache"), tokenizer, seed=0).train
-    assert found.built is None
-    assert texts(found, tokenizer) == ["<s>b\nB</s>"]
+    changed = found()
+    assert changed.built is None
+    assert texts(changed, tokenizer) == ["<s>b\nB</s>"]
 
 
 def test_of_each_source_a_share_is_held_out_whole(source, tokenizer, tmp_path):
@@ -127,23 +118,12 @@ def test_of_each_source_a_share_is_held_out_whole(source, tokenizer, tmp_path):
     assert origins(prepare(data, tokenizer, seed=4).eval) != origins(held_out)
 
 
-def test_several_sources_to_evaluate_on(source, tokenizer):
-    one = source(rows("a"), name="one.jsonl")
-    two = source(rows("b", "c"), name="two.jsonl")
-    held_out = prepare(section(one, eval=[one, two]), tokenizer, seed=0).eval
-    assert origins(held_out) == ["one.jsonl:1", "two.jsonl:1", "two.jsonl:2"]
-
-
 def test_a_source_of_which_nothing_is_left(source, tokenizer):
     good = source(rows("a"), name="good.jsonl")
-    bad = source(
-        [{"prompt": "x", "completion": ""}, {"prompt": "x " * 99, "completion": "y"}],
-        name="bad.jsonl",
-    )
-    with pytest.raises(DataError) as caught:
+    empty, long = {"prompt": "x", "completion": ""}, {"prompt": "x " * 99, "completion": "y"}
+    bad = source([empty, long], name="bad.jsonl")
+    with pytest.raises(DataError, match=r"none of the 2 rows of .*bad\.jsonl is left to") as caught:
         prepare(section([good, bad]), tokenizer, seed=0)
-    assert "none of the 2 rows of " in str(caught.value)
-    assert "bad.jsonl is left to use: " in str(caught.value)
     assert "1 too long for data.max_length 32" in str(caught.value)
     assert "1 with nothing to learn" in str(caught.value)
 
@@ -157,24 +137,6 @@ def test_a_peek_names_the_source_and_reads_no_further(source):
         peek(section([good, wrong]))
     with pytest.raises(DataError, match=r"data\.eval\.prompt"):
         peek(section(good, eval=wrong))
-
-
-def test_a_wrong_row_is_named_and_nothing_is_kept(source, tokenizer, tmp_path):
-    wrong = source([*rows("a"), {"prompt": "b", "completion": None}])
-    with pytest.raises(DataError, match=r"data\.jsonl:2: column 'completion' holds null"):
-        prepare(section(wrong, tmp_path / "cache"), tokenizer, seed=0)
-    assert not [each for each in (tmp_path / "cache" / "rows").iterdir() if each.is_dir()]
-
-
-def test_masks_and_places_survive_the_files(source, tokenizer, tmp_path):
-    content = "\n".join(json.dumps(row) + "\n" for row in rows(*"abc"))
-    data = section(source(content), tmp_path / "cache", loss_on="all")
-    found = [prepare(data, tokenizer, seed=0).train for _ in range(2)]
-    assert origins(found[1]) == ["data.jsonl:1", "data.jsonl:3", "data.jsonl:5"]
-    for index in range(3):
-        assert np.array_equal(found[0].loss_mask(index), found[1].loss_mask(index))
-        assert found[1].row(index).dtype == np.int32
-        assert found[1].loss_mask(index).dtype == np.bool_
 
 
 def test_what_a_process_of_this_run_has_built_is_not_from_the_cache(source, tokenizer, tmp_path):
@@ -221,5 +183,3 @@ def test_a_length_that_cuts_many_rows_is_told_with_one_that_would_hold_them(sour
     enough = prepare(whole, tokenizer, seed=0).train
     assert advice(enough, whole) is None
     assert enough.report.truncated + enough.report.dropped_long == 0
-    again = prepare(section(source(given), cache="off"), tokenizer, seed=0).train
-    assert again.report == found.report

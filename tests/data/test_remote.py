@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import socket
-from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +39,7 @@ def csv_text(rows: list[dict[str, Any]]) -> str:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[FileServer]:
+def server(tmp_path):
     files = {
         "rows.jsonl": File(body=LINES.encode()),
         "lines.json": File(body=LINES.encode()),
@@ -54,12 +53,12 @@ def server(tmp_path: Path) -> Iterator[FileServer]:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch):
     monkeypatch.setattr(remote, "WAITS_S", (0.0,) * 5)
 
 
 @pytest.fixture
-def streamed(batches: Callable[..., Any]) -> Callable[..., Any]:
+def streamed(batches):
     """Batches of an address."""
 
     def make(path: str, *, steps: int | None = 60, limit: int | None = None, **fields: Any) -> Any:
@@ -79,9 +78,7 @@ def rows_from(source: Source, start: int) -> list[Any]:
 @pytest.mark.parametrize(
     "name", ["rows.jsonl", "lines.json", "list.json", "rows.csv", "rows.parquet", "rows.jsonl.zst"]
 )
-def test_a_streamed_row_is_that_of_the_same_file(
-    name: str, server: FileServer, tmp_path: Path
-) -> None:
+def test_a_streamed_row_is_that_of_the_same_file(name, server, tmp_path):
     (tmp_path / name).write_bytes(server.files[name].body)
     local = read(SourceSection(path=str(tmp_path / name)))
     there = read(SourceSection(path=server.address(name)))
@@ -95,9 +92,7 @@ def test_a_streamed_row_is_that_of_the_same_file(
         assert rows_from(source, start) == ROWS[start : start + 3]
 
 
-def test_a_far_row_of_parquet_is_read_without_those_before(
-    server: FileServer, tmp_path: Path
-) -> None:
+def test_a_far_row_of_parquet_is_read_without_those_before(server, tmp_path):
     rows = [{"text": str(np.random.default_rng(n).bytes(700).hex())} for n in range(4000)]
     server.files["big.parquet"] = File(body=parquet_bytes(tmp_path, rows, 100))
     source = open_source(SourceSection(path=server.address("big.parquet")), "f")
@@ -106,9 +101,7 @@ def test_a_far_row_of_parquet_is_read_without_those_before(
     assert server.sent < len(server.files["big.parquet"].body) / 8
 
 
-def test_what_is_read_over_the_network(
-    server: FileServer, streamed: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_what_is_read_over_the_network(server, streamed):
     made = streamed(server.address("rows.jsonl"), steps=28)
     whole = len(server.files["rows.jsonl"].body)
     for index in range(28):
@@ -118,27 +111,17 @@ def test_what_is_read_over_the_network(
 
 FAILURES: dict[str, tuple[File | None, str]] = {
     "nowhere.jsonl": (None, r"nowhere\.jsonl: no such file there; a private or gat"),
-    "secret.jsonl": (
-        File(body=b"", status=403),
-        r"may not be read: the server answers 403 .*A signed",
-    ),
+    "secret.jsonl": (File(body=b"", status=403), r"may not be read: .* answers 403 .*A signed"),
     "odd.jsonl": (File(body=b"", status=451), r"cannot be read: the server answers 451 \("),
     "page.jsonl": (File(body=b"<html>", kind="text/html; charset=utf-8"), r"a web page .*/resolve"),
-    "plain.jsonl": (File(body=b"<html>"), r"plain\.jsonl:1: .* not valid JSON .*: <html>"),
     "ftp.jsonl": (
         File(body=b"ftp://127.0.0.1/a.jsonl", status=302),
         r"cannot be read: the server redirects to another protocol",
     ),
-    "loop.jsonl": (
-        File(body=b"loop.jsonl", status=302),
-        r"cannot be read: the server redirects again and again",
-    ),
+    "loop.jsonl": (File(body=b"loop.jsonl", status=302), r"the server redirects again and again"),
     "cut.jsonl.gz": (File(body=gzip.compress(LINES.encode())[:-9]), r"\.gz cannot be unpacked: "),
     "empty.jsonl": (File(body=b""), r"empty\.jsonl is empty; at least one row is needed"),
-    "blank.jsonl": (File(body=b"\n \n"), r"blank\.jsonl is empty; at least one row is needed"),
-    "utf16.jsonl": (File(body='{"a": 1}'.encode("utf-16")), r":1: not UTF-8 at byte 0 .*UTF-16"),
     "odd.parquet": (File(body=b'{"a": 1}\n' * 9), r"odd\.parquet: not valid Parquet \("),
-    "empty.csv": (File(body=b""), r"empty\.csv is empty"),
     "data.xlsx": (File(body=b"x"), r"this kind of file is not read; data\.train\.path takes"),
     "nothing": (File(body=b"x"), r"this kind of file is not read; data\.train\.path takes"),
 }
@@ -146,24 +129,19 @@ FAILURES: dict[str, tuple[File | None, str]] = {
 
 @pytest.mark.parametrize("name", FAILURES)
 @pytest.mark.parametrize("streaming", [False, True])
-def test_each_failure_has_its_message_at_once(
-    name: str, streaming: bool, server: FileServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_failure_has_its_message_at_once(name, streaming, server, monkeypatch):
     file, said = FAILURES[name]
     if file is not None:
         server.files[name] = file
     monkeypatch.setattr(remote, "WAITS_S", (60.0,) * 5)
     source = SourceSection(path=server.address(name) + "?signature=hidden")
     with pytest.raises(DataError, match=said) as caught:
-        data = DataSection(train=source, streaming=streaming)
-        peek(data)
+        peek(DataSection(train=source, streaming=streaming))
         list(open_source(source, "data.train").rows())
     assert "\n" not in str(caught.value) and "hidden" not in str(caught.value)
 
 
-def test_addresses_that_nobody_answers_or_no_package_reads(
-    impatient: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_addresses_that_nobody_answers_or_no_package_reads(impatient):
     for address, said in (
         ("http://127.0.0.1:9/rows.jsonl", r"cannot be read, after 6 tries: .*HTTPS_PROXY"),
         ("s3://bucket/rows.jsonl", r"s3:// is read by s3fs, which is not installed: pip inst"),
@@ -173,9 +151,7 @@ def test_addresses_that_nobody_answers_or_no_package_reads(
             open_remote(address)
 
 
-def test_a_server_that_answers_nothing_is_left_after_a_while(
-    impatient: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_answers_nothing_is_left_after_a_while(impatient, monkeypatch):
     monkeypatch.setattr(remote, "SILENCE_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}/rows.jsonl"
@@ -184,16 +160,14 @@ def test_a_server_that_answers_nothing_is_left_after_a_while(
 
 
 @pytest.mark.parametrize("version", [True, False])
-def test_a_server_of_whole_files_alone(version: bool, server: FileServer, impatient: None) -> None:
+def test_a_server_of_whole_files_alone(version, server, impatient):
     file = File(body=LINES.encode(), ranges=False, version=version, cut=[9_000, 5_000])
     server.files["whole.jsonl"] = file
     assert open_remote(server.address("whole.jsonl"), 1_000).read() == file.body
     assert file.cut == []
 
 
-def test_other_places_by_fsspec_and_redirects(
-    server: FileServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_places_by_fsspec_and_redirects(server, monkeypatch):
     import fsspec
     from huggingface_hub import constants
 
@@ -208,9 +182,7 @@ def test_other_places_by_fsspec_and_redirects(
         open_remote(server.address("old.jsonl"))
 
 
-def test_a_connection_that_breaks_is_tried_again(
-    server: FileServer, impatient: None, streamed: Callable[..., Any]
-) -> None:
+def test_a_connection_that_breaks_is_tried_again(server, impatient, streamed):
     file = server.files["rows.jsonl"]
     expected = [content(streamed(server.address("rows.jsonl")), index) for index in range(3)]
     file.cut, file.busy = [100, 0], 3
@@ -224,7 +196,7 @@ def test_a_connection_that_breaks_is_tried_again(
     assert failed.value.exit_status == 1, "not what the run file names is wrong"
 
 
-def test_a_file_that_changes_meanwhile_is_refused(server: FileServer) -> None:
+def test_a_file_that_changes_meanwhile_is_refused(server):
     address = server.address("rows.jsonl")
     before = remote_identity(address)
     assert remote_identity(address + "?signature=other") == before
@@ -236,9 +208,7 @@ def test_a_file_that_changes_meanwhile_is_refused(server: FileServer) -> None:
     assert remote_identity(address) != before
 
 
-def test_without_streaming_a_remote_file_is_copied_once(
-    server: FileServer, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_without_streaming_a_remote_file_is_copied_once(server, tokenizer, tmp_path):
     for name in ("rows.jsonl", "rows.csv", "rows.parquet", "list.json"):
         folder = tmp_path / "kept"
         section = DataSection(train={"path": server.address(name)}, cache=str(folder))
@@ -253,9 +223,7 @@ def test_without_streaming_a_remote_file_is_copied_once(
         assert copy.read_bytes() == server.files[name].body
 
 
-def test_rows_to_evaluate_on_are_a_beginning(
-    server: FileServer, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_rows_to_evaluate_on_are_a_beginning(server, tokenizer, tmp_path):
     address = server.address("rows.jsonl")
     fields = {"train": {"path": address}, "streaming": True, "cache": str(tmp_path / "kept")}
     prepared = prepare(DataSection(**fields, eval={"path": address, "limit": 9}), tokenizer, seed=0)
@@ -270,7 +238,7 @@ NAME = "owner/name"
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(tmp_path, monkeypatch):
     with Hub({}) as hub:
         use_hub(monkeypatch, hub, tmp_path)
         yield hub
@@ -293,9 +261,7 @@ def of_kind(tmp_path: Path, kind: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "csv"])
-def test_a_data_set_of_the_hub_is_streamed(
-    kind: str, hub: Hub, tmp_path: Path, streamed: Callable[..., Any]
-) -> None:
+def test_a_data_set_of_the_hub_is_streamed(kind, hub, tmp_path, streamed):
     hub.repositories[f"datasets/{NAME}"] = Repository(files=of_kind(tmp_path, kind))
     source = open_source(SourceSection(path=NAME), "f")
     assert source.count() == (230 if kind == "parquet" else None)
@@ -307,13 +273,26 @@ def test_a_data_set_of_the_hub_is_streamed(
     assert len(first_records(SourceSection(path=NAME, split="test"), 9, "f", streaming=True)) == 5
     kept = sum(p.stat().st_size for p in (tmp_path / "hf").rglob("*") if p.is_file())
     assert kept < 1000, "names and notes, and no row"
-    moved = Repository(files=of_kind(tmp_path, kind), commit="f00d" * 10)
-    hub.repositories[f"datasets/{NAME}"] = moved
+    files = of_kind(tmp_path, kind)
+    hub.repositories[f"datasets/{NAME}"] = Repository(files=files, commit="f00d" * 10)
     assert open_source(SourceSection(path=NAME), "f").identity() != source.identity()
     assert content(streamed(NAME, steps=30), 29) == content(streamed(NAME, steps=30), 29)
 
 
-def test_an_address_on_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_of_the_hub_is_downloaded(hub, tmp_path, cache):
+    files = of_kind(tmp_path, "parquet")
+    hub.repositories[f"datasets/{NAME}"] = Repository(files=files, branches=("old",))
+    source = SourceSection(path=NAME, split="test", revision="old")
+    records = read(source, cache)
+    assert [record.values for record in records] == ROWS[:5]
+    assert records[4].origin == f"{NAME}[test][4]"
+    assert len(read(source.model_copy(update={"limit": 1}), cache)) == 1
+    said = r"^data\.train: the data set .*\(subset s, split 'test', .*check data\.train\.subset"
+    with pytest.raises(DataError, match=said):
+        read(source.model_copy(update={"subset": "s"}), cache)
+
+
+def test_an_address_on_the_hub(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     files = of_kind(tmp_path, "jsonl")
     hub.repositories[f"datasets/{NAME}"] = Repository(files=files, access="private")
@@ -330,7 +309,7 @@ def test_an_address_on_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.Mon
         first_records(SourceSection(path=f"hf://datasets/{NAME}/{path}"), 9, "f")
 
 
-def test_wrong_rows_of_the_hub_are_named_with_their_file(hub: Hub) -> None:
+def test_wrong_rows_of_the_hub_are_named_with_their_file(hub):
     files = {"train-0.jsonl": b'{"a": "1"}\n\n', "train-1.jsonl": b'{"a": "2"}\n\nno\n'}
     hub.repositories[f"datasets/{NAME}"] = Repository(files=files)
     said = r"^owner/name\[train\]\[2\] \(train-1\.jsonl:3\): one JSON object per line"
@@ -344,29 +323,20 @@ def test_wrong_rows_of_the_hub_are_named_with_their_file(hub: Hub) -> None:
         ("private", {}, r"f\.path: 'owner/name' is not a file .*log in if it is private"),
         ("gated", {}, r"is a gated .*accept its terms at http.*/datasets/owner/name, "),
         ("broken", {}, r"f\.path: .*owner/name.*503"),
-        (
-            "public",
-            {"split": "other"},
-            r"split 'other', .*: there is no split 'other', but t",
-        ),
+        ("public", {"split": "other"}, r"split 'other', .*: there is no split 'other', but t"),
         ("public", {"subset": "other"}, r"subset other, .*check f\.subset"),
         ("public", {"revision": "v9"}, r"f\.revision: 'owner/name' has no revision 'v9'; give a"),
     ],
 )
-def test_data_sets_that_cannot_be_read(
-    access: str, fields: dict[str, str], said: str, hub: Hub, tmp_path: Path, impatient: None
-) -> None:
-    hub.repositories[f"datasets/{NAME}"] = Repository(
-        files=of_kind(tmp_path, "jsonl"), access=access
-    )
+def test_data_sets_that_cannot_be_read(access, fields, said, hub, tmp_path, impatient):
+    files = of_kind(tmp_path, "jsonl")
+    hub.repositories[f"datasets/{NAME}"] = Repository(files=files, access=access)
     with pytest.raises(DataError, match=said) as caught:
         first_records(SourceSection(path=NAME, **fields), 1, "f", streaming=True)
     assert "\n" not in str(caught.value)
 
 
-def test_offline_and_streaming_do_not_go_together(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_and_streaming_do_not_go_together(hub, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -383,9 +353,7 @@ def test_offline_and_streaming_do_not_go_together(
     ],
     ids=["nobody answers", "switched off"],
 )
-def test_a_hub_that_cannot_be_reached(
-    address: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_cannot_be_reached(address, said, tmp_path, monkeypatch):
     import datasets
     from huggingface_hub import constants
 

@@ -14,7 +14,6 @@ from pyarrow import parquet
 from anygauge.config.schema import SourceSection
 from anygauge.data import formats, json_rows, records, spans
 from anygauge.data.cache import Cache
-from anygauge.data.chat import Chat
 from anygauge.data.encode import encode_texts
 from anygauge.data.formats import parse
 from anygauge.data.records import Record
@@ -23,6 +22,7 @@ from anygauge.data.tables import as_written
 from anygauge.data.template import ChatTemplate, read_template
 from anygauge.interface import DataError, RunFileError
 from tests.data.conftest import read
+from tests.helpers.chats import assistant, user
 
 
 def read_file(path: Path, cache: Cache) -> list[Record]:
@@ -41,32 +41,19 @@ def read_file(path: Path, cache: Cache) -> list[Record]:
     ],
 )
 @pytest.mark.parametrize("suffix", ["jsonl", "json"])
-def test_rows_that_say_something_else(
-    tmp_path: Path, cache: Cache, text: str, said: str, suffix: str
-) -> None:
+def test_rows_that_say_something_else(source, cache, text, said, suffix):
     rows = ['{"prompt": "q", "completion": "a"}', f'{{"prompt": {text}, "completion": "a"}}']
-    path = tmp_path / f"rows.{suffix}"
-    path.write_text("\n".join(rows) if suffix == "jsonl" else f"[{', '.join(rows)}]")
-    source = SourceSection(path=str(path))
-    place = f"{path}:2" if suffix == "jsonl" else f"{path}[1]"
-    for reading in (lambda: read_file(path, cache), lambda: first_records(source, 5, "data.train")):
+    content = "\n".join(rows) if suffix == "jsonl" else f"[{', '.join(rows)}]"
+    section = source(content, name=f"rows.{suffix}")
+    place = ":2" if suffix == "jsonl" else "[1]"
+    for reading in (lambda: read(section, cache), lambda: first_records(section, 5, "data.train")):
         with pytest.raises(DataError) as caught:
             for record in reading():
-                parse(record, "prompt_completion", source, "data.train")
-        assert str(caught.value).startswith(f"{place}: {said}")
+                parse(record, "prompt_completion", section, "data.train")
+        assert str(caught.value).startswith(f"{section.path}{place}: {said}")
 
 
-def test_a_file_of_one_object_with_a_key_twice(tmp_path: Path, cache: Cache) -> None:
-    path = tmp_path / "one.json"
-    path.write_text('\n{"prompt": "a", "prompt": "b"}')
-    with pytest.raises(DataError) as caught:
-        read_file(path, cache)
-    assert str(caught.value) == (
-        f"{path}: the key 'prompt' is written twice in one object; keep one"
-    )
-
-
-def test_a_double_key_is_found_in_one_pass() -> None:
+def test_a_double_key_is_found_in_one_pass():
     compared = 0
 
     class Key(str):
@@ -83,45 +70,38 @@ def test_a_double_key_is_found_in_one_pass() -> None:
     assert compared < 10 * len(keys)
 
 
-def test_a_number_that_json_lacks_is_no_argument_of_a_call() -> None:
-    call = {"function": {"name": "f", "arguments": {"n": float("nan")}}}
-    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}]
-    with pytest.raises(DataError, match=r"^x\.jsonl:3: a number in the chat is NaN or infinite"):
-        parse(Record({"messages": turns}, "x.jsonl:3"), "messages", SourceSection(path="x"), "data")
-    twice = {"function": {"name": "f", "arguments": '{"a": 1, "a": 2}'}}
-    turns[1]["tool_calls"] = [twice]
-    with pytest.raises(DataError, match=r"^x\.jsonl:3: turn 2.*the key 'a' is written twice"):
-        parse(Record({"messages": turns}, "x.jsonl:3"), "messages", SourceSection(path="x"), "data")
+def test_a_number_that_json_lacks_is_no_argument_of_a_call():
+    for arguments, said in (
+        ({"n": float("nan")}, "a number in the chat is NaN or infinite"),
+        ('{"a": 1, "a": 2}', "turn 2.*the key 'a' is written twice"),
+    ):
+        record = Record({"messages": chat_of(arguments)}, "x.jsonl:3")
+        with pytest.raises(DataError, match=rf"^x\.jsonl:3: {said}"):
+            parse(record, "messages", SourceSection(path="x"), "data")
 
 
-def test_a_row_with_too_much_text_is_refused_by_name() -> None:
+def test_a_row_with_too_much_text_is_refused_by_name():
     source = SourceSection(path="x.jsonl")
     half = "é" * (formats.MOST_TEXT // 4)
     record = Record({"prompt": half, "completion": half + "long"}, "x.jsonl:7")
     with pytest.raises(DataError, match=r"^x\.jsonl:7: the row has 2,000,005 bytes of text, at mo"):
         parse(record, "prompt_completion", source, "data.train")
-    turns = [{"role": "user", "content": half}, {"role": "assistant", "content": half}]
+    record = Record({"messages": [user(half), assistant(half)]}, "x.jsonl:8")
     with pytest.raises(DataError, match=r"^x\.jsonl:8: the row has 2,000,\d+ bytes of text"):
-        parse(Record({"messages": turns}, "x.jsonl:8"), "messages", source, "data.train")
+        parse(record, "messages", source, "data.train")
 
 
-def test_a_line_that_is_too_long_is_not_even_read(
-    tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_that_is_too_long_is_not_even_read(source, cache, monkeypatch):
     monkeypatch.setattr(json_rows, "MOST_LINE", 100)
     short, long = (json.dumps({"text": "x" * length}) for length in (10, 1000))
-    path = tmp_path / "rows.jsonl"
-    said = rf"^{path}:3: the row has more than 100 bytes, which is as many as are read; split it"
-    path.write_text(f"{short}\n\n{long}\n{short}\n")
-    with pytest.raises(DataError, match=said):
-        read_file(path, cache)
-    with pytest.raises(DataError, match=said):
-        first_records(SourceSection(path=str(path)), 3, "f")
+    section = source(f"{short}\n\n{long}\n{short}\n")
+    said = r"jsonl:3: the row has more than 100 bytes, which is as many as are read; split it"
+    for reading in (lambda: read(section, cache), lambda: first_records(section, 3, "f")):
+        with pytest.raises(DataError, match=said):
+            reading()
 
 
-def test_texts_are_tokenised_as_many_at_once_as_memory_allows(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_are_tokenised_as_many_at_once_as_memory_allows(tokenizer, monkeypatch):
     texts = ["one two", "", "three" * 9, "four", "five", "six"]
     together = encode_texts(tokenizer, texts)
     monkeypatch.setattr(spans, "_AT_ONCE", 10)
@@ -130,7 +110,7 @@ def test_texts_are_tokenised_as_many_at_once_as_memory_allows(
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".txt"])
-def test_a_pipe_is_no_file_of_rows(tmp_path: Path, cache: Cache, suffix: str) -> None:
+def test_a_pipe_is_no_file_of_rows(tmp_path, cache, suffix):
     path = tmp_path / f"rows{suffix}"
     os.mkfifo(path)
     with pytest.raises(DataError, match="cannot be read: it is a named pipe, not a regular file"):
@@ -142,12 +122,9 @@ def test_a_pipe_is_no_file_of_rows(tmp_path: Path, cache: Cache, suffix: str) ->
 CALLS = [{"city": "Rome", "unit": None}, {"amounts": [{"x": 1}, {"y": [2, None]}]}, {}]
 
 
-def chat_of(arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    function = {"name": "f", "arguments": arguments}
-    return [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]},
-    ]
+def chat_of(arguments: Any) -> list[dict[str, Any]]:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [user("q"), {"role": "assistant", "tool_calls": [call]}]
 
 
 def tool_of(name: str) -> dict[str, Any]:
@@ -160,16 +137,13 @@ ROWS = [{"messages": chat_of(a), "tools": [tool_of(n)]} for a, n in zip(CALLS, "
 
 def arguments_of(records: list[Record]) -> list[Any]:
     chats = [parse(each, "messages", SourceSection(path="x"), "data.train") for each in records]
-    assert all(isinstance(chat, Chat) for chat in chats)
     for chat, name in zip(chats, "abc", strict=True):
         (tool,) = chat.tools
         assert list(tool["function"]["parameters"]["properties"]) == [name]
     return [chat.turns[1]["tool_calls"][0]["function"]["arguments"] for chat in chats]
 
 
-def test_a_table_gives_a_call_the_arguments_that_were_written(
-    tmp_path: Path, cache: Cache, tokenizer: Any
-) -> None:
+def test_a_table_gives_a_call_the_arguments_that_were_written(tmp_path, cache, tokenizer):
     path = tmp_path / "rows.parquet"
     parquet.write_table(pa.Table.from_pylist(ROWS), path)
     records = read_file(path, cache)
@@ -177,12 +151,11 @@ def test_a_table_gives_a_call_the_arguments_that_were_written(
     assert arguments_of(records) == [{"city": "Rome"}, CALLS[1], {}]
     template = "{% for m in messages %}{{ m.content }}{{ m.tool_calls or [] | tojson }}{% endfor %}"
     chat = parse(records[0], "messages", SourceSection(path="x"), "data.train")
-    assert isinstance(chat, Chat)
     text = ChatTemplate(tokenizer, template).render(chat.turns, chat.tools)
     assert "Rome" in text and "unit" not in text and "amounts" not in text
 
 
-def test_the_hubs_tables_do_so_too() -> None:
+def test_the_hubs_tables_do_so_too():
     from datasets import Dataset
 
     rows = Dataset.from_list(ROWS)
@@ -193,10 +166,8 @@ def test_the_hubs_tables_do_so_too() -> None:
     assert arguments_of(records) == [{"city": "Rome"}, CALLS[1], {}]
 
 
-def test_a_null_that_was_written_as_json_stays(tmp_path: Path, cache: Cache) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    assert arguments_of(read_file(path, cache)) == CALLS
+def test_a_null_that_was_written_as_json_stays(source, tmp_path, cache):
+    assert arguments_of(read(source(ROWS), cache)) == CALLS
     # In a column of text too, whatever the file is.
     texts = [{**row, "messages": json.dumps(row["messages"])} for row in ROWS]
     parquet.write_table(pa.Table.from_pylist(texts), tmp_path / "texts.parquet")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,8 +20,10 @@ from anygauge.data.records import RawRow
 from anygauge.data.row_batches import pack
 from anygauge.data.rows import Tokens
 from anygauge.data.streaming import BlockOrder, PackedStream, StreamedRows
-from anygauge.interface import DataError, RunFileError, ShapeKind, ShapePolicy, Share
+from anygauge.interface import DataError, RunFileError, ShapeKind, ShapePolicy
 from tests.data.conftest import content
+
+BAD = '{"text": "a"}\n' * 8 + "no json\n" + '{"text": "b"}\n' * 3
 
 
 class KnownRows:
@@ -30,11 +34,13 @@ class KnownRows:
     def __init__(self, lengths, size):
         self.lengths, self.size, self.length = lengths, size, len(lengths)
         self.counts = Counts()
+        self.read = []
 
     def rows_in(self, number):
         return len(range(self.length)[number * self.size : (number + 1) * self.size])
 
     def block(self, number):
+        self.read.append(number)
         return list(range(self.length))[number * self.size : (number + 1) * self.size]
 
     def encode(self, rows):
@@ -50,49 +56,38 @@ class KnownRows:
         return [len(pack(each.astype(int), capacity, np.arange(len(each)))) for each in lengths]
 
 
+def packed(rows, packs=None, **schedule):
+    layout = Layout(micro_batch=1, max_length=8, pad_id=2, packing=True)
+    return PackedStream(rows, Schedule(**{"seed": 1, **schedule}), layout, packs)
+
+
 class RankThreads:
-    """Sums numbers of ranks that are threads, as collectives do: all take part, in one order."""
+    """Ranks that are threads; all take part in a collective, in one order."""
 
     def __init__(self, count):
         self.barrier = threading.Barrier(count, timeout=60)
         self.parts = [None] * count
-        self.calls = 0
+        self.sums = 0
 
-    def of(self, rank):
-        def sum_on_ranks(values):
-            self.parts[rank] = values
-            self.barrier.wait()
-            total = np.sum(self.parts, axis=0).tolist()
-            self.calls += rank == 0
-            self.barrier.wait()
-            return total
+    def gather(self, rank, part):
+        self.parts[rank] = part
+        self.barrier.wait()
+        parts = list(self.parts)
+        self.barrier.wait()
+        return parts
 
-        return sum_on_ranks
-
-    def gather(self, rank):
-        def gather_texts(text):
-            self.parts[rank] = text
-            self.barrier.wait()
-            texts = list(self.parts)
-            self.barrier.wait()
-            return texts
-
-        return gather_texts
+    def sum(self, rank, values):
+        self.sums += rank == 0
+        return np.sum(self.gather(rank, values), axis=0).tolist()
 
     def run(self, work):
-        """What `work(rank)` returns on each rank."""
-        results = [None] * len(self.parts)
+        """What `work` returns on each rank, which is given its collectives."""
 
         def one(rank):
-            results[rank] = work(rank)
+            return work(rank, sums=partial(self.sum, rank), texts=partial(self.gather, rank))
 
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(self.parts))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert None not in results
-        return results
+        with ThreadPoolExecutor(len(self.parts)) as pool:
+            return list(pool.map(one, range(len(self.parts))))
 
 
 @given(size=st.integers(1, 40), length=st.integers(1, 100), seed=st.integers(0, 2**40))
@@ -111,9 +106,8 @@ def test_the_order_of_a_stream(size, length, seed):
 def test_the_order_of_a_stream_is_pinned():
     """A checkpoint of an earlier version is resumed in the same order."""
     order = BlockOrder(KnownRows([1] * 10, 5), 3)
-    assert order.items(np.arange(20)).tolist() == [
-        2, 4, 0, 3, 1, 8, 5, 7, 6, 9, 3, 4, 0, 2, 1, 5, 7, 9, 8, 6
-    ]  # fmt: skip
+    pinned = [2, 4, 0, 3, 1, 8, 5, 7, 6, 9, 3, 4, 0, 2, 1, 5, 7, 9, 8, 6]
+    assert order.items(np.arange(20)).tolist() == pinned
     plain = BlockOrder(KnownRows([1] * 10, 5), 3, shuffle=False)
     assert plain.items(np.arange(20)).tolist() == [*range(10)] * 2
 
@@ -133,20 +127,13 @@ def test_packs_hold_every_row_once_an_epoch_and_no_step_is_empty(
 ):
     packs = KnownRows(lengths, size).packs(8)
     steps = epochs * sum(-(-each // batch) for each in packs)
-    schedule = Schedule(
-        seed=seed,
-        global_batch=batch,
-        epochs=epochs,
-        shuffle=shuffle,
-        steps=None if counted else steps,
-    )
-    layout = Layout(micro_batch=1, max_length=8, pad_id=2, packing=True, share=Share(0, 1))
+    schedule = {"seed": seed, "global_batch": batch, "epochs": epochs, "shuffle": shuffle}
+    schedule["steps"] = None if counted else steps
 
-    def make():
-        rows = KnownRows(lengths, size)
-        return PackedStream(rows, schedule, layout, packs if counted else None), rows
+    def make(rows):
+        return packed(rows, packs if counted else None, **schedule)
 
-    made, rows = make()
+    made = make(rows := KnownRows(lengths, size))
     assert made.steps == steps
     found = [(made.global_origins(at), made.num_loss_tokens(at)) for at in range(steps)]
     assert all(origins for origins, _ in found)
@@ -158,53 +145,45 @@ def test_packs_hold_every_row_once_an_epoch_and_no_step_is_empty(
     with pytest.raises(IndexError):
         made.step(steps)
     done = data.draw(st.integers(0, steps))
-    resumed, _ = make()
+    resumed = make(KnownRows(lengths, size))
     resumed.resume(made.state(done))
     for at in range(done, steps):
         assert (resumed.global_origins(at), resumed.num_loss_tokens(at)) == found[at]
 
 
 def test_a_resumed_stream_of_packs_does_not_read_the_blocks_before():
-    layout = Layout(micro_batch=1, max_length=8, pad_id=2, packing=True)
-    schedule = Schedule(seed=1, global_batch=2, steps=40)
-    state = PackedStream(KnownRows([5] * 40, 10), schedule, layout, None).state(33)
+    schedule = {"global_batch": 2, "steps": 40}
+    state = packed(KnownRows([5] * 40, 10), **schedule).state(33)
     assert state == {"first_step": 30, "epoch": 1, "block": 2}
-    rows, numbers = KnownRows([5] * 40, 10), []
-    block = rows.block
-    rows.block = lambda number: numbers.append(number) or block(number)
-    resumed = PackedStream(rows, schedule, layout, None)
+    rows = KnownRows([5] * 40, 10)
+    resumed = packed(rows, **schedule)
     resumed.resume(state)
     resumed.num_loss_tokens(33)
-    assert numbers[0] == 2 and 1 not in numbers
+    assert rows.read[0] == 2 and 1 not in rows.read
 
 
 def test_blocks_are_read_once_though_steps_are_asked_for_early_and_late():
     """As the loop does: batches are laid out ahead, metrics and checkpoints come behind."""
-    layout = Layout(micro_batch=1, max_length=8, pad_id=2, packing=True)
-    rows, numbers = KnownRows([5, 0] * 40, 2), []
-    block = rows.block
-    rows.block = lambda number: numbers.append(number) or block(number)
-    made = PackedStream(rows, Schedule(seed=1, global_batch=1, steps=40), layout, None)
+    rows = KnownRows([5, 0] * 40, 2)
+    made = packed(rows, global_batch=1, steps=40)
     for index in range(40):
         made.step(min(index + 3, 39))
         assert made.num_loss_tokens(index) == 4
         assert made.real_tokens(max(index - 1, 0)) == 5
         assert made.state(index)["block"] == index - 1 if index else not made.state(index)
-    assert numbers[:40] == list(range(40)) and len(numbers) <= 41
+    assert rows.read[:40] == list(range(40)) and len(rows.read) <= 41
 
 
 def test_packs_of_a_block_are_dealt_evenly():
-    layout = Layout(micro_batch=1, max_length=8, pad_id=2, packing=True)
-    schedule = Schedule(seed=1, global_batch=4, steps=3)
-    made = PackedStream(KnownRows([8] * 10, 10), schedule, layout, None)
+    made = packed(KnownRows([8] * 10, 10), global_batch=4, steps=3)
     assert [len(made.global_origins(index)) for index in range(3)] == [4, 3, 3]
 
 
 def test_a_checkpoint_can_be_written_before_a_block_that_cannot_be_read(batches, source):
-    train = source('{"text": "a"}\n' * 8 + "no json\n")
     fields = {"packing": True, "shuffle_buffer": 4, "settings": {"steps": 9}}
-    made = batches(train=train, **fields)
-    with pytest.raises(DataError, match=r"data\.jsonl:9"):
+    made = batches(train=source(BAD), **fields)
+    assert made.num_loss_tokens(0) > 0
+    with pytest.raises(DataError, match=r"data\.jsonl:9: one JSON object per line"):
         [made.num_loss_tokens(index) for index in range(9)]
     assert made.state(2) == {"first_step": 1, "epoch": 0, "block": 1}
     resumed = batches(train=source('{"text": "a"}\n' * 9), **fields)
@@ -220,10 +199,8 @@ def test_without_shuffling_streamed_steps_are_the_prepared_ones(batches, setting
     assert streamed.sequences_per_epoch == prepared.sequences_per_epoch
     for index in range(streamed.steps):
         assert content(streamed, index) == content(prepared, index)
-        assert streamed.num_loss_tokens(index) == prepared.num_loss_tokens(index)
-        assert streamed.real_tokens(index) == prepared.real_tokens(index)
-        assert streamed.global_origins(index) == prepared.global_origins(index)
-        assert streamed.epoch(index) == prepared.epoch(index)
+        for of_step in ("num_loss_tokens", "real_tokens", "global_origins", "epoch"):
+            assert getattr(streamed, of_step)(index) == getattr(prepared, of_step)(index)
     assert streamed.fingerprint() != batches(settings=settings, shuffle_buffer=5).fingerprint()
     with pytest.raises(IndexError):
         streamed.step(streamed.steps)
@@ -239,13 +216,14 @@ def test_sources_are_streamed_one_after_another(batches, source, packing, limit)
         source("\n".join(f"third {n}" for n in range(9)), name="three.txt", limit=limit),
     ]
     fields = {"train": sources, "packing": packing, "shuffle_buffer": 6}
-    made = batches(**fields, settings={"steps": 20, "global_batch_size": 2, "seed": 1})
+    fields["settings"] = {"steps": 20, "global_batch_size": 2, "seed": 1}
+    made = batches(**fields)
     read = [at.rpartition("/")[2] for n in range(20) for at in made.global_origins(n)]
     order = [["one.jsonl", "two.csv", "three.txt"].index(at.partition(":")[0]) for at in read]
     rows = {f"one.jsonl:{n}" for n in range(1, 10)} | {f"two.csv:{n}" for n in range(2, 11)}
     assert set(read[:27]) == rows | {f"three.txt:{n}" for n in range(1, 10)}
     assert set(order[:6]) == {0} and set(order[21:27]) == {2}, "a block holds neighbours"
-    later = batches(**fields, settings={"steps": 20, "global_batch_size": 2, "seed": 1})
+    later = batches(**fields)
     later.resume(made.state(7))
     assert content(later, 7) == content(made, 7)
 
@@ -284,6 +262,10 @@ def test_epochs_need_a_number_of_rows(batches, counting):
 def test_any_step_can_be_the_first(batches, packing):
     fields = {"packing": packing, "shuffle_buffer": 8, "settings": {"steps": 70}}
     straight = batches(**fields)
+    straight.step(66)
+    assert not straight.rows.counts.rows, "what was read ahead alone is not counted"
+    straight.num_loss_tokens(66)
+    assert straight.rows.counts.rows
     wanted = {index: content(straight, index) for index in range(70)}
     assert len({str(step) for step in wanted.values()}) > 30
     for first in (69, 64, 1, 33):
@@ -302,9 +284,8 @@ def test_a_stream_is_read_once_an_epoch(batches, packing, monkeypatch):
         StreamedRows, "_from", lambda rows, start: starts.append(start) or read_from(rows, start)
     )
     shapes = ShapePolicy(kind=ShapeKind.BUCKETED, buckets=8)
-    made = batches(
-        world=2, shapes=shapes, packing=packing, shuffle_buffer=5, settings={"steps": 15}
-    )
+    fields = {"packing": packing, "shuffle_buffer": 5, "settings": {"steps": 15}}
+    made = batches(world=2, shapes=shapes, **fields)
     for index in range(15):
         made.step(index)
     epochs = 1 + made.epoch(14)
@@ -319,15 +300,15 @@ def test_ranks_divide_streamed_steps(batches, packing, world):
     whole = batches(micro=8, **fields)
     ranks = RankThreads(world)
 
-    def work(rank):
-        mine = batches(world=world, rank=rank, sums=ranks.of(rank), **fields)
+    def work(rank, **collectives):
+        mine = batches(world=world, rank=rank, **collectives, **fields)
         return [
             (content(mine, index), mine.num_loss_tokens(index), mine.real_tokens(index))
             for index in range(mine.steps)
         ], str(mine.rows.report)
 
     results = ranks.run(work)
-    assert ranks.calls == (0 if packing else whole.steps), "once a step, or never"
+    assert ranks.sums == (0 if packing else whole.steps), "once a step, or never"
     for index in range(whole.steps):
         (together,) = whole.step(index)
         steps = [steps[index] for steps, _ in results]
@@ -341,12 +322,7 @@ def test_ranks_divide_streamed_steps(batches, packing, world):
 
 
 def test_what_yields_nothing_is_a_dummy_and_what_is_long_is_cut(batches, source):
-    rows = [
-        {"text": "one"},
-        {"text": " "},
-        {"text": " ".join(str(number) for number in range(99))},
-        {"text": "two"},
-    ]
+    rows = [{"text": text} for text in ("one", " ", " ".join(map(str, range(99))), "two")]
     made = batches(train=source(rows, limit=4), max_length=16, micro=4)
     (batch,) = made.step(0)
     assert sorted(origin.rpartition(":")[2] for origin in batch.origins) == ["1", "3 (part 1)", "4"]
@@ -371,47 +347,26 @@ def test_a_step_may_hold_nothing_to_learn_but_packs_do(batches, source):
     assert packs.num_loss_tokens(0) == packs.num_loss_tokens(1) > 0
 
 
-BAD = '{"text": "a"}\n' * 8 + "no json\n" + '{"text": "b"}\n' * 3
-
-
-@pytest.mark.parametrize("packing", [False, True])
-def test_a_wrong_row_is_named_when_its_step_comes(batches, source, packing):
-    made = batches(train=source(BAD), packing=packing, shuffle_buffer=4, settings={"steps": 9})
-    assert made.num_loss_tokens(0) > 0
-    with pytest.raises(DataError, match=r"data\.jsonl:9: one JSON object per line"):
-        for index in range(9):
-            made.num_loss_tokens(index)
-
-
 def test_a_wrong_row_of_one_rank_ends_the_step_on_all(batches, source):
-    ranks = RankThreads(2)
     train = source(BAD)
 
-    def work(rank):
-        mine = batches(
-            train=train,
-            shuffle=False,
-            world=2,
-            rank=rank,
-            sums=ranks.of(rank),
-            texts=ranks.gather(rank),
-            settings={"steps": 3},
-        )
+    def work(rank, **collectives):
+        fields = {"train": train, "shuffle": False, "settings": {"steps": 3}}
+        mine = batches(world=2, rank=rank, **collectives, **fields)
         assert mine.num_loss_tokens(1) > 0
         with pytest.raises(DataError) as caught:
             mine.num_loss_tokens(2)
         return str(caught.value)
 
-    of_first, of_second = ranks.run(work)
+    of_first, of_second = RankThreads(2).run(work)
     assert "data.jsonl:9: one JSON object per line" in of_first
     assert of_second == of_first
 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_wrong_rows_that_are_skipped_are_counted_and_named(batches, source, packing):
-    made = batches(
-        train=source(BAD, limit=12), packing=packing, on_bad_row="skip", settings={"epochs": 1}
-    )
+    fields = {"packing": packing, "on_bad_row": "skip", "settings": {"epochs": 1}}
+    made = batches(train=source(BAD, limit=12), **fields)
     read = Counter(at for index in range(made.steps) for at in made.global_origins(index))
     assert all(made.num_loss_tokens(index) for index in range(made.steps))
     counts = made.rows.counts
@@ -489,16 +444,6 @@ def test_two_threads_may_ask_if_one_is_a_little_behind():
     assert not any(thread.is_alive() for thread in ahead._pool._threads)
 
 
-def test_what_was_read_ahead_alone_is_not_counted(batches):
-    settings = {"global_batch_size": 4, "steps": 70}
-    for packing in (False, True):
-        made = batches(packing=packing, settings=settings, shuffle_buffer=8)
-        made.step(66)
-        assert not made.rows.counts.rows, packing
-        made.num_loss_tokens(66)
-        assert made.rows.counts.rows, packing
-
-
 def test_the_fingerprint_of_a_stream(batches, tmp_path, counting):
     base = batches().fingerprint()
     copy = tmp_path / "copy.jsonl"
@@ -506,33 +451,7 @@ def test_the_fingerprint_of_a_stream(batches, tmp_path, counting):
     same = SourceSection(path=str(copy), limit=23)
     assert batches(train=same, world=2, rank=1).fingerprint() == base
     copy.write_text(copy.read_text() + json.dumps({"prompt": "p", "completion": "c"}))
-    prints = {
-        base,
-        batches(train=same).fingerprint(),
-        batches(settings={"seed": 6}).fingerprint(),
-        batches(max_length=32).fingerprint(),
-        batches(packing=True).fingerprint(),
-        batches(shuffle_buffer=9).fingerprint(),
-        batches(streaming=False).fingerprint(),
-    }
-    assert len(prints) == 7
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        (
-            {"train": {"path": "x.csv", "weight": 2}},
-            "cannot have a 'weight'; leave 'streaming' out",
-        ),
-        ({"train": {"path": "a/b"}, "eval_fraction": 0.1}, "'eval_fraction' cannot be drawn"),
-        (
-            {"train": {"path": "x.csv"}, "eval": {"path": "a/b"}},
-            "needs a 'limit' when 'streaming' is on",
-        ),
-    ],
-)
-def test_what_a_stream_cannot_do_is_refused(fields, said):
-    with pytest.raises(ValueError, match=said):
-        DataSection(**fields, streaming=True)
-    DataSection(**fields)
+    changes = [{"train": same}, {"settings": {"seed": 6}}, {"max_length": 32}, {"packing": True}]
+    changes += [{"shuffle_buffer": 9}, {"streaming": False}]
+    prints = {batches(**change).fingerprint() for change in changes}
+    assert len(prints | {base}) == len(changes) + 1

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data import Record, RowEncoder, peek
+from anygauge.data import Record, RowEncoder
 from anygauge.data import template as template_module
 from anygauge.data.template import ChatTemplate, TemplateRefusal, check_syntax, read_template
 from anygauge.interface import DataError, ModelError, RunFileError
-from tests.helpers.chats import make_chat_tokenizer, template
-from tests.helpers.tokenizer import FIXTURES
+from tests.helpers.chats import assistant, make_chat_tokenizer, template, user
 
-TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+TURNS = [user("q"), assistant("a")]
 ECHO = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
 
 
@@ -28,6 +27,9 @@ def test_a_file_or_the_template_itself(tmp_path):
     # Some editors write a byte order mark.
     file.write_text("{% if true %}é{% endif %}", encoding="utf-8-sig")
     assert read_template(str(file)) == "{% if true %}é{% endif %}"
+    for path, said in ((tmp_path / "no.jinja", "no such file"), (tmp_path, "cannot be read")):
+        with pytest.raises(RunFileError, match=said):
+            read_template(str(path))
 
 
 @pytest.mark.parametrize(
@@ -48,27 +50,13 @@ def test_files_that_are_no_template(tmp_path, content, words):
     assert words in str(caught.value)
 
 
-def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(RunFileError, match="no such file"):
-        read_template(str(tmp_path / "chat.jinja"))
-    with pytest.raises(RunFileError, match="cannot be read"):
-        read_template(str(tmp_path))
-
-
-def test_a_wrong_template_is_told_before_anything_is_started():
-    source = SourceSection(path=str(FIXTURES / "rows.jsonl"))
-    with pytest.raises(RunFileError, match="line 1: not a valid Jinja template"):
-        peek(DataSection(train=source, chat_template="{{ messages"))
-
-
 def test_the_tokenizers_own_template_and_one_that_wins_over_it(tokenizer):
     with pytest.raises(ModelError, match=r"no chat template.*data\.chat_template"):
         ChatTemplate(tokenizer, None)
     tokenizer.chat_template = ECHO
     assert ChatTemplate(tokenizer, None).render(TURNS, None) == "q</s>a</s>"
-    assert (
-        ChatTemplate(tokenizer, template("inst")).render(TURNS, None) == "<s>[INST] q[/INST]a</s>"
-    )
+    inst = ChatTemplate(tokenizer, template("inst"))
+    assert inst.render(TURNS, None) == "<s>[INST] q[/INST]a</s>"
     tokenizer.chat_template = "{{ messages"
     with pytest.raises(RunFileError, match="the tokenizer's chat template, line 1"):
         ChatTemplate(tokenizer, None)
@@ -111,10 +99,7 @@ def test_a_refusal_has_the_templates_words(tokenizer):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (
-            "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-            "SecurityError|is unsafe|access to attr",
-        ),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError|is unsafe|access to at"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError: maximum recursion"),
         ("{% for a in range(10**9) %}{% endfor %}", "OverflowError: Range too big"),
         ("{{ 'a' * 1001 }}", "it makes a text of more than 1,000 characters"),
@@ -130,41 +115,31 @@ def test_what_a_template_may_not_do(tokenizer, text, why, monkeypatch):
 
 
 def test_a_template_nested_beyond_python_is_not_valid():
-    with pytest.raises(
-        RunFileError, match=r"data\.chat_template: not a valid Jinja template: nested"
-    ):
-        check_syntax("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "data.chat_template")
+    nested = "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"
+    with pytest.raises(RunFileError, match=r"^x: not a valid Jinja template: nested"):
+        check_syntax(nested, "x")
 
 
 def test_what_is_rendered_is_reported_before_and_after(tokenizer):
     found = []
     data = DataSection(train=SourceSection(path="x", format="messages"), chat_template=ECHO)
-    encoder = RowEncoder(
-        data.train_sources[0],
-        data,
-        tokenizer,
-        field="data.train",
-        rendering=lambda *names: found.append(names),
-    )
+    (source,) = data.train_sources
+
+    def report(*names):
+        found.append(names)
+
+    encoder = RowEncoder(source, data, tokenizer, field="data.train", rendering=report)
     encoder.encode([Record({"messages": TURNS}, f"x.jsonl:{line}") for line in (1, 2)])
     rows = [row for _, row in found]
     assert list(dict.fromkeys(rows)) == ["a trial chat", "", "x.jsonl:1", "x.jsonl:2"]
     assert set(rows[1::2]) == {""} and "" not in rows[::2]
     assert {name for name, row in found if row} == {"data.chat_template"}
     found.clear()
-    ChatTemplate(tokenizer, "{{ raise_exception('no') }}", encoder._rendering)
+    ChatTemplate(tokenizer, "{{ raise_exception('no') }}", report)
     assert [row for _, row in found] == ["a trial chat", ""]
     tokenizer.chat_template = ECHO
-    assert ChatTemplate(tokenizer, None, encoder._rendering).stop_ids()
+    assert ChatTemplate(tokenizer, None, report).stop_ids()
     assert found[-2] == ("the chat template of the tokenizer", "a trial chat")
-
-
-def test_a_template_that_writes_no_text_is_refused(tokenizer):
-    parts = (
-        "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}</s>{% endfor %}"
-    )
-    with pytest.raises(RunFileError, match=r"leaves out what the turns say.*'</s></s>'"):
-        ChatTemplate(tokenizer, parts)
 
 
 MACRO = (
@@ -173,48 +148,33 @@ MACRO = (
 )
 
 
-def test_generation_marks_that_the_library_misplaces_are_refused(tokenizer):
-    with pytest.raises(RunFileError, match="not in a macro or a set block"):
-        ChatTemplate(tokenizer, MACRO)
-
-
-def test_marks_are_seen_however_they_are_written(tokenizer):
-    for opening in (
-        "{% generation %}",
-        "{%- generation -%}",
-        "{%generation%}",
-        "{%+ generation %}",
-    ):
-        text = "{% for m in messages %}{{ m.content }}{% endfor %}"
-        assert not ChatTemplate(tokenizer, text).has_marks(None)
-        marked = text + opening + "{% endgeneration %}"
-        with pytest.raises(RunFileError, match="not the assistant's reply"):
-            ChatTemplate(tokenizer, marked)
+PARTS = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}</s>{% endfor %}"
 
 
 @pytest.mark.parametrize(
-    ("name", "asked", "stops"),
+    ("text", "said"),
     [
-        ("inst", "<s>[INST] q 🙂[/INST]", ["</s>"]),
-        ("chatml", "<|im_start|>user\nq 🙂<|im_end|>\n<|im_start|>assistant\n", ["<|im_end|>"]),
-        (
-            "headers",
-            "<s><|start_header_id|>user<|end_header_id|>\n\nq 🙂<|eot_id|>"
-            "<|start_header_id|>assistant<|end_header_id|>\n\n",
-            ["<|eot_id|>"],
-        ),
+        (PARTS, r"leaves out what the turns say.*'</s></s>'"),
+        (MACRO, "not in a macro or a set block"),
     ],
+    ids=["no text", "marks in a macro"],
 )
-def test_how_a_question_is_put_and_what_ends_its_answer(tokenizer, name, asked, stops):
-    chat = ChatTemplate(tokenizer, template(name))
-    assert tokenizer.decode(chat.question_ids("q 🙂")) == asked
-    assert tokenizer.convert_ids_to_tokens(chat.stop_ids()) == stops
+def test_templates_that_a_trial_refuses(tokenizer, text, said):
+    with pytest.raises(RunFileError, match=said):
+        ChatTemplate(tokenizer, text)
+
+
+def test_marks_are_seen_however_they_are_written(tokenizer):
+    for mark in ("{% generation %}", "{%- generation -%}", "{%generation%}", "{%+ generation %}"):
+        text = "{% for m in messages %}{{ m.content }}{% endfor %}"
+        assert not ChatTemplate(tokenizer, text).has_marks(None)
+        with pytest.raises(RunFileError, match="not the assistant's reply"):
+            ChatTemplate(tokenizer, text + mark + "{% endgeneration %}")
 
 
 def test_the_end_of_a_turn(tokenizer):
     chat = ChatTemplate(tokenizer, ECHO)
-    assert chat.end_of_turn("words<|im_end|>\n") == len("words<|im_end|>")
-    assert chat.end_of_turn("a</tool_call>\n") == len("a</tool_call>")
-    assert chat.end_of_turn("a</s></tool_call>") == len("a</s></tool_call>")
+    for end in ("words<|im_end|>", "a</tool_call>", "a</s></tool_call>"):
+        assert chat.end_of_turn(f"{end}\n") == len(end)
     assert chat.end_of_turn("a</s>b") is None
     assert chat.end_of_turn("words") is None

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pyarrow import parquet
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data import Prepared, Record, prepare
+from anygauge.data import Record, prepare
 from anygauge.data.encode import CUT, EMPTY, LONG, WHOLE
-from anygauge.data.formats import detect_format, prompt_template
 from anygauge.interface import DataError
 from tests.helpers.masks import encoder
 
@@ -29,12 +24,6 @@ ROWS = [
 def encoded(tokenizer: Any, row: dict[str, Any], **data: Any) -> Any:
     [one] = encoder(tokenizer, "tokens", **data).encode([Record(row, "t.jsonl:7")])
     return one
-
-
-def refusal(tokenizer: Any, row: dict[str, Any]) -> str:
-    with pytest.raises(DataError) as caught:
-        encoded(tokenizer, row)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -128,60 +117,21 @@ def test_labels_and_mask_say_the_same_and_long_rows_are_cut_or_dropped(
     ],
 )
 def test_each_refusal_names_the_row_what_it_has_and_what_is_valid(tokenizer, row, said):
-    assert refusal(tokenizer, row).startswith(f"t.jsonl:7: {said}")
+    with pytest.raises(DataError) as caught:
+        encoded(tokenizer, row)
+    assert str(caught.value).startswith(f"t.jsonl:7: {said}")
 
 
-def test_a_column_of_ids_is_detected_after_all_others():
-    def detected(**row: Any) -> str:
-        return detect_format(Record(row, "t.jsonl:1"), SourceSection(path="t.jsonl"), "data.train")
-
-    assert detected(**ROWS[0]) == detected(input_ids=[1]) == "tokens"
-    assert detected(input_ids=[1], text="a") == "text"
-
-
-@pytest.mark.parametrize("row_format", ["auto", "tokens"])
-def test_a_model_is_asked_through_a_chat_template_where_there_is_one(row_format):
-    source = SourceSection(path="t.jsonl", format=row_format)
-    assert prompt_template(Record(ROWS[0], "t.jsonl:1"), source) == "{prompt}"
-    through = prompt_template(Record(ROWS[0], "t.jsonl:1"), source, has_chat_template=True)
-    assert through is None
-
-
-def _lines(path: Path) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-
-
-def _arrow(path: Path) -> None:
-    table = pa.Table.from_pylist(ROWS)
-    with pa.ipc.new_file(path, table.schema) as writer:
-        writer.write_table(table)
-
-
-def _small_types(path: Path) -> None:
-    """As `datasets` writes them: int32 and int64, in a stream of Arrow."""
-    kinds = {"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int64())}
-    table = pa.Table.from_pylist(ROWS, schema=pa.schema(kinds))
-    with pa.ipc.new_stream(path, table.schema) as writer:
-        writer.write_table(table)
-
-
-FILES: dict[str, Callable[[Path], None]] = {
-    "rows.jsonl": _lines,
-    "rows.parquet": lambda path: parquet.write_table(pa.Table.from_pylist(ROWS), path),
-    "rows.arrow": _arrow,
-    "stream.arrow": _small_types,
-}
-
-
-def made(path: Path, tokenizer: Any, **fields: Any) -> Prepared:
-    data = DataSection(train=SourceSection(path=str(path)), cache="off", **fields)
-    return prepare(data, tokenizer, seed=0)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_from_every_kind_of_file(name, tmp_path, tokenizer):
-    FILES[name](tmp_path / name)
-    rows = made(tmp_path / name, tokenizer).train
+@pytest.mark.parametrize("small", [False, True], ids=["JSON", "int32"])
+def test_rows_of_a_file(small, source, tmp_path, tokenizer):
+    train = source(ROWS)
+    if small:  # as `datasets` writes them
+        kinds = {"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int64())}
+        table = pa.Table.from_pylist(ROWS, schema=pa.schema(kinds))
+        train = SourceSection(path=str(tmp_path / "stream.arrow"))
+        with pa.ipc.new_stream(train.path, table.schema) as writer:
+            writer.write_table(table)
+    rows = prepare(DataSection(train=train, cache="off"), tokenizer, seed=0).train
     found = [(rows.tokens(n).ids.tolist(), rows.tokens(n).loss_mask.tolist()) for n in range(2)]
     assert found == [
         ([0, 5, 6, 7, 1], [False, False, True, True, True]),
@@ -190,9 +140,9 @@ def test_from_every_kind_of_file(name, tmp_path, tokenizer):
     assert rows.report.num_loss_tokens == 4
 
 
-def test_a_bad_row_ends_the_preparation_or_is_skipped(tmp_path, tokenizer):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, {"input_ids": [400]}]))
-    with pytest.raises(DataError, match=r"rows\.jsonl:3: input_ids\[0\] is 400, but this"):
-        made(path, tokenizer)
-    assert made(path, tokenizer, on_bad_row="skip").train.report.skipped == 1
+def test_a_bad_row_ends_the_preparation_or_is_skipped(source, tokenizer):
+    data = DataSection(train=source([*ROWS, {"input_ids": [400]}]), cache="off")
+    with pytest.raises(DataError, match=r"data\.jsonl:3: input_ids\[0\] is 400, but this"):
+        prepare(data, tokenizer, seed=0)
+    skipping = data.model_copy(update={"on_bad_row": "skip"})
+    assert prepare(skipping, tokenizer, seed=0).train.report.skipped == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
@@ -35,3 +36,19 @@ def make_chat_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
 def template(name: str) -> str:
     """The text of a template: headers, headers_marked, chatml or inst."""
     return (FIXTURES / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str | None, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def tool(text: str) -> dict[str, Any]:
+    return {"role": "tool", "content": text}

@@ -52,3 +52,11 @@ def marked(tokenizer: Any, sequence: Encoded) -> str:
     return "".join(
         f"⟦{text}⟧" if has_loss else text for has_loss, text in stretches(tokenizer, sequence)
     )
+
+
+def shown(tokenizer: Any, chat_template: str, *turns: Any, tools: Any = None, **data: Any) -> str:
+    """The tokens of the one sequence of a chat, as `marked` shows them."""
+    row = {"messages": list(turns), "tools": tools}
+    [sequence], _ = encode(tokenizer, "messages", row, chat_template=chat_template, **data)
+    assert not sequence.loss_mask[0]
+    return marked(tokenizer, sequence)
