@@ -7,10 +7,13 @@ refused at once.
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
+import lzma
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import urlsplit
@@ -169,23 +172,28 @@ def unpacked(address: str, file: BinaryIO | None = None) -> BinaryIO:
         file: opened already; None opens a remote one.
 
     Raises:
-        DataError: as for `open_remote`; or nothing here unpacks this.
+        DataError: as for `open_remote`.
     """
-    import fsspec
+    file = file or open_remote(address)
+    path = urlsplit(address).path if "://" in address else address
+    unpacker = _UNPACKERS.get(Path(path).suffix.lower())
+    if unpacker is None:
+        return file
+    return _buffered(shown(address) if "://" in address else address, unpacker(file))
+
+
+def _zstd(file: BinaryIO) -> Any:
     import pyarrow as pa
 
-    file = file or open_remote(address)
-    name = shown(address) if "://" in address else address
-    kind = fsspec.utils.infer_compression(address.partition("?")[0])
-    if kind is None:
-        return file
-    if kind == "zstd":  # what fsspec takes reads a file that was cut off as a whole one
-        return _buffered(name, pa.CompressedInputStream(file, kind))
-    if kind not in fsspec.compression.compr:
-        raise DataError(
-            f"{name}: nothing that is installed unpacks {kind}; write it as .gz or .zst"
-        )
-    return _buffered(name, fsspec.compression.compr[kind](file, mode="rb"))
+    return pa.CompressedInputStream(file, "zstd")
+
+
+_UNPACKERS: Mapping[str, Callable[[BinaryIO], Any]] = {
+    ".gz": lambda file: gzip.GzipFile(fileobj=file),
+    ".bz2": bz2.BZ2File,
+    ".xz": lzma.LZMAFile,
+    ".zst": _zstd,
+}
 
 
 def _buffered(name: str, unpacking: Any) -> BinaryIO:
