@@ -19,7 +19,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from anygauge.data import Record
-from anygauge.data.spans import Aligner
+from anygauge.data.masks import Aligner
 from tests.helpers.masks import encoder, text_of
 from tests.helpers.tokenizer import FIXTURES, make_tokenizer
 

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from anygauge.config.schema import SourceSection
-from anygauge.data.chat import Chat
-from anygauge.data.formats import parse
+from anygauge.data.formats import Chat, parse
 from anygauge.data.records import Record
 from anygauge.interface import DataError
 
@@ -163,7 +162,7 @@ def test_malformed_turns(turns, words):
 @pytest.mark.parametrize(
     ("turns", "columns", "words"),
     [
-        ([U, A], {"system": 3}, "column 'system' holds a number; text is expected"),
+        ([U, A], {"system": 3}, "column 'system' holds a number (3); text is expected"),
         ([U, A], {"tools": "[{"}, "column 'tools' holds text that is not JSON"),
         ([U, A], {"tools": [3]}, "column 'tools' holds a number as a tool"),
         ([U, A], {"tools": [{"description": "d"}]}, "no 'name'; keys here: 'description'"),

@@ -6,15 +6,14 @@ from typing import Any
 import pytest
 
 from anygauge.config.schema import SourceSection
-from anygauge.data.chat import Chat
 from anygauge.data.formats import (
+    Chat,
     Row,
     detect_format,
     parse,
     parse_all,
     prompt_template,
     render,
-    render_alpaca,
 )
 from anygauge.data.records import Record
 from anygauge.interface import DataError, RunFileError
@@ -107,7 +106,7 @@ def test_alpaca_prompts_with_and_without_an_input():
 @pytest.mark.parametrize("given", ["{instruction}", "{input}", "{prompt}", "{0}"])
 def test_braces_in_the_data_are_data(given):
     assert render("<{prompt}{x}>", given) == f"<{given}{{x}}>"
-    assert f"### Instruction:\n{given}\n\n### Input:\n{given}\n" in render_alpaca(given, given)
+    assert f"### Instruction:\n{given}\n\n### Input:\n{given}\n" in read({"instruction": given, "input": given, "output": "o"}).prompt
 
 
 def test_prompt_and_completion_may_be_turns():
