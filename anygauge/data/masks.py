@@ -71,7 +71,7 @@ def rendered(chat: Chat, template: ChatTemplate) -> tuple[str, list[Span]]:
             f"{way_out}, or name another column as 'tools'"
         )
     try:
-        return template.render_marked(chat.turns, chat.tools)
+        return template.render(chat.turns, chat.tools)
     except TemplateRefusal as refusal:
         raise _refused(chat, refusal) from None
 
@@ -81,11 +81,10 @@ def _of_answers(chat: Chat, template: ChatTemplate, text: str, spans: list[Span]
 
     def number(end: int) -> int:
         """Stretches in so many turns."""
-        return len(template.render_marked(chat.turns[:end], chat.tools)[1]) if end else 0
+        return len(template.render(chat.turns[:end], chat.tools)[1]) if end else 0
 
-    if list(chat.answers) != [
-        n for n, turn in enumerate(chat.turns) if turn["role"] == "assistant"
-    ]:
+    assistants = [n for n, turn in enumerate(chat.turns) if turn["role"] == "assistant"]
+    if list(chat.answers) != assistants:
         try:
             ranges = [slice(number(index), number(index + 1)) for index in chat.answers]
         except TemplateRefusal as refusal:
@@ -124,15 +123,13 @@ class _Finder:
         if self._is_rewritten and not (marked or is_last):
             return None
         found = self._tail(index, marked)
-        if not marked and (found is None or not self.text.startswith(found[1])):
-            self._is_rewritten = True
-            return None
+        if not marked and not (found and self.text.startswith(found[1])):
+            self._is_rewritten, found = True, None
         if found is None:
             return None
         place, tail = found
         # What closes the last turn of a chat may not close an earlier one: the common text does.
-        common = _common(tail, self.text[place:])
-        end = self.template.end_of_turn(tail, common)
+        end = self.template.end_of_turn(tail, _common(tail, self.text[place:]))
         return None if end is None else place + end
 
     def _start(self, index: int, marked: bool) -> int | None:
@@ -222,7 +219,7 @@ class _Finder:
 
     def _try(self, turns: Sequence[Turn], *, asks: bool = False) -> str | None:
         try:
-            return self.template.render(turns, self.tools, asks=asks)
+            return self.template.render(turns, self.tools, asks=asks)[0]
         except TemplateRefusal:
             return None
 

@@ -198,24 +198,13 @@ class ChatTemplate:
         """Whether the template marks what the assistant says with ``{% generation %}``."""
         return bool(_MARKS.search(self.texts[tools is not None]))
 
-    def render(self, turns: Sequence[Turn], tools: Tools, *, asks: bool = False) -> str:
-        """The text of some turns.
-
-        Args:
-            asks: add what stands before an answer (the generation prompt).
-
-        Raises:
-            TemplateRefusal: the template does not take these turns.
-        """
-        return self.render_marked(turns, tools, asks=asks)[0]
-
-    def render_marked(
+    def render(
         self, turns: Sequence[Turn], tools: Tools, *, asks: bool = False
     ) -> tuple[str, list[Span]]:
         """The text of some turns, and the stretches of it that generation marks enclose.
 
         Args:
-            asks: see `render`.
+            asks: add what stands before an answer (the generation prompt).
 
         Raises:
             TemplateRefusal: the template does not take these turns.
@@ -268,7 +257,7 @@ class ChatTemplate:
         mark = "\ue0a7"
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]
         try:
-            return self.render(turns, None).partition(mark)[2]
+            return self.render(turns, None)[0].partition(mark)[2]
         except TemplateRefusal:
             return None
 
@@ -287,7 +276,7 @@ class ChatTemplate:
             DataError: the template does not take a single turn of a user.
         """
         try:
-            text = self.render([{"role": "user", "content": prompt}], None, asks=True)
+            text, _ = self.render([{"role": "user", "content": prompt}], None, asks=True)
         except TemplateRefusal as refusal:
             raise DataError(
                 f"the chat template does not take a question: {refusal}; give --raw to ask "
@@ -298,7 +287,7 @@ class ChatTemplate:
     def _check_contents(self) -> None:
         turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "reply"}]
         try:
-            text, spans = self.render_marked(turns, None)
+            text, spans = self.render(turns, None)
         except TemplateRefusal:
             return
         if "question" not in text or "reply" not in text:
