@@ -253,8 +253,8 @@ class RowEncoder:
             starts = range(0, max(len(whole) - 1, 1), most - 1)
             for number, start in enumerate(starts, start=1 if len(starts) > 1 else 0):
                 part = whole[start : start + most]
-                has_loss = np.arange(len(part)) > 0
-                yield replace(self._fitted(index, part, has_loss), part=number, length=len(whole))
+                one = self._fitted(index, part, np.ones(len(part), dtype=np.bool_))
+                yield replace(one, part=number, length=len(whole))
 
     def _of_answers(self, rows: Sequence[tuple[int, Row | Chat]]) -> Iterator[Encoded]:
         spans = [self._spans(row) for _, row in rows]

@@ -54,7 +54,7 @@ def read_template(given: str | None) -> str | None:
     if given in NAMED_TEMPLATES:
         return (NAMED / f"{given}.jinja").read_text(encoding="utf-8")
     if holds_template(CHAT_TEMPLATE, given):
-        check_syntax(given, "data.chat_template")
+        _check_syntax(given, "data.chat_template")
         return given
     file = Path(given).expanduser()
     try:
@@ -75,7 +75,7 @@ def read_template(given: str | None) -> str | None:
         ) from None
     if not text.strip():
         raise RunFileError(f"data.chat_template: {given} is empty")
-    check_syntax(text, f"data.chat_template: {given}")
+    _check_syntax(text, f"data.chat_template: {given}")
     return text
 
 
@@ -99,7 +99,7 @@ def template_to_save(tokenizer: Any, given: str | None, kwargs: Mapping[str, Any
     return given if own.startswith(defaults) else defaults + own
 
 
-def check_syntax(text: str, where: str) -> None:
+def _check_syntax(text: str, where: str) -> None:
     """Parse a template without rendering it.
 
     Raises:
@@ -176,7 +176,7 @@ class ChatTemplate:
                     "was tuned for chats"
                 ) from None
             for text in {plain, with_tools}:
-                check_syntax(text, "the tokenizer's chat template")
+                _check_syntax(text, "the tokenizer's chat template")
         if not getattr(tokenizer, "is_fast", False):
             raise ModelError(
                 f"{type(tokenizer).__name__} cannot say which characters a token stands for, which "

@@ -151,7 +151,7 @@ def test_a_table_gives_a_call_the_arguments_that_were_written(tmp_path, cache, t
     assert arguments_of(records) == [{"city": "Rome"}, CALLS[1], {}]
     template = "{% for m in messages %}{{ m.content }}{{ m.tool_calls or [] | tojson }}{% endfor %}"
     chat = parse(records[0], "messages", SourceSection(path="x"), "data.train")
-    text = ChatTemplate(tokenizer, template).render(chat.turns, chat.tools)
+    text, _ = ChatTemplate(tokenizer, template).render(chat.turns, chat.tools)
     assert "Rome" in text and "unit" not in text and "amounts" not in text
 
 
