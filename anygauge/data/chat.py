@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from anygauge.config.schema import SourceSection
-from anygauge.data.records import Record, byte_length, check_text, column, from_json, kind
+from anygauge.data.readers import Record, byte_length, check_text, column, from_json, kind
 from anygauge.interface import DataError
 from anygauge.util.text import did_you_mean
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from anygauge.config.schema import DataSection, SourceSection
 from anygauge.data.chat import Chat
 from anygauge.data.formats import CHAT_FORMATS, Row, TokenRow, detect_format, parse_all
-from anygauge.data.records import Record
+from anygauge.data.readers import Record
 from anygauge.data.spans import Aligner, bounded_parts, rendered, rendered_spans
 from anygauge.data.template import ChatTemplate, Rendering, Span, read_template, unwatched
 from anygauge.interface import DataError, ModelError

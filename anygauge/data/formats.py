@@ -9,7 +9,7 @@ from typing import Any
 from anygauge.config.paths import data_suffix
 from anygauge.config.schema import SourceSection
 from anygauge.data.chat import Chat, chat_from_columns, chat_from_messages, chat_from_sharegpt
-from anygauge.data.records import (
+from anygauge.data.readers import (
     MissingColumnError,
     Record,
     byte_length,

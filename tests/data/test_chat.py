@@ -8,7 +8,7 @@ import pytest
 from anygauge.config.schema import SourceSection
 from anygauge.data.chat import Chat
 from anygauge.data.formats import parse
-from anygauge.data.records import Record
+from anygauge.data.readers import Record
 from anygauge.interface import DataError
 
 U = {"role": "user", "content": "q"}

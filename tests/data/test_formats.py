@@ -16,7 +16,7 @@ from anygauge.data.formats import (
     render,
     render_alpaca,
 )
-from anygauge.data.records import Record
+from anygauge.data.readers import Record
 from anygauge.interface import DataError, RunFileError
 from tests.helpers.tokenizer import FIXTURES
 

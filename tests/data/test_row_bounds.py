@@ -12,13 +12,12 @@ import pytest
 from pyarrow import parquet
 
 from anygauge.config.schema import SourceSection
-from anygauge.data import formats, json_rows, records, spans
+from anygauge.data import formats, readers, spans
 from anygauge.data.cache import Cache
 from anygauge.data.encode import encode_texts
 from anygauge.data.formats import parse
-from anygauge.data.records import Record
+from anygauge.data.readers import Record
 from anygauge.data.sources import first_records
-from anygauge.data.tables import as_written
 from anygauge.data.template import ChatTemplate, read_template
 from anygauge.interface import DataError, RunFileError
 from tests.data.conftest import read
@@ -65,8 +64,8 @@ def test_a_double_key_is_found_in_one_pass():
         __hash__ = str.__hash__
 
     keys = [Key(number) for number in [*range(1000), 999]]
-    with pytest.raises(records.DoubleKeyError, match="the key '999' is written twice"):
-        records.plain_object([(key, None) for key in keys])
+    with pytest.raises(readers.DoubleKeyError, match="the key '999' is written twice"):
+        readers.plain_object([(key, None) for key in keys])
     assert compared < 10 * len(keys)
 
 
@@ -92,7 +91,7 @@ def test_a_row_with_too_much_text_is_refused_by_name():
 
 
 def test_a_line_that_is_too_long_is_not_even_read(source, cache, monkeypatch):
-    monkeypatch.setattr(json_rows, "MOST_LINE", 100)
+    monkeypatch.setattr(readers, "MOST_LINE", 100)
     short, long = (json.dumps({"text": "x" * length}) for length in (10, 1000))
     section = source(f"{short}\n\n{long}\n{short}\n")
     said = r"jsonl:3: the row has more than 100 bytes, which is as many as are read; split it"
@@ -158,11 +157,8 @@ def test_a_table_gives_a_call_the_arguments_that_were_written(tmp_path, cache, t
 def test_the_hubs_tables_do_so_too():
     from datasets import Dataset
 
-    rows = Dataset.from_list(ROWS)
-    records = [
-        Record({key: as_written(value, rows.features[key]) for key, value in row.items()}, "h[0]")
-        for row in rows
-    ]
+    batches = readers.numbered(Dataset.from_list(ROWS).with_format("arrow").iter(2))
+    records = [row.record("h[{}]") for row in readers.rows_of(batches, 0)]
     assert arguments_of(records) == [{"city": "Rome"}, CALLS[1], {}]
 
 

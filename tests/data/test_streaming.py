@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from anygauge.config.schema import DataSection, SourceSection
 from anygauge.data import Ahead, Counts, Layout, Schedule, json_rows
 from anygauge.data.prepare import packs_of
-from anygauge.data.records import RawRow
+from anygauge.data.readers import RawRow
 from anygauge.data.row_batches import pack
 from anygauge.data.rows import Tokens
 from anygauge.data.streaming import BlockOrder, PackedStream, StreamedRows
