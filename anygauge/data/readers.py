@@ -19,6 +19,7 @@ import gzip
 import io
 import json
 import lzma
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -209,13 +210,37 @@ def file_rows(
     Raises:
         DataError: unreadable, malformed, too large, or without what makes rows.
     """
-    if suffix in LINES:
-        return islice(_line_rows(open_file, name), start, None)
-    if suffix == ".json":
-        return islice(_list_rows(open_file, name), start, None)
-    if suffix == ".txt":
-        return islice(_document_rows(open_file, name, column), start, None)
-    return _table_rows(open_file, name, suffix, start)
+    tables = {".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}
+    with _naming(name):
+        if suffix in tables:
+            # The header is line 1 of a CSV file: a row has the number that a spreadsheet shows.
+            shift = 2 if suffix == ".csv" else 0
+            yield from rows_of(tables[suffix](open_file, name, start), start, shift)
+            return
+        if suffix == ".txt":
+            rows = _document_rows(open_file, name, column)
+        else:
+            rows = (_list_rows if suffix == ".json" else _line_rows)(open_file, name)
+        yield from islice(rows, start, None)
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Say which file it is that cannot be read."""
+    try:
+        yield
+    except Exception as error:
+        import pyarrow as pa
+
+        of_packed = (EOFError, zlib.error, lzma.LZMAError)
+        of_tables = (pa.ArrowException, UnicodeError, csv.Error, json.JSONDecodeError)
+        if not isinstance(error, (OSError, *of_packed, *of_tables)):
+            raise
+        said = str(error).strip().partition("\n")[0]
+        remedy = "is the file whole, and of the kind that its name says?"
+        if isinstance(error, pa.ArrowNotImplementedError):
+            remedy = f"pyarrow {pa.__version__} cannot do it. Write the rows as JSON Lines"
+        raise DataError(f"{name} cannot be read: {said}; {remedy}") from None
 
 
 # JSON: one object a line, or all in a list
@@ -239,17 +264,8 @@ def plain_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=plain_object)
-
-
-def load_json(text: str) -> Any:
-    """What JSON means.
-
-    Raises:
-        DoubleKeyError: a key stands twice in one object.
-        ValueError: not JSON.
-        RecursionError: nested too deeply.
-    """
-    return _DECODER.decode(text)
+load_json = _DECODER.decode
+"""What JSON means. Raises ValueError, `DoubleKeyError` among them, or RecursionError."""
 
 
 def _complaint(error: Exception) -> str:
@@ -281,10 +297,11 @@ def _line_rows(open_file: OpenFile, name: str) -> Iterator[RawRow]:
 
 def holds_lines(open_file: OpenFile, name: str) -> bool:
     """Whether the first filled line of a .json file is an object, and not the only line."""
-    with open_file() as file:
-        if not file.read(_BEGIN).removeprefix(_BOM).lstrip().startswith(b"{"):
-            return False
-    values = [row.value for row in islice(_line_rows(open_file, name), 2)]
+    with _naming(name):
+        with open_file() as file:
+            if not file.read(_BEGIN).removeprefix(_BOM).lstrip().startswith(b"{"):
+                return False
+        values = [row.value for row in islice(_line_rows(open_file, name), 2)]
     first, *others = [line.strip() for line in values if isinstance(line, bytes)]
     return bool(others) and (first.endswith(b"}") or others[0].startswith(b"{"))
 
@@ -390,15 +407,6 @@ def _decoded(raw: bytes, place: Callable[[int], str], offset: int = 0) -> str:
 # Tables
 
 
-def _table_rows(open_file: OpenFile, name: str, suffix: str, start: int) -> Iterator[RawRow]:
-    read = {".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}[suffix]
-    # The header is line 1 of a CSV file: a row has the number that a spreadsheet shows.
-    first = 2 if suffix == ".csv" else 0
-    with _naming(name, suffix):
-        for row in rows_of(read(open_file, name, start), start):
-            yield row._replace(place=row.place + first)
-
-
 def parquet_count(open_file: OpenFile, name: str) -> int:
     """Rows of a Parquet file; reads its footer alone.
 
@@ -407,32 +415,18 @@ def parquet_count(open_file: OpenFile, name: str) -> int:
     """
     from pyarrow import parquet
 
-    with _naming(name, ".parquet"), open_file() as file:
+    with _naming(name), open_file() as file:
         return int(parquet.ParquetFile(file).metadata.num_rows)
 
 
-@contextlib.contextmanager
-def _naming(name: str, suffix: str) -> Iterator[None]:
-    """Say which file it is that cannot be read as what its suffix says."""
-    import pyarrow as pa
-
-    try:
-        yield
-    except (pa.ArrowException, OSError, UnicodeError, csv.Error) as error:
-        said = str(error).strip().partition("\n")[0]
-        what = f"not valid {suffix[1:].upper() if suffix == '.csv' else suffix[1:].title()}"
-        if isinstance(error, pa.ArrowNotImplementedError):
-            what = f"pyarrow {pa.__version__} cannot read it"
-        raise DataError(
-            f"{name}: {what} ({said}); correct the file, or write its rows as JSON Lines"
-        ) from None
-
-
-def rows_of(batches: Batches, start: int) -> Iterator[RawRow]:
+def rows_of(batches: Batches, start: int, shift: int = 0) -> Iterator[RawRow]:
     """The rows from a number on, without the nulls that a table filled in.
 
     Structs of one column have all fields of all rows. A field that is null at one place was not
     written there: a tool call would be trained with arguments that nobody wrote.
+
+    Args:
+        shift: from a row's number to its place.
     """
     import pyarrow as pa
 
@@ -445,7 +439,7 @@ def rows_of(batches: Batches, start: int) -> Iterator[RawRow]:
         }
         for number, row in enumerate(left.to_pylist(), first + batch.num_rows - left.num_rows):
             row.update({name: _written(row[name], kind) for name, kind in kinds.items()})
-            yield RawRow(number, row)
+            yield RawRow(number + shift, row)
 
 
 def _written(value: Any, kind: Any) -> Any:
@@ -555,34 +549,4 @@ def unpacked(file: BinaryIO, name: str) -> BinaryIO:
     unpacker = _UNPACKERS.get(Path(name).suffix.lower())
     if unpacker is None:
         return file
-    return cast("BinaryIO", io.BufferedReader(_UnpackedFile(name, unpacker(file)), _UNPACKED))
-
-
-class _UnpackedFile(io.RawIOBase):
-    """What a reader of a compressed file unpacks; not all of them have lines, or say what fails."""
-
-    def __init__(self, name: str, file: Any) -> None:
-        super().__init__()
-        self._name, self._file = name, file
-
-    def seekable(self) -> bool:
-        return bool(self._file.seekable())
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return int(self._file.seek(offset, whence))
-
-    def tell(self) -> int:
-        return int(self._file.tell())
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            part = self._file.read(len(buffer))
-        except DataError:
-            raise
-        except Exception as error:  # each way of compressing has its own
-            raise DataError(f"{self._name} cannot be unpacked: {error}") from None
-        buffer[: len(part)] = part
-        return len(part)
+    return cast("BinaryIO", io.BufferedReader(unpacker(file), _UNPACKED))

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache as once
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -58,15 +58,10 @@ class Source:
             DataError: unreadable, malformed or empty.
         """
         rows = self.read(start)
-        try:
-            first = next(rows, None)
-            if first is None and not start:
-                raise DataError(f"{self.name} is empty; at least one row is needed")
-            if first is not None:
-                yield first
-                yield from rows
-        except OSError as error:
-            raise unreadable(self.name, error) from None
+        first = list(islice(rows, 1))
+        if not first and not start:
+            raise DataError(f"{self.name} is empty; at least one row is needed")
+        yield from chain(first, rows)
 
 
 def open_source(
@@ -105,8 +100,10 @@ def open_source(
         known = source.count()
         return limit if known is None else min(known, limit)
 
-    rows = lambda start: islice(source.read(start), max(0, limit - start))  # noqa: E731
-    return replace(source, read=rows, count=count)
+    def read(start: int) -> Iterator[RawRow]:
+        return islice(source.read(start), max(0, limit - start))
+
+    return replace(source, read=read, count=count)
 
 
 def first_records(
