@@ -233,7 +233,7 @@ def _naming(name: str) -> Iterator[None]:
         import pyarrow as pa
 
         of_packed = (EOFError, zlib.error, lzma.LZMAError)
-        of_tables = (pa.ArrowException, UnicodeError, csv.Error, json.JSONDecodeError)
+        of_tables = (pa.ArrowException, UnicodeError, csv.Error)
         if not isinstance(error, (OSError, *of_packed, *of_tables)):
             raise
         said = str(error).strip().partition("\n")[0]
@@ -446,7 +446,8 @@ def _written(value: Any, kind: Any) -> Any:
     import pyarrow as pa
 
     if isinstance(value, str) and isinstance(kind, pa.JsonType):
-        return json.loads(value)
+        with contextlib.suppress(ValueError, RecursionError):  # `datasets` (5.2) lets 007 stand
+            return json.loads(value)
     if isinstance(value, dict) and pa.types.is_struct(kind):
         kinds = {field.name: field.type for field in kind}
         return {
@@ -476,11 +477,6 @@ def _csv(open_file: OpenFile, name: str, start: int) -> Batches:
         names = next(filter(None, csv.reader(head)), [])
         if not names:
             return
-        [(double, times)] = Counter(names).most_common(1)
-        if times > 1:
-            raise DataError(
-                f"{name}:1: the header names the column {double!r} more than once; rename one"
-            )
         rows = pa.csv.open_csv(
             file,
             # One thread: only then does the complaint about a row tell its number.
@@ -494,6 +490,11 @@ def _csv(open_file: OpenFile, name: str, start: int) -> Batches:
             raise DataError(
                 f"{name}:1: the header cannot be read; write each name as it is or in quotes, and "
                 f"all in at most {_CSV_HEADER:,} bytes"
+            )
+        [(double, times)] = Counter(names).most_common(1)
+        if times > 1:
+            raise DataError(
+                f"{name}:1: the header names the column {double!r} more than once; rename one"
             )
         yield from numbered(rows)
 

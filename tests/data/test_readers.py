@@ -135,6 +135,7 @@ NO_ROW = "is empty; at least one row is needed"
         ("json", b'[{"a":\n"\xff"}]', "data.json:2: not UTF-8 at byte 8"),
         ("json", '{"a": 1}\n{"a": }\n', f"data.json:2: {ONE_OBJECT}"),
         ("csv", "a,b\n1,2\n3\n", "data.csv cannot be read: CSV parse error: Row #3: Expected 2 columns, got 1"),  # noqa: E501
+        ("csv", b"\xff,b\n1,2\n", "data.csv cannot be read: 'utf-8' codec can't decode byte 0xff"),
         ("csv", "a,a\n1,2\n", "the header names the column 'a' more than once"),
         ("csv", b"a,b\n1,\xff\n", "data.csv cannot be read: "),
         ("csv", "a,b\n", NO_ROW),
@@ -175,6 +176,16 @@ def test_a_file_that_changes_while_it_is_read(source, tokenizer, monkeypatch):
     data = DataSection(train=section, max_length=64, cache="off")
     with pytest.raises(DataError, match=r"data\.jsonl changed while it was being read; start"):
         prepare(data, tokenizer, seed=0)
+
+
+def test_a_stream_of_a_file_that_changes(source):
+    opened = open_source(source([{"text": "a"}] * 9), "data.train")
+    rows = opened.rows()
+    next(rows)
+    source([{"text": "a"}] * 10)
+    for again in (rows, opened.rows()):
+        with pytest.raises(DataError, match=r"data\.jsonl changed while it was being read; start"):
+            list(again)
 
 
 def put_table(tmp_path, group=2, **columns):

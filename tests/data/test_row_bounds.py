@@ -98,6 +98,9 @@ def test_a_line_that_is_too_long_is_not_even_read(source, cache, monkeypatch):
     for reading in (lambda: read(section, cache), lambda: first_records(section, 3, "f")):
         with pytest.raises(DataError, match=said):
             reading()
+    monkeypatch.setattr(readers, "_CSV_HEADER", 4)
+    with pytest.raises(DataError, match=r"csv:1: the header cannot be read; .* at most 4 bytes"):
+        read(source("one,two\n1,2\n", name="data.csv"), cache)
 
 
 def test_texts_are_tokenised_as_many_at_once_as_memory_allows(tokenizer, monkeypatch):
@@ -142,24 +145,25 @@ def arguments_of(records: list[Record]) -> list[Any]:
     return [chat.turns[1]["tool_calls"][0]["function"]["arguments"] for chat in chats]
 
 
+def of_hub(rows: list[dict[str, Any]], **options: Any) -> list[Record]:
+    """Rows as a data set of the hub holds them."""
+    from datasets import Dataset
+
+    batches = Dataset.from_list(rows, **options).with_format("arrow").iter(2)
+    return [row.record("h[{}]") for row in readers.rows_of(readers.numbered(batches), 0)]
+
+
 def test_a_table_gives_a_call_the_arguments_that_were_written(tmp_path, cache, tokenizer):
     path = tmp_path / "rows.parquet"
     parquet.write_table(pa.Table.from_pylist(ROWS), path)
     records = read_file(path, cache)
     # A null that was written cannot be told from one that the table filled in.
-    assert arguments_of(records) == [{"city": "Rome"}, CALLS[1], {}]
+    for each in (records, of_hub(ROWS)):
+        assert arguments_of(each) == [{"city": "Rome"}, CALLS[1], {}]
     template = "{% for m in messages %}{{ m.content }}{{ m.tool_calls or [] | tojson }}{% endfor %}"
     chat = parse(records[0], "messages", SourceSection(path="x"), "data.train")
     text = ChatTemplate(tokenizer, template).render(chat.turns, chat.tools)
     assert "Rome" in text and "unit" not in text and "amounts" not in text
-
-
-def test_the_hubs_tables_do_so_too():
-    from datasets import Dataset
-
-    batches = readers.numbered(Dataset.from_list(ROWS).with_format("arrow").iter(2))
-    records = [row.record("h[{}]") for row in readers.rows_of(batches, 0)]
-    assert arguments_of(records) == [{"city": "Rome"}, CALLS[1], {}]
 
 
 def test_a_null_that_was_written_as_json_stays(source, tmp_path, cache):
@@ -168,3 +172,5 @@ def test_a_null_that_was_written_as_json_stays(source, tmp_path, cache):
     texts = [{**row, "messages": json.dumps(row["messages"])} for row in ROWS]
     parquet.write_table(pa.Table.from_pylist(texts), tmp_path / "texts.parquet")
     assert arguments_of(read_file(tmp_path / "texts.parquet", cache)) == CALLS
+    mixed = [{"a": [{"b": None}, 3, "007"]}, {"a": None}]
+    assert [record.values for record in of_hub(mixed, on_mixed_types="use_json")] == mixed
