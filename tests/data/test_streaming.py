@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data import Ahead, Counts, Layout, Schedule, json_rows
+from anygauge.data import Ahead, Counts, Layout, Schedule, readers
 from anygauge.data.prepare import packs_of
 from anygauge.data.readers import RawRow
 from anygauge.data.row_batches import pack
@@ -411,7 +411,7 @@ def test_no_more_than_two_blocks_are_held(batches, source, monkeypatch):
             with lock:
                 held.discard(id(self))
 
-    monkeypatch.setattr(json_rows, "RawRow", Counted)
+    monkeypatch.setattr(readers, "RawRow", Counted)
     made = batches(train=source([{"text": "x"}] * 230), shuffle_buffer=32, settings={"steps": 100})
     for index in range(made.steps):
         made.step(index)
