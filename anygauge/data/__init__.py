@@ -12,7 +12,7 @@ from anygauge.data.batches import (
 )
 from anygauge.data.encode import Counts, Encoded, RowEncoder, prompt_ids
 from anygauge.data.prepare import Prepared, advice, described, peek, prepare, training_batches
-from anygauge.data.records import Record
+from anygauge.data.readers import Record
 from anygauge.data.row_batches import EvaluationBatches, RowBatches
 from anygauge.data.rows import TokenizedRows
 from anygauge.data.sources import first_records

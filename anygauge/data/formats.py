@@ -14,7 +14,7 @@ from typing import Any
 
 from anygauge.config.paths import data_suffix
 from anygauge.config.schema import SourceSection
-from anygauge.data.records import (
+from anygauge.data.readers import (
     MissingColumnError,
     Record,
     byte_length,

@@ -7,13 +7,10 @@ refused at once.
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import io
-import lzma
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import urlsplit
@@ -34,10 +31,6 @@ FEW = 2**16
 """The same, where a little of a file is looked at."""
 
 _HTTP = ("http", "https")
-_PACKAGES = {
-    **{"http": "aiohttp", "https": "aiohttp", "s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"},
-    **{"az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"},
-}
 _VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "Last-Modified", "mtime", "LastModified")
 """What file systems call that which changes with a file's content."""
 _HOPELESS = {
@@ -57,8 +50,8 @@ def shown(address: str) -> str:
     return without_users(urlsplit(address)._replace(query="", fragment="").geturl())
 
 
-class RemoteFile(io.RawIOBase):
-    """One file, read from any place; see `open_remote`.
+class _RemoteFile(io.RawIOBase):
+    """One file, read from any place.
 
     Attributes:
         size: bytes; None where the server does not say.
@@ -70,11 +63,13 @@ class RemoteFile(io.RawIOBase):
         self._name = shown(address)
         self._at = 0
         self._file: Any = None
-        self._sends_parts = True
+        self._options: dict[str, Any] = {"cache_type": "none"}
         self._files, self._path = retried(self._name, lambda: _file_system(address))
         details = retried(self._name, lambda: self._files.info(self._path))
         self.size: int | None = details.get("size")
         self.version = str(next(filter(None, map(details.get, _VERSIONS)), ""))
+        if self.version and self._path.startswith(_HTTP):
+            self._options["headers"] = {"If-Match": self.version}
         if details.get("mimetype") == "text/html":
             raise DataError(
                 f"{self._name}: the server sends a web page (text/html) in place of data; give the "
@@ -83,19 +78,15 @@ class RemoteFile(io.RawIOBase):
             )
 
     def readable(self) -> bool:
-        """See `io.RawIOBase`."""
         return True
 
     def seekable(self) -> bool:
-        """See `io.RawIOBase`."""
         return self.size is not None
 
     def tell(self) -> int:
-        """See `io.RawIOBase`."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """See `io.RawIOBase`."""
         starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.size or 0}
         at = starts[whence] + offset
         if at != self._at:
@@ -103,52 +94,39 @@ class RemoteFile(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """See `io.RawIOBase`.
-
-        Raises:
-            DataError: the connection breaks again and again, or the file is another one by now.
-        """
         wanted = len(buffer) if self.size is None else min(len(buffer), self.size - self._at)
         if wanted <= 0:
             return 0
-        got = retried(f"{self._name} (byte {self._at:,})", lambda: self._read(wanted))
-        buffer[: len(got)] = got
-        self._at += len(got)
-        return len(got)
+        place = f"{self._name} (byte {self._at:,})"
+        count = retried(place, lambda: self._read(buffer, wanted))
+        self._at += count
+        return count
 
-    def _read(self, wanted: int) -> bytes:
+    def _read(self, buffer: Any, wanted: int) -> int:
         """Of a connection that breaks, nothing is kept."""
         file, self._file = self._file or self._opened(), None
+        count = 0
         try:
-            got: bytes = file.read(wanted)
-        except ValueError:  # fsspec's of a server that sends whole files alone
-            if not self._at or not self._sends_parts:
-                raise
-            self._sends_parts = False
-            file = self._opened()
-            got = file.read(wanted)
-        while len(got) < wanted and (part := file.read(wanted - len(got))):
-            got += part
-        if self.size is not None and len(got) != wanted:
-            raise ConnectionError(f"{len(got):,} of {wanted:,} bytes arrived")
+            while count < wanted and (part := file.read(wanted - count)):
+                buffer[count : count + len(part)] = part
+                count += len(part)
+        except ValueError:  # fsspec's of a server that sends whole files alone: the next try does
+            self._options["block_size"] = 0
+            raise
+        if self.size is not None and count < wanted:
+            raise ConnectionError(f"{count:,} of {wanted:,} bytes arrived")
         self._file = file
-        return got
+        return count
 
     def _opened(self) -> Any:
         """The file at the place that is read next."""
-        options: dict[str, Any] = {}
-        if self.version and self._path.startswith(_HTTP):
-            options["headers"] = {"If-Match": self.version}
-        if not self._sends_parts:
-            options["block_size"] = 0
-        file = self._files.open(self._path, "rb", cache_type="none", **options)
-        if self._at:
-            try:
-                file.seek(self._at)
-            except ValueError:  # the server sends whole files alone
-                left = self._at
-                while left and (part := file.read(min(left, BLOCK))):
-                    left -= len(part)
+        file = self._files.open(self._path, "rb", **self._options)
+        try:
+            file.seek(self._at)
+        except ValueError:  # a whole file
+            left = self._at
+            while left and (part := file.read(min(left, BLOCK))):
+                left -= len(part)
         return file
 
 
@@ -159,75 +137,11 @@ def open_remote(address: str, block: int = BLOCK) -> BinaryIO:
         block: bytes that are asked for at once; 0: what each read wants.
 
     Raises:
-        DataError: nothing is there, nobody answers, it may not be read, or a package is missing.
+        DataError: nothing is there, nobody answers, it may not be read, or a package is missing;
+            in reading, also: the connection breaks again and again, or the file is another by now.
     """
-    file = RemoteFile(address)
+    file = _RemoteFile(address)
     return cast("BinaryIO", io.BufferedReader(file, block) if block else file)
-
-
-def unpacked(address: str, file: BinaryIO | None = None) -> BinaryIO:
-    """A file unpacked on the way, where its name says that it is compressed.
-
-    Args:
-        file: opened already; None opens a remote one.
-
-    Raises:
-        DataError: as for `open_remote`.
-    """
-    file = file or open_remote(address)
-    path = urlsplit(address).path if "://" in address else address
-    unpacker = _UNPACKERS.get(Path(path).suffix.lower())
-    if unpacker is None:
-        return file
-    return _buffered(shown(address) if "://" in address else address, unpacker(file))
-
-
-def _zstd(file: BinaryIO) -> Any:
-    import pyarrow as pa
-
-    return pa.CompressedInputStream(file, "zstd")
-
-
-_UNPACKERS: Mapping[str, Callable[[BinaryIO], Any]] = {
-    ".gz": lambda file: gzip.GzipFile(fileobj=file),
-    ".bz2": bz2.BZ2File,
-    ".xz": lzma.LZMAFile,
-    ".zst": _zstd,
-}
-
-
-def _buffered(name: str, unpacking: Any) -> BinaryIO:
-    return cast("BinaryIO", io.BufferedReader(_UnpackedFile(name, unpacking), FEW))
-
-
-class _UnpackedFile(io.RawIOBase):
-    """What a reader of a compressed file unpacks; not all of them have lines, or say what fails."""
-
-    def __init__(self, name: str, file: Any) -> None:
-        super().__init__()
-        self._name, self._file = name, file
-
-    def seekable(self) -> bool:
-        return bool(self._file.seekable())
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return int(self._file.seek(offset, whence))
-
-    def tell(self) -> int:
-        return int(self._file.tell())
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            part = self._file.read(len(buffer))
-        except DataError:
-            raise
-        except Exception as error:  # each way of compressing has its own
-            raise DataError(f"{self._name} cannot be unpacked: {error}") from None
-        buffer[: len(part)] = part
-        return len(part)
 
 
 def remote_identity(address: str) -> str:
@@ -236,7 +150,7 @@ def remote_identity(address: str) -> str:
     Raises:
         DataError: as for `open_remote`.
     """
-    file = RemoteFile(address)
+    file = _RemoteFile(address)
     return key_of("remote", shown(address), file.size, file.version)
 
 
@@ -280,13 +194,7 @@ def _file_system(address: str) -> tuple[Any, str]:
             limits = ClientTimeout(total=None, sock_connect=SILENCE_S, sock_read=SILENCE_S)
             options["client_kwargs"] = {"timeout": limits, "trust_env": True}
         files, path = fsspec.core.url_to_fs(address, **options)
-    except ImportError:
-        package = _PACKAGES.get(scheme, "its package")
-        raise DataError(
-            f"{shown(address)}: {scheme}:// is read by {package}, which is not installed: "
-            f"pip install {package}"
-        ) from None
-    except ValueError as error:
+    except (ImportError, ValueError) as error:
         raise DataError(f"{shown(address)} is not an address that can be read: {error}") from None
     return files, path
 

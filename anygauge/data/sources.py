@@ -1,39 +1,31 @@
-"""A source of rows, opened: which reader it has, what its rows are called, what tells its content.
+"""A source of rows, opened: a file, here or on another machine, or a data set of the hub.
 
 Rows are read in the source's own order; whoever wants others numbers them.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from functools import cache as once
+from itertools import chain, islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from anygauge.config.paths import (
-    DATA_SUFFIXES,
-    data_suffix,
-    names_address,
-    names_data_set,
-)
+from anygauge.config.paths import DATA_SUFFIXES, data_suffix, names_address, names_data_set
 from anygauge.config.schema import SourceSection
-from anygauge.data.cache import Cache, quick_identity, unreadable
-from anygauge.data.hub import (
-    ConvertedSplit,
-    DownloadedSplit,
-    StreamedFiles,
-    hub_name,
-    streamed_split,
-)
-from anygauge.data.json_rows import document_rows, holds_lines, line_rows, list_rows
-from anygauge.data.records import INDEX_MARK, LINE_MARK, RawRow, Record
-from anygauge.data.remote import BLOCK, FEW, copied, open_remote, remote_identity, shown, unpacked
-from anygauge.data.tables import parquet_count, table_rows
-from anygauge.interface import DataError
+from anygauge.data import readers
+from anygauge.data.cache import Cache, key_of, quick_identity, unreadable
+from anygauge.data.readers import RawRow, Record
+from anygauge.data.remote import BLOCK, FEW, copied, open_remote, remote_identity, shown
+from anygauge.interface import DataAccessError, DataError
 from anygauge.util.files import open_regular
+from anygauge.util.text import near_file
 
-_TABLES = (".csv", ".parquet", ".arrow")
+_ANSWER_S = 10.0
+"""The hub must answer within this time, or it is called unreachable."""
+_BATCH = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +34,7 @@ class Source:
 
     Attributes:
         name: of the source, as origins show it.
-        mark: how a place is written behind the name: ``:{}`` or ``[{}]``.
+        mark: how a place is written behind the name: ``:{}`` (a line) or ``[{}]`` (an index).
         read: the rows from a number on, to the end.
         count: rows, where that is known before they are read.
         identity: hexadecimal digest that changes with the content.
@@ -66,15 +58,10 @@ class Source:
             DataError: unreadable, malformed or empty.
         """
         rows = self.read(start)
-        try:
-            first = next(rows, None)
-            if first is None and not start:
-                raise DataError(f"{self.name} is empty; at least one row is needed")
-            if first is not None:
-                yield first
-                yield from rows
-        except OSError as error:
-            raise unreadable(self.name, error) from None
+        first = list(islice(rows, 1))
+        if not first and not start:
+            raise DataError(f"{self.name} is empty; at least one row is needed")
+        yield from chain(first, rows)
 
 
 def open_source(
@@ -91,24 +78,32 @@ def open_source(
     Raises:
         DataError: there is no such source, or it cannot be read.
     """
-    if names_data_set(section.path):
-        split: DownloadedSplit | ConvertedSplit | StreamedFiles
-        if cache is not None:
-            split = DownloadedSplit(section, field, cache)
-        elif beginning:
-            split = ConvertedSplit(section, field)
-        else:
-            split = streamed_split(section, field)
-        source = Source(
-            name=hub_name(section),
-            mark=INDEX_MARK,
-            read=split.rows,
-            count=split.count,
-            identity=split.identity,
-        )
+    path, limit = section.path, section.limit
+    if names_data_set(path):
+        source = _data_set(section, field, cache, beginning=beginning)
     else:
-        source = _file(section, field, cache, FEW if beginning else BLOCK)
-    return source if section.limit is None else _limited(source, section.limit)
+        name = shown(path) if names_address(path) else path
+        if data_suffix(path) not in DATA_SUFFIXES:
+            raise DataError(
+                f"{name}: this kind of file is not read; {field}.path takes "
+                f"{', '.join(DATA_SUFFIXES)}, these compressed (.gz, .zst, ...), or the name of a "
+                "data set on the hub"
+            )
+        if names_address(path) and cache is not None:
+            path = str(copied(path, cache))
+        source = _file(path, name, cache, FEW if beginning else BLOCK, section.text)
+    if limit is None:
+        return source
+
+    def count() -> int:
+        # As many are promised: the stream says where they are fewer.
+        known = source.count()
+        return limit if known is None else min(known, limit)
+
+    def read(start: int) -> Iterator[RawRow]:
+        return islice(source.read(start), max(0, limit - start))
+
+    return replace(source, read=read, count=count)
 
 
 def first_records(
@@ -128,74 +123,197 @@ def first_records(
     return [row.record(source.origin) for row in islice(source.rows(), count)]
 
 
-def source_name(section: SourceSection) -> str:
-    """A source as the origins of its rows show it."""
-    if names_data_set(section.path):
-        return hub_name(section)
-    return shown(section.path) if names_address(section.path) else section.path
-
-
-def _limited(source: Source, limit: int) -> Source:
-    def rows(start: int) -> Iterator[RawRow]:
-        return islice(source.read(start), max(0, limit - start))
-
-    def count() -> int:
-        # As many are promised: the stream says where they are fewer.
-        known = source.count()
-        return limit if known is None else min(known, limit)
-
-    return Source(
-        name=source.name, mark=source.mark, read=rows, count=count, identity=source.identity
-    )
-
-
-def _file(section: SourceSection, field: str, cache: Cache | None, block: int) -> Source:
-    path, name = section.path, source_name(section)
+def _file(path: str, name: str, cache: Cache | None, block: int, column: str = "") -> Source:
+    """A file of this machine, or at an address. `column`: what the documents of a text become."""
     suffix = data_suffix(path)
-    if suffix not in DATA_SUFFIXES:
-        raise DataError(
-            f"{name}: this kind of file is not read; {field}.path takes "
-            f"{', '.join(DATA_SUFFIXES)}, these compressed (.gz, .zst, ...), or the name of a data "
-            "set on the hub"
-        )
-    address = path if names_address(path) else None
-    if address and cache is not None:
-        address, path = None, str(copied(path, cache))
+    contents = set()
 
     def opened() -> BinaryIO:
-        if address is None:
-            return unpacked(path, _open(path, name))
-        # Of Parquet, exactly the columns' parts are read; a buffer would fetch what lies between.
-        return unpacked(address, open_remote(address, 0 if suffix == ".parquet" else block))
+        if names_address(path):
+            # Of Parquet, exactly the columns' parts are read; a buffer would fetch what lies
+            # between.
+            return readers.unpacked(open_remote(path, 0 if suffix == ".parquet" else block), name)
+        try:
+            file = open_regular(Path(path).expanduser())
+        except OSError as error:
+            raise unreadable(name, error) from None
+        stat = os.fstat(file.fileno())
+        contents.add((stat.st_size, stat.st_mtime_ns))
+        if len(contents) > 1:
+            raise DataError(f"{name} changed while it was being read; start again")
+        return readers.unpacked(file, name)
+
+    if suffix == ".json" and readers.holds_lines(opened, name):
+        suffix = ".jsonl"
+
+    def read(start: int) -> Iterator[RawRow]:
+        yield from readers.file_rows(opened, name, suffix, start, column)
+        if contents:
+            opened().close()
 
     def identity() -> str:
-        if address is not None:
-            return remote_identity(address)
+        if names_address(path):
+            return remote_identity(path)
         return quick_identity(path) if cache is None else cache.digest(path)
 
-    def rows(start: int) -> Iterator[RawRow]:
-        if suffix in _TABLES:
-            return table_rows(opened, name, suffix, start)
-        if suffix == ".txt":
-            return islice(document_rows(opened, name, section.text), start, None)
-        if suffix == ".json" and not holds_lines(opened, name):
-            return islice(list_rows(opened, name), start, None)
-        return islice(line_rows(opened, name), start, None)
-
-    numbered = suffix in (".jsonl", ".csv", ".txt")
-    if suffix == ".json":
-        numbered = holds_lines(opened, name)
     return Source(
         name=name,
-        mark=LINE_MARK if numbered else INDEX_MARK,
-        read=rows,
-        count=lambda: parquet_count(opened, name) if suffix == ".parquet" else None,
+        mark="[{}]" if suffix in (".json", ".parquet", ".arrow") else ":{}",
+        read=read,
+        count=once(lambda: readers.parquet_count(opened, name) if suffix == ".parquet" else None),
         identity=identity,
     )
 
 
-def _open(path: str, name: str) -> BinaryIO:
+def _data_set(
+    section: SourceSection, field: str, cache: Cache | None, *, beginning: bool
+) -> Source:
+    """One split of a data set of the Hugging Face hub, by `datasets`.
+
+    With a cache, it is downloaded and converted there; without, it is streamed.
+
+    Args:
+        beginning: stream it converted, as it will be in the cache.
+
+    Raises:
+        DataError: no such data set, subset, split or revision, or the hub cannot be reached.
+    """
+    import datasets
+    from huggingface_hub import constants
+
+    name = f"{section.path}[{section.split}]"
+    offline, streamed = constants.HF_HUB_OFFLINE, cache is None and not beginning
+    if offline and streamed:
+        raise DataError(
+            f"{field}.path: data.streaming reads {section.path!r} over the network, but "
+            "HF_HUB_OFFLINE is set; unset HF_HUB_OFFLINE, or leave data.streaming out"
+        )
+    commit = None if offline else _commit(section, field)
+    identity = key_of("hub", section.path, section.subset, section.split, commit)
+    datasets.disable_progress_bars()
     try:
-        return open_regular(Path(path).expanduser())
-    except OSError as error:
-        raise unreadable(name, error) from None
+        if streamed and (found := _split_files(section, commit, name, identity)):
+            return found
+        table = datasets.load_dataset(
+            section.path,
+            section.subset,
+            split=section.split,
+            revision=commit if streamed else section.revision,
+            streaming=cache is None,
+            cache_dir=None if cache is None else str(cache.folder / "hub"),
+        ).with_format("arrow")
+    except Exception as error:
+        raise _unloadable(section, field, error) from None
+
+    def read(start: int) -> Iterator[RawRow]:
+        at = start
+        try:
+            for row in readers.rows_of(readers.numbered(table.iter(_BATCH)), start):
+                at = row.place + 1
+                yield row
+        except Exception as error:
+            raise _unloadable(section, field, error, f" at row {at:,}") from None
+
+    def digest() -> str:
+        if cache is None:
+            return identity
+        return key_of(*(cache.digest(file["filename"]) for file in table.cache_files))
+
+    def count() -> int | None:
+        return _described(table.info, section.split) if cache is None else len(table)
+
+    return Source(name=name, mark="[{}]", read=read, count=count, identity=digest)
+
+
+def _described(info: Any, split: str) -> int | None:
+    """Rows of a split, as the data set's card says."""
+    found = (info.splits or {}).get(split)
+    return None if found is None else found.num_examples or None
+
+
+def _split_files(
+    section: SourceSection, commit: str | None, name: str, identity: str
+) -> Source | None:
+    """A split whose files are all of JSON Lines or Parquet: they are read as ours are."""
+    import datasets
+
+    builder = datasets.load_dataset_builder(section.path, section.subset, revision=commit)
+    data_files = builder.config.data_files or {}
+    if data_files and section.split not in data_files:
+        others = ", ".join(map(str, data_files))
+        raise ValueError(f"there is no split {section.split!r}, but {others}")
+    files = [str(file) for file in data_files.get(section.split, ())]
+    kinds = {data_suffix(file) for file in files}
+    lines = kinds <= set(readers.LINES) and not getattr(builder.config, "field", None)
+    if not files or not (lines or (kinds == {".parquet"} and builder.name == "parquet")):
+        return None
+    parts = [_file(file, file.rpartition("/")[2], None, BLOCK) for file in files]
+
+    def read(start: int) -> Iterator[RawRow]:
+        at = 0
+        for part in parts:
+            skipped = min(part.count() or 0, start - at) if at < start else 0
+            at += skipped
+            for row in part.read(skipped):
+                if at >= start:
+                    yield row._replace(place=at, where=f"{part.name}:{row.place}")
+                at += 1
+
+    @once
+    def count() -> int | None:
+        if lines:
+            return None
+        return _described(builder.info, section.split) or sum(part.count() or 0 for part in parts)
+
+    return Source(name=name, mark="[{}]", read=read, count=count, identity=lambda: identity)
+
+
+def _unloadable(section: SourceSection, field: str, error: Exception, at: str = "") -> Exception:
+    """What to say of a data set that cannot be loaded, or read on at a row."""
+    from huggingface_hub import constants
+
+    if isinstance(error, DataError):
+        return error
+    said = str(error).strip().partition("\n")[0] or type(error).__name__
+    remedy = f"check {field}.subset, {field}.split and {field}.revision"
+    if "gated" in said:
+        page = f"{constants.ENDPOINT}/datasets/{section.path}"
+        remedy = f"accept its terms at {page}, and log in (hf auth login)"
+    return DataError(
+        f"{field}: the data set {section.path!r} (subset {section.subset or 'default'}, split "
+        f"{section.split!r}, revision {section.revision or 'main'}) cannot be loaded{at}: {said}; "
+        f"{remedy}{near_file(Path(section.path).absolute())}"
+    )
+
+
+def _commit(section: SourceSection, field: str) -> str:
+    """Of a data set. The library itself waits minutes for a silent network.
+
+    Raises:
+        DataError: no such data set or revision, or the hub cannot be reached.
+    """
+    from huggingface_hub import HfApi, errors
+
+    path, file = section.path, Path(section.path).absolute()
+    no_file = f"{field}.path: {path!r} is not a file (looked at {file}){near_file(file)}"
+    try:
+        return str(HfApi().dataset_info(path, revision=section.revision, timeout=_ANSWER_S).sha)
+    except errors.RepositoryNotFoundError:
+        raise DataError(
+            f"{no_file} nor a data set of the hub that can be seen from here; correct it, or log "
+            "in if it is private (hf auth login)"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise DataError(
+            f"{field}.revision: {path!r} has no revision {section.revision!r}; give a branch, a "
+            "tag or a commit"
+        ) from None
+    except errors.HfHubHTTPError as error:
+        said = str(error).strip().partition("\n")[0]
+        raise DataError(f"{field}.path: the hub refuses {path!r}: {said}") from None
+    except Exception as error:  # which class it is depends on the library below the library
+        endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+        raise DataAccessError(
+            f"{no_file}, and the hub ({endpoint}) cannot be reached: {error}. If the data set was "
+            "downloaded before, export HF_HUB_OFFLINE=1 to use that copy"
+        ) from None

@@ -38,7 +38,7 @@ from anygauge.data.batches import (
 from anygauge.data.cache import key_of
 from anygauge.data.encode import Counts
 from anygauge.data.order import BLOCKS, STREAM, permutation
-from anygauge.data.records import RawRow
+from anygauge.data.readers import RawRow
 from anygauge.data.row_batches import pack
 from anygauge.data.rows import NAMED_BAD, Tokens, documents_of
 from anygauge.data.sources import Source

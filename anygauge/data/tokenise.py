@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.data.encode import BAD, Encoded, RowEncoder
-from anygauge.data.records import RawRow
+from anygauge.data.readers import RawRow
 from anygauge.data.rows import EncodedChunk, batch_of
 from anygauge.data.template import Rendering, unwatched
 from anygauge.interface import AnygaugeError, DataAccessError, DataError

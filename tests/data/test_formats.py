@@ -11,7 +11,7 @@ import pytest
 from anygauge.config.schema import DataSection, SourceSection
 from anygauge.data import prepare
 from anygauge.data.formats import Row, detect_format, parse, parse_all, prompt_template, render
-from anygauge.data.records import Record
+from anygauge.data.readers import Record
 from anygauge.interface import DataError, RunFileError
 from tests.helpers.tokenizer import FIXTURES
 

@@ -1,4 +1,4 @@
-"""Each kind of file: its records as they were written, and what is said where it is malformed."""
+"""Rows of each kind of file: as they were written, and what is said where that cannot be used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import functools
 import gzip
 import json
 import lzma
+import os
 import sys
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,11 +19,16 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data import prepare
+from anygauge.data import formats, masks, prepare, readers
 from anygauge.data.cache import Cache
+from anygauge.data.encode import encode_texts
+from anygauge.data.formats import parse
+from anygauge.data.readers import Record
 from anygauge.data.sources import first_records, open_source
-from anygauge.interface import DataError
+from anygauge.data.template import ChatTemplate, read_template
+from anygauge.interface import DataError, RunFileError
 from tests.data.conftest import read
+from tests.helpers.chats import assistant, user
 
 
 def values(records):
@@ -134,19 +141,20 @@ NO_ROW = "is empty; at least one row is needed"
         ("json", " ", NO_ROW),
         ("json", b'[{"a":\n"\xff"}]', "data.json:2: not UTF-8 at byte 8"),
         ("json", '{"a": 1}\n{"a": }\n', f"data.json:2: {ONE_OBJECT}"),
-        ("csv", "a,b\n1,2\n3\n", "not valid CSV (CSV parse error: Row #3: Expected 2 columns, got 1"),  # noqa: E501
+        ("csv", "a,b\n1,2\n3\n", "data.csv cannot be read: CSV parse error: Row #3: Expected 2 columns, got 1"),  # noqa: E501
+        ("csv", b"\xff,b\n1,2\n", "data.csv cannot be read: 'utf-8' codec can't decode byte 0xff"),
         ("csv", "a,a\n1,2\n", "the header names the column 'a' more than once"),
-        ("csv", b"a,b\n1,\xff\n", "not valid CSV"),
+        ("csv", b"a,b\n1,\xff\n", "data.csv cannot be read: "),
         ("csv", "a,b\n", NO_ROW),
         ("csv", "", NO_ROW),
         ("txt", "\n\n", NO_ROW),
-        ("parquet", b"PAR1", "data.parquet: not valid Parquet ("),
-        ("arrow", b"{}", "data.arrow: not valid Arrow ("),
-        ("jsonl.gz", gz(b"{}\n" * 999)[:-9], "data.jsonl.gz cannot be unpacked: "),
-        ("jsonl.gz", b"{}", "data.jsonl.gz cannot be unpacked: Not a gzipped file"),
-        ("csv.xz", b"a,b\n", "data.csv.xz cannot be unpacked: "),
-        ("json.zst", b"[]", "data.json.zst cannot be unpacked: "),
-        ("txt.zst", zstd(b"one\n" * 99)[:-2], "data.txt.zst cannot be unpacked: "),
+        ("parquet", b"PAR1", "data.parquet cannot be read: "),
+        ("arrow", b"{}", "data.arrow cannot be read: "),
+        ("jsonl.gz", gz(b"{}\n" * 999)[:-9], "data.jsonl.gz cannot be read: "),
+        ("jsonl.gz", b"{}", "data.jsonl.gz cannot be read: Not a gzipped file"),
+        ("csv.xz", b"a,b\n", "data.csv.xz cannot be read: "),
+        ("json.zst", b"[]", "data.json.zst cannot be read: "),
+        ("txt.zst", zstd(b"one\n" * 99)[:-2], "data.txt.zst cannot be read: "),
         ("jsonl.gz", gz(b'{"a": 1}\nno'), f"data.jsonl.gz:2: {ONE_OBJECT}"),
         ("xlsx", "x", "data.train.path takes .json, .jsonl, .csv, .parquet, .arrow, .txt, these compressed (.gz, .zst, ...), or the name of a data set on the hub"),  # noqa: E501
     ],
@@ -175,6 +183,16 @@ def test_a_file_that_changes_while_it_is_read(source, tokenizer, monkeypatch):
     data = DataSection(train=section, max_length=64, cache="off")
     with pytest.raises(DataError, match=r"data\.jsonl changed while it was being read; start"):
         prepare(data, tokenizer, seed=0)
+
+
+def test_a_stream_of_a_file_that_changes(source):
+    opened = open_source(source([{"text": "a"}] * 9), "data.train")
+    rows = opened.rows()
+    next(rows)
+    source([{"text": "a"}] * 10)
+    for again in (rows, opened.rows()):
+        with pytest.raises(DataError, match=r"data\.jsonl changed while it was being read; start"):
+            list(again)
 
 
 def put_table(tmp_path, group=2, **columns):
@@ -232,3 +250,151 @@ def test_a_file_that_is_not_there(tmp_path, cache, suffix):
     for look in (read, lambda source, _: first_records(source, 1, "data.train")):
         with pytest.raises(DataError, match=rf"nowhere.*: no such file .*mean 'nowhere1{suffix}'"):
             look(source, cache)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("5", "column 'prompt' holds a number (5); text is expected. Write it as text"),
+        ("NaN", "column 'prompt' holds a number (nan); text is expected. Write it as text"),
+        ("1e400", "column 'prompt' holds a number (inf); text is expected"),
+        ("true", "column 'prompt' holds true or false; text is expected. Correct or remove"),
+        ('"a", "prompt": "b"', "the key 'prompt' is written twice in one object; keep one"),
+        ('"a", "x": {"b": [{"c": 1, "c": 1}]}', "the key 'c' is written twice in one object"),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_rows_that_say_something_else(source, cache, text, said, suffix):
+    rows = ['{"prompt": "q", "completion": "a"}', f'{{"prompt": {text}, "completion": "a"}}']
+    content = "\n".join(rows) if suffix == "jsonl" else f"[{', '.join(rows)}]"
+    section = source(content, name=f"rows.{suffix}")
+    place = ":2" if suffix == "jsonl" else "[1]"
+    for reading in (lambda: read(section, cache), lambda: first_records(section, 5, "data.train")):
+        with pytest.raises(DataError) as caught:
+            for record in reading():
+                parse(record, "prompt_completion", section, "data.train")
+        assert str(caught.value).startswith(f"{section.path}{place}: {said}")
+
+
+def test_a_double_key_is_found_in_one_pass():
+    compared = 0
+
+    class Key(str):
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    keys = [Key(number) for number in [*range(1000), 999]]
+    with pytest.raises(readers.DoubleKeyError, match="the key '999' is written twice"):
+        readers.plain_object([(key, None) for key in keys])
+    assert compared < 10 * len(keys)
+
+
+def test_a_number_that_json_lacks_is_no_argument_of_a_call():
+    for arguments, said in (
+        ({"n": float("nan")}, "a number in the chat is NaN or infinite"),
+        ('{"a": 1, "a": 2}', "turn 2.*the key 'a' is written twice"),
+    ):
+        record = Record({"messages": chat_of(arguments)}, "x.jsonl:3")
+        with pytest.raises(DataError, match=rf"^x\.jsonl:3: {said}"):
+            parse(record, "messages", SourceSection(path="x"), "data")
+
+
+def test_a_row_with_too_much_text_is_refused_by_name():
+    source = SourceSection(path="x.jsonl")
+    half = "é" * (formats.MOST_TEXT // 4)
+    record = Record({"prompt": half, "completion": half + "long"}, "x.jsonl:7")
+    with pytest.raises(DataError, match=r"^x\.jsonl:7: the row has 2,000,005 bytes of text, at mo"):
+        parse(record, "prompt_completion", source, "data.train")
+    record = Record({"messages": [user(half), assistant(half)]}, "x.jsonl:8")
+    with pytest.raises(DataError, match=r"^x\.jsonl:8: the row has 2,000,\d+ bytes of text"):
+        parse(record, "messages", source, "data.train")
+
+
+def test_a_line_that_is_too_long_is_not_even_read(source, cache, monkeypatch):
+    monkeypatch.setattr(readers, "MOST_LINE", 100)
+    short, long = (json.dumps({"text": "x" * length}) for length in (10, 1000))
+    section = source(f"{short}\n\n{long}\n{short}\n")
+    said = r"jsonl:3: the row has more than 100 bytes, which is as many as are read; split it"
+    for reading in (lambda: read(section, cache), lambda: first_records(section, 3, "f")):
+        with pytest.raises(DataError, match=said):
+            reading()
+    monkeypatch.setattr(readers, "_CSV_HEADER", 4)
+    with pytest.raises(DataError, match=r"csv:1: the header cannot be read; .* at most 4 bytes"):
+        read(source("one,two\n1,2\n", name="data.csv"), cache)
+
+
+def test_texts_are_tokenised_as_many_at_once_as_memory_allows(tokenizer, monkeypatch):
+    texts = ["one two", "", "three" * 9, "four", "five", "six"]
+    together = encode_texts(tokenizer, texts)
+    monkeypatch.setattr(masks, "_AT_ONCE", 10)
+    assert encode_texts(tokenizer, texts) == together
+    assert [len(part) for part in masks.bounded_parts(texts)] == [2, 1, 2, 1]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".txt"])
+def test_a_pipe_is_no_file_of_rows(tmp_path, cache, suffix):
+    path = tmp_path / f"rows{suffix}"
+    os.mkfifo(path)
+    with pytest.raises(DataError, match="cannot be read: it is a named pipe, not a regular file"):
+        read(SourceSection(path=str(path)), cache)
+    with pytest.raises(RunFileError, match="it is a named pipe"):
+        read_template(str(path))
+
+
+CALLS = [{"city": "Rome", "unit": None}, {"amounts": [{"x": 1}, {"y": [2, None]}]}, {}]
+
+
+def chat_of(arguments: Any) -> list[dict[str, Any]]:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [user("q"), {"role": "assistant", "tool_calls": [call]}]
+
+
+def tool_of(name: str) -> dict[str, Any]:
+    properties = {name: {"type": "string"}}
+    return {"name": "f", "parameters": {"type": "object", "properties": properties}}
+
+
+ROWS = [{"messages": chat_of(a), "tools": [tool_of(n)]} for a, n in zip(CALLS, "abc", strict=True)]
+
+
+def arguments_of(records: list[Record]) -> list[Any]:
+    chats = [parse(each, "messages", SourceSection(path="x"), "data.train") for each in records]
+    for chat, name in zip(chats, "abc", strict=True):
+        (tool,) = chat.tools
+        assert list(tool["function"]["parameters"]["properties"]) == [name]
+    return [chat.turns[1]["tool_calls"][0]["function"]["arguments"] for chat in chats]
+
+
+def of_hub(rows: list[dict[str, Any]], **options: Any) -> list[Record]:
+    """Rows as a data set of the hub holds them."""
+    from datasets import Dataset
+
+    batches = Dataset.from_list(rows, **options).with_format("arrow").iter(2)
+    return [row.record("h[{}]") for row in readers.rows_of(readers.numbered(batches), 0)]
+
+
+def test_a_table_gives_a_call_the_arguments_that_were_written(tmp_path, cache, tokenizer):
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pa.Table.from_pylist(ROWS), path)
+    records = read(SourceSection(path=str(path)), cache)
+    # A null that was written cannot be told from one that the table filled in.
+    for each in (records, of_hub(ROWS)):
+        assert arguments_of(each) == [{"city": "Rome"}, CALLS[1], {}]
+    template = "{% for m in messages %}{{ m.content }}{{ m.tool_calls or [] | tojson }}{% endfor %}"
+    chat = parse(records[0], "messages", SourceSection(path="x"), "data.train")
+    text, _ = ChatTemplate(tokenizer, template).render(chat.turns, chat.tools)
+    assert "Rome" in text and "unit" not in text and "amounts" not in text
+
+
+def test_a_null_that_was_written_as_json_stays(source, tmp_path, cache):
+    assert arguments_of(read(source(ROWS), cache)) == CALLS
+    # In a column of text too, whatever the file is.
+    texts = [{**row, "messages": json.dumps(row["messages"])} for row in ROWS]
+    parquet.write_table(pa.Table.from_pylist(texts), tmp_path / "texts.parquet")
+    assert arguments_of(read(SourceSection(path=str(tmp_path / "texts.parquet")), cache)) == CALLS
+    mixed = [{"a": [{"b": None}, 3, "007"]}, {"a": None}]
+    assert [record.values for record in of_hub(mixed, on_mixed_types="use_json")] == mixed

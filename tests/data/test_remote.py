@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import socket
 from itertools import islice
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,30 +25,32 @@ from tests.standins.files import File, FileServer
 from tests.standins.hub import TOKEN, Hub, Repository, use_hub
 
 ROWS = [{"prompt": f"Count to {n}:", "completion": "é" * (n % 7 + 1)} for n in range(230)]
-LINES = "".join(json.dumps(row) + ("\n\n" if n % 50 == 7 else "\n") for n, row in enumerate(ROWS))
+ALL = ("rows.jsonl", "lines.json", "list.json", "rows.csv", "rows.parquet", "rows.jsonl.zst")
 
 
-def parquet_bytes(tmp_path: Path, rows: list[dict[str, Any]], group: int = 20) -> bytes:
-    path = tmp_path / "rows.parquet"
-    parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=group)
-    return path.read_bytes()
+def body(name: str, rows: list[dict[str, Any]], group: int = 20) -> bytes:
+    """A file of rows; every fiftieth line of JSON is followed by an empty one."""
+    if name.endswith(".parquet"):
+        sink = io.BytesIO()
+        parquet.write_table(pa.Table.from_pylist(rows), sink, row_group_size=group)
+        return sink.getvalue()
+    if name == "list.json":
+        return json.dumps(rows).encode()
+    if name.endswith(".csv"):
+        cells = [",".join(line) for line in (rows[0], *(row.values() for row in rows))]
+        return "\n".join([*cells, ""]).encode()
+    ends = ["\n\n" if n % 50 == 7 else "\n" for n in range(len(rows))]
+    lines = "".join(json.dumps(row) + end for row, end in zip(rows, ends, strict=True)).encode()
+    packers = {".gz": gzip.compress, ".zst": lambda raw: pa.compress(raw, "zstd", asbytes=True)}
+    return packers.get(name[name.rindex(".") :], bytes)(lines)
 
 
-def csv_text(rows: list[dict[str, Any]]) -> str:
-    return "prompt,completion\n" + "".join(f"{r['prompt']},{r['completion']}\n" for r in rows)
+LINES = body("rows.jsonl", ROWS)
 
 
 @pytest.fixture
-def server(tmp_path):
-    files = {
-        "rows.jsonl": File(body=LINES.encode()),
-        "lines.json": File(body=LINES.encode()),
-        "list.json": File(body=json.dumps(ROWS).encode()),
-        "rows.csv": File(body=csv_text(ROWS).encode()),
-        "rows.parquet": File(body=parquet_bytes(tmp_path, ROWS)),
-        "rows.jsonl.zst": File(body=pa.compress(LINES.encode(), codec="zstd", asbytes=True)),
-    }
-    with FileServer(files) as server:
+def server():
+    with FileServer({name: File(body=body(name, ROWS)) for name in ALL}) as server:
         yield server
 
 
@@ -75,9 +77,7 @@ def rows_from(source: Source, start: int) -> list[Any]:
     return [row.record(source.origin).values for row in rows]
 
 
-@pytest.mark.parametrize(
-    "name", ["rows.jsonl", "lines.json", "list.json", "rows.csv", "rows.parquet", "rows.jsonl.zst"]
-)
+@pytest.mark.parametrize("name", ALL)
 def test_a_streamed_row_is_that_of_the_same_file(name, server, tmp_path):
     (tmp_path / name).write_bytes(server.files[name].body)
     local = read(SourceSection(path=str(tmp_path / name)))
@@ -92,21 +92,18 @@ def test_a_streamed_row_is_that_of_the_same_file(name, server, tmp_path):
         assert rows_from(source, start) == ROWS[start : start + 3]
 
 
-def test_a_far_row_of_parquet_is_read_without_those_before(server, tmp_path):
+def test_what_is_read_over_the_network(server, streamed):
     rows = [{"text": str(np.random.default_rng(n).bytes(700).hex())} for n in range(4000)]
-    server.files["big.parquet"] = File(body=parquet_bytes(tmp_path, rows, 100))
+    server.files["big.parquet"] = File(body=body("big.parquet", rows, 100))
     source = open_source(SourceSection(path=server.address("big.parquet")), "f")
     server.sent = 0
     assert rows_from(source, 2050) == rows[2050:2053]
-    assert server.sent < len(server.files["big.parquet"].body) / 8
-
-
-def test_what_is_read_over_the_network(server, streamed):
-    made = streamed(server.address("rows.jsonl"), steps=28)
-    whole = len(server.files["rows.jsonl"].body)
-    for index in range(28):
-        made.step(index)
-    assert server.sent <= 3 * whole + 1000, "once to train on; a beginning for the format"
+    assert server.sent < len(server.files["big.parquet"].body) / 8, "no rows before"
+    for name in ("rows.jsonl", "rows.csv"):
+        made, server.sent = streamed(server.address(name), steps=28), 0
+        for index in range(28):
+            made.step(index)
+        assert server.sent == len(server.files[name].body), "once to train on"
 
 
 FAILURES: dict[str, tuple[File | None, str]] = {
@@ -119,9 +116,9 @@ FAILURES: dict[str, tuple[File | None, str]] = {
         r"cannot be read: the server redirects to another protocol",
     ),
     "loop.jsonl": (File(body=b"loop.jsonl", status=302), r"the server redirects again and again"),
-    "cut.jsonl.gz": (File(body=gzip.compress(LINES.encode())[:-9]), r"\.gz cannot be unpacked: "),
+    "cut.jsonl.gz": (File(body=gzip.compress(LINES)[:-9]), r"\.gz cannot be read: "),
     "empty.jsonl": (File(body=b""), r"empty\.jsonl is empty; at least one row is needed"),
-    "odd.parquet": (File(body=b'{"a": 1}\n' * 9), r"odd\.parquet: not valid Parquet \("),
+    "odd.parquet": (File(body=b'{"a": 1}\n' * 9), r"odd\.parquet cannot be read: .*of the kind"),
     "data.xlsx": (File(body=b"x"), r"this kind of file is not read; data\.train\.path takes"),
     "nothing": (File(body=b"x"), r"this kind of file is not read; data\.train\.path takes"),
 }
@@ -144,7 +141,7 @@ def test_each_failure_has_its_message_at_once(name, streaming, server, monkeypat
 def test_addresses_that_nobody_answers_or_no_package_reads(impatient):
     for address, said in (
         ("http://127.0.0.1:9/rows.jsonl", r"cannot be read, after 6 tries: .*HTTPS_PROXY"),
-        ("s3://bucket/rows.jsonl", r"s3:// is read by s3fs, which is not installed: pip inst"),
+        ("s3://bucket/rows.jsonl", r"is not an address that can be read: .*s3fs"),
         ("nonsense://x/rows.jsonl", r"is not an address that can be read: "),
     ):
         with pytest.raises(DataError, match=said):
@@ -161,7 +158,7 @@ def test_a_server_that_answers_nothing_is_left_after_a_while(impatient, monkeypa
 
 @pytest.mark.parametrize("version", [True, False])
 def test_a_server_of_whole_files_alone(version, server, impatient):
-    file = File(body=LINES.encode(), ranges=False, version=version, cut=[9_000, 5_000])
+    file = File(body=LINES, ranges=False, version=version, cut=[9_000, 5_000])
     server.files["whole.jsonl"] = file
     assert open_remote(server.address("whole.jsonl"), 1_000).read() == file.body
     assert file.cut == []
@@ -171,7 +168,7 @@ def test_other_places_by_fsspec_and_redirects(server, monkeypatch):
     import fsspec
     from huggingface_hub import constants
 
-    fsspec.filesystem("memory").pipe("/folder/rows.jsonl", LINES.encode())
+    fsspec.filesystem("memory").pipe("/folder/rows.jsonl", LINES)
     server.files["old.jsonl"] = File(body=server.address("rows.jsonl").encode(), status=302)
     for address in ("memory://folder/rows.jsonl", server.address("old.jsonl")):
         records = first_records(SourceSection(path=address), 9, "f")
@@ -202,7 +199,7 @@ def test_a_file_that_changes_meanwhile_is_refused(server):
     assert remote_identity(address + "?signature=other") == before
     opened = open_remote(address, 100)
     opened.read(100)
-    server.files["rows.jsonl"].body = LINES.upper().encode()
+    server.files["rows.jsonl"].body = LINES.upper()
     with pytest.raises(DataError, match="changed while it was being read; start again"):
         opened.read(100)
     assert remote_identity(address) != before
@@ -245,24 +242,14 @@ def hub(tmp_path, monkeypatch):
     assert hub.strangers == []
 
 
-def of_kind(tmp_path: Path, kind: str) -> dict[str, bytes]:
-    first, second = ROWS[:150], ROWS[150:]
-    write = {
-        "parquet": lambda rows: parquet_bytes(tmp_path, rows),
-        "jsonl": lambda rows: "".join(json.dumps(row) + "\n" for row in rows).encode(),
-        "csv": lambda rows: csv_text(rows).encode(),
-    }
-    write["jsonl.gz"] = lambda rows: gzip.compress(write["jsonl"](rows))
-    return {
-        f"data/train-0.{kind}": write[kind](first),
-        f"data/train-1.{kind}": write[kind](second),
-        f"data/test-0.{kind}": write[kind](ROWS[:5]),
-    }
+def of_kind(kind: str) -> dict[str, bytes]:
+    parts = {"train-0": ROWS[:150], "train-1": ROWS[150:], "test-0": ROWS[:5]}
+    return {f"data/{name}.{kind}": body(f"rows.{kind}", rows) for name, rows in parts.items()}
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "csv"])
 def test_a_data_set_of_the_hub_is_streamed(kind, hub, tmp_path, streamed):
-    hub.repositories[f"datasets/{NAME}"] = Repository(files=of_kind(tmp_path, kind))
+    hub.repositories[f"datasets/{NAME}"] = Repository(files=of_kind(kind))
     source = open_source(SourceSection(path=NAME), "f")
     assert source.count() == (230 if kind == "parquet" else None)
     records = [row.record(source.origin) for row in source.rows()]
@@ -273,15 +260,14 @@ def test_a_data_set_of_the_hub_is_streamed(kind, hub, tmp_path, streamed):
     assert len(first_records(SourceSection(path=NAME, split="test"), 9, "f", streaming=True)) == 5
     kept = sum(p.stat().st_size for p in (tmp_path / "hf").rglob("*") if p.is_file())
     assert kept < 1000, "names and notes, and no row"
-    files = of_kind(tmp_path, kind)
+    files = of_kind(kind)
     hub.repositories[f"datasets/{NAME}"] = Repository(files=files, commit="f00d" * 10)
     assert open_source(SourceSection(path=NAME), "f").identity() != source.identity()
     assert content(streamed(NAME, steps=30), 29) == content(streamed(NAME, steps=30), 29)
 
 
-def test_a_data_set_of_the_hub_is_downloaded(hub, tmp_path, cache):
-    files = of_kind(tmp_path, "parquet")
-    hub.repositories[f"datasets/{NAME}"] = Repository(files=files, branches=("old",))
+def test_a_data_set_of_the_hub_is_downloaded(hub, cache):
+    hub.repositories[f"datasets/{NAME}"] = Repository(files=of_kind("parquet"), branches=("old",))
     source = SourceSection(path=NAME, split="test", revision="old")
     records = read(source, cache)
     assert [record.values for record in records] == ROWS[:5]
@@ -292,10 +278,9 @@ def test_a_data_set_of_the_hub_is_downloaded(hub, tmp_path, cache):
         read(source.model_copy(update={"subset": "s"}), cache)
 
 
-def test_an_address_on_the_hub(hub, tmp_path, monkeypatch):
+def test_an_address_on_the_hub(hub, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    files = of_kind(tmp_path, "jsonl")
-    hub.repositories[f"datasets/{NAME}"] = Repository(files=files, access="private")
+    hub.repositories[f"datasets/{NAME}"] = Repository(files=of_kind("jsonl"), access="private")
     path = "data/test-0.jsonl"
     for address in (
         f"hf://datasets/{NAME}/{path}",
@@ -328,9 +313,8 @@ def test_wrong_rows_of_the_hub_are_named_with_their_file(hub):
         ("public", {"revision": "v9"}, r"f\.revision: 'owner/name' has no revision 'v9'; give a"),
     ],
 )
-def test_data_sets_that_cannot_be_read(access, fields, said, hub, tmp_path, impatient):
-    files = of_kind(tmp_path, "jsonl")
-    hub.repositories[f"datasets/{NAME}"] = Repository(files=files, access=access)
+def test_data_sets_that_cannot_be_read(access, fields, said, hub, impatient):
+    hub.repositories[f"datasets/{NAME}"] = Repository(files=of_kind("jsonl"), access=access)
     with pytest.raises(DataError, match=said) as caught:
         first_records(SourceSection(path=NAME, **fields), 1, "f", streaming=True)
     assert "\n" not in str(caught.value)

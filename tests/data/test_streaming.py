@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data import Ahead, Counts, Layout, Schedule, json_rows
+from anygauge.data import Ahead, Counts, Layout, Schedule, readers
 from anygauge.data.prepare import packs_of
-from anygauge.data.records import RawRow
+from anygauge.data.readers import RawRow
 from anygauge.data.row_batches import pack
 from anygauge.data.rows import Tokens
 from anygauge.data.streaming import BlockOrder, PackedStream, StreamedRows
@@ -403,7 +403,9 @@ def test_no_more_than_two_blocks_are_held(batches, source, monkeypatch):
         def __new__(cls, *args):
             made = super().__new__(cls, *args)
             with lock:
-                held.add(id(made))
+                # Not a row that another test's thread still reads ahead.
+                if args[1] == b'{"text": "counted"}\n':
+                    held.add(id(made))
                 most[0] = max(most[0], len(held))
             return made
 
@@ -411,8 +413,9 @@ def test_no_more_than_two_blocks_are_held(batches, source, monkeypatch):
             with lock:
                 held.discard(id(self))
 
-    monkeypatch.setattr(json_rows, "RawRow", Counted)
-    made = batches(train=source([{"text": "x"}] * 230), shuffle_buffer=32, settings={"steps": 100})
+    monkeypatch.setattr(readers, "RawRow", Counted)
+    train = source([{"text": "counted"}] * 230)
+    made = batches(train=train, shuffle_buffer=32, settings={"steps": 100})
     for index in range(made.steps):
         made.step(index)
     assert 32 < most[0] <= 3 * 32 + 2, "the block that is read, the next, and one in the making"

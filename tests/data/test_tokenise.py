@@ -14,7 +14,7 @@ import pytest
 
 from anygauge.config.schema import DataSection
 from anygauge.data import prepare, tokenise
-from anygauge.data.records import RawRow
+from anygauge.data.readers import RawRow
 from anygauge.data.rows import documents_of
 from anygauge.data.tokenise import Tokenise, Tokeniser, chunks_of, usable_cores
 from anygauge.interface import DataAccessError, DataError

@@ -1,0 +1,553 @@
+"""Rows as they stand in their source, and how each kind of file is read.
+
+A record's origin is its file and a place: `data.jsonl:17` (a line), `data.json[16]` (an index).
+
+Why our own, and not the readers of `datasets` (5.2)? Of JSON, that makes a table: types are
+inferred over rows, so that texts which look like dates become times and "1" beside 2 becomes 1; a
+key that a row lacks becomes null; a number beyond 64 bits is rounded; messages count rows within a
+block and name neither line nor file. Of CSV, a row with a cell too many silently moves its cells
+one column on, one with too few is filled up, and a column named twice is renamed. Here all cells
+are text: ``007`` stays what it is, and an empty cell is empty text.
+"""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import csv
+import gzip
+import io
+import json
+import lzma
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+from anygauge.interface import DataError
+from anygauge.util.text import did_you_mean
+
+MOST_LINE = 2**25
+"""Bytes of a line; its text is bounded below that (`formats.MOST_TEXT`), JSON writes more."""
+MOST_WHOLE = 2**32
+"""Bytes of a file that is read whole: of a list, and of text."""
+LINES = (".jsonl", ".ndjson")
+
+_BOM = b"\xef\xbb\xbf"
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_NEWLINE = b"\n"
+_BEGIN = 4096
+_UNPACKED = 2**16
+_BATCH = 256
+_CSV_BLOCK = 2**24
+"""Bytes; a row must fit in it."""
+_CSV_HEADER = 2**20
+
+OpenFile = Callable[[], BinaryIO]
+"""Opens a source's file at its beginning, unpacked."""
+Batches = Iterator[tuple[int, Any]]
+"""Arrow's batches of rows, in order, each with the number of its first row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One row as it stands in its file, and where: `data.jsonl:17` or `data.json[16]`."""
+
+    values: Mapping[str, Any]
+    origin: str
+
+
+class RawRow(NamedTuple):
+    """A row as a source gives it, before anything is parsed.
+
+    Attributes:
+        place: its line or index, to be written behind the source's name.
+        value: a line of JSON, or the values by column.
+        offset: of a line in its file, in bytes.
+        where: of a line, where it stands in one of a source's several files; "" where it is one.
+    """
+
+    place: int
+    value: bytes | Mapping[str, Any]
+    offset: int = 0
+    where: str = ""
+
+    def record(self, origin: str) -> Record:
+        """The row, parsed. `origin`: ``data.jsonl:{}``, with a place for the row's.
+
+        Raises:
+            DataError: a line is not UTF-8, not JSON, or no object.
+        """
+        place = origin.format(self.place)
+        if not isinstance(self.value, bytes):
+            return Record(self.value, place)
+        where = f"{place} ({self.where})" if self.where else place
+        # Up to the next filled line: JSON itself takes fewer blanks than may stand between them.
+        text = _decoded(self.value.rstrip(), lambda _: where, self.offset)
+        try:
+            value = load_json(text)
+        except DoubleKeyError as error:
+            raise DataError(f"{where}: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{where}: one JSON object per line is expected, "
+                f"but this line is not valid JSON ({_complaint(error)}): {_excerpt(text.strip())}"
+            ) from None
+        if not isinstance(value, dict):
+            raise DataError(f"{where}: a JSON object is expected, found {kind(value)}")
+        return Record(value, place)
+
+
+def kind(value: Any) -> str:
+    """What a value of a record is, in words."""
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
+    names |= {int: "a number", float: "a number", type(None): "null"}
+    return names.get(type(value), f"a value of type {type(value).__name__}")
+
+
+def listed(record: Record) -> str:
+    """The names of a record's columns."""
+    return ", ".join(record.values) or "none"
+
+
+class MissingColumnError(DataError):
+    """A column that is not there; names those that are, and the nearest."""
+
+    def __init__(self, record: Record, name: str, setting: str | None) -> None:
+        remedy = f"; set {setting} to one of them" if setting else "; rows of this format need it"
+        super().__init__(
+            f"{record.origin}: no column {name!r}; columns here: {listed(record)}{remedy}"
+            + did_you_mean(name, record.values)
+        )
+        self.name = name
+
+
+def column(record: Record, name: str, setting: str | None) -> Any:
+    """A column's value. `setting` is the run file's field that names it; None where fixed.
+
+    Raises:
+        MissingColumnError: the record has no such column.
+    """
+    if name not in record.values:
+        raise MissingColumnError(record, name, setting)
+    return record.values[name]
+
+
+def text_column(record: Record, name: str, setting: str | None) -> str:
+    """A column as text.
+
+    Raises:
+        DataError: missing, no text (a number in another writing is another text), or no valid one.
+    """
+    value = column(record, name, setting)
+    if not isinstance(value, str):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        raise DataError(
+            f"{record.origin}: column {name!r} holds {kind(value)}"
+            f"{f' ({value!r:.40})' if number else ''}; text is expected. "
+            + ("Write it as text, in quotes" if number else "Correct or remove the row")
+            + ", or name another column"
+        )
+    check_text(value, f"{record.origin}: column {name!r}")
+    return value
+
+
+def byte_length(text: str) -> int:
+    """Bytes of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+def check_text(text: str, where: str) -> None:
+    """Refuse halves of surrogate pairs, which no tokenizer can read.
+
+    Raises:
+        DataError: names the place and the half.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where} holds half of a surrogate pair "
+            f"(U+{ord(text[error.start]):04X} at character {error.start}), which is not a "
+            "character; correct or remove the row"
+        ) from None
+
+
+def from_json(value: Any, where: str, expected: str) -> Any:
+    """A value, or what it means where it is JSON text: tables keep lists and objects as text.
+
+    Args:
+        expected: what should be there, in words; for the message.
+
+    Raises:
+        DataError: text that is not JSON.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return load_json(value)
+    except DoubleKeyError as error:
+        raise DataError(f"{where}: {error}") from None
+    except (ValueError, RecursionError):
+        raise DataError(
+            f"{where} holds text that is not JSON ({_excerpt(value)!r}); {expected} is expected"
+        ) from None
+
+
+def file_rows(
+    open_file: OpenFile, name: str, suffix: str, start: int, column: str
+) -> Iterator[RawRow]:
+    """The rows of a file from a number on.
+
+    Args:
+        name: of the file, for messages.
+        suffix: what kind of file it is; of one in JSON, ``.json`` for a list, else one of `LINES`.
+        column: of the documents of a text file.
+
+    Raises:
+        DataError: unreadable, malformed, too large, or without what makes rows.
+    """
+    tables = {".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}
+    with _naming(name):
+        if suffix in tables:
+            # The header is line 1 of a CSV file: a row has the number that a spreadsheet shows.
+            shift = 2 if suffix == ".csv" else 0
+            yield from rows_of(tables[suffix](open_file, name, start), start, shift)
+            return
+        if suffix == ".txt":
+            rows = _document_rows(open_file, name, column)
+        else:
+            rows = (_list_rows if suffix == ".json" else _line_rows)(open_file, name)
+        yield from islice(rows, start, None)
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Say which file it is that cannot be read."""
+    try:
+        yield
+    except Exception as error:
+        import pyarrow as pa
+
+        of_packed = (EOFError, zlib.error, lzma.LZMAError)
+        of_tables = (pa.ArrowException, UnicodeError, csv.Error)
+        if not isinstance(error, (OSError, *of_packed, *of_tables)):
+            raise
+        said = str(error).strip().partition("\n")[0]
+        remedy = "is the file whole, and of the kind that its name says?"
+        if isinstance(error, pa.ArrowNotImplementedError):
+            remedy = f"pyarrow {pa.__version__} cannot do it. Write the rows as JSON Lines"
+        raise DataError(f"{name} cannot be read: {said}; {remedy}") from None
+
+
+# JSON: one object a line, or all in a list
+
+
+class DoubleKeyError(ValueError):
+    """An object of JSON that has a key twice: one of its values would be lost."""
+
+
+def plain_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON from its pairs.
+
+    Raises:
+        DoubleKeyError: a key stands twice.
+    """
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        [(double, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise DoubleKeyError(f"the key {double[:60]!r} is written twice in one object; keep one")
+    return made
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=plain_object)
+load_json = _DECODER.decode
+"""What JSON means. Raises ValueError, `DoubleKeyError` among them, or RecursionError."""
+
+
+def _complaint(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg.removesuffix(' at')} at column {error.colno}"
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+def _excerpt(text: str) -> str:
+    return text if len(text) <= 60 else text[:60] + "..."
+
+
+def _line_rows(open_file: OpenFile, name: str) -> Iterator[RawRow]:
+    """The lines that hold more than blanks, not parsed yet."""
+    number = offset = 0
+    with open_file() as file:
+        while line := file.readline(MOST_LINE + 1):
+            number += 1
+            if len(line) > MOST_LINE:
+                raise DataError(
+                    f"{name}:{number}: the row has more than {MOST_LINE:,} bytes, which is as many "
+                    "as are read; split it into several rows"
+                )
+            skipped = len(_BOM) if number == 1 and line.startswith(_BOM) else 0
+            if line[skipped:].strip():
+                yield RawRow(number, line[skipped:], offset + skipped)
+            offset += len(line)
+
+
+def holds_lines(open_file: OpenFile, name: str) -> bool:
+    """Whether the first filled line of a .json file is an object, and not the only line."""
+    with _naming(name):
+        with open_file() as file:
+            if not file.read(_BEGIN).removeprefix(_BOM).lstrip().startswith(b"{"):
+                return False
+        values = [row.value for row in islice(_line_rows(open_file, name), 2)]
+    first, *others = [line.strip() for line in values if isinstance(line, bytes)]
+    return bool(others) and (first.endswith(b"}") or others[0].startswith(b"{"))
+
+
+def _list_rows(open_file: OpenFile, name: str) -> Iterator[RawRow]:
+    """The objects of a list; read whole."""
+    text = _whole_text(open_file, name)
+    if not text.strip():
+        return
+    expected = "a list of objects is expected"
+    try:
+        value = load_json(text)
+    except DoubleKeyError as error:
+        raise DataError(f"{name}{_index_of_double(text)}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        said = f"not valid JSON ({_complaint(error)})"
+        raise DataError(f"{name}{line}: {said}; {expected}") from None
+    if not isinstance(value, list):
+        keys = f" with the keys {', '.join(map(repr, value))}" if isinstance(value, dict) else ""
+        raise DataError(
+            f"{name}: {expected} at the top, found {kind(value)}{keys}; "
+            "write the rows as [{...}, {...}], or one a line in a .jsonl file"
+        )
+    if not value:
+        raise DataError(f"{name} holds an empty list; at least one row is needed")
+    for index, item in enumerate(value):
+        if not isinstance(item, dict):
+            raise DataError(f"{name}[{index}]: a JSON object is expected, found {kind(item)}")
+        yield RawRow(index, item)
+
+
+def _index_of_double(text: str) -> str:
+    """``[17]``: in a list, the first item with an object that has a key twice; "" in an object."""
+    if not text.lstrip().startswith("["):
+        return ""
+    at, index = text.index("[") + 1, 0
+    while True:
+        while text[at] in " \t\r\n,":
+            at += 1
+        try:
+            _, at = _DECODER.raw_decode(text, at)
+        except DoubleKeyError:
+            return f"[{index}]"
+        index += 1
+
+
+# Text
+
+
+def _document_rows(open_file: OpenFile, name: str, column: str) -> Iterator[RawRow]:
+    """The documents of a plain text file, each a row with one value under `column`.
+
+    Blank lines separate documents. A file without any blank line between its lines holds one
+    document a line, as corpora do that are written by programs. Line ends become ``\\n``. The
+    place of a document is the line on which it begins.
+    """
+    text = _whole_text(open_file, name)
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    filled = [number for number, line in enumerate(lines) if line.strip()]
+    one_a_line = bool(filled) and filled[-1] - filled[0] + 1 == len(filled)
+    groups: list[list[int]] = []
+    for number in filled:
+        if one_a_line or not groups or groups[-1][-1] != number - 1:
+            groups.append([])
+        groups[-1].append(number)
+    for group in groups:
+        yield RawRow(group[0] + 1, {column: "\n".join(lines[number] for number in group)})
+
+
+def _whole_text(open_file: OpenFile, name: str) -> str:
+    with open_file() as file:
+        raw = file.read(MOST_WHOLE + 1)
+    if len(raw) > MOST_WHOLE:
+        raise DataError(
+            f"{name}: text and JSON lists are read whole, at most {MOST_WHOLE:,} bytes; write the "
+            "rows as JSON Lines or Parquet"
+        )
+    text = _decoded(raw, lambda at: f"{name}:{raw.count(_NEWLINE, 0, at) + 1}")
+    return text.removeprefix("\ufeff")
+
+
+def _decoded(raw: bytes, place: Callable[[int], str], offset: int = 0) -> str:
+    """Text of bytes in UTF-8.
+
+    Args:
+        place: of a position in `raw`, for the message.
+        offset: of `raw` in its file.
+
+    Raises:
+        DataError: not UTF-8; says at which byte.
+    """
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        seems = "; it seems to be UTF-16" if raw[:2] in _UTF16_MARKS else ""
+        raise DataError(
+            f"{place(error.start)}: not UTF-8 at byte {offset + error.start} of the file "
+            f"(0x{raw[error.start]:02x}){seems}; save the file as UTF-8"
+        ) from None
+
+
+# Tables
+
+
+def parquet_count(open_file: OpenFile, name: str) -> int:
+    """Rows of a Parquet file; reads its footer alone.
+
+    Raises:
+        DataError: not Parquet.
+    """
+    from pyarrow import parquet
+
+    with _naming(name), open_file() as file:
+        return int(parquet.ParquetFile(file).metadata.num_rows)
+
+
+def rows_of(batches: Batches, start: int, shift: int = 0) -> Iterator[RawRow]:
+    """The rows from a number on, without the nulls that a table filled in.
+
+    Structs of one column have all fields of all rows. A field that is null at one place was not
+    written there: a tool call would be trained with arguments that nobody wrote.
+
+    Args:
+        shift: from a row's number to its place.
+    """
+    import pyarrow as pa
+
+    for first, batch in batches:
+        left = batch.slice(max(0, start - first))
+        kinds = {
+            field.name: field.type
+            for field in batch.schema
+            if pa.types.is_nested(field.type) or isinstance(field.type, pa.JsonType)
+        }
+        for number, row in enumerate(left.to_pylist(), first + batch.num_rows - left.num_rows):
+            row.update({name: _written(row[name], kind) for name, kind in kinds.items()})
+            yield RawRow(number + shift, row)
+
+
+def _written(value: Any, kind: Any) -> Any:
+    import pyarrow as pa
+
+    if isinstance(value, str) and isinstance(kind, pa.JsonType):
+        with contextlib.suppress(ValueError, RecursionError):  # `datasets` (5.2) lets 007 stand
+            return json.loads(value)
+    if isinstance(value, dict) and pa.types.is_struct(kind):
+        kinds = {field.name: field.type for field in kind}
+        return {
+            name: _written(below, kinds[name]) for name, below in value.items() if below is not None
+        }
+    # Items of a list are as many as were written; a map keeps its keys.
+    if isinstance(value, list) and hasattr(kind, "value_field"):
+        return [_written(item, kind.value_type) for item in value]
+    return value
+
+
+def numbered(batches: Any, first: int = 0) -> Batches:
+    """Batches with the numbers of their first rows."""
+    for batch in batches:
+        yield first, batch
+        first += batch.num_rows
+
+
+def _csv(open_file: OpenFile, name: str, start: int) -> Batches:
+    import pyarrow as pa
+    import pyarrow.csv
+
+    with open_file() as opened:
+        # The header is looked at before: pyarrow must know which columns are to be text.
+        file = io.BufferedReader(cast("io.RawIOBase", opened), _CSV_HEADER)
+        head = io.StringIO(file.peek().decode("utf-8-sig", "replace"), newline="")
+        names = next(filter(None, csv.reader(head)), [])
+        if not names:
+            return
+        rows = pa.csv.open_csv(
+            file,
+            # One thread: only then does the complaint about a row tell its number.
+            pa.csv.ReadOptions(block_size=_CSV_BLOCK, use_threads=False),
+            pa.csv.ParseOptions(newlines_in_values=True),
+            pa.csv.ConvertOptions(
+                column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False
+            ),
+        )
+        if rows.schema.names != names:
+            raise DataError(
+                f"{name}:1: the header cannot be read; write each name as it is or in quotes, and "
+                f"all in at most {_CSV_HEADER:,} bytes"
+            )
+        [(double, times)] = Counter(names).most_common(1)
+        if times > 1:
+            raise DataError(
+                f"{name}:1: the header names the column {double!r} more than once; rename one"
+            )
+        yield from numbered(rows)
+
+
+def _parquet(open_file: OpenFile, name: str, start: int) -> Batches:
+    from pyarrow import parquet
+
+    # Buffered before, all row groups would be read at once. They are read one by one: pyarrow does
+    # not join the categories of several below a list or struct.
+    with open_file() as file, parquet.ParquetFile(file, pre_buffer=False) as opened:
+        first = 0
+        for group in range(opened.num_row_groups):
+            rows = opened.metadata.row_group(group).num_rows
+            if first + rows > start:
+                batches = opened.iter_batches(batch_size=_BATCH, row_groups=[group])
+                yield from numbered(batches, first)
+            first += rows
+
+
+def _arrow(open_file: OpenFile, name: str, start: int) -> Batches:
+    """Both of Arrow's layouts: `datasets` writes streams, pyarrow writes files."""
+    import pyarrow as pa
+
+    with open_file() as file:
+        magic = file.read(6)
+        file.seek(0)
+        if magic == b"ARROW1":
+            opened = pa.ipc.open_file(file)
+            yield from numbered(map(opened.get_batch, range(opened.num_record_batches)))
+        else:
+            yield from numbered(pa.ipc.open_stream(file))
+
+
+# Compressed files
+
+
+def _zstd(file: BinaryIO) -> Any:
+    import pyarrow as pa
+
+    return pa.CompressedInputStream(file, "zstd")
+
+
+_UNPACKERS: Mapping[str, Callable[[BinaryIO], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": _zstd,
+}
+
+
+def unpacked(file: BinaryIO, name: str) -> BinaryIO:
+    """A file unpacked on the way, where its name says that it is compressed."""
+    unpacker = _UNPACKERS.get(Path(name).suffix.lower())
+    if unpacker is None:
+        return file
+    return cast("BinaryIO", io.BufferedReader(unpacker(file), _UNPACKED))
