@@ -8,6 +8,7 @@ the kernel frees when its holder dies. All of them then map the same files.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -66,7 +67,7 @@ class Cache:
     """A folder of entries.
 
     Args:
-        folder: None keeps nothing: entries live in a temporary folder until `close`, and files
+        folder: None keeps nothing: entries live in a temporary folder until `with` ends, and files
             that were mapped stay valid.
         log: takes a line for the user, where an entry was damaged.
         run: what tells the start of a run from others: what one of its processes builds is new to
@@ -190,10 +191,8 @@ class Cache:
             raise unreadable(path, error) from None
         if age >= _FRESH_S:
             text = json.dumps({"path": str(file), "identity": before, "digest": digest})
-            try:
+            with contextlib.suppress(OSError):  # whoever needs the cache will say so
                 write_text(note, text + "\n")
-            except OSError as error:
-                raise _unusable(self.folder, error) from None
         return digest
 
 
