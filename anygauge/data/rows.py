@@ -254,20 +254,12 @@ class Workers:
         self._thread.join()
 
     def submit(self, source: int, rows: tuple[RawRow, ...]) -> Future[EncodedChunk]:
-        """Begin with rows of a source.
-
-        Raises:
-            DataError: a worker was ended.
-        """
+        """Begin with rows of a source; raises DataError where a worker was ended."""
         with _not_ended():
             return self._pool.submit(_work, source, rows)
 
     def result(self, future: Future[EncodedChunk], timeout_s: float | None = None) -> EncodedChunk:
-        """What rows became.
-
-        Raises:
-            DataError: one cannot be used, or a worker was ended.
-        """
+        """What rows became; raises DataError where one cannot be used, or a worker was ended."""
         with _not_ended():
             return future.result(timeout_s)
 
@@ -277,7 +269,8 @@ class Workers:
         Raises:
             DataError: one cannot be used, or takes too long or too much memory.
         """
-        future, limit = self.submit(source, rows), f"{SILENCE_S:.0f} s"
+        future = self.submit(source, rows)
+        limit = f"{SILENCE_S:.0f} s"
         while True:
             seen = self._seen
             try:
@@ -298,9 +291,9 @@ class Workers:
 
     def _follow(self) -> None:
         while (message := self._messages.get()) is not None:
-            worker, *rendered = message
+            worker, template, row = message
             self._at_work.pop(worker, None)
-            self._at_work[worker] = tuple(rendered)
+            self._at_work[worker] = template, row
             self._seen += 1
             oldest = next((each for each in self._at_work.values() if each[1]), ("", ""))
             if oldest != self._oldest:
