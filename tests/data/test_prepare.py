@@ -23,7 +23,7 @@ def section(train, cache="off", **fields):
 def content(found, tokenizer):
     """Of each sequence: its text, its loss mask, and the end of its origin."""
     every = [found.tokens(index) for index in range(len(found))]
-    assert {(each.ids.dtype, each.loss_mask.dtype) for each in every} == {(np.int32, np.bool_)}
+    assert all(each.ids.dtype == np.int32 and each.loss_mask.dtype == np.bool_ for each in every)
     return [
         (tokenizer.decode(each.ids), each.loss_mask.tolist(), each.origin.rpartition("/")[2])
         for each in every
