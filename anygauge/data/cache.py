@@ -13,10 +13,11 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,10 @@ OFF = "off"
 VARIABLE = "ANYGAUGE_CACHE"
 MANIFEST = "manifest.json"
 
-_FORMAT = 2
-"""Of an entry's files; one of another format is built again."""
 _DIGEST = 1
 """Of keys and fingerprints: a run is resumed on data with the same ones."""
 _EDGE = 2**20
 _FRESH_S = 2.0
-_SOON_HASHED = 64 * 2**20
 
 
 def cache_folder(setting: str | None, environ: Mapping[str, str]) -> Path | None:
@@ -56,26 +54,24 @@ class Entry:
     Attributes:
         folder: where its files are.
         facts: what the builder said about it.
-        built: when, in local time: ``2026-11-20 13:05:11``.
-        found: whether it was there before this run.
+        built: when another run built it, in local time: ``2026-11-20 13:05:11``; None where this
+            one did.
     """
 
     folder: Path
     facts: Mapping[str, Any]
-    built: str
-    found: bool
+    built: str | None
 
 
 class Cache:
-    """A folder of entries; without a folder they live in a temporary one until `close`.
-
-    Files that were mapped stay valid after `close`.
+    """A folder of entries.
 
     Args:
-        folder: None keeps nothing.
+        folder: None keeps nothing: entries live in a temporary folder until `with` ends, and files
+            that were mapped stay valid.
         log: takes a line for the user, where an entry was damaged.
-        run: what tells the start of a run from others: what one of its processes builds, none of
-            them takes for found. Empty: only this object's own entries are new.
+        run: what tells the start of a run from others: what one of its processes builds is new to
+            all of them. Empty: only this object's own entries are new.
     """
 
     def __init__(
@@ -86,7 +82,7 @@ class Cache:
     ) -> None:
         self._kept = folder is not None
         self._log = log
-        self._run = run
+        self._run = run or secrets.token_hex(8)
         try:
             if folder is None:
                 self.folder = Path(tempfile.mkdtemp(prefix="anygauge-rows-"))
@@ -100,9 +96,6 @@ class Cache:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """Remove what is not to be kept."""
         if not self._kept:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -121,33 +114,23 @@ class Cache:
         home = self.folder / kind
         place = home / key
         try:
-            found = self._read(place)
-            if found is not None:
+            if found := self._read(place):
                 return found
             home.mkdir(parents=True, exist_ok=True)
-            with _locked(home / f"{key}.lock"):
-                found = self._read(place)
-                if found is not None:
+            with (home / f"{key}.lock").open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if found := self._read(place):
                     return found
                 if place.exists():
-                    earlier = (_json(place / MANIFEST) or {}).get("format", _FORMAT) != _FORMAT
-                    why = "of another version of anygauge" if earlier else "damaged"
-                    self._log(f"cache: {place} is {why} and is built again")
-                self._build(place, build)
-                found = self._read(place, built=True)
+                    self._log(f"cache: {place} is damaged and is built again")
+                return self._build(place, build)
         except OSError as error:
             raise _unusable(self.folder if self._kept else None, error) from None
-        if found is None:
-            raise DataAccessError(
-                f"the cache entry {place} was damaged while anygauge built it. Does another "
-                "program delete files there?"
-            )
-        return found
 
-    def _read(self, place: Path, *, built: bool = False) -> Entry | None:
+    def _read(self, place: Path) -> Entry | None:
         """The entry in a folder, if it is whole."""
         manifest = _json(place / MANIFEST)
-        if manifest is None or manifest.get("format") != _FORMAT:
+        if manifest is None:
             return None
         for name, size in manifest["files"].items():
             try:
@@ -155,34 +138,31 @@ class Cache:
                     return None
             except FileNotFoundError:
                 return None
-        own = built or bool(self._run and manifest.get("run") == self._run)
-        return Entry(folder=place, facts=manifest["facts"], built=manifest["built"], found=not own)
+        built = None if manifest["run"] == self._run else manifest["built"]
+        return Entry(folder=place, facts=manifest["facts"], built=built)
 
-    def _build(self, place: Path, build: Callable[[Path], Mapping[str, Any]]) -> None:
-        # The lock is ours, so what other builders of this entry left behind belongs to nobody.
-        for left in place.parent.glob(f".{place.name}.*"):
-            shutil.rmtree(left)
-        folder = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
+    def _build(self, place: Path, build: Callable[[Path], Mapping[str, Any]]) -> Entry:
+        """Build an entry whose lock this process holds."""
+        folder = place.with_name(f".{place.name}")
+        shutil.rmtree(folder, ignore_errors=True)  # left by a builder that was killed
+        folder.mkdir()
         try:
-            facts = build(folder)
-            sizes = {each.name: each.stat().st_size for each in folder.iterdir()}
+            facts = dict(build(folder))
             manifest = {
-                "format": _FORMAT,
                 "built": time.strftime("%Y-%m-%d %H:%M:%S"),
                 "run": self._run,
-                "files": sizes,
-                "facts": dict(facts),
+                "files": {each.name: each.stat().st_size for each in folder.iterdir()},
+                "facts": facts,
             }
             write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
-            for name in [*sizes, "."]:
-                flush(folder / name)
-            if place.exists():
-                place.rename(folder.with_name(f"{folder.name}.damaged"))
+            for each in (*folder.iterdir(), folder):
+                flush(each)
+            shutil.rmtree(place, ignore_errors=True)
             folder.rename(place)
             flush(place.parent)
         finally:
-            for left in place.parent.glob(f".{place.name}.*"):
-                shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
+        return Entry(folder=place, facts=facts, built=None)
 
     def digest(self, path: str) -> str:
         """SHA-256 of a file's bytes, in hexadecimal; remembered while the file is not touched.
@@ -203,9 +183,6 @@ class Cache:
             if known is not None and known.get("identity") == before:
                 return str(known["digest"])
             age = time.time() - file.stat().st_ctime
-            if 0 <= age < _FRESH_S and file.stat().st_size > _SOON_HASHED:
-                time.sleep(_FRESH_S - age)
-                age = _FRESH_S
             with file.open("rb") as opened:
                 digest = hashlib.file_digest(opened, "sha256").hexdigest()
             if _identity(file) != before:
@@ -214,10 +191,8 @@ class Cache:
             raise unreadable(path, error) from None
         if age >= _FRESH_S:
             text = json.dumps({"path": str(file), "identity": before, "digest": digest})
-            try:
+            with contextlib.suppress(OSError):  # whoever needs the cache will say so
                 write_text(note, text + "\n")
-            except OSError as error:
-                raise _unusable(self.folder, error) from None
         return digest
 
 
@@ -263,13 +238,6 @@ def _json(path: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     return value if isinstance(value, dict) else None
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _unusable(folder: Path | None, error: OSError) -> DataAccessError:

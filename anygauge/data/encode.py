@@ -109,6 +109,11 @@ class Counts:
             beyond=Counter((-(-long // _STEP) * _STEP).tolist()),
         )
 
+    def record(self) -> dict[str, Any]:
+        """All of them, as JSON can write them."""
+        numbers = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {**numbers, "beyond": sorted(self.beyond.items())}
+
     def __add__(self, other: Counts) -> Counts:
         names = [one.name for one in fields(self)]
         return Counts(**{name: getattr(self, name) + getattr(other, name) for name in names})

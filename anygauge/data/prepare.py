@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,12 +12,23 @@ from typing import Any, Literal
 from anygauge.config.paths import data_suffix, is_remote
 from anygauge.config.schema import DataSection, SourceSection, TrainSection
 from anygauge.data.batches import Batches, Layout, Schedule
-from anygauge.data.cache import Cache, cache_folder, key_of
-from anygauge.data.encode import Counts, RowEncoder
+from anygauge.data.cache import Cache, Entry, cache_folder, key_of
+from anygauge.data.encode import RowEncoder
 from anygauge.data.formats import detect_format, parse_all
 from anygauge.data.order import Split
 from anygauge.data.row_batches import RowBatches
-from anygauge.data.rows import EncodedChunk, Piece, TokenizedRows, open_piece, write_table
+from anygauge.data.rows import (
+    TABLE_VERSION,
+    EncodedChunk,
+    Piece,
+    Tokenise,
+    Tokeniser,
+    TokenizedRows,
+    Workers,
+    chunks_of,
+    open_piece,
+    write_table,
+)
 from anygauge.data.sources import Source, first_records, open_source
 from anygauge.data.streaming import (
     GatherTexts,
@@ -29,7 +40,6 @@ from anygauge.data.streaming import (
     unknown_end,
 )
 from anygauge.data.template import Rendering, read_template, unwatched
-from anygauge.data.tokenise import Tokenise, Tokeniser, chunks_of
 from anygauge.interface import DataError
 
 PEEKED_ROWS = 20
@@ -77,18 +87,11 @@ def advice(rows: TokenizedRows | StreamedRows, data: DataSection) -> str | None:
     length = counts.length_for(HELD_SHARE)
     if length is None:
         return None
-    became = [
-        f"{number:,} {what}"
-        for number, what in (
-            (counts.truncated, "cut at the end"),
-            (counts.dropped_long, "left out"),
-        )
-        if number
-    ]
+    fates = {"cut at the end": counts.truncated, "left out": counts.dropped_long}
+    became = ", ".join(f"{number:,} {fate}" for fate, number in fates.items() if number)
     return (
-        f"data.max_length {data.max_length} is too short for "
-        f"{counts.truncated + counts.dropped_long:,} of {counts.rows:,} rows "
-        f"({', '.join(became)}); {length:,} would hold {HELD_SHARE:.0%} of the rows"
+        f"data.max_length {data.max_length} is too short for {sum(fates.values()):,} of "
+        f"{counts.rows:,} rows ({became}); {length:,} would hold {HELD_SHARE:.0%} of the rows"
     )
 
 
@@ -119,7 +122,6 @@ def prepare(
     tokenizer: Any,
     seed: int,
     *,
-    environ: Mapping[str, str] | None = None,
     log: Log = lambda text: None,
     run: str = "",
     first: int | None = None,
@@ -134,7 +136,6 @@ def prepare(
     Args:
         tokenizer: a tokenizer of the transformers library.
         seed: decides which rows are held out.
-        environ: variables that name the cache's folder; left out: those of the process.
         log: takes lines for the user: progress, and damage in the cache.
         run: what tells this start of a run from others; see `Cache`.
         first: prepare so many rows of each source alone, also with streaming; None: all.
@@ -146,15 +147,14 @@ def prepare(
         RunFileError: settings that do not go together.
         ModelError: the tokenizer cannot be used.
     """
-    folder = cache_folder(data.cache, os.environ if environ is None else environ)
-    with Cache(folder, log, run) as cache:
-        shared = tokenizer, seed, cache, log, first, rendering
-        train = _Preparer(data, "train", *shared)
+    with Cache(cache_folder(data.cache, os.environ), log, run) as cache:
+        shared = data, tokenizer, seed, cache, log, first, rendering
+        train = _Preparer("train", data.eval_fraction, *shared)
         part: _Part = "kept" if data.eval_fraction else "all"
         rows = train.stream(memory) if data.streaming and first is None else train.rows(part)
         held_out = None
         if data.eval is not None:
-            held_out = _Preparer(data, "eval", *shared).rows("all")
+            held_out = _Preparer("eval", 0.0, *shared).rows("all")
         elif data.eval_fraction:
             held_out = train.rows("held out")
     return Prepared(train=rows, eval=held_out)
@@ -196,12 +196,7 @@ def training_batches(
     return StreamedBatches(rows, schedule, layout, sum_on_ranks, gather_texts)
 
 
-def packs_of(
-    rows: StreamedRows,
-    data: DataSection,
-    rendering: Rendering = unwatched,
-    environ: Mapping[str, str] | None = None,
-) -> list[int]:
+def packs_of(rows: StreamedRows, data: DataSection) -> list[int]:
     """Packs of each block of a stream, which decide how many steps an epoch has.
 
     All rows are tokenised once for it, by one process of a machine; the cache keeps the numbers.
@@ -211,9 +206,9 @@ def packs_of(
     """
 
     def count(folder: Path) -> dict[str, Any]:
-        return {"packs": rows.packs(data.max_length, data.workers, rendering)}
+        return {"packs": rows.packs(data.max_length, data.workers, unwatched)}
 
-    with Cache(cache_folder(data.cache, os.environ if environ is None else environ)) as cache:
+    with Cache(cache_folder(data.cache, os.environ)) as cache:
         key = key_of(rows.fingerprint(), data.max_length)
         return list(cache.entry("packs", key, count).facts["packs"])
 
@@ -226,8 +221,9 @@ class _Preparer:
 
     def __init__(
         self,
-        data: DataSection,
         which: Literal["train", "eval"],
+        fraction: float,
+        data: DataSection,
         tokenizer: Any,
         seed: int,
         cache: Cache,
@@ -235,10 +231,9 @@ class _Preparer:
         first: int | None,
         rendering: Rendering,
     ) -> None:
-        self._data, self._seed, self._cache, self._log = data, seed, cache, log
-        self._rendering = rendering
-        self._fraction = data.eval_fraction if which == "train" else 0.0
-        self._sources = []
+        self._data, self._seed, self._fraction = data, seed, fraction
+        self._cache, self._log, self._rendering = cache, log, rendering
+        self._sources: list[tuple[Source, SourceSection, Tokenise]] = []
         for field, section in _fields(which, data):
             record = first_records(section, 1, field, streaming=data.streaming)[0]
             row_format = detect_format(record, section, field)
@@ -248,60 +243,56 @@ class _Preparer:
             # What is streamed leaves no copy on the disk, not even of its beginning.
             streamed = data.streaming and is_remote(section.path)
             source = open_source(resolved, field, None if streamed else cache)
-            self._sources.append((source, resolved, encoder))
+            skip = data.on_bad_row == "skip"
+            work = Tokenise(encoder=encoder, origin=source.origin, skip=skip)
+            self._sources.append((source, resolved, work))
 
     def rows(self, part: _Part) -> TokenizedRows:
         """The tokenised rows of all sources, or of a part of each."""
         pieces, built = [], []
-        for number, (source, section, encoder) in enumerate(self._sources):
-            settings = [section.limit, self._data.on_bad_row]
-            identity = source.identity()
-            key = key_of(identity, data_suffix(section.path), *settings, encoder.key())
-            entry = self._cache.entry("rows", key, self._writer(source, identity, encoder))
-            drawn = None
+        for number, (source, section, work) in enumerate(self._sources):
+            entry = self._entry(source, section, work)
+            records = entry.facts["counts"]["rows"]
+            named, members = None, None
             if part != "all":
-                split = Split(entry.facts["records"], self._fraction, self._seed, number)
-                drawn = split.held_out if part == "held out" else split.kept
-            named = [part, self._fraction, self._seed, number] if part != "all" else None
-            piece = open_piece(entry, source.origin, named, drawn)
-            if not len(piece) and part != "held out":
-                raise self._nothing_left(piece, part)
-            pieces.append(piece)
-            built.append(entry.built if entry.found else None)
-        if not any(map(len, pieces)):
-            raise self._nothing_left(pieces[0], part)
-        known = [when for when in built if when is not None]
-        return TokenizedRows(pieces, min(known) if len(known) == len(built) else None)
+                split = Split(records, self._fraction, self._seed, number)
+                named = [part, self._fraction, self._seed, number]
+                members = split.held_out if part == "held out" else split.kept
+            pieces.append(open_piece(entry, source.origin, named, members))
+            built.append(entry.built)
+            if not pieces[-1].counts.sequences and part != "held out":
+                raise self._nothing_left(pieces[-1], records, part)
+        rows = TokenizedRows(pieces, None if None in built else min(filter(None, built)))
+        if not len(rows):
+            raise self._nothing_left(pieces[-1], records, part)
+        return rows
 
     def stream(self, memory: int | None) -> StreamedRows:
         """The sources, opened."""
-        streamed = [
-            StreamedSource(
-                source=source,
-                work=self._work(source, encoder),
-                identity=key_of(source.identity(), section.limit, encoder.key()),
-            )
-            for source, section, encoder in self._sources
-        ]
-        tokeniser = Tokeniser([each.work for each in streamed], memory)
+        streamed = []
+        for source, section, work in self._sources:
+            identity = key_of(source.identity(), section.limit, work.encoder.key())
+            streamed.append(StreamedSource(source=source, work=work, identity=identity))
+        works = [work for _, _, work in self._sources]
+        tokeniser: Tokeniser = lambda number, rows: works[number](rows)  # noqa: E731
+        if memory is not None:
+            tokeniser = Workers(works, memory=memory)
         return StreamedRows(streamed, self._data.shuffle_buffer, tokeniser)
 
-    def _work(self, source: Source, encoder: RowEncoder) -> Tokenise:
-        skip = self._data.on_bad_row == "skip"
-        return Tokenise(encoder=encoder, origin=source.origin, skip=skip)
+    def _entry(self, source: Source, section: SourceSection, work: Tokenise) -> Entry:
+        """The tokenised rows of a source, in the cache."""
+        identity = source.identity()
 
-    def _writer(
-        self, source: Source, identity: str, encoder: RowEncoder
-    ) -> Callable[[Path], dict[str, Any]]:
         def write(folder: Path) -> dict[str, Any]:
-            work = self._work(source, encoder)
             chunks = chunks_of(source.rows(), work, self._data.workers, self._rendering)
             facts = write_table(folder, self._counted(source.name, chunks))
             if source.identity() != identity:
                 raise DataError(f"{source.name} changed while it was being read; start again")
             return facts
 
-        return write
+        settings = section.limit, self._data.on_bad_row, work.encoder.key()
+        key = key_of(TABLE_VERSION, identity, data_suffix(section.path), *settings)
+        return self._cache.entry("rows", key, write)
 
     def _counted(self, name: str, chunks: Iterator[EncodedChunk]) -> Iterator[EncodedChunk]:
         """Say from time to time how far it has come."""
@@ -313,8 +304,8 @@ class _Preparer:
                 logged = time.monotonic()
                 self._log(f"tokenising {name}: {done:,} rows so far")
 
-    def _nothing_left(self, piece: Piece, part: _Part) -> DataError:
-        counts: Counts = piece.counts
+    def _nothing_left(self, piece: Piece, records: int, part: _Part) -> DataError:
+        counts, name = piece.counts, piece.origin.format("").rstrip(":[]")
         causes = []
         if counts.dropped_long:
             causes.append(
@@ -323,15 +314,12 @@ class _Preparer:
             )
         if counts.dropped_empty:
             causes.append(f"{counts.dropped_empty} with nothing to learn (is it the right column?)")
-        name = piece.origin.format("").rstrip(":[]")
-        which = {
-            "all": f"none of the {piece.records} rows of {name}",
-            "kept": f"none of the {counts.rows} rows that data.eval_fraction {self._fraction:g} "
-            f"leaves for training (of {piece.records} rows of {name})",
-            "held out": f"none of the {counts.rows} rows that data.eval_fraction "
-            f"{self._fraction:g} holds out for evaluation (of {piece.records} rows of {name})",
-        }
-        return DataError(f"{which[part]} is left to use: {'; '.join(causes)}")
+        rows = f"{records} rows of {name}"
+        if part != "all":
+            does = "leaves for training" if part == "kept" else "holds out for evaluation"
+            fraction = f"data.eval_fraction {self._fraction:g}"
+            rows = f"{counts.rows} rows that {fraction} {does} (of {rows})"
+        return DataError(f"none of the {rows} is left to use: {'; '.join(causes)}")
 
 
 def _fields(which: Literal["train", "eval"], data: DataSection) -> list[tuple[str, SourceSection]]:

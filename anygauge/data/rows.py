@@ -1,4 +1,4 @@
-"""Tokenised rows: an Arrow table on the disk, written once and mapped by all that read it.
+"""Rows to tokens, here or by workers, into an Arrow table on the disk that all readers map.
 
 The table of a source has a row for each sequence, and one for each record that became none, so that
 what became of the records of a part, such as those held out, can be counted from it.
@@ -6,10 +6,22 @@ what became of the records of a part, such as those held out, can be counted fro
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Sequence
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import sys
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +29,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anygauge.data.cache import Entry, key_of
-from anygauge.data.encode import Counts, Encoded
+from anygauge.data.encode import BAD, Counts, Encoded, RowEncoder
+from anygauge.data.readers import RawRow
+from anygauge.data.template import Rendering, unwatched
+from anygauge.interface import AnygaugeError, DataAccessError, DataError
+from anygauge.util import errors
+from anygauge.util.processes import tie_to_parent
+
+CHUNK = 1024
+"""Rows that are tokenised at once."""
+FEW_ROWS = 10_000
+"""As many are tokenised here before workers are started, which takes seconds."""
+MOST_WORKERS = 16
+START_S = 300.0
+"""Until a worker has begun: it imports the model library, perhaps from a slow disk."""
+SILENCE_S = 60.0
+"""For one rendering of a chat template, which takes milliseconds."""
+SHARE_OF_MEMORY = 0.75
+"""Of a machine, for rows."""
+SPAWN = multiprocessing.get_context("spawn")
 
 TABLE = "rows.arrow"
+TABLE_VERSION = 3
+"""Of the table and the facts beside it: part of an entry's key."""
 NAMED_BAD = 5
 """Bad rows that are named where they are skipped."""
 
@@ -31,7 +63,7 @@ class Tokens:
     Attributes:
         ids: token numbers; int32 of shape (length,).
         loss_mask: True where the token's own prediction counts; bool of shape (length,).
-        origin: where it stands: ``data.jsonl:17``.
+        origin: where it stands: ``data.jsonl:17`` or ``notes.txt:3 (part 2)``.
     """
 
     ids: NDArray[np.int32]
@@ -55,130 +87,294 @@ class EncodedChunk:
 
 
 def batch_of(encoded: Sequence[Encoded], places: Sequence[int]) -> Any:
-    """Sequences as an Arrow record batch.
+    """Sequences, at least one, as an Arrow record batch.
 
     Args:
         places: line or index of each record.
     """
     import pyarrow as pa
 
-    ends = np.cumsum([0, *(len(each.ids) for each in encoded)], dtype=np.int32)
-
-    def joined(name: str, dtype: Any) -> Any:
-        parts = [np.empty(0, dtype=dtype), *(getattr(each, name) for each in encoded)]
-        return pa.array(np.concatenate(parts).view(np.int8 if dtype is np.bool_ else dtype))
-
-    def column(values: Iterable[Any], dtype: Any) -> Any:
-        return pa.array(np.fromiter(values, dtype, len(encoded)))
-
+    columns = {
+        "num_loss_tokens": (np.int32, [each.loss_mask.sum() for each in encoded]),
+        "record": (np.int64, [each.record for each in encoded]),
+        "place": (np.int64, [places[each.record] for each in encoded]),
+        "part": (np.int32, [each.part for each in encoded]),
+        "fate": (np.int8, [each.fate for each in encoded]),
+        "length": (np.int32, [each.length for each in encoded]),
+    }
+    ends = _to_arrow(np.cumsum([0, *(len(each.ids) for each in encoded)], dtype=np.int32))
+    ids = np.concatenate([each.ids for each in encoded])
+    # As bytes: Arrow's own bools are bits, which numpy cannot map.
+    loss_mask = np.concatenate([each.loss_mask for each in encoded]).view(np.int8)
     return pa.RecordBatch.from_pydict(
         {
-            "ids": pa.ListArray.from_arrays(ends, joined("ids", np.int32)),
-            "loss_mask": pa.ListArray.from_arrays(ends, joined("loss_mask", np.bool_)),
-            "num_loss_tokens": column((int(each.loss_mask.sum()) for each in encoded), np.int32),
-            "record": column((each.record for each in encoded), np.int64),
-            "place": column((places[each.record] for each in encoded), np.int64),
-            "part": column((each.part for each in encoded), np.int32),
-            "fate": column((each.fate for each in encoded), np.int8),
-            "length": column((each.length for each in encoded), np.int32),
+            "ids": pa.ListArray.from_arrays(ends, _to_arrow(ids)),
+            "loss_mask": pa.ListArray.from_arrays(ends, _to_arrow(loss_mask)),
+            **{name: _to_arrow(np.array(of, dtype)) for name, (dtype, of) in columns.items()},
         }
     )
 
 
-def write_table(folder: Path, chunks: Iterable[EncodedChunk]) -> dict[str, Any]:
+# What Arrow itself has for these two imports pandas: for much of a second, and for 50 MiB.
+def _to_arrow(values: NDArray[Any]) -> Any:
+    import pyarrow as pa
+
+    kind = pa.from_numpy_dtype(values.dtype)
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values)])
+
+
+def _to_numpy(values: Any) -> NDArray[Any]:
+    return np.from_dlpack(values)
+
+
+def _column(table: Any, name: str) -> NDArray[Any]:
+    return np.concatenate([_to_numpy(chunk) for chunk in table[name].chunks])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenise:
+    """What is done with a chunk of rows.
+
+    Attributes:
+        origin: how a row's place is written: ``data.jsonl:{}``.
+        skip: leave out rows that cannot be used.
+    """
+
+    encoder: RowEncoder
+    origin: str
+    skip: bool = False
+
+    def __call__(self, rows: tuple[RawRow, ...]) -> EncodedChunk:
+        """What the rows became.
+
+        Raises:
+            DataError: one cannot be used.
+        """
+        bad: list[str] = []
+        try:
+            encoded = self.encoder.encode([row.record(self.origin) for row in rows])
+        except DataError:
+            if not self.skip:
+                raise
+            encoded = []
+            for number, row in enumerate(rows):
+                try:
+                    one = self.encoder.encode([row.record(self.origin)])
+                    encoded += [replace(each, record=number) for each in one]
+                except DataError as error:
+                    encoded.append(Encoded(record=number, fate=BAD))
+                    bad.append(str(error))
+        batch = batch_of(encoded, [row.place for row in rows])
+        return EncodedChunk(records=len(rows), batch=batch, bad=bad)
+
+
+Tokeniser = Callable[[int, tuple[RawRow, ...]], EncodedChunk]
+"""Number of a source and some of its rows -> what they became."""
+
+
+def share_of_memory(parts: int) -> int:
+    """Bytes that one of so many processes of this machine may take for rows."""
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(installed * SHARE_OF_MEMORY / parts)
+
+
+def usable_cores() -> int:
+    """Processor cores that this process may use, by affinity and by the control group's quota."""
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def chunks_of(
+    rows: Iterator[RawRow], work: Tokenise, workers: int | None, rendering: Rendering
+) -> Iterator[EncodedChunk]:
+    """What rows became, chunk by chunk, in the rows' order.
+
+    Args:
+        workers: processes; None: as many as cores, once there are many rows.
+        rendering: gets what is being rendered; of several workers, what has begun first.
+
+    Raises:
+        DataError: a row cannot be used; or a worker was ended.
+    """
+    chunks: Iterator[tuple[RawRow, ...]] = iter(lambda: tuple(islice(rows, CHUNK)), ())
+    if workers is None:
+        yield from map(work, islice(chunks, -(-FEW_ROWS // CHUNK)))
+        workers = min(usable_cores(), MOST_WORKERS)
+    if workers == 1:
+        yield from map(work, chunks)
+        return
+    memory, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    share = None if memory == resource.RLIM_INFINITY else memory // workers
+    begun: deque[Future[EncodedChunk]] = deque()
+    with Workers([work], workers, share, rendering) as pool:
+        for chunk in chunks:
+            begun.append(pool.submit(0, chunk))
+            if len(begun) > 2 * workers:
+                yield pool.result(begun.popleft())
+        while begun:
+            yield pool.result(begun.popleft())
+
+
+class Workers:
+    """Processes that tokenise rows; the first row starts them.
+
+    Args:
+        works: of each source.
+        count: how many processes.
+        memory: bytes that each may have; None: without a limit of its own.
+        rendering: gets what has begun first of all that is rendered, so that one that hangs shows.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[Tokenise],
+        count: int = 1,
+        memory: int | None = None,
+        rendering: Rendering = unwatched,
+    ) -> None:
+        self._memory, self._rendering = memory, rendering
+        self._messages = SPAWN.SimpleQueue()
+        self._at_work: dict[int, tuple[str, str]] = {}
+        self._oldest, self._seen = ("", ""), 0
+        self._thread = threading.Thread(target=self._follow, name="renderings", daemon=True)
+        self._thread.start()
+        without_torch = sys.modules.get("torch", works) is None
+        begin = os.getpid(), without_torch, memory, self._messages, pickle.dumps(works)
+        self._pool = ProcessPoolExecutor(count, SPAWN, _begin, begin)
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._messages.put(None)
+        self._thread.join()
+
+    def submit(self, source: int, rows: tuple[RawRow, ...]) -> Future[EncodedChunk]:
+        """Begin with rows of a source; raises DataError where a worker was ended."""
+        with _not_ended():
+            return self._pool.submit(_work, source, rows)
+
+    def result(self, future: Future[EncodedChunk], timeout_s: float | None = None) -> EncodedChunk:
+        """What rows became; raises DataError where one cannot be used, or a worker was ended."""
+        with _not_ended():
+            return future.result(timeout_s)
+
+    def __call__(self, source: int, rows: tuple[RawRow, ...]) -> EncodedChunk:
+        """What rows of a source became, within the limits of one row; for one worker.
+
+        Raises:
+            DataError: one cannot be used, or takes too long or too much memory.
+        """
+        future = self.submit(source, rows)
+        limit = f"{SILENCE_S:.0f} s"
+        while True:
+            seen = self._seen
+            try:
+                return self.result(future, SILENCE_S if seen else START_S)
+            except MemoryError:
+                limit = f"{(self._memory or 0) / 2**30:.1f} GiB"
+            except TimeoutError:
+                if self._seen != seen:
+                    continue
+                for worker in list(self._at_work):  # it would keep this process from ending
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(worker, signal.SIGKILL)
+            template, row = self._oldest
+            raise DataError(
+                f"{template or 'the tokenizer'} took more than {limit} for {row or 'a row'}. "
+                "Correct the template or the row, or give another data.chat_template"
+            )
+
+    def _follow(self) -> None:
+        while (message := self._messages.get()) is not None:
+            worker, template, row = message
+            self._at_work.pop(worker, None)
+            self._at_work[worker] = template, row
+            self._seen += 1
+            oldest = next((each for each in self._at_work.values() if each[1]), ("", ""))
+            if oldest != self._oldest:
+                self._oldest = oldest
+                self._rendering(*oldest)
+
+
+@contextlib.contextmanager
+def _not_ended() -> Iterator[None]:
+    try:
+        yield
+    except BrokenProcessPool:
+        raise DataAccessError(
+            "a process that tokenises rows was ended from outside; there may be too little memory. "
+            f"Set data.workers below {min(usable_cores(), MOST_WORKERS)}"
+        ) from None
+
+
+_WORKS: list[Tokenise] = []
+"""In a worker: what it does with rows of each source."""
+
+
+def _begin(parent: int, without_torch: bool, memory: int | None, queue: Any, works: bytes) -> None:
+    """Make this process a worker."""
+    tie_to_parent(signal.SIGKILL, parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if without_torch:
+        sys.modules["torch"] = None  # type: ignore[assignment]
+    if memory is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    _WORKS.extend(pickle.loads(works))
+    for work in _WORKS:
+        work.encoder.watch(lambda template, row: queue.put((os.getpid(), template, row)))
+    queue.put((os.getpid(), "", ""))
+
+
+def _work(source: int, rows: tuple[RawRow, ...]) -> EncodedChunk:
+    try:
+        return _WORKS[source](rows)
+    except AnygaugeError as error:  # some cannot be sent as they are
+        raise getattr(errors, type(error).__name__, DataError)(str(error)) from None
+
+
+def write_table(folder: Path, chunks: Iterator[EncodedChunk]) -> dict[str, Any]:
     """Write what the records of a source became, chunk by chunk; returns facts for the entry."""
     import pyarrow as pa
 
-    records, bad = 0, list[str]()
-    digest, writer = hashlib.sha256(), None
-    try:
-        for chunk in chunks:
-            if writer is None:
-                writer = pa.ipc.new_file(str(folder / TABLE), chunk.batch.schema)
+    counts, bad, digest = Counts(), list[str](), hashlib.sha256()
+    first = next(chunks)
+    with pa.ipc.new_file(str(folder / TABLE), first.batch.schema) as writer:
+        for chunk in chain([first], chunks):
             at = chunk.batch.schema.get_field_index("record")
-            numbered = pa.array(chunk.batch.column(at).to_numpy() + records)
+            numbered = _to_arrow(_to_numpy(chunk.batch.column(at)) + counts.rows)
             writer.write_batch(chunk.batch.set_column(at, "record", numbered))
             for name in ("ids", "loss_mask"):
-                column = chunk.batch.column(name)
-                digest.update(column.offsets.to_numpy().tobytes())
-                digest.update(column.values.to_numpy().tobytes())
-            records += chunk.records
+                digest.update(_to_numpy(chunk.batch.column(name).offsets).data)
+                digest.update(_to_numpy(chunk.batch.column(name).values).data)
+            counts += _counts(pa.Table.from_batches([chunk.batch]))
             bad += chunk.bad[: NAMED_BAD - len(bad)]
-    finally:
-        if writer is not None:
-            writer.close()
-    return {"fingerprint": digest.hexdigest(), "records": records, "bad": bad}
+    return {"fingerprint": digest.hexdigest(), "counts": counts.record(), "bad": bad}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Piece:
     """The sequences of one source, or of a part of it.
 
     Attributes:
-        table: batches of an Arrow file, mapped; see `batch_of`.
-        rows: the numbers of the sequences in it; int64 of shape (n,).
+        table: an Arrow table; see `batch_of`.
+        inside: which of its rows are of the part; bool of shape (rows,); None: all.
         origin: how a place is written: ``data.jsonl:{}``.
-        fingerprint: hexadecimal digest of all that the sequences hold.
         counts: what became of the records.
-        records: of the whole source, those included that another part of it has.
+        fingerprint: hexadecimal digest of all that the sequences hold.
         bad: what is wrong with the first of the records that were skipped.
     """
 
-    table: Sequence[Any]
-    rows: NDArray[np.int64]
+    table: Any
+    inside: NDArray[np.bool_] | None = None
     origin: str
     counts: Counts
     fingerprint: str = ""
-    records: int = 0
     bad: Sequence[str] = ()
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @cached_property
-    def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each sequence; int64 of shape (n,)."""
-        return _lengths(self.table)[self.rows]
-
-    @cached_property
-    def num_loss_tokens(self) -> NDArray[np.int64]:
-        """Loss tokens of each sequence; int64 of shape (n,)."""
-        return _column(self.table, "num_loss_tokens").astype(np.int64)[self.rows]
-
-    @cached_property
-    def _ends(self) -> NDArray[np.int64]:
-        return np.cumsum([batch.num_rows for batch in self.table])
-
-    @cached_property
-    def _views(self) -> Sequence[dict[str, NDArray[Any]]]:
-        """Of each batch, its columns as arrays that are not copied."""
-        return [
-            {
-                "starts": batch.column("ids").offsets.to_numpy(),
-                "ids": batch.column("ids").values.to_numpy(),
-                "loss_mask": batch.column("loss_mask").values.to_numpy().view(np.bool_),
-                "place": batch.column("place").to_numpy(),
-                "part": batch.column("part").to_numpy(),
-            }
-            for batch in self.table
-        ]
-
-    def _find(self, index: int) -> tuple[dict[str, NDArray[Any]], int]:
-        row = int(self.rows[index])
-        number = int(np.searchsorted(self._ends, row, side="right"))
-        return self._views[number], row - int(self._ends[number]) + self.table[number].num_rows
-
-    def origin_of(self, index: int) -> str:
-        """Where one sequence came from: ``data.jsonl:17`` or ``notes.txt:3 (part 2)``."""
-        view, row = self._find(index)
-        part = int(view["part"][row])
-        return self.origin.format(int(view["place"][row])) + (f" (part {part})" if part else "")
-
-    def tokens(self, index: int) -> Tokens:
-        """One sequence."""
-        view, row = self._find(index)
-        here = slice(int(view["starts"][row]), int(view["starts"][row + 1]))
-        return Tokens(view["ids"][here], view["loss_mask"][here], self.origin_of(index))
 
 
 def open_piece(
@@ -193,66 +389,67 @@ def open_piece(
     """
     import pyarrow as pa
 
-    file = pa.ipc.open_file(pa.memory_map(str(entry.folder / TABLE)))
-    table = [file.get_batch(number) for number in range(file.num_record_batches)]
-    facts = entry.facts
-    piece = _piece(table, origin, members)
-    return replace(
-        piece,
-        fingerprint=key_of(facts["fingerprint"], part),
-        records=facts["records"],
-        bad=facts["bad"] if piece.counts.skipped else (),
-    )
-
-
-def _piece(table: Sequence[Any], origin: str, members: NDArray[np.int64] | None = None) -> Piece:
-    lengths = _lengths(table)
-    inside = np.ones(len(lengths), dtype=np.bool_)
-    if members is not None:
+    table = pa.ipc.open_file(pa.memory_map(str(entry.folder / TABLE))).read_all()
+    facts, inside = entry.facts, None
+    if members is None:
+        counts = Counts(**{**facts["counts"], "beyond": Counter(dict(facts["counts"]["beyond"]))})
+    else:
         inside = np.isin(_column(table, "record"), members)
-    counted = ("fate", "part", "length", "num_loss_tokens")
-    fates, parts, whole, loss_tokens = (_column(table, name)[inside] for name in counted)
+        counts = _counts(table, inside)
     return Piece(
         table=table,
-        rows=np.flatnonzero(inside & (lengths > 0)),
+        inside=inside,
         origin=origin,
-        counts=Counts.of(fates, parts, whole, lengths[inside], loss_tokens),
+        counts=counts,
+        fingerprint=key_of(facts["fingerprint"], part),
+        bad=facts["bad"] if counts.skipped else (),
     )
 
 
 def documents_of(chunk: EncodedChunk, origin: str) -> tuple[list[list[Tokens]], Counts]:
     """What each record of a chunk became: no sequence, one, or several; and their counts."""
+    import pyarrow as pa
+
+    table = pa.Table.from_batches([chunk.batch])
+    rows = TokenizedRows([Piece(table=table, origin=origin, counts=_counts(table))])
     documents: list[list[Tokens]] = [[] for _ in range(chunk.records)]
-    piece = _piece([chunk.batch], origin)
-    records = chunk.batch.column("record").to_numpy()
-    for index, row in enumerate(piece.rows.tolist()):
-        documents[records[row]].append(piece.tokens(index))
-    return documents, piece.counts
+    for index, record in enumerate(rows.column("record").tolist()):
+        documents[record].append(rows.tokens(index))
+    return documents, rows.report
 
 
-def _column(table: Sequence[Any], name: str) -> NDArray[Any]:
-    return np.concatenate([batch.column(name).to_numpy() for batch in table])
+def _counts(table: Any, inside: NDArray[np.bool_] | slice = slice(None)) -> Counts:
+    names = ("fate", "part", "length", "num_loss_tokens")
+    fates, parts, whole, loss_tokens = (_column(table, name)[inside] for name in names)
+    return Counts.of(fates, parts, whole, _lengths(table)[inside], loss_tokens)
 
 
-def _lengths(table: Sequence[Any]) -> NDArray[np.int64]:
-    offsets = [batch.column("ids").offsets.to_numpy() for batch in table]
+def _lengths(table: Any) -> NDArray[np.int64]:
+    offsets = [_to_numpy(chunk.offsets) for chunk in table["ids"].chunks]
     return np.concatenate([np.diff(each) for each in offsets]).astype(np.int64)
 
 
 class TokenizedRows:
     """The sequences of several sources, numbered from 0 through all of them.
 
+    Nothing but what an entry says of itself is read before it is asked for.
+
     Args:
         built: when, where all of them came from the cache.
     """
 
     def __init__(self, pieces: Sequence[Piece], built: str | None = None) -> None:
+        import pyarrow as pa
+
         self.pieces, self.built = tuple(pieces), built
-        self.sizes = [len(piece) for piece in self.pieces]
+        self.sizes = [piece.counts.sequences for piece in self.pieces]
         self._ends = np.cumsum(self.sizes)
+        table = pa.concat_tables([piece.table for piece in self.pieces])
+        # Held: a column looks through all its chunks when it is asked for its first value.
+        self._columns = dict(zip(table.column_names, table.columns, strict=True))
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return sum(self.sizes)
 
     @property
     def report(self) -> Counts:
@@ -265,41 +462,43 @@ class TokenizedRows:
         return [text for piece in self.pieces for text in piece.bad][:NAMED_BAD]
 
     @cached_property
+    def _rows(self) -> NDArray[np.int64]:
+        """The rows of the table that are sequences; int64 of shape (n,)."""
+        found, start = _lengths(self._columns) > 0, 0
+        for piece in self.pieces:
+            end = start + piece.table.num_rows
+            if piece.inside is not None:
+                found[start:end] &= piece.inside
+            start = end
+        return np.flatnonzero(found)
+
+    @cached_property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each sequence; int64 of shape (n,)."""
-        return np.concatenate([piece.lengths for piece in self.pieces])
+        return _lengths(self._columns)[self._rows]
 
     @cached_property
     def loss_token_counts(self) -> NDArray[np.int64]:
         """Loss tokens of each sequence; int64 of shape (n,)."""
-        return np.concatenate([piece.num_loss_tokens for piece in self.pieces])
+        return self.column("num_loss_tokens").astype(np.int64)
+
+    def column(self, name: str) -> NDArray[Any]:
+        """Of each sequence, a number; shape (n,)."""
+        return _column(self._columns, name)[self._rows]
 
     def tokens(self, index: int) -> Tokens:
-        """One sequence with all that a batch needs of it."""
-        piece, inside = self._find(index)
-        return piece.tokens(inside)
-
-    def row(self, index: int) -> NDArray[np.int32]:
-        """Token numbers of one sequence; int32 of shape (length,)."""
-        return self.tokens(index).ids
-
-    def loss_mask(self, index: int) -> NDArray[np.bool_]:
-        """Which tokens of one sequence have a loss; bool of shape (length,)."""
-        return self.tokens(index).loss_mask
-
-    def num_loss_tokens(self, index: int) -> int:
-        """Loss tokens of one sequence."""
-        return int(self.loss_token_counts[index])
+        """One sequence; its arrays are not copied."""
+        row = int(self._rows[index])
+        ids, mask = (_to_numpy(self._columns[name][row].values) for name in ("ids", "loss_mask"))
+        place, part = (self._columns[name][row].as_py() for name in ("place", "part"))
+        piece = self.pieces[int(np.searchsorted(self._ends, index, side="right"))]
+        origin = piece.origin.format(place) + (f" (part {part})" if part else "")
+        return Tokens(ids, mask.view(np.bool_), origin)
 
     def origin(self, index: int) -> str:
-        """Where one sequence came from: ``data.jsonl:17`` or ``notes.txt:3 (part 2)``."""
-        piece, inside = self._find(index)
-        return piece.origin_of(inside)
+        """Where one sequence came from."""
+        return self.tokens(index).origin
 
     def fingerprint(self) -> str:
         """Hexadecimal digest of all tokens and their loss masks."""
         return key_of(*(piece.fingerprint for piece in self.pieces))
-
-    def _find(self, index: int) -> tuple[Piece, int]:
-        which = int(np.searchsorted(self._ends, index, side="right"))
-        return self.pieces[which], int(index - (self._ends[which] - self.sizes[which]))

@@ -40,10 +40,16 @@ from anygauge.data.encode import Counts
 from anygauge.data.order import BLOCKS, STREAM, permutation
 from anygauge.data.readers import RawRow
 from anygauge.data.row_batches import pack
-from anygauge.data.rows import NAMED_BAD, Tokens, documents_of
+from anygauge.data.rows import (
+    NAMED_BAD,
+    Tokenise,
+    Tokeniser,
+    Tokens,
+    chunks_of,
+    documents_of,
+)
 from anygauge.data.sources import Source
 from anygauge.data.template import Rendering
-from anygauge.data.tokenise import Tokenise, Tokeniser, chunks_of
 from anygauge.interface import DataError, RunFileError
 
 SumOnRanks = Callable[[list[float]], list[float]]

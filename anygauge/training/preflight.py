@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from anygauge.config.resolved import parse_run
 from anygauge.config.schema import ModelSection
-from anygauge.data.tokenise import share_of_memory
+from anygauge.data.rows import share_of_memory
 from anygauge.interface import AnygaugeError
 from anygauge.models.quiet import quiet_libraries
 from anygauge.models.tokenizer import load_tokenizer

@@ -20,8 +20,8 @@ from anygauge.data import (
     prepare,
     training_batches,
 )
+from anygauge.data.rows import share_of_memory
 from anygauge.data.template import end_of_turn_ids, read_template, template_to_save
-from anygauge.data.tokenise import share_of_memory
 from anygauge.interface import (
     Backend,
     Job,

@@ -15,66 +15,63 @@ from anygauge.data import cache as cache_module
 from anygauge.data.cache import Cache, cache_folder, quick_identity
 from anygauge.interface import DataError
 
-FILES = ["none", "numbers"]
 
-
-def numbers(folder: Path) -> dict[str, int]:
+def numbers(folder):
     (folder / "numbers").write_bytes(np.arange(1000).tobytes())
     (folder / "none").write_bytes(b"")
     return {"count": 1000}
 
 
-def never(folder: Path) -> dict[str, int]:
+def never(folder):
     raise AssertionError("it is there already")
 
 
+def names(folder):
+    return sorted(each.name for each in folder.iterdir())
+
+
 def test_an_entry_is_built_once(tmp_path):
-    cache = Cache(tmp_path / "deep" / "cache")
-    built = cache.entry("numbers", "k", numbers)
-    found = Cache(tmp_path / "deep" / "cache").entry("numbers", "k", never)
-    assert (built.found, found.found) == (False, True)
-    assert (built.built, built.facts) == (found.built, found.facts)
-    assert found.facts == {"count": 1000}
-    assert sorted(each.name for each in found.folder.iterdir()) == ["manifest.json", *FILES]
-    assert not cache.entry("numbers", "other", numbers).found
+    folder = tmp_path / "deep" / "cache"
+    built = Cache(folder).entry("numbers", "k", numbers)
+    found = Cache(folder).entry("numbers", "k", never)
+    assert built.built is None
+    assert abs(time.mktime(time.strptime(found.built, "%Y-%m-%d %H:%M:%S")) - time.time()) < 600
+    assert built.facts == found.facts == {"count": 1000}
+    assert names(found.folder) == ["manifest.json", "none", "numbers"]
+    assert Cache(folder).entry("numbers", "other", numbers).built is None
 
 
-@pytest.mark.parametrize("harm", ["shorten", "remove", "manifest", "format"])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda folder: os.truncate(folder / "numbers", 7000),
+        lambda folder: (folder / "none").unlink(),
+        lambda folder: os.truncate(folder / "manifest.json", 20),
+    ],
+)
 def test_a_damaged_entry_is_built_anew_and_said(tmp_path, harm):
     said = []
-    cache = Cache(tmp_path, said.append)
-    folder = cache.entry("numbers", "k", numbers).folder
-    manifest = folder / "manifest.json"
-    if harm == "shorten":
-        os.truncate(folder / "numbers", 7000)
-    elif harm == "remove":
-        (folder / "none").unlink()
-    elif harm == "manifest":
-        os.truncate(manifest, 20)
-    else:
-        manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 1'))
-    again = cache.entry("numbers", "k", numbers)
-    assert not again.found
+    folder = Cache(tmp_path).entry("numbers", "k", numbers).folder
+    harm(folder)
+    again = Cache(tmp_path, said.append).entry("numbers", "k", numbers)
+    assert again.built is None
     assert (again.folder / "numbers").stat().st_size == 8000
-    why = "of another version of anygauge" if harm == "format" else "damaged"
-    assert said == [f"cache: {folder} is {why} and is built again"]
-    assert sorted(each.name for each in folder.parent.iterdir()) == ["k", "k.lock"]
-    assert cache.entry("numbers", "k", never).found
+    assert said == [f"cache: {folder} is damaged and is built again"]
+    assert names(folder.parent) == ["k", "k.lock"]
+    assert Cache(tmp_path).entry("numbers", "k", never).built
 
 
 def test_a_builder_that_fails_leaves_nothing(tmp_path):
-    def fails(folder: Path) -> dict[str, int]:
+    def fails(folder):
         numbers(folder)
         raise DataError("row 7 is wrong")
 
-    cache = Cache(tmp_path)
     with pytest.raises(DataError, match="row 7"):
-        cache.entry("numbers", "k", fails)
-    assert [each.name for each in (tmp_path / "numbers").iterdir()] == ["k.lock"]
-    assert not cache.entry("numbers", "k", numbers).found
+        Cache(tmp_path).entry("numbers", "k", fails)
+    assert names(tmp_path / "numbers") == ["k.lock"]
 
 
-def test_without_a_folder_nothing_is_kept_but_what_is_mapped_stays(tmp_path):
+def test_without_a_folder_nothing_is_kept_but_what_is_mapped_stays():
     with Cache(None) as cache:
         folder = cache.entry("numbers", "k", numbers).folder
         array = np.memmap(folder / "numbers", dtype=np.int64, mode="r")
@@ -94,41 +91,38 @@ def slow(folder):
     return {}
 
 entry = Cache(Path(sys.argv[1])).entry("slow", "k", slow)
-print("found" if entry.found else "built", (entry.folder / "file").stat().st_size)
+print("found" if entry.built else "built", (entry.folder / "file").stat().st_size)
 """
 
 
-def builder(folder: Path, seconds: float) -> subprocess.Popen[str]:
+def builder(folder, seconds):
     command = [sys.executable, "-c", BUILD, str(folder), str(seconds)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def test_when_the_builder_dies_another_one_builds_and_the_rest_wait(tmp_path):
     first = builder(tmp_path, 600)
-    assert first.stdout is not None
     assert first.stdout.readline() == "building\n"
     others = [builder(tmp_path, 3) for _ in range(2)]
-    assert len(list((tmp_path / "slow").glob(".k.*"))) == 1, "what it leaves behind"
+    assert (tmp_path / "slow" / ".k" / "file").exists(), "what it leaves behind"
     first.kill()
-    first.wait()
-    first.stdout.close()
+    first.communicate()
     said = sorted(other.communicate(timeout=120)[0] for other in others)
     assert said == ["building\nbuilt 10\n", "found 10\n"]
-    assert sorted(each.name for each in (tmp_path / "slow").iterdir()) == ["k", "k.lock"]
+    assert names(tmp_path / "slow") == ["k", "k.lock"]
 
 
 def test_a_digest_is_remembered_until_the_file_is_touched(tmp_path, monkeypatch):
     cache, file = Cache(tmp_path / "cache"), tmp_path / "file"
     file.write_bytes(b"first")
     before = cache.digest(str(file))
+    assert before == "a7937b64b8caa58f03721bb6bacf5c78cb235febe0e70b1b84cd99541461a08e"
     assert not (tmp_path / "cache" / "digests").exists(), "it may change within the clock's tick"
     monkeypatch.setattr(cache_module, "_FRESH_S", 0.0)
     assert cache.digest(str(file)) == before
-    assert before == "a7937b64b8caa58f03721bb6bacf5c78cb235febe0e70b1b84cd99541461a08e"
-    monkeypatch.setattr(cache_module.hashlib, "file_digest", None)
-    assert cache.digest(str(file)) == before
-    monkeypatch.undo()
-    monkeypatch.setattr(cache_module, "_FRESH_S", 0.0)
+    with monkeypatch.context() as unread:
+        unread.setattr(cache_module.hashlib, "file_digest", None)
+        assert cache.digest(str(file)) == before
     stat = file.stat()
     time.sleep(0.05)
     file.write_bytes(b"other")
@@ -138,17 +132,16 @@ def test_a_digest_is_remembered_until_the_file_is_touched(tmp_path, monkeypatch)
 
 
 def test_the_quick_identity_reads_the_ends_alone(tmp_path):
-    file, copy = tmp_path / "file", tmp_path / "copy"
-    content = bytearray(3 * 2**20)
-    file.write_bytes(content)
-    copy.write_bytes(content)
-    base = quick_identity(str(file))
-    assert quick_identity(str(copy)) == base
-    for place, told in ((0, True), (len(content) - 1, True), (len(content) // 2, False)):
+    content = bytes(3 * 2**20)
+    identities = []
+    for place in (None, None, len(content) // 2, 0, len(content) - 1):
         changed = bytearray(content)
-        changed[place] = 1
-        copy.write_bytes(changed)
-        assert (quick_identity(str(copy)) != base) is told
+        if place is not None:
+            changed[place] = 1
+        (tmp_path / "file").write_bytes(changed)
+        identities.append(quick_identity(str(tmp_path / "file")))
+    assert identities[0] == identities[1] == identities[2]
+    assert len(set(identities)) == 3
     with pytest.raises(DataError, match="no such file"):
         quick_identity(str(tmp_path / "nowhere"))
 
@@ -158,9 +151,6 @@ def test_where_the_cache_is(tmp_path):
     assert cache_folder("/b", {"ANYGAUGE_CACHE": "/a"}) == Path("/b")
     assert cache_folder(None, {"ANYGAUGE_CACHE": "/a", "HOME": "/h"}) == Path("/a")
     assert cache_folder(None, {"HOME": "/h"}) == Path("/h/.cache/anygauge")
-
-
-def test_a_folder_that_cannot_be_used(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"cannot be used: .*; name another folder in data\.cache"):
         Cache(tmp_path / "file" / "cache")

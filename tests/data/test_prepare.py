@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import numpy as np
 import pytest
@@ -21,8 +20,14 @@ def section(train, cache="off", **fields):
     return DataSection(train=train, max_length=32, cache=str(cache), **fields)
 
 
-def texts(found, tokenizer):
-    return [tokenizer.decode(found.row(index)) for index in range(len(found))]
+def content(found, tokenizer):
+    """Of each sequence: its text, its loss mask, and the end of its origin."""
+    every = [found.tokens(index) for index in range(len(found))]
+    assert all(each.ids.dtype == np.int32 and each.loss_mask.dtype == np.bool_ for each in every)
+    return [
+        (tokenizer.decode(each.ids), each.loss_mask.tolist(), each.origin.rpartition("/")[2])
+        for each in every
+    ]
 
 
 def origins(found):
@@ -42,35 +47,30 @@ def test_several_sources_of_several_forms(source, tokenizer):
     beginning = ["one.jsonl:1", "one.jsonl:2", "two.csv:2"]
     assert origins(found)[:5] == [*beginning, "three.txt:1 (part 1)", "three.txt:1 (part 2)"]
     assert origins(prepare(section(sources[0], eval=sources[:2]), tokenizer, 0).eval) == beginning
-    assert found.report.rows == 4
-    assert found.report.sequences == len(found)
-    assert texts(found, tokenizer)[2] == "<s>q\nr</s>"
-    assert found.report.tokens == int(found.lengths.sum())
-    for index in range(len(found)):
-        loss_mask = found.loss_mask(index)
-        assert not loss_mask[0]
-        assert found.num_loss_tokens(index) == loss_mask.sum() > 0
-        assert len(loss_mask) == len(found.row(index)) == found.lengths[index]
+    assert (found.report.rows, found.report.sequences) == (4, len(found))
+    masks = [loss_mask for _, loss_mask, _ in content(found, tokenizer)]
+    assert content(found, tokenizer)[2][0] == "<s>q\nr</s>"
+    assert [len(each) for each in masks] == found.lengths.tolist()
+    assert [sum(each) for each in masks] == found.loss_token_counts.tolist()
+    assert found.report.tokens == sum(map(len, masks))
+    assert not any(each[0] for each in masks)
+    assert all(map(any, masks))
 
 
 def test_rows_come_from_the_cache_and_are_the_same(source, tokenizer, tmp_path):
+    """One rank tokenises, the others find its entry: whoever reports, the run made it."""
     lines = "\n".join(json.dumps(row) + "\n" for row in rows("a", "bcd"))
     sources = [source(lines, name="one.jsonl"), source("x\ny\n", name="two.txt")]
     data = section(sources, tmp_path / "cache", loss_on="all")
-    first = prepare(data, tokenizer, seed=0).train
-    again = prepare(data, tokenizer, seed=0).train
-    assert first.built is None
-    assert described(again) == f"{first.report} (from the cache of {again.built})"
-    assert abs(time.mktime(time.strptime(again.built, "%Y-%m-%d %H:%M:%S")) - time.time()) < 600
-    assert again.fingerprint() == first.fingerprint()
-    assert origins(again) == origins(first)
-    assert origins(again)[:2] == ["one.jsonl:1", "one.jsonl:3"]
-    for index in range(len(first)):
-        assert np.array_equal(again.loss_mask(index), first.loss_mask(index))
-        assert (again.row(index).dtype, again.loss_mask(index).dtype) == (np.int32, np.bool_)
-    assert texts(again, tokenizer) == texts(first, tokenizer)
+    first, beside, again = (
+        prepare(data, tokenizer, seed=0, run=run).train for run in ("one", "one", "two")
+    )
     uncached = prepare(section(sources, loss_on="all"), tokenizer, seed=0).train
-    assert uncached.fingerprint() == first.fingerprint()
+    assert described(beside) == described(first) == str(first.report)
+    assert described(again) == f"{first.report} (from the cache of {again.built})"
+    assert content(again, tokenizer) == content(uncached, tokenizer) == content(first, tokenizer)
+    assert uncached.fingerprint() == again.fingerprint() == first.fingerprint()
+    assert origins(again)[:2] == ["one.jsonl:1", "one.jsonl:3"]
 
 
 def test_what_needs_another_entry(source, tokenizer, tmp_path):
@@ -80,18 +80,17 @@ def test_what_needs_another_entry(source, tokenizer, tmp_path):
     def found(**changes):
         return prepare(data.model_copy(update=changes), tokenizer, seed=0).train
 
-    assert found().built is None
-    for change in ({"max_length": 16}, {"loss_on": "all"}):
-        assert found(**change).built is None
-    for change in ({"limit": 1}, {"template": "{prompt}:"}):
-        assert found(train=one.model_copy(update=change)).built is None
+    others = [("limit", 1), ("template", "{prompt}:")]
+    changes = [{}, {"max_length": 16}, {"loss_on": "all"}]
+    changes += [{"train": one.model_copy(update={name: value})} for name, value in others]
+    assert [found(**change).built for change in changes] == [None] * 5
     copy = found(train=source(rows("a", "bcd"), name="{copy}.jsonl"))
     assert copy.built is not None, "as the file that it is a copy of"
     assert origins(copy) == ["{copy}.jsonl:1", "{copy}.jsonl:2"]
     source(rows("b"))
     changed = found()
     assert changed.built is None
-    assert texts(changed, tokenizer) == ["<s>b\nB</s>"]
+    assert content(changed, tokenizer)[0][0] == "<s>b\nB</s>"
 
 
 def test_of_each_source_a_share_is_held_out_whole(source, tokenizer, tmp_path):
@@ -101,20 +100,18 @@ def test_of_each_source_a_share_is_held_out_whole(source, tokenizer, tmp_path):
         source([{"text": f"{letter} {long}"} for letter in "klmnopqrst"], name="two.jsonl"),
     ]
     data = section(sources, tmp_path / "cache", eval_fraction=0.2)
-    prepared = prepare(data, tokenizer, seed=3)
+    prepared, again = (prepare(data, tokenizer, seed=3) for _ in range(2))
     kept, held_out = prepared.train, prepared.eval
     assert (kept.report.rows, held_out.report.rows) == (16, 4)
     assert [piece.counts.rows for piece in held_out.pieces] == [2, 2]
-
-    def records(found):
-        return {origin.partition(" ")[0] for origin in origins(found)}
-
-    assert not records(kept) & records(held_out)
-    assert len(records(kept) | records(held_out)) == 20
-    again = prepare(data, tokenizer, seed=3)
+    of_kept, of_held_out = (
+        {origin.partition(" ")[0] for origin in origins(found)} for found in (kept, held_out)
+    )
+    assert not of_kept & of_held_out
+    assert len(of_kept | of_held_out) == 20
     assert again.train.built
     assert again.eval.built
-    assert origins(again.eval) == origins(held_out)
+    assert content(again.eval, tokenizer) == content(held_out, tokenizer)
     assert origins(prepare(data, tokenizer, seed=4).eval) != origins(held_out)
 
 
@@ -122,10 +119,20 @@ def test_a_source_of_which_nothing_is_left(source, tokenizer):
     good = source(rows("a"), name="good.jsonl")
     empty, long = {"prompt": "x", "completion": ""}, {"prompt": "x " * 99, "completion": "y"}
     bad = source([empty, long], name="bad.jsonl")
-    with pytest.raises(DataError, match=r"none of the 2 rows of .*bad\.jsonl is left to") as caught:
+    said = (
+        r"none of the 2 rows of .*bad\.jsonl is left to use: 1 too long for data\.max_length 32 "
+        r"\(.*\); 1 with nothing to learn"
+    )
+    with pytest.raises(DataError, match=said):
         prepare(section([good, bad]), tokenizer, seed=0)
-    assert "1 too long for data.max_length 32" in str(caught.value)
-    assert "1 with nothing to learn" in str(caught.value)
+    said = r"none of the 38 rows that data\.eval_fraction 0\.05 leaves for training \(of 40 rows of"
+    with pytest.raises(DataError, match=said):
+        prepare(section(source([long] * 40), eval_fraction=0.05), tokenizer, seed=0)
+    one = source([*rows(*"abcdefghijklmnopqrstuvwxyz"), *[long] * 14])
+    said = r"of the 2 rows that data\.eval_fraction 0\.05 holds out for evaluation \(of 40 rows of"
+    with pytest.raises(DataError, match=said):
+        for seed in range(60):  # until only bad rows are held out
+            prepare(section(one, eval_fraction=0.05), tokenizer, seed=seed)
 
 
 def test_a_peek_names_the_source_and_reads_no_further(source):
@@ -139,33 +146,6 @@ def test_a_peek_names_the_source_and_reads_no_further(source):
         peek(section(good, eval=wrong))
 
 
-def test_what_a_process_of_this_run_has_built_is_not_from_the_cache(source, tokenizer, tmp_path):
-    """One rank tokenises, the others find its entry: whoever reports, the run made it."""
-    data = section(source(rows("a", "b")), tmp_path / "cache")
-    first = prepare(data, tokenizer, seed=0, run="one").train
-    beside = prepare(data, tokenizer, seed=0, run="one").train
-    another = prepare(data, tokenizer, seed=0, run="two").train
-    assert described(beside) == described(first) == str(first.report)
-    assert "(from the cache of " in described(another)
-
-
-def test_rows_of_a_part_are_counted_with_those_of_the_file(source, tokenizer):
-    bad = [{"prompt": "x " * 99, "completion": "y"}] * 40
-    said = r"none of the 38 rows that data\.eval_fraction 0\.05 leaves for training \(of 40 rows of"
-    with pytest.raises(DataError, match=said):
-        prepare(section(source(bad), eval_fraction=0.05), tokenizer, seed=0)
-    good = rows(*"abcdefghijklmnopqrstuvwxyz")
-    one = source([*good, *bad[:14]])
-    for seed in range(60):  # until only bad rows are held out
-        try:
-            prepare(section(one, eval_fraction=0.05), tokenizer, seed=seed)
-        except DataError as error:
-            said = "data.eval_fraction 0.05 holds out for evaluation (of 40 rows of"
-            assert f"none of the 2 rows that {said}" in str(error)
-            return
-    raise AssertionError("no seed held out two bad rows")
-
-
 def test_a_length_that_cuts_many_rows_is_told_with_one_that_would_hold_them(source, tokenizer):
     long, longer = "x " * 40, "x " * 200
     given = [{"prompt": "a", "completion": "b"}] * 10
@@ -174,8 +154,7 @@ def test_a_length_that_cuts_many_rows_is_told_with_one_that_would_hold_them(sour
     found = prepare(data, tokenizer, seed=0).train
     assert (found.report.truncated, found.report.dropped_long) == (5, 5)
     held = found.report.length_for(0.95)
-    text = advice(found, data)
-    assert text == (
+    assert advice(found, data) == (
         "data.max_length 32 is too short for 10 of 20 rows (5 cut at the end, 5 left out); "
         f"{held:,} would hold 95% of the rows"
     )

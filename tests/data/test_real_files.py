@@ -27,9 +27,9 @@ def test_question_and_answer(tokenizer):
     report = prepared.train.report
     assert report.rows == report.used == 400
     first = json.loads(path.read_text(encoding="utf-8").split("\n")[0])
-    masked = int(prepared.train.loss_mask(0).argmax())
-    assert tokenizer.decode(prepared.train.row(0)[1:masked]) == first["question"] + "\n"
-    assert tokenizer.decode(prepared.train.row(0)[masked:-1]) == first["answer"]
+    ids, masked = prepared.train.tokens(0).ids, int(prepared.train.tokens(0).loss_mask.argmax())
+    assert tokenizer.decode(ids[1:masked]) == first["question"] + "\n"
+    assert tokenizer.decode(ids[masked:-1]) == first["answer"]
     layout = Layout(micro_batch=4, max_length=2048, pad_id=tokenizer.pad_token_id, packing=True)
     batches = RowBatches(prepared.train, Schedule(seed=0, global_batch=8), layout)
     assert report.tokens / (batches.sequences_per_epoch * 2048) > 0.95, "packs are filled"
