@@ -139,6 +139,13 @@ def test_a_peek_names_the_source_and_reads_no_further(source):
         peek(section(good, eval=wrong))
 
 
+def test_a_peek_looks_into_the_first_rows_unless_bad_ones_are_skipped(source):
+    wrong = source([*rows("a"), {"prompt": "q", "completion": None}])
+    with pytest.raises(DataError, match=r"data\.jsonl:2: column 'completion' holds null"):
+        peek(section(wrong))
+    peek(section(wrong, on_bad_row="skip"))
+
+
 def test_what_a_process_of_this_run_has_built_is_not_from_the_cache(source, tokenizer, tmp_path):
     """One rank tokenises, the others find its entry: whoever reports, the run made it."""
     data = section(source(rows("a", "b")), tmp_path / "cache")
