@@ -101,7 +101,7 @@ test/%: $(BUILT)
 
 test-slow: $(STAMP) $(BUILT)
 	@echo "==> slow tests"
-	@$(BIN)/python -m pytest -m "slow and not launchers and not image"
+	@$(BIN)/python -m pytest -m "slow and not launchers and not image" $(DISTRIBUTED)
 	@for plugin in $(PLUGINS); do \
 	    echo "==> slow tests of $$plugin"; \
 	    (cd $$plugin && $(CURDIR)/$(BIN)/python -m pytest -m slow) || exit 1; \

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -14,14 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data.chat import Chat
-from anygauge.data.formats import CHAT_FORMATS, Row, TokenRow, detect_format, parse_all
+from anygauge.data.formats import CHAT_FORMATS, Chat, Row, TokenRow, parse_all
+from anygauge.data.masks import Aligner, bounded_parts, rendered, rendered_spans
 from anygauge.data.records import Record
-from anygauge.data.spans import Aligner, bounded_parts, rendered, rendered_spans
 from anygauge.data.template import ChatTemplate, Rendering, Span, read_template, unwatched
 from anygauge.interface import DataError, ModelError
-
-__all__ = ["Counts", "Encoded", "RowEncoder", "detect_format"]
 
 _VERSION = 5
 """Counts up when the same rows become other tokens, masks or counts, so that none are read from a
@@ -29,7 +26,6 @@ cache."""
 
 _STEP = 64
 """Lengths of long rows are counted in steps of so many tokens."""
-
 
 WHOLE, CUT, EMPTY, LONG, BAD = range(5)
 """What became of a record: it is trained on, or without its end; it holds nothing to learn; it is
@@ -73,8 +69,8 @@ class Counts:
         truncated: rows that lost their end.
         tokens: tokens of all sequences.
         num_loss_tokens: those with a loss.
-        beyond: rows longer than the maximum length, truncated and dropped ones: (whole length,
-            rounded up; rows of it), rising.
+        beyond: rows longer than the maximum length, truncated and dropped ones, by their whole
+            length, rounded up.
     """
 
     rows: int = 0
@@ -86,7 +82,7 @@ class Counts:
     truncated: int = 0
     tokens: int = 0
     num_loss_tokens: int = 0
-    beyond: tuple[tuple[int, int], ...] = ()
+    beyond: Counter[int] = field(default_factory=Counter)
 
     @staticmethod
     def of(
@@ -98,10 +94,8 @@ class Counts:
     ) -> Counts:
         """Of sequences, and of records without one; arrays of the fields of `Encoded` and of
         the number of their tokens and loss tokens, each of shape (n,)."""
-        of_record = parts <= 1
-        became = np.bincount(fates[of_record], minlength=BAD + 1).tolist()
-        long = np.isin(fates, (CUT, LONG))
-        steps, rows = np.unique(-(-lengths[long] // _STEP) * _STEP, return_counts=True)
+        became = np.bincount(fates[parts <= 1], minlength=BAD + 1).tolist()
+        long = lengths[np.isin(fates, (CUT, LONG))]
         return Counts(
             rows=sum(became),
             used=became[WHOLE] + became[CUT],
@@ -112,27 +106,21 @@ class Counts:
             truncated=became[CUT],
             tokens=int(tokens.sum()),
             num_loss_tokens=int(num_loss_tokens.sum()),
-            beyond=tuple(zip(steps.tolist(), rows.tolist(), strict=True)),
+            beyond=Counter((-(-long // _STEP) * _STEP).tolist()),
         )
 
     def __add__(self, other: Counts) -> Counts:
-        sums = {
-            one.name: getattr(self, one.name) + getattr(other, one.name)
-            for one in fields(self)
-            if one.name != "beyond"
-        }
-        long = Counter(dict(self.beyond))
-        long.update(dict(other.beyond))
-        return Counts(**sums, beyond=tuple(sorted(long.items())))
+        names = [one.name for one in fields(self)]
+        return Counts(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
     def length_for(self, share: float) -> int | None:
         """The maximum length that would hold a share of the rows; None where this one does."""
         total = self.used + self.dropped_long
         wanted = math.ceil(share * total)
-        held = total - sum(rows for _, rows in self.beyond)
+        held = total - self.beyond.total()
         if held >= wanted:
             return None
-        for length, rows in self.beyond:
+        for length, rows in sorted(self.beyond.items()):
             held += rows
             if held >= wanted:
                 return length
@@ -143,14 +131,13 @@ class Counts:
         if self.sequences != self.used:
             parts.append(f"{self.sequences} sequences")
         parts.append(f"{self.tokens} tokens, {self.num_loss_tokens} loss tokens")
-        if self.dropped_empty:
-            parts.append(f"{self.dropped_empty} dropped with nothing to learn")
-        if self.dropped_long:
-            parts.append(f"{self.dropped_long} dropped as too long")
-        if self.skipped:
-            parts.append(f"{self.skipped} skipped as bad")
-        if self.truncated:
-            parts.append(f"{self.truncated} truncated")
+        others = {
+            "dropped with nothing to learn": self.dropped_empty,
+            "dropped as too long": self.dropped_long,
+            "skipped as bad": self.skipped,
+            "truncated": self.truncated,
+        }
+        parts += [f"{number} {what}" for what, number in others.items() if number]
         return "; ".join(parts)
 
 
@@ -160,14 +147,12 @@ class RowEncoder:
     Deterministic, picklable, and usable from any one thread at a time.
 
     Args:
-        source: with its format resolved: where it is ``auto``, resolve it first, with
-            ``source.model_copy(update={"format": detect_format(first_record, source, field)})``.
+        source: with its format as `detect_format` gives it, not ``auto``.
         tokenizer: a tokenizer of the transformers library.
         field: where the source stands in the run file, as ``data.train`` or ``data.train[1]``.
         rendering: see `ChatTemplate`.
 
     Raises:
-        ValueError: the format is still ``auto``.
         RunFileError: settings that do not go together, or a template that is not valid.
         ModelError: the tokenizer cannot be used.
     """
@@ -181,8 +166,6 @@ class RowEncoder:
         field: str,
         rendering: Rendering = unwatched,
     ) -> None:
-        if source.format == "auto":
-            raise ValueError("source.format is still 'auto'; call detect_format() first")
         if tokenizer.eos_token_id is None:
             raise ModelError(
                 "the tokenizer has no end-of-sequence token, so the model could not learn where "
@@ -195,7 +178,7 @@ class RowEncoder:
         self._template: ChatTemplate | None = None
         self._aligner = Aligner(tokenizer)
         if source.format in CHAT_FORMATS:
-            self._template = self._chat_template()
+            self._chat_template()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process: who watches renderings."""
@@ -215,19 +198,24 @@ class RowEncoder:
         Raises:
             DataError: a record cannot be used; names file and row.
         """
+        sequences: list[Encoded] = []
+        texts: list[tuple[int, Row]] = []
+        answers: list[tuple[int, Row | Chat]] = []
         rows = parse_all(records, self.source.format, self.source, self.field)
-        batch = _Batch(self.data)
-        plain = [(index, row) for index, row in enumerate(rows) if isinstance(row, Row)]
-        chats = [(index, row) for index, row in enumerate(rows) if isinstance(row, Chat)]
-        kept = [(index, row) for index, row in plain if row.text.strip()]
-        batch.add_empty(set(dict(plain)) - set(dict(kept)))
-        self._encode_texts([each for each in kept if each[1].prompt is None], batch)
-        self._encode_answers([each for each in kept if each[1].prompt is not None], batch)
-        self._encode_chats(chats, batch)
         for index, row in enumerate(rows):
             if isinstance(row, TokenRow):
-                self._add_tokens(index, row, batch)
-        return sorted(batch.sequences, key=lambda one: (one.record, one.part))
+                sequences.append(self._of_tokens(index, row))
+                continue
+            if isinstance(row, Chat) and self.data.loss_on == "last_turn":
+                row = replace(row, answers=row.answers[-1:])
+            if row.is_blank:
+                sequences.append(Encoded(record=index, fate=EMPTY))
+            elif isinstance(row, Row) and row.prompt is None:
+                texts.append((index, row))
+            else:
+                answers.append((index, row))
+        sequences += [*self._of_texts(texts), *self._of_answers(answers)]
+        return sorted(sequences, key=lambda one: (one.record, one.part))
 
     def key(self) -> str:
         """Hexadecimal digest of all other than the records that decides the result."""
@@ -246,23 +234,7 @@ class RowEncoder:
         }
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
-    def _encode_texts(self, rows: Sequence[tuple[int, Row]], batch: _Batch) -> None:
-        tokens = encode_texts(self.tokenizer, [row.text for _, row in rows])
-        for (index, _), ids in zip(rows, tokens, strict=True):
-            batch.add_text(index, self._start + ids + self._end)
-
-    def _encode_answers(self, rows: Sequence[tuple[int, Row]], batch: _Batch) -> None:
-        all_count = self.data.loss_on == "all"
-        texts = [f"{row.prompt}{row.text}" for _, row in rows]
-        begins = [0 if all_count else len(row.prompt or "") for _, row in rows]
-        spans = [[(begin, len(text))] for begin, text in zip(begins, texts, strict=True)]
-        around = (len(self._start), len(self._end))
-        aligned = self._aligner.align(texts, spans)
-        for (index, _), (ids, loss_mask) in zip(rows, aligned, strict=True):
-            whole = np.asarray([*self._start, *ids, *self._end], dtype=np.int32)
-            batch.add(index, whole, np.pad(loss_mask, around, constant_values=(all_count, True)))
-
-    def _add_tokens(self, index: int, row: TokenRow, batch: _Batch) -> None:
+    def _of_tokens(self, index: int, row: TokenRow) -> Encoded:
         count = len(self.tokenizer)
         beyond = next((place for place, one in enumerate(row.ids) if one >= count), None)
         if beyond is not None:
@@ -271,73 +243,62 @@ class RowEncoder:
                 f"{count} tokens (0 to {count - 1}); use the tokenizer that the rows were made with"
             )
         loss_mask = np.asarray(row.loss_mask, dtype=np.bool_) | (self.data.loss_on == "all")
-        batch.add(index, np.asarray(row.ids, dtype=np.int32), loss_mask)
+        return self._fitted(index, np.asarray(row.ids, dtype=np.int32), loss_mask)
 
-    def _encode_chats(self, chats: Sequence[tuple[int, Chat]], batch: _Batch) -> None:
-        if not chats:
-            return
-        if self._template is None:
-            self._template = self._chat_template()
-        if self.data.loss_on == "last_turn":
-            chats = [(index, replace(chat, answers=chat.answers[-1:])) for index, chat in chats]
-        kept = [(index, chat) for index, chat in chats if not chat.is_blank]
-        batch.add_empty(set(dict(chats)) - set(dict(kept)))
-        texts = [self._text(chat, self._template) for _, chat in kept]
-        aligned = self._aligner.align([text for text, _ in texts], [spans for _, spans in texts])
-        for (index, _), (ids, loss_mask) in zip(kept, aligned, strict=True):
-            batch.add(index, ids, loss_mask)
+    def _of_texts(self, rows: Sequence[tuple[int, Row]]) -> Iterator[Encoded]:
+        tokens = encode_texts(self.tokenizer, [row.text for _, row in rows])
+        most = self.data.max_length
+        for (index, _), ids in zip(rows, tokens, strict=True):
+            whole = np.asarray([*self._start, *ids, *self._end], dtype=np.int32)
+            starts = range(0, max(len(whole) - 1, 1), most - 1)
+            for number, start in enumerate(starts, start=1 if len(starts) > 1 else 0):
+                part = whole[start : start + most]
+                one = self._fitted(index, part, np.ones(len(part), dtype=np.bool_))
+                yield replace(one, part=number, length=len(whole))
 
-    def _chat_template(self) -> ChatTemplate:
-        kwargs = self.data.chat_template_kwargs
-        return ChatTemplate(self.tokenizer, self._given, self._rendering, kwargs=kwargs)
+    def _of_answers(self, rows: Sequence[tuple[int, Row | Chat]]) -> Iterator[Encoded]:
+        spans = [self._spans(row) for _, row in rows]
+        aligned = self._aligner.align([text for text, _ in spans], [each for _, each in spans])
+        around = (len(self._start), len(self._end))
+        for (index, row), (ids, loss_mask) in zip(rows, aligned, strict=True):
+            if isinstance(row, Row):  # a chat's template writes both ends itself
+                ids = np.asarray([*self._start, *ids, *self._end], dtype=np.int32)
+                ends = (self.data.loss_on == "all", True)
+                loss_mask = np.pad(loss_mask, around, constant_values=ends)
+            yield self._fitted(index, ids, loss_mask)
 
-    def _text(self, chat: Chat, template: ChatTemplate) -> tuple[str, list[Span]]:
-        template.row = chat.origin
+    def _spans(self, row: Row | Chat) -> tuple[str, list[Span]]:
+        """Its text, and the stretches of it that have a loss, in characters."""
+        if isinstance(row, Row):
+            text = f"{row.prompt}{row.text}"
+            return text, [(0 if self.data.loss_on == "all" else len(row.prompt or ""), len(text))]
+        template = self._chat_template()
+        template.row = row.origin
         if self.data.loss_on == "all":
-            text = rendered(chat, template)
+            text, _ = rendered(row, template)
             return text, [(0, len(text))]
-        return rendered_spans(chat, template)
+        return rendered_spans(row, template)
 
-
-class _Batch:
-    """Collects the sequences of a batch."""
-
-    def __init__(self, data: DataSection) -> None:
-        self.max_length, self.too_long = data.max_length, data.too_long
-        self.sequences: list[Encoded] = []
-
-    def add(self, record: int, ids: NDArray[np.int32], loss_mask: NDArray[np.bool_]) -> None:
+    def _fitted(self, record: int, ids: NDArray[np.int32], loss_mask: NDArray[np.bool_]) -> Encoded:
+        """A sequence within the maximum length, or what became of it."""
+        most, fate = self.data.max_length, WHOLE
         loss_mask[:1] = False
-        length, fate = len(ids), WHOLE
         if not loss_mask.any():
             fate = EMPTY
-        elif length > self.max_length:
-            dropped = self.too_long == "drop" or not loss_mask[: self.max_length].any()
-            fate = LONG if dropped else CUT
-        end = self.max_length if fate in (WHOLE, CUT) else 0
-        self.sequences.append(
-            Encoded(
-                ids=ids[:end], loss_mask=loss_mask[:end], record=record, fate=fate, length=length
-            )
+        elif len(ids) > most:
+            fate = LONG if self.data.too_long == "drop" or not loss_mask[:most].any() else CUT
+        end = most if fate in (WHOLE, CUT) else 0
+        return Encoded(
+            ids=ids[:end], loss_mask=loss_mask[:end], record=record, fate=fate, length=len(ids)
         )
 
-    def add_empty(self, records: Iterable[int]) -> None:
-        self.sequences += [Encoded(record=record, fate=EMPTY) for record in records]
-
-    def add_text(self, record: int, ids: list[int]) -> None:
-        if len(ids) < 2:
-            self.add_empty([record])
-        starts = range(0, len(ids) - 1, self.max_length - 1)
-        for number, start in enumerate(starts, start=1):
-            part = np.asarray(ids[start : start + self.max_length], dtype=np.int32)
-            loss_mask = np.ones(len(part), dtype=np.bool_)
-            loss_mask[0] = False
-            of_several = number if len(starts) > 1 else 0
-            self.sequences.append(
-                Encoded(
-                    ids=part, loss_mask=loss_mask, record=record, part=of_several, length=len(ids)
-                )
+    def _chat_template(self) -> ChatTemplate:
+        if self._template is None:
+            kwargs = self.data.chat_template_kwargs
+            self._template = ChatTemplate(
+                self.tokenizer, self._given, self._rendering, kwargs=kwargs
             )
+        return self._template
 
 
 def _tokenizer_state(tokenizer: Any) -> list[Any]:

@@ -1,18 +1,24 @@
-"""From records to rows: which format a source has, and prompts with answers, texts and chats."""
+"""From records to rows: which format a source has, and prompts with answers, texts, chats, tokens.
+
+Whatever the layout, a chat becomes the turns that chat templates of the transformers library read:
+`role` and `content`, `tool_calls` with arguments as objects, and tools as
+`{"type": "function", "function": {...}}`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from anygauge.config.paths import data_suffix
 from anygauge.config.schema import SourceSection
-from anygauge.data.chat import Chat, chat_from_columns, chat_from_messages, chat_from_sharegpt
 from anygauge.data.records import (
     MissingColumnError,
     Record,
     byte_length,
+    check_text,
     column,
     from_json,
     kind,
@@ -20,6 +26,9 @@ from anygauge.data.records import (
     text_column,
 )
 from anygauge.interface import DataError, RunFileError
+from anygauge.util.text import did_you_mean
+
+Turn = dict[str, Any]
 
 PLACEHOLDER = "{prompt}"
 
@@ -45,6 +54,21 @@ CHAT_FORMATS = ("messages", "sharegpt")
 NO_LOSS = -100
 """In `labels`: a token without a loss; what the transformers library and torch leave out."""
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "function_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+}
+_SHAREGPT_ALONE = tuple(role for role in SHAREGPT_ROLES if role not in ROLES)
+
+_SAID = ("content", "reasoning_content", "reasoning", "thinking")
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -53,7 +77,7 @@ class Row:
     Attributes:
         prompt: all that the model reads before it answers, template applied; None for plain
             text, where every token has a loss.
-        text: the answer or the plain text; may be empty (such rows are counted and left out).
+        text: the answer or the plain text.
         origin: where it stands, as in its record.
     """
 
@@ -62,9 +86,35 @@ class Row:
     origin: str
 
     @property
-    def size(self) -> int:
-        """Bytes of its text in UTF-8."""
-        return sum(byte_length(text) for text in (self.prompt or "", self.text))
+    def is_blank(self) -> bool:
+        """Whether there is nothing to learn; such rows are counted and left out."""
+        return not self.text.strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """One conversation.
+
+    Attributes:
+        turns: as chat templates read them; no value is null.
+        tools: what the assistant may call, or None.
+        answers: indices of the turns with a loss, in order; each is one of the assistant.
+        origin: where it stands, as in its record.
+    """
+
+    turns: tuple[Turn, ...]
+    tools: tuple[dict[str, Any], ...] | None
+    answers: tuple[int, ...]
+    origin: str
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether the turns with a loss are empty."""
+        turns = [self.turns[index] for index in self.answers]
+        said = [turn.get(key) for turn in turns for key in _SAID]
+        return not any(turn.get("tool_calls") for turn in turns) and not any(
+            isinstance(value, str) and value.strip() for value in said
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +163,57 @@ def detect_format(first: Record, source: SourceSection, field: str) -> str:
     return row_format
 
 
+def _by_columns(first: Record, source: SourceSection, field: str) -> str:
+    settings = {
+        "prompt_completion": ("prompt", "completion"),
+        "messages": ("messages",),
+        "sharegpt": ("conversations",),
+        "text": ("text",),
+    }
+    # A column that the run file names decides the format, so a misspelt one is never ignored.
+    for row_format, names in settings.items():
+        if any(getattr(source, n) != SourceSection.model_fields[n].default for n in names):
+            return row_format
+    needs = {row: {getattr(source, name) for name in names} for row, names in settings.items()}
+    needs |= {"alpaca": {"instruction", "output"}, "tokens": {"input_ids"}}
+    for row_format in ("prompt_completion", "messages", "sharegpt", "alpaca", "text", "tokens"):
+        if needs[row_format] <= first.values.keys():
+            return row_format
+    example = next(iter(first.values), "question")
+    raise DataError(
+        f"{first.origin}: cannot detect the format of these rows; columns here: {listed(first)}. "
+        f"Name the two columns ({field}.prompt: {example} and {field}.completion: ...), one "
+        f"column of turns ({field}.messages: ... or {field}.conversations: ...), or one column of "
+        f"plain text ({field}.text: ...)"
+    )
+
+
+def render(template: str, prompt: str) -> str:
+    """The prompt in its template. Replaced literally: other braces are left alone."""
+    return template.replace(PLACEHOLDER, prompt)
+
+
+def prompt_template(
+    first: Record, source: SourceSection, *, has_chat_template: bool = False
+) -> str | None:
+    """What stands around a question, ``{prompt}``, when a model trained on this source is asked.
+
+    None for chats: there a question goes through the chat template. So it does for rows of tokens
+    where there is one: how those were made is not known.
+    """
+    match detect_format(first, source, "data.train"):
+        case "messages" | "sharegpt":
+            return None
+        case "prompt_completion":
+            is_turns = isinstance(first.values.get(source.prompt), list)
+            return None if is_turns else source.template
+        case "alpaca":
+            return ALPACA_WITHOUT_INPUT.replace("{instruction}", PLACEHOLDER)
+        case "tokens" if has_chat_template:
+            return None
+    return PLACEHOLDER
+
+
 def parse_all(
     records: Sequence[Record], row_format: str, source: SourceSection, field: str
 ) -> list[AnyRow]:
@@ -140,131 +241,74 @@ def parse(record: Record, row_format: str, source: SourceSection, field: str) ->
         row_format: see `detect_format`.
 
     Raises:
-        DataError: the record cannot be used; names file, row and what was expected.
+        DataError: the record cannot be used; names file, row, turn and what was expected.
     """
-    row = _parsed(record, row_format, source, field)
-    length = 0 if isinstance(row, TokenRow) else row.size
-    if length > MOST_TEXT:
-        raise DataError(
-            f"{record.origin}: the row has {length:,} bytes of text, at most {MOST_TEXT:,} are "
-            "taken (a tokenizer takes hundreds of times as much memory); split it into several rows"
-        )
-    return row
 
+    def text(name: str) -> str:
+        return text_column(record, getattr(source, name), f"{field}.{name}")
 
-def _parsed(record: Record, row_format: str, source: SourceSection, field: str) -> AnyRow:
+    def turns(name: str, read: _Reader = _message) -> list[Turn]:
+        return _turns(record, getattr(source, name), f"{field}.{name}", read, field)
+
     match row_format:
         case "messages":
-            return chat_from_messages(record, source, field)
+            return _chat(record, source, turns("messages"), field)
         case "sharegpt":
-            return chat_from_sharegpt(record, source, field)
+            return _chat(record, source, turns("conversations", _sharegpt), field)
+        case "prompt_completion":
+            if _are_turns(record, source, field):
+                prompt = turns("prompt")
+                answer = turns("completion")
+                return _chat(record, source, prompt + answer, field, first_answer=len(prompt))
+            return _row(record, render(source.template, text("prompt")), text("completion"))
         case "alpaca":
             return _alpaca(record)
         case "text":
-            return Row(None, text_column(record, source.text, f"{field}.text"), record.origin)
-        case "prompt_completion":
-            return _prompt_completion(record, source, field)
+            return _row(record, None, text("text"))
         case "tokens":
             return _tokens(record)
     raise ValueError(f"no format {row_format!r}")
 
 
-def render(template: str, prompt: str) -> str:
-    """The prompt in its template. Replaced literally: other braces are left alone."""
-    return template.replace(PLACEHOLDER, prompt)
-
-
-def render_alpaca(instruction: str, given: str = "") -> str:
-    """Alpaca's prompt for an instruction and an input, which may be empty."""
-    template = ALPACA_WITH_INPUT if given else ALPACA_WITHOUT_INPUT
-    # The instruction last, so that "{input}" written in an instruction stays as it is.
-    before, after = template.split("{instruction}")
-    return before + instruction + after.replace("{input}", given)
-
-
-def prompt_template(
-    first: Record, source: SourceSection, *, has_chat_template: bool = False
-) -> str | None:
-    """What stands around a question, ``{prompt}``, when a model trained on this source is asked.
-
-    None for chats: there a question goes through the chat template. So it does for rows of tokens
-    where there is one: how those were made is not known.
-    """
-    row_format = detect_format(first, source, "data.train")
-    if row_format == "tokens":
-        return None if has_chat_template else PLACEHOLDER
-    is_turns = row_format == "prompt_completion" and isinstance(
-        first.values.get(source.prompt), list
-    )
-    if row_format in CHAT_FORMATS or is_turns:
-        return None
-    if row_format == "alpaca":
-        return ALPACA_WITHOUT_INPUT.replace("{instruction}", PLACEHOLDER)
-    return PLACEHOLDER if row_format == "text" else source.template
-
-
-def _by_columns(first: Record, source: SourceSection, field: str) -> str:
-    formats = {
-        "prompt_completion": ("prompt", "completion"),
-        "messages": ("messages",),
-        "sharegpt": ("conversations",),
-        "text": ("text",),
-    }
-    # A column that the run file names decides the format, so a misspelt one is never ignored.
-    for row_format, names in formats.items():
-        if any(getattr(source, name) != _default(name) for name in names):
-            return row_format
-    columns = set(first.values)
-    for row_format in ("prompt_completion", "messages", "sharegpt"):
-        if {getattr(source, name) for name in formats[row_format]} <= columns:
-            return row_format
-    if {"instruction", "output"} <= columns:
-        return "alpaca"
-    if source.text in columns:
-        return "text"
-    if "input_ids" in columns:
-        return "tokens"
-    example = next(iter(first.values), "question")
-    raise DataError(
-        f"{first.origin}: cannot detect the format of these rows; columns here: {listed(first)}. "
-        f"Name the two columns ({field}.prompt: {example} and {field}.completion: ...), one "
-        f"column of turns ({field}.messages: ... or {field}.conversations: ...), or one column of "
-        f"plain text ({field}.text: ...)"
-    )
-
-
-def _default(name: str) -> str:
-    return str(SourceSection.model_fields[name].default)
-
-
-def _prompt_completion(record: Record, source: SourceSection, field: str) -> Row | Chat:
-    names = (source.prompt, source.completion)
-    turns = [isinstance(record.values.get(name), list) for name in names]
-    if all(turns):
-        return chat_from_columns(record, source, field)
-    for name, setting in zip(names, ("prompt", "completion"), strict=True):
-        column(record, name, f"{field}.{setting}")
-    if any(turns):
-        raise DataError(
-            f"{record.origin}: {names[turns.index(True)]!r} holds a list and "
-            f"{names[turns.index(False)]!r} does not; both are text, or both are lists of turns"
-        )
-    prompt = text_column(record, source.prompt, f"{field}.prompt")
-    answer = text_column(record, source.completion, f"{field}.completion")
-    return Row(render(source.template, prompt), answer, record.origin)
+def _row(record: Record, prompt: str | None, text: str) -> Row:
+    _refuse_long(byte_length(prompt or "") + byte_length(text), record)
+    return Row(prompt, text, record.origin)
 
 
 def _alpaca(record: Record) -> Row:
     instruction = text_column(record, "instruction", None)
     given = "" if record.values.get("input") is None else text_column(record, "input", None)
-    return Row(
-        render_alpaca(instruction, given), text_column(record, "output", None), record.origin
-    )
+    template = ALPACA_WITH_INPUT if given else ALPACA_WITHOUT_INPUT
+    prompt = template.format(instruction=instruction, input=given)
+    return _row(record, prompt, text_column(record, "output", None))
+
+
+def _are_turns(record: Record, source: SourceSection, field: str) -> bool:
+    """Whether prompt and completion are lists of turns."""
+    names = {"prompt": source.prompt, "completion": source.completion}
+    turns = {n: isinstance(record.values.get(n), list) for n in names.values()}
+    if any(turns.values()) and not all(turns.values()):
+        for setting, name in names.items():
+            column(record, name, f"{field}.{setting}")
+        one, other = sorted(turns, key=lambda name: not turns[name])
+        raise DataError(
+            f"{record.origin}: {one!r} holds a list and {other!r} does not; both are text, or both "
+            "are lists of turns"
+        )
+    return all(turns.values())
+
+
+def _refuse_long(length: int, record: Record) -> None:
+    if length > MOST_TEXT:
+        raise DataError(
+            f"{record.origin}: the row has {length:,} bytes of text, at most {MOST_TEXT:,} are "
+            "taken (a tokenizer takes hundreds of times as much memory); split it into several rows"
+        )
 
 
 def _tokens(record: Record) -> TokenRow:
     where = record.origin
-    ids = _numbers(record, "input_ids")
+    ids = _list_column(record, "input_ids", None, "a list of numbers")
     for place, one in enumerate(ids):
         if type(one) is not int or one < 0:
             raise DataError(
@@ -282,7 +326,7 @@ def _tokens(record: Record) -> TokenRow:
     if not masks:
         return TokenRow(ids, [True] * len(ids), where)
     [name] = masks
-    marks = _numbers(record, name)
+    marks = _list_column(record, name, None, "a list of numbers")
     if len(marks) != len(ids):
         raise DataError(
             f"{where}: 'input_ids' has {len(ids)} values and {name!r} {len(marks)}; both have one "
@@ -297,14 +341,191 @@ def _tokens(record: Record) -> TokenRow:
                 f"input_ids[{place}], or {NO_LOSS} for no loss. Labels are not shifted: each "
                 "stands at the place of its own token"
             )
-    if name == "labels":
-        return TokenRow(ids, [one != NO_LOSS for one in marks], where)
-    return TokenRow(ids, [bool(one) for one in marks], where)
+    without = NO_LOSS if name == "labels" else 0
+    return TokenRow(ids, [one != without for one in marks], where)
 
 
-def _numbers(record: Record, name: str) -> list[Any]:
+def _list_column(record: Record, name: str, setting: str | None, expected: str) -> list[Any]:
     where = f"{record.origin}: column {name!r}"
-    value = from_json(column(record, name, None), where, "a list of numbers")
-    if not isinstance(value, list):
-        raise DataError(f"{where} holds {kind(value)}; a list of numbers is expected")
+    value = from_json(column(record, name, setting), where, expected)
+    values: list[Any] = _expect(value, list, f"{where} holds", expected)
+    return values
+
+
+def _expect(value: Any, wanted: type, found: str, expected: str) -> Any:
+    """The value, if it is of the wanted type; `found`: its place with a verb, as "turn 3 holds"."""
+    if not isinstance(value, wanted):
+        raise DataError(f"{found} {kind(value)}; {expected} is expected")
     return value
+
+
+def _chat(
+    record: Record, source: SourceSection, turns: list[Turn], field: str, first_answer: int = 0
+) -> Chat:
+    where = record.origin
+    has_system = record.values.get(source.system) not in (None, "")
+    if has_system:
+        system = text_column(record, source.system, f"{field}.system")
+        turns.insert(0, {"role": "system", "content": system})
+        first_answer += 1
+    systems = [number for number, turn in enumerate(turns, 1) if turn["role"] == "system"]
+    if len(systems) > 1:
+        of_column = f" (the first comes from column {source.system!r})" if has_system else ""
+        raise DataError(
+            f"{where}: turns {', '.join(map(str, systems))} are system turns{of_column}, but a "
+            "chat may have only one; join them into one turn"
+        )
+    answers = [n for n, turn in enumerate(turns) if turn["role"] == "assistant"]
+    answers = [number for number in answers if number >= first_answer]
+    if not answers:
+        roles = ", ".join(turn["role"] for turn in turns)
+        raise DataError(
+            f"{where}: no turn of the assistant to learn from (turns here: {roles}); "
+            "correct or remove the row"
+        )
+    weights = {number: turns[number].pop("weight", 1) for number in answers}
+    for number, weight in weights.items():
+        if weight not in (0, 1):
+            raise DataError(f"{where}: turn {number + 1} has the weight {weight!r}; valid: 0, 1")
+    tools = _tools(record, source.tools)
+    # Names and arguments of calls and tools are text too; contents were checked with their turn.
+    try:
+        text = json.dumps([turns, tools], ensure_ascii=False, default=str, allow_nan=False)
+    except ValueError:
+        raise DataError(
+            f"{where}: a number in the chat is NaN or infinite, which JSON does not have; correct "
+            "or remove the row"
+        ) from None
+    except RecursionError:
+        raise DataError(f"{where}: the chat is nested too deeply; correct the row") from None
+    check_text(text, f"{where}: the chat")
+    _refuse_long(byte_length(text), record)
+    learned = tuple(number for number, weight in weights.items() if weight)
+    return Chat(tuple(turns), tools, learned, where)
+
+
+_Reader = Callable[[Mapping[str, Any], str, str], Turn]
+"""Reads a turn, given its place and its source's field."""
+
+
+def _turns(record: Record, name: str, setting: str, read: _Reader, field: str) -> list[Turn]:
+    value = _list_column(record, name, setting, "a list of turns")
+    if not value:
+        raise DataError(
+            f"{record.origin}: column {name!r} holds an empty list; correct or remove the row"
+        )
+    turns = []
+    for number, turn in enumerate(value, start=1):
+        place = f"{record.origin}: turn {number} of {name!r}"
+        turns.append(read(_expect(turn, Mapping, f"{place} is", "an object"), place, field))
+    return turns
+
+
+def _message(turn: Mapping[str, Any], where: str, field: str) -> Turn:
+    foreign = ""
+    if "role" not in turn and "from" in turn:
+        foreign = "'from' instead of 'role'"
+    elif turn.get("role") in _SHAREGPT_ALONE:
+        foreign = f"the role {turn['role']!r}, which is ShareGPT's"
+    if foreign:
+        raise DataError(
+            f"{where} has {foreign}: set {field}.format to sharegpt and {field}.conversations to "
+            "this column"
+        )
+    role = _role(turn, "role", ROLES, where)
+    # Other keys that a template may read are kept: name, tool_call_id, reasoning_content.
+    kept = {key: value for key, value in turn.items() if value is not None}
+    legacy = kept.pop("function_call", None)
+    calls = kept.pop("tool_calls", None) or (None if legacy is None else [legacy])
+    if calls is not None:
+        if role != "assistant":
+            raise DataError(
+                f"{where} has tool calls and the role {role!r}; only the assistant may call tools"
+            )
+        kept["tool_calls"] = _calls(calls, where)
+    if calls is None or "content" in kept:
+        kept["content"] = _content(turn, "content", role, where)
+    return kept
+
+
+def _sharegpt(turn: Mapping[str, Any], where: str, field: str) -> Turn:
+    if "from" not in turn and "role" in turn:
+        name = _role(turn, "role", tuple(SHAREGPT_ROLES), where)
+        if name != "function_call":
+            return _message({**turn, "role": SHAREGPT_ROLES[name]}, where, field)
+        turn = {"from": name, "value": turn.get("content")}
+    name = _role(turn, "from", tuple(SHAREGPT_ROLES), where)
+    if name == "function_call" and (value := turn.get("value")) is not None:
+        calls = from_json(value, f"{where} (function_call)", "an object with name and arguments")
+        return {"role": "assistant", "tool_calls": _calls(calls, where)}
+    return {"role": SHAREGPT_ROLES[name], "content": _content(turn, "value", name, where)}
+
+
+def _role(turn: Mapping[str, Any], key: str, roles: tuple[str, ...], where: str) -> str:
+    if key not in turn:
+        keys = ", ".join(map(repr, turn)) or "none"
+        raise DataError(f"{where} has no {key!r}; keys here: {keys}")
+    role = turn[key]
+    if role not in roles:
+        meant = did_you_mean(str(role), roles)
+        raise DataError(f"{where} has the {key} {role!r}; valid: {', '.join(roles)}{meant}")
+    return str(role)
+
+
+def _content(turn: Mapping[str, Any], key: str, role: str, where: str) -> str:
+    """What a turn says under a key, as text."""
+    value = turn.get(key)
+    if value is None:
+        found = f"null as {key}" if key in turn else f"no {key}"
+        raise DataError(f"{where} ({role}) has {found}; text is expected")
+    if isinstance(value, list):
+        for part in value:
+            if not isinstance(part, Mapping) or part.get("type") != "text":
+                type_ = part.get("type") if isinstance(part, Mapping) else kind(part)
+                raise DataError(
+                    f"{where} has a part of the type {type_!r}; only text can be trained on, as "
+                    '{"type": "text", "text": ...}'
+                )
+            if not isinstance(part.get("text"), str):
+                raise DataError(f"{where} has a part of the type 'text' without a text")
+        value = "".join(part["text"] for part in value)
+    check_text(_expect(value, str, f"{where} holds", "text"), where)
+    return str(value)
+
+
+def _calls(value: Any, where: str) -> list[dict[str, Any]]:
+    calls = []
+    for call in value if isinstance(value, list) else [value]:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise DataError(
+                f"{where} has a tool call that is not an object with a name and arguments: "
+                f"{call!r:.80}"
+            )
+        given = function.get("arguments")
+        place = f"{where}: arguments of {function['name']!r}"
+        # Templates write arguments as JSON themselves: JSON text would be written as a string.
+        arguments = {} if given in (None, "") else from_json(given, place, "an object")
+        _expect(arguments, Mapping, f"{place}:", "an object")
+        identity = {"id": call["id"]} if call.get("id") is not None else {}
+        named = {"name": function["name"], "arguments": dict(arguments)}
+        calls.append({**identity, "type": "function", "function": named})
+    return calls
+
+
+def _tools(record: Record, name: str) -> tuple[dict[str, Any], ...] | None:
+    value = record.values.get(name)
+    if value in (None, ""):
+        return None
+    where = f"{record.origin}: column {name!r}"
+    value = from_json(value, where, "a list of tools")
+    tools = []
+    for tool in value if isinstance(value, list) else [value]:
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else tool
+        if not isinstance(function, Mapping):
+            raise DataError(f"{where} holds {kind(function)} as a tool; an object is expected")
+        if "name" not in function:
+            keys = ", ".join(map(repr, function)) or "none"
+            raise DataError(f"{where}: a tool has no 'name'; keys here: {keys}")
+        tools.append({**tool} if "function" in tool else {"type": "function", "function": {**tool}})
+    return tuple(tools) or None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from anygauge.config.paths import CHAT_TEMPLATE, NAMED_TEMPLATES, holds_template
-from anygauge.data.chat import Turn
+from anygauge.data.formats import Turn
 from anygauge.interface import DataError, ModelError, RunFileError
 from anygauge.util.files import read_text
 from anygauge.util.text import did_you_mean
@@ -24,8 +23,6 @@ MOST_CHARACTERS = 2**24
 
 MOST_BYTES = 2**20
 """Of a template's file; long ones have some ten thousand."""
-
-TRIAL = "a trial chat"
 
 NAMED = Path(__file__).with_name("templates")
 """Folder of the templates that have a name."""
@@ -57,7 +54,7 @@ def read_template(given: str | None) -> str | None:
     if given in NAMED_TEMPLATES:
         return (NAMED / f"{given}.jinja").read_text(encoding="utf-8")
     if holds_template(CHAT_TEMPLATE, given):
-        check_syntax(given, "data.chat_template")
+        _check_syntax(given, "data.chat_template")
         return given
     file = Path(given).expanduser()
     try:
@@ -78,7 +75,7 @@ def read_template(given: str | None) -> str | None:
         ) from None
     if not text.strip():
         raise RunFileError(f"data.chat_template: {given} is empty")
-    check_syntax(text, f"data.chat_template: {given}")
+    _check_syntax(text, f"data.chat_template: {given}")
     return text
 
 
@@ -102,7 +99,7 @@ def template_to_save(tokenizer: Any, given: str | None, kwargs: Mapping[str, Any
     return given if own.startswith(defaults) else defaults + own
 
 
-def check_syntax(text: str, where: str) -> None:
+def _check_syntax(text: str, where: str) -> None:
     """Parse a template without rendering it.
 
     Raises:
@@ -164,12 +161,11 @@ class ChatTemplate:
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer, self._kwargs = tokenizer, dict(kwargs or {})
-        self.row = TRIAL
-        self._rendering = rendering
-        self._name = "data.chat_template"
-        if given is None:
+        self.row, self._rendering = "a trial chat", rendering
+        if given is not None:
+            self._name, plain, with_tools = "data.chat_template", given, given
+        else:
             self._name = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
-        if given is None:
             try:
                 plain = tokenizer.get_chat_template(None, None)
                 with_tools = tokenizer.get_chat_template(None, [])
@@ -180,24 +176,21 @@ class ChatTemplate:
                     "was tuned for chats"
                 ) from None
             for text in {plain, with_tools}:
-                check_syntax(text, "the tokenizer's chat template")
-        else:
-            plain = with_tools = given
+                _check_syntax(text, "the tokenizer's chat template")
         if not getattr(tokenizer, "is_fast", False):
             raise ModelError(
                 f"{type(tokenizer).__name__} cannot say which characters a token stands for, which "
                 "chats need; give a tokenizer with a tokenizer.json"
             )
-        self.texts: tuple[str, str] = (plain, with_tools)
         words = set(re.findall(r"\w+", plain + with_tools))
         for name in sorted(self._kwargs.keys() - words):
             raise RunFileError(
                 f"data.chat_template_kwargs: {self._name} does not read {name!r}"
                 + did_you_mean(name, words)
             )
-        self._dated = tuple(
-            _FIXED_DATE + text if "strftime_now" in text else text for text in self.texts
-        )
+        self.texts = [
+            _FIXED_DATE + text if "strftime_now" in text else text for text in (plain, with_tools)
+        ]
         self.special, self.added = _token_patterns(tokenizer)
         self._check_contents()
 
@@ -205,8 +198,10 @@ class ChatTemplate:
         """Whether the template marks what the assistant says with ``{% generation %}``."""
         return bool(_MARKS.search(self.texts[tools is not None]))
 
-    def render(self, turns: Sequence[Turn], tools: Tools, *, asks: bool = False) -> str:
-        """The text of some turns.
+    def render(
+        self, turns: Sequence[Turn], tools: Tools, *, asks: bool = False
+    ) -> tuple[str, list[Span]]:
+        """The text of some turns, and the stretches of it that generation marks enclose.
 
         Args:
             asks: add what stands before an answer (the generation prompt).
@@ -214,47 +209,47 @@ class ChatTemplate:
         Raises:
             TemplateRefusal: the template does not take these turns.
         """
-        if not turns:
-            raise TemplateRefusal("there is no turn")
-        with self._watched():
-            text = str(
-                self.tokenizer.apply_chat_template(
-                    list(turns),
-                    tools=list(tools) if tools else None,
-                    chat_template=self._dated[tools is not None],
-                    add_generation_prompt=asks,
-                    tokenize=False,
-                    **self._kwargs,
-                )
-            )
-        _refuse_long(text)
-        return text
-
-    def render_marked(self, turns: Sequence[Turn], tools: Tools) -> tuple[str, list[Span]]:
-        """The text of some turns, and the stretches of it that generation marks enclose.
-
-        Raises:
-            TemplateRefusal: the template does not take these turns.
-        """
+        from jinja2 import TemplateError, UndefinedError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        with self._watched():
-            texts, spans = render_jinja_template(
+        if not turns:
+            raise TemplateRefusal("there is no turn")
+        has_marks = self.has_marks(tools)
+        self._rendering(self._name, self.row)
+        try:
+            [text], spans = render_jinja_template(
                 conversations=[list(turns)],
                 tools=list(tools) if tools else None,
-                chat_template=self._dated[tools is not None],
-                return_assistant_tokens_mask=True,
+                chat_template=self.texts[tools is not None],
+                add_generation_prompt=asks,
+                return_assistant_tokens_mask=has_marks,
                 **{**self.tokenizer.special_tokens_map, **self._kwargs},
             )
-        _refuse_long(texts[0])
-        return texts[0], [(start, end) for start, end in spans[0] if start < end]
+        except MemoryError:  # the row counts as being rendered until somebody has named it
+            raise
+        except Exception as error:
+            self._rendering("", "")
+            message = str(error).strip() or type(error).__name__
+            # What a template raises is a sentence; a name that it lacks is not.
+            if not isinstance(error, TemplateError) or isinstance(error, UndefinedError):
+                message = f"{type(error).__name__}: {message}"
+            raise TemplateRefusal(message) from None
+        self._rendering("", "")
+        if len(text) > MOST_CHARACTERS:
+            raise TemplateRefusal(f"it makes a text of more than {MOST_CHARACTERS:,} characters")
+        return text, [(start, end) for start, end in spans[0] if start < end] if has_marks else []
 
-    def end_of_turn(self, text: str) -> int | None:
-        """Where the last special token of a turn ends, if nothing but white space follows it."""
+    def end_of_turn(self, text: str, within: int | None = None) -> int | None:
+        """Where a turn's last special token ends, if only white space and such tokens follow.
+
+        Args:
+            within: how many characters of the text may hold that token; None: all of them.
+        """
         for pattern in (self.special, self.added):
-            matches = list(pattern.finditer(text))
-            if matches and not text[matches[-1].end() :].strip():
-                return matches[-1].end()
+            limit = len(text) if within is None else within
+            ends = [match.end() for match in pattern.finditer(text, 0, limit)]
+            if ends and not pattern.sub("", text[ends[-1] :]).strip():
+                return ends[-1]
         return None
 
     def closing(self) -> str | None:
@@ -262,7 +257,7 @@ class ChatTemplate:
         mark = "\ue0a7"
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]
         try:
-            return self.render(turns, None).partition(mark)[2]
+            return self.render(turns, None)[0].partition(mark)[2]
         except TemplateRefusal:
             return None
 
@@ -281,7 +276,7 @@ class ChatTemplate:
             DataError: the template does not take a single turn of a user.
         """
         try:
-            text = self.render([{"role": "user", "content": prompt}], None, asks=True)
+            text, _ = self.render([{"role": "user", "content": prompt}], None, asks=True)
         except TemplateRefusal as refusal:
             raise DataError(
                 f"the chat template does not take a question: {refusal}; give --raw to ask "
@@ -289,29 +284,10 @@ class ChatTemplate:
             ) from None
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Report one rendering, and make what it raises a refusal.
-
-        Raises:
-            MemoryError: as it is: the row counts as being rendered until somebody has named it.
-            TemplateRefusal: anything else.
-        """
-        self._rendering(self._name, self.row)
-        try:
-            yield
-        except MemoryError:
-            raise
-        except Exception as error:
-            self._rendering("", "")
-            raise _refusal(error) from None
-        self._rendering("", "")
-
     def _check_contents(self) -> None:
         turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "reply"}]
         try:
-            text = self.render(turns, None)
-            spans = self.render_marked(turns, None)[1] if self.has_marks(None) else []
+            text, spans = self.render(turns, None)
         except TemplateRefusal:
             return
         if "question" not in text or "reply" not in text:
@@ -351,18 +327,14 @@ def end_of_turn_ids(
 def _token_patterns(tokenizer: Any) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """What matches a special token, and what matches any added token that is not white space."""
     tokens = tokenizer.added_tokens_decoder.values()
-    special = {token.content for token in tokens if token.special} | set(
-        tokenizer.all_special_tokens
-    )
-    added = special | {token.content for token in tokens}
-    special, added = ({text for text in texts if text.strip()} for texts in (special, added))
+    special = {each.content for each in tokens if each.special} | set(tokenizer.all_special_tokens)
 
     def pattern(texts: set[str]) -> re.Pattern[str]:
         # Longest first, so that a token wins over one that it contains.
-        ordered = sorted(texts, key=lambda text: (-len(text), text))
+        ordered = sorted(filter(str.strip, texts), key=lambda text: (-len(text), text))
         return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
 
-    return pattern(special), pattern(added)
+    return pattern(special), pattern(special | {each.content for each in tokens})
 
 
 def _refuse_long(text: str) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from anygauge.config.schema import DataSection, SourceSection
 from anygauge.data import Counts, Record, RowEncoder, prompt_ids
-from anygauge.data.encode import encode_texts, start_ids
-from anygauge.interface import ModelError
+from anygauge.data.encode import CUT, EMPTY, LONG, WHOLE, encode_texts, start_ids
+from anygauge.interface import DataError, ModelError
 from tests.helpers.chats import assistant, template, user
 from tests.helpers.masks import encode, encoder, marked
 from tests.helpers.tokenizer import make_tokenizer
@@ -44,15 +48,6 @@ def test_start_prompt_answer_end_with_the_answer_learned(tokenizer, loss_on):
     assert loss_mask(every) == every.ids[1:].tolist() == sequence.ids[1:].tolist()
 
 
-def test_generation_reads_the_tokens_that_training_masked(tokenizer):
-    rows = [(f"Question {n}?\n", f" answer {n}") for n in range(40)]
-    sequences, _ = pairs(tokenizer, *rows)
-    assert len(sequences) == 40
-    for sequence, (prompt, answer) in zip(sequences, rows, strict=True):
-        assert prompt_ids(tokenizer, prompt) == sequence.ids[~sequence.loss_mask].tolist()
-        assert loss_mask(sequence) == [*ids(tokenizer, answer), tokenizer.eos_token_id]
-
-
 def test_a_tokenizer_that_adds_no_start_token(tmp_path):
     tokenizer = make_tokenizer(tmp_path, adds_bos=False)
     assert start_ids(tokenizer) == []
@@ -64,7 +59,7 @@ def test_a_tokenizer_that_adds_no_start_token(tmp_path):
 
 
 def test_a_prompt_is_the_start_token_and_its_text(tokenizer):
-    bare = tokenizer("Größe?\n", add_special_tokens=False)["input_ids"]
+    bare = ids(tokenizer, "Größe?\n")
     assert prompt_ids(tokenizer, "Größe?\n") == [tokenizer.bos_token_id, *bare]
     assert prompt_ids(tokenizer, "") == start_ids(tokenizer) == [tokenizer.bos_token_id]
     assert encode_texts(tokenizer, ["Größe?\n", ""]) == [bare, []]
@@ -84,11 +79,11 @@ def test_an_end_token_that_the_tokenizer_adds_is_not_part_of_a_prompt(tokenizer)
     assert prompt_ids(AddsBoth(), "Hi") == [0, *encode_texts(tokenizer, ["Hi"])[0]]
 
 
-LONG = [("a\n", "b"), ("a\n", "b " * 10), ("a " * 12 + "\n", "b"), ("a\n", " \n")]
+CUTS = [("a\n", "b"), ("a\n", "b " * 10), ("a " * 12 + "\n", "b"), ("a\n", " \n")]
 
 
 def test_answers_are_cut_and_prompts_are_not(tokenizer):
-    sequences, counts = pairs(tokenizer, *LONG, max_length=8)
+    sequences, counts = pairs(tokenizer, *CUTS, max_length=8)
     assert (counts.rows, counts.used, counts.truncated) == (4, 2, 1)
     assert (counts.dropped_long, counts.dropped_empty) == (1, 1)
     assert [one.record for one in sequences] == [0, 1]
@@ -100,10 +95,10 @@ def test_answers_are_cut_and_prompts_are_not(tokenizer):
         f"2 of 4 rows; {counts.tokens} tokens, {counts.num_loss_tokens} loss tokens; "
         "1 dropped with nothing to learn; 1 dropped as too long; 1 truncated"
     )
-    sequences, counts = pairs(tokenizer, *LONG, max_length=8, too_long="drop")
+    sequences, counts = pairs(tokenizer, *CUTS, max_length=8, too_long="drop")
     assert [one.record for one in sequences] == [0]
     assert (counts.dropped_long, counts.truncated) == (2, 0)
-    sequences, _ = pairs(tokenizer, *LONG, max_length=8, loss_on="all")
+    sequences, _ = pairs(tokenizer, *CUTS, max_length=8, loss_on="all")
     assert [one.record for one in sequences] == [0, 1, 2]
 
 
@@ -147,6 +142,65 @@ def test_chats_are_cut_at_their_end_and_dropped_without_an_answer(chats):
     assert (counts.used, counts.dropped_long, counts.truncated) == (0, 2, 0)
 
 
+def of_tokens(tokenizer: Any, row: dict[str, Any], **data: Any) -> Any:
+    [one] = encoder(tokenizer, "tokens", **data).encode([Record(row, "t.jsonl:7")])
+    return one
+
+
+@pytest.mark.parametrize(
+    ("more", "mask"),
+    [
+        ({"labels": [-100, -100, 6, 7]}, [False, False, True, True]),
+        ({"labels": [0, 5, -100, 7]}, [False, True, False, True]),
+        ({"loss_mask": [0, 0, 1, 1]}, [False, False, True, True]),
+        ({"loss_mask": [True, False, False, True]}, [False, False, False, True]),
+        ({"attention_mask": [1, 1, 1, 1]}, [False, True, True, True]),
+        ({}, [False, True, True, True]),
+    ],
+)
+def test_ids_as_they_are_and_their_mask(tokenizer, more, mask):
+    one = of_tokens(tokenizer, {"input_ids": [0, 5, 6, 7], **more})
+    assert one.ids.tolist() == [0, 5, 6, 7]  # nothing is put before or behind
+    assert one.loss_mask.tolist() == mask
+    every = of_tokens(tokenizer, {"input_ids": [0, 5, 6, 7], **more}, loss_on="all")
+    assert every.loss_mask.tolist() == [False, True, True, True]
+
+
+@given(
+    ids=st.lists(st.integers(0, 399), max_size=12),
+    length=st.integers(2, 14),
+    too_long=st.sampled_from(["truncate", "drop"]),
+    data=st.data(),
+)
+def test_labels_and_mask_say_the_same_and_long_rows_are_cut_or_dropped(
+    tokenizer, ids, length, too_long, data
+):
+    mask = data.draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids)))
+    labels = [token if has_loss else -100 for token, has_loss in zip(ids, mask, strict=True)]
+    if not any(mask[1:]):
+        fate = EMPTY
+    elif len(ids) <= length:
+        fate = WHOLE
+    else:
+        fate = LONG if too_long == "drop" or not any(mask[1:length]) else CUT
+    kept = length if fate in (WHOLE, CUT) else 0
+    for more in ({"labels": labels}, {"loss_mask": mask}):
+        one = of_tokens(tokenizer, {"input_ids": ids, **more}, max_length=length, too_long=too_long)
+        assert one.fate == fate
+        assert one.ids.tolist() == ids[:kept]
+        assert one.loss_mask.tolist() == [False, *mask[1:]][:kept]
+
+
+@pytest.mark.parametrize("beyond", [400, 10**30])
+def test_tokens_beyond_the_vocabulary(tokenizer, beyond):
+    said = (
+        rf"^t\.jsonl:7: input_ids\[1\] is {beyond}, but this tokenizer has 400 tokens "
+        r"\(0 to 399\); use the tokenizer that the rows were made with$"
+    )
+    with pytest.raises(DataError, match=said):
+        of_tokens(tokenizer, {"input_ids": [1, beyond]})
+
+
 def test_rows_and_chats_of_one_batch_keep_their_order(chats):
     chat = {"prompt": [user("q")], "completion": [assistant("a")]}
     rows = [chat, {"prompt": "p", "completion": "c"}, chat]
@@ -158,10 +212,12 @@ def test_rows_and_chats_of_one_batch_keep_their_order(chats):
 
 
 def test_counts_are_added():
-    fields = [field.name for field in dataclasses.fields(Counts) if field.name != "beyond"]
-    one = Counts(**{name: n for n, name in enumerate(fields)}, beyond=((64, 1), (128, 2)))
+    names = [field.name for field in dataclasses.fields(Counts) if field.name != "beyond"]
+    one, twice = (
+        Counts(**{name: n * times for n, name in enumerate(names)}, beyond=Counter({64: times}))
+        for times in (1, 2)
+    )
     assert one + Counts() == one
-    twice = Counts(**{name: 2 * n for n, name in enumerate(fields)}, beyond=((64, 2), (128, 4)))
     assert sum([one, one], Counts()) == twice
 
 
@@ -185,23 +241,23 @@ def test_the_key_is_that_of_all_that_decides(tokenizer, chats, tmp_path):
     other = SourceSection(path="d.jsonl", format="prompt_completion", limit=3, weight=2)
     data = DataSection(train=other, max_length=4096)
     assert RowEncoder(other, data, tokenizer, field="data.eval").key() == key()
-    endless = make_tokenizer(tmp_path, adds_bos=False)
-    different = [
-        key(),
-        key(form="text"),
-        key(source={"prompt": "q"}),
-        key(source={"template": "{prompt}"}),
-        key(max_length=100),
-        key(too_long="drop"),
-        key(loss_on="all"),
-        key(loss_on="last_turn"),
-        key(tokenizer=chats),
-        key(tokenizer=endless),
-        key(chat_template=template("inst")),
-        key(chat_template="qwen3"),
-        key(chat_template="qwen3", chat_template_kwargs={"enable_thinking": False}),
-        key(chat_template="qwen3", chat_template_kwargs={"enable_thinking": True}),
+    fields: list[dict[str, Any]] = [
+        {},
+        {"form": "text"},
+        {"source": {"prompt": "q"}},
+        {"source": {"template": "{prompt}"}},
+        {"max_length": 100},
+        {"too_long": "drop"},
+        {"loss_on": "all"},
+        {"loss_on": "last_turn"},
+        {"tokenizer": chats},
+        {"tokenizer": make_tokenizer(tmp_path, adds_bos=False)},
+        {"chat_template": template("inst")},
+        {"chat_template": "qwen3"},
+        {"chat_template": "qwen3", "chat_template_kwargs": {"enable_thinking": False}},
+        {"chat_template": "qwen3", "chat_template_kwargs": {"enable_thinking": True}},
     ]
+    different = [key(**each) for each in fields]
     assert len(set(different)) == len(different)
 
 
@@ -214,8 +270,6 @@ def test_an_encoder_can_be_sent_to_another_process(chats):
 
 
 def test_refusals(tokenizer, tmp_path):
-    with pytest.raises(ValueError, match="call detect_format"):
-        encoder(tokenizer, "auto")
     endless = make_tokenizer(tmp_path)
     endless.eos_token = None
     with pytest.raises(ModelError, match="no end-of-sequence token"):

@@ -1,43 +1,43 @@
+"""From records to rows: formats, prompts with answers, chats, and rows tokenised elsewhere."""
+
 from __future__ import annotations
 
 import json
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
-from anygauge.config.schema import SourceSection
-from anygauge.data.chat import Chat
-from anygauge.data.formats import (
-    Row,
-    detect_format,
-    parse,
-    parse_all,
-    prompt_template,
-    render,
-    render_alpaca,
-)
+from anygauge.config.schema import DataSection, SourceSection
+from anygauge.data import prepare
+from anygauge.data.formats import Row, detect_format, parse, parse_all, prompt_template, render
 from anygauge.data.records import Record
 from anygauge.interface import DataError, RunFileError
 from tests.helpers.tokenizer import FIXTURES
 
+U = {"role": "user", "content": "q"}
+A = {"role": "assistant", "content": "a"}
+S = {"role": "system", "content": "s"}
+ADD = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "ü"}}}
+TOOL = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
+TURNS = [U, A]
 PAIR = {"prompt": "p", "completion": "c"}
-TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 IDS = {"input_ids": [1]}
 ALPACA = {"instruction": "i", "output": "o"}
-SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+HUMAN = {"from": "human", "value": "q"}
+SHAREGPT = [HUMAN, {"from": "gpt", "value": "a"}]
+QUESTION = {"question": "q", "answer": "a"}
+NAMED = {"prompt": "question", "completion": "answer"}
 
 
-def record(values: dict[str, Any], line: int = 1) -> Record:
-    return Record(values, f"data.jsonl:{line}")
-
-
-def section(path: str = "data.jsonl", **fields: Any) -> SourceSection:
-    return SourceSection(path=path, **fields)
-
-
-def read(values: dict[str, Any], field: str = "data.train", **fields: Any) -> Row | Chat:
-    source, first = section(**fields), record(values)
+def read(values: dict[str, Any], field: str = "data.train", **fields: Any) -> Any:
+    source = SourceSection(**{"path": "data.jsonl", **fields})
+    first = Record(values, "data.jsonl:7")
     return parse(first, detect_format(first, source, field), source, field)
+
+
+def messages(*turns: Any, **columns: Any) -> Any:
+    return read({"messages": list(turns), **columns})
 
 
 @pytest.mark.parametrize(
@@ -48,29 +48,24 @@ def read(values: dict[str, Any], field: str = "data.train", **fields: Any) -> Ro
         ({"conversations": SHAREGPT, "tools": ""}, {}, "sharegpt"),
         (ALPACA, {}, "alpaca"),
         ({"text": "t", "url": "u"}, {}, "text"),
-        ({"question": "q", "answer": "a"}, {"prompt": "question"}, "prompt_completion"),
+        (QUESTION, {"prompt": "question"}, "prompt_completion"),
         ({"chat": TURNS}, {"messages": "chat"}, "messages"),
         ({"chat": SHAREGPT}, {"conversations": "chat"}, "sharegpt"),
         ({"prompt": "p", "completion": "c", "body": "t"}, {"text": "body"}, "text"),
         (ALPACA, {"format": "text"}, "text"),
         ({"text": "words"}, {"path": "notes.TXT"}, "text"),
-        ({"input_ids": [1]}, {}, "tokens"),
         ({"input_ids": [1], "labels": [1]}, {}, "tokens"),
         ({"input_ids": [1], "text": "a"}, {}, "text"),
     ],
 )
 def test_the_format_is_detected_from_run_file_path_and_columns(values, fields, form):
-    assert detect_format(record(values), section(**fields), "data.train") == form
-
-
-QUESTION = {"question": "q", "answer": "a"}
-NAMED = {"prompt": "question", "completion": "answer"}
+    source = SourceSection(**{"path": "data.jsonl", **fields})
+    assert detect_format(Record(values, "data.jsonl:1"), source, "data.train") == form
 
 
 @pytest.mark.parametrize(
     ("values", "fields", "prompt", "text"),
     [
-        (PAIR, {"template": "Q {prompt} A:"}, "Q p A:", "c"),
         (
             {"prompt": "é\r\n", "completion": "東京 🙂"},
             {"template": "Q {prompt} A:"},
@@ -84,7 +79,7 @@ NAMED = {"prompt": "question", "completion": "answer"}
     ],
 )
 def test_prompts_answers_and_texts(values, fields, prompt, text):
-    assert read(values, **fields) == Row(prompt, text, "data.jsonl:1")
+    assert read(values, **fields) == Row(prompt, text, "data.jsonl:7")
 
 
 def test_alpaca_prompts_with_and_without_an_input():
@@ -107,13 +102,8 @@ def test_alpaca_prompts_with_and_without_an_input():
 @pytest.mark.parametrize("given", ["{instruction}", "{input}", "{prompt}", "{0}"])
 def test_braces_in_the_data_are_data(given):
     assert render("<{prompt}{x}>", given) == f"<{given}{{x}}>"
-    assert f"### Instruction:\n{given}\n\n### Input:\n{given}\n" in render_alpaca(given, given)
-
-
-def test_prompt_and_completion_may_be_turns():
-    chat = read({"prompt": TURNS, "completion": TURNS[1:]})
-    assert [turn["content"] for turn in chat.turns] == ["q", "a", "a"]
-    assert chat.answers == (2,)
+    alpaca = read({"instruction": given, "input": given, "output": "o"})
+    assert f"### Instruction:\n{given}\n\n### Input:\n{given}\n" in alpaca.prompt
 
 
 @pytest.mark.parametrize(
@@ -129,56 +119,221 @@ def test_prompt_and_completion_may_be_turns():
     ],
 )
 def test_what_a_question_is_put_in(values, fields, expected):
-    assert prompt_template(record(values), section(**fields)) == expected
-    for row_format in ("auto", "tokens"):
-        through = section(format=row_format)
-        assert prompt_template(record(IDS), through, has_chat_template=True) is None
-    alpaca = prompt_template(record(ALPACA), section())
-    assert "### Instruction:\n{prompt}\n\n### Response:\n" in alpaca
+    first, source = Record(values, "data.jsonl:1"), SourceSection(path="data.jsonl", **fields)
+    assert prompt_template(first, source) == expected
+    through = prompt_template(first, source, has_chat_template=True)
+    assert through == (None if values is IDS else expected)
+    alpaca = prompt_template(Record(ALPACA, "x:1"), SourceSection(path="x.jsonl"))
+    assert alpaca and "### Instruction:\n{prompt}\n\n### Response:\n" in alpaca
+
+
+def test_turns_and_which_of_them_are_answers():
+    one = messages(S, U, A, U, A, A, U)
+    assert (list(one.turns), one.answers) == ([S, U, A, U, A, A, U], (2, 4, 5))
+    assert (one.tools, one.origin) == (None, "data.jsonl:7")
+    weighted = messages(U, {**A, "weight": 0}, U, {**A, "weight": 1})
+    assert (weighted.answers, weighted.turns[1]) == ((3,), A)
+    columns = read({"prompt": TURNS, "completion": [A]})
+    assert (columns.turns, columns.answers) == ((U, A, A), (2,))
+
+
+def test_what_templates_read_besides_goes_along_and_nulls_do_not():
+    called = {"role": "assistant", "content": None, "tool_calls": [ADD], "name": None}
+    tool = {"role": "tool", "content": "2", "name": "add", "tool_call_id": "x1"}
+    thought = {"role": "assistant", "content": "a", "reasoning_content": "hm", "tool_calls": None}
+    one = messages({"role": "developer", "content": "d"}, U, called, tool, thought)
+    assert one.turns[2] == {"role": "assistant", "tool_calls": [ADD]}
+    assert one.turns[3] == tool
+    assert one.turns[4] == {"role": "assistant", "content": "a", "reasoning_content": "hm"}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ADD,
+        {"function": {"name": "add", "arguments": '{"a": 1, "b": "\\u00fc"}'}},
+        {"name": "add", "arguments": {"a": 1, "b": "ü"}},
+    ],
+)
+def test_arguments_are_objects_however_they_are_written(call):
+    one = messages(U, {"role": "assistant", "tool_calls": [call]})
+    assert one.turns[1]["tool_calls"] == [ADD]
+    legacy = {"role": "assistant", "content": None, "function_call": call.get("function", call)}
+    assert messages(U, legacy).turns[1]["tool_calls"] == [ADD]
+
+
+def test_calls_keep_their_id_and_may_have_no_arguments():
+    call = {"id": "x1", "type": "function", "function": {"name": "now", "arguments": ""}}
+    named = messages(U, {"role": "assistant", "tool_calls": [call]}).turns[1]["tool_calls"][0]
+    assert named == {"id": "x1", "type": "function", "function": {"name": "now", "arguments": {}}}
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_have_one_layout(wrapped, as_text):
+    whole = {"type": "function", "function": TOOL}
+    tools: Any = [whole if wrapped else TOOL]
+    tools = json.dumps(tools) if as_text else tools
+    assert messages(U, A, tools=tools).tools == (whole,)
+    assert read({"conversations": SHAREGPT, "tools": tools}).tools == (whole,)
+
+
+def test_columns_beside_the_turns():
+    one = read({"messages": TURNS, "sys": "Be brief."}, system="sys")
+    assert one.turns[0] == {"role": "system", "content": "Be brief."}
+    assert one.answers == (2,)
+    assert messages(U, A, system="").turns == messages(U, A, system=None).turns == (U, A)
+    assert all(messages(U, A, tools=tools).tools is None for tools in (None, "", [], "[]"))
+    assert read({"messages": json.dumps(TURNS)}).turns == (U, A), "as JSON text"
+
+
+@pytest.mark.parametrize(
+    ("turn", "is_blank"),
+    [
+        (A, False),
+        ({"role": "assistant", "content": " \n"}, True),
+        ({"role": "assistant", "content": "", "reasoning_content": "hm"}, False),
+        ({"role": "assistant", "tool_calls": [ADD]}, False),
+    ],
+)
+def test_chats_that_say_nothing(turn, is_blank):
+    assert messages(U, turn).is_blank is is_blank
+    assert messages(U, {**A, "weight": 0}).is_blank
+
+
+def test_roles_of_sharegpt_in_turns_of_messages_are_read_as_sharegpt():
+    calls = {"role": "function_call", "content": '{"name": "add", "arguments": {"a": 1}}'}
+    turns = [S, {"role": "human", "content": "q"}, calls]
+    turns += [{"role": "observation", "content": "1"}, {"role": "gpt", "content": "a", "weight": 0}]
+    one = read({"messages": turns}, conversations="messages")
+    roles = [turn["role"] for turn in one.turns]
+    assert roles == ["system", "user", "assistant", "tool", "assistant"]
+    assert one.turns[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert one.answers == (2,) and one.turns[4]["content"] == "a"
+
+
+def test_parts_of_text_are_joined_and_the_turns_of_a_record_not_changed():
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    turns = [{**U, "content": parts}, {**A, "weight": 0}]
+    before = json.dumps(turns)
+    assert messages(*turns).turns[0]["content"] == "one two"
+    assert json.dumps(turns) == before
 
 
 WRONG = {**NAMED, "prompt": "quesiton"}
+COLUMNS = [
+    (QUESTION, {}, "columns here: question, answer"),
+    (QUESTION, {}, "data.train.prompt: question"),
+    (QUESTION, {}, "data.train.messages"),
+    (QUESTION, WRONG, "data.jsonl:7: no column 'quesiton'; columns here: question, answer"),
+    (QUESTION, WRONG, "set data.train.prompt to one of them; did you mean 'question'?"),
+    (
+        QUESTION,
+        {"field": "data.train[1]", "format": "prompt_completion"},
+        "set data.train[1].prompt to one of them",
+    ),
+    (ALPACA, {"prompt": "instructions"}, "no column 'instructions'"),
+    ({"messages": TURNS}, {"messages": "mesages"}, "no column 'mesages'"),
+    ({"conversations": []}, {"conversations": "conversation"}, "did you mean 'conversations'"),
+    ({**ALPACA, "output": None}, {}, "data.jsonl:7: column 'output' holds null"),
+    ({**ALPACA, "output": [1]}, {}, "column 'output' holds a list"),
+    ({**ALPACA, "output": True}, {}, "column 'output' holds true or false"),
+    (
+        {"prompt": "ab\ud83d", "completion": "b"},
+        {},
+        "column 'prompt' holds half of a surrogate pair (U+D83D at character 2)",
+    ),
+    (
+        {"prompt": TURNS, "completion": "text"},
+        {},
+        "'prompt' holds a list and 'completion' does not; both are text, or both are lists",
+    ),
+    ({"prompt": TURNS}, {"completion": "c"}, "no column 'c'; columns here: prompt"),
+    ({"prompt": TURNS, "completion": TURNS[:1]}, {}, "no turn of the assistant"),
+    ({"text": "t"}, {"path": "notes.txt", "format": "alpaca"}, "has no columns"),
+    (PAIR, {"template": "Question:"}, "lacks {prompt}"),
+]
+MESSAGES = [
+    ("[oops", "holds text that is not JSON ('[oops')"),
+    ('{"role": "user"}', "column 'messages' holds an object; a list of turns is expected"),
+    (None, "column 'messages' holds null; a list of turns is expected"),
+    ([], "column 'messages' holds an empty list"),
+    (["hi"], "turn 1 of 'messages' is text; an object is expected"),
+    ([{"content": "q"}], "turn 1 of 'messages' has no 'role'; keys here: 'content'"),
+    ([{**U, "role": "usr"}], "has the role 'usr'; valid: system, developer, user, assistant, tool"),
+    ([{**U, "role": "usr"}], "; did you mean 'user'?"),
+    ([{**U, "role": ["user"]}], "has the role ['user']"),
+    ([HUMAN], "has 'from' instead of 'role': set data.train.format to sharegpt and data.train.con"),
+    ([U, {**A, "role": "gpt"}], "the role 'gpt', which is ShareGPT's: set data.train.format to sh"),
+    ([U, {"role": "assistant"}], "turn 2 of 'messages' (assistant) has no content; text is exp"),
+    ([{"role": "user", "content": None}], "turn 1 of 'messages' (user) has null as content"),
+    ([{"role": "user", "content": 3}], "turn 1 of 'messages' holds a number; text is expected"),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], "a part of the type 'image_url'"),
+    ([{"role": "user", "content": [{"type": "text"}]}], "of the type 'text' without a text"),
+    ([{"role": "user", "content": ["x"]}], "a part of the type 'text'; only text"),
+    ([{"role": "user", "content": "\ud83d"}], "turn 1 of 'messages' holds half of a surrogate"),
+    ([{**U, "tool_calls": [ADD]}, A], "has tool calls and the role 'user'; only the assistant"),
+    ([U, {**A, "tool_calls": ["add"]}], "a tool call that is not an object"),
+    ([U, {**A, "tool_calls": [{"name": "f", "arguments": "{a"}]}], "not JSON ('{a')"),
+    ([U, {**A, "tool_calls": [{"name": "f", "arguments": "[1]"}]}], "'f': a list; an object is"),
+    ([U, {**A, "tool_calls": [{"name": "f\udc00"}]}], "the chat holds half of a surrogate"),
+    ([U], "no turn of the assistant to learn from (turns here: user)"),
+    ([S, S, U, A], "turns 1, 2 are system turns, but a chat"),
+    ([U, {**A, "weight": 0.5}], "turn 2 has the weight 0.5; valid: 0, 1"),
+]
+BESIDE = [
+    ({"system": 3}, "column 'system' holds a number (3); text is expected"),
+    ({"tools": "[{"}, "column 'tools' holds text that is not JSON"),
+    ({"tools": [3]}, "column 'tools' holds a number as a tool"),
+    ({"tools": [{"function": 3}]}, "column 'tools' holds a number as a tool"),
+    ({"tools": [{"description": "d"}]}, "no 'name'; keys here: 'description'"),
+    ({"messages": [S, *TURNS], "system": "t"}, "turns (the first comes from column 'system')"),
+]
+TURNS_OF_SHAREGPT = [
+    ({"from": "bot", "value": "a"}, "has the from 'bot'; valid: human, user, gpt"),
+    ({"from": "gpt", "value": None}, "(gpt) has null as value; text is expected"),
+    ({"from": "gpt"}, "(gpt) has no value"),
+    ({"from": "function_call"}, "(function_call) has no value"),
+    ({"from": "function_call", "value": "add(1)"}, "not JSON ('add(1)'); an object with name"),
+    ({"from": "function_call", "value": {}}, "not an object with a name and arguments"),
+    ({"role": "bot", "content": "a"}, "has the role 'bot'; valid: human, user, gpt"),
+]
+TOKENS = [
+    ({"input_ids": 3}, "column 'input_ids' holds a number; a list of numbers is expected"),
+    ({"input_ids": "a"}, "column 'input_ids' holds text that is not JSON ('a'); a list of"),
+    ({"input_ids": [1, -1]}, "input_ids[1] is -1; whole numbers from 0 are expected"),
+    ({"input_ids": [1.0]}, "input_ids[0] is 1.0; whole numbers from 0 are expected"),
+    ({"input_ids": [1, True]}, "input_ids[1] is True; whole numbers"),
+    ({"input_ids": [[1]]}, "input_ids[0] is [1]; whole numbers"),
+    ({"labels": []}, "'input_ids' has 1 values and 'labels' 0; both have one for each token"),
+    ({"loss_mask": [0, 1]}, "'input_ids' has 1 values and 'loss_mask' 2; both have one for each"),
+    (
+        {"labels": [2]},
+        "labels[0] is 2; valid: 1, which is input_ids[0], or -100 for no loss. Labels are not "
+        "shifted: each stands at the place of its own token",
+    ),
+    ({"labels": [True]}, "labels[0] is True; valid: 1, which"),
+    ({"labels": None}, "column 'labels' holds null; a list of numbers"),
+    ({"loss_mask": [2]}, "loss_mask[0] is 2; valid: 0, 1, false, true"),
+    ({"loss_mask": [0.5]}, "loss_mask[0] is 0.5; valid: 0, 1"),
+    ({"labels": [1], "loss_mask": [1]}, "the row has 'labels' and 'loss_mask'; give one of them"),
+    ({"attention_mask": [0]}, "attention_mask[0] is 0, which is padding; rows have none: remove"),
+]
 
 
 @pytest.mark.parametrize(
     ("values", "fields", "words"),
     [
-        (QUESTION, {}, "columns here: question, answer"),
-        (QUESTION, {}, "data.train.prompt: question"),
-        (QUESTION, {}, "data.train.messages"),
-        (QUESTION, WRONG, "data.jsonl:1: no column 'quesiton'"),
-        (QUESTION, WRONG, "columns here: question, answer"),
-        (QUESTION, WRONG, "set data.train.prompt to one of them"),
-        (QUESTION, WRONG, "did you mean 'question'?"),
+        *COLUMNS,
+        *(({"messages": turns}, {}, words) for turns, words in MESSAGES),
+        *(({"messages": TURNS, **columns}, {}, words) for columns, words in BESIDE),
+        *(({"conversations": [HUMAN, turn]}, {}, words) for turn, words in TURNS_OF_SHAREGPT),
         (
-            QUESTION,
-            {"field": "data.train[1]", "format": "prompt_completion"},
-            "set data.train[1].prompt to one of them",
+            {"labels": [1]},
+            {"format": "tokens"},
+            "no column 'input_ids'; columns here: labels; rows",
         ),
-        (ALPACA, {"prompt": "instructions"}, "no column 'instructions'"),
-        ({"messages": TURNS}, {"messages": "mesages"}, "no column 'mesages'"),
-        (
-            {"conversations": SHAREGPT},
-            {"conversations": "conversation"},
-            "did you mean 'conversations'",
-        ),
-        ({**ALPACA, "output": None}, {}, "data.jsonl:1: column 'output' holds null"),
-        ({**ALPACA, "output": [1]}, {}, "column 'output' holds a list"),
-        ({**ALPACA, "output": {}}, {}, "column 'output' holds an object"),
-        ({**ALPACA, "output": True}, {}, "column 'output' holds true or false"),
-        (
-            {"prompt": "ab\ud83d", "completion": "b"},
-            {},
-            "column 'prompt' holds half of a surrogate pair (U+D83D at character 2)",
-        ),
-        (
-            {"prompt": TURNS, "completion": "text"},
-            {},
-            "'prompt' holds a list and 'completion' does not",
-        ),
-        ({"prompt": TURNS, "completion": TURNS[:1]}, {}, "no turn of the assistant"),
-        ({"text": "t"}, {"path": "notes.txt", "format": "alpaca"}, "has no columns"),
-        (PAIR, {"template": "Question:"}, "lacks {prompt}"),
+        *(({**IDS, **columns}, {}, words) for columns, words in TOKENS),
     ],
 )
 def test_rows_that_cannot_be_read(values, fields, words):
@@ -186,18 +341,39 @@ def test_rows_that_cannot_be_read(values, fields, words):
     with pytest.raises(RunFileError if by_run_file else DataError) as caught:
         read(values, **fields)
     assert words in str(caught.value)
+    assert by_run_file or str(caught.value).startswith("data.jsonl:7: ")
 
 
 @pytest.mark.parametrize("lacking", [[26], [26, 28]])
 def test_a_column_that_one_row_lacks(lacking):
-    columns = {"prompt": "q", "completion": "a"}
     records = [
-        Record({"prompt": "q"} if line in lacking else columns, f"data.jsonl:{line}")
+        Record({"prompt": "q"} if line in lacking else PAIR, f"data.jsonl:{line}")
         for line in range(1, 31)
     ]
-    source = SourceSection(path="data.jsonl")
     with pytest.raises(DataError) as caught:
-        parse_all(records, "prompt_completion", source, "data.train")
+        parse_all(records, "prompt_completion", SourceSection(path="data.jsonl"), "data.train")
     also = "" if len(lacking) == 1 else ", as 1 more here do"
     message = f"data.jsonl:26: the row lacks the column 'completion'{also}; the others have it"
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["JSON", "int32"])
+def test_rows_of_tokens_in_a_file(small, source, tmp_path, tokenizer):
+    rows = [
+        {"input_ids": [0, 5, 6, 7, 1], "labels": [-100, -100, 6, 7, 1]},
+        {"input_ids": [9, 8], "labels": [-100, 8]},
+    ]
+    train = source(rows)
+    if small:  # as `datasets` writes them
+        kinds = {"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int64())}
+        table = pa.Table.from_pylist(rows, schema=pa.schema(kinds))
+        train = SourceSection(path=str(tmp_path / "stream.arrow"))
+        with pa.ipc.new_stream(train.path, table.schema) as writer:
+            writer.write_table(table)
+    got = prepare(DataSection(train=train, cache="off"), tokenizer, seed=0).train
+    found = [(got.tokens(n).ids.tolist(), got.tokens(n).loss_mask.tolist()) for n in range(2)]
+    assert found == [
+        ([0, 5, 6, 7, 1], [False, False, True, True, True]),
+        ([9, 8], [False, True]),
+    ]
+    assert got.report.num_loss_tokens == 4

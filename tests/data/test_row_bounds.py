@@ -12,7 +12,7 @@ import pytest
 from pyarrow import parquet
 
 from anygauge.config.schema import SourceSection
-from anygauge.data import formats, json_rows, records, spans
+from anygauge.data import formats, json_rows, masks, records
 from anygauge.data.cache import Cache
 from anygauge.data.encode import encode_texts
 from anygauge.data.formats import parse
@@ -104,9 +104,9 @@ def test_a_line_that_is_too_long_is_not_even_read(source, cache, monkeypatch):
 def test_texts_are_tokenised_as_many_at_once_as_memory_allows(tokenizer, monkeypatch):
     texts = ["one two", "", "three" * 9, "four", "five", "six"]
     together = encode_texts(tokenizer, texts)
-    monkeypatch.setattr(spans, "_AT_ONCE", 10)
+    monkeypatch.setattr(masks, "_AT_ONCE", 10)
     assert encode_texts(tokenizer, texts) == together
-    assert [len(part) for part in spans.bounded_parts(texts)] == [2, 1, 2, 1]
+    assert [len(part) for part in masks.bounded_parts(texts)] == [2, 1, 2, 1]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".txt"])
@@ -151,7 +151,7 @@ def test_a_table_gives_a_call_the_arguments_that_were_written(tmp_path, cache, t
     assert arguments_of(records) == [{"city": "Rome"}, CALLS[1], {}]
     template = "{% for m in messages %}{{ m.content }}{{ m.tool_calls or [] | tojson }}{% endfor %}"
     chat = parse(records[0], "messages", SourceSection(path="x"), "data.train")
-    text = ChatTemplate(tokenizer, template).render(chat.turns, chat.tools)
+    text, _ = ChatTemplate(tokenizer, template).render(chat.turns, chat.tools)
     assert "Rome" in text and "unit" not in text and "amounts" not in text
 
 

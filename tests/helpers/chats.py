@@ -34,7 +34,7 @@ def make_chat_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
 
 
 def template(name: str) -> str:
-    """The text of a template: headers, headers_marked, chatml or inst."""
+    """The text of a template: headers_marked, chatml or inst."""
     return (FIXTURES / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 

@@ -1,13 +1,13 @@
 """Which characters of a rendered chat have a loss, and which tokens: those of its answers.
 
 An answer is what the assistant says, up to its end token. A chat is rendered once as a whole.
-Where its template has ``{% generation %}`` marks, they tell. Otherwise a turn is what the rendering
-grows by between the turns before it with the generation prompt, and the turns up to it; this needs
-both to be beginnings of the whole. Templates that
-render a turn in another way once others follow it (they drop earlier reasoning, or move the tools)
-break that: there a mark is written into the turn, found in the rendering of the whole chat, and
-the text that follows it in the shorter renderings is found behind it in the whole. Where neither
-gives an answer, the chat is refused: a mask is never guessed.
+Where its template has ``{% generation %}`` marks, they tell. Otherwise an answer begins where the
+turns before it and the generation prompt end, and ends where the turns up to it end: both are
+rendered, and must be beginnings of the whole. Templates that render a turn in another way once
+others follow it (they drop earlier reasoning, or move the tools) break that: there a mark is
+written into a turn, found in the rendering of the whole chat, and the text that follows it in the
+shorter renderings is found behind it in the whole. Where neither gives an answer, the chat is
+refused: a mask is never guessed.
 
 The text, or a prompt with its completion, is then tokenised as a whole. Where a token would stand
 on both sides of a stretch's border, it is cut at the borders and tokenised in pieces instead: so
@@ -19,13 +19,12 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from anygauge.data.chat import Chat, Turn
+from anygauge.data.formats import Chat, Turn
 from anygauge.data.template import ChatTemplate, Span, TemplateRefusal
 from anygauge.interface import DataError
 
@@ -39,125 +38,114 @@ def rendered_spans(chat: Chat, template: ChatTemplate) -> tuple[str, list[Span]]
         DataError: the template does not take the chat, leaves out a part of it, or does not let
             the answers be distinguished from the rest.
     """
+    text, marked = rendered(chat, template)
     if template.has_marks(chat.tools):
-        return _by_marks(chat, template)
-    finder = _Finder(chat, template)
+        return text, _of_answers(chat, template, text, marked)
+    finder = _Finder(chat, template, text)
     spans: list[Span] = []
     for index in chat.answers:
         span = finder.span(index)
         if span is None or (spans and span[0] < spans[-1][1]):
             raise _untold(chat, finder, index)
         spans.append(span)
-    return finder.text, spans
+    return text, spans
 
 
-def rendered(chat: Chat, template: ChatTemplate) -> str:
-    """A chat's text.
+def rendered(chat: Chat, template: ChatTemplate) -> tuple[str, list[Span]]:
+    """A chat's text, and the stretches that generation marks enclose.
 
     Raises:
-        DataError: the template does not take the chat, or leaves out a part of it.
+        DataError: the template does not take the chat, or would leave out calls or tools without a
+            word; names the row and the way out.
     """
-    check_written(chat, template)
+    written = template.texts[chat.tools is not None]
+    way_out = "give a data.chat_template that does, or remove the row"
+    if any("tool_calls" in turn for turn in chat.turns) and "tool_calls" not in written:
+        raise DataError(
+            f"{chat.origin}: the assistant calls tools, but the chat template does not write "
+            f"tool_calls: {way_out}"
+        )
+    if chat.tools and not re.search(r"\btools\b", written):
+        raise DataError(
+            f"{chat.origin}: the row has tools, but the chat template does not write them: "
+            f"{way_out}, or name another column as 'tools'"
+        )
     try:
         return template.render(chat.turns, chat.tools)
     except TemplateRefusal as refusal:
         raise _refused(chat, refusal) from None
 
 
-def check_written(chat: Chat, template: ChatTemplate) -> None:
-    """Refuse a template that would leave out calls or tools without a word.
+def _of_answers(chat: Chat, template: ChatTemplate, text: str, spans: list[Span]) -> list[Span]:
+    """Of the stretches that generation marks enclose, those of the turns with a loss."""
 
-    Raises:
-        DataError: names the row and the way out.
-    """
-    text = template.texts[chat.tools is not None]
-    way_out = "give a data.chat_template that does, or remove the row"
-    if any("tool_calls" in turn for turn in chat.turns) and "tool_calls" not in text:
+    def number(end: int) -> int:
+        """Stretches in so many turns."""
+        return len(template.render(chat.turns[:end], chat.tools)[1]) if end else 0
+
+    assistants = [n for n, turn in enumerate(chat.turns) if turn["role"] == "assistant"]
+    if list(chat.answers) != assistants:
+        try:
+            ranges = [slice(number(index), number(index + 1)) for index in chat.answers]
+        except TemplateRefusal as refusal:
+            raise _refused(chat, refusal) from None
+        spans = [span for one in ranges for span in spans[one]]
+    if spans and template.end_of_turn(text[slice(*spans[-1])]) is None:
+        shown = text[slice(*spans[-1])][-40:]
         raise DataError(
-            f"{chat.origin}: the assistant calls tools, but the chat template does not write "
-            f"tool_calls: {way_out}"
+            f"{chat.origin}: what the chat template's generation marks enclose ends with "
+            f"{shown!r}, without the token that ends a turn, so the model would never learn to "
+            "stop; put that token before {% endgeneration %}"
         )
-    if chat.tools and not re.search(r"\btools\b", text):
-        raise DataError(
-            f"{chat.origin}: the row has tools, but the chat template does not write them: "
-            f"{way_out}, or name another column as 'tools'"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Anchor:
-    """A place in the text that belongs to a turn, and the turn with a mark in that place."""
-
-    place: int
-    turn: Turn
-    mark: str
+    return spans
 
 
 class _Finder:
     """Finds turns of one chat in its rendering."""
 
-    def __init__(self, chat: Chat, template: ChatTemplate) -> None:
-        self.turns, self.tools, self.template = chat.turns, chat.tools, template
-        self.text = rendered(chat, template)
+    def __init__(self, chat: Chat, template: ChatTemplate, text: str) -> None:
+        self.turns, self.tools, self.template, self.text = chat.turns, chat.tools, template, text
         self._is_rewritten = False
         self._marks: list[str] = []
-        self._anchors: dict[int, _Anchor | None] = {}
+        self._anchors: dict[int, tuple[int, Turn] | None] = {}
 
     def span(self, index: int) -> Span | None:
         """The characters of a turn that have a loss; None where they cannot be found."""
-        return self._grown(index) or self._marked(index)
-
-    def _grown(self, index: int) -> Span | None:
-        is_last = index + 1 == len(self.turns)
-        if self._is_rewritten and not is_last:
-            return None
-        upto = self.text if is_last else self._try(self.turns[: index + 1])
-        if upto is None or not self.text.startswith(upto):
-            self._is_rewritten = True
-            return None
-        before = self._try(self.turns[:index], asks=True)
-        if before is None or not upto.startswith(before):
-            return None
-        end = self.template.end_of_turn(upto[len(before) :])
-        return None if end is None else (len(before), len(before) + end)
-
-    def _marked(self, index: int) -> Span | None:
-        if not self._marks:
-            self._place_marks()
-        end = self._end(index)
-        start = None if end is None else self._start(index)
-        return None if start is None or end is None or start >= end else (start, end)
-
-    def _end(self, index: int) -> int | None:
-        anchor = self._anchor(index)
-        tail = self._tail(index, anchor) if anchor else None
-        if anchor is None or tail is None:
-            return None
-        # What closes the last turn of a chat may not close an earlier one: the common text does.
-        common = _common(tail, self.text[anchor.place :])
-        for pattern in (self.template.special, self.template.added):
-            ends = [match.end() for match in pattern.finditer(common)]
-            if ends and not pattern.sub("", tail[ends[-1] :]).strip():
-                return anchor.place + ends[-1]
+        for marked in (False, True):
+            end = self._end(index, marked)
+            start = None if end is None else self._start(index, marked)
+            if start is not None and end is not None and start < end:
+                return start, end
         return None
 
-    def _start(self, index: int) -> int | None:
-        anchor = self._anchor(index - 1) if index else None
-        tail = self._tail(index - 1, anchor, asks=True) if anchor else None
-        if anchor is None or tail is None:
-            return self._content_start(index)
-        if self.text.startswith(tail, anchor.place):
-            return anchor.place + len(tail)
-        # A prompt may end in the beginning of an answer that the history does not keep, as a tag
-        # that opens reasoning; so it is shortened, token by token, but never to nothing.
-        closed = self._tail(index - 1, anchor)
-        if closed is not None:
-            common = len(_common(tail, closed))
-            starts = [match.start() for match in self.template.added.finditer(tail, common)]
-            for start in reversed(starts[1:]):
-                if self.text.startswith(tail[:start], anchor.place):
-                    return anchor.place + start
-        return self._content_start(index)
+    def _end(self, index: int, marked: bool) -> int | None:
+        is_last = index + 1 == len(self.turns)
+        if self._is_rewritten and not (marked or is_last):
+            return None
+        found = self._tail(index, marked)
+        if not marked and not (found and self.text.startswith(found[1])):
+            self._is_rewritten, found = True, None
+        if found is None:
+            return None
+        place, tail = found
+        # What closes the last turn of a chat may not close an earlier one: the common text does.
+        end = self.template.end_of_turn(tail, _common(tail, self.text[place:]))
+        return None if end is None else place + end
+
+    def _start(self, index: int, marked: bool) -> int | None:
+        if found := self._tail(index - 1, marked, asks=True):
+            place, tail = found
+            if self.text.startswith(tail, place):
+                return place + len(tail)
+            # A prompt may end in the beginning of an answer that the history does not keep, as a
+            # tag that opens reasoning; so it is shortened, token by token, but never to nothing.
+            if closed := self._tail(index - 1, marked):
+                common = _common(tail, closed[1])
+                starts = [match.start() for match in self.template.added.finditer(tail, common)]
+                for start in reversed(starts[1:]):
+                    if self.text.startswith(tail[:start], place):
+                        return place + start
+        return self._content_start(index) if marked else None
 
     def _content_start(self, index: int) -> int | None:
         turn, mark = self.turns[index], self._marks[index]
@@ -171,20 +159,31 @@ class _Finder:
         is_same = self.text[len(before) :].lstrip() == after.lstrip()
         return len(before) if is_same and self.text.startswith(before) else None
 
-    def _tail(self, index: int, anchor: _Anchor, *, asks: bool = False) -> str | None:
-        """What follows a turn's mark where the turn is the last one."""
-        text = self._try([*self.turns[:index], anchor.turn], asks=asks)
-        if text is None or text.count(anchor.mark) != 1:
-            return None
-        return text.partition(anchor.mark)[2]
+    def _tail(self, index: int, marked: bool, *, asks: bool = False) -> tuple[int, str] | None:
+        """A place in the text, and what follows it where a turn is the last one.
 
-    def _anchor(self, index: int) -> _Anchor | None:
+        The place is that of the turn's mark, or the beginning.
+        """
+        if index < 0:
+            return None
+        if not marked:
+            is_whole = index + 1 == len(self.turns) and not asks
+            text = self.text if is_whole else self._try(self.turns[: index + 1], asks=asks)
+            return None if text is None else (0, text)
+        if (anchor := self._anchor(index)) is None:
+            return None
+        place, turn = anchor
+        parts = (self._try([*self.turns[:index], turn], asks=asks) or "").split(self._marks[index])
+        return (place, parts[1]) if len(parts) == 2 else None
+
+    def _anchor(self, index: int) -> tuple[int, Turn] | None:
+        """Where a turn's mark stands in the text, and the turn with it."""
+        if not self._marks:
+            self._place_marks()
         if index not in self._anchors:
-            self._anchors[index] = None
-            for turn in _with_mark(self.turns[index], self._marks[index]):
-                if placed := self._placed({index: turn}):
-                    self._anchors[index] = placed[index]
-                    break
+            ways = _with_mark(self.turns[index], self._marks[index])
+            placed = (self._placed({index: turn}) for turn in ways)
+            self._anchors[index] = next((each[index] for each in placed if each), None)
         return self._anchors[index]
 
     def _place_marks(self) -> None:
@@ -194,18 +193,14 @@ class _Finder:
         self._marks = list(itertools.islice(free, len(self.turns)))
         # Chats beyond that have thousands of turns: their later turns share a mark.
         self._marks += self._marks[-1:] * (len(self.turns) - len(self._marks))
-        first = {
-            index: next(_with_mark(turn, mark), None)
-            for index, (turn, mark) in enumerate(zip(self.turns, self._marks, strict=True))
-        }
-        self._anchors.update(
-            self._placed({index: turn for index, turn in first.items() if turn is not None}) or {}
-        )
+        first = [
+            next(_with_mark(*each), None) for each in zip(self.turns, self._marks, strict=True)
+        ]
+        self._anchors.update(self._placed({n: turn for n, turn in enumerate(first) if turn}) or {})
 
-    def _placed(self, marked: dict[int, Turn]) -> dict[int, _Anchor] | None:
+    def _placed(self, marked: dict[int, Turn]) -> dict[int, tuple[int, Turn]] | None:
         """Where the marks of some turns stand in the text; None if that is not certain."""
-        turns = [marked.get(index, turn) for index, turn in enumerate(self.turns)]
-        whole = self._try(turns)
+        whole = self._try([marked.get(index, turn) for index, turn in enumerate(self.turns)])
         marks = {self._marks[index]: index for index in marked}
         if whole is None or len(marks) < len(marked):
             return None
@@ -215,28 +210,26 @@ class _Finder:
         anchors, place = {}, 0
         for text, mark in zip(parts[::2], parts[1::2], strict=False):
             # White space that the template strips at the end of a content is kept by the mark.
-            length = next(
-                (len(end) for end in (text, text.rstrip()) if self.text.startswith(end, place)),
-                None,
-            )
-            if length is None:
+            before = text if self.text.startswith(text, place) else text.rstrip()
+            if not self.text.startswith(before, place):
                 return None
-            place += length
-            anchors[marks[mark]] = _Anchor(place, marked[marks[mark]], mark)
+            place += len(before)
+            anchors[marks[mark]] = (place, marked[marks[mark]])
         return anchors if self.text[place:] == parts[-1] else None
 
     def _try(self, turns: Sequence[Turn], *, asks: bool = False) -> str | None:
         try:
-            return self.template.render(turns, self.tools, asks=asks)
+            return self.template.render(turns, self.tools, asks=asks)[0]
         except TemplateRefusal:
             return None
 
 
-def _common(one: str, other: str) -> str:
-    """The beginning that two texts share."""
+def _common(one: str, other: str) -> int:
+    """How many characters two texts share at their beginning."""
+    if other.startswith(one):
+        return len(one)
     pairs = enumerate(zip(one, other, strict=False))
-    length = next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
-    return one[:length]
+    return next((place for place, (a, b) in pairs if a != b), len(other))
 
 
 def _with_mark(turn: Turn, mark: str) -> Iterator[Turn]:
@@ -248,31 +241,6 @@ def _with_mark(turn: Turn, mark: str) -> Iterator[Turn]:
         first, *others = turn["tool_calls"]
         function = {**first["function"], "name": first["function"]["name"] + mark}
         yield {**turn, "tool_calls": [{**first, "function": function}, *others]}
-
-
-def _by_marks(chat: Chat, template: ChatTemplate) -> tuple[str, list[Span]]:
-    check_written(chat, template)
-    try:
-        text, spans = template.render_marked(chat.turns, chat.tools)
-        answers = [n for n, turn in enumerate(chat.turns) if turn["role"] == "assistant"]
-        if list(chat.answers) != answers:
-            counts = [
-                len(template.render_marked(chat.turns[:end], chat.tools)[1]) if end else 0
-                for index in chat.answers
-                for end in (index, index + 1)
-            ]
-            pairs = zip(counts[::2], counts[1::2], strict=True)
-            spans = [span for first, last in pairs for span in spans[first:last]]
-    except TemplateRefusal as refusal:
-        raise _refused(chat, refusal) from None
-    if spans and template.end_of_turn(text[slice(*spans[-1])]) is None:
-        shown = text[slice(*spans[-1])][-40:]
-        raise DataError(
-            f"{chat.origin}: what the chat template's generation marks enclose ends with "
-            f"{shown!r}, without the token that ends a turn, so the model would never learn to "
-            "stop; put that token before {% endgeneration %}"
-        )
-    return text, spans
 
 
 def _refused(chat: Chat, refusal: TemplateRefusal) -> DataError:
@@ -389,16 +357,11 @@ class Aligner:
     def _in_pieces(self, text: str, spans: Sequence[Span]) -> Tokens:
         ids: list[int] = []
         loss_mask: list[bool] = []
-        at = 0
-        for first, last in spans:
-            for start, end, counts in ((at, first, False), (first, last, True)):
-                piece = self._piece(text[start:end], is_first=start == 0)
-                ids += piece
-                loss_mask += [counts] * len(piece)
-            at = last
-        piece = self._piece(text[at:], is_first=at == 0)
-        ids += piece
-        loss_mask += [False] * len(piece)
+        borders = [0, *itertools.chain(*spans), len(text)]
+        for number, (start, end) in enumerate(itertools.pairwise(borders)):
+            piece = self._piece(text[start:end], is_first=start == 0)
+            ids += piece
+            loss_mask += [number % 2 == 1] * len(piece)
         return np.asarray(ids, dtype=np.int32), np.asarray(loss_mask, dtype=np.bool_)
 
     def _piece(self, text: str, *, is_first: bool) -> list[int]:
