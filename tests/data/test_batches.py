@@ -325,7 +325,7 @@ def test_padding_is_measured_as_it_is_laid_out(on_ranks, tokenized, packing, ran
 def test_widths_of_a_run_are_known_before_it(tokenized, order, ranks, monkeypatch):
     """Of all steps that are left, several epochs of them, and of no others."""
     monkeypatch.setattr("anygauge.data.row_batches._STEPS_AT_ONCE", 3)
-    options = {"seed": 5, "global_batch": ranks, "epochs": 2.5, "micro_batch": 1}
+    options = {"seed": 5, "global_batch": 2 * ranks, "epochs": 2.5, "micro_batch": 1}
     options |= {"grouping": order == "grouped", "packing": order == "packed", "shapes": BUCKETED}
     for rank in range(ranks):
         batches = make(tokenized, share=Share(rank, ranks), **options)

@@ -288,6 +288,15 @@ def test_pieces_get_no_space_of_their_own(scheme):
     assert "".join(has_loss) == "ls▁of▁the▁tra"
 
 
+def test_a_tokenizer_that_lists_no_added_tokens_is_given_pieces(tokenizer):
+    """One of a model's own code may be little more than a function."""
+    [(ids, loss_mask)] = Aligner(lambda text, **options: tokenizer(text, **options)).align(
+        ["say the word"], [[(3, 7)]]
+    )
+    assert text_of(tokenizer, ids[loss_mask].tolist()) == " the"
+    assert text_of(tokenizer, ids.tolist()) == "say the word"
+
+
 @pytest.mark.parametrize(
     ("side", "text", "start", "learned"),
     [

@@ -146,6 +146,13 @@ def test_a_peek_names_the_source_and_reads_no_further(source):
         peek(section(good, eval=wrong))
 
 
+def test_a_peek_looks_into_the_first_rows_unless_bad_ones_are_skipped(source):
+    wrong = source([*rows("a"), {"prompt": "q", "completion": None}])
+    with pytest.raises(DataError, match=r"data\.jsonl:2: column 'completion' holds null"):
+        peek(section(wrong))
+    peek(section(wrong, on_bad_row="skip"))
+
+
 def test_a_length_that_cuts_many_rows_is_told_with_one_that_would_hold_them(source, tokenizer):
     long, longer = "x " * 40, "x " * 200
     given = [{"prompt": "a", "completion": "b"}] * 10

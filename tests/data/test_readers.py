@@ -97,7 +97,7 @@ def test_rows_are_as_written(source, cache, suffix, name, content, rows):
 
 @given(
     rows=st.lists(
-        st.sampled_from(["", " \v", "\f", '{"a": 1}', ' {"b": "xyz"}', "\r"]), max_size=30
+        st.sampled_from(["", " \v", "\f", '{"a": 1}', ' {"b": "xyz"}\f', "\r"]), max_size=30
     ),
     limit=st.none() | st.integers(1, 9),
     ends=st.booleans(),
@@ -108,7 +108,9 @@ def test_lines_that_hold_more_than_blanks_are_rows(tmp_path_factory, rows, limit
     body = "\n".join([*rows, *([""] if ends else [])])
     path.write_bytes(body.encode("utf-8-sig" if marked else "utf-8"))
     expected = [
-        (number, json.loads(line)) for number, line in enumerate(rows, start=1) if line.strip()
+        (number, json.loads(line.strip()))
+        for number, line in enumerate(rows, start=1)
+        if line.strip()
     ]
     if expected:
         with Cache(None) as cache:
@@ -209,6 +211,7 @@ TURNS = pa.list_(pa.struct([("role", WORD), ("content", pa.string())]))
     ("kind", "rows"),
     [
         (TURNS, [[{"role": "user", "content": "hi"}, {"role": "assistant"}], [], None]),
+        (TURNS, [[{"role": "user"}], [{"role": "tool"}], [{"role": "assistant"}]]),
         (WORD, ["a", "b", "c", None]),
         (VIEW, ["one", None]),
         (pa.list_(VIEW), [["one"], ["two", None]]),

@@ -138,6 +138,12 @@ def test_each_failure_has_its_message_at_once(name, streaming, server, monkeypat
     assert "\n" not in str(caught.value) and "hidden" not in str(caught.value)
 
 
+def test_a_look_at_the_first_rows_fetches_a_beginning(server):
+    server.files["long.jsonl"] = File(body=LINES.encode() * 200)
+    assert len(first_records(SourceSection(path=server.address("long.jsonl")), 20, "f")) == 20
+    assert server.sent <= 2 * remote.FEW < len(server.files["long.jsonl"].body)
+
+
 def test_addresses_that_nobody_answers_or_no_package_reads(impatient):
     for address, said in (
         ("http://127.0.0.1:9/rows.jsonl", r"cannot be read, after 6 tries: .*HTTPS_PROXY"),

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from itertools import islice
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
