@@ -96,7 +96,6 @@ class StreamedRows:
         self._rows: Iterator[tuple[int, RawRow]] = iter(())
         self._next = -1
         self._full = 0  # blocks from the first on that are known to be full
-        self._found = 0  # rows, once the end was reached
 
     @property
     def name(self) -> str:
@@ -188,13 +187,6 @@ class StreamedRows:
         self._next = number + 1
         if len(block) == self.size:
             self._full = max(self._full, number + 1)
-            return block
-        if self.length is not None and self._found < self.length:
-            raise DataError(
-                f"{self.name} ends after {self._found:,} rows, but its description promises "
-                f"{self.length:,}; set limit to {self._found} or less"
-            )
-        self.length = self._found
         return block
 
     def _from(self, start: int) -> Iterator[tuple[int, RawRow]]:
@@ -210,7 +202,12 @@ class StreamedRows:
                 if at >= start:
                     yield number, row
                 at += 1
-        self._found = at
+        if self.length is not None and at < self.length:
+            raise DataError(
+                f"{self.name} ends after {at:,} rows, but its description promises "
+                f"{self.length:,}; set limit to {at} or less"
+            )
+        self.length = at
 
 
 @lru_cache(maxsize=4)
