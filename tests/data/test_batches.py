@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -231,6 +232,16 @@ def test_the_fingerprint_tells_data_and_order_but_not_ranks(tokenized):
     assert len(prints | {base}) == len(others) + 1
     with pytest.raises(DataError, match="another maximum length"):
         make(tokenized, max_length=16)
+
+
+@pytest.mark.parametrize(
+    ("packing", "kind"),
+    [(False, False), (True, True), ("isolate", True), ("concatenate", "concatenate")],
+)
+def test_each_kind_of_packing_has_a_layout(packing, kind):
+    data = DataSection(train=SourceSection(path="x"), packing=packing)
+    run = SimpleNamespace(data=data, train=TrainSection())
+    assert Layout.of(run, Share(0, 1), PAD, STATIC).packing == kind
 
 
 @pytest.mark.parametrize(
