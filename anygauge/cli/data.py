@@ -162,7 +162,7 @@ def _show_padding(console: Console, run: RunFile, rows: TokenizedRows, layout: L
     from dataclasses import replace
 
     from anygauge.data import Schedule
-    from anygauge.data.row_batches import measure
+    from anygauge.data.batches import measure
 
     schedule = Schedule(
         seed=run.train.seed,

@@ -5,15 +5,16 @@ from anygauge.data.batches import (
     STEPS_AHEAD,
     Ahead,
     Batches,
+    EvaluationBatches,
     Layout,
     MicroBatch,
+    RowBatches,
     Schedule,
     accumulation,
 )
 from anygauge.data.encode import Counts, Encoded, RowEncoder, prompt_ids
 from anygauge.data.prepare import Prepared, advice, described, peek, prepare, training_batches
 from anygauge.data.readers import Record
-from anygauge.data.row_batches import EvaluationBatches, RowBatches
 from anygauge.data.rows import TokenizedRows
 from anygauge.data.sources import first_records
 from anygauge.data.streaming import StreamedRows

@@ -3,33 +3,41 @@
 A step reads global_batch sequences in the order of `Order` or `GroupedOrder`. Micro-batch `a` of
 part `i` of `n` holds those from (a * n + i) * micro_batch on: parts and micro-batches divide a
 step, they do not decide what is in it. Which part a rank reads is its strategy's to say.
+
+Rows are packed best fit, longest first, once over the whole set, and whole packs are shuffled in
+each epoch. This gives the highest fill and the same number of packs in every epoch, so that a
+position stays one number. What is given up: rows that share a pack stay together in all epochs.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from anygauge.data.order import Order
-from anygauge.data.rows import Tokens
-from anygauge.interface import RunFileError, ShapeKind, ShapePolicy, Share
+from anygauge.data.cache import key_of
+from anygauge.data.order import DUMMY, GroupedOrder, Order, packing_order
+from anygauge.data.rows import TokenizedRows, Tokens
+from anygauge.interface import DataError, RunFileError, ShapeKind, ShapePolicy, Share
 
 if TYPE_CHECKING:
     import torch
 
     from anygauge.config.schema import RunFile
-    from anygauge.data.streaming import BlockOrder
 
 
 Work = TypeVar("Work")
+IGNORED = -100
+"""The label of positions without a loss."""
 
 
 def accumulation(global_batch: int, micro_batch: int, parts: int) -> int:
@@ -57,316 +65,6 @@ def accumulation(global_batch: int, micro_batch: int, parts: int) -> int:
         f"(train.micro_batch_size {micro_batch} on {parts} {ranks}); what works: "
         f"{'; or '.join(remedies)}"
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """How sequences become the tensors of one rank.
-
-    Attributes:
-        micro_batch: sequences per forward on one rank.
-        max_length: most tokens of a sequence; with packing, the capacity of a pack.
-        pad_id: token number that fills up; never a loss token, never attended to.
-        packing: whether a sequence holds several rows.
-        isolated: whether none of these attends to another.
-        share: the part of each step that this rank reads.
-        shapes: decides padded lengths.
-    """
-
-    micro_batch: int
-    max_length: int
-    pad_id: int
-    share: Share = field(default_factory=lambda: Share(0, 1))
-    packing: bool = False
-    isolated: bool = True
-    shapes: ShapePolicy = field(default_factory=ShapePolicy)
-
-    @classmethod
-    def of(cls, run: RunFile, share: Share, pad_id: int, shapes: ShapePolicy) -> Layout:
-        """That of a run."""
-        return cls(
-            micro_batch=run.train.sequences_at_once(share.count),
-            max_length=run.data.max_length,
-            pad_id=pad_id,
-            share=share,
-            packing=run.data.packs,
-            isolated=run.data.isolates,
-            shapes=shapes,
-        )
-
-    @property
-    def kind(self) -> bool | str:
-        """What the run file calls the packing."""
-        return self.packing if self.isolated else "concatenate"
-
-    @property
-    def agrees(self) -> bool:
-        """Whether all ranks of a step, or of a round of evaluation, have one width.
-
-        Where each new shape is compiled, all would wait for a rank that has a shape of its own, as
-        one without rows has. A static shape is agreed on already.
-        """
-        return self.shapes.kind is ShapeKind.BUCKETED
-
-    @property
-    def alone(self) -> bool:
-        """Whether each micro-batch may have a width of its own where ranks agree: nobody waits."""
-        return not (self.share.count > 1 or self.packing or self.share.one_width)
-
-    def step(
-        self, turns: Sequence[Sequence[Sequence[Tokens]]], longest: Callable[[], int]
-    ) -> list[MicroBatch]:
-        """The tensors of a step's micro-batches.
-
-        Args:
-            longest: tokens of the longest sequence that any rank has in this step; with packing, in
-                any step. Called where ranks agree.
-        """
-        own = [max(map(tokens_of, sequences)) for sequences in turns]
-        widths = self.widths(own, longest)
-        return [self.batch(*each) for each in zip(turns, widths, strict=True)]
-
-    def widths(self, turns: Sequence[int], longest: Callable[[], int]) -> list[int]:
-        """Padded lengths of a step's micro-batches.
-
-        Args:
-            turns: tokens of the longest sequence of each; 0 where it has only dummies.
-            longest: see `step`.
-        """
-        if self.agrees:
-            width = self._width(longest())
-            if not self.alone:
-                return [width] * len(turns)
-            # Dummies must not have a shape of their own.
-            return [self._width(own) if own else width for own in turns]
-        if self.share.one_width:
-            return [self._width(max(turns))] * len(turns)
-        return [self._width(own) for own in turns]
-
-    def each_width(self, longest: Iterable[int]) -> list[int]:
-        """The padded lengths of some longest sequences, each once, the widest first."""
-        return sorted(set(map(self._width, longest)), reverse=True)
-
-    def dummy(self, width: int) -> MicroBatch:
-        """A micro-batch without rows."""
-        return self.batch([[]] * self.micro_batch, width)
-
-    def _width(self, longest: int) -> int:
-        width = self.shapes.padded_length(max(1, longest), self.max_length)
-        if self.share.one_width:
-            rounded = math.ceil(width / self.share.one_width) * self.share.one_width
-            width = max(width, min(rounded, self.max_length))
-        return width
-
-    def batch(self, sequences: Sequence[Sequence[Tokens]], width: int | None = None) -> MicroBatch:
-        """The tensors of one micro-batch; see `collate`."""
-        return collate(
-            sequences,
-            width=width,
-            isolated=self.packing and self.isolated,
-            shapes=self.shapes,
-            max_length=self.max_length,
-            pad_id=self.pad_id,
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
-    """What decides the order, in addition to the data.
-
-    Attributes:
-        global_batch: sequences per step over all ranks.
-        epochs: passes over the sequences; need not be whole.
-        steps: optimizer steps; wins over `epochs`, begins anew as often as needed.
-        weights: times that the rows of each source are read in an epoch; empty: once all.
-        grouping: whether sequences of like length share a step.
-        shuffle: a new order in each epoch; otherwise the rows' own.
-    """
-
-    seed: int
-    global_batch: int
-    epochs: float = 1.0
-    steps: int | None = None
-    weights: tuple[float, ...] = ()
-    grouping: bool = False
-    shuffle: bool = True
-
-    def weights_of(self, sources: int) -> tuple[float, ...]:
-        """The weight of each source."""
-        return self.weights or (1.0,) * sources
-
-    def record(self, sources: int) -> list[object]:
-        """What two runs must have in common to read the same rows in the same step."""
-        weights = self.weights_of(sources)
-        return [self.seed, self.global_batch, weights, self.grouping, self.shuffle]
-
-
-class Ahead(Generic[Work]):
-    """Results of numbered work, one after another in a thread, begun before they are asked for.
-
-    Args:
-        count: of the numbers, from 0.
-        depth: results that are begun before they are asked for.
-        behind: how many numbers a second thread that asks may be behind the first.
-        name: of the thread.
-    """
-
-    def __init__(
-        self,
-        work: Callable[[int], Work],
-        count: int,
-        depth: int,
-        *,
-        behind: int = 0,
-        name: str = "rows-ahead",
-    ) -> None:
-        self._work, self._count, self._depth, self._behind = work, count, depth, behind
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._begun: dict[int, Future[Work]] = {}
-        self._lock = threading.Lock()
-
-    def get(self, index: int) -> Work:
-        """The result for a number; raises what the work raised."""
-        wanted = range(index, min(index + self._depth + 1, self._count))
-        kept = range(index - self._behind, wanted.stop + self._behind)
-        with self._lock:
-            for number in set(self._begun) - set(kept):
-                self._begun.pop(number).cancel()
-            for number in wanted:
-                if number not in self._begun:
-                    self._begun[number] = self._pool.submit(self._work, number)
-            found = self._begun[index]
-        return found.result()
-
-    def __enter__(self) -> Ahead[Work]:
-        """Its thread ends with this context."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Begin no more work. After an error nobody waits for what the thread is at: that may take
-        as long as a network does, and the thread ends with it."""
-        self._pool.shutdown(wait=kind is None, cancel_futures=True)
-
-
-STEPS_AHEAD = 2
-"""Steps whose batches are laid out before the loop comes to them."""
-
-
-class Batches(ABC):
-    """The training batches of one rank.
-
-    When epochs decide the end, the last step may be short: it is filled up with dummy sequences,
-    so that all ranks run the same number of micro-batches. Dummies hold nothing to learn.
-
-    Attributes:
-        steps: optimizer steps of the run, at least 1.
-        accumulation: micro-batches per step on each rank.
-        sequences_per_epoch: rows or packs, each times its weight.
-
-    Raises:
-        RunFileError: global_batch is not a multiple of micro_batch times the number of parts.
-    """
-
-    steps: int
-    sequences_per_epoch: float
-
-    def __init__(self, schedule: Schedule, layout: Layout) -> None:
-        self.resumed: dict[str, int] = {}
-        self.schedule, self.layout = schedule, layout
-        self.global_batch = schedule.global_batch
-        self.accumulation = accumulation(
-            schedule.global_batch, layout.micro_batch, layout.share.count
-        )
-
-    def __len__(self) -> int:
-        return self.steps
-
-    @abstractmethod
-    def step(self, index: int) -> list[MicroBatch]:
-        """This rank's micro-batches of a step (from 0); as many on every rank.
-
-        A thread may call it, for up to `STEPS_AHEAD` steps after the one that the rest is asked
-        for.
-
-        Raises:
-            IndexError: the run has no such step.
-        """
-
-    def state(self, done: int) -> dict[str, int]:
-        """What `resume` needs after `done` steps in addition to that number; for a checkpoint."""
-        return {}
-
-    def resume(self, state: Mapping[str, int]) -> None:
-        """Begin where another run's `state` says, which read the same data."""
-        self.resumed = dict(state)
-
-    def widths(self, start: int) -> list[int]:
-        """Padded lengths of the micro-batches from a step on, the widest first.
-
-        Empty where ranks do not agree on them, or lengths are not known before the run.
-        """
-        return []
-
-    @abstractmethod
-    def num_loss_tokens(self, index: int) -> int:
-        """Supervised tokens of a step over all ranks."""
-
-    @abstractmethod
-    def real_tokens(self, index: int) -> int:
-        """Tokens of a step over all ranks, without padding."""
-
-    @abstractmethod
-    def global_origins(self, index: int) -> tuple[str, ...]:
-        """Where the rows of a step came from, over all ranks, in the global order."""
-
-    @abstractmethod
-    def epoch(self, index: int) -> float:
-        """Passes over the data that are complete after this step."""
-
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """Hexadecimal digest of the data and all that decides which rows are in which step.
-
-        Ranks, micro-batches and the number of steps are not part of it.
-        """
-
-    def _checked(self, index: int) -> int:
-        if not 0 <= index < self.steps:
-            raise IndexError(f"step {index} is not in 0..{self.steps - 1}")
-        return index
-
-    def _places(self) -> NDArray[np.int64]:
-        """This rank's places in a step; int64 of shape (accumulation, micro_batch)."""
-        size, share = self.layout.micro_batch, self.layout.share
-        turns = (np.arange(self.accumulation) * share.count + share.index) * size
-        return turns[:, None] + np.arange(size)
-
-
-class OrderedBatches(Batches):
-    """Batches of which each sequence is one item of an order: see `Batches`.
-
-    Args:
-        order: of the items, over the whole run.
-    """
-
-    def __init__(self, schedule: Schedule, layout: Layout, order: Order | BlockOrder) -> None:
-        super().__init__(schedule, layout)
-        self._order = order
-        self._total = (
-            max(1, order.end(schedule.epochs))
-            if schedule.steps is None
-            else schedule.steps * self.global_batch
-        )
-        self.steps = -(-self._total // self.global_batch)
-        self.sequences_per_epoch = float(order.per_epoch)
-
-    def epoch(self, index: int) -> float:
-        """See `Batches`."""
-        return min((index + 1) * self.global_batch, self._total) / self.sequences_per_epoch
-
-
-IGNORED = -100
-"""The label of positions without a loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -409,65 +107,518 @@ class MicroBatch:
         return named
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """How sequences become the tensors of one rank.
+
+    Attributes:
+        micro_batch: sequences per forward on one rank.
+        max_length: most tokens of a sequence; with packing, the capacity of a pack.
+        pad_id: token number that fills up; never a loss token, never attended to.
+        packing: whether a sequence holds several rows, of which none attends to another; or
+            ``concatenate``: these do.
+        share: the part of each step that this rank reads.
+        shapes: decides padded lengths.
+    """
+
+    micro_batch: int
+    max_length: int
+    pad_id: int
+    share: Share = field(default_factory=lambda: Share(0, 1))
+    packing: bool | str = False
+    shapes: ShapePolicy = field(default_factory=ShapePolicy)
+
+    @classmethod
+    def of(cls, run: RunFile, share: Share, pad_id: int, shapes: ShapePolicy) -> Layout:
+        """That of a run."""
+        return cls(
+            micro_batch=run.train.sequences_at_once(share.count),
+            max_length=run.data.max_length,
+            pad_id=pad_id,
+            share=share,
+            packing=run.data.isolates or run.data.packing,
+            shapes=shapes,
+        )
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all ranks of a step, or of a round of evaluation, have one width.
+
+        Where each new shape is compiled, all would wait for a rank that has a shape of its own, as
+        one without rows has. A static shape is agreed on already.
+        """
+        return self.shapes.kind is ShapeKind.BUCKETED
+
+    @property
+    def alone(self) -> bool:
+        """Whether each micro-batch may have a width of its own where ranks agree: nobody waits."""
+        return not (self.share.count > 1 or self.packing or self.share.one_width)
+
+    def step(self, turns: Sequence[Sequence[Sequence[Tokens]]], longest: int) -> list[MicroBatch]:
+        """The tensors of a step's micro-batches; see `batch` and `widths`."""
+        own = [max(map(tokens_of, sequences)) for sequences in turns]
+        widths = self.widths(own, longest)
+        return [self.batch(*each) for each in zip(turns, widths, strict=True)]
+
+    def widths(self, turns: Sequence[int], longest: int) -> list[int]:
+        """Padded lengths of a step's micro-batches.
+
+        Args:
+            turns: tokens of the longest sequence of each; 0 where it has only dummies.
+            longest: tokens of the longest sequence that any rank has in this step; with packing, in
+                any step.
+        """
+        if self.agrees:
+            # Dummies must not have a shape of their own.
+            return [self.width(own if own and self.alone else longest) for own in turns]
+        if self.share.one_width:
+            return [self.width(max(turns))] * len(turns)
+        return [self.width(own) for own in turns]
+
+    def width(self, longest: int) -> int:
+        """The padded length where the longest sequence has so many tokens."""
+        width = self.shapes.padded_length(max(1, longest), self.max_length)
+        if self.share.one_width:
+            rounded = math.ceil(width / self.share.one_width) * self.share.one_width
+            width = max(width, min(rounded, self.max_length))
+        return width
+
+    def dummy(self, width: int) -> MicroBatch:
+        """A micro-batch without rows."""
+        return self.batch([[]] * self.micro_batch, width)
+
+    def batch(self, sequences: Sequence[Sequence[Tokens]], width: int) -> MicroBatch:
+        """The tensors of one micro-batch.
+
+        Args:
+            sequences: for each, the documents it holds, in order; none at all makes a dummy, from
+                which there is no loss.
+            width: the padded length.
+        """
+        import torch
+
+        isolated = self.packing is True
+        shape = (len(sequences), width)
+        input_ids = np.full(shape, self.pad_id, dtype=np.int64)
+        labels = np.full(shape, IGNORED, dtype=np.int64)
+        mask = np.zeros(shape, dtype=np.int64)
+        positions = np.tile(np.arange(width, dtype=np.int64), (len(sequences), 1))
+        segments = np.zeros(shape, dtype=np.int64)
+        for place, sequence in enumerate(sequences):
+            at = 0
+            for number, document in enumerate(sequence, start=1):
+                end = at + len(document.ids)
+                input_ids[place, at:end] = document.ids
+                labels[place, at:end] = np.where(document.loss_mask, document.ids, IGNORED)
+                mask[place, at:end] = 1
+                segments[place, at:end] = number
+                if isolated:
+                    positions[place, at:] = np.arange(width - at)
+                at = end
+            if not sequence:
+                mask[place, 0] = segments[place, 0] = at = 1
+            if isolated:
+                positions[place, at:] = np.arange(width - at)
+        return MicroBatch(
+            input_ids=torch.from_numpy(input_ids),
+            labels=torch.from_numpy(labels),
+            attention_mask=torch.from_numpy(mask),
+            position_ids=torch.from_numpy(positions),
+            segment_ids=torch.from_numpy(segments) if isolated else None,
+            origins=tuple(document.origin for sequence in sequences for document in sequence),
+            num_loss_tokens=int((labels != IGNORED).sum()),
+            tokens=sum(map(tokens_of, sequences)),
+        )
+
+
 def tokens_of(sequence: Sequence[Tokens]) -> int:
     """Of all the documents that a sequence holds."""
     return sum(len(document.ids) for document in sequence)
 
 
-def collate(
-    sequences: Sequence[Sequence[Tokens]],
-    *,
-    isolated: bool,
-    shapes: ShapePolicy,
-    max_length: int,
-    pad_id: int,
-    width: int | None = None,
-) -> MicroBatch:
-    """Lay out sequences side by side.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """What decides the order, in addition to the data.
+
+    Attributes:
+        global_batch: sequences per step over all ranks.
+        epochs: passes over the sequences; need not be whole.
+        steps: optimizer steps; wins over `epochs`, begins anew as often as needed.
+        weights: times that the rows of each source are read in an epoch.
+        grouping: whether sequences of like length share a step.
+        shuffle: a new order in each epoch; otherwise the rows' own.
+    """
+
+    seed: int
+    global_batch: int
+    epochs: float = 1.0
+    steps: int | None = None
+    weights: tuple[float, ...] = (1.0,)
+    grouping: bool = False
+    shuffle: bool = True
+
+    def record(self) -> list[object]:
+        """What two runs must have in common to read the same rows in the same step."""
+        return [self.seed, self.global_batch, self.weights, self.grouping, self.shuffle]
+
+
+class Ahead(Generic[Work]):
+    """Results of numbered work, one after another in a thread, begun before they are asked for.
 
     Args:
-        sequences: for each, the documents it holds, in order; none at all makes a dummy, from
-            which there is no loss.
-        isolated: whether documents are distinguished by positions and `segment_ids`.
-        shapes: decides the padded length.
-        max_length: most tokens of a sequence.
-        width: the padded length; None: as `shapes` says.
+        count: of the numbers, from 0.
+        depth: results that are begun before they are asked for; earlier ones are not held.
+        name: of the thread.
     """
-    import torch
 
-    if width is None:
-        longest = max(map(tokens_of, sequences))
-        width = shapes.padded_length(max(1, longest), max_length)
-    shape = (len(sequences), width)
-    input_ids = np.full(shape, pad_id, dtype=np.int64)
-    labels = np.full(shape, IGNORED, dtype=np.int64)
-    mask = np.zeros(shape, dtype=np.int64)
-    positions = np.tile(np.arange(width, dtype=np.int64), (len(sequences), 1))
-    segments = np.zeros(shape, dtype=np.int64)
-    tokens = 0
-    for place, sequence in enumerate(sequences):
-        at = 0
-        for number, document in enumerate(sequence, start=1):
-            end = at + len(document.ids)
-            input_ids[place, at:end] = document.ids
-            labels[place, at:end] = np.where(document.loss_mask, document.ids, IGNORED)
-            mask[place, at:end] = 1
-            segments[place, at:end] = number
-            if isolated:
-                positions[place, at:] = np.arange(width - at)
-            at = end
-        tokens += at
-        if not sequence:
-            mask[place, 0] = segments[place, 0] = at = 1
-        if isolated:
-            positions[place, at:] = np.arange(width - at)
-    return MicroBatch(
-        input_ids=torch.from_numpy(input_ids),
-        labels=torch.from_numpy(labels),
-        attention_mask=torch.from_numpy(mask),
-        position_ids=torch.from_numpy(positions),
-        segment_ids=torch.from_numpy(segments) if isolated else None,
-        origins=tuple(document.origin for sequence in sequences for document in sequence),
-        num_loss_tokens=int((labels != IGNORED).sum()),
-        tokens=tokens,
+    def __init__(self, work: Callable[[int], Work], count: int, depth: int, name: str) -> None:
+        self._work, self._count, self._depth = work, count, depth
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._begun: dict[int, Future[Work]] = {}
+
+    def get(self, index: int) -> Work:
+        """The result for a number; raises what the work raised. For one thread alone."""
+        wanted = range(index, min(index + self._depth + 1, self._count))
+        for number in self._begun.keys() - set(wanted):
+            self._begun.pop(number).cancel()
+        for number in wanted:
+            if number not in self._begun:
+                self._begun[number] = self._pool.submit(self._work, number)
+        return self._begun[index].result()
+
+    def __enter__(self) -> Ahead[Work]:
+        """Its thread ends with this context."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Begin no more work. After an error nobody waits for what the thread is at: that may take
+        as long as a network does, and the thread ends with it."""
+        self._pool.shutdown(wait=kind is None, cancel_futures=True)
+
+
+STEPS_AHEAD = 2
+"""Steps whose batches are laid out before the loop comes to them."""
+
+
+class Batches(ABC):
+    """The training batches of one rank.
+
+    When epochs decide the end, the last step may be short: it is filled up with dummy sequences,
+    so that all ranks run the same number of micro-batches. Dummies hold nothing to learn.
+
+    Attributes:
+        steps: optimizer steps of the run, at least 1.
+
+    Raises:
+        RunFileError: global_batch is not a multiple of micro_batch times the number of parts.
+    """
+
+    steps: int
+
+    def __init__(self, schedule: Schedule, layout: Layout) -> None:
+        self.schedule, self.layout = schedule, layout
+        self.global_batch = schedule.global_batch
+        self._resumed: Mapping[str, int] = {}
+        turns = accumulation(self.global_batch, layout.micro_batch, layout.share.count)
+        parts = np.arange(self.global_batch).reshape(turns, layout.share.count, -1)
+        # This rank's places in a step; int64 of shape (accumulation, micro_batch).
+        self._places: NDArray[np.int64] = parts[:, layout.share.index]
+
+    @abstractmethod
+    def step(self, index: int) -> list[MicroBatch]:
+        """This rank's micro-batches of a step (from 0); as many on every rank.
+
+        A thread may call it, for up to `STEPS_AHEAD` steps after the one that the rest is asked
+        for.
+
+        Raises:
+            IndexError: the run has no such step.
+        """
+
+    def state(self, done: int) -> dict[str, int]:
+        """What `resume` needs after `done` steps in addition to that number; for a checkpoint."""
+        return {}
+
+    def resume(self, state: Mapping[str, int]) -> None:
+        """Begin where another run's `state` says, which read the same data."""
+        self._resumed = state
+
+    def widths(self, start: int) -> list[int]:
+        """Padded lengths of the micro-batches from a step on, the widest first.
+
+        Empty where ranks do not agree on them, or lengths are not known before the run.
+        """
+        return []
+
+    @abstractmethod
+    def num_loss_tokens(self, index: int) -> int:
+        """Loss tokens of a step over all ranks."""
+
+    @abstractmethod
+    def real_tokens(self, index: int) -> int:
+        """Tokens of a step over all ranks, without padding."""
+
+    @abstractmethod
+    def epoch(self, index: int) -> float:
+        """Passes over the data that are complete after this step."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Hexadecimal digest of the data and all that decides which rows are in which step.
+
+        Ranks, micro-batches and the number of steps are not part of it.
+        """
+
+    def _checked(self, index: int) -> int:
+        if not 0 <= index < self.steps:
+            raise IndexError(f"step {index} is not in 0..{self.steps - 1}")
+        return index
+
+
+def pack(lengths: NDArray[np.int64], capacity: int, order: NDArray[np.int64]) -> list[list[int]]:
+    """Packs of row numbers: each row in exactly one, none above the capacity in tokens.
+
+    Takes O(n log n) and is a function of its arguments alone.
+
+    Args:
+        lengths: tokens of each row, each from 1 to the capacity; int64 of shape (rows,).
+        capacity: most tokens in a pack.
+        order: the row numbers to pack, each once; breaks ties between rows of equal length.
+    """
+    packs: list[list[int]] = []
+    # Open packs by the room they have left; `rooms` holds the keys in rising order.
+    open_packs: dict[int, list[int]] = {}
+    rooms: list[int] = []
+    ranked = order[np.argsort(-lengths[order], kind="stable")]
+    for row, length in zip(ranked.tolist(), lengths[ranked].tolist(), strict=True):
+        at = bisect.bisect_left(rooms, length)
+        if at == len(rooms):
+            room, number = capacity, len(packs)
+            packs.append([])
+        else:
+            room = rooms[at]
+            number = open_packs[room].pop()
+            if not open_packs[room]:
+                del open_packs[room]
+                rooms.pop(at)
+        packs[number].append(row)
+        left = room - length
+        if left:
+            if left not in open_packs:
+                open_packs[left] = []
+                bisect.insort(rooms, left)
+            open_packs[left].append(number)
+    return packs
+
+
+class _Sequences:
+    """What an epoch is made of: each a row or a pack of rows; and how they become tensors.
+
+    Only rows of the same weight share a pack, so that every row is read as often as its weight
+    says.
+
+    Attributes:
+        sizes: sequences of each weight, one after another.
+        weights: of the sequences of each size.
+        tokens: of each sequence; int64 of shape (sequences,).
+        num_loss_tokens: loss tokens of each; int64 of shape (sequences,).
+    """
+
+    def __init__(
+        self, rows: TokenizedRows, weights: Sequence[float], layout: Layout, seed: int
+    ) -> None:
+        longest = int(rows.lengths.max(initial=0))
+        if longest > layout.max_length:
+            raise DataError(
+                f"a row has {longest} tokens, a sequence holds {layout.max_length}: "
+                "the rows were tokenised with another maximum length"
+            )
+        self.rows, self.layout = rows, layout
+        self.weights, self.sizes = list(weights), rows.sizes
+        self.tokens, self.num_loss_tokens = rows.lengths, rows.loss_token_counts
+        if layout.packing:
+            self.weights = list(dict.fromkeys(weights))
+            of_row = np.repeat(np.asarray(weights), rows.sizes)
+            packs = []
+            for number, weight in enumerate(self.weights):
+                members = np.flatnonzero(of_row == weight)
+                order = members[packing_order(len(members), seed, number)]
+                packs.append(pack(rows.lengths, layout.max_length, order))
+            self.sizes = list(map(len, packs))
+            # The packs as stretches of one list: of a million, a list each would be large.
+            self._starts = np.cumsum([0, *map(len, chain(*packs))])
+            self._members = np.fromiter(chain.from_iterable(chain(*packs)), np.int64)
+            self.tokens = np.add.reduceat(self.tokens[self._members], self._starts[:-1])
+            self.num_loss_tokens = np.add.reduceat(
+                self.num_loss_tokens[self._members], self._starts[:-1]
+            )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def documents(self, sequences: NDArray[np.int64]) -> list[list[Tokens]]:
+        """What sequences hold; `DUMMY` stands for one that holds nothing."""
+        return [
+            [] if each == DUMMY else [self.rows.tokens(row) for row in self._rows_of(each)]
+            for each in sequences.tolist()
+        ]
+
+    def lengths(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens of each, 0 for `DUMMY`; int64 of the same shape."""
+        return np.where(sequences == DUMMY, 0, self.tokens[sequences])
+
+    def longest(self, sequences: NDArray[np.int64]) -> int:
+        """Tokens of the longest of some; of packs, of the longest of all.
+
+        Packs are as full as they can be: nearly all have one width, and then all may.
+        """
+        return int((self.tokens if self.layout.packing else self.lengths(sequences)).max())
+
+    def _rows_of(self, sequence: int) -> list[int]:
+        if not self.layout.packing:
+            return [sequence]
+        return self._members[self._starts[sequence] : self._starts[sequence + 1]].tolist()
+
+
+_KEPT_STEPS = 2 * STEPS_AHEAD + 2
+"""Those that were laid out ahead, and those whose metrics are still to come."""
+
+_STEPS_AT_ONCE = 1024
+"""Steps whose lengths are looked at together: numpy takes as long for one as for some."""
+
+
+class RowBatches(Batches):
+    """Training batches of rows that are there; see `Batches`."""
+
+    def __init__(self, rows: TokenizedRows, schedule: Schedule, layout: Layout) -> None:
+        super().__init__(schedule, layout)
+        sequences = _Sequences(rows, schedule.weights, layout, schedule.seed)
+        self.sequences = sequences
+        order = Order(sequences.sizes, sequences.weights, schedule.seed, shuffle=schedule.shuffle)
+        self._order, self._grouped, stop = order, None, None
+        self._total = (schedule.steps or 0) * self.global_batch
+        if not schedule.steps:
+            self._total = max(1, order.end(schedule.epochs))
+            # A run that ends with an epoch reads no row of the next one.
+            stop = max(1, order.end(math.ceil(schedule.epochs)))
+        self.steps = -(-self._total // self.global_batch)
+        if schedule.grouping:
+            self._grouped = GroupedOrder(order, sequences.tokens, self.global_batch, stop)
+        # The sequences of a step over all ranks; int64 of shape (global_batch,).
+        self.items = lru_cache(_KEPT_STEPS)(lambda index: self._find(self._checked(index))[0])
+
+    def step(self, index: int) -> list[MicroBatch]:
+        """See `Batches`."""
+        items = self.items(index)
+        turns = [self.sequences.documents(turn) for turn in items[self._places]]
+        return self.layout.step(turns, self.sequences.longest(items))
+
+    def widths(self, start: int) -> list[int]:
+        """See `Batches`; looks at the lengths of all rows that are left."""
+        if not self.layout.agrees:
+            return []
+        if self.layout.packing:
+            return [self.layout.width(int(self.sequences.tokens.max()))]
+        together = self.layout.micro_batch if self.layout.alone else self.global_batch
+        longest: set[int] = set()
+        for first in range(start, self.steps, _STEPS_AT_ONCE):
+            tokens = self.sequences.lengths(self._find(first, _STEPS_AT_ONCE))
+            longest |= set(tokens.reshape(-1, together).max(axis=1).tolist())
+        return sorted(set(map(self.layout.width, longest - {0})), reverse=True)
+
+    def num_loss_tokens(self, index: int) -> int:
+        """See `Batches`."""
+        items = self.items(index)
+        return int(self.sequences.num_loss_tokens[items[items != DUMMY]].sum())
+
+    def real_tokens(self, index: int) -> int:
+        """See `Batches`."""
+        return int(self.sequences.lengths(self.items(index)).sum())
+
+    def epoch(self, index: int) -> float:
+        """See `Batches`."""
+        return min((index + 1) * self.global_batch, self._total) / float(self._order.per_epoch)
+
+    def fingerprint(self) -> str:
+        """See `Batches`."""
+        settings = [self.schedule.record(), self.layout.packing, self.layout.max_length]
+        return key_of("rows", self.sequences.rows.fingerprint(), *settings)
+
+    def _find(self, first: int, count: int = 1) -> NDArray[np.int64]:
+        """The sequences of some steps over all ranks; int64 of shape (steps, global_batch)."""
+        steps = range(first, min(first + count, self.steps))
+        if self._grouped is not None:
+            return np.stack(list(map(self._grouped.step, steps)))
+        positions = np.arange(steps.start * self.global_batch, steps.stop * self.global_batch)
+        real = positions < self._total
+        items = np.full(len(positions), DUMMY, dtype=np.int64)
+        items[real] = self._order.items(positions[real])
+        return items.reshape(-1, self.global_batch)
+
+
+class EvaluationBatches:
+    """The evaluation micro-batches of one rank; each is laid out when it is asked for.
+
+    All rows once, in their own order, divided over ranks; every rank has as many batches. Missing
+    sequences at the end are dummies, so summed loss over summed `num_loss_tokens` is the same
+    for every number of ranks and size of micro-batch.
+    """
+
+    def __init__(self, rows: TokenizedRows, layout: Layout) -> None:
+        self._sequences = _Sequences(rows, (1.0,) * len(rows.pieces), layout, seed=0)
+        self._layout = layout
+        together = layout.share.count * layout.micro_batch
+        items = np.full(math.ceil(len(self._sequences) / together) * together, DUMMY)
+        items[: len(self._sequences)] = np.arange(len(self._sequences))
+        self._items = items.reshape(-1, layout.share.count, layout.micro_batch)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for items in self._items:
+            documents = self._sequences.documents(items[self._layout.share.index])
+            yield from self._layout.step([documents], self._sequences.longest(items))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Padding:
+    """One epoch in one layout.
+
+    Attributes:
+        sequences: rows, or packs of them, over the epoch.
+        steps: optimizer steps of the epoch.
+        positions: tokens with padding: what the model computes over.
+        share: of the positions that is padding, from 0 to 1.
+        fill: share of the packs' room that holds tokens; None where nothing is packed.
+    """
+
+    sequences: int
+    steps: int
+    positions: int
+    share: float
+    fill: float | None
+
+
+def measure(rows: TokenizedRows, schedule: Schedule, layout: Layout) -> Padding:
+    """Lay out one epoch without making a tensor.
+
+    Raises:
+        RunFileError: global_batch is not a multiple of micro_batch times the number of ranks.
+    """
+    batches = RowBatches(rows, replace(schedule, epochs=1.0, steps=None), layout)
+    tokens = positions = sequences = 0
+    for index in range(batches.steps):
+        items = batches.items(index)
+        lengths = batches.sequences.lengths(items).reshape(-1, layout.micro_batch)
+        widths = layout.widths(lengths.max(axis=1).tolist(), batches.sequences.longest(items))
+        tokens += int(lengths.sum())
+        positions += sum(widths) * layout.micro_batch
+        sequences += int(np.count_nonzero(lengths))
+    return Padding(
+        sequences=sequences,
+        steps=batches.steps,
+        positions=positions,
+        share=1 - tokens / positions,
+        fill=tokens / (sequences * layout.max_length) if layout.packing else None,
     )

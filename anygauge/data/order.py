@@ -12,10 +12,10 @@ any step is found without the others.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +29,6 @@ PASS = 3
 GROUPS = 4
 BLOCKS = 5
 STREAM = 6
-
-_KEPT_EPOCHS = 2
-"""A step may begin in one epoch and end in the next."""
 
 
 def permutation(n: int, *entropy: int) -> NDArray[np.int64]:
@@ -82,7 +79,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A stretch of an epoch's list: whole passes over a source, or part of one pass."""
+    """A stretch of an epoch's list: a pass over a source, or part of one."""
 
     start: int
     source: int
@@ -120,10 +117,9 @@ class Order:
             Fraction(0),
         )
         self._offsets = np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
-        self._epochs: OrderedDict[int, tuple[list[_Segment], NDArray[np.int64] | None]] = (
-            OrderedDict()
-        )
-        self._passes: OrderedDict[tuple[int, int], NDArray[np.int64]] = OrderedDict()
+        # A step may begin in one epoch and end in the next.
+        self._epoch = lru_cache(maxsize=2)(self._make_epoch)
+        self._pass = lru_cache(maxsize=2 * len(self.sizes) + 2)(self._make_pass)
 
     def end(self, epochs: float | Fraction) -> int:
         """Items of so many epochs from the start of the run; need not be whole epochs."""
@@ -156,13 +152,7 @@ class Order:
         return round(self.sizes[source] * self.weights[source] * epochs)
 
     def _of_epoch(self, epoch: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        if epoch not in self._epochs:
-            segments, length = self._segments(epoch)
-            whole = permutation(length, self.seed, epoch) if self.shuffle else None
-            self._epochs[epoch] = segments, whole
-            if len(self._epochs) > _KEPT_EPOCHS:
-                self._epochs.popitem(last=False)
-        segments, shuffled = self._epochs[epoch]
+        segments, shuffled = self._epoch(epoch)
         if shuffled is not None:
             places = shuffled[places]
         starts = np.array([segment.start for segment in segments])
@@ -170,41 +160,28 @@ class Order:
         items = np.empty(len(places), dtype=np.int64)
         for number in np.unique(which):
             segment, here = segments[number], which == number
-            inside = places[here] - segment.start
-            if segment.part_of is None:
-                inside %= self.sizes[segment.source]
-            else:
-                inside += segment.place
-                if self.shuffle:
-                    inside = self._pass(segment.source, segment.part_of)[inside]
+            inside = places[here] - segment.start + segment.place
+            if segment.part_of is not None and self.shuffle:
+                inside = self._pass(segment.source, segment.part_of)[inside]
             items[here] = self._offsets[segment.source] + inside
         return items
 
-    def _segments(self, epoch: int) -> tuple[list[_Segment], int]:
-        """What an epoch reads before it is shuffled, and how many items that is."""
+    def _make_epoch(self, epoch: int) -> tuple[list[_Segment], NDArray[np.int64] | None]:
+        """What an epoch reads, and how that is shuffled."""
         segments: list[_Segment] = []
         length = 0
         for source, size in enumerate(self.sizes):
             at, end = (self._read(source, Fraction(count)) for count in (epoch, epoch + 1))
             while at < end:
                 number, place = divmod(at, size)
-                if place or end - at < size:
-                    count = min(end - at, size - place)
-                    segments.append(_Segment(length, source, number, place))
-                else:
-                    count = (end - at) // size * size
-                    segments.append(_Segment(length, source, None, 0))
+                count = min(end - at, size - place)
+                segments.append(_Segment(length, source, None if count == size else number, place))
                 at += count
                 length += count
-        return segments, length
+        return segments, permutation(length, self.seed, epoch) if self.shuffle else None
 
-    def _pass(self, source: int, number: int) -> NDArray[np.int64]:
-        key = source, number
-        if key not in self._passes:
-            self._passes[key] = permutation(self.sizes[source], self.seed, number, PASS, source)
-            if len(self._passes) > 2 * len(self.sizes) + 2:
-                self._passes.popitem(last=False)
-        return self._passes[key]
+    def _make_pass(self, source: int, number: int) -> NDArray[np.int64]:
+        return permutation(self.sizes[source], self.seed, number, PASS, source)
 
 
 BLOCK_STEPS = 50
@@ -228,8 +205,7 @@ class GroupedOrder:
         self, order: Order, lengths: NDArray[np.int64], global_batch: int, stop: int | None
     ) -> None:
         self._order, self._lengths, self._batch, self._stop = order, lengths, global_batch, stop
-        self._at = -1
-        self._block: NDArray[np.int64] = np.empty((0, global_batch), dtype=np.int64)
+        self._sorted = lru_cache(maxsize=2)(self._sort)
         self._longest = 0
         self._longest = self._find_longest()
 
@@ -240,9 +216,7 @@ class GroupedOrder:
         elif index == self._longest:
             index = 0
         first, start, end = self._bounds(index)
-        if start != self._at:
-            self._block, self._at = self._sorted(first, start, end), start
-        return self._block[index - start]
+        return self._sorted(first, start, end)[index - start]
 
     def _bounds(self, index: int) -> tuple[int, int, int]:
         """First step of the epoch in which a step begins, and the steps of its block."""
@@ -252,7 +226,7 @@ class GroupedOrder:
         start = first + (index - first) // BLOCK_STEPS * BLOCK_STEPS
         return first, start, min(start + BLOCK_STEPS, last)
 
-    def _sorted(self, first: int, start: int, end: int) -> NDArray[np.int64]:
+    def _sort(self, first: int, start: int, end: int) -> NDArray[np.int64]:
         items, lengths = self._members(start, end)
         ranked = items[np.argsort(-lengths, kind="stable")].reshape(-1, self._batch)
         if not self._order.shuffle:
@@ -270,15 +244,9 @@ class GroupedOrder:
 
     def _find_longest(self) -> int:
         """The step of the first epoch that holds the longest sequence."""
-        best, found, start = -1, 0, 0
-        last = -(-self._order.end(1) // self._batch)
-        while start < last:
-            first, _, end = self._bounds(start)
-            _, lengths = self._members(start, end)
-            if int(lengths.max()) > best:
-                best = int(lengths.max())
-                block = self._sorted(first, start, end)
-                real = np.where(block == DUMMY, 0, self._lengths[block])
-                found = start + int(real.max(axis=1).argmax())
-            start = end
-        return found
+        blocks = [
+            self._bounds(at) for at in range(0, -(-self._order.end(1) // self._batch), BLOCK_STEPS)
+        ]
+        first, start, end = max(blocks, key=lambda block: self._members(*block[1:])[1].max())
+        # The first row of a step is its longest.
+        return start + int(self._lengths[self._sorted(first, start, end)[:, 0]].argmax())

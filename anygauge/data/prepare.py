@@ -11,12 +11,11 @@ from typing import Any, Literal
 
 from anygauge.config.paths import data_suffix, is_remote
 from anygauge.config.schema import DataSection, SourceSection, TrainSection
-from anygauge.data.batches import Batches, Layout, Schedule
+from anygauge.data.batches import Batches, Layout, RowBatches, Schedule
 from anygauge.data.cache import Cache, Entry, cache_folder, key_of
 from anygauge.data.encode import RowEncoder
 from anygauge.data.formats import detect_format, parse_all
 from anygauge.data.order import Split
-from anygauge.data.row_batches import RowBatches
 from anygauge.data.rows import (
     TABLE_VERSION,
     EncodedChunk,
@@ -31,12 +30,10 @@ from anygauge.data.rows import (
 )
 from anygauge.data.sources import Source, first_records, open_source
 from anygauge.data.streaming import (
-    GatherTexts,
     PackedStream,
-    StreamedBatches,
+    RowStream,
     StreamedRows,
     StreamedSource,
-    SumOnRanks,
     unknown_end,
 )
 from anygauge.data.template import Rendering, read_template, unwatched
@@ -165,15 +162,11 @@ def training_batches(
     data: DataSection,
     train: TrainSection,
     layout: Layout,
-    sum_on_ranks: SumOnRanks,
-    gather_texts: GatherTexts = lambda text: [text],
 ) -> Batches:
     """The training batches of one rank.
 
     Args:
         rows: `Prepared.train`.
-        sum_on_ranks: sums each number over all parts of a step; used by streams.
-        gather_texts: a text of each rank; likewise.
 
     Raises:
         RunFileError: global_batch is not a multiple of micro_batch times the number of parts.
@@ -193,7 +186,7 @@ def training_batches(
     if data.packs:
         packs = None if train.steps else packs_of(rows, data)
         return PackedStream(rows, schedule, layout, packs)
-    return StreamedBatches(rows, schedule, layout, sum_on_ranks, gather_texts)
+    return RowStream(rows, schedule, layout)
 
 
 def packs_of(rows: StreamedRows, data: DataSection) -> list[int]:

@@ -311,7 +311,7 @@ def _rows(
         registry = Registry.load()
         share = share_of(run, registry, 0, question.world_size)
         layout = Layout.of(run, share, tokenizer.pad_token_id, ShapePolicy())
-        batches = training_batches(data.train, run.data, run.train, layout, list)
+        batches = training_batches(data.train, run.data, run.train, layout)
         found.steps = batches.steps
         found.epochs = batches.epoch(batches.steps - 1)
 

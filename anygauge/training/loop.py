@@ -9,14 +9,14 @@ branch on either here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from anygauge.config.schema import TrainSection
 from anygauge.data import STEPS_AHEAD, Ahead, Batches, MicroBatch
-from anygauge.interface import Backend, DataError
+from anygauge.interface import Backend, DataAccessError, DataError
 from anygauge.interface.strategy import Engine, LossFunction, Share, StepResult, UpdateResult
 from anygauge.training.checkpoints.manager import CheckpointManager, StopRequest
 from anygauge.training.meter import MetricsLogger
@@ -46,7 +46,7 @@ class Loop:
     batches: Batches
     to_device: ToDevice
     loss_function: LossFunction
-    evaluations: Mapping[str, tuple[Sequence[MicroBatch], int]]
+    evaluations: Mapping[str, tuple[Iterable[MicroBatch], int]]
     meter: MetricsLogger
     checkpoints: CheckpointManager
     stop: StopRequest
@@ -108,10 +108,12 @@ class Loop:
         """
         try:
             return self.batches.num_loss_tokens(index)
-        except DataError:
-            pending.settle(index)
-            if index > self.start:
-                self.checkpoints.save_before_error(index)
+        except DataError as error:
+            # All ranks meet a bad row, but the network may have failed one of several alone.
+            if not isinstance(error, DataAccessError) or self.meter.world_size == 1:
+                pending.settle(index)
+                if index > self.start:
+                    self.checkpoints.save_before_error(index)
             raise
 
     def _laid_out(self, index: int) -> list[HostBatch]:

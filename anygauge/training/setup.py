@@ -195,15 +195,7 @@ def prepare_run(
     files = ResultFiles(run.model, tokenizer, chat_template=template, end_ids=ends)
     workload = workload_of(run, registry, backend, precision, rank.index, rank.world_size)
     layout = Layout.of(run, share, tokenizer.pad_token_id, backend.graph.shapes)
-    sum_on_host = backend.collectives.sum_on_host
-    batches = training_batches(
-        data.train,
-        run.data,
-        run.train,
-        layout,
-        lambda counts: sum_on_host([count * share.leads for count in counts]),
-        backend.collectives.gather_objects,
-    )
+    batches = training_batches(data.train, run.data, run.train, layout)
     if short := peak_advice(batches.steps, run.train.optimizer.lr, run.train.schedule):
         rank.warn(short)
     evaluations = {}

@@ -97,8 +97,6 @@ def batches(tokenizer: Any, counting: Path) -> Callable[..., Any]:
         rank: int = 0,
         micro: int = 2,
         shapes: ShapePolicy = ShapePolicy(),  # noqa: B008
-        sums: Callable[[Any], Any] = lambda values: values,
-        texts: Callable[[str], Any] = lambda text: [text],
         settings: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> Any:
@@ -115,7 +113,7 @@ def batches(tokenizer: Any, counting: Path) -> Callable[..., Any]:
             shapes=shapes,
         )
         rows = prepare(section, tokenizer, seed=5).train
-        made: Any = training_batches(rows, section, training, layout, sums, texts)
+        made: Any = training_batches(rows, section, training, layout)
         made.rows = rows
         return made
 
@@ -136,3 +134,8 @@ def read(source: SourceSection, cache: Cache | None = None) -> list[Record]:
 def content(batches: Any, index: int) -> list[Any]:
     """Of each micro-batch of a step: its tokens, labels and origins."""
     return [(b.input_ids.tolist(), b.labels.tolist(), b.origins) for b in batches.step(index)]
+
+
+def origins(batches: Any, index: int) -> list[str]:
+    """Where the rows of a step came from, of this rank."""
+    return [origin for batch in batches.step(index) for origin in batch.origins]

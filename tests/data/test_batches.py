@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,14 +20,15 @@ from anygauge.data import (
     accumulation,
     prepare,
 )
+from anygauge.data.batches import measure, pack
 from anygauge.data.order import packing_order
-from anygauge.data.row_batches import Groups, measure, pack
 from anygauge.interface import DataError, RunFileError, ShapeKind, ShapePolicy, Share
+from tests.data.conftest import origins
 
 MAX = 64
 PAD = 2
-
-
+BUCKETED = ShapePolicy(kind=ShapeKind.BUCKETED, buckets=8)
+STATIC = ShapePolicy(kind=ShapeKind.STATIC)
 LAYOUT = set(Layout.__dataclass_fields__)
 
 
@@ -66,39 +68,31 @@ def check(batch, rows, packed):
     assert batch.tokens == sum(lengths[origin] for origin in batch.origins)
 
 
-def test_one_padded_batch_token_by_token(tokenizer, prepared):
-    rows = prepared([("a", "b"), ("a", "bcd")]).train
-    (batch,) = make(rows, global_batch=2, shuffle=False).step(0)
-    a, b, c, d = (tokenizer(letter, add_special_tokens=False)["input_ids"][0] for letter in "abcd")
-    assert batch.input_ids.tolist() == [[0, a, b, 1, PAD, PAD], [0, a, b, c, d, 1]]
-    assert batch.labels.tolist() == [
-        [IGNORED, IGNORED, b, 1, IGNORED, IGNORED],
-        [IGNORED, IGNORED, b, c, d, 1],
-    ]
-    assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 0, 0], [1] * 6]
-    assert batch.position_ids.tolist() == [list(range(6))] * 2
-    assert batch.segment_ids is None
-    assert "segment_ids" not in batch.tensors()
-    assert [origin[-2:] for origin in batch.origins] == [":1", ":2"]
-    assert (batch.num_loss_tokens, batch.tokens) == (6, 10)
-
-
-def test_one_pack_token_by_token(tokenizer, prepared):
+@pytest.mark.parametrize("packing", [False, True, "concatenate"])
+def test_a_batch_token_by_token(tokenizer, prepared, packing):
     rows = prepared([("a", "b"), ("a", "bcd")], max_length=12).train
-    options = {"global_batch": 1, "micro_batch": 1, "max_length": 12, "shapes": STATIC}
-    (batch,) = make(rows, packing=True, **options).step(0)
+    options = {"max_length": 12, "packing": packing, "shuffle": False}
+    options["shapes"] = STATIC if packing else ShapePolicy()
+    size = 1 if packing else 2
+    (batch,) = make(rows, global_batch=size, micro_batch=size, **options).step(0)
     a, b, c, d = (tokenizer(letter, add_special_tokens=False)["input_ids"][0] for letter in "abcd")
-    assert batch.input_ids.tolist() == [[0, a, b, c, d, 1, 0, a, b, 1, PAD, PAD]]
-    no = IGNORED
-    assert batch.labels.tolist() == [[no, no, b, c, d, 1, no, no, b, 1, no, no]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0, 1]]
-    assert batch.segment_ids.tolist() == [[1] * 6 + [2] * 4 + [0] * 2]
-    assert [origin[-2:] for origin in batch.origins] == [":2", ":1"]
+    assert [origin[-2:] for origin in batch.origins] == ([":2", ":1"] if packing else [":1", ":2"])
     assert (batch.num_loss_tokens, batch.tokens) == (6, 10)
-
-
-BUCKETED = ShapePolicy(kind=ShapeKind.BUCKETED, buckets=8)
-STATIC = ShapePolicy(kind=ShapeKind.STATIC)
+    assert ("segment_ids" in batch.tensors()) is (packing is True)
+    no = IGNORED
+    if not packing:
+        assert batch.input_ids.tolist() == [[0, a, b, 1, PAD, PAD], [0, a, b, c, d, 1]]
+        assert batch.labels.tolist() == [[no, no, b, 1, no, no], [no, no, b, c, d, 1]]
+        assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 0, 0], [1] * 6]
+        assert batch.position_ids.tolist() == [list(range(6))] * 2
+        return
+    assert batch.input_ids.tolist() == [[0, a, b, c, d, 1, 0, a, b, 1, PAD, PAD]]
+    assert batch.labels.tolist() == [[no, no, b, c, d, 1, no, no, b, 1, no, no]]
+    if packing == "concatenate":
+        assert batch.position_ids.tolist() == [list(range(12))]
+    else:
+        assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0, 1]]
+        assert batch.segment_ids.tolist() == [[1] * 6 + [2] * 4 + [0] * 2]
 
 
 def check_widths(step, shapes, packing, alone):
@@ -148,7 +142,6 @@ def test_ranks_divide_a_step_and_do_not_decide_what_is_in_it(
             check(batch, tokenized, packing)
         check_widths(parts, shapes, packing, alone=world == 1)
         assert tuple(origin for part in parts for origin in part.origins) == together.origins
-        assert together.origins == whole.global_origins(index)
         tokens = sum(part.num_loss_tokens for part in parts)
         assert tokens == together.num_loss_tokens == whole.num_loss_tokens(index)
         assert sum(part.tokens for part in parts) == whole.real_tokens(index)
@@ -160,18 +153,16 @@ def test_ranks_divide_a_step_and_do_not_decide_what_is_in_it(
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_each_epoch_has_every_row_once(tokenized, packing, shuffle):
     batches = make(tokenized, packing=packing, shuffle=shuffle, epochs=2)
-    seen = [origin for index in range(batches.steps) for origin in batches.global_origins(index)]
+    seen = [origin for index in range(batches.steps) for origin in origins(batches, index)]
     assert sorted(seen) == sorted(origins_of(tokenized) * 2)
     assert batches.epoch(batches.steps - 1) == 2
     assert (seen[: len(tokenized)] == seen[len(tokenized) :]) is not shuffle
-    if packing:
-        assert batches.sequences_per_epoch < len(tokenized)
 
 
 def test_steps_win_over_epochs_and_part_of_an_epoch_is_rounded_up(tokenized):
     batches = make(tokenized, steps=6, epochs=0.1)
-    assert len(batches) == 6
-    assert all(len(batches.global_origins(index)) == 8 for index in range(6))
+    assert batches.steps == 6
+    assert all(len(origins(batches, index)) == 8 for index in range(6))
     assert batches.epoch(5) == 48 / 23
     assert make(tokenized, epochs=0.5, global_batch=4).steps == 3
     assert make(tokenized, epochs=0.0001).steps == 1
@@ -204,26 +195,18 @@ def test_evaluation_reads_every_row_once_on_equal_ranks(tokenized, packing, micr
         for rank in range(world)
     ]
     assert len({len(batches) for batches in ranks}) == 1
-    for index in range(len(ranks[0])):
-        check_widths([each[index] for each in ranks], shapes, packing, alone=world == 1)
+    for together in zip(*ranks, strict=True):
+        check_widths(together, shapes, packing, alone=world == 1)
     every = [batch for batches in ranks for batch in batches]
     for batch in every:
         check(batch, tokenized, packing)
         assert batch.input_ids.shape[0] == micro
-    origins = [origin for batch in every for origin in batch.origins]
-    assert sorted(origins) == sorted(origins_of(tokenized))
+    read = [origin for batch in every for origin in batch.origins]
+    assert sorted(read) == sorted(origins_of(tokenized))
     total = sum(batch.num_loss_tokens for batch in every)
     assert total == tokenized.report.num_loss_tokens
-    with pytest.raises(IndexError):
-        ranks[0][len(ranks[0])]
-
-
-def test_evaluation_keeps_the_rows_order(tokenized):
-    batches = EvaluationBatches(tokenized, Layout(micro_batch=4, max_length=MAX, pad_id=PAD))
-    origins = origins_of(tokenized)
-    assert sum((batch.origins for batch in batches), ()) == origins
-    assert batches[-1].origins == batches[len(batches) - 1].origins == origins[20:]
-    assert [batch.origins for batch in batches[1:3]] == [batches[1].origins, batches[2].origins]
+    if world == 1 and not packing:
+        assert tuple(read) == origins_of(tokenized), "the rows' own order"
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -233,23 +216,32 @@ def test_rows_are_read_as_often_as_their_weights_say(tokenizer, counting, packin
     rows = prepare(data, tokenizer, seed=0).train
     assert len(rows) == 24
     batches = make(rows, packing=packing, weights=(1.0, 0.5, 2.5), epochs=2, global_batch=4)
-    seen = Counter(at for index in range(batches.steps) for at in batches.global_origins(index))
+    seen = Counter(at for index in range(batches.steps) for at in origins(batches, index))
     expected = {n: 2 + (n <= 6) + 5 * (n <= 8) for n in range(1, 11)}
     assert seen == {f"{counting}:{n}": times for n, times in expected.items()}
-    assert batches.sequences_per_epoch == pytest.approx(10 + 3 + 20) or packing
+    assert packing or batches.epoch(3) == 16 / 33
 
 
 def test_the_fingerprint_tells_data_and_order_but_not_ranks(tokenized):
     base = make(tokenized).fingerprint()
     same = make(tokenized, share=Share(1, 4), epochs=3, steps=7, pad_id=0)
     assert same.fingerprint() == base
-    assert make(tokenized, weights=(1.0,)).fingerprint() == base
-    others = [{"seed": 4}, {"global_batch": 4}, {"packing": True}, {"grouping": True}]
-    others += [{"max_length": MAX + 1}, {"weights": (2.0,)}]
+    others = [{"seed": 4}, {"global_batch": 4}, {"packing": True}, {"packing": "concatenate"}]
+    others += [{"grouping": True}, {"max_length": MAX + 1}, {"weights": (2.0,)}]
     prints = {make(tokenized, **change).fingerprint() for change in others}
     assert len(prints | {base}) == len(others) + 1
     with pytest.raises(DataError, match="another maximum length"):
         make(tokenized, max_length=16)
+
+
+@pytest.mark.parametrize(
+    ("packing", "kind"),
+    [(False, False), (True, True), ("isolate", True), ("concatenate", "concatenate")],
+)
+def test_each_kind_of_packing_has_a_layout(packing, kind):
+    data = DataSection(train=SourceSection(path="x"), packing=packing)
+    run = SimpleNamespace(data=data, train=TrainSection())
+    assert Layout.of(run, Share(0, 1), PAD, STATIC).packing == kind
 
 
 @pytest.mark.parametrize(
@@ -324,7 +316,7 @@ def test_padding_is_measured_as_it_is_laid_out(on_ranks, tokenized, packing, ran
 @pytest.mark.parametrize("order", ["shuffled", "grouped", "packed"])
 def test_widths_of_a_run_are_known_before_it(tokenized, order, ranks, monkeypatch):
     """Of all steps that are left, several epochs of them, and of no others."""
-    monkeypatch.setattr("anygauge.data.row_batches._STEPS_AT_ONCE", 3)
+    monkeypatch.setattr("anygauge.data.batches._STEPS_AT_ONCE", 3)
     options = {"seed": 5, "global_batch": 2 * ranks, "epochs": 2.5, "micro_batch": 1}
     options |= {"grouping": order == "grouped", "packing": order == "packed", "shapes": BUCKETED}
     for rank in range(ranks):
@@ -346,24 +338,12 @@ def test_where_widths_are_not_known_before_or_cost_nothing_there_are_none(on_ran
     assert [batches.widths(0) for batches in on_ranks(packing=True)] == [[MAX]] * 3
 
 
-def test_nothing_is_read_of_other_ranks_where_shapes_cost_nothing(on_ranks, monkeypatch):
-    read = []
-    batches = on_ranks(streaming=True, shapes=ShapePolicy())[0]
-    encode = batches.rows.encode
-    monkeypatch.setattr(
-        batches.rows, "encode", lambda numbers: read.append(len(numbers)) or encode(numbers)
-    )
-    batches.step(0)
-    assert set(read) - {0} == {4}, "a step has twelve rows, a rank four"
-
-
 # -- packs -----------------------------------------------------------------------------------------
 
 
 def packed(lengths, capacity, order=None):
-    order = range(len(lengths)) if order is None else order
-    groups = pack(np.array(lengths, dtype=int), capacity, np.array(list(order), dtype=int))
-    return [groups.group(index).tolist() for index in range(len(groups))]
+    order = np.arange(len(lengths)) if order is None else np.array(order)
+    return pack(np.array(lengths, dtype=int), capacity, order.astype(int))
 
 
 @given(lengths=st.lists(st.integers(1, 50), max_size=120), seed=st.integers(0, 9), data=st.data())
@@ -389,14 +369,3 @@ def test_the_order_breaks_ties_and_rows_that_are_not_in_it_stay_out():
     assert packed([2, 2, 2, 2], 4, [0, 1, 2, 3]) == [[0, 1], [2, 3]]
     assert packed([2, 2, 2, 2], 4, [3, 1, 2, 0]) == [[3, 1], [2, 0]]
     assert packed([2, 9, 2, 2], 4, [3, 0]) == [[3, 0]]
-
-
-def test_a_row_above_the_capacity_is_refused():
-    with pytest.raises(DataError, match="row 1 has 9 tokens, a pack holds 8"):
-        packed([3, 9], 8)
-
-
-def test_groups_are_joined_and_summed():
-    groups = Groups.joined([Groups.of([[0, 2], [1]]), Groups.of([[3]]), Groups.of([])])
-    assert [groups.group(index).tolist() for index in range(3)] == [[0, 2], [1], [3]]
-    assert groups.sums(np.array([1, 10, 100, 1000])).tolist() == [101, 10, 1000]

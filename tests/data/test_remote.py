@@ -139,7 +139,7 @@ def test_each_failure_has_its_message_at_once(name, streaming, server, monkeypat
 
 
 def test_a_look_at_the_first_rows_fetches_a_beginning(server):
-    server.files["long.jsonl"] = File(body=LINES.encode() * 200)
+    server.files["long.jsonl"] = File(body=LINES * 200)
     assert len(first_records(SourceSection(path=server.address("long.jsonl")), 20, "f")) == 20
     assert server.sent <= 2 * remote.FEW < len(server.files["long.jsonl"].body)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import numpy as np
 import pytest
@@ -15,33 +13,31 @@ from hypothesis import strategies as st
 
 from anygauge.config.schema import DataSection, SourceSection
 from anygauge.data import Ahead, Counts, Layout, Schedule, readers
+from anygauge.data.batches import pack
 from anygauge.data.prepare import packs_of
 from anygauge.data.readers import RawRow
-from anygauge.data.row_batches import pack
 from anygauge.data.rows import Tokens
-from anygauge.data.streaming import BlockOrder, PackedStream, StreamedRows
+from anygauge.data.streaming import PackedStream, RowStream, StreamedRows
 from anygauge.interface import DataError, RunFileError, ShapeKind, ShapePolicy
-from tests.data.conftest import content
+from tests.data.conftest import content, origins
 
 BAD = '{"text": "a"}\n' * 8 + "no json\n" + '{"text": "b"}\n' * 3
 
 
-class KnownRows:
-    """What is asked of streamed rows, whose lengths are known; a length of 0 leaves nothing."""
+class KnownRows(StreamedRows):
+    """Rows of known lengths; a length of 0 leaves nothing."""
 
     name = "x"
 
     def __init__(self, lengths, size):
-        self.lengths, self.size, self.length = lengths, size, len(lengths)
-        self.counts = Counts()
+        super().__init__((), size, tokeniser=None)
+        self.lengths, self.length = lengths, len(lengths)
         self.read = []
 
-    def rows_in(self, number):
-        return len(range(self.length)[number * self.size : (number + 1) * self.size])
-
     def block(self, number):
-        self.read.append(number)
-        return list(range(self.length))[number * self.size : (number + 1) * self.size]
+        if self.read[-1:] != [number]:
+            self.read.append(number)
+        return range(self.length)[number * self.size : (number + 1) * self.size]
 
     def encode(self, rows):
         documents = [
@@ -61,55 +57,38 @@ def packed(rows, packs=None, **schedule):
     return PackedStream(rows, Schedule(**{"seed": 1, **schedule}), layout, packs)
 
 
-class RankThreads:
-    """Ranks that are threads; all take part in a collective, in one order."""
-
-    def __init__(self, count):
-        self.barrier = threading.Barrier(count, timeout=60)
-        self.parts = [None] * count
-        self.sums = 0
-
-    def gather(self, rank, part):
-        self.parts[rank] = part
-        self.barrier.wait()
-        parts = list(self.parts)
-        self.barrier.wait()
-        return parts
-
-    def sum(self, rank, values):
-        self.sums += rank == 0
-        return np.sum(self.gather(rank, values), axis=0).tolist()
-
-    def run(self, work):
-        """What `work` returns on each rank, which is given its collectives."""
-
-        def one(rank):
-            return work(rank, sums=partial(self.sum, rank), texts=partial(self.gather, rank))
-
-        with ThreadPoolExecutor(len(self.parts)) as pool:
-            return list(pool.map(one, range(len(self.parts))))
+def whole(length, size, batch, seed, epochs=2, **schedule):
+    """Without packing, and the steps of a run."""
+    schedule = Schedule(seed=seed, global_batch=batch, epochs=epochs, **schedule)
+    layout = Layout(micro_batch=batch, max_length=8, pad_id=2)
+    made = RowStream(KnownRows([1] * length, size), schedule, layout)
+    return made, [[int(at) for at in origins(made, index)] for index in range(made.steps)]
 
 
-@given(size=st.integers(1, 40), length=st.integers(1, 100), seed=st.integers(0, 2**40))
-def test_the_order_of_a_stream(size, length, seed):
-    order = BlockOrder(KnownRows([1] * length, size), seed)
-    positions = np.arange(3 * length)
-    items = order.items(positions)
+@given(
+    size=st.integers(1, 40),
+    length=st.integers(1, 100),
+    batch=st.integers(1, 30),
+    seed=st.integers(0, 2**40),
+    data=st.data(),
+)
+def test_the_order_of_a_stream(size, length, batch, seed, data):
+    made, steps = whole(length, size, batch, seed, epochs=3)
+    items = np.array([item for step in steps for item in step])
     for epoch in range(3):
         here = items[epoch * length : (epoch + 1) * length]
         assert sorted(here) == list(range(length))
         assert (here // size == np.arange(length) // size).all(), "blocks stay in their order"
-    mixed = np.random.default_rng(0).permutation(positions)
-    assert (order.items(mixed) == items[mixed]).all()
+    index = data.draw(st.integers(0, len(steps) - 1))
+    assert [int(at) for at in origins(made, index)] == steps[index]
+    assert made.epoch(made.steps - 1) == 3
 
 
 def test_the_order_of_a_stream_is_pinned():
     """A checkpoint of an earlier version is resumed in the same order."""
-    order = BlockOrder(KnownRows([1] * 10, 5), 3)
-    pinned = [2, 4, 0, 3, 1, 8, 5, 7, 6, 9, 3, 4, 0, 2, 1, 5, 7, 9, 8, 6]
-    assert order.items(np.arange(20)).tolist() == pinned
-    plain = BlockOrder(KnownRows([1] * 10, 5), 3, shuffle=False)
-    assert plain.items(np.arange(20)).tolist() == [*range(10)] * 2
+    pinned = [[2, 4, 0, 3, 1, 8, 5, 7, 6, 9], [3, 4, 0, 2, 1, 5, 7, 9, 8, 6]]
+    assert whole(10, 5, batch=10, seed=3)[1] == pinned
+    assert whole(10, 5, batch=10, seed=3, shuffle=False)[1] == [[*range(10)]] * 2
 
 
 @given(
@@ -135,7 +114,7 @@ def test_packs_hold_every_row_once_an_epoch_and_no_step_is_empty(
 
     made = make(rows := KnownRows(lengths, size))
     assert made.steps == steps
-    found = [(made.global_origins(at), made.num_loss_tokens(at)) for at in range(steps)]
+    found = [(origins(made, at), made.num_loss_tokens(at)) for at in range(steps)]
     assert all(origins for origins, _ in found)
     read = Counter(int(origin) for origins, _ in found for origin in origins)
     assert read == {row: epochs for row, length in enumerate(lengths) if length}
@@ -148,7 +127,7 @@ def test_packs_hold_every_row_once_an_epoch_and_no_step_is_empty(
     resumed = make(KnownRows(lengths, size))
     resumed.resume(made.state(done))
     for at in range(done, steps):
-        assert (resumed.global_origins(at), resumed.num_loss_tokens(at)) == found[at]
+        assert (origins(resumed, at), resumed.num_loss_tokens(at)) == found[at]
 
 
 def test_a_resumed_stream_of_packs_does_not_read_the_blocks_before():
@@ -176,19 +155,31 @@ def test_blocks_are_read_once_though_steps_are_asked_for_early_and_late():
 
 def test_packs_of_a_block_are_dealt_evenly():
     made = packed(KnownRows([8] * 10, 10), global_batch=4, steps=3)
-    assert [len(made.global_origins(index)) for index in range(3)] == [4, 3, 3]
+    assert [len(origins(made, index)) for index in range(3)] == [4, 3, 3]
 
 
 def test_a_checkpoint_can_be_written_before_a_block_that_cannot_be_read(batches, source):
     fields = {"packing": True, "shuffle_buffer": 4, "settings": {"steps": 9}}
     made = batches(train=source(BAD), **fields)
-    assert made.num_loss_tokens(0) > 0
     with pytest.raises(DataError, match=r"data\.jsonl:9: one JSON object per line"):
         [made.num_loss_tokens(index) for index in range(9)]
     assert made.state(2) == {"first_step": 1, "epoch": 0, "block": 1}
     resumed = batches(train=source('{"text": "a"}\n' * 9), **fields)
     resumed.resume(made.state(2))
-    assert len(resumed.global_origins(2)) == 1
+    assert len(origins(resumed, 2)) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wrong_row_ends_its_step_on_every_rank(batches, source, rank):
+    fields = {"train": source(BAD), "shuffle": False, "settings": {"steps": 3}}
+    made = batches(world=2, rank=rank, **fields)
+    made.step(1)
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"data\.jsonl:9: one JSON object per line"):
+            made.step(2)
+    assert made.num_loss_tokens(1) > 0, "steps before it can be asked for still"
+    with pytest.raises(DataError, match=r"data\.jsonl:9"):
+        made.num_loss_tokens(2)
 
 
 @pytest.mark.parametrize("settings", [{}, {"epochs": 2.3}, {"steps": 9}])
@@ -196,10 +187,9 @@ def test_without_shuffling_streamed_steps_are_the_prepared_ones(batches, setting
     streamed = batches(settings=settings, shuffle=False, shuffle_buffer=5)
     prepared = batches(settings=settings, shuffle=False, streaming=False)
     assert streamed.steps == prepared.steps
-    assert streamed.sequences_per_epoch == prepared.sequences_per_epoch
     for index in range(streamed.steps):
         assert content(streamed, index) == content(prepared, index)
-        for of_step in ("num_loss_tokens", "real_tokens", "global_origins", "epoch"):
+        for of_step in ("num_loss_tokens", "real_tokens", "epoch"):
             assert getattr(streamed, of_step)(index) == getattr(prepared, of_step)(index)
     assert streamed.fingerprint() != batches(settings=settings, shuffle_buffer=5).fingerprint()
     with pytest.raises(IndexError):
@@ -218,7 +208,7 @@ def test_sources_are_streamed_one_after_another(batches, source, packing, limit)
     fields = {"train": sources, "packing": packing, "shuffle_buffer": 6}
     fields["settings"] = {"steps": 20, "global_batch_size": 2, "seed": 1}
     made = batches(**fields)
-    read = [at.rpartition("/")[2] for n in range(20) for at in made.global_origins(n)]
+    read = [at.rpartition("/")[2] for n in range(20) for at in origins(made, n)]
     order = [["one.jsonl", "two.csv", "three.txt"].index(at.partition(":")[0]) for at in read]
     rows = {f"one.jsonl:{n}" for n in range(1, 10)} | {f"two.csv:{n}" for n in range(2, 11)}
     assert set(read[:27]) == rows | {f"three.txt:{n}" for n in range(1, 10)}
@@ -238,9 +228,14 @@ def test_a_number_of_rows_that_shows_at_the_end(batches, counting):
     assert unknown.rows.report == (
         f"rows of {counting}, read and tokenised while training, shuffled in blocks of 5"
     )
+    epochs = []
     for index in range(20):
         assert content(known, index) == content(unknown, index)
+        epochs.append(unknown.epoch(index))
     assert unknown.rows.length == 23
+    assert epochs[0] == pytest.approx(4 / 14), "of the rows that were read, and two blocks"
+    assert epochs[:2] == sorted(epochs[:2]) and 0 < epochs[1] < 0.5
+    assert epochs[5:] == [known.epoch(index) for index in range(5, 20)]
     for first in (19, 11, 6, 5):
         later = batches(**fields, train=SourceSection(path=str(counting)))
         assert content(later, first) == content(known, first)
@@ -298,27 +293,17 @@ def test_ranks_divide_streamed_steps(batches, packing, world):
     settings = {"global_batch_size": 8, "epochs": 1.4}
     fields = {"packing": packing, "settings": settings, "shuffle_buffer": 16}
     whole = batches(micro=8, **fields)
-    ranks = RankThreads(world)
-
-    def work(rank, **collectives):
-        mine = batches(world=world, rank=rank, **collectives, **fields)
-        return [
-            (content(mine, index), mine.num_loss_tokens(index), mine.real_tokens(index))
-            for index in range(mine.steps)
-        ], str(mine.rows.report)
-
-    results = ranks.run(work)
-    assert ranks.sums == (0 if packing else whole.steps), "once a step, or never"
+    ranks = [batches(world=world, rank=rank, **fields) for rank in range(world)]
     for index in range(whole.steps):
         (together,) = whole.step(index)
-        steps = [steps[index] for steps, _ in results]
-        turns = zip(*(step[0] for step in steps), strict=True)
-        origins = [origin for turn in turns for _, _, origins in turn for origin in origins]
-        assert tuple(origins) == together.origins
-        assert {step[1] for step in steps} == {whole.num_loss_tokens(index)}
-        assert together.num_loss_tokens == whole.num_loss_tokens(index)
-        assert {step[2] for step in steps} == {together.tokens}
-    assert {report for _, report in results} == {str(whole.rows.report)}
+        turns = zip(*(rank.step(index) for rank in ranks), strict=True)
+        parts = [batch for turn in turns for batch in turn]
+        assert sum((batch.origins for batch in parts), ()) == together.origins
+        assert sum(batch.num_loss_tokens for batch in parts) == together.num_loss_tokens
+        for each in (whole, *ranks):
+            assert each.num_loss_tokens(index) == together.num_loss_tokens
+            assert each.real_tokens(index) == together.tokens
+    assert {str(rank.rows.report) for rank in ranks} == {str(whole.rows.report)}
 
 
 def test_what_yields_nothing_is_a_dummy_and_what_is_long_is_cut(batches, source):
@@ -327,7 +312,7 @@ def test_what_yields_nothing_is_a_dummy_and_what_is_long_is_cut(batches, source)
     (batch,) = made.step(0)
     assert sorted(origin.rpartition(":")[2] for origin in batch.origins) == ["1", "3 (part 1)", "4"]
     assert batch.input_ids.shape == (4, 16)
-    assert made.real_tokens(0) == batch.tokens
+    assert (made.real_tokens(0), made.num_loss_tokens(0)) == (batch.tokens, batch.num_loss_tokens)
     counts = made.rows.counts
     assert (counts.rows, counts.used, counts.sequences) == (4, 3, 3)
     assert (counts.dropped_empty, counts.truncated) == (1, 1)
@@ -347,31 +332,15 @@ def test_a_step_may_hold_nothing_to_learn_but_packs_do(batches, source):
     assert packs.num_loss_tokens(0) == packs.num_loss_tokens(1) > 0
 
 
-def test_a_wrong_row_of_one_rank_ends_the_step_on_all(batches, source):
-    train = source(BAD)
-
-    def work(rank, **collectives):
-        fields = {"train": train, "shuffle": False, "settings": {"steps": 3}}
-        mine = batches(world=2, rank=rank, **collectives, **fields)
-        assert mine.num_loss_tokens(1) > 0
-        with pytest.raises(DataError) as caught:
-            mine.num_loss_tokens(2)
-        return str(caught.value)
-
-    of_first, of_second = RankThreads(2).run(work)
-    assert "data.jsonl:9: one JSON object per line" in of_first
-    assert of_second == of_first
-
-
 @pytest.mark.parametrize("packing", [False, True])
 def test_wrong_rows_that_are_skipped_are_counted_and_named(batches, source, packing):
     fields = {"packing": packing, "on_bad_row": "skip", "settings": {"epochs": 1}}
     made = batches(train=source(BAD, limit=12), **fields)
-    read = Counter(at for index in range(made.steps) for at in made.global_origins(index))
+    read = Counter(at for index in range(made.steps) for at in origins(made, index))
     assert all(made.num_loss_tokens(index) for index in range(made.steps))
     counts = made.rows.counts
     assert (counts.rows, counts.used, counts.skipped) == (12, 11, 1)
-    assert len(read) == (11 if packing else 12), "a place of which nothing is left"
+    assert len(read) == 11
     assert "; 1 skipped as bad" in made.rows.report
     (said,) = made.rows.bad
     assert "data.jsonl:9: one JSON object per line" in said
@@ -383,11 +352,10 @@ def test_packs_are_full_and_counted_once(batches, source, tmp_path, monkeypatch)
     fields |= {"max_length": 256, "micro": 8, "cache": str(tmp_path / "cache")}
     fields["shuffle_buffer"] = 1000
     made = batches(**fields, settings={"global_batch_size": 16})
-    read = Counter(at for index in range(made.steps) for at in made.global_origins(index))
+    read = Counter(at for index in range(made.steps) for at in origins(made, index))
     assert len(read) == 3000 and set(read.values()) == {1}
     packs = packs_of(made.rows, DataSection(**{k: v for k, v in fields.items() if k != "micro"}))
     assert made.steps == sum(-(-each // 16) for each in packs)
-    assert made.sequences_per_epoch == sum(packs)
     assert made.epoch(made.steps - 1) == 1
     filled = sum(made.real_tokens(index) for index in range(made.steps)) / (sum(packs) * 256)
     assert filled > 0.95
@@ -423,27 +391,13 @@ def test_no_more_than_two_blocks_are_held(batches, source, monkeypatch):
 
 def test_the_reading_thread_is_ahead_and_keeps_little():
     begun = {index: threading.Event() for index in range(10)}
-    ahead = Ahead(lambda index: begun[index].set() or index, 10, depth=2)
-    assert ahead.get(3) == 3
-    assert begun[5].wait(60), "two more are worked out unasked"
-    assert not begun[6].wait(0.1)
-    assert ahead.get(8) == 8
-    assert set(ahead._begun) == {8, 9}
-    assert ahead.get(0) == 0
-
-
-def test_two_threads_may_ask_if_one_is_a_little_behind():
-    times = [0] * 12
-
-    def work(index):
-        times[index] += 1
-        return index
-
-    with Ahead(work, len(times), depth=2, behind=2) as ahead:
-        for index in range(10):
-            assert ahead.get(index + 2) == index + 2
-            assert ahead.get(index) == index
-    assert times == [1] * 12, "nothing is done twice"
+    with Ahead(lambda index: begun[index].set() or index, 10, depth=2, name="x") as ahead:
+        assert ahead.get(3) == 3
+        assert begun[5].wait(60), "two more are worked out unasked"
+        assert not begun[6].wait(0.1)
+        assert ahead.get(8) == 8
+        assert set(ahead._begun) == {8, 9}
+        assert ahead.get(0) == 0
     assert not any(thread.is_alive() for thread in ahead._pool._threads)
 
 

@@ -8,10 +8,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from anygauge.interface import DataError
+from anygauge.interface import DataAccessError, DataError
+from anygauge.training.loop import Loop
 from anygauge.training.meter import MetricsLogger
 from anygauge.training.pending import PendingSteps
 from anygauge_cpu.placement import CpuPlacement
@@ -143,6 +145,26 @@ def test_an_error_of_the_thread_is_the_runs_and_names_the_row(
     assert [each.name for each in tmp_path.glob("out/*/checkpoints/*")] == [f"step-{steps:08}"]
     assert order == [f"{what} {n}" for n in range(1, steps + 1) for what in ("given", "read")]
     assert any(ended()), "the thread ends with the loop"
+
+
+@pytest.mark.parametrize(
+    ("error", "ranks", "saved"),
+    [
+        (DataError, 1, True),
+        (DataError, 2, True),
+        (DataAccessError, 1, True),
+        (DataAccessError, 2, False),
+    ],
+)
+def test_no_rank_waits_for_others_where_the_network_failed_it_alone(
+    error: type[DataError], ranks: int, saved: bool
+) -> None:
+    loop, pending = mock.Mock(start=0), mock.Mock()
+    loop.meter.world_size = ranks
+    loop.batches.num_loss_tokens.side_effect = error("x")
+    with pytest.raises(error):
+        Loop._loss_tokens(loop, 3, pending)
+    assert loop.checkpoints.save_before_error.called is pending.settle.called is saved
 
 
 def test_a_step_without_loss_tokens_changes_nothing_and_counts(tmp_path: Path) -> None:
