@@ -76,7 +76,7 @@ def read_yaml(
     try:
         loader = _Loader(text)
         try:
-            top = loader.get_single_node()
+            top = _top(loader)
             if top is None:
                 return None
             builder = _Builder(loader, label, folder, problems, lines)
@@ -95,6 +95,14 @@ def read_yaml(
         raise NotYaml(said, None if mark is None else mark.line + 1) from None
     except RecursionError:
         raise NotYaml("nested too deeply, or an alias stands in its own value", None) from None
+
+
+def _top(loader: _Loader) -> yaml.Node | None:
+    try:
+        return loader.get_single_node()
+    except (OverflowError, ValueError):  # of PyYAML's chr() for "\UFFFFFFFF"
+        beyond = "an escape \\U is beyond the last character, U+0010FFFF"
+        raise NotYaml(beyond, loader.line + 1) from None
 
 
 class _Builder:

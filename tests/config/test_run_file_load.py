@@ -213,6 +213,14 @@ def test_extends_below_the_top_is_an_unknown_field(folder, minimal):
             "run.yaml: not valid YAML: nested too deeply, or an alias stands in its own value",
         ),
         (
+            b'a: 1\nb: "\\U00110000"\n',
+            "run.yaml:2: not valid YAML: an escape \\U is beyond the last character, U+0010FFFF",
+        ),
+        (
+            b'a: "\\UFFFFFFFF"',
+            "run.yaml:1: not valid YAML: an escape \\U is beyond the last character, U+0010FFFF",
+        ),
+        (
             b"[" * 6000,
             "run.yaml: not valid YAML: nested too deeply, or an alias stands in its own value",
         ),
