@@ -236,6 +236,10 @@ def _cuda_synchronize() -> None:
     record("synchronize")
 
 
+def _cuda_set_sync_debug_mode(warn_level: int) -> None:
+    record("set_sync_debug_mode", warn_level)
+
+
 def _cuda_emptyCache() -> None:
     record("empty_cache")
 
