@@ -224,6 +224,6 @@ def _unusable(folder: Path | None, error: OSError) -> DataAccessError:
     where = f"the temporary folder {tempfile.gettempdir()}"
     remedy = "make room there, or name another folder in TMPDIR"
     if folder is not None:
-        where = f"the cache {folder}"
-        remedy = "name another folder in data.cache or ANYGAUGE_CACHE, or switch it off (data.cache: off)"
+        where, other = f"the cache {folder}", "name another folder in data.cache or ANYGAUGE_CACHE"
+        remedy = f"{other}, or switch it off (data.cache: off)"
     return DataAccessError(f"{where} cannot be used: {error.strerror or error}; {remedy}")

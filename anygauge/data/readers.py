@@ -184,18 +184,20 @@ def file_rows(
         suffix: what kind of file it is; of one in JSON, ``.json`` for a list, else one of `LINES`.
         column: of the documents of a text file.
     """
-    tables = {".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}
+    if suffix == ".csv":
+        # The header is line 1: a row has the number that a spreadsheet shows.
+        rows = rows_of(numbered(_csv(open_file, name)), start, shift=2)
+    elif suffix == ".parquet":
+        rows = rows_of(_parquet(open_file, start), start)
+    elif suffix == ".arrow":
+        rows = rows_of(numbered(_arrow(open_file)), start)
+    elif suffix == ".txt":
+        rows = islice(_document_rows(open_file, name, column), start, None)
+    else:
+        objects = _list_rows if suffix == ".json" else _line_rows
+        rows = islice(objects(open_file, name), start, None)
     with _naming(name):
-        if suffix in tables:
-            # The header is line 1 of a CSV file: a row has the number that a spreadsheet shows.
-            shift = 2 if suffix == ".csv" else 0
-            yield from rows_of(tables[suffix](open_file, name, start), start, shift)
-            return
-        if suffix == ".txt":
-            rows = _document_rows(open_file, name, column)
-        else:
-            rows = (_list_rows if suffix == ".json" else _line_rows)(open_file, name)
-        yield from islice(rows, start, None)
+        yield from rows
 
 
 @contextlib.contextmanager
@@ -410,7 +412,7 @@ def numbered(batches: Any, first: int = 0) -> Batches:
         first += batch.num_rows
 
 
-def _csv(open_file: OpenFile, name: str, start: int) -> Batches:
+def _csv(open_file: OpenFile, name: str) -> Iterator[Any]:
     import pyarrow.csv
 
     with open_file() as opened:
@@ -439,10 +441,10 @@ def _csv(open_file: OpenFile, name: str, start: int) -> Batches:
             raise DataError(
                 f"{name}:1: the header names the column {double!r} more than once; rename one"
             )
-        yield from numbered(rows)
+        yield from rows
 
 
-def _parquet(open_file: OpenFile, name: str, start: int) -> Batches:
+def _parquet(open_file: OpenFile, start: int) -> Batches:
     from pyarrow import parquet
 
     # A buffer would be filled by another thread, and Ctrl-C would wait for it.
@@ -457,16 +459,16 @@ def _parquet(open_file: OpenFile, name: str, start: int) -> Batches:
             first += rows
 
 
-def _arrow(open_file: OpenFile, name: str, start: int) -> Batches:
+def _arrow(open_file: OpenFile) -> Iterator[Any]:
     """Both of Arrow's layouts: `datasets` writes streams, pyarrow writes files."""
     with open_file() as file:
         magic = file.read(6)
         file.seek(0)
         if magic == b"ARROW1":
             opened = pa.ipc.open_file(file)
-            yield from numbered(map(opened.get_batch, range(opened.num_record_batches)))
+            yield from map(opened.get_batch, range(opened.num_record_batches))
         else:
-            yield from numbered(pa.ipc.open_stream(file))
+            yield from pa.ipc.open_stream(file)
 
 
 _UNPACKERS: Mapping[str, Callable[[BinaryIO], Any]] = {

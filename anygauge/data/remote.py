@@ -43,6 +43,7 @@ _HOPELESS = {
 """Of aiohttp's errors, those that come again however often one tries."""
 _LATER = (408, 425, 429)
 """Of answers that refuse, those that may be others later."""
+_LOGIN = "private or gated repository of the hub needs a login (hf auth login)"
 
 
 def shown(address: str) -> str:
@@ -82,9 +83,6 @@ class _RemoteFile(io.RawIOBase):
 
     def seekable(self) -> bool:
         return self.size is not None
-
-    def tell(self) -> int:
-        return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.size or 0}
@@ -212,14 +210,10 @@ def _refusal(what: str, error: Exception) -> DataError | None:
     answer = getattr(error, "response", error)
     status = getattr(answer, "status_code", getattr(answer, "status", None))
     if isinstance(error, FileNotFoundError) or status in (404, 410):
-        return DataError(
-            f"{what}: no such file there; a private or gated repository of the hub needs a login "
-            "(hf auth login)"
-        )
+        return DataError(f"{what}: no such file there; a {_LOGIN}")
     if isinstance(error, PermissionError) or status in (401, 403):
-        of_hub = "A private or gated repository of the hub needs a login (hf auth login)"
         signed = "A signed address may have expired, and a private file needs a signed address"
-        remedy = of_hub if hasattr(error, "response") else signed
+        remedy = f"A {_LOGIN}" if hasattr(error, "response") else signed
         return DataError(f"{what} may not be read: {_said(error).rstrip('.')}. {remedy}")
     if status == 412:
         return DataError(f"{what} changed while it was being read; start again")
