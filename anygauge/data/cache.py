@@ -26,8 +26,6 @@ from anygauge.interface import DataAccessError, DataError
 from anygauge.util.files import flush, write_text
 from anygauge.util.text import near_file
 
-OFF = "off"
-VARIABLE = "ANYGAUGE_CACHE"
 MANIFEST = "manifest.json"
 
 _DIGEST = 1
@@ -38,13 +36,11 @@ _FRESH_S = 2.0
 
 def cache_folder(setting: str | None, environ: Mapping[str, str]) -> Path | None:
     """The folder that `data.cache` means; None where nothing is to be kept."""
-    if setting == OFF:
+    if setting == "off":
         return None
-    if setting is None:
-        setting = environ.get(VARIABLE) or os.path.join(  # noqa: PTH118 - for expanduser
-            environ.get("HOME") or "~", ".cache", "anygauge"
-        )
-    return Path(setting).expanduser().absolute()
+    home = environ.get("HOME") or "~"
+    folder = setting or environ.get("ANYGAUGE_CACHE") or f"{home}/.cache/anygauge"
+    return Path(folder).expanduser().absolute()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +48,6 @@ class Entry:
     """A whole entry.
 
     Attributes:
-        folder: where its files are.
         facts: what the builder said about it.
         built: when another run built it, in local time: ``2026-11-20 13:05:11``; None where this
             one did.
@@ -69,7 +64,6 @@ class Cache:
     Args:
         folder: None keeps nothing: entries live in a temporary folder until `with` ends, and files
             that were mapped stay valid.
-        log: takes a line for the user, where an entry was damaged.
         run: what tells the start of a run from others: what one of its processes builds is new to
             all of them. Empty: only this object's own entries are new.
     """
@@ -80,15 +74,11 @@ class Cache:
         log: Callable[[str], None] = lambda text: None,
         run: str = "",
     ) -> None:
-        self._kept = folder is not None
-        self._log = log
-        self._run = run or secrets.token_hex(8)
+        self._kept, self._log, self._run = folder, log, run or secrets.token_hex(8)
         try:
-            if folder is None:
-                self.folder = Path(tempfile.mkdtemp(prefix="anygauge-rows-"))
-            else:
+            if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                self.folder = folder
+            self.folder = folder or Path(tempfile.mkdtemp(prefix="anygauge-rows-"))
         except OSError as error:
             raise _unusable(folder, error) from None
 
@@ -97,7 +87,7 @@ class Cache:
 
     def __exit__(self, *_: object) -> None:
         """Remove what is not to be kept."""
-        if not self._kept:
+        if self._kept is None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def entry(self, kind: str, key: str, build: Callable[[Path], Mapping[str, Any]]) -> Entry:
@@ -106,10 +96,8 @@ class Cache:
         Args:
             kind: folder of entries of one sort.
             key: hexadecimal digest of all that decides the entry.
-            build: writes files into an empty folder and returns facts for the manifest (JSON).
-
-        Raises:
-            DataError: the folder cannot be used; and whatever `build` raises.
+            build: writes files into an empty folder and returns facts for the manifest (JSON);
+                what it raises is raised.
         """
         home = self.folder / kind
         place = home / key
@@ -125,21 +113,19 @@ class Cache:
                     self._log(f"cache: {place} is damaged and is built again")
                 return self._build(place, build)
         except OSError as error:
-            raise _unusable(self.folder if self._kept else None, error) from None
+            raise _unusable(self._kept, error) from None
 
     def _read(self, place: Path) -> Entry | None:
         """The entry in a folder, if it is whole."""
         manifest = _json(place / MANIFEST)
-        if manifest is None:
+        if not manifest:
             return None
-        for name, size in manifest["files"].items():
-            try:
-                if (place / name).stat().st_size != size:
-                    return None
-            except FileNotFoundError:
-                return None
-        built = None if manifest["run"] == self._run else manifest["built"]
-        return Entry(folder=place, facts=manifest["facts"], built=built)
+        files = manifest["files"].items()
+        with contextlib.suppress(FileNotFoundError):
+            if all((place / name).stat().st_size == size for name, size in files):
+                built = None if manifest["run"] == self._run else manifest["built"]
+                return Entry(folder=place, facts=manifest["facts"], built=built)
+        return None
 
     def _build(self, place: Path, build: Callable[[Path], Mapping[str, Any]]) -> Entry:
         """Build an entry whose lock this process holds."""
@@ -170,9 +156,6 @@ class Cache:
         Touched means another size, inode, or time of change as the file system keeps it (ctime),
         which no program can set back. A file changed a moment ago is never remembered as it is:
         two changes could fall in one tick of that clock.
-
-        Raises:
-            DataError: the file cannot be read.
         """
         file = Path(path).expanduser().absolute()
         name = hashlib.sha256(os.fsencode(file)).hexdigest()
@@ -180,7 +163,7 @@ class Cache:
         try:
             before = _identity(file)
             known = _json(note)
-            if known is not None and known.get("identity") == before:
+            if known.get("identity") == before:
                 return str(known["digest"])
             age = time.time() - file.stat().st_ctime
             with file.open("rb") as opened:
@@ -197,11 +180,7 @@ class Cache:
 
 
 def quick_identity(path: str) -> str:
-    """Hexadecimal digest of a file's size and its first and last MiB, without reading the rest.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+    """Hexadecimal digest of a file's size and its first and last MiB, without reading the rest."""
     file = Path(path).expanduser().absolute()
     try:
         size = file.stat().st_size
@@ -232,19 +211,19 @@ def _identity(file: Path) -> list[int]:
     return [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
-def _json(path: Path) -> dict[str, Any] | None:
+def _json(path: Path) -> dict[str, Any]:
+    """What a file holds; nothing where it is not there or damaged."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
+        value = None
+    return value if isinstance(value, dict) else {}
 
 
 def _unusable(folder: Path | None, error: OSError) -> DataAccessError:
-    where = f"the cache {folder}" if folder else f"the temporary folder {tempfile.gettempdir()}"
-    remedy = (
-        f"name another folder in data.cache or {VARIABLE}, or switch it off (data.cache: off)"
-        if folder
-        else "make room there, or name another folder in TMPDIR"
-    )
+    where = f"the temporary folder {tempfile.gettempdir()}"
+    remedy = "make room there, or name another folder in TMPDIR"
+    if folder is not None:
+        where, other = f"the cache {folder}", "name another folder in data.cache or ANYGAUGE_CACHE"
+        remedy = f"{other}, or switch it off (data.cache: off)"
     return DataAccessError(f"{where} cannot be used: {error.strerror or error}; {remedy}")

@@ -1,6 +1,7 @@
 """Rows as they stand in their source, and how each kind of file is read.
 
 A record's origin is its file and a place: `data.jsonl:17` (a line), `data.json[16]` (an index).
+What cannot be read or used raises `DataError`, which names that place.
 
 Why our own, and not the readers of `datasets` (5.2)? Of JSON, that makes a table: types are
 inferred over rows, so that texts which look like dates become times and "1" beside 2 becomes 1; a
@@ -23,25 +24,26 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
+import pyarrow as pa
+
 from anygauge.interface import DataError
-from anygauge.util.text import did_you_mean
+from anygauge.util.text import did_you_mean, short
 
 MOST_LINE = 2**25
 """Bytes of a line; its text is bounded below that (`formats.MOST_TEXT`), JSON writes more."""
 MOST_WHOLE = 2**32
 """Bytes of a file that is read whole: of a list, and of text."""
 LINES = (".jsonl", ".ndjson")
+BATCH = 256
+"""Rows of a table that are read at once."""
 
 _BOM = b"\xef\xbb\xbf"
-_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _NEWLINE = b"\n"
-_BEGIN = 4096
-_UNPACKED = 2**16
-_BATCH = 256
 _CSV_BLOCK = 2**24
 """Bytes; a row must fit in it."""
 _CSV_HEADER = 2**20
@@ -61,13 +63,12 @@ class Record:
 
 
 class RawRow(NamedTuple):
-    """A row as a source gives it, before anything is parsed.
+    """A row as a source gives it: a line of JSON, not parsed yet, or the values by column.
 
     Attributes:
-        place: its line or index, to be written behind the source's name.
-        value: a line of JSON, or the values by column.
+        place: its line or index.
         offset: of a line in its file, in bytes.
-        where: of a line, where it stands in one of a source's several files; "" where it is one.
+        where: where a line stands in one of a source's several files; "" where it has one.
     """
 
     place: int
@@ -76,16 +77,12 @@ class RawRow(NamedTuple):
     where: str = ""
 
     def record(self, origin: str) -> Record:
-        """The row, parsed. `origin`: ``data.jsonl:{}``, with a place for the row's.
-
-        Raises:
-            DataError: a line is not UTF-8, not JSON, or no object.
-        """
+        """The row, parsed. `origin`: ``data.jsonl:{}``, with a place for the row's."""
         place = origin.format(self.place)
         if not isinstance(self.value, bytes):
             return Record(self.value, place)
         where = f"{place} ({self.where})" if self.where else place
-        # Up to the next filled line: JSON itself takes fewer blanks than may stand between them.
+        # JSON itself takes fewer blanks behind an object than may stand there: no form feed.
         text = _decoded(self.value.rstrip(), lambda _: where, self.offset)
         try:
             value = load_json(text)
@@ -94,7 +91,7 @@ class RawRow(NamedTuple):
         except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{where}: one JSON object per line is expected, "
-                f"but this line is not valid JSON ({_complaint(error)}): {_excerpt(text.strip())}"
+                f"but this line is not valid JSON ({_complaint(error)}): {short(text.strip())}"
             ) from None
         if not isinstance(value, dict):
             raise DataError(f"{where}: a JSON object is expected, found {kind(value)}")
@@ -126,22 +123,14 @@ class MissingColumnError(DataError):
 
 
 def column(record: Record, name: str, setting: str | None) -> Any:
-    """A column's value. `setting` is the run file's field that names it; None where fixed.
-
-    Raises:
-        MissingColumnError: the record has no such column.
-    """
+    """A column's value. `setting` is the run file's field that names it; None where fixed."""
     if name not in record.values:
         raise MissingColumnError(record, name, setting)
     return record.values[name]
 
 
 def text_column(record: Record, name: str, setting: str | None) -> str:
-    """A column as text.
-
-    Raises:
-        DataError: missing, no text (a number in another writing is another text), or no valid one.
-    """
+    """A column as text; a number is refused, for in another writing it is another text."""
     value = column(record, name, setting)
     if not isinstance(value, str):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -161,11 +150,7 @@ def byte_length(text: str) -> int:
 
 
 def check_text(text: str, where: str) -> None:
-    """Refuse halves of surrogate pairs, which no tokenizer can read.
-
-    Raises:
-        DataError: names the place and the half.
-    """
+    """Refuse halves of surrogate pairs, which no tokenizer can read."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -177,14 +162,7 @@ def check_text(text: str, where: str) -> None:
 
 
 def from_json(value: Any, where: str, expected: str) -> Any:
-    """A value, or what it means where it is JSON text: tables keep lists and objects as text.
-
-    Args:
-        expected: what should be there, in words; for the message.
-
-    Raises:
-        DataError: text that is not JSON.
-    """
+    """A value, or what it means where it is JSON text: tables keep lists and objects as text."""
     if not isinstance(value, str):
         return value
     try:
@@ -193,7 +171,7 @@ def from_json(value: Any, where: str, expected: str) -> Any:
         raise DataError(f"{where}: {error}") from None
     except (ValueError, RecursionError):
         raise DataError(
-            f"{where} holds text that is not JSON ({_excerpt(value)!r}); {expected} is expected"
+            f"{where} holds text that is not JSON ({short(value)!r}); {expected} is expected"
         ) from None
 
 
@@ -203,39 +181,32 @@ def file_rows(
     """The rows of a file from a number on.
 
     Args:
-        name: of the file, for messages.
         suffix: what kind of file it is; of one in JSON, ``.json`` for a list, else one of `LINES`.
         column: of the documents of a text file.
-
-    Raises:
-        DataError: unreadable, malformed, too large, or without what makes rows.
     """
-    tables = {".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}
+    if suffix == ".csv":
+        # The header is line 1: a row has the number that a spreadsheet shows.
+        rows = rows_of(numbered(_csv(open_file, name)), start, shift=2)
+    elif suffix == ".parquet":
+        rows = rows_of(_parquet(open_file, start), start)
+    elif suffix == ".arrow":
+        rows = rows_of(numbered(_arrow(open_file)), start)
+    elif suffix == ".txt":
+        rows = islice(_document_rows(open_file, name, column), start, None)
+    else:
+        objects = _list_rows if suffix == ".json" else _line_rows
+        rows = islice(objects(open_file, name), start, None)
     with _naming(name):
-        if suffix in tables:
-            # The header is line 1 of a CSV file: a row has the number that a spreadsheet shows.
-            shift = 2 if suffix == ".csv" else 0
-            yield from rows_of(tables[suffix](open_file, name, start), start, shift)
-            return
-        if suffix == ".txt":
-            rows = _document_rows(open_file, name, column)
-        else:
-            rows = (_list_rows if suffix == ".json" else _line_rows)(open_file, name)
-        yield from islice(rows, start, None)
+        yield from rows
 
 
 @contextlib.contextmanager
 def _naming(name: str) -> Iterator[None]:
     """Say which file it is that cannot be read."""
+    of_packed = (EOFError, zlib.error, lzma.LZMAError)
     try:
         yield
-    except Exception as error:
-        import pyarrow as pa
-
-        of_packed = (EOFError, zlib.error, lzma.LZMAError)
-        of_tables = (pa.ArrowException, UnicodeError, csv.Error)
-        if not isinstance(error, (OSError, *of_packed, *of_tables)):
-            raise
+    except (OSError, *of_packed, pa.ArrowException, UnicodeError, csv.Error) as error:
         said = str(error).strip().partition("\n")[0]
         remedy = "is the file whole, and of the kind that its name says?"
         if isinstance(error, pa.ArrowNotImplementedError):
@@ -251,11 +222,7 @@ class DoubleKeyError(ValueError):
 
 
 def plain_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON from its pairs.
-
-    Raises:
-        DoubleKeyError: a key stands twice.
-    """
+    """An object of JSON from its pairs; `DoubleKeyError` where a key stands twice."""
     made = dict(pairs)
     if len(made) != len(pairs):
         [(double, _)] = Counter(key for key, _ in pairs).most_common(1)
@@ -272,10 +239,6 @@ def _complaint(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg.removesuffix(' at')} at column {error.colno}"
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
-
-
-def _excerpt(text: str) -> str:
-    return text if len(text) <= 60 else text[:60] + "..."
 
 
 def _line_rows(open_file: OpenFile, name: str) -> Iterator[RawRow]:
@@ -298,8 +261,8 @@ def _line_rows(open_file: OpenFile, name: str) -> Iterator[RawRow]:
 def holds_lines(open_file: OpenFile, name: str) -> bool:
     """Whether the first filled line of a .json file is an object, and not the only line."""
     with _naming(name):
-        with open_file() as file:
-            if not file.read(_BEGIN).removeprefix(_BOM).lstrip().startswith(b"{"):
+        with open_file() as file:  # a list may have no line that is short enough to be read
+            if not file.read(4096).removeprefix(_BOM).lstrip().startswith(b"{"):
                 return False
         values = [row.value for row in islice(_line_rows(open_file, name), 2)]
     first, *others = [line.strip() for line in values if isinstance(line, bytes)]
@@ -353,11 +316,10 @@ def _index_of_double(text: str) -> str:
 
 
 def _document_rows(open_file: OpenFile, name: str, column: str) -> Iterator[RawRow]:
-    """The documents of a plain text file, each a row with one value under `column`.
+    """The documents of a plain text file; the place of each is the line on which it begins.
 
     Blank lines separate documents. A file without any blank line between its lines holds one
-    document a line, as corpora do that are written by programs. Line ends become ``\\n``. The
-    place of a document is the line on which it begins.
+    document a line, as corpora do that are written by programs. Line ends become ``\\n``.
     """
     text = _whole_text(open_file, name)
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
@@ -385,19 +347,11 @@ def _whole_text(open_file: OpenFile, name: str) -> str:
 
 
 def _decoded(raw: bytes, place: Callable[[int], str], offset: int = 0) -> str:
-    """Text of bytes in UTF-8.
-
-    Args:
-        place: of a position in `raw`, for the message.
-        offset: of `raw` in its file.
-
-    Raises:
-        DataError: not UTF-8; says at which byte.
-    """
+    """Text of bytes in UTF-8, which begin at `offset` of their file; `place`: of one of them."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        seems = "; it seems to be UTF-16" if raw[:2] in _UTF16_MARKS else ""
+        seems = "; it seems to be UTF-16" if raw.startswith((b"\xff\xfe", b"\xfe\xff")) else ""
         raise DataError(
             f"{place(error.start)}: not UTF-8 at byte {offset + error.start} of the file "
             f"(0x{raw[error.start]:02x}){seems}; save the file as UTF-8"
@@ -408,11 +362,7 @@ def _decoded(raw: bytes, place: Callable[[int], str], offset: int = 0) -> str:
 
 
 def parquet_count(open_file: OpenFile, name: str) -> int:
-    """Rows of a Parquet file; reads its footer alone.
-
-    Raises:
-        DataError: not Parquet.
-    """
+    """Rows of a Parquet file; reads its footer alone."""
     from pyarrow import parquet
 
     with _naming(name), open_file() as file:
@@ -428,8 +378,6 @@ def rows_of(batches: Batches, start: int, shift: int = 0) -> Iterator[RawRow]:
     Args:
         shift: from a row's number to its place.
     """
-    import pyarrow as pa
-
     for first, batch in batches:
         left = batch.slice(max(0, start - first))
         kinds = {
@@ -443,8 +391,6 @@ def rows_of(batches: Batches, start: int, shift: int = 0) -> Iterator[RawRow]:
 
 
 def _written(value: Any, kind: Any) -> Any:
-    import pyarrow as pa
-
     if isinstance(value, str) and isinstance(kind, pa.JsonType):
         with contextlib.suppress(ValueError, RecursionError):  # `datasets` (5.2) lets 007 stand
             return json.loads(value)
@@ -466,8 +412,7 @@ def numbered(batches: Any, first: int = 0) -> Batches:
         first += batch.num_rows
 
 
-def _csv(open_file: OpenFile, name: str, start: int) -> Batches:
-    import pyarrow as pa
+def _csv(open_file: OpenFile, name: str) -> Iterator[Any]:
     import pyarrow.csv
 
     with open_file() as opened:
@@ -477,12 +422,12 @@ def _csv(open_file: OpenFile, name: str, start: int) -> Batches:
         names = next(filter(None, csv.reader(head)), [])
         if not names:
             return
-        rows = pa.csv.open_csv(
+        rows = pyarrow.csv.open_csv(
             file,
             # One thread: only then does the complaint about a row tell its number.
-            pa.csv.ReadOptions(block_size=_CSV_BLOCK, use_threads=False),
-            pa.csv.ParseOptions(newlines_in_values=True),
-            pa.csv.ConvertOptions(
+            pyarrow.csv.ReadOptions(block_size=_CSV_BLOCK, use_threads=False),
+            pyarrow.csv.ParseOptions(newlines_in_values=True),
+            pyarrow.csv.ConvertOptions(
                 column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False
             ),
         )
@@ -496,52 +441,41 @@ def _csv(open_file: OpenFile, name: str, start: int) -> Batches:
             raise DataError(
                 f"{name}:1: the header names the column {double!r} more than once; rename one"
             )
-        yield from numbered(rows)
+        yield from rows
 
 
-def _parquet(open_file: OpenFile, name: str, start: int) -> Batches:
+def _parquet(open_file: OpenFile, start: int) -> Batches:
     from pyarrow import parquet
 
-    # Buffered before, all row groups would be read at once. They are read one by one: pyarrow does
-    # not join the categories of several below a list or struct.
+    # A buffer would be filled by another thread, and Ctrl-C would wait for it.
     with open_file() as file, parquet.ParquetFile(file, pre_buffer=False) as opened:
         first = 0
+        # One by one: pyarrow does not join the categories of several below a list or struct.
         for group in range(opened.num_row_groups):
             rows = opened.metadata.row_group(group).num_rows
             if first + rows > start:
-                batches = opened.iter_batches(batch_size=_BATCH, row_groups=[group])
+                batches = opened.iter_batches(batch_size=BATCH, row_groups=[group])
                 yield from numbered(batches, first)
             first += rows
 
 
-def _arrow(open_file: OpenFile, name: str, start: int) -> Batches:
+def _arrow(open_file: OpenFile) -> Iterator[Any]:
     """Both of Arrow's layouts: `datasets` writes streams, pyarrow writes files."""
-    import pyarrow as pa
-
     with open_file() as file:
         magic = file.read(6)
         file.seek(0)
         if magic == b"ARROW1":
             opened = pa.ipc.open_file(file)
-            yield from numbered(map(opened.get_batch, range(opened.num_record_batches)))
+            yield from map(opened.get_batch, range(opened.num_record_batches))
         else:
-            yield from numbered(pa.ipc.open_stream(file))
-
-
-# Compressed files
-
-
-def _zstd(file: BinaryIO) -> Any:
-    import pyarrow as pa
-
-    return pa.CompressedInputStream(file, "zstd")
+            yield from pa.ipc.open_stream(file)
 
 
 _UNPACKERS: Mapping[str, Callable[[BinaryIO], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
-    ".zst": _zstd,
+    ".zst": partial(pa.CompressedInputStream, compression="zstd"),
 }
 
 
@@ -550,4 +484,4 @@ def unpacked(file: BinaryIO, name: str) -> BinaryIO:
     unpacker = _UNPACKERS.get(Path(name).suffix.lower())
     if unpacker is None:
         return file
-    return cast("BinaryIO", io.BufferedReader(unpacker(file), _UNPACKED))
+    return cast("BinaryIO", io.BufferedReader(unpacker(file), 2**16))

@@ -2,7 +2,7 @@
 
 Rows are read as bytes arrive, from any place where the server sends ranges. A connection that
 breaks, or a server that is busy, is tried again for about half a minute; what can never work is
-refused at once.
+refused at once. Each error is a `DataError` that names the address.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ _HOPELESS = {
 """Of aiohttp's errors, those that come again however often one tries."""
 _LATER = (408, 425, 429)
 """Of answers that refuse, those that may be others later."""
+_LOGIN = "private or gated repository of the hub needs a login (hf auth login)"
 
 
 def shown(address: str) -> str:
@@ -82,9 +83,6 @@ class _RemoteFile(io.RawIOBase):
 
     def seekable(self) -> bool:
         return self.size is not None
-
-    def tell(self) -> int:
-        return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.size or 0}
@@ -131,35 +129,19 @@ class _RemoteFile(io.RawIOBase):
 
 
 def open_remote(address: str, block: int = BLOCK) -> BinaryIO:
-    """A remote file, buffered.
-
-    Args:
-        block: bytes that are asked for at once; 0: what each read wants.
-
-    Raises:
-        DataError: nothing is there, nobody answers, it may not be read, or a package is missing;
-            in reading, also: the connection breaks again and again, or the file is another by now.
-    """
+    """A remote file. `block`: bytes that are asked for at once; 0: what each read wants."""
     file = _RemoteFile(address)
     return cast("BinaryIO", io.BufferedReader(file, block) if block else file)
 
 
 def remote_identity(address: str) -> str:
-    """Hexadecimal digest of a remote file's address, size and version; reads none of it.
-
-    Raises:
-        DataError: as for `open_remote`.
-    """
+    """Hexadecimal digest of a remote file's address, size and version; reads none of it."""
     file = _RemoteFile(address)
     return key_of("remote", shown(address), file.size, file.version)
 
 
 def copied(address: str, cache: Cache) -> Path:
-    """The copy of a remote file in the cache, made if there is none of this version.
-
-    Raises:
-        DataError: as for `open_remote`.
-    """
+    """The copy of a remote file in the cache, made if there is none of this version."""
 
     def copy(folder: Path) -> dict[str, Any]:
         with open_remote(address) as source, (folder / name).open("wb") as target:
@@ -200,11 +182,7 @@ def _file_system(address: str) -> tuple[Any, str]:
 
 
 def retried(what: str, work: Callable[[], Result]) -> Result:
-    """What `work` returns; once more where a connection breaks or the server is busy.
-
-    Raises:
-        DataError: names what was to be read.
-    """
+    """What `work` returns; once more where a connection breaks or the server is busy."""
     for wait in (*WAITS_S, None):
         try:
             return work()
@@ -232,14 +210,10 @@ def _refusal(what: str, error: Exception) -> DataError | None:
     answer = getattr(error, "response", error)
     status = getattr(answer, "status_code", getattr(answer, "status", None))
     if isinstance(error, FileNotFoundError) or status in (404, 410):
-        return DataError(
-            f"{what}: no such file there; a private or gated repository of the hub needs a login "
-            "(hf auth login)"
-        )
+        return DataError(f"{what}: no such file there; a {_LOGIN}")
     if isinstance(error, PermissionError) or status in (401, 403):
-        of_hub = "A private or gated repository of the hub needs a login (hf auth login)"
         signed = "A signed address may have expired, and a private file needs a signed address"
-        remedy = of_hub if hasattr(error, "response") else signed
+        remedy = f"A {_LOGIN}" if hasattr(error, "response") else signed
         return DataError(f"{what} may not be read: {_said(error).rstrip('.')}. {remedy}")
     if status == 412:
         return DataError(f"{what} changed while it was being read; start again")

@@ -1,6 +1,7 @@
 """A source of rows, opened: a file, here or on another machine, or a data set of the hub.
 
-Rows are read in the source's own order; whoever wants others numbers them.
+Rows are read in the source's own order; whoever wants others numbers them. What there is not, or
+cannot be read, raises `DataError`, which names the source or its field of the run file.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from anygauge.util.text import near_file
 
 _ANSWER_S = 10.0
 """The hub must answer within this time, or it is called unreachable."""
-_BATCH = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,9 +33,8 @@ class Source:
     """Rows in their own order.
 
     Attributes:
-        name: of the source, as origins show it.
         mark: how a place is written behind the name: ``:{}`` (a line) or ``[{}]`` (an index).
-        read: the rows from a number on, to the end.
+        read: the rows from a number on, to the end; see `rows`.
         count: rows, where that is known before they are read.
         identity: hexadecimal digest that changes with the content.
     """
@@ -52,11 +51,7 @@ class Source:
         return self.name.replace("{", "{{").replace("}", "}}") + self.mark
 
     def rows(self, start: int = 0) -> Iterator[RawRow]:
-        """The rows from a number on, to the end; at least one from the beginning.
-
-        Raises:
-            DataError: unreadable, malformed or empty.
-        """
+        """The rows from a number on, to the end; at least one from the beginning."""
         rows = self.read(start)
         first = list(islice(rows, 1))
         if not first and not start:
@@ -73,10 +68,8 @@ def open_source(
         field: where it stands in the run file, for messages.
         cache: for a copy of a remote file, or of a data set of the hub; None reads them over the
             network.
-        beginning: only the first rows will be asked for: fetch little at once.
-
-    Raises:
-        DataError: there is no such source, or it cannot be read.
+        beginning: only the first rows will be asked for: fetch little at once, and of a data set
+            of the hub the rows as they will be in the cache.
     """
     path, limit = section.path, section.limit
     if names_data_set(path):
@@ -124,14 +117,13 @@ def first_records(
 
 
 def _file(path: str, name: str, cache: Cache | None, block: int, column: str = "") -> Source:
-    """A file of this machine, or at an address. `column`: what the documents of a text become."""
+    """A file of this machine, or at an address. `column`: of the documents of a text file."""
     suffix = data_suffix(path)
     contents = set()
 
     def opened() -> BinaryIO:
         if names_address(path):
-            # Of Parquet, exactly the columns' parts are read; a buffer would fetch what lies
-            # between.
+            # Of Parquet, exact parts are read; a buffer would fetch what lies between.
             return readers.unpacked(open_remote(path, 0 if suffix == ".parquet" else block), name)
         try:
             file = open_regular(Path(path).expanduser())
@@ -168,16 +160,8 @@ def _file(path: str, name: str, cache: Cache | None, block: int, column: str = "
 def _data_set(
     section: SourceSection, field: str, cache: Cache | None, *, beginning: bool
 ) -> Source:
-    """One split of a data set of the Hugging Face hub, by `datasets`.
-
-    With a cache, it is downloaded and converted there; without, it is streamed.
-
-    Args:
-        beginning: stream it converted, as it will be in the cache.
-
-    Raises:
-        DataError: no such data set, subset, split or revision, or the hub cannot be reached.
-    """
+    """One split of a data set of the Hugging Face hub, by `datasets`: with a cache, downloaded and
+    converted there; without, streamed."""
     import datasets
     from huggingface_hub import constants
 
@@ -208,7 +192,7 @@ def _data_set(
     def read(start: int) -> Iterator[RawRow]:
         at = start
         try:
-            for row in readers.rows_of(readers.numbered(table.iter(_BATCH)), start):
+            for row in readers.rows_of(readers.numbered(table.iter(readers.BATCH)), start):
                 at = row.place + 1
                 yield row
         except Exception as error:
@@ -287,12 +271,8 @@ def _unloadable(section: SourceSection, field: str, error: Exception, at: str = 
 
 
 def _commit(section: SourceSection, field: str) -> str:
-    """Of a data set. The library itself waits minutes for a silent network.
-
-    Raises:
-        DataError: no such data set or revision, or the hub cannot be reached.
-    """
-    from huggingface_hub import HfApi, errors
+    """Of a data set. The library itself waits minutes for a silent network."""
+    from huggingface_hub import HfApi, constants, errors
 
     path, file = section.path, Path(section.path).absolute()
     no_file = f"{field}.path: {path!r} is not a file (looked at {file}){near_file(file)}"
@@ -312,8 +292,7 @@ def _commit(section: SourceSection, field: str) -> str:
         said = str(error).strip().partition("\n")[0]
         raise DataError(f"{field}.path: the hub refuses {path!r}: {said}") from None
     except Exception as error:  # which class it is depends on the library below the library
-        endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
         raise DataAccessError(
-            f"{no_file}, and the hub ({endpoint}) cannot be reached: {error}. If the data set was "
-            "downloaded before, export HF_HUB_OFFLINE=1 to use that copy"
+            f"{no_file}, and the hub ({constants.ENDPOINT}) cannot be reached: {error}. If the "
+            "data set was downloaded before, export HF_HUB_OFFLINE=1 to use that copy"
         ) from None
