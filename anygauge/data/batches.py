@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -162,10 +162,8 @@ class Layout:
     def width(self, longest: int) -> int:
         """The padded length where the longest sequence has so many tokens."""
         width = self.shapes.padded_length(max(1, longest), self.max_length)
-        if self.share.one_width:
-            rounded = math.ceil(width / self.share.one_width) * self.share.one_width
-            width = max(width, min(rounded, self.max_length))
-        return width
+        multiple = self.share.one_width or 1
+        return min(math.ceil(width / multiple) * multiple, self.max_length)
 
     def dummy(self, width: int) -> MicroBatch:
         """A micro-batch without rows."""
@@ -262,12 +260,11 @@ class Ahead(Generic[Work]):
         return self._begun[index].result()
 
     def __enter__(self) -> Ahead[Work]:
-        """Its thread ends with this context."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Begin no more work. After an error nobody waits for what the thread is at: that may take
-        as long as a network does, and the thread ends with it."""
+        # After an error nobody waits for what the thread is at: that may take as long as a network
+        # does, and the thread ends with it.
         self._pool.shutdown(wait=kind is None, cancel_futures=True)
 
 
@@ -313,10 +310,8 @@ class Batches(ABC):
         self._resumed = state
 
     def widths(self, start: int) -> list[int]:
-        """Padded lengths of the micro-batches from a step on, the widest first.
-
-        Empty where ranks do not agree on them, or lengths are not known before the run.
-        """
+        """Padded lengths of the micro-batches from a step on, the widest first; none where ranks
+        do not agree on them, or lengths are not known before the run."""
         return []
 
     @abstractmethod
@@ -482,7 +477,7 @@ class RowBatches(Batches):
     def num_loss_tokens(self, index: int) -> int:
         """See `Batches`."""
         items = self.items(index)
-        return int(self.sequences.num_loss_tokens[items[items != DUMMY]].sum())
+        return int(self.sequences.num_loss_tokens[items].sum(where=items != DUMMY))
 
     def real_tokens(self, index: int) -> int:
         """See `Batches`."""
@@ -498,7 +493,7 @@ class RowBatches(Batches):
         return key_of("rows", self.sequences.rows.fingerprint(), *settings)
 
     def _find(self, first: int, count: int = 1) -> NDArray[np.int64]:
-        """The sequences of some steps over all ranks; int64 of shape (steps, global_batch)."""
+        """As `items`, of several steps; int64 of shape (steps, global_batch)."""
         steps = range(first, min(first + count, self.steps))
         if self._grouped is not None:
             return np.stack(list(map(self._grouped.step, steps)))
@@ -532,7 +527,7 @@ class EvaluationBatches:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Padding:
-    """One epoch in one layout.
+    """What a schedule reads, in one layout.
 
     Attributes:
         sequences: rows, or packs of them.
@@ -549,8 +544,8 @@ class Padding:
 
 
 def measure(rows: TokenizedRows, schedule: Schedule, layout: Layout) -> Padding:
-    """Lay out one epoch without making a tensor."""
-    batches = RowBatches(rows, replace(schedule, epochs=1.0, steps=None), layout)
+    """Lay out what the schedule reads, without making a tensor."""
+    batches = RowBatches(rows, schedule, layout)
     tokens = positions = sequences = 0
     for index in range(batches.steps):
         items = batches.items(index)
