@@ -252,22 +252,6 @@ def test_a_global_batch_is_divided_or_refused(values, remedy):
     assert str(caught.value).endswith(remedy)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "micro", "packing"), [(3, 2, False), (5, 1, False), (3, 1, True)]
-)
-def test_streamed_steps_have_one_width_on_all_ranks(batches, ranks, micro, packing):
-    fields = {"micro": micro, "packing": packing, "shapes": BUCKETED}
-    fields["settings"] = {"global_batch_size": 4 * ranks}
-    every = [batches(world=ranks, rank=rank, **fields) for rank in range(ranks)]
-    dummies = []
-    for index in range(every[0].steps):
-        step = [batch for one in every for batch in one.step(index)]
-        check_widths(step, BUCKETED, packing, alone=False)
-        dummies += [batch for batch in step if not batch.tokens]
-    assert bool(dummies) is (micro == 1), "some ranks have no rows"
-    assert every[0].widths(0) == [], "not known before the run"
-
-
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_padding_is_measured_as_it_is_laid_out(tokenized, packing, ranks):
