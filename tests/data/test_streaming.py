@@ -127,21 +127,11 @@ def test_packs_hold_every_row_once_an_epoch_and_no_step_is_empty(
         made.step(steps)
     done = data.draw(st.integers(0, steps))
     for state in ({}, made.state(done)):
-        resumed = make(KnownRows(lengths, size))
+        resumed = make(rows := KnownRows(lengths, size))
         resumed.resume(state)
         for at in range(done, steps):
             assert (origins(resumed, at), resumed.num_loss_tokens(at)) == found[at]
-
-
-def test_a_resumed_stream_of_packs_does_not_read_the_blocks_before():
-    schedule = {"global_batch": 2, "steps": 40}
-    state = packed(KnownRows([5] * 40, 10), **schedule).state(33)
-    assert state == {"first_step": 30, "epoch": 1, "block": 2}
-    rows = KnownRows([5] * 40, 10)
-    resumed = packed(rows, **schedule)
-    resumed.resume(state)
-    resumed.num_loss_tokens(33)
-    assert rows.read[0] == 2 and 1 not in rows.read
+        assert rows.read[:1] in ([], [state.get("block", 0)]), "no block before is read"
 
 
 def test_blocks_are_read_once_though_steps_are_asked_for_early_and_late():
