@@ -14,9 +14,10 @@ from __future__ import annotations
 import bisect
 import math
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 from anygauge.data.cache import key_of
 from anygauge.data.order import DUMMY, GroupedOrder, Order, packing_order
 from anygauge.data.rows import TokenizedRows, Tokens
-from anygauge.interface import DataError, RunFileError, ShapeKind, ShapePolicy, Share
+from anygauge.interface import RunFileError, ShapeKind, ShapePolicy, Share
 
 if TYPE_CHECKING:
     import torch
@@ -41,14 +42,8 @@ IGNORED = -100
 
 
 def accumulation(global_batch: int, micro_batch: int, parts: int) -> int:
-    """Micro-batches that each rank reads per step.
-
-    Args:
-        parts: into which a step's rows are divided: ranks, or groups of them that read the same.
-
-    Raises:
-        RunFileError: the global batch cannot be divided so; names values that can.
-    """
+    """Micro-batches that each rank reads per step, if its rows can be divided into these parts:
+    ranks, or groups of them that read the same. The error names values that can."""
     together = micro_batch * parts
     count, rest = divmod(global_batch, together)
     if not rest and count:
@@ -72,11 +67,10 @@ class MicroBatch:
     """What one forward reads. Tensors are int64 of shape (sequences, length), on the host.
 
     Attributes:
-        input_ids: token numbers; sequences are padded on the right.
+        input_ids: sequences are padded on the right.
         labels: the loss tokens *at their own position* (the loss shifts them);
             `IGNORED` otherwise, and on the first token of every document.
-        attention_mask: 1 for tokens, 0 for padding. A dummy sequence keeps one 1, since attention
-            over nothing at all is not a number.
+        attention_mask: 1 for tokens, 0 for padding.
         position_ids: from 0; packed documents and the padding behind them each begin anew.
         segment_ids: packed: the document's number in its sequence from 1, 0 for padding.
             None where nothing is packed.
@@ -95,16 +89,10 @@ class MicroBatch:
     tokens: int
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors by name, for moving to a device; `segment_ids` only where packed."""
-        named = {
-            "input_ids": self.input_ids,
-            "labels": self.labels,
-            "attention_mask": self.attention_mask,
-            "position_ids": self.position_ids,
-        }
-        if self.segment_ids is not None:
-            named["segment_ids"] = self.segment_ids
-        return named
+        """By name, for moving to a device; `segment_ids` only where packed."""
+        names = ("input_ids", "labels", "attention_mask", "position_ids", "segment_ids")
+        named = {name: getattr(self, name) for name in names}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,8 +105,6 @@ class Layout:
         pad_id: token number that fills up; never a loss token, never attended to.
         packing: whether a sequence holds several rows, of which none attends to another; or
             ``concatenate``: these do.
-        share: the part of each step that this rank reads.
-        shapes: decides padded lengths.
     """
 
     micro_batch: int
@@ -151,11 +137,11 @@ class Layout:
 
     @property
     def alone(self) -> bool:
-        """Whether each micro-batch may have a width of its own where ranks agree: nobody waits."""
+        """Whether a micro-batch with rows may have a width of its own all the same: none waits."""
         return not (self.share.count > 1 or self.packing or self.share.one_width)
 
     def step(self, turns: Sequence[Sequence[Sequence[Tokens]]], longest: int) -> list[MicroBatch]:
-        """The tensors of a step's micro-batches; see `batch` and `widths`."""
+        """The tensors of a step's micro-batches."""
         own = [max(map(tokens_of, sequences)) for sequences in turns]
         widths = self.widths(own, longest)
         return [self.batch(*each) for each in zip(turns, widths, strict=True)]
@@ -171,32 +157,24 @@ class Layout:
         if self.agrees:
             # Dummies must not have a shape of their own.
             return [self.width(own if own and self.alone else longest) for own in turns]
-        if self.share.one_width:
-            return [self.width(max(turns))] * len(turns)
-        return [self.width(own) for own in turns]
+        return [self.width(max(turns) if self.share.one_width else own) for own in turns]
 
     def width(self, longest: int) -> int:
         """The padded length where the longest sequence has so many tokens."""
         width = self.shapes.padded_length(max(1, longest), self.max_length)
-        if self.share.one_width:
-            rounded = math.ceil(width / self.share.one_width) * self.share.one_width
-            width = max(width, min(rounded, self.max_length))
-        return width
+        multiple = self.share.one_width or 1
+        return min(math.ceil(width / multiple) * multiple, self.max_length)
 
     def dummy(self, width: int) -> MicroBatch:
         """A micro-batch without rows."""
         return self.batch([[]] * self.micro_batch, width)
 
     def batch(self, sequences: Sequence[Sequence[Tokens]], width: int) -> MicroBatch:
-        """The tensors of one micro-batch.
-
-        Args:
-            sequences: for each, the documents it holds, in order; none at all makes a dummy, from
-                which there is no loss.
-            width: the padded length.
-        """
+        """The tensors of one micro-batch, from the documents of each sequence, in order."""
         import torch
 
+        # A dummy keeps one token, since attention over nothing at all is not a number.
+        dummy = [Tokens(np.array([self.pad_id]), np.array([False]), "")]
         isolated = self.packing is True
         shape = (len(sequences), width)
         input_ids = np.full(shape, self.pad_id, dtype=np.int64)
@@ -206,19 +184,15 @@ class Layout:
         segments = np.zeros(shape, dtype=np.int64)
         for place, sequence in enumerate(sequences):
             at = 0
-            for number, document in enumerate(sequence, start=1):
+            for number, document in enumerate(sequence or dummy, start=1):
                 end = at + len(document.ids)
                 input_ids[place, at:end] = document.ids
                 labels[place, at:end] = np.where(document.loss_mask, document.ids, IGNORED)
                 mask[place, at:end] = 1
                 segments[place, at:end] = number
                 if isolated:
-                    positions[place, at:] = np.arange(width - at)
+                    positions[place, end:] = np.arange(width - end)
                 at = end
-            if not sequence:
-                mask[place, 0] = segments[place, 0] = at = 1
-            if isolated:
-                positions[place, at:] = np.arange(width - at)
         return MicroBatch(
             input_ids=torch.from_numpy(input_ids),
             labels=torch.from_numpy(labels),
@@ -242,7 +216,7 @@ class Schedule:
 
     Attributes:
         global_batch: sequences per step over all ranks.
-        epochs: passes over the sequences; need not be whole.
+        epochs: need not be whole.
         steps: optimizer steps; wins over `epochs`, begins anew as often as needed.
         weights: times that the rows of each source are read in an epoch.
         grouping: whether sequences of like length share a step.
@@ -263,12 +237,11 @@ class Schedule:
 
 
 class Ahead(Generic[Work]):
-    """Results of numbered work, one after another in a thread, begun before they are asked for.
+    """Results of numbered work, one after another in a thread.
 
     Args:
         count: of the numbers, from 0.
         depth: results that are begun before they are asked for; earlier ones are not held.
-        name: of the thread.
     """
 
     def __init__(self, work: Callable[[int], Work], count: int, depth: int, name: str) -> None:
@@ -277,7 +250,7 @@ class Ahead(Generic[Work]):
         self._begun: dict[int, Future[Work]] = {}
 
     def get(self, index: int) -> Work:
-        """The result for a number; raises what the work raised. For one thread alone."""
+        """The result for a number, or what the work raised. For one thread alone."""
         wanted = range(index, min(index + self._depth + 1, self._count))
         for number in self._begun.keys() - set(wanted):
             self._begun.pop(number).cancel()
@@ -287,12 +260,11 @@ class Ahead(Generic[Work]):
         return self._begun[index].result()
 
     def __enter__(self) -> Ahead[Work]:
-        """Its thread ends with this context."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Begin no more work. After an error nobody waits for what the thread is at: that may take
-        as long as a network does, and the thread ends with it."""
+        # After an error nobody waits for what the thread is at: that may take as long as a network
+        # does, and the thread ends with it.
         self._pool.shutdown(wait=kind is None, cancel_futures=True)
 
 
@@ -308,9 +280,6 @@ class Batches(ABC):
 
     Attributes:
         steps: optimizer steps of the run, at least 1.
-
-    Raises:
-        RunFileError: global_batch is not a multiple of micro_batch times the number of parts.
     """
 
     steps: int
@@ -329,10 +298,7 @@ class Batches(ABC):
         """This rank's micro-batches of a step (from 0); as many on every rank.
 
         A thread may call it, for up to `STEPS_AHEAD` steps after the one that the rest is asked
-        for.
-
-        Raises:
-            IndexError: the run has no such step.
+        for. IndexError: the run has no such step.
         """
 
     def state(self, done: int) -> dict[str, int]:
@@ -344,10 +310,8 @@ class Batches(ABC):
         self._resumed = state
 
     def widths(self, start: int) -> list[int]:
-        """Padded lengths of the micro-batches from a step on, the widest first.
-
-        Empty where ranks do not agree on them, or lengths are not known before the run.
-        """
+        """Padded lengths of the micro-batches from a step on, the widest first; none where ranks
+        do not agree on them, or lengths are not known before the run."""
         return []
 
     @abstractmethod
@@ -364,10 +328,8 @@ class Batches(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Hexadecimal digest of the data and all that decides which rows are in which step.
-
-        Ranks, micro-batches and the number of steps are not part of it.
-        """
+        """Hexadecimal digest of the data and all that decides which rows are in which step: not
+        ranks, micro-batches or the number of steps."""
 
     def _checked(self, index: int) -> int:
         if not 0 <= index < self.steps:
@@ -382,12 +344,11 @@ def pack(lengths: NDArray[np.int64], capacity: int, order: NDArray[np.int64]) ->
 
     Args:
         lengths: tokens of each row, each from 1 to the capacity; int64 of shape (rows,).
-        capacity: most tokens in a pack.
         order: the row numbers to pack, each once; breaks ties between rows of equal length.
     """
     packs: list[list[int]] = []
-    # Open packs by the room they have left; `rooms` holds the keys in rising order.
-    open_packs: dict[int, list[int]] = {}
+    # Packs by the room they have left; `rooms` holds the keys in rising order.
+    by_room: defaultdict[int, list[int]] = defaultdict(list)
     rooms: list[int] = []
     ranked = order[np.argsort(-lengths[order], kind="stable")]
     for row, length in zip(ranked.tolist(), lengths[ranked].tolist(), strict=True):
@@ -397,22 +358,19 @@ def pack(lengths: NDArray[np.int64], capacity: int, order: NDArray[np.int64]) ->
             packs.append([])
         else:
             room = rooms[at]
-            number = open_packs[room].pop()
-            if not open_packs[room]:
-                del open_packs[room]
+            number = by_room[room].pop()
+            if not by_room[room]:
                 rooms.pop(at)
         packs[number].append(row)
         left = room - length
-        if left:
-            if left not in open_packs:
-                open_packs[left] = []
-                bisect.insort(rooms, left)
-            open_packs[left].append(number)
+        if not by_room[left]:
+            bisect.insort(rooms, left)
+        by_room[left].append(number)
     return packs
 
 
 class _Sequences:
-    """What an epoch is made of: each a row or a pack of rows; and how they become tensors.
+    """What an epoch is made of: each a row or a pack of rows.
 
     Only rows of the same weight share a pack, so that every row is read as often as its weight
     says.
@@ -421,22 +379,16 @@ class _Sequences:
         sizes: sequences of each weight, one after another.
         weights: of the sequences of each size.
         tokens: of each sequence; int64 of shape (sequences,).
-        num_loss_tokens: loss tokens of each; int64 of shape (sequences,).
+        num_loss_tokens: of each; int64 of shape (sequences,).
     """
 
     def __init__(
         self, rows: TokenizedRows, weights: Sequence[float], layout: Layout, seed: int
     ) -> None:
-        longest = int(rows.lengths.max(initial=0))
-        if longest > layout.max_length:
-            raise DataError(
-                f"a row has {longest} tokens, a sequence holds {layout.max_length}: "
-                "the rows were tokenised with another maximum length"
-            )
-        self.rows, self.layout = rows, layout
+        self.rows, self.packing = rows, bool(layout.packing)
         self.weights, self.sizes = list(weights), rows.sizes
         self.tokens, self.num_loss_tokens = rows.lengths, rows.loss_token_counts
-        if layout.packing:
+        if self.packing:
             self.weights = list(dict.fromkeys(weights))
             of_row = np.repeat(np.asarray(weights), rows.sizes)
             packs = []
@@ -448,20 +400,20 @@ class _Sequences:
             # The packs as stretches of one list: of a million, a list each would be large.
             self._starts = np.cumsum([0, *map(len, chain(*packs))])
             self._members = np.fromiter(chain.from_iterable(chain(*packs)), np.int64)
-            self.tokens = np.add.reduceat(self.tokens[self._members], self._starts[:-1])
-            self.num_loss_tokens = np.add.reduceat(
-                self.num_loss_tokens[self._members], self._starts[:-1]
+            self.tokens, self.num_loss_tokens = (
+                np.add.reduceat(counts[self._members], self._starts[:-1])
+                for counts in (self.tokens, self.num_loss_tokens)
             )
-
-    def __len__(self) -> int:
-        return len(self.tokens)
 
     def documents(self, sequences: NDArray[np.int64]) -> list[list[Tokens]]:
         """What sequences hold; `DUMMY` stands for one that holds nothing."""
-        return [
-            [] if each == DUMMY else [self.rows.tokens(row) for row in self._rows_of(each)]
-            for each in sequences.tolist()
-        ]
+        found: list[list[Tokens]] = []
+        for each in sequences.tolist():
+            members = [] if each == DUMMY else [each]
+            if members and self.packing:
+                members = self._members[self._starts[each] : self._starts[each + 1]].tolist()
+            found.append([self.rows.tokens(row) for row in members])
+        return found
 
     def lengths(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
         """Tokens of each, 0 for `DUMMY`; int64 of the same shape."""
@@ -472,12 +424,7 @@ class _Sequences:
 
         Packs are as full as they can be: nearly all have one width, and then all may.
         """
-        return int((self.tokens if self.layout.packing else self.lengths(sequences)).max())
-
-    def _rows_of(self, sequence: int) -> list[int]:
-        if not self.layout.packing:
-            return [sequence]
-        return self._members[self._starts[sequence] : self._starts[sequence + 1]].tolist()
+        return int((self.tokens if self.packing else self.lengths(sequences)).max())
 
 
 _KEPT_STEPS = 2 * STEPS_AHEAD + 2
@@ -493,17 +440,18 @@ class RowBatches(Batches):
     def __init__(self, rows: TokenizedRows, schedule: Schedule, layout: Layout) -> None:
         super().__init__(schedule, layout)
         sequences = _Sequences(rows, schedule.weights, layout, schedule.seed)
-        self.sequences = sequences
         order = Order(sequences.sizes, sequences.weights, schedule.seed, shuffle=schedule.shuffle)
-        self._order, self._grouped, stop = order, None, None
-        self._total = (schedule.steps or 0) * self.global_batch
-        if not schedule.steps:
+        self.sequences, self._order = sequences, order
+        if schedule.steps:
+            self._total, stop = schedule.steps * self.global_batch, math.inf
+        else:
             self._total = max(1, order.end(schedule.epochs))
             # A run that ends with an epoch reads no row of the next one.
             stop = max(1, order.end(math.ceil(schedule.epochs)))
         self.steps = -(-self._total // self.global_batch)
+        self._grouped: GroupedOrder | None = None
         if schedule.grouping:
-            self._grouped = GroupedOrder(order, sequences.tokens, self.global_batch, stop)
+            self._grouped = GroupedOrder(order, sequences.lengths, self.global_batch, stop)
         # The sequences of a step over all ranks; int64 of shape (global_batch,).
         self.items = lru_cache(_KEPT_STEPS)(lambda index: self._find(self._checked(index))[0])
 
@@ -529,7 +477,7 @@ class RowBatches(Batches):
     def num_loss_tokens(self, index: int) -> int:
         """See `Batches`."""
         items = self.items(index)
-        return int(self.sequences.num_loss_tokens[items[items != DUMMY]].sum())
+        return int(self.sequences.num_loss_tokens[items].sum(where=items != DUMMY))
 
     def real_tokens(self, index: int) -> int:
         """See `Batches`."""
@@ -545,15 +493,12 @@ class RowBatches(Batches):
         return key_of("rows", self.sequences.rows.fingerprint(), *settings)
 
     def _find(self, first: int, count: int = 1) -> NDArray[np.int64]:
-        """The sequences of some steps over all ranks; int64 of shape (steps, global_batch)."""
+        """As `items`, of several steps; int64 of shape (steps, global_batch)."""
         steps = range(first, min(first + count, self.steps))
         if self._grouped is not None:
             return np.stack(list(map(self._grouped.step, steps)))
         positions = np.arange(steps.start * self.global_batch, steps.stop * self.global_batch)
-        real = positions < self._total
-        items = np.full(len(positions), DUMMY, dtype=np.int64)
-        items[real] = self._order.items(positions[real])
-        return items.reshape(-1, self.global_batch)
+        return self._order.items(positions, self._total).reshape(-1, self.global_batch)
 
 
 class EvaluationBatches:
@@ -567,9 +512,8 @@ class EvaluationBatches:
     def __init__(self, rows: TokenizedRows, layout: Layout) -> None:
         self._sequences = _Sequences(rows, (1.0,) * len(rows.pieces), layout, seed=0)
         self._layout = layout
-        together = layout.share.count * layout.micro_batch
-        items = np.full(math.ceil(len(self._sequences) / together) * together, DUMMY)
-        items[: len(self._sequences)] = np.arange(len(self._sequences))
+        count, together = len(self._sequences.tokens), layout.share.count * layout.micro_batch
+        items = np.pad(np.arange(count), (0, -count % together), constant_values=DUMMY)
         self._items = items.reshape(-1, layout.share.count, layout.micro_batch)
 
     def __len__(self) -> int:
@@ -583,11 +527,10 @@ class EvaluationBatches:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Padding:
-    """One epoch in one layout.
+    """What a schedule reads, in one layout.
 
     Attributes:
-        sequences: rows, or packs of them, over the epoch.
-        steps: optimizer steps of the epoch.
+        sequences: rows, or packs of them.
         positions: tokens with padding: what the model computes over.
         share: of the positions that is padding, from 0 to 1.
         fill: share of the packs' room that holds tokens; None where nothing is packed.
@@ -601,12 +544,8 @@ class Padding:
 
 
 def measure(rows: TokenizedRows, schedule: Schedule, layout: Layout) -> Padding:
-    """Lay out one epoch without making a tensor.
-
-    Raises:
-        RunFileError: global_batch is not a multiple of micro_batch times the number of ranks.
-    """
-    batches = RowBatches(rows, replace(schedule, epochs=1.0, steps=None), layout)
+    """Lay out what the schedule reads, without making a tensor."""
+    batches = RowBatches(rows, schedule, layout)
     tokens = positions = sequences = 0
     for index in range(batches.steps):
         items = batches.items(index)

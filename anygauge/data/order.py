@@ -12,8 +12,8 @@ any step is found without the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import lru_cache
 
@@ -29,6 +29,9 @@ PASS = 3
 GROUPS = 4
 BLOCKS = 5
 STREAM = 6
+
+DUMMY = -1
+"""Stands for no item."""
 
 
 def permutation(n: int, *entropy: int) -> NDArray[np.int64]:
@@ -48,20 +51,10 @@ def packing_order(n: int, seed: int, group: int = 0) -> NDArray[np.int64]:
 
 
 class Split:
-    """Which records of a source are held out; both parts are in the records' own order.
-
-    Args:
-        n: records of the source.
-        fraction: share to hold out, from 0 to below 1; above 0 it takes at least one record.
-        seed: decides which.
-        source: number of the source among the training sources.
+    """Which records of a source are held out, by seed and the source's number.
 
     Attributes:
-        held_out: int64 of shape (held out,), rising.
-        kept: the others, likewise.
-
-    Raises:
-        DataError: too few records for both parts.
+        held_out, kept: int64, each rising; with a `fraction` above 0, neither is empty.
     """
 
     def __init__(self, n: int, fraction: float, seed: int, source: int = 0) -> None:
@@ -77,16 +70,6 @@ class Split:
         self.kept: NDArray[np.int64] = np.setdiff1d(np.arange(n), self.held_out, True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    """A stretch of an epoch's list: a pass over a source, or part of one."""
-
-    start: int
-    source: int
-    part_of: int | None  # the number of the pass
-    place: int
-
-
 class Order:
     """The items of all sources over a whole run, one epoch after another.
 
@@ -95,35 +78,27 @@ class Order:
     enough epochs every item was read exactly weight times as often as there were epochs.
 
     Args:
-        sizes: items of each source; their numbers follow one another.
+        sizes: items of each source, at least one in all; their numbers follow one another.
         weights: times that the items of each source are read in an epoch.
         shuffle: a new permutation each epoch; otherwise source after source, in their own order.
-
-    Raises:
-        DataError: there is no item.
     """
 
     def __init__(
         self, sizes: Sequence[int], weights: Sequence[float], seed: int, *, shuffle: bool = True
     ) -> None:
-        if not sum(sizes):
-            raise DataError("there is no row to put in order")
         self.sizes = [int(size) for size in sizes]
         # repr: a weight of 0.1 means a tenth, not the binary number next to it.
         self.weights = [Fraction(repr(float(weight))) for weight in weights]
         self.seed, self.shuffle = seed, shuffle
-        self.per_epoch: Fraction = sum(
-            (size * weight for size, weight in zip(self.sizes, self.weights, strict=True)),
-            Fraction(0),
-        )
-        self._offsets = np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
+        read = [size * weight for size, weight in zip(self.sizes, self.weights, strict=True)]
+        self.per_epoch: Fraction = sum(read, Fraction(0))
         # A step may begin in one epoch and end in the next.
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
         self._pass = lru_cache(maxsize=2 * len(self.sizes) + 2)(self._make_pass)
 
-    def end(self, epochs: float | Fraction) -> int:
+    def end(self, epochs: float) -> int:
         """Items of so many epochs from the start of the run; need not be whole epochs."""
-        count = Fraction(repr(epochs)) if isinstance(epochs, float) else Fraction(epochs)
+        count = Fraction(repr(epochs))
         return sum(self._read(source, count) for source in range(len(self.sizes)))
 
     def epoch(self, position: int) -> int:
@@ -135,15 +110,16 @@ class Order:
             epoch -= 1
         return epoch
 
-    def items(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The items at global positions, in any order; int64 of the same shape (n,)."""
-        items = np.empty(len(positions), dtype=np.int64)
-        todo = np.arange(len(positions))
+    def items(self, positions: NDArray[np.int64], stop: float = math.inf) -> NDArray[np.int64]:
+        """The items at global positions, in any order, `DUMMY` from `stop` on; int64 of the same
+        shape (n,)."""
+        items = np.full(len(positions), DUMMY, dtype=np.int64)
+        todo = np.flatnonzero(positions < stop)
         while len(todo):
             epoch = self.epoch(int(positions[todo].min()))
             here = positions[todo] < self.end(epoch + 1)
             at = todo[here]
-            items[at] = self._of_epoch(epoch, positions[at] - self.end(epoch))
+            items[at] = self._epoch(epoch)[positions[at] - self.end(epoch)]
             todo = todo[~here]
         return items
 
@@ -151,41 +127,31 @@ class Order:
         """Items of one source that are read in the first epochs."""
         return round(self.sizes[source] * self.weights[source] * epochs)
 
-    def _of_epoch(self, epoch: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        segments, shuffled = self._epoch(epoch)
-        if shuffled is not None:
-            places = shuffled[places]
-        starts = np.array([segment.start for segment in segments])
-        which = np.searchsorted(starts, places, side="right") - 1
-        items = np.empty(len(places), dtype=np.int64)
-        for number in np.unique(which):
-            segment, here = segments[number], which == number
-            inside = places[here] - segment.start + segment.place
-            if segment.part_of is not None and self.shuffle:
-                inside = self._pass(segment.source, segment.part_of)[inside]
-            items[here] = self._offsets[segment.source] + inside
-        return items
-
-    def _make_epoch(self, epoch: int) -> tuple[list[_Segment], NDArray[np.int64] | None]:
-        """What an epoch reads, and how that is shuffled."""
-        segments: list[_Segment] = []
-        length = 0
+    def _make_epoch(self, epoch: int) -> NDArray[np.int64]:
+        """The items of an epoch in order: passes over the sources, and parts of passes."""
+        length = self.end(epoch + 1) - self.end(epoch)
+        places = permutation(length, self.seed, epoch) if self.shuffle else slice(None)
+        items = np.empty(length, dtype=np.int64)
+        first = done = 0
         for source, size in enumerate(self.sizes):
             at, end = (self._read(source, Fraction(count)) for count in (epoch, epoch + 1))
             while at < end:
                 number, place = divmod(at, size)
                 count = min(end - at, size - place)
-                segments.append(_Segment(length, source, None if count == size else number, place))
+                # A whole pass is shuffled with the epoch alone.
+                in_order = count == size or not self.shuffle
+                members = np.arange(size) if in_order else self._pass(source, number)
+                np.add(members[place : place + count], first, out=items[done : done + count])
                 at += count
-                length += count
-        return segments, permutation(length, self.seed, epoch) if self.shuffle else None
+                done += count
+            first += size
+        return items[places]
 
     def _make_pass(self, source: int, number: int) -> NDArray[np.int64]:
         return permutation(self.sizes[source], self.seed, number, PASS, source)
 
 
 BLOCK_STEPS = 50
-DUMMY = -1
 
 
 class GroupedOrder:
@@ -197,24 +163,30 @@ class GroupedOrder:
 
     Args:
         order: the order before grouping.
-        lengths: tokens of each item; int64 of shape (items,).
-        stop: positions from here on are dummies; None where the run has no such end.
+        lengths: tokens of items, 0 for `DUMMY`.
+        stop: positions from here on are dummies.
     """
 
     def __init__(
-        self, order: Order, lengths: NDArray[np.int64], global_batch: int, stop: int | None
+        self,
+        order: Order,
+        lengths: Callable[[NDArray[np.int64]], NDArray[np.int64]],
+        global_batch: int,
+        stop: float,
     ) -> None:
         self._order, self._lengths, self._batch, self._stop = order, lengths, global_batch, stop
         self._sorted = lru_cache(maxsize=2)(self._sort)
-        self._longest = 0
-        self._longest = self._find_longest()
+        # Of few rows of little weight, the first epoch may have none.
+        steps = -(-max(1, order.end(1)) // global_batch)
+        blocks = [self._bounds(index) for index in range(0, steps, BLOCK_STEPS)]
+        first, start, end = max(blocks, key=lambda one: lengths(self._members(*one[1:])).max())
+        # The first row of a step is its longest.
+        self._longest = start + int(lengths(self._sorted(first, start, end)[:, 0]).argmax())
 
     def step(self, index: int) -> NDArray[np.int64]:
         """The items of a step, `DUMMY` for none; int64 of shape (global_batch,)."""
-        if index == 0:
-            index = self._longest
-        elif index == self._longest:
-            index = 0
+        if index in (0, self._longest):
+            index = self._longest - index  # they change places
         first, start, end = self._bounds(index)
         return self._sorted(first, start, end)[index - start]
 
@@ -226,27 +198,14 @@ class GroupedOrder:
         start = first + (index - first) // BLOCK_STEPS * BLOCK_STEPS
         return first, start, min(start + BLOCK_STEPS, last)
 
+    def _members(self, start: int, end: int) -> NDArray[np.int64]:
+        """The items of some steps before they are grouped."""
+        return self._order.items(np.arange(start * self._batch, end * self._batch), self._stop)
+
     def _sort(self, first: int, start: int, end: int) -> NDArray[np.int64]:
-        items, lengths = self._members(start, end)
-        ranked = items[np.argsort(-lengths, kind="stable")].reshape(-1, self._batch)
+        items = self._members(start, end)
+        longest_first = np.argsort(-self._lengths(items), kind="stable")
+        ranked = items[longest_first].reshape(-1, self._batch)
         if not self._order.shuffle:
             return ranked
         return ranked[permutation(end - start, self._order.seed, first, GROUPS, start)]
-
-    def _members(self, start: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        positions = np.arange(start * self._batch, end * self._batch)
-        items = self._order.items(positions)
-        lengths = self._lengths[items]
-        if self._stop is not None:
-            items[positions >= self._stop] = DUMMY
-            lengths[positions >= self._stop] = 0
-        return items, lengths
-
-    def _find_longest(self) -> int:
-        """The step of the first epoch that holds the longest sequence."""
-        blocks = [
-            self._bounds(at) for at in range(0, -(-self._order.end(1) // self._batch), BLOCK_STEPS)
-        ]
-        first, start, end = max(blocks, key=lambda block: self._members(*block[1:])[1].max())
-        # The first row of a step is its longest.
-        return start + int(self._lengths[self._sorted(first, start, end)[:, 0]].argmax())
