@@ -14,15 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data.formats import CHAT_FORMATS, Chat, Row, TokenRow, parse_all
+from anygauge.data.formats import Chat, Row, TokenRow, parse_all
 from anygauge.data.masks import Aligner, bounded_parts, rendered_spans
 from anygauge.data.readers import Record
 from anygauge.data.template import ChatTemplate, Rendering, Span, read_template, unwatched
 from anygauge.interface import DataError, ModelError
 
 _VERSION = 5
-"""Counts up when the same rows become other tokens, masks or counts, so that none are read from a
-cache."""
+"""Counts up when the same rows become other tokens, masks or counts: no cache has those."""
 
 _STEP = 64
 """Lengths of long rows are counted in steps of so many tokens."""
@@ -172,7 +171,7 @@ class RowEncoder:
         self._start, self._end = start_ids(tokenizer), [int(tokenizer.eos_token_id)]
         self._template: ChatTemplate | None = None
         self._aligner = Aligner(tokenizer)
-        if source.format in CHAT_FORMATS:
+        if source.format in ("messages", "sharegpt"):
             self._chat_template()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -282,11 +281,10 @@ class RowEncoder:
         )
 
     def _chat_template(self) -> ChatTemplate:
-        if self._template is None:
-            kwargs = self.data.chat_template_kwargs
-            self._template = ChatTemplate(
-                self.tokenizer, self._given, self._rendering, kwargs=kwargs
-            )
+        if self._template is not None:
+            return self._template
+        kwargs = self.data.chat_template_kwargs
+        self._template = ChatTemplate(self.tokenizer, self._given, self._rendering, kwargs=kwargs)
         return self._template
 
 

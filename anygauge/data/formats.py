@@ -50,8 +50,6 @@ ALPACA_WITHOUT_INPUT = (
 MOST_TEXT = 2_000_000
 """Bytes of text in a row: a tokenizer takes some 200 of memory for each."""
 
-CHAT_FORMATS = ("messages", "sharegpt")
-
 NO_LOSS = -100
 """In `labels`: a token without a loss; what the transformers library and torch leave out."""
 
