@@ -14,15 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data.formats import CHAT_FORMATS, Chat, Row, TokenRow, parse_all
-from anygauge.data.masks import Aligner, bounded_parts, rendered, rendered_spans
+from anygauge.data.formats import Chat, Row, TokenRow, parse_all
+from anygauge.data.masks import Aligner, bounded_parts, rendered_spans
 from anygauge.data.readers import Record
 from anygauge.data.template import ChatTemplate, Rendering, Span, read_template, unwatched
 from anygauge.interface import DataError, ModelError
 
 _VERSION = 5
-"""Counts up when the same rows become other tokens, masks or counts, so that none are read from a
-cache."""
+"""Counts up when the same rows become other tokens, masks or counts: no cache has those."""
 
 _STEP = 64
 """Lengths of long rows are counted in steps of so many tokens."""
@@ -58,19 +57,13 @@ class Encoded:
 class Counts:
     """What became of rows; counts of several batches or sources are added with ``+``.
 
+    Rows of which something is trained on are `used`; `sequences` are more where long texts were cut
+    in pieces. Rows are left out that hold nothing to learn (`dropped_empty`), of which no loss
+    token fits in the maximum length or which `data.too_long` drops (`dropped_long`), and that
+    cannot be used (`skipped`). `truncated` rows lost their end.
+
     Attributes:
-        rows: rows given.
-        used: rows of which something is trained on.
-        sequences: what they became; more than `used` where long texts were cut in pieces.
-        dropped_empty: rows left out because they hold nothing to learn.
-        dropped_long: rows left out because no loss token fits in the maximum length, or because
-            rows beyond it are to be dropped.
-        skipped: rows left out because they cannot be used.
-        truncated: rows that lost their end.
-        tokens: tokens of all sequences.
-        num_loss_tokens: those with a loss.
-        beyond: rows longer than the maximum length, truncated and dropped ones, by their whole
-            length, rounded up.
+        beyond: rows longer than the maximum length, by their whole length, rounded up.
     """
 
     rows: int = 0
@@ -147,18 +140,14 @@ class Counts:
 
 
 class RowEncoder:
-    """Encodes the records of one source.
-
-    Deterministic, picklable, and usable from any one thread at a time.
+    """Encodes the records of one source; picklable, and usable from any one thread at a time.
 
     Args:
         source: with its format as `detect_format` gives it, not ``auto``.
-        tokenizer: a tokenizer of the transformers library.
         field: where the source stands in the run file, as ``data.train`` or ``data.train[1]``.
-        rendering: see `ChatTemplate`.
 
     Raises:
-        RunFileError: settings that do not go together, or a template that is not valid.
+        RunFileError: a chat template that cannot be used.
         ModelError: the tokenizer cannot be used.
     """
 
@@ -182,7 +171,7 @@ class RowEncoder:
         self._start, self._end = start_ids(tokenizer), [int(tokenizer.eos_token_id)]
         self._template: ChatTemplate | None = None
         self._aligner = Aligner(tokenizer)
-        if source.format in CHAT_FORMATS:
+        if source.format in ("messages", "sharegpt"):
             self._chat_template()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -199,9 +188,6 @@ class RowEncoder:
         A document of a .txt file comes as a record with one value under `source.text`. Plain text
         beyond the maximum length is never lost: it is cut in pieces, each starting with the last
         token of the one before, so that every token but the first has a loss exactly once.
-
-        Raises:
-            DataError: a record cannot be used; names file and row.
         """
         sequences: list[Encoded] = []
         texts: list[tuple[int, Row]] = []
@@ -279,10 +265,7 @@ class RowEncoder:
             return text, [(0 if self.data.loss_on == "all" else len(row.prompt or ""), len(text))]
         template = self._chat_template()
         template.row = row.origin
-        if self.data.loss_on == "all":
-            text, _ = rendered(row, template)
-            return text, [(0, len(text))]
-        return rendered_spans(row, template)
+        return rendered_spans(row, template, has_all=self.data.loss_on == "all")
 
     def _fitted(self, record: int, ids: NDArray[np.int32], loss_mask: NDArray[np.bool_]) -> Encoded:
         """A sequence within the maximum length, or what became of it."""
@@ -298,11 +281,10 @@ class RowEncoder:
         )
 
     def _chat_template(self) -> ChatTemplate:
-        if self._template is None:
-            kwargs = self.data.chat_template_kwargs
-            self._template = ChatTemplate(
-                self.tokenizer, self._given, self._rendering, kwargs=kwargs
-            )
+        if self._template is not None:
+            return self._template
+        kwargs = self.data.chat_template_kwargs
+        self._template = ChatTemplate(self.tokenizer, self._given, self._rendering, kwargs=kwargs)
         return self._template
 
 
@@ -319,13 +301,10 @@ def _tokenizer_state(tokenizer: Any) -> list[Any]:
 
 
 def prompt_ids(tokenizer: Any, text: str) -> list[int]:
-    """The tokens that stand for a prompt, alike in training and in generation.
+    """The tokens of a whole prompt, template applied, alike in training and in generation.
 
     What the tokenizer puts at the start of a text (BOS, if it does) is included; what it would
     put at the end is not.
-
-    Args:
-        text: the whole prompt, template applied.
     """
     return start_ids(tokenizer) + encode_texts(tokenizer, [text])[0]
 

@@ -2,7 +2,8 @@
 
 Whatever the layout, a chat becomes the turns that chat templates of the transformers library read:
 `role` and `content`, `tool_calls` with arguments as objects, and tools as
-`{"type": "function", "function": {...}}`.
+`{"type": "function", "function": {...}}`. What cannot be used raises DataError, which names file,
+row, turn and what was expected.
 """
 
 from __future__ import annotations
@@ -49,8 +50,6 @@ ALPACA_WITHOUT_INPUT = (
 MOST_TEXT = 2_000_000
 """Bytes of text in a row: a tokenizer takes some 200 of memory for each."""
 
-CHAT_FORMATS = ("messages", "sharegpt")
-
 NO_LOSS = -100
 """In `labels`: a token without a loss; what the transformers library and torch leave out."""
 
@@ -72,16 +71,10 @@ _SAID = ("content", "reasoning_content", "reasoning", "thinking")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row without turns, ready to be tokenised.
-
-    Attributes:
-        prompt: all that the model reads before it answers, template applied; None for plain
-            text, where every token has a loss.
-        text: the answer or the plain text.
-        origin: where it stands, as in its record.
-    """
+    """One row without turns, ready to be tokenised; `origin` is its record's."""
 
     prompt: str | None
+    """All that the model reads before it answers; None for plain text: every token has a loss."""
     text: str
     origin: str
 
@@ -93,18 +86,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """One conversation.
-
-    Attributes:
-        turns: as chat templates read them; no value is null.
-        tools: what the assistant may call, or None.
-        answers: indices of the turns with a loss, in order; each is one of the assistant.
-        origin: where it stands, as in its record.
-    """
+    """One conversation, as chat templates read it; no value of a turn is null."""
 
     turns: tuple[Turn, ...]
     tools: tuple[dict[str, Any], ...] | None
     answers: tuple[int, ...]
+    """Indices of the turns with a loss, in order; each is one of the assistant."""
     origin: str
 
     @property
@@ -112,20 +99,13 @@ class Chat:
         """Whether the turns with a loss are empty."""
         turns = [self.turns[index] for index in self.answers]
         said = [turn.get(key) for turn in turns for key in _SAID]
-        return not any(turn.get("tool_calls") for turn in turns) and not any(
-            isinstance(value, str) and value.strip() for value in said
-        )
+        texts = [value.strip() for value in said if isinstance(value, str)]
+        return not any(texts) and not any(turn.get("tool_calls") for turn in turns)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """One row that was tokenised elsewhere.
-
-    Attributes:
-        ids: token numbers, not yet compared with a vocabulary.
-        loss_mask: which of them have a loss; as many.
-        origin: where it stands, as in its record.
-    """
+    """One row that was tokenised elsewhere; its ids are not yet compared with a vocabulary."""
 
     ids: list[int]
     loss_mask: list[bool]
@@ -138,12 +118,7 @@ AnyRow = Row | Chat | TokenRow
 def detect_format(first: Record, source: SourceSection, field: str) -> str:
     """The format of a source's rows, from the run file, else from its path and first record.
 
-    Args:
-        field: where the source stands in the run file, as ``data.train`` or ``data.train[1]``.
-
-    Raises:
-        DataError: no format fits.
-        RunFileError: format, template and file do not match.
+    `field` is where the source stands in the run file: ``data.train`` or ``data.train[1]``.
     """
     row_format: str = source.format
     if data_suffix(source.path) == ".txt":
@@ -235,20 +210,23 @@ def parse_all(
 
 
 def parse(record: Record, row_format: str, source: SourceSection, field: str) -> AnyRow:
-    """One record as a row, a chat or tokens.
+    """One record as a row, a chat or tokens; for the format see `detect_format`."""
 
-    Args:
-        row_format: see `detect_format`.
+    def text(setting: str) -> str:
+        return text_column(record, getattr(source, setting), f"{field}.{setting}")
 
-    Raises:
-        DataError: the record cannot be used; names file, row, turn and what was expected.
-    """
-
-    def text(name: str) -> str:
-        return text_column(record, getattr(source, name), f"{field}.{name}")
-
-    def turns(name: str, read: _Reader = _message) -> list[Turn]:
-        return _turns(record, getattr(source, name), f"{field}.{name}", read, field)
+    def turns(setting: str, read: Callable[..., Turn] = _message) -> list[Turn]:
+        name = getattr(source, setting)
+        value = _list_column(record, name, f"{field}.{setting}", "a list of turns")
+        if not value:
+            raise DataError(
+                f"{record.origin}: column {name!r} holds an empty list; correct or remove the row"
+            )
+        found = []
+        for number, turn in enumerate(value, start=1):
+            place = f"{record.origin}: turn {number} of {name!r}"
+            found.append(read(_expect(turn, Mapping, f"{place} is", "an object"), place, field))
+        return found
 
     match row_format:
         case "messages":
@@ -265,9 +243,7 @@ def parse(record: Record, row_format: str, source: SourceSection, field: str) ->
             return _alpaca(record)
         case "text":
             return _row(record, None, text("text"))
-        case "tokens":
-            return _tokens(record)
-    raise ValueError(f"no format {row_format!r}")
+    return _tokens(record)
 
 
 def _row(record: Record, prompt: str | None, text: str) -> Row:
@@ -402,23 +378,6 @@ def _chat(
     _refuse_long(byte_length(text), record)
     learned = tuple(number for number, weight in weights.items() if weight)
     return Chat(tuple(turns), tools, learned, where)
-
-
-_Reader = Callable[[Mapping[str, Any], str, str], Turn]
-"""Reads a turn, given its place and its source's field."""
-
-
-def _turns(record: Record, name: str, setting: str, read: _Reader, field: str) -> list[Turn]:
-    value = _list_column(record, name, setting, "a list of turns")
-    if not value:
-        raise DataError(
-            f"{record.origin}: column {name!r} holds an empty list; correct or remove the row"
-        )
-    turns = []
-    for number, turn in enumerate(value, start=1):
-        place = f"{record.origin}: turn {number} of {name!r}"
-        turns.append(read(_expect(turn, Mapping, f"{place} is", "an object"), place, field))
-    return turns
 
 
 def _message(turn: Mapping[str, Any], where: str, field: str) -> Turn:

@@ -31,32 +31,12 @@ from anygauge.interface import DataError
 _PRIVATE_USE = range(0xE000, 0xF900)
 
 
-def rendered_spans(chat: Chat, template: ChatTemplate) -> tuple[str, list[Span]]:
+def rendered_spans(
+    chat: Chat, template: ChatTemplate, *, has_all: bool = False
+) -> tuple[str, list[Span]]:
     """A chat's text, and its stretches with a loss: sorted, without overlap, in characters.
 
-    Raises:
-        DataError: the template does not take the chat, leaves out a part of it, or does not let
-            the answers be distinguished from the rest.
-    """
-    text, marked = rendered(chat, template)
-    if template.has_marks(chat.tools):
-        return text, _of_answers(chat, template, text, marked)
-    finder = _Finder(chat, template, text)
-    spans: list[Span] = []
-    for index in chat.answers:
-        span = finder.span(index)
-        if span is None or (spans and span[0] < spans[-1][1]):
-            raise _untold(chat, finder, index)
-        spans.append(span)
-    return text, spans
-
-
-def rendered(chat: Chat, template: ChatTemplate) -> tuple[str, list[Span]]:
-    """A chat's text, and the stretches that generation marks enclose.
-
-    Raises:
-        DataError: the template does not take the chat, or would leave out calls or tools without a
-            word; names the row and the way out.
+    Those are its answers, or the whole text where it `has_all`.
     """
     written = template.texts[chat.tools is not None]
     way_out = "give a data.chat_template that does, or remove the row"
@@ -71,9 +51,25 @@ def rendered(chat: Chat, template: ChatTemplate) -> tuple[str, list[Span]]:
             f"{way_out}, or name another column as 'tools'"
         )
     try:
-        return template.render(chat.turns, chat.tools)
+        text, marked = template.render(chat.turns, chat.tools)
+        if has_all:
+            return text, [(0, len(text))]
+        if template.has_marks(chat.tools):
+            return text, _of_answers(chat, template, text, marked)
     except TemplateRefusal as refusal:
-        raise _refused(chat, refusal) from None
+        roles = ", ".join(turn["role"] for turn in chat.turns)
+        raise DataError(
+            f"{chat.origin}: the chat template refuses this row: {refusal} (turns here: {roles}); "
+            "correct or remove the row, or give another data.chat_template"
+        ) from None
+    finder = _Finder(chat, template, text)
+    spans: list[Span] = []
+    for index in chat.answers:
+        span = finder.span(index)
+        if span is None or (spans and span[0] < spans[-1][1]):
+            raise _untold(chat, finder, index)
+        spans.append(span)
+    return text, spans
 
 
 def _of_answers(chat: Chat, template: ChatTemplate, text: str, spans: list[Span]) -> list[Span]:
@@ -85,10 +81,7 @@ def _of_answers(chat: Chat, template: ChatTemplate, text: str, spans: list[Span]
 
     assistants = [n for n, turn in enumerate(chat.turns) if turn["role"] == "assistant"]
     if list(chat.answers) != assistants:
-        try:
-            ranges = [slice(number(index), number(index + 1)) for index in chat.answers]
-        except TemplateRefusal as refusal:
-            raise _refused(chat, refusal) from None
+        ranges = [slice(number(index), number(index + 1)) for index in chat.answers]
         spans = [span for one in ranges for span in spans[one]]
     if spans and template.end_of_turn(text[slice(*spans[-1])]) is None:
         shown = text[slice(*spans[-1])][-40:]
@@ -160,10 +153,7 @@ class _Finder:
         return len(before) if is_same and self.text.startswith(before) else None
 
     def _tail(self, index: int, marked: bool, *, asks: bool = False) -> tuple[int, str] | None:
-        """A place in the text, and what follows it where a turn is the last one.
-
-        The place is that of the turn's mark, or the beginning.
-        """
+        """The place of a turn's mark, or the beginning, and what follows it if no turn does."""
         if index < 0:
             return None
         if not marked:
@@ -243,14 +233,6 @@ def _with_mark(turn: Turn, mark: str) -> Iterator[Turn]:
         yield {**turn, "tool_calls": [{**first, "function": function}, *others]}
 
 
-def _refused(chat: Chat, refusal: TemplateRefusal) -> DataError:
-    roles = ", ".join(turn["role"] for turn in chat.turns)
-    return DataError(
-        f"{chat.origin}: the chat template refuses this row: {refusal} (turns here: {roles}); "
-        "correct or remove the row, or give another data.chat_template"
-    )
-
-
 def _untold(chat: Chat, finder: _Finder, index: int) -> DataError:
     where = f"{chat.origin}: turn {index + 1} (assistant)"
     last = chat.answers[-1]
@@ -290,12 +272,7 @@ def bounded_parts(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 class Aligner:
-    """Tokenises texts with stretches.
-
-    Args:
-        tokenizer: a tokenizer of the transformers library. One without offsets (a slow one) always
-            tokenises in pieces.
-    """
+    """Tokenises texts with stretches; by a tokenizer without offsets (a slow one) in pieces."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -308,8 +285,7 @@ class Aligner:
     def align(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Tokens]:
         """Tokens of each text, and their loss mask.
 
-        Args:
-            spans: for each text the stretches with a loss: sorted, not touching, in characters.
+        `spans` are each text's stretches with a loss: sorted, not touching, in characters.
         """
         if not self._has_offsets:
             return [self._in_pieces(*each) for each in zip(texts, spans, strict=True)]
@@ -319,8 +295,8 @@ class Aligner:
             encoding = self.tokenizer(
                 part, add_special_tokens=False, return_offsets_mapping=True, verbose=False
             )
-            pairs = zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
-            for text, (ids, offsets) in zip(part, pairs, strict=True):
+            rows = zip(part, encoding["input_ids"], encoding["offset_mapping"], strict=True)
+            for text, ids, offsets in rows:
                 stretches = spans[len(result)]
                 loss_mask = self._loss_mask(text, ids, offsets, stretches)
                 if loss_mask is None:

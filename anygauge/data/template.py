@@ -44,38 +44,32 @@ class TemplateRefusal(Exception):
 
 
 def read_template(given: str | None) -> str | None:
-    """The text of `data.chat_template`: a name, a template or a file of one; None if not given.
-
-    Raises:
-        RunFileError: no such file, or the text is not a valid template; names the line.
-    """
+    """The text of `data.chat_template`: a name, a template or a file of one; None if not given."""
     if given is None:
         return None
     if given in NAMED_TEMPLATES:
         return (NAMED / f"{given}.jinja").read_text(encoding="utf-8")
-    if holds_template(CHAT_TEMPLATE, given):
-        _check_syntax(given, "data.chat_template")
-        return given
-    file = Path(given).expanduser()
-    try:
-        text = read_text(file, MOST_BYTES)
-    except FileNotFoundError:
-        raise RunFileError(
-            f"data.chat_template: {given}: no such file (looked at {file.absolute()}); give a "
-            f"Jinja file, the template itself, or one of {', '.join(NAMED_TEMPLATES)}"
-            + did_you_mean(file.name, NAMED_TEMPLATES)
-        ) from None
-    except OSError as error:
-        raise RunFileError(
-            f"data.chat_template: {given} cannot be read: {error.strerror}"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise RunFileError(
-            f"data.chat_template: {given}: not UTF-8 at byte {error.start}; save the file as UTF-8"
-        ) from None
-    if not text.strip():
-        raise RunFileError(f"data.chat_template: {given} is empty")
-    _check_syntax(text, f"data.chat_template: {given}")
+    text, where = given, "data.chat_template"
+    if not holds_template(CHAT_TEMPLATE, given):
+        where = f"data.chat_template: {given}"
+        file = Path(given).expanduser()
+        try:
+            text = read_text(file, MOST_BYTES)
+        except FileNotFoundError:
+            raise RunFileError(
+                f"{where}: no such file (looked at {file.absolute()}); give a Jinja file, the "
+                f"template itself, or one of {', '.join(NAMED_TEMPLATES)}"
+                + did_you_mean(file.name, NAMED_TEMPLATES)
+            ) from None
+        except OSError as error:
+            raise RunFileError(f"{where} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise RunFileError(
+                f"{where}: not UTF-8 at byte {error.start}; save the file as UTF-8"
+            ) from None
+        if not text.strip():
+            raise RunFileError(f"{where} is empty")
+    _check_syntax(text, where)
     return text
 
 
@@ -84,9 +78,6 @@ def template_to_save(tokenizer: Any, given: str | None, kwargs: Mapping[str, Any
 
     Variables of the run are its defaults there, so that others ask the model as it was trained. A
     tokenizer that has one template for tools and one without keeps both, without such defaults.
-
-    Args:
-        given, kwargs: see `ChatTemplate`.
     """
     own = given or getattr(tokenizer, "chat_template", None)
     if not kwargs or not isinstance(own, str):
@@ -100,11 +91,7 @@ def template_to_save(tokenizer: Any, given: str | None, kwargs: Mapping[str, Any
 
 
 def _check_syntax(text: str, where: str) -> None:
-    """Parse a template without rendering it.
-
-    Raises:
-        RunFileError: not valid Jinja; names the line.
-    """
+    """Refuse what is not valid Jinja, without rendering it; names the line."""
     from jinja2 import Environment, TemplateSyntaxError
     from jinja2.ext import Extension
     from jinja2.nodes import Scope
@@ -132,24 +119,17 @@ def unwatched(template: str, row: str) -> None:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, or one given instead.
+    """A tokenizer's chat template, or one given instead, as `read_template` returns it.
 
     The library renders it in a sandbox, so it reads and runs nothing. Time and memory are bounded
     by whoever starts the process that renders: see `anygauge.cli.preflight`.
-
-    Args:
-        tokenizer: a tokenizer of the transformers library.
-        given: a template's text that wins over the tokenizer's own; from `read_template`.
-        rendering: called before and after each rendering.
-        kwargs: variables that the template reads: `data.chat_template_kwargs`.
 
     Attributes:
         row: what is rendered next, in words.
 
     Raises:
-        ModelError: neither has a template, or the tokenizer cannot say where its tokens stand.
-        RunFileError: the template is not valid, its generation marks cannot be used, or it does
-            not read one of the variables.
+        ModelError: there is no template, or the tokenizer cannot say where its tokens stand.
+        RunFileError: the template cannot be used, or does not read one of the variables.
     """
 
     def __init__(
@@ -203,11 +183,7 @@ class ChatTemplate:
     ) -> tuple[str, list[Span]]:
         """The text of some turns, and the stretches of it that generation marks enclose.
 
-        Args:
-            asks: add what stands before an answer (the generation prompt).
-
-        Raises:
-            TemplateRefusal: the template does not take these turns.
+        `asks` adds what stands before an answer: the generation prompt.
         """
         from jinja2 import TemplateError, UndefinedError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -242,8 +218,7 @@ class ChatTemplate:
     def end_of_turn(self, text: str, within: int | None = None) -> int | None:
         """Where a turn's last special token ends, if only white space and such tokens follow.
 
-        Args:
-            within: how many characters of the text may hold that token; None: all of them.
+        It ends `within` so many characters of the text; None: all of them.
         """
         for pattern in (self.special, self.added):
             limit = len(text) if within is None else within
@@ -270,11 +245,7 @@ class ChatTemplate:
         return []
 
     def question_ids(self, prompt: str) -> list[int]:
-        """The tokens of one question of a user, up to where the answer begins.
-
-        Raises:
-            DataError: the template does not take a single turn of a user.
-        """
+        """The tokens of one question of a user, up to where the answer begins."""
         try:
             text, _ = self.render([{"role": "user", "content": prompt}], None, asks=True)
         except TemplateRefusal as refusal:
@@ -313,11 +284,7 @@ def end_of_turn_ids(
     *,
     kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """The token that ends a turn of the assistant; empty where no template can be used.
-
-    Args:
-        given, rendering, kwargs: see `ChatTemplate`.
-    """
+    """The token that ends a turn of the assistant; empty where no template can be used."""
     try:
         return ChatTemplate(tokenizer, given, rendering, kwargs=kwargs).stop_ids()
     except (ModelError, RunFileError):  # rows without turns need none
@@ -335,17 +302,3 @@ def _token_patterns(tokenizer: Any) -> tuple[re.Pattern[str], re.Pattern[str]]:
         return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
 
     return pattern(special), pattern(special | {each.content for each in tokens})
-
-
-def _refuse_long(text: str) -> None:
-    if len(text) > MOST_CHARACTERS:
-        raise TemplateRefusal(f"it makes a text of more than {MOST_CHARACTERS:,} characters")
-
-
-def _refusal(error: Exception) -> TemplateRefusal:
-    from jinja2 import TemplateError, UndefinedError
-
-    message = str(error).strip() or type(error).__name__
-    if isinstance(error, TemplateError) and not isinstance(error, UndefinedError):
-        return TemplateRefusal(message)
-    return TemplateRefusal(f"{type(error).__name__}: {message}")
