@@ -161,6 +161,8 @@ def _main() -> None:
         taken["phases"] = phases.taken
 
     def write() -> None:
+        if "torch" not in sys.modules:  # multiprocessing's resource tracker ends after its rank
+            return
         for name, take in taken.items():
             text = json.dumps(take())
             (folder / f"{name}-rank{rank}.json").write_text(text, encoding="utf-8")
