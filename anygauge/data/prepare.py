@@ -178,13 +178,12 @@ def packs_of(rows: StreamedRows, data: DataSection) -> list[int]:
 
     All rows are tokenised once for it, by one process of a machine; the cache keeps the numbers.
     """
-
-    def count(folder: Path) -> dict[str, Any]:
-        return {"packs": rows.packs(data.max_length, data.workers)}
-
     with Cache(cache_folder(data.cache, os.environ)) as cache:
-        key = key_of(rows.fingerprint(), data.max_length)
-        return list(cache.entry("packs", key, count).facts["packs"])
+        key = key_of(rows.identity, data.max_length)
+        entry = cache.entry(
+            "packs", key, lambda folder: {"packs": rows.packs(data.max_length, data.workers)}
+        )
+        return list(entry.facts["packs"])
 
 
 _Part = Literal["all", "kept", "held out"]
@@ -249,7 +248,8 @@ class _Preparer:
             for source, work in self._sources
         ]
         size = self._data.shuffle_buffer
-        return StreamedRows(self._sources, identities, size, tokeniser, self._rendering)
+        identity = key_of("stream", size, *identities)
+        return StreamedRows(self._sources, identity, size, tokeniser, self._rendering)
 
     def _entry(self, source: Source, work: Tokenise) -> Entry:
         """The tokenised rows of a source, in the cache."""

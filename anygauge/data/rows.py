@@ -465,10 +465,6 @@ class TokenizedRows:
         origin = piece.origin.format(place) + (f" (part {part})" if part else "")
         return Tokens(ids, mask.view(np.bool_), origin)
 
-    def origin(self, index: int) -> str:
-        """Where one sequence came from."""
-        return self.tokens(index).origin
-
     def fingerprint(self) -> str:
         """Hexadecimal digest of all tokens and their loss masks."""
         return key_of(*(piece.fingerprint for piece in self.pieces))

@@ -71,12 +71,12 @@ class StreamedRows:
     Two blocks are held: the one that is read from, and the next, which a thread reads meanwhile.
 
     Args:
-        identities: of each source, a digest of its content and of the encoder's settings.
-        size: rows of a block.
         tokeniser: another process that turns rows into tokens; None: this one does.
         rendering: gets what is rendered while packs are counted.
 
     Attributes:
+        identity: digest of what the sources hold and how it becomes tokens.
+        size: rows of a block.
         name: of the sources, for messages.
         length: rows; None as long as that is not known.
         counts: what became of the rows of the steps so far.
@@ -86,14 +86,13 @@ class StreamedRows:
     def __init__(
         self,
         sources: Sequence[tuple[Source, Tokenise]],
-        identities: Sequence[str],
+        identity: str,
         size: int,
         tokeniser: Workers | None = None,
         rendering: Rendering = unwatched,
     ) -> None:
-        self.size = size
-        self._sources, self._identities = sources, identities
-        self._tokeniser, self._rendering = tokeniser, rendering
+        self.identity, self.size = identity, size
+        self._sources, self._tokeniser, self._rendering = sources, tokeniser, rendering
         self.name = ", ".join(source.name for source, _ in sources)
         lengths = [source.count() for source, _ in sources]
         self.length = None if None in lengths else sum(filter(None, lengths))
@@ -102,7 +101,6 @@ class StreamedRows:
         self._ahead = Ahead(self._read, _ENDLESS, depth=1, name="rows-ahead")
         self._rows: Iterator[tuple[int, RawRow]] = iter(())
         self._next = -1
-        self._full = 0  # blocks from the first on that are known to be full
 
     @property
     def report(self) -> str:
@@ -115,20 +113,14 @@ class StreamedRows:
             f"{self.size}"
         )
 
-    def rows_in(self, number: int) -> int:
-        """Rows of a block, which is read if nothing else tells: less than `size` at the end."""
-        if self.length is not None:
-            return max(0, min(self.size, self.length - number * self.size))
-        return self.size if number < self._full else len(self.block(number))
-
     def block(self, number: int) -> list[tuple[int, RawRow]]:
-        """The rows of a block, each with the number of its source."""
+        """The rows of a block, each with the number of its source; fewer than `size` at the end."""
         return self._ahead.get(number)
 
     def locate(self, position: int) -> tuple[int, int, int]:
         """Epoch, block and place in it of a row by its position in the run."""
         number, place = divmod(position, self.size)
-        if self.length is None and place < self.rows_in(number):
+        if self.length is None and place < len(self.block(number)):
             return 0, number, place
         assert self.length is not None, "a block that is not full is the last"
         epoch, inside = divmod(position, self.length)
@@ -168,10 +160,6 @@ class StreamedRows:
         self.length = first
         return found
 
-    def fingerprint(self) -> str:
-        """Hexadecimal digest of what the sources hold and how it becomes tokens."""
-        return key_of("stream", self.size, *self._identities)
-
     def _read(self, number: int) -> list[tuple[int, RawRow]]:
         if self.length is not None and number * self.size >= self.length:
             return []
@@ -180,8 +168,6 @@ class StreamedRows:
         self._next = -1  # should reading fail, it cannot be resumed where it was
         block = list(islice(self._rows, self.size))
         self._next = number + 1
-        if len(block) == self.size:
-            self._full = max(self._full, number + 1)
         return block
 
     def _from(self, start: int) -> Iterator[tuple[int, RawRow]]:
@@ -271,7 +257,7 @@ class StreamedBatches(Batches):
     def fingerprint(self) -> str:
         """See `Batches`."""
         settings = [self.schedule.record(), self.layout.packing, self.layout.max_length]
-        return key_of(self._rows.fingerprint(), *settings)
+        return key_of(self._rows.identity, *settings)
 
     @abstractmethod
     def _first(self, index: int) -> _Part:
@@ -332,11 +318,9 @@ class RowStream(StreamedBatches):
         return self._passes(min((index + 1) * self.global_batch, self._total))
 
     def _first(self, index: int) -> _Part:
-        positions = range(index * self.global_batch, (index + 1) * self.global_batch)
-        rows = [
-            self._row(*self._rows.locate(position))
-            for position in positions[: max(0, self._total - positions.start)]
-        ]
+        end = min((index + 1) * self.global_batch, self._total)
+        positions = range(index * self.global_batch, end)
+        rows = [self._row(*self._rows.locate(position)) for position in positions]
         documents, counts = self._rows.encode(rows)
         # Only the first sequence of each row: one that loses the others counts as truncated.
         kept = [parts[:1] for parts in documents]
@@ -381,7 +365,7 @@ class PackedStream(StreamedBatches):
         if self._steps_per_epoch:
             return (index + 1) / self._steps_per_epoch
         part = self._part(index)
-        done = (index + 1 - part.first) / len(part.steps) * self._rows.rows_in(part.block)
+        done = (index + 1 - part.first) / len(part.steps) * part.counts.rows
         return part.epoch + self._passes(part.block * self._rows.size + done)
 
     def _first(self, index: int) -> _Part:
@@ -389,7 +373,7 @@ class PackedStream(StreamedBatches):
         return self._read(*(begin.get(name, 0) for name in ("first_step", "epoch", "block")))
 
     def _after(self, last: _Part) -> _Part:
-        if self._rows.rows_in(last.block + 1):
+        if self._rows.block(last.block + 1):
             return self._read(last.end, last.epoch, last.block + 1)
         if not last.end:
             raise DataError(
@@ -399,7 +383,7 @@ class PackedStream(StreamedBatches):
         return self._read(last.end, last.epoch + 1, 0)
 
     def _read(self, first: int, epoch: int, number: int) -> _Part:
-        places = range(self._rows.rows_in(number))
+        places = range(len(self._rows.block(number)))
         rows = [self._row(epoch, number, place) for place in places]
         documents, counts = self._rows.encode(rows)
         flat = [each for parts in documents for each in parts]

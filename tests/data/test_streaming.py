@@ -30,7 +30,7 @@ class KnownRows(StreamedRows):
     name = "x"
 
     def __init__(self, lengths, size):
-        super().__init__((), (), size)
+        super().__init__((), "", size)
         self.lengths, self.length = lengths, len(lengths)
         self.read = []
 
