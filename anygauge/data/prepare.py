@@ -96,11 +96,12 @@ def peek(data: DataSection, train: TrainSection | None = None) -> None:
         records = first_records(source, PEEKED_ROWS, field, streaming=data.streaming)
         if data.on_bad_row == "raise":
             parse_all(records, detect_format(records[0], source, field), source, field)
-    if train is None or train.steps is not None or not data.streaming:
+    if train is None or train.steps is not None or data.packs or not data.streaming:
         return
-    sources = [open_source(section, field) for field, section in _fields("train", data)]
-    if not data.packs and None in (source.count() for source in sources):
-        raise unknown_end(sources[0].name)
+    for field, section in _fields("train", data):
+        opened = open_source(section, field)
+        if opened.count() is None:
+            raise unknown_end(opened.name)
 
 
 def prepare(
