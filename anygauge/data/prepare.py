@@ -21,7 +21,6 @@ from anygauge.data.rows import (
     EncodedChunk,
     Piece,
     Tokenise,
-    Tokeniser,
     TokenizedRows,
     Workers,
     chunks_of,
@@ -29,18 +28,13 @@ from anygauge.data.rows import (
     write_table,
 )
 from anygauge.data.sources import Source, first_records, open_source
-from anygauge.data.streaming import (
-    PackedStream,
-    RowStream,
-    StreamedRows,
-    StreamedSource,
-    unknown_end,
-)
+from anygauge.data.streaming import PackedStream, RowStream, StreamedRows, unknown_end
 from anygauge.data.template import Rendering, read_template, unwatched
 from anygauge.interface import DataError
 
 PEEKED_ROWS = 20
-
+HELD_SHARE = 0.95
+"""Of the rows: where `data.max_length` holds fewer, that is worth a line."""
 _PROGRESS_S = 30.0
 
 Log = Callable[[str], None]
@@ -69,10 +63,6 @@ def described(rows: TokenizedRows | StreamedRows) -> str:
     return text
 
 
-HELD_SHARE = 0.95
-"""Of the rows: where `data.max_length` holds fewer, that is worth a line."""
-
-
 def advice(rows: TokenizedRows | StreamedRows, data: DataSection) -> str | None:
     """What to say where `data.max_length` cuts more than a few rows; None where it does not.
 
@@ -99,7 +89,6 @@ def peek(data: DataSection, train: TrainSection | None = None) -> None:
         train: also look whether epochs can decide the end of the run.
 
     Raises:
-        DataError: a source or one of its first rows cannot be used.
         RunFileError: settings that do not go together, or a chat template that is not valid.
     """
     read_template(data.chat_template)
@@ -107,11 +96,12 @@ def peek(data: DataSection, train: TrainSection | None = None) -> None:
         records = first_records(source, PEEKED_ROWS, field, streaming=data.streaming)
         if data.on_bad_row == "raise":
             parse_all(records, detect_format(records[0], source, field), source, field)
-    if train is None or train.steps is not None or not data.streaming:
+    if train is None or train.steps is not None or data.packs or not data.streaming:
         return
-    sources = [open_source(section, field) for field, section in _fields("train", data)]
-    if not data.packs and None in (source.count() for source in sources):
-        raise unknown_end(sources[0].name)
+    for field, section in _fields("train", data):
+        opened = open_source(section, field)
+        if opened.count() is None:
+            raise unknown_end(opened.name)
 
 
 def prepare(
@@ -140,18 +130,17 @@ def prepare(
         memory: bytes for a process that tokenises streamed rows; None: they are in this one.
 
     Raises:
-        DataError: a source or row cannot be used, or no row is left.
         RunFileError: settings that do not go together.
         ModelError: the tokenizer cannot be used.
     """
     with Cache(cache_folder(data.cache, os.environ), log, run) as cache:
         shared = data, tokenizer, seed, cache, log, first, rendering
-        train = _Preparer("train", data.eval_fraction, *shared)
+        train = _Preparer("train", *shared)
         part: _Part = "kept" if data.eval_fraction else "all"
         rows = train.stream(memory) if data.streaming and first is None else train.rows(part)
         held_out = None
         if data.eval is not None:
-            held_out = _Preparer("eval", 0.0, *shared).rows("all")
+            held_out = _Preparer("eval", *shared).rows("all")
         elif data.eval_fraction:
             held_out = train.rows("held out")
     return Prepared(train=rows, eval=held_out)
@@ -165,12 +154,8 @@ def training_batches(
 ) -> Batches:
     """The training batches of one rank.
 
-    Args:
-        rows: `Prepared.train`.
-
     Raises:
         RunFileError: global_batch is not a multiple of micro_batch times the number of parts.
-        DataError: no row can be used.
     """
     schedule = Schedule(
         seed=train.seed,
@@ -193,29 +178,24 @@ def packs_of(rows: StreamedRows, data: DataSection) -> list[int]:
     """Packs of each block of a stream, which decide how many steps an epoch has.
 
     All rows are tokenised once for it, by one process of a machine; the cache keeps the numbers.
-
-    Raises:
-        DataError: a row cannot be used.
     """
-
-    def count(folder: Path) -> dict[str, Any]:
-        return {"packs": rows.packs(data.max_length, data.workers, unwatched)}
-
     with Cache(cache_folder(data.cache, os.environ)) as cache:
-        key = key_of(rows.fingerprint(), data.max_length)
-        return list(cache.entry("packs", key, count).facts["packs"])
+        key = key_of(rows.identity, data.max_length)
+        entry = cache.entry(
+            "packs", key, lambda folder: {"packs": rows.packs(data.max_length, data.workers)}
+        )
+        return list(entry.facts["packs"])
 
 
 _Part = Literal["all", "kept", "held out"]
 
 
 class _Preparer:
-    """The sources of `data.train` or `data.eval`."""
+    """The sources of `data.train` or `data.eval`; see `prepare`."""
 
     def __init__(
         self,
         which: Literal["train", "eval"],
-        fraction: float,
         data: DataSection,
         tokenizer: Any,
         seed: int,
@@ -224,9 +204,9 @@ class _Preparer:
         first: int | None,
         rendering: Rendering,
     ) -> None:
-        self._data, self._seed, self._fraction = data, seed, fraction
-        self._cache, self._log, self._rendering = cache, log, rendering
-        self._sources: list[tuple[Source, SourceSection, Tokenise]] = []
+        self._data, self._seed, self._cache, self._log = data, seed, cache, log
+        self._rendering = rendering
+        self._sources: list[tuple[Source, Tokenise]] = []
         for field, section in _fields(which, data):
             record = first_records(section, 1, field, streaming=data.streaming)[0]
             row_format = detect_format(record, section, field)
@@ -238,43 +218,43 @@ class _Preparer:
             source = open_source(resolved, field, None if streamed else cache)
             skip = data.on_bad_row == "skip"
             work = Tokenise(encoder=encoder, origin=source.origin, skip=skip)
-            self._sources.append((source, resolved, work))
+            self._sources.append((source, work))
 
     def rows(self, part: _Part) -> TokenizedRows:
         """The tokenised rows of all sources, or of a part of each."""
-        pieces, built = [], []
-        for number, (source, section, work) in enumerate(self._sources):
-            entry = self._entry(source, section, work)
+        pieces = []
+        for number, (source, work) in enumerate(self._sources):
+            entry = self._entry(source, work)
             records = entry.facts["counts"]["rows"]
             named, members = None, None
             if part != "all":
-                split = Split(records, self._fraction, self._seed, number)
-                named = [part, self._fraction, self._seed, number]
+                fraction = self._data.eval_fraction
+                split = Split(records, fraction, self._seed, number)
+                named = [part, fraction, self._seed, number]
                 members = split.held_out if part == "held out" else split.kept
             pieces.append(open_piece(entry, source.origin, named, members))
-            built.append(entry.built)
             if not pieces[-1].counts.sequences and part != "held out":
                 raise self._nothing_left(pieces[-1], records, part)
-        rows = TokenizedRows(pieces, None if None in built else min(filter(None, built)))
+        rows = TokenizedRows(pieces)
         if not len(rows):
             raise self._nothing_left(pieces[-1], records, part)
         return rows
 
     def stream(self, memory: int | None) -> StreamedRows:
         """The sources, opened."""
-        streamed = []
-        for source, section, work in self._sources:
-            identity = key_of(source.identity(), section.limit, work.encoder.key())
-            streamed.append(StreamedSource(source=source, work=work, identity=identity))
-        works = [work for _, _, work in self._sources]
-        tokeniser: Tokeniser = lambda number, rows: works[number](rows)  # noqa: E731
-        if memory is not None:
-            tokeniser = Workers(works, memory=memory)
-        return StreamedRows(streamed, self._data.shuffle_buffer, tokeniser)
+        works = [work for _, work in self._sources]
+        tokeniser = None if memory is None else Workers(works, memory=memory)
+        identities = [
+            key_of(source.identity(), work.encoder.source.limit, work.encoder.key())
+            for source, work in self._sources
+        ]
+        size = self._data.shuffle_buffer
+        identity = key_of("stream", size, *identities)
+        return StreamedRows(self._sources, identity, size, tokeniser, self._rendering)
 
-    def _entry(self, source: Source, section: SourceSection, work: Tokenise) -> Entry:
+    def _entry(self, source: Source, work: Tokenise) -> Entry:
         """The tokenised rows of a source, in the cache."""
-        identity = source.identity()
+        identity, section = source.identity(), work.encoder.source
 
         def write(folder: Path) -> dict[str, Any]:
             chunks = chunks_of(source.rows(), work, self._data.workers, self._rendering)
@@ -310,7 +290,7 @@ class _Preparer:
         rows = f"{records} rows of {name}"
         if part != "all":
             does = "leaves for training" if part == "kept" else "holds out for evaluation"
-            fraction = f"data.eval_fraction {self._fraction:g}"
+            fraction = f"data.eval_fraction {self._data.eval_fraction:g}"
             rows = f"{counts.rows} rows that {fraction} {does} (of {rows})"
         return DataError(f"none of the {rows} is left to use: {'; '.join(causes)}")
 

@@ -1,7 +1,8 @@
 """Rows to tokens, here or by workers, into an Arrow table on the disk that all readers map.
 
 The table of a source has a row for each sequence, and one for each record that became none, so that
-what became of the records of a part, such as those held out, can be counted from it.
+what became of the records of a part, such as those held out, can be counted from it. A record that
+cannot be used raises a `DataError` with its place, as does a worker that was ended.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import signal
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -73,13 +74,7 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedChunk:
-    """What neighbouring records of a source became.
-
-    Attributes:
-        records: how many there were.
-        batch: an Arrow record batch, a row a sequence; see `batch_of`.
-        bad: what is wrong with records that were skipped.
-    """
+    """What neighbouring records became: a batch of `batch_of`, and what is wrong with bad ones."""
 
     records: int
     batch: Any
@@ -87,11 +82,7 @@ class EncodedChunk:
 
 
 def batch_of(encoded: Sequence[Encoded], places: Sequence[int]) -> Any:
-    """Sequences, at least one, as an Arrow record batch.
-
-    Args:
-        places: line or index of each record.
-    """
+    """Sequences, at least one, as an Arrow record batch; `places`: line or index of each record."""
     import pyarrow as pa
 
     columns = {
@@ -123,17 +114,18 @@ def _to_arrow(values: NDArray[Any]) -> Any:
     return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values)])
 
 
-def _to_numpy(values: Any) -> NDArray[Any]:
+def to_numpy(values: Any) -> NDArray[Any]:
+    """Of an Arrow array without nulls, its values; not copied."""
     return np.from_dlpack(values)
 
 
 def _column(table: Any, name: str) -> NDArray[Any]:
-    return np.concatenate([_to_numpy(chunk) for chunk in table[name].chunks])
+    return np.concatenate([to_numpy(chunk) for chunk in table[name].chunks])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenise:
-    """What is done with a chunk of rows.
+    """Turns a chunk of rows into tokens.
 
     Attributes:
         origin: how a row's place is written: ``data.jsonl:{}``.
@@ -145,11 +137,7 @@ class Tokenise:
     skip: bool = False
 
     def __call__(self, rows: tuple[RawRow, ...]) -> EncodedChunk:
-        """What the rows became.
-
-        Raises:
-            DataError: one cannot be used.
-        """
+        """What the rows became."""
         bad: list[str] = []
         try:
             encoded = self.encoder.encode([row.record(self.origin) for row in rows])
@@ -166,10 +154,6 @@ class Tokenise:
                     bad.append(str(error))
         batch = batch_of(encoded, [row.place for row in rows])
         return EncodedChunk(records=len(rows), batch=batch, bad=bad)
-
-
-Tokeniser = Callable[[int, tuple[RawRow, ...]], EncodedChunk]
-"""Number of a source and some of its rows -> what they became."""
 
 
 def share_of_memory(parts: int) -> int:
@@ -195,9 +179,6 @@ def chunks_of(
     Args:
         workers: processes; None: as many as cores, once there are many rows.
         rendering: gets what is being rendered; of several workers, what has begun first.
-
-    Raises:
-        DataError: a row cannot be used; or a worker was ended.
     """
     chunks: Iterator[tuple[RawRow, ...]] = iter(lambda: tuple(islice(rows, CHUNK)), ())
     if workers is None:
@@ -223,8 +204,7 @@ class Workers:
 
     Args:
         works: of each source.
-        count: how many processes.
-        memory: bytes that each may have; None: without a limit of its own.
+        memory: bytes that each process may have; None: without a limit of its own.
         rendering: gets what has begun first of all that is rendered, so that one that hangs shows.
     """
 
@@ -254,21 +234,17 @@ class Workers:
         self._thread.join()
 
     def submit(self, source: int, rows: tuple[RawRow, ...]) -> Future[EncodedChunk]:
-        """Begin with rows of a source; raises DataError where a worker was ended."""
+        """Begin with rows of a source."""
         with _not_ended():
             return self._pool.submit(_work, source, rows)
 
     def result(self, future: Future[EncodedChunk], timeout_s: float | None = None) -> EncodedChunk:
-        """What rows became; raises DataError where one cannot be used, or a worker was ended."""
+        """What rows became."""
         with _not_ended():
             return future.result(timeout_s)
 
     def __call__(self, source: int, rows: tuple[RawRow, ...]) -> EncodedChunk:
-        """What rows of a source became, within the limits of one row; for one worker.
-
-        Raises:
-            DataError: one cannot be used, or takes too long or too much memory.
-        """
+        """What rows of a source became, each within limits of time and memory; for one worker."""
         future = self.submit(source, rows)
         limit = f"{SILENCE_S:.0f} s"
         while True:
@@ -346,11 +322,11 @@ def write_table(folder: Path, chunks: Iterator[EncodedChunk]) -> dict[str, Any]:
     with pa.ipc.new_file(str(folder / TABLE), first.batch.schema) as writer:
         for chunk in chain([first], chunks):
             at = chunk.batch.schema.get_field_index("record")
-            numbered = _to_arrow(_to_numpy(chunk.batch.column(at)) + counts.rows)
+            numbered = _to_arrow(to_numpy(chunk.batch.column(at)) + counts.rows)
             writer.write_batch(chunk.batch.set_column(at, "record", numbered))
             for name in ("ids", "loss_mask"):
-                digest.update(_to_numpy(chunk.batch.column(name).offsets).data)
-                digest.update(_to_numpy(chunk.batch.column(name).values).data)
+                digest.update(to_numpy(chunk.batch.column(name).offsets).data)
+                digest.update(to_numpy(chunk.batch.column(name).values).data)
             counts += _counts(pa.Table.from_batches([chunk.batch]))
             bad += chunk.bad[: NAMED_BAD - len(bad)]
     return {"fingerprint": digest.hexdigest(), "counts": counts.record(), "bad": bad}
@@ -362,19 +338,19 @@ class Piece:
 
     Attributes:
         table: an Arrow table; see `batch_of`.
-        inside: which of its rows are of the part; bool of shape (rows,); None: all.
+        inside: which of its rows are of the part; bool of shape (rows,).
         origin: how a place is written: ``data.jsonl:{}``.
-        counts: what became of the records.
-        fingerprint: hexadecimal digest of all that the sequences hold.
         bad: what is wrong with the first of the records that were skipped.
+        built: when, where it came from the cache.
     """
 
     table: Any
-    inside: NDArray[np.bool_] | None = None
+    inside: NDArray[np.bool_]
     origin: str
     counts: Counts
     fingerprint: str = ""
     bad: Sequence[str] = ()
+    built: str | None = None
 
 
 def open_piece(
@@ -383,15 +359,15 @@ def open_piece(
     """The sequences that an entry holds, or a part of them.
 
     Args:
-        origin: how a place is written: ``data.jsonl:{}``.
         part: what tells the part from others (JSON); None for all.
         members: of the part: the numbers of its records; int64, rising.
     """
     import pyarrow as pa
 
     table = pa.ipc.open_file(pa.memory_map(str(entry.folder / TABLE))).read_all()
-    facts, inside = entry.facts, None
+    facts = entry.facts
     if members is None:
+        inside = np.ones(len(table), dtype=np.bool_)
         counts = Counts(**{**facts["counts"], "beyond": Counter(dict(facts["counts"]["beyond"]))})
     else:
         inside = np.isin(_column(table, "record"), members)
@@ -403,6 +379,7 @@ def open_piece(
         counts=counts,
         fingerprint=key_of(facts["fingerprint"], part),
         bad=facts["bad"] if counts.skipped else (),
+        built=entry.built,
     )
 
 
@@ -411,7 +388,8 @@ def documents_of(chunk: EncodedChunk, origin: str) -> tuple[list[list[Tokens]], 
     import pyarrow as pa
 
     table = pa.Table.from_batches([chunk.batch])
-    rows = TokenizedRows([Piece(table=table, origin=origin, counts=_counts(table))])
+    inside = np.ones(len(table), dtype=np.bool_)
+    rows = TokenizedRows([Piece(table=table, inside=inside, origin=origin, counts=_counts(table))])
     documents: list[list[Tokens]] = [[] for _ in range(chunk.records)]
     for index, record in enumerate(rows.column("record").tolist()):
         documents[record].append(rows.tokens(index))
@@ -425,7 +403,7 @@ def _counts(table: Any, inside: NDArray[np.bool_] | slice = slice(None)) -> Coun
 
 
 def _lengths(table: Any) -> NDArray[np.int64]:
-    offsets = [_to_numpy(chunk.offsets) for chunk in table["ids"].chunks]
+    offsets = [to_numpy(chunk.offsets) for chunk in table["ids"].chunks]
     return np.concatenate([np.diff(each) for each in offsets]).astype(np.int64)
 
 
@@ -434,43 +412,35 @@ class TokenizedRows:
 
     Nothing but what an entry says of itself is read before it is asked for.
 
-    Args:
+    Attributes:
+        sizes: sequences of each source.
+        report: what became of the rows of all sources.
+        bad: what is wrong with the first of the rows that were skipped.
         built: when, where all of them came from the cache.
     """
 
-    def __init__(self, pieces: Sequence[Piece], built: str | None = None) -> None:
+    def __init__(self, pieces: Sequence[Piece]) -> None:
         import pyarrow as pa
 
-        self.pieces, self.built = tuple(pieces), built
-        self.sizes = [piece.counts.sequences for piece in self.pieces]
+        self.pieces = tuple(pieces)
+        self.sizes = [piece.counts.sequences for piece in pieces]
+        self.report = sum((piece.counts for piece in pieces), Counts())
+        self.bad = [text for piece in pieces for text in piece.bad][:NAMED_BAD]
+        built = [piece.built for piece in pieces if piece.built is not None]
+        self.built = min(built) if len(built) == len(pieces) else None
         self._ends = np.cumsum(self.sizes)
-        table = pa.concat_tables([piece.table for piece in self.pieces])
+        table = pa.concat_tables([piece.table for piece in pieces])
         # Held: a column looks through all its chunks when it is asked for its first value.
         self._columns = dict(zip(table.column_names, table.columns, strict=True))
 
     def __len__(self) -> int:
         return sum(self.sizes)
 
-    @property
-    def report(self) -> Counts:
-        """What became of the rows of all sources."""
-        return sum((piece.counts for piece in self.pieces), Counts())
-
-    @property
-    def bad(self) -> Sequence[str]:
-        """What is wrong with the first of the rows that were skipped."""
-        return [text for piece in self.pieces for text in piece.bad][:NAMED_BAD]
-
     @cached_property
     def _rows(self) -> NDArray[np.int64]:
         """The rows of the table that are sequences; int64 of shape (n,)."""
-        found, start = _lengths(self._columns) > 0, 0
-        for piece in self.pieces:
-            end = start + piece.table.num_rows
-            if piece.inside is not None:
-                found[start:end] &= piece.inside
-            start = end
-        return np.flatnonzero(found)
+        inside = np.concatenate([piece.inside for piece in self.pieces])
+        return np.flatnonzero(inside & (_lengths(self._columns) > 0))
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
@@ -489,15 +459,11 @@ class TokenizedRows:
     def tokens(self, index: int) -> Tokens:
         """One sequence; its arrays are not copied."""
         row = int(self._rows[index])
-        ids, mask = (_to_numpy(self._columns[name][row].values) for name in ("ids", "loss_mask"))
+        ids, mask = (to_numpy(self._columns[name][row].values) for name in ("ids", "loss_mask"))
         place, part = (self._columns[name][row].as_py() for name in ("place", "part"))
         piece = self.pieces[int(np.searchsorted(self._ends, index, side="right"))]
         origin = piece.origin.format(place) + (f" (part {part})" if part else "")
         return Tokens(ids, mask.view(np.bool_), origin)
-
-    def origin(self, index: int) -> str:
-        """Where one sequence came from."""
-        return self.tokens(index).origin
 
     def fingerprint(self) -> str:
         """Hexadecimal digest of all tokens and their loss masks."""

@@ -41,13 +41,14 @@ from anygauge.data.readers import RawRow
 from anygauge.data.rows import (
     NAMED_BAD,
     Tokenise,
-    Tokeniser,
     Tokens,
+    Workers,
     chunks_of,
     documents_of,
+    to_numpy,
 )
 from anygauge.data.sources import Source
-from anygauge.data.template import Rendering
+from anygauge.data.template import Rendering, unwatched
 from anygauge.interface import DataError, RunFileError
 
 _ENDLESS = 2**62
@@ -64,49 +65,42 @@ def unknown_end(name: str) -> RunFileError:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StreamedSource:
-    """One source, and how its rows become tokens.
-
-    Attributes:
-        identity: digest of its content and of the encoder's settings.
-    """
-
-    source: Source
-    work: Tokenise
-    identity: str
-
-
 class StreamedRows:
     """The rows of sources, one after another, in blocks.
 
     Two blocks are held: the one that is read from, and the next, which a thread reads meanwhile.
 
     Args:
-        size: rows of a block.
-        tokeniser: turns raw rows into chunks, in this process or another.
+        tokeniser: another process that turns rows into tokens; None: this one does.
+        rendering: gets what is rendered while packs are counted.
 
     Attributes:
+        identity: digest of what the sources hold and how it becomes tokens.
+        size: rows of a block.
+        name: of the sources, for messages.
         length: rows; None as long as that is not known.
         counts: what became of the rows of the steps so far.
         bad: what is wrong with the first rows that were skipped.
     """
 
-    def __init__(self, sources: Sequence[StreamedSource], size: int, tokeniser: Tokeniser) -> None:
-        self.sources, self.size, self._tokeniser = tuple(sources), size, tokeniser
-        lengths = [each.source.count() for each in sources]
+    def __init__(
+        self,
+        sources: Sequence[tuple[Source, Tokenise]],
+        identity: str,
+        size: int,
+        tokeniser: Workers | None = None,
+        rendering: Rendering = unwatched,
+    ) -> None:
+        self.identity, self.size = identity, size
+        self._sources, self._tokeniser, self._rendering = sources, tokeniser, rendering
+        self.name = ", ".join(source.name for source, _ in sources)
+        lengths = [source.count() for source, _ in sources]
         self.length = None if None in lengths else sum(filter(None, lengths))
         self.counts = Counts()
         self.bad: list[str] = []
         self._ahead = Ahead(self._read, _ENDLESS, depth=1, name="rows-ahead")
         self._rows: Iterator[tuple[int, RawRow]] = iter(())
         self._next = -1
-        self._full = 0  # blocks from the first on that are known to be full
-
-    @property
-    def name(self) -> str:
-        """Of the sources, for messages."""
-        return ", ".join(each.source.name for each in self.sources)
 
     @property
     def report(self) -> str:
@@ -119,57 +113,44 @@ class StreamedRows:
             f"{self.size}"
         )
 
-    def rows_in(self, number: int) -> int:
-        """Rows of a block, which is read if nothing else tells: less than `size` at the end."""
-        if self.length is not None:
-            return max(0, min(self.size, self.length - number * self.size))
-        return self.size if number < self._full else len(self.block(number))
-
     def block(self, number: int) -> list[tuple[int, RawRow]]:
-        """The rows of a block, each with the number of its source."""
+        """The rows of a block, each with the number of its source; fewer than `size` at the end."""
         return self._ahead.get(number)
 
     def locate(self, position: int) -> tuple[int, int, int]:
         """Epoch, block and place in it of a row by its position in the run."""
         number, place = divmod(position, self.size)
-        if self.length is None and place < self.rows_in(number):
+        if self.length is None and place < len(self.block(number)):
             return 0, number, place
         assert self.length is not None, "a block that is not full is the last"
         epoch, inside = divmod(position, self.length)
         return epoch, *divmod(inside, self.size)
 
     def encode(self, rows: Sequence[tuple[int, RawRow]]) -> tuple[list[list[Tokens]], Counts]:
-        """What each row became: no sequence, one, or for a long text several.
-
-        Raises:
-            DataError: a row cannot be used; names it.
-        """
+        """What each row became: no sequence, one, or for a long text several."""
         documents: list[list[Tokens]] = [[] for _ in rows]
         counts = Counts()
-        for number, streamed in enumerate(self.sources):
+        for number, (_, work) in enumerate(self._sources):
             places = [place for place, (source, _) in enumerate(rows) if source == number]
-            if places:
-                chunk = self._tokeniser(number, tuple(rows[place][1] for place in places))
-                found, count = documents_of(chunk, streamed.source.origin)
-                counts += count
-                fresh = [text for text in chunk.bad if text not in self.bad]
-                self.bad += fresh[: NAMED_BAD - len(self.bad)]
-                for place, each in zip(places, found, strict=True):
-                    documents[place] = each
+            if not places:
+                continue
+            given = tuple(rows[place][1] for place in places)
+            chunk = self._tokeniser(number, given) if self._tokeniser else work(given)
+            found, count = documents_of(chunk, work.origin)
+            counts += count
+            fresh = [text for text in chunk.bad if text not in self.bad]
+            self.bad += fresh[: NAMED_BAD - len(self.bad)]
+            for place, each in zip(places, found, strict=True):
+                documents[place] = each
         return documents, counts
 
-    def packs(self, capacity: int, workers: int | None, rendering: Rendering) -> list[int]:
-        """Packs of each block of an epoch; reads and tokenises all rows once.
-
-        Raises:
-            DataError: a row cannot be used.
-        """
+    def packs(self, capacity: int, workers: int | None) -> list[int]:
+        """Packs of each block of an epoch; reads and tokenises all rows once."""
         blocks, lengths, first = [], [], 0
-        for streamed in self.sources:
-            for chunk in chunks_of(streamed.source.rows(), streamed.work, workers, rendering):
-                records = chunk.batch.column("record").to_numpy() + first
-                blocks.append(records // self.size)
-                lengths.append(np.diff(chunk.batch.column("ids").offsets.to_numpy()))
+        for source, work in self._sources:
+            for chunk in chunks_of(source.rows(), work, workers, self._rendering):
+                blocks.append((to_numpy(chunk.batch["record"]) + first) // self.size)
+                lengths.append(np.diff(to_numpy(chunk.batch["ids"].offsets)))
                 first += chunk.records
         of_block, of_row = np.concatenate(blocks), np.concatenate(lengths).astype(np.int64)
         found = []
@@ -179,10 +160,6 @@ class StreamedRows:
         self.length = first
         return found
 
-    def fingerprint(self) -> str:
-        """Hexadecimal digest of what the sources hold and how it becomes tokens."""
-        return key_of("stream", self.size, *(each.identity for each in self.sources))
-
     def _read(self, number: int) -> list[tuple[int, RawRow]]:
         if self.length is not None and number * self.size >= self.length:
             return []
@@ -191,20 +168,18 @@ class StreamedRows:
         self._next = -1  # should reading fail, it cannot be resumed where it was
         block = list(islice(self._rows, self.size))
         self._next = number + 1
-        if len(block) == self.size:
-            self._full = max(self._full, number + 1)
         return block
 
     def _from(self, start: int) -> Iterator[tuple[int, RawRow]]:
         """The rows from a number on; at their end it is known how many there are."""
         at = 0
-        for number, streamed in enumerate(self.sources):
-            known = streamed.source.count()
+        for number, (source, _) in enumerate(self._sources):
+            known = source.count()
             skipped = 0 if known is None else min(known, max(0, start - at))
             at += skipped
             if skipped == known:
                 continue
-            for row in streamed.source.rows(skipped):
+            for row in source.rows(skipped):
                 if at >= start:
                     yield number, row
                 at += 1
@@ -228,7 +203,6 @@ class _Part:
     Attributes:
         first: the first step.
         steps: of each, the sequences over all ranks: documents, none for a dummy.
-        counts: what became of the rows.
         epoch, block: with packing, where the rows stood.
     """
 
@@ -283,7 +257,7 @@ class StreamedBatches(Batches):
     def fingerprint(self) -> str:
         """See `Batches`."""
         settings = [self.schedule.record(), self.layout.packing, self.layout.max_length]
-        return key_of(self._rows.fingerprint(), *settings)
+        return key_of(self._rows.identity, *settings)
 
     @abstractmethod
     def _first(self, index: int) -> _Part:
@@ -321,7 +295,8 @@ class StreamedBatches(Batches):
             while not self._parts or index >= self._parts[-1].end:
                 held = [part for part in self._parts if part.end > index - _BEHIND]
                 self._parts = [*held, self._following.result()]
-                self._following = self._thread.submit(self._after, self._parts[-1])
+                if self._parts[-1].end < self.steps:
+                    self._following = self._thread.submit(self._after, self._parts[-1])
         return self._part(index)
 
 
@@ -343,33 +318,24 @@ class RowStream(StreamedBatches):
         return self._passes(min((index + 1) * self.global_batch, self._total))
 
     def _first(self, index: int) -> _Part:
-        positions = range(index * self.global_batch, (index + 1) * self.global_batch)
-        rows = [
-            self._row(*self._rows.locate(position))
-            for position in positions[: max(0, self._total - positions.start)]
-        ]
-        documents, counts = first_parts(*self._rows.encode(rows))
-        documents += [[] for _ in range(self.global_batch - len(documents))]
-        return _Part(first=index, steps=[documents], counts=counts)
+        end = min((index + 1) * self.global_batch, self._total)
+        positions = range(index * self.global_batch, end)
+        rows = [self._row(*self._rows.locate(position)) for position in positions]
+        documents, counts = self._rows.encode(rows)
+        # Only the first sequence of each row: one that loses the others counts as truncated.
+        kept = [parts[:1] for parts in documents]
+        counts = replace(
+            counts,
+            sequences=sum(map(len, kept)),
+            truncated=counts.truncated + sum(len(parts) > 1 for parts in documents),
+            tokens=sum(map(tokens_of, kept)),
+            num_loss_tokens=sum(int(each.loss_mask.sum()) for parts in kept for each in parts),
+        )
+        kept += [[] for _ in range(self.global_batch - len(kept))]
+        return _Part(first=index, steps=[kept], counts=counts)
 
     def _after(self, last: _Part) -> _Part:
         return self._first(last.end)
-
-
-def first_parts(
-    documents: Sequence[Sequence[Tokens]], counts: Counts
-) -> tuple[list[list[Tokens]], Counts]:
-    """Only the first sequence of each row; rows that lose the others count as truncated."""
-    kept = [list(parts[:1]) for parts in documents]
-    lost = sum(len(parts) > 1 for parts in documents)
-    counts = replace(
-        counts,
-        sequences=sum(map(len, kept)),
-        truncated=counts.truncated + lost,
-        tokens=sum(map(tokens_of, kept)),
-        num_loss_tokens=sum(int(each.loss_mask.sum()) for parts in kept for each in parts),
-    )
-    return kept, counts
 
 
 class PackedStream(StreamedBatches):
@@ -399,7 +365,7 @@ class PackedStream(StreamedBatches):
         if self._steps_per_epoch:
             return (index + 1) / self._steps_per_epoch
         part = self._part(index)
-        done = (index + 1 - part.first) / len(part.steps) * self._rows.rows_in(part.block)
+        done = (index + 1 - part.first) / len(part.steps) * part.counts.rows
         return part.epoch + self._passes(part.block * self._rows.size + done)
 
     def _first(self, index: int) -> _Part:
@@ -407,7 +373,7 @@ class PackedStream(StreamedBatches):
         return self._read(*(begin.get(name, 0) for name in ("first_step", "epoch", "block")))
 
     def _after(self, last: _Part) -> _Part:
-        if self._rows.rows_in(last.block + 1):
+        if self._rows.block(last.block + 1):
             return self._read(last.end, last.epoch, last.block + 1)
         if not last.end:
             raise DataError(
@@ -417,7 +383,7 @@ class PackedStream(StreamedBatches):
         return self._read(last.end, last.epoch + 1, 0)
 
     def _read(self, first: int, epoch: int, number: int) -> _Part:
-        places = range(self._rows.rows_in(number))
+        places = range(len(self._rows.block(number)))
         rows = [self._row(epoch, number, place) for place in places]
         documents, counts = self._rows.encode(rows)
         flat = [each for parts in documents for each in parts]

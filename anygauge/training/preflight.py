@@ -154,7 +154,9 @@ def tokenise(asked: Mapping[str, Any], reports: PreflightEvents) -> dict[str, An
     )
     if not run.data.streaming:
         return {}
-    streamed = prepare(run.data, tokenizer, run.train.seed, log=reports.log).train
+    streamed = prepare(
+        run.data, tokenizer, run.train.seed, log=reports.log, rendering=reports.rendering
+    ).train
     layout = Layout(micro_batch=1, max_length=run.data.max_length, pad_id=0)
     batches = training_batches(streamed, run.data, run.train, layout)
     return {"steps": batches.steps}

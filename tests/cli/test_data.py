@@ -167,15 +167,21 @@ FOR_EVER = (
 )
 
 
+@pytest.mark.parametrize(
+    "options", [(), ("data.streaming=true", "data.packing=true", "train.steps=null")]
+)
 def test_a_template_that_goes_on_for_ever_is_ended_and_its_row_named(
-    chats: Path, monkeypatch: pytest.MonkeyPatch
+    chats: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:
+    """Also a row of a stream that is read only to count packs."""
+    monkeypatch.setattr("anygauge.cli.data.STREAMED_ROWS", 5)
     monkeypatch.setattr(preflight, "RENDERING_LIMIT_S", 10.0)
     path = chats.parent / "loop.jinja"
     path.write_text(FOR_EVER + CHATML.read_text())
     said = r"^data\.chat_template has not rendered .*chats\.jsonl:7 within 10 s, and may loop for"
     with pytest.raises(DataError, match=said):
-        command(["data", str(chats), "--set", f"data.chat_template={path}"])
+        settings = (f"data.chat_template={path}", *options)
+        command(["data", str(chats), *(part for each in settings for part in ("--set", each))])
 
 
 def test_a_template_beyond_all_memory_is_ended_with_a_prompt(tmp_path: Path) -> None:

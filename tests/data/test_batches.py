@@ -44,7 +44,7 @@ def make(rows, **options):
 
 
 def origins_of(rows):
-    return tuple(rows.origin(row) for row in range(len(rows)))
+    return tuple(rows.tokens(row).origin for row in range(len(rows)))
 
 
 def check(batch, rows, packed):

@@ -31,7 +31,7 @@ def content(found, tokenizer):
 
 
 def origins(found):
-    return [found.origin(index).rpartition("/")[2] for index in range(len(found))]
+    return [found.tokens(index).origin.rpartition("/")[2] for index in range(len(found))]
 
 
 def test_several_sources_of_several_forms(source, tokenizer):

@@ -221,7 +221,7 @@ def test_without_streaming_a_remote_file_is_copied_once(server, tokenizer, tmp_p
         assert server.sent < 70_000, "the beginning alone, for its format"
         assert again.train.fingerprint() == first.train.fingerprint()
         assert first.train.report.rows == 230
-        assert first.train.origin(8).startswith(server.address(name))
+        assert first.train.tokens(8).origin.startswith(server.address(name))
         (copy,) = folder.glob(f"files/*/{name}")
         assert copy.read_bytes() == server.files[name].body
 
@@ -231,7 +231,7 @@ def test_rows_to_evaluate_on_are_a_beginning(server, tokenizer, tmp_path):
     fields = {"train": {"path": address}, "streaming": True, "cache": str(tmp_path / "kept")}
     prepared = prepare(DataSection(**fields, eval={"path": address, "limit": 9}), tokenizer, seed=0)
     assert prepared.eval is not None and prepared.eval.report.rows == 9
-    assert prepared.eval.origin(8) == f"{address}:10"
+    assert prepared.eval.tokens(8).origin == f"{address}:10"
     assert not list((tmp_path / "kept").glob("files"))
     first = prepare(DataSection(**fields), tokenizer, seed=0, first=50).train
     assert first.report.rows == 50
