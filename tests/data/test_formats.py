@@ -162,13 +162,16 @@ def test_columns_beside_the_turns():
     assert (one.turns, one.answers) == ((U, A, A), (2,))
 
 
-def test_roles_of_sharegpt_in_turns_of_messages_are_read_as_sharegpt():
+@pytest.mark.parametrize(
+    ("role", "content", "answers"), [("role", "content", (2,)), ("from", "value", (2, 4))]
+)
+def test_turns_of_sharegpt_and_its_roles_in_turns_of_messages(role, content, answers):
     said = {"human": "q", "function_call": json.dumps(ADD["function"]), "observation": "1"}
-    turns = [S, *({"role": role, "content": text} for role, text in said.items())]
-    turns += [{"role": "gpt", "content": "a", "weight": 0}]
+    turns = [S, *({role: name, content: text} for name, text in said.items())]
+    turns += [{role: "gpt", content: "a", "weight": 0}]
     one = read({"messages": turns}, conversations="messages")
     assert list(one.turns) == [S, U, calls(ADD), {"role": "tool", "content": "1"}, A]
-    assert one.answers == (2,)
+    assert one.answers == answers
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
