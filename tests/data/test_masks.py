@@ -249,6 +249,17 @@ def test_offsets_without_leading_spaces_hide_no_border(tmp_path):
     assert aligned(tokenizer, text, (4, 8)) == [(False, "say:"), (True, " the")]
 
 
+@pytest.mark.parametrize("scheme", ["always", "first"])
+def test_pieces_get_no_space_of_their_own(scheme):
+    tokenizer = spaced(scheme)
+    text = "The rails of the tracks"
+    [(ids, loss_mask)] = Aligner(tokenizer).align([text], [[(7, len(text) - 3)]])
+    names = tokenizer.convert_ids_to_tokens(ids.tolist())
+    assert "".join(names) == "▁The▁rails▁of▁the▁tracks"
+    has_loss = [name for name, counts in zip(names, loss_mask, strict=True) if counts]
+    assert "".join(has_loss) == "ls▁of▁the▁tra"
+
+
 def test_a_tokenizer_that_lists_no_added_tokens_is_given_pieces(tokenizer):
     """One of a model's own code may be little more than a function."""
     [(ids, loss_mask)] = Aligner(lambda text, **options: tokenizer(text, **options)).align(
