@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
-from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data import prepare
+from anygauge.config.schema import SourceSection
 from anygauge.data.formats import Row, detect_format, parse, parse_all, prompt_template, render
 from anygauge.data.readers import Record
 from anygauge.interface import DataError, RunFileError
@@ -311,17 +309,3 @@ def test_a_column_that_one_row_lacks(lacking, also):
     message = rf"^data\.jsonl:26: the row lacks the column 'completion'{also}; the others have it"
     with pytest.raises(DataError, match=message):
         parse_all(records, "prompt_completion", SourceSection(path="data.jsonl"), "data.train")
-
-
-def test_rows_of_tokens_of_small_numbers(tmp_path, tokenizer):
-    """As `datasets` writes them."""
-    rows = {"input_ids": [[0, 5, 6, 7], [9, 8]], "labels": [[-100, -100, 6, 7], [-100, 8]]}
-    kinds = {"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int64())}
-    train = SourceSection(path=str(tmp_path / "stream.arrow"))
-    table = pa.Table.from_pydict(rows, schema=pa.schema(kinds))
-    with pa.ipc.new_stream(train.path, table.schema) as writer:
-        writer.write_table(table)
-    found = prepare(DataSection(train=train, cache="off"), tokenizer, seed=0).train
-    assert [found.tokens(n).ids.tolist() for n in range(2)] == rows["input_ids"]
-    masks = [found.tokens(n).loss_mask.tolist() for n in range(2)]
-    assert masks == [[False, False, True, True], [False, True]]
