@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
-from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data import prepare
+from anygauge.config.schema import SourceSection
 from anygauge.data.formats import Row, detect_format, parse, parse_all, prompt_template, render
 from anygauge.data.readers import Record
 from anygauge.interface import DataError, RunFileError
@@ -63,23 +61,14 @@ def test_the_format_is_detected_from_run_file_path_and_columns(values, fields, f
     assert detect_format(Record(values, "data.jsonl:1"), source, "data.train") == form
 
 
-@pytest.mark.parametrize(
-    ("values", "fields", "prompt", "text"),
-    [
-        (
-            {"prompt": "é\r\n", "completion": "東京 🙂"},
-            {"template": "Q {prompt} A:"},
-            "Q é\r\n A:",
-            "東京 🙂",
-        ),
-        (QUESTION, NAMED, "q\n", "a"),
-        ({"body": "words"}, {"text": "body"}, None, "words"),
-        # A template is of no use to the other formats, and does no harm.
-        ({"text": "t"}, {"template": "Question:"}, None, "t"),
-    ],
-)
-def test_prompts_answers_and_texts(values, fields, prompt, text):
-    assert read(values, **fields) == Row(prompt, text, "data.jsonl:7")
+def test_prompts_answers_and_texts():
+    written = {"prompt": "é\r\n", "completion": "東京 🙂"}
+    put = read(written, template="Q {prompt} A:")
+    assert put == Row("Q é\r\n A:", "東京 🙂", "data.jsonl:7")
+    assert read(QUESTION, **NAMED) == Row("q\n", "a", "data.jsonl:7")
+    # A template is of no use to the other formats, and does no harm.
+    text = read({"body": "words"}, text="body", template="Question:")
+    assert text == Row(None, "words", "data.jsonl:7")
 
 
 def test_alpaca_prompts_with_and_without_an_input():
@@ -114,8 +103,8 @@ def test_braces_in_the_data_are_data(given):
         ({"text": "t"}, {}, "{prompt}"),
         ({"messages": TURNS}, {}, None),
         ({"prompt": TURNS, "completion": TURNS}, {}, None),
-        (IDS, {}, "{prompt}"),
         (IDS, {"format": "tokens"}, "{prompt}"),
+        (ALPACA, {}, read({**ALPACA, "instruction": "{prompt}"}).prompt),
     ],
 )
 def test_what_a_question_is_put_in(values, fields, expected):
@@ -123,49 +112,64 @@ def test_what_a_question_is_put_in(values, fields, expected):
     assert prompt_template(first, source) == expected
     through = prompt_template(first, source, has_chat_template=True)
     assert through == (None if values is IDS else expected)
-    alpaca = prompt_template(Record(ALPACA, "x:1"), SourceSection(path="x.jsonl"))
-    assert alpaca and "### Instruction:\n{prompt}\n\n### Response:\n" in alpaca
 
 
-def test_turns_and_which_of_them_are_answers():
-    one = messages(S, U, A, U, A, A, U)
-    assert (list(one.turns), one.answers) == ([S, U, A, U, A, A, U], (2, 4, 5))
-    assert (one.tools, one.origin) == (None, "data.jsonl:7")
-    weighted = messages(U, {**A, "weight": 0}, U, {**A, "weight": 1})
-    assert (weighted.answers, weighted.turns[1]) == ((3,), A)
-    columns = read({"prompt": TURNS, "completion": [A]})
-    assert (columns.turns, columns.answers) == ((U, A, A), (2,))
+def calls(call: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", **more, "tool_calls": [call]}
 
 
-def test_what_templates_read_besides_goes_along_and_nulls_do_not():
-    called = {"role": "assistant", "content": None, "tool_calls": [ADD], "name": None}
-    tool = {"role": "tool", "content": "2", "name": "add", "tool_call_id": "x1"}
-    thought = {"role": "assistant", "content": "a", "reasoning_content": "hm", "tool_calls": None}
-    one = messages({"role": "developer", "content": "d"}, U, called, tool, thought)
-    assert one.turns[2] == {"role": "assistant", "tool_calls": [ADD]}
-    assert one.turns[3] == tool
-    assert one.turns[4] == {"role": "assistant", "content": "a", "reasoning_content": "hm"}
+AS_TEXT = {"name": "add", "arguments": '{"a": 1, "b": "\\u00fc"}'}
+OLD = {"role": "assistant", "function_call": AS_TEXT}
+NOW = {"id": "x1", "type": "function", "function": {"name": "now", "arguments": ""}}
+NOTHING = {**NOW, "function": {"name": "now", "arguments": {}}}
+PARTS = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+# What templates read besides goes along, and nulls do not.
+ANSWERED = {"role": "tool", "content": "2", "name": "add", "tool_call_id": "x1"}
+THOUGHT = {**A, "reasoning_content": "hm"}
+MORE = [{**S, "role": "developer"}, U, calls(ADD), ANSWERED, THOUGHT]
+WITH_NULLS = [*MORE[:2], calls(ADD, content=None, name=None), ANSWERED, {**THOUGHT, "name": None}]
 
 
 @pytest.mark.parametrize(
-    "call",
+    ("turns", "expected", "answers"),
     [
-        ADD,
-        {"function": {"name": "add", "arguments": '{"a": 1, "b": "\\u00fc"}'}},
-        {"name": "add", "arguments": {"a": 1, "b": "ü"}},
+        ([S, U, A, U, A, A, U], [S, U, A, U, A, A, U], (2, 4, 5)),
+        ([U, {**A, "weight": 0}, U, {**A, "weight": 1}], [U, A, U, A], (3,)),
+        (json.dumps(TURNS), TURNS, (1,)),
+        ([{**U, "content": PARTS}, A], [{**U, "content": "one two"}, A], (1,)),
+        (WITH_NULLS, MORE, (2, 4)),
+        ([U, calls({"function": AS_TEXT})], [U, calls(ADD)], (1,)),
+        ([U, calls(ADD["function"])], [U, calls(ADD)], (1,)),
+        ([U, OLD], [U, calls(ADD)], (1,)),
+        ([U, calls(NOW)], [U, calls(NOTHING)], (1,)),
     ],
 )
-def test_arguments_are_objects_however_they_are_written(call):
-    one = messages(U, {"role": "assistant", "tool_calls": [call]})
-    assert one.turns[1]["tool_calls"] == [ADD]
-    legacy = {"role": "assistant", "content": None, "function_call": call.get("function", call)}
-    assert messages(U, legacy).turns[1]["tool_calls"] == [ADD]
+def test_turns_and_which_of_them_are_answers(turns, expected, answers):
+    before = json.dumps(turns)
+    one = read({"messages": turns})
+    assert (list(one.turns), one.answers) == (expected, answers)
+    assert (one.tools, one.origin) == (None, "data.jsonl:7")
+    assert json.dumps(turns) == before, "a record is not changed"
 
 
-def test_calls_keep_their_id_and_may_have_no_arguments():
-    call = {"id": "x1", "type": "function", "function": {"name": "now", "arguments": ""}}
-    named = messages(U, {"role": "assistant", "tool_calls": [call]}).turns[1]["tool_calls"][0]
-    assert named == {"id": "x1", "type": "function", "function": {"name": "now", "arguments": {}}}
+def test_columns_beside_the_turns():
+    one = read({"messages": TURNS, "sys": "s"}, system="sys")
+    assert (one.turns, one.answers) == ((S, U, A), (2,))
+    assert messages(U, A, system="").turns == messages(U, A, system=None).turns == (U, A)
+    one = read({"prompt": TURNS, "completion": [A]})
+    assert (one.turns, one.answers) == ((U, A, A), (2,))
+
+
+@pytest.mark.parametrize(
+    ("role", "content", "answers"), [("role", "content", (2,)), ("from", "value", (2, 4))]
+)
+def test_turns_of_sharegpt_and_its_roles_in_turns_of_messages(role, content, answers):
+    said = {"human": "q", "function_call": json.dumps(ADD["function"]), "observation": "1"}
+    turns = [S, *({role: name, content: text} for name, text in said.items())]
+    turns += [{role: "gpt", content: "a", "weight": 0}]
+    one = read({"messages": turns}, conversations="messages")
+    assert list(one.turns) == [S, U, calls(ADD), {"role": "tool", "content": "1"}, A]
+    assert one.answers == answers
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -176,48 +180,21 @@ def test_tools_have_one_layout(wrapped, as_text):
     tools = json.dumps(tools) if as_text else tools
     assert messages(U, A, tools=tools).tools == (whole,)
     assert read({"conversations": SHAREGPT, "tools": tools}).tools == (whole,)
-
-
-def test_columns_beside_the_turns():
-    one = read({"messages": TURNS, "sys": "Be brief."}, system="sys")
-    assert one.turns[0] == {"role": "system", "content": "Be brief."}
-    assert one.answers == (2,)
-    assert messages(U, A, system="").turns == messages(U, A, system=None).turns == (U, A)
-    assert all(messages(U, A, tools=tools).tools is None for tools in (None, "", [], "[]"))
-    assert read({"messages": json.dumps(TURNS)}).turns == (U, A), "as JSON text"
+    assert all(messages(U, A, tools=none).tools is None for none in (None, "", [], "[]"))
 
 
 @pytest.mark.parametrize(
     ("turn", "is_blank"),
     [
         (A, False),
+        ({**A, "weight": 0}, True),
         ({"role": "assistant", "content": " \n"}, True),
         ({"role": "assistant", "content": "", "reasoning_content": "hm"}, False),
-        ({"role": "assistant", "tool_calls": [ADD]}, False),
+        (calls(ADD), False),
     ],
 )
 def test_chats_that_say_nothing(turn, is_blank):
     assert messages(U, turn).is_blank is is_blank
-    assert messages(U, {**A, "weight": 0}).is_blank
-
-
-def test_roles_of_sharegpt_in_turns_of_messages_are_read_as_sharegpt():
-    calls = {"role": "function_call", "content": '{"name": "add", "arguments": {"a": 1}}'}
-    turns = [S, {"role": "human", "content": "q"}, calls]
-    turns += [{"role": "observation", "content": "1"}, {"role": "gpt", "content": "a", "weight": 0}]
-    one = read({"messages": turns}, conversations="messages")
-    roles = [turn["role"] for turn in one.turns]
-    assert roles == ["system", "user", "assistant", "tool", "assistant"]
-    assert one.turns[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
-    assert one.answers == (2,) and one.turns[4]["content"] == "a"
-
-
-def test_parts_of_text_are_joined_and_the_turns_of_a_record_not_changed():
-    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    turns = [{**U, "content": parts}, {**A, "weight": 0}]
-    before = json.dumps(turns)
-    assert messages(*turns).turns[0]["content"] == "one two"
-    assert json.dumps(turns) == before
 
 
 WRONG = {**NAMED, "prompt": "quesiton"}
@@ -227,29 +204,16 @@ COLUMNS = [
     (QUESTION, {}, "data.train.messages"),
     (QUESTION, WRONG, "data.jsonl:7: no column 'quesiton'; columns here: question, answer"),
     (QUESTION, WRONG, "set data.train.prompt to one of them; did you mean 'question'?"),
-    (
-        QUESTION,
-        {"field": "data.train[1]", "format": "prompt_completion"},
-        "set data.train[1].prompt to one of them",
-    ),
-    (ALPACA, {"prompt": "instructions"}, "no column 'instructions'"),
+    (ALPACA, {"prompt": "p", "field": "data.train[1]"}, "set data.train[1].prompt to one of them"),
     ({"messages": TURNS}, {"messages": "mesages"}, "no column 'mesages'"),
     ({"conversations": []}, {"conversations": "conversation"}, "did you mean 'conversations'"),
     ({**ALPACA, "output": None}, {}, "data.jsonl:7: column 'output' holds null"),
     ({**ALPACA, "output": [1]}, {}, "column 'output' holds a list"),
-    ({**ALPACA, "output": True}, {}, "column 'output' holds true or false"),
-    (
-        {"prompt": "ab\ud83d", "completion": "b"},
-        {},
-        "column 'prompt' holds half of a surrogate pair (U+D83D at character 2)",
-    ),
-    (
-        {"prompt": TURNS, "completion": "text"},
-        {},
-        "'prompt' holds a list and 'completion' does not; both are text, or both are lists",
-    ),
+    ({**PAIR, "prompt": "ab\ud83d"}, {}, "half of a surrogate pair (U+D83D at character 2)"),
+    ({**PAIR, "prompt": []}, {}, "'prompt' holds a list and 'completion' does not; both are text"),
     ({"prompt": TURNS}, {"completion": "c"}, "no column 'c'; columns here: prompt"),
     ({"prompt": TURNS, "completion": TURNS[:1]}, {}, "no turn of the assistant"),
+    ({"labels": [1]}, {"format": "tokens"}, "no column 'input_ids'; columns here: labels; rows"),
     ({"text": "t"}, {"path": "notes.txt", "format": "alpaca"}, "has no columns"),
     (PAIR, {"template": "Question:"}, "lacks {prompt}"),
 ]
@@ -307,11 +271,8 @@ TOKENS = [
     ({"input_ids": [[1]]}, "input_ids[0] is [1]; whole numbers"),
     ({"labels": []}, "'input_ids' has 1 values and 'labels' 0; both have one for each token"),
     ({"loss_mask": [0, 1]}, "'input_ids' has 1 values and 'loss_mask' 2; both have one for each"),
-    (
-        {"labels": [2]},
-        "labels[0] is 2; valid: 1, which is input_ids[0], or -100 for no loss. Labels are not "
-        "shifted: each stands at the place of its own token",
-    ),
+    ({"labels": [2]}, "labels[0] is 2; valid: 1, which is input_ids[0], or -100 for no loss. Labe"),
+    ({"labels": [2]}, "Labels are not shifted: each stands at the place of its own token"),
     ({"labels": [True]}, "labels[0] is True; valid: 1, which"),
     ({"labels": None}, "column 'labels' holds null; a list of numbers"),
     ({"loss_mask": [2]}, "loss_mask[0] is 2; valid: 0, 1, false, true"),
@@ -328,11 +289,6 @@ TOKENS = [
         *(({"messages": turns}, {}, words) for turns, words in MESSAGES),
         *(({"messages": TURNS, **columns}, {}, words) for columns, words in BESIDE),
         *(({"conversations": [HUMAN, turn]}, {}, words) for turn, words in TURNS_OF_SHAREGPT),
-        (
-            {"labels": [1]},
-            {"format": "tokens"},
-            "no column 'input_ids'; columns here: labels; rows",
-        ),
         *(({**IDS, **columns}, {}, words) for columns, words in TOKENS),
     ],
 )
@@ -344,36 +300,12 @@ def test_rows_that_cannot_be_read(values, fields, words):
     assert by_run_file or str(caught.value).startswith("data.jsonl:7: ")
 
 
-@pytest.mark.parametrize("lacking", [[26], [26, 28]])
-def test_a_column_that_one_row_lacks(lacking):
+@pytest.mark.parametrize(("lacking", "also"), [([26], ""), ([26, 28], ", as 1 more here do")])
+def test_a_column_that_one_row_lacks(lacking, also):
     records = [
         Record({"prompt": "q"} if line in lacking else PAIR, f"data.jsonl:{line}")
         for line in range(1, 31)
     ]
-    with pytest.raises(DataError) as caught:
+    message = rf"^data\.jsonl:26: the row lacks the column 'completion'{also}; the others have it"
+    with pytest.raises(DataError, match=message):
         parse_all(records, "prompt_completion", SourceSection(path="data.jsonl"), "data.train")
-    also = "" if len(lacking) == 1 else ", as 1 more here do"
-    message = f"data.jsonl:26: the row lacks the column 'completion'{also}; the others have it"
-    assert str(caught.value).startswith(message)
-
-
-@pytest.mark.parametrize("small", [False, True], ids=["JSON", "int32"])
-def test_rows_of_tokens_in_a_file(small, source, tmp_path, tokenizer):
-    rows = [
-        {"input_ids": [0, 5, 6, 7, 1], "labels": [-100, -100, 6, 7, 1]},
-        {"input_ids": [9, 8], "labels": [-100, 8]},
-    ]
-    train = source(rows)
-    if small:  # as `datasets` writes them
-        kinds = {"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int64())}
-        table = pa.Table.from_pylist(rows, schema=pa.schema(kinds))
-        train = SourceSection(path=str(tmp_path / "stream.arrow"))
-        with pa.ipc.new_stream(train.path, table.schema) as writer:
-            writer.write_table(table)
-    got = prepare(DataSection(train=train, cache="off"), tokenizer, seed=0).train
-    found = [(got.tokens(n).ids.tolist(), got.tokens(n).loss_mask.tolist()) for n in range(2)]
-    assert found == [
-        ([0, 5, 6, 7, 1], [False, False, True, True, True]),
-        ([9, 8], [False, True]),
-    ]
-    assert got.report.num_loss_tokens == 4

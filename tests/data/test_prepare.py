@@ -80,10 +80,9 @@ def test_what_needs_another_entry(source, tokenizer, tmp_path):
     def found(**changes):
         return prepare(data.model_copy(update=changes), tokenizer, seed=0).train
 
-    others = [("limit", 1), ("template", "{prompt}:")]
-    changes = [{}, {"max_length": 16}, {"loss_on": "all"}]
-    changes += [{"train": one.model_copy(update={name: value})} for name, value in others]
-    assert [found(**change).built for change in changes] == [None] * 5
+    others = [one.model_copy(update={"limit": 1}), one.model_copy(update={"template": "{prompt}:"})]
+    changes = [{}, {"max_length": 16}, *({"train": other} for other in others)]
+    assert [found(**change).built for change in changes] == [None] * 4
     copy = found(train=source(rows("a", "bcd"), name="{copy}.jsonl"))
     assert copy.built is not None, "as the file that it is a copy of"
     assert origins(copy) == ["{copy}.jsonl:1", "{copy}.jsonl:2"]
@@ -104,13 +103,10 @@ def test_of_each_source_a_share_is_held_out_whole(source, tokenizer, tmp_path):
     kept, held_out = prepared.train, prepared.eval
     assert (kept.report.rows, held_out.report.rows) == (16, 4)
     assert [piece.counts.rows for piece in held_out.pieces] == [2, 2]
-    of_kept, of_held_out = (
-        {origin.partition(" ")[0] for origin in origins(found)} for found in (kept, held_out)
-    )
-    assert not of_kept & of_held_out
-    assert len(of_kept | of_held_out) == 20
-    assert again.train.built
-    assert again.eval.built
+    of_kept = {origin.partition(" ")[0] for origin in origins(kept)}
+    of_held_out = {origin.partition(" ")[0] for origin in origins(held_out)}
+    assert len(of_kept) + len(of_held_out) == len(of_kept | of_held_out) == 20
+    assert again.train.built and again.eval.built
     assert content(again.eval, tokenizer) == content(held_out, tokenizer)
     assert origins(prepare(data, tokenizer, seed=4).eval) != origins(held_out)
 
@@ -119,20 +115,27 @@ def test_a_source_of_which_nothing_is_left(source, tokenizer):
     good = source(rows("a"), name="good.jsonl")
     empty, long = {"prompt": "x", "completion": ""}, {"prompt": "x " * 99, "completion": "y"}
     bad = source([empty, long], name="bad.jsonl")
-    said = (
-        r"none of the 2 rows of .*bad\.jsonl is left to use: 1 too long for data\.max_length 32 "
-        r"\(.*\); 1 with nothing to learn"
-    )
-    with pytest.raises(DataError, match=said):
-        prepare(section([good, bad]), tokenizer, seed=0)
-    said = r"none of the 38 rows that data\.eval_fraction 0\.05 leaves for training \(of 40 rows of"
-    with pytest.raises(DataError, match=said):
-        prepare(section(source([long] * 40), eval_fraction=0.05), tokenizer, seed=0)
-    one = source([*rows(*"abcdefghijklmnopqrstuvwxyz"), *[long] * 14])
-    said = r"of the 2 rows that data\.eval_fraction 0\.05 holds out for evaluation \(of 40 rows of"
-    with pytest.raises(DataError, match=said):
-        for seed in range(60):  # until only bad rows are held out
-            prepare(section(one, eval_fraction=0.05), tokenizer, seed=seed)
+    many = source([long] * 40, name="many.jsonl")
+    few = source([*rows(*"abcdefghijklmnopqrstuvwxyz"), *[long] * 14])
+    part = {"eval_fraction": 0.05}
+    for data, said in (
+        (
+            section([good, bad]),
+            r"none of the 2 rows of .*bad\.jsonl is left to use: 1 too long for data\.max_length "
+            r"32 \(.*\); 1 with nothing to learn",
+        ),
+        (
+            section(many, **part),
+            r"none of the 38 rows that data\.eval_fraction 0\.05 leaves for training \(of 40 rows",
+        ),
+        (
+            section(few, **part),
+            r"of the 2 rows that data\.eval_fraction 0\.05 holds out for evaluation \(of 40 rows",
+        ),
+    ):
+        with pytest.raises(DataError, match=said):
+            for seed in range(60):  # until only bad rows are held out
+                prepare(data, tokenizer, seed=seed)
 
 
 def test_a_peek_names_the_source_and_reads_no_further(source):
@@ -140,26 +143,21 @@ def test_a_peek_names_the_source_and_reads_no_further(source):
     late = "".join(json.dumps(row) + "\n" for row in rows(*"abcdefghijklmnopqrst")) + "no json\n"
     peek(section([good, source(late, name="late.jsonl")]))
     wrong = source([{"question": "a"}], name="wrong.jsonl")
-    with pytest.raises(DataError, match=r"wrong\.jsonl:1: .*data\.train\[1\]\.prompt"):
-        peek(section([good, wrong]))
-    with pytest.raises(DataError, match=r"data\.eval\.prompt"):
-        peek(section(good, eval=wrong))
-
-
-def test_a_peek_looks_into_the_first_rows_unless_bad_ones_are_skipped(source):
-    wrong = source([*rows("a"), {"prompt": "q", "completion": None}])
-    with pytest.raises(DataError, match=r"data\.jsonl:2: column 'completion' holds null"):
-        peek(section(wrong))
-    peek(section(wrong, on_bad_row="skip"))
+    bad = source([*rows("a"), {"prompt": "q", "completion": None}])
+    for data, said in (
+        (section([good, wrong]), r"wrong\.jsonl:1: .*data\.train\[1\]\.prompt"),
+        (section(good, eval=wrong), r"data\.eval\.prompt"),
+        (section(bad), r"data\.jsonl:2: column 'completion' holds null"),
+    ):
+        with pytest.raises(DataError, match=said):
+            peek(data)
+    peek(section(bad, on_bad_row="skip"))
 
 
 def test_a_length_that_cuts_many_rows_is_told_with_one_that_would_hold_them(source, tokenizer):
-    long, longer = "x " * 40, "x " * 200
-    given = [{"prompt": "a", "completion": "b"}] * 10
-    given += [{"prompt": "a", "completion": long}] * 5 + [{"prompt": longer, "completion": "b"}] * 5
-    data = section(source(given))
+    lengths = [(1, 1)] * 10 + [(1, 40)] * 5 + [(200, 1)] * 5
+    data = section(source([{"prompt": "x " * a, "completion": "y " * b} for a, b in lengths]))
     found = prepare(data, tokenizer, seed=0).train
-    assert (found.report.truncated, found.report.dropped_long) == (5, 5)
     held = found.report.length_for(0.95)
     assert advice(found, data) == (
         "data.max_length 32 is too short for 10 of 20 rows (5 cut at the end, 5 left out); "

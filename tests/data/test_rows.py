@@ -99,13 +99,11 @@ def test_of_several_workers_the_oldest_rendering_is_reported(work):
 
     thread = threading.Thread(target=read)
     thread.start()
-    hung = ("data.chat_template", "x:4")
-    quiet = time.monotonic()
-    while time.monotonic() - quiet < 1.0 or found[-1:] != [hung]:
-        before = len(found)
-        time.sleep(0.05)
+    quiet, before = time.monotonic(), 0
+    while time.monotonic() - quiet < 1.0 or found[-1:] != [("data.chat_template", "x:4")]:
         if len(found) != before:
-            quiet = time.monotonic()
+            quiet, before = time.monotonic(), len(found)
+        time.sleep(0.05)
     for worker in set(multiprocessing.active_children()) - others:
         os.kill(worker.pid, signal.SIGKILL)
     thread.join(60)
@@ -136,12 +134,10 @@ def test_rows_of_a_stream_are_tokenised_by_a_process_within_limits(work, monkeyp
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_wrong_rows_that_are_skipped_are_counted_and_named(source, tokenizer, tmp_path, workers):
-    good, bad = '{"text": "a"}', '{"text": 5}'
-    lines = [bad if number % 4 == 0 else good for number in range(1, 31)]
+    lines = ['{"text": 5}' if number % 4 == 0 else '{"text": "a"}' for number in range(1, 31)]
     lines[3] = "no json"
-    folder = str(tmp_path / "cache")
-    section = source("\n".join(lines))
-    data = DataSection(train=section, cache=folder, workers=workers, on_bad_row="skip")
+    fields = {"cache": str(tmp_path / "cache"), "workers": workers, "on_bad_row": "skip"}
+    data = DataSection(train=source("\n".join(lines)), **fields)
     first, again = (prepare(data, tokenizer, seed=0) for _ in range(2))
     for found in (first.train, again.train):
         assert (found.report.rows, found.report.used, found.report.skipped) == (30, 23, 7)

@@ -22,6 +22,8 @@ from tests.helpers.masks import shown
 
 TURNS = [user("q"), assistant("a")]
 ECHO = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "ü"}}}
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds."}}
 
 
 @pytest.fixture
@@ -30,18 +32,22 @@ def own(tmp_path):
     return make_chat_tokenizer(tmp_path)
 
 
-def rendered(tokenizer, text, turns=TURNS, tools=None):
-    return ChatTemplate(tokenizer, text).render(turns, tools)[0]
+def rendered(tokenizer, text, tools=None):
+    return ChatTemplate(tokenizer, text).render(TURNS, tools)[0]
 
 
-def test_a_file_or_the_template_itself(tmp_path):
+def test_a_name_a_file_or_the_template_itself(tmp_path):
     assert read_template(None) is None
     assert read_template(ECHO) == ECHO
-    file = tmp_path / "chat.jinja"
     # Some editors write a byte order mark.
-    file.write_text("{% if true %}é{% endif %}", encoding="utf-8-sig")
-    assert read_template(str(file)) == "{% if true %}é{% endif %}"
-    for path, said in ((tmp_path / "no.jinja", "no such file"), (tmp_path, "cannot be read")):
+    (tmp_path / "phi").write_text("{{ é }}", encoding="utf-8-sig")
+    assert read_template(str(tmp_path / "phi")) == "{{ é }}"
+    assert read_template("phi") == (NAMED / "phi.jinja").read_text()
+    for path, said in (
+        (tmp_path / "no.jinja", "no such file"),
+        (tmp_path, "cannot be read"),
+        ("qwen_3", r"one of chatml, .*, phi; did you mean 'qwen3'\?$"),
+    ):
         with pytest.raises(RunFileError, match=said):
             read_template(str(path))
 
@@ -66,15 +72,10 @@ def test_files_that_are_no_template(tmp_path, content, words):
 
 
 def test_the_tokenizers_own_template_and_one_that_wins_over_it(own):
-    with pytest.raises(ModelError, match=r"no chat template.*data\.chat_template"):
-        ChatTemplate(own, None)
-    own.chat_template = ECHO
-    assert rendered(own, None) == "q</s>a</s>"
-    assert rendered(own, template("inst")) == "<s>[INST] q[/INST]a</s>"
     own.chat_template = {"default": ECHO, "tool_use": "tools:" + ECHO}
-    tool = {"type": "function", "function": {"name": "f"}}
     assert rendered(own, None) == "q</s>a</s>"
-    assert rendered(own, None, tools=[tool]) == "tools:q</s>a</s>"
+    assert rendered(own, None, tools=[TOOL]) == "tools:q</s>a</s>"
+    assert rendered(own, template("inst")) == "<s>[INST] q[/INST]a</s>"
     own.chat_template = "{{ messages"
     with pytest.raises(RunFileError, match="the tokenizer's chat template, line 1"):
         ChatTemplate(own, None)
@@ -172,10 +173,6 @@ def test_the_end_of_a_turn(chats):
     assert chat.end_of_turn("words") is None
 
 
-CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "ü"}}}
-TOOL = {"type": "function", "function": {"name": "add", "description": "Adds."}}
-
-
 @pytest.fixture(scope="module")
 def named(tmp_path_factory):
     """A tokenizer with the tokens of all templates that have a name."""
@@ -185,44 +182,41 @@ def named(tmp_path_factory):
     return tokenizer
 
 
-CHAT = (user(" Hi"), assistant("Hello 🙂"), user("And?"), assistant(" Größe "))
+CHAT = (user(" q"), assistant("a 🙂"), user("r"), assistant(" b "))
 RENDERED = {
     "chatml": (
-        "<|im_start|>user\n Hi<|im_end|>\n<|im_start|>assistant\n⟦Hello 🙂<|im_end|>⟧\n"
-        "<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n⟦ Größe <|im_end|>⟧\n"
+        "<|im_start|>user\n q<|im_end|>\n<|im_start|>assistant\n⟦a 🙂<|im_end|>⟧\n"
+        "<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n⟦ b <|im_end|>⟧\n"
     ),
     "llama3": (
-        "<s><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n⟦Hello 🙂<|eot_id|>⟧"
-        "<|start_header_id|>user<|end_header_id|>\n\nAnd?<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n⟦Größe<|eot_id|>⟧"
+        "<s><|start_header_id|>user<|end_header_id|>\n\nq<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n⟦a 🙂<|eot_id|>⟧"
+        "<|start_header_id|>user<|end_header_id|>\n\nr<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n⟦b<|eot_id|>⟧"
     ),
     "gemma": (
-        "<s><start_of_turn>user\nHi<end_of_turn>\n"
-        "<start_of_turn>model\n⟦Hello 🙂<end_of_turn>⟧\n"
-        "<start_of_turn>user\nAnd?<end_of_turn>\n<start_of_turn>model\n⟦Größe<end_of_turn>⟧\n"
+        "<s><start_of_turn>user\nq<end_of_turn>\n<start_of_turn>model\n⟦a 🙂<end_of_turn>⟧\n"
+        "<start_of_turn>user\nr<end_of_turn>\n<start_of_turn>model\n⟦b<end_of_turn>⟧\n"
     ),
-    "mistral": "<s> [INST]  Hi [/INST]⟦ Hello 🙂</s>⟧ [INST] And? [/INST]⟦  Größe </s>⟧",
+    "mistral": "<s> [INST]  q [/INST]⟦ a 🙂</s>⟧ [INST] r [/INST]⟦  b </s>⟧",
     "qwen3": (
-        "<|im_start|>user\n Hi<|im_end|>\n<|im_start|>assistant\n⟦Hello 🙂<|im_end|>⟧\n"
-        "<|im_start|>user\nAnd?<|im_end|>\n"
-        "<|im_start|>assistant\n⟦<think>\n\n</think>\n\n Größe <|im_end|>⟧\n"
+        "<|im_start|>user\n q<|im_end|>\n<|im_start|>assistant\n⟦a 🙂<|im_end|>⟧\n"
+        "<|im_start|>user\nr<|im_end|>\n"
+        "<|im_start|>assistant\n⟦<think>\n\n</think>\n\n b <|im_end|>⟧\n"
     ),
     "phi": (
-        "<|im_start|>user<|im_sep|> Hi<|im_end|>"
-        "<|im_start|>assistant<|im_sep|>⟦Hello 🙂<|im_end|>⟧"
-        "<|im_start|>user<|im_sep|>And?<|im_end|>"
-        "<|im_start|>assistant<|im_sep|>⟦ Größe <|im_end|>⟧"
+        "<|im_start|>user<|im_sep|> q<|im_end|><|im_start|>assistant<|im_sep|>⟦a 🙂<|im_end|>⟧"
+        "<|im_start|>user<|im_sep|>r<|im_end|><|im_start|>assistant<|im_sep|>⟦ b <|im_end|>⟧"
     ),
 }
 """As the models whom the files name publish it."""
 
 SYSTEM = {
-    "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n",
-    "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>",
-    "mistral": "<s> [INST] Be brief.\n\n",
-    "qwen3": "<|im_start|>system\nBe brief.<|im_end|>\n",
-    "phi": "<|im_start|>system<|im_sep|>Be brief.<|im_end|>",
+    "chatml": "<|im_start|>system\ns<|im_end|>\n",
+    "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\ns<|eot_id|>",
+    "mistral": "<s> [INST] s\n\n",
+    "qwen3": "<|im_start|>system\ns<|im_end|>\n",
+    "phi": "<|im_start|>system<|im_sep|>s<|im_end|>",
 }
 """What stands before the first question."""
 
@@ -232,28 +226,20 @@ ENDS = {name: text.rsplit("⟧", 1)[0].rsplit("<", 1)[1] for name, text in RENDE
 
 def test_each_name_has_its_file():
     assert {path.name for path in NAMED.iterdir()} == {f"{name}.jinja" for name in NAMED_TEMPLATES}
-    assert set(RENDERED) == set(NAMED_TEMPLATES)
 
 
 @pytest.mark.parametrize("name", NAMED_TEMPLATES)
-def test_a_chat_of_several_turns(named, name):
-    assert shown(named, name, *CHAT) == RENDERED[name]
+def test_a_chat_is_as_published_and_a_question_is_put_as_training_put_it(named, name):
+    expected = RENDERED[name]
+    assert shown(named, name, *CHAT) == expected
     last = shown(named, name, *CHAT, loss_on="last_turn")
-    assert last == RENDERED[name].replace("⟦", "", 1).replace("⟧", "", 1)
-
-
-@pytest.mark.parametrize("name", SYSTEM)
-def test_a_system_turn(named, name):
-    start = {"llama3": "<s>", "mistral": "<s> [INST] "}.get(name, "")
-    expected = SYSTEM[name] + RENDERED[name].removeprefix(start)
-    assert shown(named, name, system("Be brief."), *CHAT) == expected
-
-
-@pytest.mark.parametrize("name", NAMED_TEMPLATES)
-def test_a_question_is_put_as_training_put_it(named, name):
+    assert last == expected.replace("⟦", "", 1).replace("⟧", "", 1)
+    if name in SYSTEM:
+        start = {"llama3": "<s>", "mistral": "<s> [INST] "}.get(name, "")
+        with_system = SYSTEM[name] + expected.removeprefix(start)
+        assert shown(named, name, system("s"), *CHAT) == with_system
     template = ChatTemplate(named, read_template(name))
-    prompt = named.decode(template.question_ids(" Hi"))
-    assert RENDERED[name].startswith(f"{prompt}⟦")
+    assert expected.startswith(f"{named.decode(template.question_ids(' q'))}⟦")
     assert named.convert_ids_to_tokens(template.stop_ids()) == [f"<{ENDS[name]}"]
 
 
@@ -300,17 +286,11 @@ TOOLS = (
 ONE_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'
 
 
-@pytest.mark.parametrize(("turns", "words"), [([], "Both."), ([system("Be brief.")], None)])
+@pytest.mark.parametrize(("turns", "words"), [([], "Both."), ([system("s")], None)])
 def test_tools_and_calls(named, turns, words):
-    chat = [
-        *turns,
-        user("1+1?"),
-        assistant(words, tool_calls=[CALL, CALL]),
-        tool("2"),
-        tool("3"),
-        assistant("2 and 3."),
-    ]
-    said = "Be brief.\n\n" if turns else ""
+    called = assistant(words, tool_calls=[CALL, CALL])
+    chat = [*turns, user("1+1?"), called, tool("2"), tool("3"), assistant("2 and 3.")]
+    said = "s\n\n" if turns else ""
     called = f"{words}\n" if words else ""
     assert shown(named, "qwen3", *chat, tools=[TOOL]) == (
         f"<|im_start|>system\n{said}{TOOLS}<|im_start|>user\n1+1?<|im_end|>\n"
@@ -334,32 +314,22 @@ def test_reasoning_is_kept_behind_the_last_question_alone(named, reasoned):
 
 
 def test_a_variable_reaches_every_rendering(named):
-    off = {"enable_thinking": False}
-    text = shown(named, "qwen3", *CHAT, chat_template_kwargs=off)
+    def with_variable(text, value, *turns, name="enable_thinking"):
+        return shown(named, text, *turns, chat_template_kwargs={name: value})
+
     # What the prompt of an answer ends in is not learned.
-    assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n⟦ Größe <|im_end|>⟧\n")
-    on = shown(named, "qwen3", *CHAT, chat_template_kwargs={"enable_thinking": True})
-    assert on == RENDERED["qwen3"]
-    template = ChatTemplate(named, read_template("qwen3"), kwargs=off)
-    prompt = named.decode(template.question_ids("Hi"))
-    assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert named.convert_ids_to_tokens(template.stop_ids()) == ["<|im_end|>"]
-
-
-def test_a_variable_reaches_generation_marks(named):
-    text = (
+    off = with_variable("qwen3", False, *CHAT)
+    assert off.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n⟦ b <|im_end|>⟧\n")
+    assert with_variable("qwen3", True, *CHAT) == RENDERED["qwen3"]
+    marked = (
         "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{{ sign }}{% else %}"
         "{% generation %}{{ m.content }}{{ sign }}{{ eos_token }}{% endgeneration %}{% endif %}"
         "{% endfor %}"
     )
-    signed = {"chat_template_kwargs": {"sign": "!"}}
-    assert shown(named, text, user("a"), assistant("b"), **signed) == "a!⟦b!</s>⟧"
-
-
-def test_a_variable_that_the_template_does_not_read(named):
+    assert with_variable(marked, "!", *TURNS, name="sign") == "q!⟦a!</s>⟧"
     said = r"^data\.chat_template_kwargs: .* does not read 'enable_thinkng'; did you mean 'ena"
     with pytest.raises(RunFileError, match=said):
-        shown(named, "qwen3", *CHAT, chat_template_kwargs={"enable_thinkng": False})
+        with_variable("qwen3", False, *CHAT, name="enable_thinkng")
 
 
 @pytest.mark.parametrize("value", [False, None, 1.5, 'it\'s "é"\n{{ x }}', [1, {"a": True}]])
@@ -378,20 +348,9 @@ def test_a_result_has_the_variables_as_defaults(named, value):
     assert template_to_save(named, None, {"value": value}) is None
 
 
-def test_a_base_without_the_token_that_ends_a_turn(chats):
+def test_a_base_without_the_token_that_begins_a_text_or_ends_a_turn(own):
     with pytest.raises(DataError, match=r"'<end_of_turn>\\n', not with.*model\.new_special_tokens"):
-        shown(chats, "gemma", *CHAT)
-
-
-@pytest.mark.parametrize("name", ["llama3", "mistral"])
-def test_a_base_without_a_token_that_begins_a_text(own, name):
+        shown(own, "gemma", *CHAT)
     own.bos_token = None
-    assert shown(own, name, *CHAT) == RENDERED[name].removeprefix("<s>")
-
-
-def test_a_misspelt_name(tmp_path):
-    with pytest.raises(RunFileError, match=r"one of chatml, .*, phi; did you mean 'qwen3'\?$"):
-        read_template("qwen_3")
-    (tmp_path / "phi").write_text("{{ messages }}")
-    assert read_template(str(tmp_path / "phi")) == "{{ messages }}"
-    assert read_template("phi") == (NAMED / "phi.jinja").read_text()
+    for name in ("llama3", "mistral"):
+        assert shown(own, name, *CHAT) == RENDERED[name].removeprefix("<s>")
