@@ -85,8 +85,8 @@ from pathlib import Path
 from anygauge.data.cache import Cache
 
 def slow(folder):
-    print("building", flush=True)
     (folder / "file").write_bytes(b"x" * 10)
+    print("building", flush=True)
     time.sleep(float(sys.argv[2]))
     return {}
 
