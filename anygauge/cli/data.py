@@ -126,7 +126,7 @@ def _stretches(tokenizer: Any, tokens: Any) -> Iterator[tuple[bool, bool, str]]:
 
 def _show_counts(console: Console, section: DataSection, rows: TokenizedRows, which: str) -> None:
     from anygauge.config.paths import names_address
-    from anygauge.data.remote import shown
+    from anygauge.data.remote import describe_address
 
     held_out = which == "eval" and section.eval is None
     sources = section.train_sources if held_out or which == "train" else section.eval_sources
@@ -135,7 +135,7 @@ def _show_counts(console: Console, section: DataSection, rows: TokenizedRows, wh
     console.print(f"{title}{kept}", style="bold")
     for source, piece in zip(sources, rows.pieces, strict=True):
         weight = f"; weight {source.weight:g}" if source.weight != 1 else ""
-        name = shown(source.path) if names_address(source.path) else source.path
+        name = describe_address(source.path) if names_address(source.path) else source.path
         console.print(f"  {name}\n    {piece.counts}{weight}")
 
 

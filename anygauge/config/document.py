@@ -100,9 +100,9 @@ def read_yaml(
 def _top(loader: _Loader) -> yaml.Node | None:
     try:
         return loader.get_single_node()
-    except (OverflowError, ValueError):  # of PyYAML's chr() for "\UFFFFFFFF"
-        beyond = "an escape \\U is beyond the last character, U+0010FFFF"
-        raise NotYaml(beyond, loader.line + 1) from None
+    except (OverflowError, ValueError):  # of PyYAML's chr() and int()
+        large = "a number is too large (an escape \\U has at most 0010FFFF)"
+        raise NotYaml(large, loader.line + 1) from None
 
 
 class _Builder:

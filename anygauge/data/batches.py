@@ -236,7 +236,7 @@ class Schedule:
         return [self.seed, self.global_batch, self.weights, self.grouping, self.shuffle]
 
 
-class Ahead(Generic[Work]):
+class Prefetcher(Generic[Work]):
     """Results of numbered work, one after another in a thread.
 
     Args:
@@ -259,7 +259,7 @@ class Ahead(Generic[Work]):
                 self._begun[number] = self._pool.submit(self._work, number)
         return self._begun[index].result()
 
-    def __enter__(self) -> Ahead[Work]:
+    def __enter__(self) -> Prefetcher[Work]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from anygauge.config.schema import DataSection, SourceSection
 from anygauge.data.formats import Chat, Row, TokenRow, parse_all
-from anygauge.data.masks import Aligner, bounded_parts, rendered_spans
+from anygauge.data.loss_masks import Aligner, bounded_parts, rendered_spans
 from anygauge.data.readers import Record
 from anygauge.data.template import ChatTemplate, Rendering, Span, read_template, unwatched
 from anygauge.interface import DataError, ModelError

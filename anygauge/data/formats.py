@@ -21,10 +21,10 @@ from anygauge.data.readers import (
     byte_length,
     check_text,
     column,
+    column_names,
     from_json,
-    kind,
-    listed,
     text_column,
+    type_name,
 )
 from anygauge.interface import DataError, RunFileError
 from anygauge.util.text import did_you_mean
@@ -156,7 +156,8 @@ def _by_columns(first: Record, source: SourceSection, field: str) -> str:
             return row_format
     example = next(iter(first.values), "question")
     raise DataError(
-        f"{first.origin}: cannot detect the format of these rows; columns here: {listed(first)}. "
+        f"{first.origin}: cannot detect the format of these rows; columns here: "
+        f"{column_names(first)}. "
         f"Name the two columns ({field}.prompt: {example} and {field}.completion: ...), one "
         f"column of turns ({field}.messages: ... or {field}.conversations: ...), or one column of "
         f"plain text ({field}.text: ...)"
@@ -204,7 +205,7 @@ def parse_all(
             also = f", as {lacking - 1} more here do" if lacking > 1 else ""
             raise DataError(
                 f"{record.origin}: the row lacks the column {error.name!r}{also}; the others have "
-                f"it. Correct or remove the row; columns here: {listed(record)}"
+                f"it. Correct or remove the row; columns here: {column_names(record)}"
             ) from None
     return rows
 
@@ -331,7 +332,7 @@ def _list_column(record: Record, name: str, setting: str | None, expected: str) 
 def _expect(value: Any, wanted: type, found: str, expected: str) -> Any:
     """The value, if it is of the wanted type; `found`: its place with a verb, as "turn 3 holds"."""
     if not isinstance(value, wanted):
-        raise DataError(f"{found} {kind(value)}; {expected} is expected")
+        raise DataError(f"{found} {type_name(value)}; {expected} is expected")
     return value
 
 
@@ -440,7 +441,7 @@ def _content(turn: Mapping[str, Any], key: str, role: str, where: str) -> str:
     if isinstance(value, list):
         for part in value:
             if not isinstance(part, Mapping) or part.get("type") != "text":
-                type_ = part.get("type") if isinstance(part, Mapping) else kind(part)
+                type_ = part.get("type") if isinstance(part, Mapping) else type_name(part)
                 raise DataError(
                     f"{where} has a part of the type {type_!r}; only text can be trained on, as "
                     '{"type": "text", "text": ...}'
@@ -482,7 +483,7 @@ def _tools(record: Record, name: str) -> tuple[dict[str, Any], ...] | None:
     for tool in value if isinstance(value, list) else [value]:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else tool
         if not isinstance(function, Mapping):
-            raise DataError(f"{where} holds {kind(function)} as a tool; an object is expected")
+            raise DataError(f"{where} holds {type_name(function)} as a tool; an object is expected")
         if "name" not in function:
             keys = ", ".join(map(repr, function)) or "none"
             raise DataError(f"{where}: a tool has no 'name'; keys here: {keys}")

@@ -91,21 +91,21 @@ class RawRow(NamedTuple):
         except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{where}: one JSON object per line is expected, "
-                f"but this line is not valid JSON ({_complaint(error)}): {short(text.strip())}"
+                f"but this line is not valid JSON ({_json_error(error)}): {short(text.strip())}"
             ) from None
         if not isinstance(value, dict):
-            raise DataError(f"{where}: a JSON object is expected, found {kind(value)}")
+            raise DataError(f"{where}: a JSON object is expected, found {type_name(value)}")
         return Record(value, place)
 
 
-def kind(value: Any) -> str:
+def type_name(value: Any) -> str:
     """What a value of a record is, in words."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
     names |= {int: "a number", float: "a number", type(None): "null"}
     return names.get(type(value), f"a value of type {type(value).__name__}")
 
 
-def listed(record: Record) -> str:
+def column_names(record: Record) -> str:
     """The names of a record's columns."""
     return ", ".join(record.values) or "none"
 
@@ -116,7 +116,7 @@ class MissingColumnError(DataError):
     def __init__(self, record: Record, name: str, setting: str | None) -> None:
         remedy = f"; set {setting} to one of them" if setting else "; rows of this format need it"
         super().__init__(
-            f"{record.origin}: no column {name!r}; columns here: {listed(record)}{remedy}"
+            f"{record.origin}: no column {name!r}; columns here: {column_names(record)}{remedy}"
             + did_you_mean(name, record.values)
         )
         self.name = name
@@ -135,7 +135,7 @@ def text_column(record: Record, name: str, setting: str | None) -> str:
     if not isinstance(value, str):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         raise DataError(
-            f"{record.origin}: column {name!r} holds {kind(value)}"
+            f"{record.origin}: column {name!r} holds {type_name(value)}"
             f"{f' ({value!r:.40})' if number else ''}; text is expected. "
             + ("Write it as text, in quotes" if number else "Correct or remove the row")
             + ", or name another column"
@@ -235,7 +235,7 @@ load_json = _DECODER.decode
 """What JSON means. Raises ValueError, `DoubleKeyError` among them, or RecursionError."""
 
 
-def _complaint(error: Exception) -> str:
+def _json_error(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg.removesuffix(' at')} at column {error.colno}"
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
@@ -281,19 +281,19 @@ def _list_rows(open_file: OpenFile, name: str) -> Iterator[RawRow]:
         raise DataError(f"{name}{_index_of_double(text)}: {error}") from None
     except (ValueError, RecursionError) as error:
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        said = f"not valid JSON ({_complaint(error)})"
+        said = f"not valid JSON ({_json_error(error)})"
         raise DataError(f"{name}{line}: {said}; {expected}") from None
     if not isinstance(value, list):
         keys = f" with the keys {', '.join(map(repr, value))}" if isinstance(value, dict) else ""
         raise DataError(
-            f"{name}: {expected} at the top, found {kind(value)}{keys}; "
+            f"{name}: {expected} at the top, found {type_name(value)}{keys}; "
             "write the rows as [{...}, {...}], or one a line in a .jsonl file"
         )
     if not value:
         raise DataError(f"{name} holds an empty list; at least one row is needed")
     for index, item in enumerate(value):
         if not isinstance(item, dict):
-            raise DataError(f"{name}[{index}]: a JSON object is expected, found {kind(item)}")
+            raise DataError(f"{name}[{index}]: a JSON object is expected, found {type_name(item)}")
         yield RawRow(index, item)
 
 

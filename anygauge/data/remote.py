@@ -46,7 +46,7 @@ _LATER = (408, 425, 429)
 _LOGIN = "private or gated repository of the hub needs a login (hf auth login)"
 
 
-def shown(address: str) -> str:
+def describe_address(address: str) -> str:
     """An address as messages and records have it: without query and user, which may be secrets."""
     return without_users(urlsplit(address)._replace(query="", fragment="").geturl())
 
@@ -61,7 +61,7 @@ class _RemoteFile(io.RawIOBase):
 
     def __init__(self, address: str) -> None:
         super().__init__()
-        self._name = shown(address)
+        self._name = describe_address(address)
         self._at = 0
         self._file: Any = None
         self._options: dict[str, Any] = {"cache_type": "none"}
@@ -137,7 +137,7 @@ def open_remote(address: str, block: int = BLOCK) -> BinaryIO:
 def remote_identity(address: str) -> str:
     """Hexadecimal digest of a remote file's address, size and version; reads none of it."""
     file = _RemoteFile(address)
-    return key_of("remote", shown(address), file.size, file.version)
+    return key_of("remote", describe_address(address), file.size, file.version)
 
 
 def copied(address: str, cache: Cache) -> Path:
@@ -147,7 +147,7 @@ def copied(address: str, cache: Cache) -> Path:
         with open_remote(address) as source, (folder / name).open("wb") as target:
             while part := source.read(BLOCK):
                 target.write(part)
-        return {"address": shown(address)}
+        return {"address": describe_address(address)}
 
     name = Path(urlsplit(address).path).name
     return cache.entry("files", remote_identity(address), copy).folder / name
@@ -163,10 +163,10 @@ def _file_system(address: str) -> tuple[Any, str]:
         # The same file by the hub's own means, which know the user's token.
         path = address.removeprefix(f"{endpoint}/").replace("/resolve/", "@", 1)
         address = f"hf://{path}".partition("?")[0]
-    scheme = urlsplit(address).scheme
+    scheme, described = urlsplit(address).scheme, describe_address(address)
     if scheme in (*_HTTP, "hf") and constants.HF_HUB_OFFLINE:
         raise DataError(
-            f"{shown(address)}: HF_HUB_OFFLINE is set, and this is read over the network; unset it"
+            f"{described}: HF_HUB_OFFLINE is set, and this is read over the network; unset it"
         )
     options: dict[str, Any] = {"endpoint": endpoint} if scheme == "hf" else {}
     try:
@@ -176,8 +176,10 @@ def _file_system(address: str) -> tuple[Any, str]:
             limits = ClientTimeout(total=None, sock_connect=SILENCE_S, sock_read=SILENCE_S)
             options["client_kwargs"] = {"timeout": limits, "trust_env": True}
         files, path = fsspec.core.url_to_fs(address, **options)
-    except (ImportError, ValueError) as error:
-        raise DataError(f"{shown(address)} is not an address that can be read: {error}") from None
+    except ImportError as error:
+        raise DataError(f"{described} needs a package that is not installed: {error}") from None
+    except ValueError as error:
+        raise DataError(f"{described} is not an address that can be read: {error}") from None
     return files, path
 
 
@@ -198,8 +200,9 @@ def retried(what: str, work: Callable[[], Result]) -> Result:
                 raise refused from None
             if wait is None:
                 raise DataAccessError(
-                    f"{what} cannot be read, after {len(WAITS_S) + 1} tries: {_said(error)}. Check "
-                    "the address and the network (HTTPS_PROXY), then resume the run"
+                    f"{what} cannot be read, after {len(WAITS_S) + 1} tries: "
+                    f"{_describe_error(error)}. Check the address and the network (HTTPS_PROXY), "
+                    "then resume the run"
                 ) from None
             time.sleep(wait)
     raise AssertionError("the last try returns or raises")
@@ -214,16 +217,16 @@ def _refusal(what: str, error: Exception) -> DataError | None:
     if isinstance(error, PermissionError) or status in (401, 403):
         signed = "A signed address may have expired, and a private file needs a signed address"
         remedy = f"A {_LOGIN}" if hasattr(error, "response") else signed
-        return DataError(f"{what} may not be read: {_said(error).rstrip('.')}. {remedy}")
+        return DataError(f"{what} may not be read: {_describe_error(error).rstrip('.')}. {remedy}")
     if status == 412:
         return DataError(f"{what} changed while it was being read; start again")
     hopeless = type(error).__name__ in _HOPELESS or isinstance(error, io.UnsupportedOperation)
     if hopeless or (isinstance(status, int) and 400 <= status < 500 and status not in _LATER):
-        return DataError(f"{what} cannot be read: {_said(error)}")
+        return DataError(f"{what} cannot be read: {_describe_error(error)}")
     return None
 
 
-def _said(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     """What an error says, without what addresses hold that may be secrets."""
     name = type(error).__name__
     if name in _HOPELESS:

@@ -19,7 +19,7 @@ from anygauge.config.schema import SourceSection
 from anygauge.data import readers
 from anygauge.data.cache import Cache, key_of, quick_identity, unreadable
 from anygauge.data.readers import RawRow, Record
-from anygauge.data.remote import BLOCK, FEW, copied, open_remote, remote_identity, shown
+from anygauge.data.remote import BLOCK, FEW, copied, describe_address, open_remote, remote_identity
 from anygauge.interface import DataAccessError, DataError
 from anygauge.util.files import open_regular
 from anygauge.util.text import near_file
@@ -75,7 +75,7 @@ def open_source(
     if names_data_set(path):
         source = _data_set(section, field, cache, beginning=beginning)
     else:
-        name = shown(path) if names_address(path) else path
+        name = describe_address(path) if names_address(path) else path
         if data_suffix(path) not in DATA_SUFFIXES:
             raise DataError(
                 f"{name}: this kind of file is not read; {field}.path takes "

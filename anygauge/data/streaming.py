@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 
 from anygauge.data.batches import (
     STEPS_AHEAD,
-    Ahead,
     Batches,
     Layout,
     MicroBatch,
+    Prefetcher,
     Schedule,
     pack,
     tokens_of,
@@ -98,7 +98,7 @@ class StreamedRows:
         self.length = None if None in lengths else sum(filter(None, lengths))
         self.counts = Counts()
         self.bad: list[str] = []
-        self._ahead = Ahead(self._read, _ENDLESS, depth=1, name="rows-ahead")
+        self._ahead = Prefetcher(self._read, _ENDLESS, depth=1, name="rows-ahead")
         self._rows: Iterator[tuple[int, RawRow]] = iter(())
         self._next = -1
 

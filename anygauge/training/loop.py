@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from anygauge.config.schema import TrainSection
-from anygauge.data import STEPS_AHEAD, Ahead, Batches, MicroBatch
+from anygauge.data import STEPS_AHEAD, Batches, MicroBatch, Prefetcher
 from anygauge.interface import Backend, DataAccessError, DataError
 from anygauge.interface.strategy import Engine, LossFunction, Share, StepResult, UpdateResult
 from anygauge.training.checkpoints.manager import CheckpointManager, StopRequest
@@ -69,7 +69,7 @@ class Loop:
         pending = PendingSteps(
             self.backend, self.meter, self.stop, checkpoints, self.progress, self.share
         )
-        with Ahead(self._laid_out, steps, STEPS_AHEAD, name="batches-ahead") as ahead:
+        with Prefetcher(self._laid_out, steps, STEPS_AHEAD, name="batches-ahead") as ahead:
             for index in range(self.start, steps):
                 self.progress.at(f"step {index + 1}, forward and backward")
                 pending.begin()

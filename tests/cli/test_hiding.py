@@ -98,7 +98,7 @@ def test_a_secret_of_the_wrong_type_is_not_repeated(
 
 def test_an_address_is_quoted_without_its_password(tmp_path: Path) -> None:
     from anygauge.data import peek
-    from anygauge.data.remote import shown
+    from anygauge.data.remote import describe_address
 
     address = f"nowhere://ann:{VALUE}@hub.example/rows.jsonl?sig={VALUE}"
     run = load_run_file(run_file(tmp_path, data={"train": {"path": address}})).run
@@ -106,4 +106,4 @@ def test_an_address_is_quoted_without_its_password(tmp_path: Path) -> None:
         peek(run.data, run.train)
     assert "(hidden)@hub.example/rows.jsonl" in str(caught.value)
     assert VALUE not in str(caught.value)
-    assert shown(address) == "nowhere://(hidden)@hub.example/rows.jsonl"
+    assert describe_address(address) == "nowhere://(hidden)@hub.example/rows.jsonl"

@@ -214,11 +214,18 @@ def test_extends_below_the_top_is_an_unknown_field(folder, minimal):
         ),
         (
             b'a: 1\nb: "\\U00110000"\n',
-            "run.yaml:2: not valid YAML: an escape \\U is beyond the last character, U+0010FFFF",
+            "run.yaml:2: not valid YAML: a number is too large "
+            "(an escape \\U has at most 0010FFFF)",
+        ),
+        (
+            b"%YAML " + b"1" * 5000 + b".2\n---\na: 1\n",
+            "run.yaml:1: not valid YAML: a number is too large "
+            "(an escape \\U has at most 0010FFFF)",
         ),
         (
             b'a: "\\UFFFFFFFF"',
-            "run.yaml:1: not valid YAML: an escape \\U is beyond the last character, U+0010FFFF",
+            "run.yaml:1: not valid YAML: a number is too large "
+            "(an escape \\U has at most 0010FFFF)",
         ),
         (
             b"[" * 6000,

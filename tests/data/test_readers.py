@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data import formats, masks, prepare, readers
+from anygauge.data import formats, loss_masks, prepare, readers
 from anygauge.data.cache import Cache
 from anygauge.data.encode import encode_texts
 from anygauge.data.formats import parse
@@ -309,9 +309,9 @@ def test_a_line_that_is_too_long_is_not_even_read(source, cache, monkeypatch):
 def test_texts_are_tokenised_as_many_at_once_as_memory_allows(tokenizer, monkeypatch):
     texts = ["one two", "", "three" * 9, "four", "five", "six"]
     together = encode_texts(tokenizer, texts)
-    monkeypatch.setattr(masks, "_AT_ONCE", 10)
+    monkeypatch.setattr(loss_masks, "_AT_ONCE", 10)
     assert encode_texts(tokenizer, texts) == together
-    assert [len(part) for part in masks.bounded_parts(texts)] == [2, 1, 2, 1]
+    assert [len(part) for part in loss_masks.bounded_parts(texts)] == [2, 1, 2, 1]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".txt"])

@@ -156,7 +156,7 @@ def test_addresses_that_nobody_answers_or_no_package_reads(impatient, monkeypatc
                 DataAccessError,
                 r", after 6 tries: .*then resume the run",
             ),
-            ("s3://bucket", DataError, r"is not an address that can be read: .*s3fs"),
+            ("s3://bucket", DataError, r"needs a package that is not installed: .*s3fs"),
             ("nonsense://x", DataError, r"is not an address that can be read: "),
         ):
             with pytest.raises(error, match=said):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data import Ahead, Counts, Layout, Schedule, readers
+from anygauge.data import Counts, Layout, Prefetcher, Schedule, readers
 from anygauge.data.batches import pack
 from anygauge.data.prepare import packs_of
 from anygauge.data.readers import RawRow
@@ -354,7 +354,7 @@ def test_no_more_than_two_blocks_are_held(batches, source, monkeypatch):
 
 def test_the_reading_thread_is_ahead_and_keeps_little():
     begun = {index: threading.Event() for index in range(10)}
-    with Ahead(lambda index: begun[index].set() or index, 10, depth=2, name="x") as ahead:
+    with Prefetcher(lambda index: begun[index].set() or index, 10, depth=2, name="x") as ahead:
         assert ahead.get(3) == 3
         assert begun[5].wait(60), "two more are worked out unasked"
         assert not begun[6].wait(0.1)

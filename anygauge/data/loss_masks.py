@@ -67,7 +67,7 @@ def rendered_spans(
     for index in chat.answers:
         span = finder.span(index)
         if span is None or (spans and span[0] < spans[-1][1]):
-            raise _untold(chat, finder, index)
+            raise _no_boundary_error(chat, finder, index)
         spans.append(span)
     return text, spans
 
@@ -233,7 +233,7 @@ def _with_mark(turn: Turn, mark: str) -> Iterator[Turn]:
         yield {**turn, "tool_calls": [{**first, "function": function}, *others]}
 
 
-def _untold(chat: Chat, finder: _Finder, index: int) -> DataError:
+def _no_boundary_error(chat: Chat, finder: _Finder, index: int) -> DataError:
     where = f"{chat.origin}: turn {index + 1} (assistant)"
     last = chat.answers[-1]
     closing = finder.template.closing()
