@@ -135,7 +135,11 @@ def _at_the_end(write: Callable[[], None]) -> None:
 
 
 def _main() -> None:
-    if TRACE not in os.environ or "RANK" not in os.environ:
+    # A rank's resource tracker, which multiprocessing starts, inherits its variables and ends last.
+    tracks = any(
+        each.startswith("from multiprocessing.resource_tracker ") for each in sys.orig_argv
+    )
+    if TRACE not in os.environ or "RANK" not in os.environ or tracks:
         return
     from benchmark_watch import Phases, StepWatch, count_steps, peak
 
@@ -161,8 +165,6 @@ def _main() -> None:
         taken["phases"] = phases.taken
 
     def write() -> None:
-        if "torch" not in sys.modules:  # multiprocessing's resource tracker ends after its rank
-            return
         for name, take in taken.items():
             text = json.dumps(take())
             (folder / f"{name}-rank{rank}.json").write_text(text, encoding="utf-8")

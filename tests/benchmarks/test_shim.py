@@ -68,7 +68,9 @@ def start(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_rank_leaves_its_peak_memory(tmp_path: Path) -> None:
-    done = start("b = bytearray(2**25)", RANK="1", ANYGAUGE_BENCHMARK_TRACE=str(tmp_path))
+    tracker = "from multiprocessing import resource_tracker; resource_tracker.ensure_running()"
+    code = f"b = bytearray(2**25); {tracker}"
+    done = start(code, RANK="1", ANYGAUGE_BENCHMARK_TRACE=str(tmp_path))
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "traffic-rank1.json").read_text())
     assert record["calls"] == []
