@@ -135,11 +135,9 @@ def _at_the_end(write: Callable[[], None]) -> None:
 
 
 def _main() -> None:
-    # A rank's resource tracker, which multiprocessing starts, inherits its variables and ends last.
-    tracks = any(
-        each.startswith("from multiprocessing.resource_tracker ") for each in sys.orig_argv
-    )
-    if TRACE not in os.environ or "RANK" not in os.environ or tracks:
+    # multiprocessing's resource tracker inherits a rank's variables, and ends after it.
+    tracker = "multiprocessing.resource_tracker import main" in " ".join(sys.orig_argv)
+    if TRACE not in os.environ or "RANK" not in os.environ or tracker:
         return
     from benchmark_watch import Phases, StepWatch, count_steps, peak
 
