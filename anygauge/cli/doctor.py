@@ -49,14 +49,14 @@ def doctor(
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a list.")] = False,
 ) -> None:
     """Check whether this machine is ready for a backend. Exit status 1 if a check failed."""
-    from anygauge.agent.doctor import worst
+    from anygauge.launch.doctor import worst
 
     _, selection, chosen = choose_backend(backend, need_device=False)
     found = _host(chosen, output, hub)
     own = _own(chosen)
     trip = []
     if collectives is not None:
-        from anygauge.agent.doctor import round_trip
+        from anygauge.launch.doctor import round_trip
 
         trip.append(round_trip(chosen.name, {}, collectives))
     everything = [*own, *found, *trip]
@@ -85,9 +85,9 @@ def doctor(
 
 
 def _host(backend: Backend, output: Path, hub: bool) -> list[Check]:
-    from anygauge.agent.doctor import host_checks, hub_access, write_speed
-    from anygauge.agent.environment import inspect_node
-    from anygauge.agent.foreign import scrub
+    from anygauge.launch.doctor import host_checks, hub_access, write_speed
+    from anygauge.launch.environment import inspect_node
+    from anygauge.launch.foreign import scrub
 
     environ = scrub(os.environ)
     node = inspect_node(backend=backend, environ=environ)

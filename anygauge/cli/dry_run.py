@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anygauge.agent.rank import rank_numbers
 from anygauge.cli.console import Console
 from anygauge.cli.env import print_environment, rank_environments, shown_ranks
 from anygauge.cli.intent import Intent, rendered
@@ -24,6 +23,7 @@ from anygauge.data import accumulation
 from anygauge.data.cache import cache_folder
 from anygauge.interface import ABILITIES, Backend, NotAvailableError
 from anygauge.kernels.choose import kernels_of_run
+from anygauge.launch.rank_process import rank_numbers
 from anygauge.training.auto import AUTO
 from anygauge.training.schedule import learning_rate, warmup_steps
 from anygauge.training.strategy import share_of

@@ -211,7 +211,7 @@ def rank_environments(intent: Intent) -> dict[int, list[ResolvedSetting]]:
 
 
 def _resolve(registry: Registry, job: Job, local_rank: int) -> list[ResolvedSetting]:
-    from anygauge.agent.foreign import scrub
+    from anygauge.launch.foreign import scrub
     from anygauge.registry import resolve_environment
 
     backend = registry.create_backend(job.backend, job.backend_options)
@@ -221,8 +221,8 @@ def _resolve(registry: Registry, job: Job, local_rank: int) -> list[ResolvedSett
 
 
 def _node(backend: Backend) -> Node:
-    from anygauge.agent.environment import inspect_node
-    from anygauge.agent.foreign import scrub
+    from anygauge.launch.environment import inspect_node
+    from anygauge.launch.foreign import scrub
 
     return inspect_node(backend=backend, environ=scrub(os.environ))
 

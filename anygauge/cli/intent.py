@@ -15,10 +15,10 @@ from typer.core import TyperCommand
 from anygauge.interface import Job, RunFileError, named_fabric
 
 if TYPE_CHECKING:
-    from anygauge.agent.foreign import ForeignLaunch
     from anygauge.config.load import LoadedRun
     from anygauge.config.schema import RunFile
     from anygauge.interface import Backend, Plan
+    from anygauge.launch.foreign import ForeignLaunch
     from anygauge.registry import Registry, Selection
 
 

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from anygauge.agent.foreign import ALONE, ForeignLaunch, scrub
 from anygauge.interface import AnygaugeError, UsageError
+from anygauge.launch.foreign import ALONE, ForeignLaunch, scrub
 
 if TYPE_CHECKING:
-    from anygauge.agent.environment import NodeEnvironment
     from anygauge.cli.intent import Intent
     from anygauge.config.load import LoadedRun
+    from anygauge.launch.environment import NodeEnvironment
 
 _FOR_AGENTS = ("pass_environment", "options", "port", "lost_after_s")
 """Fields of ``launch`` that only launchers and agents of ours read."""
@@ -106,9 +106,9 @@ def join(intent: Intent, foreign: ForeignLaunch, *, quiet: bool) -> NoReturn:
     Raises:
         AnygaugeError: what any rank would refuse.
     """
-    from anygauge.agent.environment import NodeEnvironment
-    from anygauge.agent.link import Hello
-    from anygauge.agent.rank import rank_numbers
+    from anygauge.launch.environment import NodeEnvironment
+    from anygauge.launch.link import Hello
+    from anygauge.launch.rank_process import rank_numbers
     from anygauge.training.checks import check_settings
 
     run, job = intent.run, intent.job

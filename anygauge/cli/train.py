@@ -51,7 +51,7 @@ def train(
     """Fine-tune a model as described in a run file."""
     flags = _flags(backend, devices, nodes, launcher, output, resume)
     if not dry_run:
-        from anygauge.agent.foreign import find_launch
+        from anygauge.launch.foreign import find_launch
 
         foreign = find_launch(os.environ)
         if foreign is not None:
@@ -145,7 +145,7 @@ def _refuse_a_rank() -> None:
     Raises:
         UsageError: this process is a rank of another launcher's.
     """
-    from anygauge.agent.foreign import find_launch
+    from anygauge.launch.foreign import find_launch
 
     foreign = find_launch(os.environ)
     if foreign is not None:

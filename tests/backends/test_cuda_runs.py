@@ -58,7 +58,13 @@ class EndedJob:
         agents = [
             subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "anygauge.agent", "--job", str(self.run / "job.json")),
+                    *(
+                        sys.executable,
+                        "-m",
+                        "anygauge.launch.agent",
+                        "--job",
+                        str(self.run / "job.json"),
+                    ),
                     *("--node-rank", str(node), "--coordinator", f"127.0.0.1:{port}"),
                 ],
                 stdin=subprocess.DEVNULL,

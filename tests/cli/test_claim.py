@@ -12,8 +12,8 @@ import pytest
 
 from anygauge.cli.run_folder import claimed
 from anygauge.interface import AnygaugeError
-from tests.agent.fakes import FAKE_CLI, read_pid, write_script
 from tests.helpers.processes import alive, as_in_a_terminal, until
+from tests.launch.fakes import FAKE_CLI, read_pid, write_script
 
 
 def is_claimed(folder: Path) -> bool:

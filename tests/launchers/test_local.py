@@ -15,11 +15,11 @@ import pytest
 from anygauge.cli.run_folder import claimed
 from anygauge.interface import AnygaugeError, Job, Plan, RunFileError
 from anygauge_launchers.local import Local, LocalJob
-from tests.agent.fake_cli import fake_plan
-from tests.agent.fakes import FINISHED, FOREVER, read_pid, sends, write_script
 from tests.helpers.jobs import make_job
 from tests.helpers.options import render
 from tests.helpers.processes import alive, until
+from tests.launch.fake_cli import fake_plan
+from tests.launch.fakes import FINISHED, FOREVER, read_pid, sends, write_script
 
 
 def job(directory: Path, nodes: int = 1) -> Job:
@@ -58,7 +58,7 @@ def test_rendering_writes_nothing_and_names_every_file_and_argument(folder: Path
     (process,) = plan.processes
     assert process.host is None
     assert process.argv == (
-        *(sys.executable, "-m", "anygauge.agent"),
+        *(sys.executable, "-m", "anygauge.launch.agent"),
         *("--job", str(run / "job.json"), "--node-rank", "0", "--grace", "5"),
     )
     (process,) = render("local", job(run), {"grace_s": 1.5}).processes

@@ -44,7 +44,7 @@ def test_ranks_meet_at_the_port_of_their_job_and_again_after_a_failure(tmp_path:
     agents = [
         subprocess.Popen(
             [
-                *(sys.executable, "-m", "anygauge.agent", "--job", str(run / "job.json")),
+                *(sys.executable, "-m", "anygauge.launch.agent", "--job", str(run / "job.json")),
                 *("--node-rank", str(node), "--coordinator", f"127.0.0.1:{port}"),
             ],
             stdin=subprocess.DEVNULL,

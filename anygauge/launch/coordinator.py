@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from anygauge.agent.link import HELLO, Hello, Link, check_hello
-from anygauge.agent.listener import Listener, allow_open_files
-from anygauge.agent.nodes import (
+from anygauge.interface import AnygaugeError, Job
+from anygauge.launch.link import HELLO, Hello, Link, check_hello
+from anygauge.launch.listener import Listener, allow_open_files
+from anygauge.launch.nodes import (
     CANCELLED_EARLY,
     HEARTBEAT_S,
     INSTRUCTIONS,
@@ -21,7 +22,7 @@ from anygauge.agent.nodes import (
     Nodes,
     Outbox,
 )
-from anygauge.agent.outcome import (
+from anygauge.launch.outcome import (
     REPORT,
     SIGNAL_OR_NONE,
     TEXT,
@@ -32,7 +33,6 @@ from anygauge.agent.outcome import (
     resolve_outcome,
     shown,
 )
-from anygauge.interface import AnygaugeError, Job
 from anygauge.util.rendezvous import listen_at, tcp_address
 
 _TURN_S = 0.05

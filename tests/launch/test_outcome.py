@@ -7,7 +7,8 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
-from anygauge.agent.outcome import (
+from anygauge.interface import LOST
+from anygauge.launch.outcome import (
     REPORT,
     Failure,
     JobFailure,
@@ -16,7 +17,6 @@ from anygauge.agent.outcome import (
     resolve_outcome,
     tail,
 )
-from anygauge.interface import LOST
 
 FINE = [NodeReport(node_rank=rank, host=f"h{rank}", ok=True) for rank in range(3)]
 

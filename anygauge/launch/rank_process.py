@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from anygauge.agent.outcome import Failure
 from anygauge.interface import STOPPED, Job
+from anygauge.launch.outcome import Failure
 from anygauge.util.events import EVENTS_FD, read_event
 from anygauge.util.files import write_text
 from anygauge.util.processes import END_AT_ONCE, parent_environment

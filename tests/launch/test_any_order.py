@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from anygauge.interface import LOST, STOPPED
 from anygauge.util.processes import END_AT_ONCE
-from tests.agent.simulated import GRACE_S, LIMIT_S, TURN_S, FakeRank, Simulation
+from tests.launch.simulated import GRACE_S, LIMIT_S, TURN_S, FakeRank, Simulation
 
 BROKEN = {"error": "RuntimeError", "message": "Connection closed by peer"}
 CHECKPOINT = {"event": "stopped", "step": 7, "checkpoint": "/run/step-7"}

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from anygauge.agent import local_job
 from anygauge.config.schema import AUTO_ORDER
 from anygauge.interface import Job, Phase
+from anygauge.launch import local_job
 
-MODULE = "anygauge.planning.calibration"
+MODULE = "anygauge.launch.calibration"
 REPEATS = 7
 LONG_S = 0.05  # that a measured call takes at least, as far as the sizes allow
 SIDES = (256, 512, 1024, 2048, 4096, 8192)  # of square matrices

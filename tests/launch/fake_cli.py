@@ -21,7 +21,7 @@ def fake_plan(script: str, run_directory: str, ranks: int, grace_s: float) -> Pl
     job = make_job(run_directory=run_directory, devices=ranks)
     plan = render("local", job, {"grace_s": grace_s})
     (process,) = plan.processes
-    assert process.argv[:3] == (sys.executable, "-m", "anygauge.agent")
+    assert process.argv[:3] == (sys.executable, "-m", "anygauge.launch.agent")
     argv = (sys.executable, FAKE_AGENT, script, *process.argv[3:])
     return replace(plan, processes=(replace(process, argv=argv),))
 

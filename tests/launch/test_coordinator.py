@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from anygauge.agent.__main__ import meet
-from anygauge.agent.link import LONGEST_OF_STRANGERS, UNPROVEN, Link, WorkerHandshake
-from anygauge.agent.listener import MOST_UNKNOWN, Listener
-from anygauge.agent.nodes import Outbox
 from anygauge.interface import AnygaugeError, Job
-from tests.agent.cluster import Cluster
-from tests.agent.fakes import FINISHED
+from anygauge.launch.agent import meet
+from anygauge.launch.link import LONGEST_OF_STRANGERS, UNPROVEN, Link, WorkerHandshake
+from anygauge.launch.listener import MOST_UNKNOWN, Listener
+from anygauge.launch.nodes import Outbox
 from tests.helpers.processes import PATIENCE_S, free_port, until
+from tests.launch.cluster import Cluster
+from tests.launch.fakes import FINISHED
 
 TOKEN = "of this job"
 
@@ -212,7 +212,7 @@ def test_where_the_coordinator_listens(
             raise resolved
         return [(None, None, None, "", (address, 0)) for address in resolved or [name]]
 
-    monkeypatch.setattr("anygauge.agent.listener.socket.getaddrinfo", resolve)
+    monkeypatch.setattr("anygauge.launch.listener.socket.getaddrinfo", resolve)
     with Listener(host, port := free_port(), TOKEN, 2) as listener:
         assert listener.where == f"{where}, port {port}"
 
@@ -221,7 +221,7 @@ def test_nobody_stays_unknown_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     with Listener("127.0.0.1", port := free_port(), TOKEN, 2) as listener, connected(port) as slow:
         slow.sendall(b'{"kind"')
         until(lambda: listener.joined(0.05) == [] and listener.unknown == 1, "the connection")
-        monkeypatch.setattr("anygauge.agent.listener.UNKNOWN_S", -1.0)
+        monkeypatch.setattr("anygauge.launch.listener.UNKNOWN_S", -1.0)
         assert listener.joined(0) == [] and listener.unknown == 0
         assert ends(slow)
 

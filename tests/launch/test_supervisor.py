@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from anygauge.agent.nodes import Nodes, Outbox
-from anygauge.agent.supervisor import SIGNALS, Supervisor, collect_signals
+from anygauge.launch.nodes import Nodes, Outbox
+from anygauge.launch.supervisor import SIGNALS, Supervisor, collect_signals
 from anygauge.util.processes import END_AT_ONCE
-from tests.agent.cluster import Cluster
-from tests.agent.fakes import FINISHED, FOREVER, read_pid, sends
 from tests.helpers.jobs import make_job
 from tests.helpers.processes import PATIENCE_S, alive, until
+from tests.launch.cluster import Cluster
+from tests.launch.fakes import FINISHED, FOREVER, read_pid, sends
 
 
 def test_all_ranks_finish(cluster: Cluster) -> None:

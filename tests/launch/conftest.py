@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.agent.cluster import Cluster
 from tests.helpers.processes import end
+from tests.launch.cluster import Cluster
 
 
 @pytest.fixture

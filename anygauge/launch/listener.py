@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from anygauge.agent.link import CoordinatorHandshake, Link
 from anygauge.interface import AnygaugeError, LaunchSettings
+from anygauge.launch.link import CoordinatorHandshake, Link
 from anygauge.util.rendezvous import listen_at, own_addresses
 
 MOST_UNKNOWN = 64

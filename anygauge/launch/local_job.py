@@ -109,7 +109,7 @@ def main(module: str, run_rank: RunRank, argv: list[str]) -> int:
     """Be one rank or, with ``--agent``, the agent that starts all. Returns the exit status."""
     path = argv[-1]
     if argv[0] == "--agent":
-        from anygauge.agent.__main__ import main as run_agent
+        from anygauge.launch.agent import main as run_agent
 
         return run_agent(["--job", path], rank_argv=(sys.executable, "-m", module, "--job", path))
     die_with_parent()

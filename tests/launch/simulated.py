@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from anygauge.agent import coordinator, link, nodes, supervisor
-from anygauge.agent import rank as rank_process
 from anygauge.interface import Job
+from anygauge.launch import coordinator, link, nodes, supervisor
+from anygauge.launch import rank as rank_process
 from anygauge.util.processes import END_AT_ONCE
 from tests.helpers.jobs import make_job
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.agent import doctor
 from anygauge.interface import Check, LaunchProfile, Outcome, RdmaDevice
+from anygauge.launch import doctor
 from tests.helpers.machines import BRIDGE, ETH0, LO, VIRTUAL, machine
 from tests.helpers.tree import write_tree
 

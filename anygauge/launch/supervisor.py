@@ -18,10 +18,10 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
-from anygauge.agent.nodes import Instruction, Nodes
-from anygauge.agent.outcome import Failure, JobFailure, JobOutcome, NodeReport
-from anygauge.agent.rank import RankProcess, rank_numbers
 from anygauge.interface import AnygaugeError, Job
+from anygauge.launch.nodes import Instruction, Nodes
+from anygauge.launch.outcome import Failure, JobFailure, JobOutcome, NodeReport
+from anygauge.launch.rank_process import RankProcess, rank_numbers
 from anygauge.util.processes import END_AT_ONCE, REPEATED_SIGNAL_S
 from anygauge.util.run_lock import check_lock
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from anygauge.agent.environment import cores_of_ranks, inspect_node, parse_core_list
 from anygauge.interface import Job, LaunchProfile, NetworkInterface, Node, RdmaDevice
+from anygauge.launch.environment import cores_of_ranks, inspect_node, parse_core_list
 from anygauge_hpu.backend import HpuBackend
 from tests.helpers.jobs import make_job
 from tests.helpers.tree import write_tree

@@ -18,12 +18,12 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from anygauge.agent import local_job
-from anygauge.agent.environment import file_text
 from anygauge.interface import Check, Job, LaunchProfile, Node, Outcome
+from anygauge.launch import local_job
+from anygauge.launch.environment import file_text
 from anygauge.registry import installed_version
 
-MODULE = "anygauge.agent.doctor"
+MODULE = "anygauge.launch.doctor"
 MIB = 2**20
 SHARED_MEMORY = 2**30
 """Containers get 64 MiB by default, too little for collectives and data workers."""

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from anygauge.agent.startup import OWNER, claim_run_directory, place_run_file, read_secrets
 from anygauge.config.load import load_run_file
 from anygauge.config.resolved import run_json
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, Job
+from anygauge.launch.startup import OWNER, claim_run_directory, place_run_file, read_secrets
 from anygauge.util.start import START, put_in_place, settled
-from tests.agent.cluster import Cluster
-from tests.agent.fakes import FINISHED
 from tests.helpers.jobs import make_job
 from tests.helpers.processes import until
 from tests.helpers.runs import run_file
+from tests.launch.cluster import Cluster
+from tests.launch.fakes import FINISHED
 from tests.standins.hub import Hub, Repository
 
 

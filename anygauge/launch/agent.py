@@ -1,4 +1,4 @@
-"""``python -m anygauge.agent``: the one process that every launcher starts on each node."""
+"""``python -m anygauge.launch.agent``: the one process that every launcher starts on each node."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from anygauge.agent.foreign import scrub
-from anygauge.agent.link import Hello
-from anygauge.agent.nodes import CancelledError, Instruction, Nodes, Outbox, WorkerNode
-from anygauge.agent.outcome import JobFailure, NodeReport
-from anygauge.agent.startup import (
+from anygauge.interface import LOST, AnygaugeError, Job
+from anygauge.launch.foreign import scrub
+from anygauge.launch.link import Hello
+from anygauge.launch.nodes import CancelledError, Instruction, Nodes, Outbox, WorkerNode
+from anygauge.launch.outcome import JobFailure, NodeReport
+from anygauge.launch.startup import (
     StartAbortedError,
     claim_run_directory,
     fetch_on_all,
@@ -29,8 +30,7 @@ from anygauge.agent.startup import (
     read_standard_input,
     read_variables,
 )
-from anygauge.agent.supervisor import GRACE_S, Supervisor, collect_signals
-from anygauge.interface import LOST, AnygaugeError, Job
+from anygauge.launch.supervisor import GRACE_S, Supervisor, collect_signals
 from anygauge.util.processes import die_with_parent, tie_to_parent
 from anygauge.util.rendezvous import file_of
 from anygauge.util.run_lock import check_lock, identity_of, open_lock
@@ -139,7 +139,7 @@ class _Agent:
             os.chdir(job.working_directory)
         own, environment = None, self._rank_environment
         if environment is None:
-            from anygauge.agent.environment import NodeEnvironment, write_provenance
+            from anygauge.launch.environment import NodeEnvironment, write_provenance
 
             own = NodeEnvironment(job, self._node_rank, inherited)
             write_provenance(job, self._node_rank, own.record())
@@ -266,7 +266,7 @@ def meet(
     """
     if job.launch.nodes == 1:
         return Nodes(job, outbox)
-    from anygauge.agent.coordinator import Coordinator
+    from anygauge.launch.coordinator import Coordinator
 
     own = Hello(
         node_rank=node_rank,
@@ -322,7 +322,7 @@ def _log_to(path: Path) -> None:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m anygauge.agent", description="Run the ranks of one node of a job."
+        prog="python -m anygauge.launch.agent", description="Run the ranks of one node of a job."
     )
     parser.add_argument("--job", required=True, help="the job file")
     parser.add_argument(

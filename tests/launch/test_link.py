@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from anygauge.agent.coordinator import Coordinator
-from anygauge.agent.link import UNPROVEN, CoordinatorHandshake, Link, WorkerHandshake, key_of
-from anygauge.agent.nodes import Instruction, Nodes, WorkerNode
-from anygauge.agent.outcome import JobFailure, JobOutcome, NodeReport
 from anygauge.interface import LOST
-from tests.agent.simulated import Simulation
+from anygauge.launch.coordinator import Coordinator
+from anygauge.launch.link import UNPROVEN, CoordinatorHandshake, Link, WorkerHandshake, key_of
+from anygauge.launch.nodes import Instruction, Nodes, WorkerNode
+from anygauge.launch.outcome import JobFailure, JobOutcome, NodeReport
 from tests.helpers.processes import until
+from tests.launch.simulated import Simulation
 
 TOKEN = "of this job"
 

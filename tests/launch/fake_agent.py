@@ -6,8 +6,8 @@ import os
 import sys
 from pathlib import Path
 
-from anygauge.agent import __main__ as agent
-from anygauge.agent.foreign import scrub
+from anygauge.launch import agent
+from anygauge.launch.foreign import scrub
 
 FAKE_RANK = str(Path(__file__).with_name("fake_rank.py"))
 

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from anygauge.agent.nodes import Instruction, Nodes
 from anygauge.interface import AnygaugeError, Job, ModelError
+from anygauge.launch.nodes import Instruction, Nodes
 from anygauge.models.fetching import fetching
 from anygauge.util.files import write_text
 from anygauge.util.start import START, settled

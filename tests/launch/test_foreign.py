@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from anygauge.agent.foreign import ForeignLaunch, find_launch, first_host
 from anygauge.interface import UsageError
+from anygauge.launch.foreign import ForeignLaunch, find_launch, first_host
 
 # Each as the launcher itself sets it, two ranks on each of two machines: the third of them.
 TORCHRUN = {

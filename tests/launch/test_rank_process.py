@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from anygauge.agent.rank import (
+from anygauge.launch.rank_process import (
     SHORTEST_LIMIT_S,
     ProcessSample,
     Watchdog,

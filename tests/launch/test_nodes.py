@@ -13,13 +13,13 @@ from typing import IO, Any
 
 import pytest
 
-from anygauge.agent.__main__ import meet
-from anygauge.agent.link import Hello, check_hello
-from anygauge.agent.nodes import Outbox
 from anygauge.interface import LOST, AnygaugeError, Job
-from tests.agent.cluster import Cluster
-from tests.agent.fakes import FAKE_AGENT, FINISHED, FOREVER, sends
+from anygauge.launch.agent import meet
+from anygauge.launch.link import Hello, check_hello
+from anygauge.launch.nodes import Outbox
 from tests.helpers.processes import PATIENCE_S, alive, as_in_a_terminal, until
+from tests.launch.cluster import Cluster
+from tests.launch.fakes import FAKE_AGENT, FINISHED, FOREVER, sends
 
 
 def test_all_nodes_finish_and_the_coordinator_reports_all_ranks(cluster: Cluster) -> None:
@@ -150,7 +150,7 @@ def test_standard_input_brings_arguments_variables_and_signals(cluster: Cluster)
 def test_standard_input_without_arguments_is_refused(cluster: Cluster) -> None:
     for text, said in (("", "ended before the line"), ("[]\n", "cannot be read")):
         done = subprocess.run(
-            [sys.executable, "-m", "anygauge.agent", "--stdin"],
+            [sys.executable, "-m", "anygauge.launch.agent", "--stdin"],
             input=text,
             capture_output=True,
             text=True,

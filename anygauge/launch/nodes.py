@@ -27,8 +27,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, Strict, TypeAdapter
 
-from anygauge.agent.link import OF_ANOTHER_JOB, UNPROVEN, Hello, Link, WorkerHandshake
-from anygauge.agent.outcome import (
+from anygauge.interface import LOST, AnygaugeError, Job
+from anygauge.launch.link import OF_ANOTHER_JOB, UNPROVEN, Hello, Link, WorkerHandshake
+from anygauge.launch.outcome import (
     OUTCOME,
     SIGNAL_OR_NONE,
     JobOutcome,
@@ -38,7 +39,6 @@ from anygauge.agent.outcome import (
     resolve_outcome,
     shown,
 )
-from anygauge.interface import LOST, AnygaugeError, Job
 
 HEARTBEAT_S = 1.0
 OUTBOX_CAPACITY = 100_000
