@@ -12,8 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-
 from anygauge.config.schema import AUTO_ORDER
 from anygauge.interface import Job, Phase
 from anygauge.launch import local_job
@@ -36,6 +34,8 @@ def measure(backend: str, ranks: int) -> dict[str, Any]:
 
 def run_rank(job: Job, rank: int, world_size: int, local_rank: int) -> dict[str, Any]:
     """Measure; returns the figures of rank 0: bytes per second, operations per second, seconds."""
+    import torch
+
     with local_job.opened(job, rank, world_size, local_rank) as backend:
         device, collectives = backend.placement.device, backend.collectives
 
