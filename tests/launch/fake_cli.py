@@ -6,9 +6,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from anygauge.cli.run_folder import claimed
 from anygauge.cli.terminal import follow
 from anygauge.interface import Plan
+from anygauge.launch.run_directory import claim
 from anygauge_launchers.local import Local
 from tests.helpers.jobs import make_job
 from tests.helpers.options import render
@@ -28,7 +28,7 @@ def fake_plan(script: str, run_directory: str, ranks: int, grace_s: float) -> Pl
 
 if __name__ == "__main__":
     plan = fake_plan(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))
-    with claimed(Path(sys.argv[2])) as lock:
+    with claim(Path(sys.argv[2])) as lock:
         running = Local().submit(replace(plan, held=(lock,)))
         (Path(sys.argv[1]).parent / "agent_pid").write_text(str(running._agent.pid))
         sys.exit(follow(running, run_directory=sys.argv[2]))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.cli.run_folder import claimed
 from anygauge.interface import AnygaugeError, Job, Plan, RunFileError
+from anygauge.launch.run_directory import claim
 from anygauge_launchers.local import Local, LocalJob
 from tests.helpers.jobs import make_job
 from tests.helpers.options import render
@@ -78,9 +78,9 @@ def test_a_job_runs_where_paths_have_spaces(folder: Path, started: list[LocalJob
 
 
 def test_the_agent_learns_which_lock_the_folder_had(folder: Path, started: list[LocalJob]) -> None:
-    with claimed(folder / "run") as lock:
+    with claim(folder / "run") as lock:
         (folder / "run").rename(folder / "moved")
-        with claimed(folder / "run"):  # a start of the same name, before the agent begins
+        with claim(folder / "run"):  # a start of the same name, before the agent begins
             running = Local().submit(replace(plan_of(folder, {0: [FINISHED]}), held=(lock,)))
             started.append(running)
             (ended,) = running.events()

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.cli.run_folder import write_run
 from anygauge.config.load import load_run_file
+from anygauge.launch.run_directory import write_run
 from tests.helpers.jobs import make_job
 from tests.helpers.processes import end, until
 from tests.helpers.runs import run_file

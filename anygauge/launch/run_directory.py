@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge.interface import AnygaugeError, RunFileError
+from anygauge.launch.submitted import LAUNCHED, find_job
 from anygauge.util.files import part_of, read_text, why_no_folder, write_text
 from anygauge.util.run_lock import LOCK, open_lock
 from anygauge.util.start import START
 
 if TYPE_CHECKING:
-    from anygauge.cli.intent import Intent
     from anygauge.config.schema import RunFile
     from anygauge.training.checkpoints.identity import Finished
 
@@ -26,8 +26,6 @@ RUN_FILE = "run.yaml"
 """For people and for commands; ranks and their agents read `Job.run_file`."""
 RESOLVED = "run.json"
 RENDEZVOUS = "rendezvous"
-LAUNCHED = "launched.json"
-"""Which launcher has the job, and how it finds it again."""
 CANCELLED = "cancelled"
 """There since the job of `LAUNCHED` was asked to end."""
 
@@ -46,7 +44,7 @@ _DECIDE = ("model", "adapter", "data", "train")
 """Sections that decide what is trained, and for how long."""
 
 
-def run_folder(wanted: Path, *, resume: bool) -> Path:
+def choose_run_directory(wanted: Path, *, resume: bool) -> Path:
     """Where a run writes, absolute.
 
     Args:
@@ -92,7 +90,7 @@ def logs_of(folder: Path) -> Path:
     return waiting if waiting.is_dir() else folder / "logs"
 
 
-def made_ready(folder: Path, *, staged: bool) -> None:
+def clear_for_start(folder: Path, *, staged: bool) -> None:
     """Clear a claimed folder of what an earlier start left that came to nothing.
 
     Args:
@@ -114,7 +112,7 @@ def made_ready(folder: Path, *, staged: bool) -> None:
 
 
 @contextlib.contextmanager
-def claimed(folder: Path) -> Iterator[int]:
+def claim(folder: Path) -> Iterator[int]:
     """Keep other runs out of a folder.
 
     Yields:
@@ -214,30 +212,31 @@ def _in_use(folder: Path) -> bool:
 
 def _may_run(folder: Path) -> bool:
     """Whether a job may still wait or run, or was handed to machines whose files are not here."""
-    from anygauge.cli.job import find
-
     with contextlib.suppress(AnygaugeError, OSError, ValueError, RecursionError):
         launched = json.loads(read_text(folder / LAUNCHED, _METRICS_BYTES))
-        return "logs" in launched or find(folder).alive is not False
+        return "logs" in launched or find_job(folder).alive is not False
     return True
 
 
 # -- runs that are to be resumed: what can be said before a rank is started -----------------------
 
 
-def gone_on_with(intent: Intent) -> tuple[bool, Finished | None]:
+def resume_target(
+    run: RunFile, folder: Path, *, shared_filesystem: bool
+) -> tuple[bool, Finished | None]:
     """Whether a start resumes the run of its folder, and that run if it is done already.
 
-    For a run and its dry run alike; only where the files are on this machine.
+    For a run and its dry run alike.
+
+    Args:
+        shared_filesystem: of the launcher's spec: the files are on this machine.
 
     Raises:
         AnygaugeError: what is to be gone on from is not a checkpoint, or belongs to another run; or
             the folder cannot be written.
     """
-    run, folder = intent.run, Path(intent.job.run_directory)
     resume = run.checkpoint.resume
-    launcher = intent.registry.find_launcher(run.launch.launcher).spec
-    if not launcher.shared_filesystem:
+    if not shared_filesystem:
         return False, None
     if why := why_no_folder(folder):
         raise RunFileError(

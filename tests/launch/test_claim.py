@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.cli.run_folder import claimed
 from anygauge.interface import AnygaugeError
+from anygauge.launch.run_directory import claim
 from tests.helpers.processes import alive, as_in_a_terminal, until
 from tests.launch.fakes import FAKE_CLI, read_pid, write_script
 
 
 def is_claimed(folder: Path) -> bool:
     try:
-        with claimed(folder):
+        with claim(folder):
             return False
     except AnygaugeError as error:
         assert "a run is writing to" in str(error)
@@ -27,17 +27,17 @@ def is_claimed(folder: Path) -> bool:
 
 
 def test_a_claim_ends_with_its_block(tmp_path: Path) -> None:
-    with claimed(tmp_path):
+    with claim(tmp_path):
         assert is_claimed(tmp_path)
     assert not is_claimed(tmp_path)
 
 
 def test_the_lock_is_its_owners_alone_and_is_not_truncated(tmp_path: Path) -> None:
-    with claimed(tmp_path):
+    with claim(tmp_path):
         lock = tmp_path / ".lock"
         assert stat.S_IMODE(lock.stat().st_mode) == 0o600
     lock.write_text("kept")
-    with claimed(tmp_path):
+    with claim(tmp_path):
         assert lock.read_text() == "kept"
 
 
@@ -50,12 +50,12 @@ def half_written(folder: Path, name: str) -> Path:
 
 def test_a_start_removes_what_a_kill_left_of_a_result(tmp_path: Path) -> None:
     left, other = half_written(tmp_path, "model"), half_written(tmp_path, "merged")
-    with claimed(tmp_path):
+    with claim(tmp_path):
         assert not left.exists() and other.exists()
 
 
 def test_a_refused_claim_leaves_the_marks_of_the_run_that_has_it(tmp_path: Path) -> None:
-    with claimed(tmp_path):
+    with claim(tmp_path):
         marks = [tmp_path / name for name in ("cancelled", "rendezvous")]
         for mark in marks:
             mark.touch()

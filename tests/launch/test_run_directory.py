@@ -11,16 +11,16 @@ import pytest
 
 from anygauge.cli import run as command
 from anygauge.cli.intent import read_intent
-from anygauge.cli.run_folder import (
-    claimed,
-    clear,
-    logs_of,
-    made_ready,
-    run_folder,
-    took_no_step,
-)
 from anygauge.interface import AnygaugeError
 from anygauge.interface.job import Job
+from anygauge.launch.run_directory import (
+    choose_run_directory,
+    claim,
+    clear,
+    clear_for_start,
+    logs_of,
+    took_no_step,
+)
 from anygauge.registry import Registry
 from anygauge.training.checkpoints.identity import identity_of_file
 from anygauge.util.start import START, put_in_place, settled
@@ -51,10 +51,10 @@ def test_a_start_without_a_step_is_used_again(tmp_path: Path) -> None:
     folder = failed_start(tmp_path / "my-run")
     assert took_no_step(folder)
     for resume in (False, True):
-        assert run_folder(folder, resume=resume) == folder
+        assert choose_run_directory(folder, resume=resume) == folder
     assert (folder / "logs/rank0.log").exists(), "looking removes nothing"
-    with claimed(folder):
-        made_ready(folder, staged=False)
+    with claim(folder):
+        clear_for_start(folder, staged=False)
         assert [path.name for path in folder.iterdir()] == [".lock"]
 
 
@@ -79,19 +79,19 @@ def test_a_folder_that_may_hold_more_is_left(more: str, tmp_path: Path) -> None:
     MORE[more](folder)
     before = sorted(folder.rglob("*"))
     assert not took_no_step(folder)
-    assert run_folder(folder, resume=False) == tmp_path / "my-run-2"
-    with claimed(folder), pytest.raises(AnygaugeError, match="taken by another run"):
-        made_ready(folder, staged=False)
+    assert choose_run_directory(folder, resume=False) == tmp_path / "my-run-2"
+    with claim(folder), pytest.raises(AnygaugeError, match="taken by another run"):
+        clear_for_start(folder, staged=False)
     (folder / "rendezvous").touch()  # which the claim takes away
     assert sorted(folder.rglob("*")) == before
 
 
 def test_a_run_that_is_starting_keeps_its_name(tmp_path: Path) -> None:
     folder = failed_start(tmp_path / "my-run")
-    with claimed(folder):
-        assert run_folder(folder, resume=False) == tmp_path / "my-run-2"
+    with claim(folder):
+        assert choose_run_directory(folder, resume=False) == tmp_path / "my-run-2"
         assert took_no_step(folder, locked=True)
-    assert run_folder(folder, resume=False) == folder
+    assert choose_run_directory(folder, resume=False) == folder
 
 
 def test_clearing_removes_nothing_else(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def staged_job(folder: Path) -> Job:
 def test_the_files_of_a_start_wait_until_they_are_put_in_place(tmp_path: Path) -> None:
     folder = failed_start(tmp_path / "my-run")
     MORE["a step"](folder)
-    made_ready(folder, staged=True)
+    clear_for_start(folder, staged=True)
     job = staged_job(folder)
     start = folder / START
     assert job.start_directory == start
@@ -211,8 +211,8 @@ def test_a_submission_to_slurm_replaces_nothing_that_ranks_have_not_accepted(
     (programs / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     job = staged_job(folder)
-    with claimed(folder):
-        made_ready(folder, staged=True)
+    with claim(folder):
+        clear_for_start(folder, staged=True)
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         launcher = Registry.load().launcher("slurm")()
         running = launcher.submit(render("slurm", job, {"allocation": "new"}))
