@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from anygauge.cli.console import Console
-from anygauge.cli.intent import BackendOption, choose_backend
+from anygauge.cli.options import BackendOption, JsonOption, choose_backend
 from anygauge.interface import AnygaugeError, Backend, Check, Outcome
 
 _STYLES = {
@@ -46,7 +46,7 @@ def doctor(
     hub: Annotated[
         bool, typer.Option("--hub", help="Also check the connection to the model hub.")
     ] = False,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a list.")] = False,
+    json_: JsonOption = False,
 ) -> None:
     """Check whether this machine is ready for a backend. Exit status 1 if a check failed."""
     from anygauge.agent.doctor import worst
