@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from anygauge.cli.console import Console, table
-from anygauge.cli.intent import choose_backend
+from anygauge.cli.options import choose_backend
 from anygauge.interface import Card, UsageError
 from anygauge.planning.machines import Hardware, measured_file
 from anygauge.registry import Registry

@@ -13,11 +13,12 @@ import typer
 from rich.text import Text
 
 from anygauge.cli.console import Console
-from anygauge.cli.intent import BackendOption, DevicesOption, Intent, NodesOption, SetOption
+from anygauge.cli.options import BackendOption, DevicesOption, NodesOption, SetOption
 from anygauge.interface import Backend, Job, LaunchSettings, Node, RunFileError, Setting
 from anygauge.util.text import escaped
 
 if TYPE_CHECKING:
+    from anygauge.cli.intent import Intent
     from anygauge.registry import Registry, ResolvedSetting
 
 

@@ -9,25 +9,22 @@ from typing import Annotated, Any
 
 import typer
 
-from anygauge.cli.intent import (
+from anygauge.cli.intent import Intent, read_intent, rendered
+from anygauge.cli.options import (
     BackendOption,
     DevicesOption,
     ForceOption,
-    Intent,
     LauncherOption,
     NodesOption,
     OutputOption,
     PlanOption,
+    QuietOption,
     ResumeOption,
     RunFileArgument,
     SetOption,
-    read_intent,
-    rendered,
 )
 from anygauge.interface import AnygaugeError, UsageError
 from anygauge.util.text import fitted
-
-QuietOption = Annotated[bool, typer.Option("--quiet", help="Print warnings and failures only.")]
 
 
 def train(

@@ -18,9 +18,10 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from anygauge.interface import Check, Job, LaunchProfile, Node, Outcome
+from anygauge.interface import AnygaugeError, Backend, Check, Job, LaunchProfile, Node, Outcome
 from anygauge.launch import local_job
-from anygauge.launch.environment import file_text
+from anygauge.launch.environment import file_text, inspect_node
+from anygauge.launch.foreign import scrub
 from anygauge.registry import installed_version
 
 MODULE = "anygauge.launch.doctor"
@@ -31,37 +32,48 @@ OPEN_FILES = 4096
 WRITTEN = 128 * MIB
 SLOW_WRITES = 50 * MIB
 """Bytes per second: a checkpoint of a gigabyte then takes over twenty seconds."""
-ROUND_TRIP = "collective round trip"
 ROUND_TRIP_SIZES = (1_024, 1_048_576, 67_108_864)
 """Bytes of float32 in a tensor."""
 ROUND_TRIP_REPEATS = 5
 
 
-def host_checks(
-    node: Node,
-    launch: LaunchProfile,
-    environ: Mapping[str, str],
-    root: Path = Path("/"),
-    *,
-    backend: str = "",
-) -> list[Check]:
-    """All checks that need neither torch nor a device.
+def run_checks(backend: Backend, output: Path, *, hub: bool, ranks: int | None) -> list[Check]:
+    """The backend's own checks, then those of any machine.
 
     Args:
-        environ: the user's variables.
-        backend: name of the backend for which the machine is checked.
-        root: the folder of /proc, /sys and /dev.
+        output: the folder whose speed is measured, absolute.
+        hub: whether to ask the model hub, too.
+        ranks: of a `round_trip`; None: none is made.
     """
-    return [
-        packages(backend=backend),
-        visibility(launch, environ),
+    environ = scrub(os.environ)
+    node = inspect_node(backend=backend, environ=environ)
+    found = [
+        *_own_checks(backend),
+        packages(backend=backend.name),
+        visibility(backend.launch, environ),
         locked_memory(node),
         open_files(),
-        shared_memory(root),
-        numa_balancing(root),
+        shared_memory(),
+        numa_balancing(),
         interfaces(node),
         rdma_devices(node),
+        write_speed(output),
     ]
+    if hub:
+        found.append(hub_access())
+    return found if ranks is None else [*found, round_trip(backend.name, ranks)]
+
+
+def _own_checks(backend: Backend) -> list[Check]:
+    """The backend's checks; one that raises is a failed line, not the end of the others."""
+    try:
+        return list(backend.diagnostics())
+    except AnygaugeError as error:
+        seen = str(error)
+    except Exception as error:
+        seen = f"diagnostics() raised {type(error).__name__}: {error}"
+    remedy = "report it to the authors of this backend (`anygauge backends` names the package)"
+    return [Check(f"checks of {backend.name}", Outcome.FAIL, seen, remedy)]
 
 
 def packages(distribution: str = "anygauge", *, backend: str = "") -> Check:
@@ -76,143 +88,126 @@ def packages(distribution: str = "anygauge", *, backend: str = "") -> Check:
         required = importlib.metadata.requires(distribution) or []
     except importlib.metadata.PackageNotFoundError:
         seen = f"{distribution} is not installed as a package: its requirements are not known"
-        return Check(name="packages", outcome=Outcome.SKIP, seen=seen, remedy="pip install .")
+        return Check("packages", Outcome.SKIP, seen, "pip install .")
     extras = importlib.metadata.metadata(distribution).get_all("Provides-Extra") or []
     others = [extra for extra in extras if backend and extra.startswith(f"{backend}-")]
-    first = _held_against(required, distribution, backend, backend)
-    for check in (first, *(_held_against(required, distribution, backend, o) for o in others)):
-        if check.outcome == Outcome.PASS:
-            return check
-    return first
+    found = [_within(required, distribution, backend, extra) for extra in (backend, *others)]
+    return next((check for check in found if check.outcome == Outcome.PASS), found[0])
 
 
-def _held_against(required: list[str], distribution: str, backend: str, extra: str) -> Check:
+def _within(required: list[str], distribution: str, backend: str, extra: str) -> Check:
     """The packages held against what is required always, and by one extra of a backend."""
     troubles, fine, wanted = [], [], distribution
     for requirement in map(Requirement, required):
-        marker = requirement.marker
+        name, tested, marker = requirement.name, requirement.specifier, requirement.marker
         always = marker is None or marker.evaluate({"extra": ""})
         if not always and not (extra and marker and marker.evaluate({"extra": extra})):
             continue
-        version = installed_version(requirement.name)
-        if version is None:
-            if always:
-                troubles.append(f"{requirement.name} is missing ({requirement.specifier})")
-            continue
-        if requirement.specifier.contains(version, prereleases=True):
-            fine.append(f"{requirement.name} {version}")
-        else:
-            whose = ""
+        version = installed_version(name)
+        if version is None and always:
+            troubles.append(f"{name} is missing ({tested})")
+        elif version is not None and tested.contains(version, prereleases=True):
+            fine.append(f"{name} {version}")
+        elif version is not None:
+            troubles.append(f"{name} {version}, tested with {tested}")
             if not always:
-                whose = f" for the {backend} backend (docs/stacks.md)"
+                troubles[-1] += f" for the {backend} backend (docs/stacks.md)"
                 wanted = f"'{distribution}[{extra}]'"
-            troubles.append(
-                f"{requirement.name} {version}, tested with {requirement.specifier}{whose}"
-            )
     if troubles:
         remedy = f"pip install --upgrade {wanted}, or install versions within these ranges"
-        return _fail("packages", "; ".join(troubles), remedy)
-    shown = ", ".join(fine[:4]) + (f" and {len(fine) - 4} more" if len(fine) > 4 else "")
-    return _pass("packages", shown)
+        return Check("packages", Outcome.FAIL, "; ".join(troubles), remedy)
+    more = f" and {len(fine) - 4} more" if len(fine) > 4 else ""
+    return Check("packages", Outcome.PASS, ", ".join(fine[:4]) + more)
 
 
 def visibility(launch: LaunchProfile, environ: Mapping[str, str]) -> Check:
     """Whether the variable that hides devices from a process leaves any visible."""
-    name, variable = "visible devices", launch.visibility_variable
+    variable = launch.visibility_variable
+    value = environ.get(variable or "")
     if variable is None:
-        return _pass(name, "this backend has no variable that hides devices")
-    value = environ.get(variable)
-    if value is None:
-        return _pass(name, f"{variable} is unset: all")
-    if not value.strip():
-        return _fail(name, f"{variable} is set to nothing: no device is visible", "unset it")
-    return _pass(name, f"{variable}={value}")
+        seen = "this backend has no variable that hides devices"
+    elif value is None:
+        seen = f"{variable} is unset: all"
+    elif value.strip():
+        seen = f"{variable}={value}"
+    else:
+        seen = f"{variable} is set to nothing: no device is visible"
+        return Check("visible devices", Outcome.FAIL, seen, "unset it")
+    return Check("visible devices", Outcome.PASS, seen)
 
 
 def locked_memory(node: Node) -> Check:
     """Whether enough memory can be locked for RDMA devices, which read it on their own."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    name, unlimited = "locked memory", soft == resource.RLIM_INFINITY
-    seen = "unlimited" if unlimited else f"{soft // 1024} KiB"
-    if unlimited:
-        return _pass(name, seen)
+    name, (soft, _) = "locked memory", resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    seen = f"{soft // 1024} KiB"
+    if soft == resource.RLIM_INFINITY:
+        return Check(name, Outcome.PASS, "unlimited")
     if not node.rdma_devices:
-        return _pass(name, f"{seen}; this machine has no RDMA device that needs more")
-    return _warn(
-        name,
-        seen,
+        none = f"{seen}; this machine has no RDMA device that needs more"
+        return Check(name, Outcome.PASS, none)
+    remedy = (
         "ulimit -l unlimited; in a container --ulimit memlock=-1; under Slurm "
-        "PropagateResourceLimitsExcept=MEMLOCK",
+        "PropagateResourceLimitsExcept=MEMLOCK"
     )
+    return Check(name, Outcome.WARN, seen, remedy)
 
 
 def open_files() -> Check:
     """Whether a process may open enough files: sockets, shards and data files share one limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    name, seen = "open files", "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
-    if soft == resource.RLIM_INFINITY or soft >= OPEN_FILES:
-        return _pass(name, seen)
-    most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
-    return _warn(name, seen, f"ulimit -n {OPEN_FILES} (up to {most} is allowed here)")
+    soft, hard = (
+        "unlimited" if limit == resource.RLIM_INFINITY else limit
+        for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
+    if soft == "unlimited" or int(soft) >= OPEN_FILES:
+        return Check("open files", Outcome.PASS, str(soft))
+    remedy = f"ulimit -n {OPEN_FILES} (up to {hard} is allowed here)"
+    return Check("open files", Outcome.WARN, str(soft), remedy)
 
 
 def shared_memory(root: Path = Path("/")) -> Check:
     """Whether /dev/shm is large enough: processes of a machine exchange data through it."""
-    path = root / "dev/shm"
+    name, path = "shared memory", root / "dev/shm"
     try:
         usage = shutil.disk_usage(path)
     except OSError as error:
-        return _warn("shared memory", f"{path}: {error.strerror}", "mount a tmpfs at /dev/shm")
+        return Check(name, Outcome.WARN, f"{path}: {error.strerror}", "mount a tmpfs at /dev/shm")
     seen = f"/dev/shm has {usage.total // MIB} MiB, {usage.free // MIB} free"
     if usage.total >= SHARED_MEMORY:
-        return _pass("shared memory", seen)
-    return _warn(
-        "shared memory",
-        seen,
-        "give the container the host's (--ipc=host) or more (--shm-size=8g)",
-    )
+        return Check(name, Outcome.PASS, seen)
+    remedy = "give the container the host's (--ipc=host) or more (--shm-size=8g)"
+    return Check(name, Outcome.WARN, seen, remedy)
 
 
 def numa_balancing(root: Path = Path("/")) -> Check:
     """Whether the kernel moves pages between memory nodes while devices read them."""
-    name = "NUMA balancing"
-    nodes = list((root / "sys/devices/system/node").glob("node[0-9]*"))
+    name, count = "NUMA balancing", len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
     text = file_text(root / "proc/sys/kernel/numa_balancing")
-    if len(nodes) < 2:
-        return _pass(name, "one memory node")
+    if count < 2:
+        return Check(name, Outcome.PASS, "one memory node")
+    seen = f"{count} memory nodes; " + {"": "not in this kernel", "0": "off"}.get(text, "on")
     if text in ("", "0"):
-        return _pass(
-            name, f"{len(nodes)} memory nodes; " + ("off" if text else "not in this kernel")
-        )
-    return _warn(
-        name,
-        f"{len(nodes)} memory nodes; on",
-        "sysctl kernel.numa_balancing=0 (as root): pages that move stall transfers",
-    )
+        return Check(name, Outcome.PASS, seen)
+    remedy = "sysctl kernel.numa_balancing=0 (as root): pages that move stall transfers"
+    return Check(name, Outcome.WARN, seen, remedy)
 
 
 def interfaces(node: Node) -> Check:
     """Which networks lead to other machines."""
-    name, up = "network interfaces", [i.name for i in node.outward]
+    name, up, main = "network interfaces", [i.name for i in node.outward], node.main_interface
     if not up:
-        return _pass(name, "only the loopback: runs on this machine only")
-    if node.main_interface is None:
-        return _warn(
-            name,
-            f"{', '.join(up)} are up, none of them physical",
-            "for several machines, name one in the run file's environment (see anygauge env)",
-        )
-    return _pass(
-        name, f"{', '.join(up)} up; {node.main_interface.name} is used for several machines"
-    )
+        return Check(name, Outcome.PASS, "only the loopback: runs on this machine only")
+    if main is None:
+        remedy = "for several machines, name one in the run file's environment (see anygauge env)"
+        return Check(name, Outcome.WARN, f"{', '.join(up)} are up, none of them physical", remedy)
+    seen = f"{', '.join(up)} up; {main.name} is used for several machines"
+    return Check(name, Outcome.PASS, seen)
 
 
 def rdma_devices(node: Node) -> Check:
     """Which RDMA devices there are."""
-    if not node.rdma_devices:
-        return _pass("RDMA devices", "none: several machines would communicate through sockets")
     seen = ", ".join(f"{d.name} ({d.driver}, {d.link_layer})" for d in node.rdma_devices)
-    return _pass("RDMA devices", seen)
+    none = "none: several machines would communicate through sockets"
+    return Check("RDMA devices", Outcome.PASS, seen or none)
 
 
 def write_speed(folder: Path, size: int = WRITTEN) -> Check:
@@ -228,32 +223,32 @@ def write_speed(folder: Path, size: int = WRITTEN) -> Check:
             os.fsync(file.fileno())
         rate = size / (time.perf_counter() - began)
     except OSError as error:
-        return _fail(
-            name, f"{folder}: {error.strerror}", "choose a folder that can be written (--output)"
-        )
+        remedy = "choose a folder that can be written (--output)"
+        return Check(name, Outcome.FAIL, f"{folder}: {error.strerror}", remedy)
     finally:
         path.unlink(missing_ok=True)
     seen = f"{folder}: {rate / MIB:.0f} MiB/s, synchronised"
     if rate >= SLOW_WRITES:
-        return _pass(name, seen)
-    return _warn(name, seen, "checkpoints will slow the run down: choose a faster disk")
+        return Check(name, Outcome.PASS, seen)
+    remedy = "checkpoints will slow the run down: choose a faster disk"
+    return Check(name, Outcome.WARN, seen, remedy)
 
 
 def hub_access(endpoint: str = "https://huggingface.co", timeout_s: float = 10.0) -> Check:
     """Whether the model hub answers, and whether a login to it is stored."""
     import huggingface_hub
 
-    name = "model hub"
     try:
         user = huggingface_hub.get_token()
         huggingface_hub.HfApi(endpoint=endpoint).model_info("gpt2", timeout=timeout_s, token=False)
     except Exception as error:
-        return _fail(
-            name,
-            f"{endpoint} gave {type(error).__name__}: {str(error).splitlines()[0]}",
-            "check the network and proxies; models in local folders need no hub (HF_HUB_OFFLINE=1)",
+        seen = f"{endpoint} gave {type(error).__name__}: {str(error).splitlines()[0]}"
+        remedy = (
+            "check the network and proxies; models in local folders need no hub (HF_HUB_OFFLINE=1)"
         )
-    return _pass(name, f"{endpoint} answers; " + ("logged in" if user else "not logged in"))
+        return Check("model hub", Outcome.FAIL, seen, remedy)
+    login = "logged in" if user else "not logged in"
+    return Check("model hub", Outcome.PASS, f"{endpoint} answers; {login}")
 
 
 def worst(checks: Sequence[Check]) -> str:
@@ -262,28 +257,27 @@ def worst(checks: Sequence[Check]) -> str:
     return max((check.outcome for check in checks), key=order.index, default=Outcome.PASS)
 
 
-def round_trip(
-    backend: str, options: Mapping[str, Any], ranks: int, timeout_s: float = 180.0
-) -> Check:
+def round_trip(backend: str, ranks: int, timeout_s: float = 180.0) -> Check:
     """Start ranks on this machine that sum tensors of several sizes, and time them.
 
     Args:
         timeout_s: seconds for the whole check.
     """
+    name = "collective round trip"
     remedy = f"anygauge env --backend {backend} --devices {ranks} shows the ranks' variables"
     try:
-        result = local_job.run(MODULE, "doctor", backend, options, ranks, timeout_s)
+        result = local_job.run(MODULE, "doctor", backend, {}, ranks, timeout_s)
     except local_job.LocalJobError as error:
-        return _fail(ROUND_TRIP, str(error), remedy)
-    lines = [
+        return Check(name, Outcome.FAIL, str(error), remedy)
+    seen = f"{ranks} ranks, {result['library']}: " + ", ".join(
         f"{_size(one['bytes'])} in {one['seconds'] * 1e3:.2f} ms ({one['bytes_per_s'] / MIB:,.0f} "
         "MiB/s)"
         for one in result["sizes"]
-    ]
-    seen = f"{ranks} ranks, {result['library']}: " + ", ".join(lines)
-    if result["wrong"]:
-        return _fail(ROUND_TRIP, f"{seen}; sums of {_size(result['wrong'][0])} are wrong", remedy)
-    return _pass(ROUND_TRIP, seen)
+    )
+    wrong = result["wrong"]
+    if wrong:
+        seen += f"; sums of {_size(wrong[0])} are wrong"
+    return Check.of(name, not wrong, seen, remedy)
 
 
 def _size(count: int) -> str:
@@ -324,18 +318,6 @@ def run_rank(job: Job, rank: int, world_size: int, local_rank: int) -> dict[str,
             "sizes": sizes,
             "wrong": sorted({size for each in found for size in each}),
         }
-
-
-def _pass(name: str, seen: str) -> Check:
-    return Check(name=name, outcome=Outcome.PASS, seen=seen)
-
-
-def _warn(name: str, seen: str, remedy: str) -> Check:
-    return Check(name=name, outcome=Outcome.WARN, seen=seen, remedy=remedy)
-
-
-def _fail(name: str, seen: str, remedy: str) -> Check:
-    return Check(name=name, outcome=Outcome.FAIL, seen=seen, remedy=remedy)
 
 
 if __name__ == "__main__":
