@@ -89,7 +89,8 @@ def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> No
     backend = intent.registry.create_backend(intent.selection.spec.name, run.backend_options)
     _show_kernels(console, intent, backend)
     _show_plan(console, intent)
-    console.print(f"  each agent starts {job.launch.devices}: python -m anygauge.training.worker")
+    who = "each agent" if remote else "the command"
+    console.print(f"  {who} starts {job.launch.devices}: python -m anygauge.training.worker")
     first, last = (
         rank_numbers(job, node, local)
         for node, local in ((0, 0), (job.launch.nodes - 1, job.launch.devices - 1))
