@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anygauge.cli.console import Console
 from anygauge.cli.env import print_environment, rank_environments, shown_ranks
 from anygauge.cli.intent import Intent, rendered
 from anygauge.cli.listings import describe_launcher
@@ -27,6 +26,7 @@ from anygauge.launch.run_directory import resume_target
 from anygauge.training.auto import AUTO
 from anygauge.training.schedule import learning_rate, warmup_steps
 from anygauge.training.strategy import share_of
+from anygauge.util.console import Console
 from anygauge.util.files import write_text
 
 if TYPE_CHECKING:
