@@ -90,7 +90,7 @@ def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> No
     _show_kernels(console, intent, backend)
     _show_plan(console, intent)
     who = "each agent" if remote else "the command"
-    console.print(f"  {who} starts {job.launch.devices}: python -m anygauge.training.worker")
+    console.print(f"  {who} starts {job.launch.devices}: python -m anygauge.launch.rank")
     first, last = (
         rank_numbers(job, node, local)
         for node, local in ((0, 0), (job.launch.nodes - 1, job.launch.devices - 1))

@@ -1,8 +1,9 @@
 """``anygauge train`` as a rank of somebody else's launch: torchrun, srun, mpirun and their like.
 
-Nothing is started. This process decides its environment by the rules that an agent has, and becomes
-the rank: it puts a fresh interpreter in its own place (`anygauge.launch.rank`), so that every
-variable is there before anything is imported. Rank 0 chooses and claims the run directory first.
+Nothing is started. This process decides its environment by the rules that a supervisor has, and
+becomes the rank: it puts a fresh interpreter in its own place (`anygauge.launch.rank`), so that
+every variable is there before anything is imported. Rank 0 chooses and claims the run directory
+first.
 """
 
 from __future__ import annotations
@@ -226,6 +227,6 @@ def _become(handover: Handover, environment: Mapping[str, str]) -> NoReturn:
             stream.flush()
         os.execve(
             sys.executable,
-            [sys.executable, "-u", "-m", "anygauge.launch.rank", str(file.fileno())],
+            [sys.executable, "-u", "-m", "anygauge.launch.rank", "--handover", str(file.fileno())],
             dict(environment),
         )
