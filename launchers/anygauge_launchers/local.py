@@ -15,6 +15,7 @@ from anygauge.interface import (
     AnygaugeError,
     Job,
     LauncherOptions,
+    LaunchProfile,
     Plan,
     PlannedProcess,
     RunFileError,
@@ -30,7 +31,7 @@ from anygauge_launchers.remote import ForegroundLauncher, job_file
 class Local(ForegroundLauncher):
     """Starts the agent of this machine; it ends when the starting process ends."""
 
-    def render(self, job: Job, options: LauncherOptions) -> Plan:
+    def render(self, job: Job, options: LauncherOptions, profile: LaunchProfile) -> Plan:
         """One job file and one agent.
 
         Raises:
