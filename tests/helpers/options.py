@@ -24,5 +24,5 @@ def backend_with(name: str, options: Mapping[str, Any]) -> Any:
 
 def render(launcher: str, job: Job, options: Mapping[str, Any]) -> Plan:
     """What a launcher would do with ``launch.options``."""
-    read = read_options(registry().find_launcher(launcher), "launcher", options)
+    read = read_options(registry().find_launcher(launcher), options)
     return registry().launcher(launcher)().render(job, read)
