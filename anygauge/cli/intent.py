@@ -81,7 +81,7 @@ def read_intent(
     provided = registry.find_launcher(run.launch.launcher)
     launcher = provided.spec
     with loaded.placed():  # what the launcher is given; a wrong option need not wait for the model
-        read_options(provided, "launcher", run.launch.options)
+        read_options(provided, run.launch.options)
     if launcher.shared_filesystem:
         check_paths(loaded)
         peek(run.data, run.train)
@@ -179,7 +179,7 @@ def rendered(intent: Intent) -> Plan:
     provided = intent.registry.find_launcher(run.launch.launcher)
     launcher = intent.registry.launcher(run.launch.launcher)()
     with intent.loaded.placed():
-        options = read_options(provided, "launcher", run.launch.options)
+        options = read_options(provided, run.launch.options)
         plan = launcher.render(intent.job, options, intent.profile)
     if plan.folders:
         check_folders(intent.loaded, plan.folders, _ADVICE)
