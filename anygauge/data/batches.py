@@ -283,6 +283,8 @@ class Batches(ABC):
     """
 
     steps: int
+    _identity: tuple[str, ...]
+    """Of the data."""
 
     def __init__(self, schedule: Schedule, layout: Layout) -> None:
         self.schedule, self.layout = schedule, layout
@@ -326,10 +328,11 @@ class Batches(ABC):
     def epoch(self, index: int) -> float:
         """Passes over the data that are complete after this step."""
 
-    @abstractmethod
     def fingerprint(self) -> str:
         """Hexadecimal digest of the data and all that decides which rows are in which step: not
         ranks, micro-batches or the number of steps."""
+        settings = [self.schedule.record(), self.layout.packing, self.layout.max_length]
+        return key_of(*self._identity, *settings)
 
     def _checked(self, index: int) -> int:
         if not 0 <= index < self.steps:
@@ -442,6 +445,7 @@ class RowBatches(Batches):
         sequences = _Sequences(rows, schedule.weights, layout, schedule.seed)
         order = Order(sequences.sizes, sequences.weights, schedule.seed, shuffle=schedule.shuffle)
         self.sequences, self._order = sequences, order
+        self._identity = ("rows", rows.fingerprint())
         if schedule.steps:
             self._total, stop = schedule.steps * self.global_batch, math.inf
         else:
@@ -486,11 +490,6 @@ class RowBatches(Batches):
     def epoch(self, index: int) -> float:
         """See `Batches`."""
         return min((index + 1) * self.global_batch, self._total) / float(self._order.per_epoch)
-
-    def fingerprint(self) -> str:
-        """See `Batches`."""
-        settings = [self.schedule.record(), self.layout.packing, self.layout.max_length]
-        return key_of("rows", self.sequences.rows.fingerprint(), *settings)
 
     def _find(self, first: int, count: int = 1) -> NDArray[np.int64]:
         """As `items`, of several steps; int64 of shape (steps, global_batch)."""

@@ -23,9 +23,6 @@ from anygauge.interface import DataError, ModelError
 _VERSION = 5
 """Counts up when the same rows become other tokens, masks or counts: no cache has those."""
 
-_STEP = 64
-"""Lengths of long rows are counted in steps of so many tokens."""
-
 WHOLE, CUT, EMPTY, LONG, BAD = range(5)
 """What became of a record: it is trained on, or without its end; it holds nothing to learn; it is
 beyond the maximum length; or it cannot be used (`data.on_bad_row`)."""
@@ -76,31 +73,6 @@ class Counts:
     tokens: int = 0
     num_loss_tokens: int = 0
     beyond: Counter[int] = field(default_factory=Counter)
-
-    @staticmethod
-    def of(
-        fates: NDArray[np.int8],
-        parts: NDArray[np.int32],
-        lengths: NDArray[np.int32],
-        tokens: NDArray[np.int64],
-        num_loss_tokens: NDArray[np.int32],
-    ) -> Counts:
-        """Of sequences, and of records without one; arrays of the fields of `Encoded` and of
-        the number of their tokens and loss tokens, each of shape (n,)."""
-        became = np.bincount(fates[parts <= 1], minlength=BAD + 1).tolist()
-        long = lengths[np.isin(fates, (CUT, LONG))]
-        return Counts(
-            rows=sum(became),
-            used=became[WHOLE] + became[CUT],
-            sequences=int(np.count_nonzero(tokens)),
-            dropped_empty=became[EMPTY],
-            dropped_long=became[LONG],
-            skipped=became[BAD],
-            truncated=became[CUT],
-            tokens=int(tokens.sum()),
-            num_loss_tokens=int(num_loss_tokens.sum()),
-            beyond=Counter((-(-long // _STEP) * _STEP).tolist()),
-        )
 
     def record(self) -> dict[str, Any]:
         """All of them, as JSON can write them."""

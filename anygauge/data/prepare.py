@@ -257,7 +257,7 @@ class _Preparer:
         identity, section = source.identity(), work.encoder.source
 
         def write(folder: Path) -> dict[str, Any]:
-            chunks = chunks_of(source.rows(), work, self._data.workers, self._rendering)
+            chunks = chunks_of(source.rows(0), work, self._data.workers, self._rendering)
             facts = write_table(folder, self._counted(source.name, chunks))
             if source.identity() != identity:
                 raise DataError(f"{source.name} changed while it was being read; start again")

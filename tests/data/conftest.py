@@ -123,7 +123,7 @@ def batches(tokenizer: Any, counting: Path) -> Callable[..., Any]:
 def read(source: SourceSection, cache: Cache | None = None) -> list[Record]:
     """The records of a source; looked at from the beginning, and read from elsewhere, as well."""
     opened = open_source(source, "data.train", cache)
-    records = [row.record(opened.origin) for row in opened.rows()]
+    records = [row.record(opened.origin) for row in opened.rows(0)]
     assert first_records(source, 3, "data.train") == records[:3]
     for start in {1, len(records) // 2, len(records)} - {0}:
         assert [row.record(opened.origin) for row in opened.rows(start)] == records[start:]

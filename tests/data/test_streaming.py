@@ -41,7 +41,7 @@ class KnownRows(StreamedRows):
             self.read.append(number)
         return range(self.length)[number * self.size : (number + 1) * self.size]
 
-    def encode(self, rows):
+    def encode(self, rows, *, whole=True):
         documents = [
             [Tokens(np.zeros(n, np.int32), np.arange(n) > 0, str(row))] if n else []
             for row, n in ((row, self.lengths[row]) for row in rows)
