@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -151,10 +151,11 @@ class Layout:
 
         Args:
             turns: tokens of the longest sequence of each; 0 where it has only dummies.
-            longest: tokens of the longest sequence that any rank has in this step; with packing, in
-                any step.
+            longest: tokens of the longest sequence that any rank has in this step.
         """
         if self.agrees:
+            # Packs are as full as they can be: nearly all have one width, and then all may.
+            longest = self.max_length if self.packing else longest
             # Dummies must not have a shape of their own.
             return [self.width(own if own and self.alone else longest) for own in turns]
         return [self.width(max(turns) if self.share.one_width else own) for own in turns]
@@ -373,16 +374,11 @@ def pack(lengths: NDArray[np.int64], capacity: int, order: NDArray[np.int64]) ->
 
 
 class _Sequences:
-    """What an epoch is made of: each a row or a pack of rows.
-
-    Only rows of the same weight share a pack, so that every row is read as often as its weight
-    says.
+    """What an epoch is made of: each a row or a pack of rows, which have one weight.
 
     Attributes:
-        sizes: sequences of each weight, one after another.
-        weights: of the sequences of each size.
-        tokens: of each sequence; int64 of shape (sequences,).
-        num_loss_tokens: of each; int64 of shape (sequences,).
+        sizes: sequences of each of the `weights`, one after another.
+        tokens, num_loss_tokens: of each sequence; int64 of shape (sequences,).
     """
 
     def __init__(
@@ -422,13 +418,6 @@ class _Sequences:
         """Tokens of each, 0 for `DUMMY`; int64 of the same shape."""
         return np.where(sequences == DUMMY, 0, self.tokens[sequences])
 
-    def longest(self, sequences: NDArray[np.int64]) -> int:
-        """Tokens of the longest of some; of packs, of the longest of all.
-
-        Packs are as full as they can be: nearly all have one width, and then all may.
-        """
-        return int((self.tokens if self.packing else self.lengths(sequences)).max())
-
 
 _KEPT_STEPS = 2 * STEPS_AHEAD + 2
 """Those that were laid out ahead, and those whose metrics are still to come."""
@@ -463,14 +452,14 @@ class RowBatches(Batches):
         """See `Batches`."""
         items = self.items(index)
         turns = [self.sequences.documents(turn) for turn in items[self._places]]
-        return self.layout.step(turns, self.sequences.longest(items))
+        return self.layout.step(turns, int(self.sequences.lengths(items).max()))
 
     def widths(self, start: int) -> list[int]:
         """See `Batches`; looks at the lengths of all rows that are left."""
         if not self.layout.agrees:
             return []
         if self.layout.packing:
-            return [self.layout.width(int(self.sequences.tokens.max()))]
+            return [self.layout.width(self.layout.max_length)]
         together = self.layout.micro_batch if self.layout.alone else self.global_batch
         longest: set[int] = set()
         for first in range(start, self.steps, _STEPS_AT_ONCE):
@@ -521,25 +510,19 @@ class EvaluationBatches:
     def __iter__(self) -> Iterator[MicroBatch]:
         for items in self._items:
             documents = self._sequences.documents(items[self._layout.share.index])
-            yield from self._layout.step([documents], self._sequences.longest(items))
+            yield from self._layout.step([documents], int(self._sequences.lengths(items).max()))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Padding:
-    """What a schedule reads, in one layout.
-
-    Attributes:
-        sequences: rows, or packs of them.
-        positions: tokens with padding: what the model computes over.
-        share: of the positions that is padding, from 0 to 1.
-        fill: share of the packs' room that holds tokens; None where nothing is packed.
-    """
+class Padding(NamedTuple):
+    """What a schedule reads, in one layout: rows, or packs of them, and tokens with padding."""
 
     sequences: int
     steps: int
     positions: int
     share: float
+    """Of the positions that is padding, from 0 to 1."""
     fill: float | None
+    """Share of the packs' room that holds tokens; None where nothing is packed."""
 
 
 def measure(rows: TokenizedRows, schedule: Schedule, layout: Layout) -> Padding:
@@ -549,14 +532,9 @@ def measure(rows: TokenizedRows, schedule: Schedule, layout: Layout) -> Padding:
     for index in range(batches.steps):
         items = batches.items(index)
         lengths = batches.sequences.lengths(items).reshape(-1, layout.micro_batch)
-        widths = layout.widths(lengths.max(axis=1).tolist(), batches.sequences.longest(items))
+        widths = layout.widths(lengths.max(axis=1).tolist(), int(lengths.max()))
         tokens += int(lengths.sum())
         positions += sum(widths) * layout.micro_batch
         sequences += int(np.count_nonzero(lengths))
-    return Padding(
-        sequences=sequences,
-        steps=batches.steps,
-        positions=positions,
-        share=1 - tokens / positions,
-        fill=tokens / (sequences * layout.max_length) if layout.packing else None,
-    )
+    fill = tokens / (sequences * layout.max_length) if layout.packing else None
+    return Padding(sequences, batches.steps, positions, 1 - tokens / positions, fill)

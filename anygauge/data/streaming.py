@@ -230,9 +230,7 @@ class StreamedBatches(Batches):
         """See `Batches`."""
         sequences = self._sequences(index)
         turns = [[sequences[at] for at in turn] for turn in self._places]
-        # Later packs are not known yet, and one that is full is as long as may be.
-        packing, full = self.layout.packing, self.layout.max_length
-        return self.layout.step(turns, full if packing else max(map(tokens_of, sequences)))
+        return self.layout.step(turns, max(map(tokens_of, sequences)))
 
     def num_loss_tokens(self, index: int) -> int:
         """See `Batches`."""
