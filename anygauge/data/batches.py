@@ -271,6 +271,8 @@ class Prefetcher(Generic[Work]):
 
 STEPS_AHEAD = 2
 """Steps whose batches are laid out before the loop comes to them."""
+KEPT_STEPS = 2 * STEPS_AHEAD + 2
+"""Those that were laid out ahead, and those whose metrics are still to come."""
 
 
 class Batches(ABC):
@@ -419,9 +421,6 @@ class _Sequences:
         return np.where(sequences == DUMMY, 0, self.tokens[sequences])
 
 
-_KEPT_STEPS = 2 * STEPS_AHEAD + 2
-"""Those that were laid out ahead, and those whose metrics are still to come."""
-
 _STEPS_AT_ONCE = 1024
 """Steps whose lengths are looked at together: numpy takes as long for one as for some."""
 
@@ -446,7 +445,7 @@ class RowBatches(Batches):
         if schedule.grouping:
             self._grouped = GroupedOrder(order, sequences.lengths, self.global_batch, stop)
         # The sequences of a step over all ranks; int64 of shape (global_batch,).
-        self.items = lru_cache(_KEPT_STEPS)(lambda index: self._find(self._checked(index))[0])
+        self.items = lru_cache(KEPT_STEPS)(lambda index: self._find(self._checked(index))[0])
 
     def step(self, index: int) -> list[MicroBatch]:
         """See `Batches`."""

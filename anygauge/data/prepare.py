@@ -15,7 +15,7 @@ from anygauge.data.batches import Batches, Layout, RowBatches, Schedule
 from anygauge.data.cache import Cache, Entry, cache_folder, key_of
 from anygauge.data.encode import Counts, RowEncoder
 from anygauge.data.formats import detect_format, parse_all
-from anygauge.data.order import Split
+from anygauge.data.order import split
 from anygauge.data.rows import (
     TABLE_VERSION,
     EncodedChunk,
@@ -224,10 +224,9 @@ class _Preparer:
             records = entry.facts["counts"]["rows"]
             named, members = None, None
             if part != "all":
-                fraction = self.data.eval_fraction
-                split = Split(records, fraction, self.seed, number)
-                named = [part, fraction, self.seed, number]
-                members = split.held_out if part == "held out" else split.kept
+                drawn = self.data.eval_fraction, self.seed, number
+                kept, held_out = split(records, *drawn)
+                named, members = [part, *drawn], held_out if part == "held out" else kept
             pieces.append(open_piece(entry, source.origin, named, members))
             if not pieces[-1].counts.sequences and part != "held out":
                 raise self._nothing_left(pieces[-1].counts, source.name, records, part)

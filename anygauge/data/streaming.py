@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anygauge.data.batches import (
-    STEPS_AHEAD,
+    KEPT_STEPS,
     Batches,
     Layout,
     MicroBatch,
@@ -51,8 +51,6 @@ from anygauge.data.template import Rendering, unwatched
 from anygauge.interface import DataError, RunFileError
 
 _ENDLESS = 2**62
-_BEHIND = 2 * STEPS_AHEAD + 2
-"""Steps that are asked for after later ones: batches are laid out ahead, metrics come late."""
 
 
 def unknown_end(name: str) -> RunFileError:
@@ -276,7 +274,7 @@ class StreamedBatches(Batches):
                 self._parts, self._read = [], self._parts_from(index)
                 self._following = self._thread.submit(next, self._read)
             while not self._parts or index >= self._parts[-1].end:
-                held = [part for part in self._parts if part.end > index - _BEHIND]
+                held = [part for part in self._parts if part.end > index - KEPT_STEPS]
                 self._parts = [*held, self._following.result()]
                 if self._parts[-1].end < self.steps:
                     self._following = self._thread.submit(next, self._read)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from anygauge.config.schema import DataSection, SourceSection, TrainSection
-from anygauge.data import Layout, Prepared, Record, TokenizedRows, prepare, training_batches
+from anygauge.data import Layout, Prepared, TokenizedRows, prepare, training_batches
 from anygauge.data.cache import Cache
+from anygauge.data.readers import Record
 from anygauge.data.sources import first_records, open_source
 from anygauge.interface import ShapePolicy, Share
 from tests.helpers.chats import make_chat_tokenizer

@@ -15,12 +15,11 @@ from anygauge.data import (
     IGNORED,
     EvaluationBatches,
     Layout,
-    RowBatches,
     Schedule,
     accumulation,
     prepare,
 )
-from anygauge.data.batches import measure, pack
+from anygauge.data.batches import RowBatches, measure, pack
 from anygauge.data.order import packing_order
 from anygauge.interface import RunFileError, ShapeKind, ShapePolicy, Share
 from tests.data.conftest import origins

@@ -12,8 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data import Counts, Record, RowEncoder, prompt_ids
-from anygauge.data.encode import CUT, EMPTY, LONG, WHOLE, encode_texts, start_ids
+from anygauge.data import prompt_ids
+from anygauge.data.encode import (
+    CUT,
+    EMPTY,
+    LONG,
+    WHOLE,
+    Counts,
+    RowEncoder,
+    encode_texts,
+    start_ids,
+)
+from anygauge.data.readers import Record
 from anygauge.interface import DataError, ModelError
 from tests.helpers.chats import assistant, template, user
 from tests.helpers.masks import encode, encoder, marked

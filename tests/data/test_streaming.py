@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data import Counts, Layout, Prefetcher, Schedule, readers
+from anygauge.data import Layout, Prefetcher, Schedule, readers
 from anygauge.data.batches import pack
+from anygauge.data.encode import Counts
 from anygauge.data.prepare import packs_of
 from anygauge.data.readers import RawRow
 from anygauge.data.rows import Tokens
