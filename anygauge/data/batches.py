@@ -128,11 +128,8 @@ class Layout:
 
     @property
     def agrees(self) -> bool:
-        """Whether all ranks of a step, or of a round of evaluation, have one width.
-
-        Where each new shape is compiled, all would wait for a rank that has a shape of its own, as
-        one without rows has. A static shape is agreed on already.
-        """
+        """Whether all ranks of a step, or of a round of evaluation, have one width: where shapes
+        are compiled, all would wait for a rank with one of its own. A static one is agreed on."""
         return self.shapes.kind is ShapeKind.BUCKETED
 
     @property

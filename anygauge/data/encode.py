@@ -116,11 +116,6 @@ class RowEncoder:
 
     Args:
         source: with its format as `detect_format` gives it, not ``auto``.
-        field: where the source stands in the run file, as ``data.train`` or ``data.train[1]``.
-
-    Raises:
-        RunFileError: a chat template that cannot be used.
-        ModelError: the tokenizer cannot be used.
     """
 
     def __init__(
@@ -267,11 +262,8 @@ def _tokenizer_state(tokenizer: Any) -> list[Any]:
 
 
 def prompt_ids(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a whole prompt, template applied, alike in training and in generation.
-
-    What the tokenizer puts at the start of a text (BOS, if it does) is included; what it would
-    put at the end is not.
-    """
+    """The tokens of a whole prompt, template applied, alike in training and in generation; with
+    what the tokenizer puts at the start of a text (BOS, if it does), without what at the end."""
     return start_ids(tokenizer) + encode_texts(tokenizer, [text])[0]
 
 

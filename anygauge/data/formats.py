@@ -106,10 +106,8 @@ AnyRow = Row | Chat | TokenRow
 
 
 def detect_format(first: Record, source: SourceSection, field: str) -> str:
-    """The format of a source's rows, from the run file, else from its path and first record.
-
-    `field` is where the source stands in the run file: ``data.train`` or ``data.train[1]``.
-    """
+    """The format of a source's rows, from the run file, else from its path and first record;
+    `field`: where it stands in the run file, as ``data.train[1]``."""
     row_format: str = source.format
     if data_suffix(source.path) == ".txt":
         if row_format not in ("auto", "text"):

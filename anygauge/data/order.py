@@ -35,11 +35,8 @@ DUMMY = -1
 
 
 def permutation(n: int, *entropy: int) -> NDArray[np.int64]:
-    """A permutation of range(n), shape (n,): the order of n random keys.
-
-    Args:
-        entropy: what it is a function of, in addition to n: seed, epoch, purpose, ...
-    """
+    """A permutation of range(n), shape (n,): the order of n random keys; a function of n and
+    `entropy` (seed, epoch, purpose, ...)."""
     keys = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(n)
     return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
 

@@ -58,10 +58,7 @@ def described(rows: TokenizedRows | StreamedRows) -> str:
 
 
 def advice(rows: TokenizedRows | StreamedRows, data: DataSection) -> str | None:
-    """What to say where `data.max_length` cuts more than a few rows; None where it does not.
-
-    Of streamed rows nothing is known before they are read.
-    """
+    """What to say where `data.max_length` cuts more than a few rows; of streamed ones, nothing."""
     if not isinstance(rows, TokenizedRows):
         return None
     counts = rows.report
@@ -81,9 +78,6 @@ def peek(data: DataSection, train: TrainSection | None = None) -> None:
 
     Args:
         train: also look whether epochs can decide the end of the run.
-
-    Raises:
-        RunFileError: settings that do not go together, or a chat template that is not valid.
     """
     read_template(data.chat_template)
     for field, source in (*_fields("train", data), *_fields("eval", data)):
@@ -147,11 +141,7 @@ def training_batches(
     train: TrainSection,
     layout: Layout,
 ) -> Batches:
-    """The training batches of one rank.
-
-    Raises:
-        RunFileError: global_batch is not a multiple of micro_batch times the number of parts.
-    """
+    """The training batches of one rank."""
     schedule = Schedule(
         seed=train.seed,
         global_batch=train.global_batch_size,

@@ -127,12 +127,7 @@ def _column(table: Any, name: str) -> NDArray[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenise:
-    """Turns a chunk of rows into tokens.
-
-    Attributes:
-        origin: how a row's place is written: ``data.jsonl:{}``.
-        skip: leave out rows that cannot be used.
-    """
+    """Turns chunks of rows into tokens; `origin`: of a row, ``data.jsonl:{}``; `skip`: bad ones."""
 
     encoder: RowEncoder
     origin: str
@@ -202,10 +197,9 @@ def chunks_of(
 
 
 class Workers:
-    """Processes that tokenise rows; the first row starts them.
+    """Processes that tokenise rows of several sources; the first row starts them.
 
     Args:
-        works: of each source.
         memory: bytes that each process may have; None: without a limit of its own.
         rendering: gets what has begun first of all that is rendered, so that one that hangs shows.
     """
@@ -341,9 +335,6 @@ class Piece:
     Attributes:
         table: an Arrow table; see `batch_of`.
         inside: which of its rows are of the part; bool of shape (rows,).
-        origin: how a place is written: ``data.jsonl:{}``.
-        bad: what is wrong with the first of the records that were skipped.
-        built: when, where it came from the cache.
     """
 
     table: Any
@@ -358,12 +349,8 @@ class Piece:
 def open_piece(
     entry: Entry, origin: str, part: Any = None, members: NDArray[np.int64] | None = None
 ) -> Piece:
-    """The sequences that an entry holds, or a part of them.
-
-    Args:
-        part: what tells the part from others (JSON); None for all.
-        members: of the part: the numbers of its records; int64, rising.
-    """
+    """The sequences that an entry holds, or of a part, which JSON tells from others, the `members`:
+    numbers of records; int64, rising."""
     import pyarrow as pa
 
     table = pa.ipc.open_file(pa.memory_map(str(entry.folder / TABLE))).read_all()
@@ -388,10 +375,8 @@ def open_piece(
 def documents_of(
     chunk: EncodedChunk, origin: str, *, whole: bool = True
 ) -> tuple[list[list[Tokens]], Counts]:
-    """What each record of a chunk became: no sequence, one, or several; and their counts.
-
-    If not `whole`, a text in several parts keeps its first, and counts as truncated.
-    """
+    """What each record of a chunk became: no sequence, one, or several; and their counts. If not
+    `whole`, a text in several parts keeps its first, and counts as truncated."""
     import pyarrow as pa
 
     table = pa.Table.from_batches([chunk.batch])

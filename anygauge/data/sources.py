@@ -1,7 +1,7 @@
 """A source of rows, opened: a file, here or on another machine, or a data set of the hub.
 
-Rows are read in the source's own order; whoever wants others numbers them. What there is not, or
-cannot be read, raises `DataError`, which names the source or its field of the run file.
+What there is not, or cannot be read, raises `DataError`, which names the source or its field of
+the run file.
 """
 
 from __future__ import annotations
@@ -74,9 +74,8 @@ def open_source(
     """A source, opened.
 
     Args:
-        field: where it stands in the run file, for messages.
-        cache: for a copy of a remote file, or of a data set of the hub; None reads them over the
-            network.
+        field: where it stands in the run file.
+        cache: for copies of what is remote; None reads it over the network.
         beginning: only the first rows will be asked for: fetch little at once, and of a data set
             of the hub the rows as they will be in the cache.
     """
@@ -111,16 +110,8 @@ def open_source(
 def first_records(
     section: SourceSection, count: int, field: str, *, streaming: bool = False
 ) -> list[Record]:
-    """The first records of a source, at least one; reads little of a large one.
-
-    JSON lists and plain text are read whole all the same.
-
-    Args:
-        streaming: read a data set of the hub as it is when it is streamed.
-
-    Raises:
-        DataError: unreadable, malformed or empty.
-    """
+    """The first records of a source, at least one; reads little of a large one, but JSON lists and
+    plain text whole. With `streaming`, a data set of the hub is read as it then is."""
     source = open_source(section, field, beginning=not streaming)
     records = [row.record(source.origin) for row in islice(source.rows(0), count)]
     if not records:

@@ -63,18 +63,15 @@ def unknown_end(name: str) -> RunFileError:
 
 
 class StreamedRows:
-    """The rows of sources, one after another, in blocks.
+    """The rows of sources, one after another, in blocks of `size`.
 
     Two blocks are held: the one that is read from, and the next, which a thread reads meanwhile.
 
     Args:
         tokeniser: another process that turns rows into tokens; None: this one does.
-        rendering: gets what is rendered while packs are counted.
 
     Attributes:
         identity: digest of what the sources hold and how it becomes tokens.
-        size: rows of a block.
-        name: of the sources, for messages.
         length: rows; None as long as that is not known.
         counts: what became of the rows of the steps so far.
         bad: what is wrong with the first rows that were skipped.
@@ -188,16 +185,11 @@ def _of_block(count: int, seed: int, epoch: int, number: int) -> NDArray[np.int6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Part:
-    """Steps whose rows are tokenised together: those of a block with packing, else one step.
-
-    Attributes:
-        first: the first step.
-        steps: of each, the sequences over all ranks: documents, none for a dummy.
-        epoch, block: with packing, where the rows stood.
-    """
+    """Steps whose rows are tokenised together: those of a block with packing, else one step."""
 
     first: int
     steps: list[list[list[Tokens]]]
+    """Of each, the sequences over all ranks: documents, none for a dummy."""
     counts: Counts
     epoch: int = 0
     block: int = 0

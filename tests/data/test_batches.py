@@ -70,8 +70,10 @@ def check(batch, rows, packed):
 
 
 @pytest.mark.parametrize("packing", [False, True, "concatenate"])
-def test_a_batch_token_by_token(tokenizer, prepared, packing):
-    rows = prepared([("a", "b"), ("a", "bcd")], max_length=12).train
+def test_a_batch_token_by_token(tokenizer, source, packing):
+    pairs = [{"prompt": "a", "completion": answer} for answer in ("b", "bcd")]
+    data = DataSection(train=source(pairs, template="{prompt}"), max_length=12, cache="off")
+    rows = prepare(data, tokenizer, seed=0).train
     options = {"max_length": 12, "packing": packing, "shuffle": False}
     options["shapes"] = STATIC if packing else ShapePolicy()
     size = 1 if packing else 2
