@@ -149,7 +149,7 @@ def run_command(name: str, arguments: list[str], *, own_process: bool = False) -
             context_settings={"help_option_names": ["--help", "-h"]},
         )
         function = command_function(name)
-        from anygauge.cli.intent import UsageCommand
+        from anygauge.cli.options import UsageCommand
 
         app.command(name, cls=UsageCommand)(function)
     command = typer.main.get_command(app)

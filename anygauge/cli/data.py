@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from anygauge.cli.console import Console
-from anygauge.cli.intent import BackendOption, RunFileArgument, SetOption
+from anygauge.cli.options import BackendOption, RunFileArgument, SetOption
 
 if TYPE_CHECKING:
     from anygauge.config.schema import DataSection, RunFile

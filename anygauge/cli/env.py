@@ -13,11 +13,12 @@ import typer
 from rich.text import Text
 
 from anygauge.cli.console import Console
-from anygauge.cli.intent import BackendOption, DevicesOption, Intent, NodesOption, SetOption
+from anygauge.cli.options import BackendOption, DevicesOption, NodesOption, SetOption
 from anygauge.interface import Backend, Job, LaunchSettings, Node, RunFileError, Setting
 from anygauge.util.text import escaped
 
 if TYPE_CHECKING:
+    from anygauge.cli.intent import Intent
     from anygauge.registry import Registry, ResolvedSetting
 
 
@@ -211,7 +212,7 @@ def rank_environments(intent: Intent) -> dict[int, list[ResolvedSetting]]:
 
 
 def _resolve(registry: Registry, job: Job, local_rank: int) -> list[ResolvedSetting]:
-    from anygauge.agent.foreign import scrub
+    from anygauge.launch.foreign import scrub
     from anygauge.registry import resolve_environment
 
     backend = registry.create_backend(job.backend, job.backend_options)
@@ -221,8 +222,8 @@ def _resolve(registry: Registry, job: Job, local_rank: int) -> list[ResolvedSett
 
 
 def _node(backend: Backend) -> Node:
-    from anygauge.agent.environment import inspect_node
-    from anygauge.agent.foreign import scrub
+    from anygauge.launch.environment import inspect_node
+    from anygauge.launch.foreign import scrub
 
     return inspect_node(backend=backend, environ=scrub(os.environ))
 

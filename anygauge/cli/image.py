@@ -16,7 +16,7 @@ import typer
 from rich.text import Text
 
 from anygauge.cli.console import Console
-from anygauge.cli.intent import BackendOption, choose_backend
+from anygauge.cli.options import BackendOption, JsonOption, choose_backend
 from anygauge.interface import (
     REPOSITORY_VARIABLE,
     AnygaugeError,
@@ -63,7 +63,7 @@ def image(
     run: Annotated[
         bool, typer.Option("--run", help="Run the image, with this folder as its working folder.")
     ] = False,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a list.")] = False,
+    json_: JsonOption = False,
 ) -> None:
     """Show a backend's container image, what is in it, and the command that runs it."""
     if engine is not None and engine not in ENGINES:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich import box
@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from anygauge.cli.console import Console
-from anygauge.cli.intent import BackendOption, choose_backend
+from anygauge.cli.options import BackendOption, JsonOption, choose_backend
 from anygauge.interface import (
     ABILITIES,
     API_VERSION,
@@ -37,8 +37,6 @@ from anygauge.registry import (
 if TYPE_CHECKING:
     from anygauge.config.strategies import StrategySection
     from anygauge.kernels.choose import KernelChoice
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a list.")]
 
 PROVEN = {
     "real": "run with the target's own software",
