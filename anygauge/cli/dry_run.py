@@ -12,18 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anygauge.agent.rank import rank_numbers
 from anygauge.cli.console import Console
 from anygauge.cli.env import print_environment, rank_environments
 from anygauge.cli.intent import Intent, rendered
 from anygauge.cli.listings import describe_launcher
 from anygauge.cli.memory_check import Expectation, checked
 from anygauge.cli.preflight import preflight
-from anygauge.cli.run_folder import gone_on_with
 from anygauge.data import accumulation
 from anygauge.data.cache import cache_folder
 from anygauge.interface import ABILITIES, Backend, NotAvailableError
 from anygauge.kernels.choose import kernels_of_run
+from anygauge.launch.rank_process import rank_numbers
+from anygauge.launch.run_directory import resume_target
 from anygauge.training.auto import AUTO
 from anygauge.training.schedule import learning_rate, warmup_steps
 from anygauge.training.strategy import share_of
@@ -48,7 +48,12 @@ def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> No
         AnygaugeError: what the run's ranks would refuse.
     """
     console = Console()
-    _, finished = gone_on_with(intent)
+    launcher = intent.registry.find_launcher(intent.run.launch.launcher).spec
+    _, finished = resume_target(
+        intent.run,
+        Path(intent.job.run_directory),
+        shared_filesystem=launcher.shared_filesystem,
+    )
     if finished is not None:
         console.print(finished.describe())
         return

@@ -12,13 +12,13 @@ from typing import Annotated, Any
 
 import typer
 
-from anygauge.agent.environment import inspect_node
-from anygauge.agent.foreign import scrub
 from anygauge.cli.console import Console
 from anygauge.cli.options import BackendOption, DevicesOption, NodesOption, SetOption
 from anygauge.config.load import load_run_file
 from anygauge.config.strategies import DEFAULT
 from anygauge.interface import Job, LaunchSettings, RunFileError, Setting
+from anygauge.launch.environment import inspect_node
+from anygauge.launch.foreign import scrub
 from anygauge.registry import (
     AUTO,
     Registry,

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from anygauge.interface import Job, RunFileError, named_fabric
 
 if TYPE_CHECKING:
-    from anygauge.agent.foreign import ForeignLaunch
     from anygauge.config.load import LoadedRun
     from anygauge.config.schema import RunFile
     from anygauge.interface import Plan
+    from anygauge.launch.foreign import ForeignLaunch
     from anygauge.registry import Registry, Selection
 
 
@@ -57,10 +57,10 @@ def read_intent(
             alone chooses the run directory; the others' is a guess.
     """
     from anygauge.cli.memory_check import forms_of_auto
-    from anygauge.cli.run_folder import RENDEZVOUS, RESOLVED, run_folder
     from anygauge.config.load import check_paths, load_run_file
     from anygauge.config.resolved import run_json
     from anygauge.data import peek
+    from anygauge.launch.run_directory import RENDEZVOUS, RESOLVED, choose_run_directory
     from anygauge.models.hub import wanted
     from anygauge.registry import Registry, select_backend
     from anygauge.registry.registry import read_options
@@ -110,7 +110,7 @@ def read_intent(
     check_batch(run, registry, ranks)
     folder = (Path(run.output) / run.name).absolute()
     if foreign is None or foreign.rank == 0:
-        folder = run_folder(folder, resume=run.checkpoint.resume == "auto")
+        folder = choose_run_directory(folder, resume=run.checkpoint.resume == "auto")
     job = Job(
         name=run.name,
         run_directory=str(folder),

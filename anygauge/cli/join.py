@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from anygauge.agent.foreign import ALONE, ForeignLaunch, scrub
 from anygauge.interface import AnygaugeError, UsageError
+from anygauge.launch.foreign import ALONE, ForeignLaunch, scrub
 
 if TYPE_CHECKING:
-    from anygauge.agent.environment import NodeEnvironment
     from anygauge.cli.intent import Intent
     from anygauge.config.load import LoadedRun
+    from anygauge.launch.environment import NodeEnvironment
 
 _FOR_AGENTS = ("pass_environment", "options", "port", "lost_after_s")
 """Fields of ``launch`` that only launchers and agents of ours read."""
@@ -106,9 +106,9 @@ def join(intent: Intent, foreign: ForeignLaunch, *, quiet: bool) -> NoReturn:
     Raises:
         AnygaugeError: what any rank would refuse.
     """
-    from anygauge.agent.environment import NodeEnvironment
-    from anygauge.agent.link import Hello
-    from anygauge.agent.rank import rank_numbers
+    from anygauge.launch.environment import NodeEnvironment
+    from anygauge.launch.link import Hello
+    from anygauge.launch.rank_process import rank_numbers
     from anygauge.training.checks import check_settings
 
     run, job = intent.run, intent.job
@@ -151,8 +151,8 @@ def _answer(
     intent: Intent, foreign: ForeignLaunch, held: contextlib.ExitStack, quiet: bool
 ) -> dict[str, Any]:
     """What rank 0 tells all: the job, that it is done already, or why there is none."""
-    from anygauge.cli.run_folder import claimed, gone_on_with, made_ready, write_run
-    from anygauge.cli.train import refuse_second
+    from anygauge.launch.run_directory import claim, clear_for_start, resume_target, write_run
+    from anygauge.launch.submitted import refuse_second
     from anygauge.util.files import write_text
     from anygauge.util.rendezvous import served_address
     from anygauge.util.run_lock import identity_of
@@ -161,16 +161,16 @@ def _answer(
     job = replace(intent.job, rendezvous=served_address(foreign.host, foreign.port))
     folder = Path(job.run_directory)
     try:
-        staged, finished = gone_on_with(intent)
+        staged, finished = resume_target(intent.run, folder, shared_filesystem=True)
         if finished is not None:
             return {"id": job.id, "done": finished.describe()}
         if staged:
             job = replace(job, run_file=str(folder / START / Path(job.run_file).name))
-        refuse_second(intent, folder)
+        refuse_second(folder)
         # The interpreter that takes over keeps the claim, to the end of the rank.
-        lock = held.enter_context(claimed(folder))
+        lock = held.enter_context(claim(folder))
         os.set_inheritable(lock, True)
-        made_ready(folder, staged=staged)
+        clear_for_start(folder, staged=staged)
         write_run(Path(job.run_file), intent.run.model_copy(update={"backend": job.backend}))
         path, text = Path(job.run_file).with_name("job.json"), job.dump()
         write_text(path, text, 0o600)

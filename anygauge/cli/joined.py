@@ -24,11 +24,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from anygauge.agent.supervisor import SIGNALS
 from anygauge.cli.console import Console
 from anygauge.cli.join import Handover, digest
 from anygauge.cli.terminal import View, fail, show_stopped, show_where_logs_are
 from anygauge.interface import AnygaugeError, Job
+from anygauge.launch.supervisor import SIGNALS
 from anygauge.util.events import EventWriter
 from anygauge.util.processes import end_rank, tie_to_parent
 from anygauge.util.start import START, settled
@@ -37,7 +37,7 @@ from anygauge.util.text import escaped
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from anygauge.agent.foreign import ForeignLaunch
+    from anygauge.launch.foreign import ForeignLaunch
 
 _SEEN_S = 30.0
 """Until a file that rank 0 has written is seen on other machines."""
@@ -94,7 +94,7 @@ def take_over(handover: Handover) -> int:
         return 0
     job = _job(handover, answer)
     if handover.provenance is not None:
-        from anygauge.agent.environment import write_provenance
+        from anygauge.launch.environment import write_provenance
 
         write_provenance(job, launch.node_rank, handover.provenance)
     os.chdir(job.working_directory)
@@ -202,8 +202,8 @@ def _job(handover: Handover, answer: Mapping[str, Any]) -> Job:
     Raises:
         AnygaugeError: it is not seen here, belongs to another run, or this machine does not fit.
     """
-    from anygauge.agent.link import HELLO, Hello, check_hello
-    from anygauge.agent.outcome import read_record
+    from anygauge.launch.link import HELLO, Hello, check_hello
+    from anygauge.launch.outcome import read_record
 
     path, wanted = Path(answer["job"]), Path(handover.run_directory)
     home = path.parent.parent if path.parent.name == START else path.parent
@@ -265,7 +265,7 @@ def _fetch_with_others(
 
 
 def _fetch(store: dist.Store, key: str, launch: ForeignLaunch, job: Job, quiet: bool) -> None:
-    from anygauge.agent.startup import fetch_here
+    from anygauge.launch.startup import fetch_here
 
     beaten = -_BEAT_S
 
@@ -353,7 +353,7 @@ class _Terminal:
 
     def conclude(self, handover: Handover, job: Job) -> None:
         """How it ended: by rank 0 for all, or why this rank failed."""
-        from anygauge.agent.outcome import Failure, stopped_text
+        from anygauge.launch.outcome import Failure, stopped_text
 
         launch, ending = handover.launch, self.events.ending
         kind = ending.get("event")

@@ -20,8 +20,9 @@ from rich.text import Text
 
 from anygauge.cli.console import Console
 from anygauge.cli.lines import evaluation_line, step_line, step_metrics, summary_lines
-from anygauge.cli.run_folder import LAUNCHED, logs_of
 from anygauge.interface import STOPPED, RunningJob
+from anygauge.launch.run_directory import logs_of
+from anygauge.launch.submitted import LAUNCHED
 from anygauge.util.processes import REPEATED_SIGNAL_S
 from anygauge.util.start import START, settled
 from anygauge.util.text import escaped

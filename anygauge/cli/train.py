@@ -48,7 +48,7 @@ def train(
     """Fine-tune a model as described in a run file."""
     flags = _flags(backend, devices, nodes, launcher, output, resume)
     if not dry_run:
-        from anygauge.agent.foreign import find_launch
+        from anygauge.launch.foreign import find_launch
 
         foreign = find_launch(os.environ)
         if foreign is not None:
@@ -142,7 +142,7 @@ def _refuse_a_rank() -> None:
     Raises:
         UsageError: this process is a rank of another launcher's.
     """
-    from anygauge.agent.foreign import find_launch
+    from anygauge.launch.foreign import find_launch
 
     foreign = find_launch(os.environ)
     if foreign is not None:
@@ -175,15 +175,15 @@ def start(
 
     from anygauge.cli.memory_check import checked
     from anygauge.cli.preflight import preflight
-    from anygauge.cli.run_folder import (
-        LAUNCHED,
+    from anygauge.cli.terminal import deferred, follow
+    from anygauge.launch.run_directory import (
         RUN_FILE,
-        claimed,
-        gone_on_with,
-        made_ready,
+        claim,
+        clear_for_start,
+        resume_target,
         write_run,
     )
-    from anygauge.cli.terminal import deferred, follow
+    from anygauge.launch.submitted import LAUNCHED, refuse_second
     from anygauge.util.files import write_text
     from anygauge.util.start import START
 
@@ -198,7 +198,7 @@ def start(
     launcher = intent.registry.launcher(name)()
     folder = Path(job.run_directory)
     # Until its ranks accept it, a start changes nothing of the run that it resumes.
-    staged, finished = gone_on_with(intent)
+    staged, finished = resume_target(run, folder, shared_filesystem=spec.shared_filesystem)
     if finished is not None:
         typer.echo(fitted(finished.describe(), sys.stdout))
         return 0
@@ -213,17 +213,17 @@ def start(
     notes = [*plan.notes, *found.notes, *filter(None, [expected.note])]
     chosen = run.model_copy(update={"backend": job.backend})
     unused = not folder.exists() or not any(folder.iterdir())
-    refuse_second(intent, folder)
+    refuse_second(folder)
     for note in notes:
         typer.echo(fitted(f"note: {note}", sys.stderr), err=True)
     if not quiet:
         typer.echo(f"run: {folder}")
         for line in expected.lines:
             typer.echo(fitted(line, sys.stdout))
-    with claimed(folder) as lock:
+    with claim(folder) as lock:
         with deferred() as asked:
             if spec.shared_filesystem or not (folder / RUN_FILE).exists():
-                made_ready(folder, staged=staged)
+                clear_for_start(folder, staged=staged)
             write_run(Path(job.run_file), chosen)
             try:
                 running = launcher.submit(replace(plan, held=(lock,)))
@@ -246,22 +246,3 @@ def start(
         if staged and status == 0 and (folder / START).is_dir() and running.alive is False:
             shutil.rmtree(folder / START, ignore_errors=True)  # the run was done before
         return status
-
-
-def refuse_second(intent: Intent, folder: Path) -> None:
-    """A run that is still going must not have two jobs.
-
-    Raises:
-        AnygaugeError: an earlier job still waits or runs.
-    """
-    from anygauge.cli.job import find
-    from anygauge.cli.run_folder import LAUNCHED
-
-    if not (folder / LAUNCHED).exists():
-        return
-    earlier = find(folder)
-    if earlier.alive is not False:
-        raise AnygaugeError(
-            f"{folder} has a job already: {earlier.status()}. To follow it: anygauge job follow "
-            f"{folder}; to end it: anygauge job cancel {folder}"
-        )

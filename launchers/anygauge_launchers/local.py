@@ -44,8 +44,8 @@ class Local(ForegroundLauncher):
             )
         file = job_file(job)
         argv = (
-            *(sys.executable, "-m", "anygauge.agent", "--job", file.path, "--node-rank", "0"),
-            *("--grace", f"{options.grace_s:g}"),
+            *(sys.executable, "-m", "anygauge.launch.agent", "--job", file.path),
+            *("--node-rank", "0", "--grace", f"{options.grace_s:g}"),
         )
         return Plan(files=(file,), processes=(PlannedProcess(node_rank=0, argv=argv),))
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.agent.foreign import ForeignLaunch
 from anygauge.cli.joined import _agreed
 from anygauge.interface import STOPPED, AnygaugeError
+from anygauge.launch.foreign import ForeignLaunch
 from tests.helpers.forked import RunPart, finished
 from tests.helpers.processes import alive, as_in_a_terminal, begin, end, free_port, until
 from tests.helpers.runs import Run, called, run_file, train

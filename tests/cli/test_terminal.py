@@ -21,8 +21,8 @@ from anygauge.cli.console import Console
 from anygauge.cli.lines import evaluation_line, size, step_line, summary_lines
 from anygauge.cli.terminal import follow
 from anygauge.interface import STOPPED
-from tests.agent.fakes import FAKE_CLI, FOREVER, read_pid, sends, write_script
 from tests.helpers.processes import PATIENCE_S, alive, as_in_a_terminal, until
+from tests.launch.fakes import FAKE_CLI, FOREVER, read_pid, sends, write_script
 
 STEP = {
     "event": "step",

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from anygauge.agent.rank import rank_numbers
 from anygauge.cli.env import rank_environments
 from anygauge.cli.intent import Intent, read_intent
 from anygauge.cli.preflight import preflight
+from anygauge.launch.rank_process import rank_numbers
 from tests.gaudi_stack import needs_optimum_habana
 from tests.helpers.gaudi import standin_environment, standin_site
 from tests.helpers.runs import FIXTURES, anygauge

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.cli.run_folder import claimed
 from anygauge.interface import AnygaugeError, Job, Plan, RunFileError
+from anygauge.launch.run_directory import claim
 from anygauge_launchers.local import Local, LocalJob
-from tests.agent.fake_cli import fake_plan
-from tests.agent.fakes import FINISHED, FOREVER, read_pid, sends, write_script
 from tests.helpers.jobs import make_job
 from tests.helpers.options import render
 from tests.helpers.processes import alive, until
+from tests.launch.fake_cli import fake_plan
+from tests.launch.fakes import FINISHED, FOREVER, read_pid, sends, write_script
 
 
 def job(directory: Path, nodes: int = 1) -> Job:
@@ -58,7 +58,7 @@ def test_rendering_writes_nothing_and_names_every_file_and_argument(folder: Path
     (process,) = plan.processes
     assert process.host is None
     assert process.argv == (
-        *(sys.executable, "-m", "anygauge.agent"),
+        *(sys.executable, "-m", "anygauge.launch.agent"),
         *("--job", str(run / "job.json"), "--node-rank", "0", "--grace", "5"),
     )
     (process,) = render("local", job(run), {"grace_s": 1.5}).processes
@@ -78,9 +78,9 @@ def test_a_job_runs_where_paths_have_spaces(folder: Path, started: list[LocalJob
 
 
 def test_the_agent_learns_which_lock_the_folder_had(folder: Path, started: list[LocalJob]) -> None:
-    with claimed(folder / "run") as lock:
+    with claim(folder / "run") as lock:
         (folder / "run").rename(folder / "moved")
-        with claimed(folder / "run"):  # a start of the same name, before the agent begins
+        with claim(folder / "run"):  # a start of the same name, before the agent begins
             running = Local().submit(replace(plan_of(folder, {0: [FINISHED]}), held=(lock,)))
             started.append(running)
             (ended,) = running.events()
