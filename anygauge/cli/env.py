@@ -16,7 +16,7 @@ from anygauge.cli.console import Console
 from anygauge.cli.options import BackendOption, DevicesOption, NodesOption, SetOption
 from anygauge.config.load import load_run_file
 from anygauge.config.strategies import DEFAULT
-from anygauge.interface import Job, LaunchSettings, RunFileError, Setting
+from anygauge.interface import Job, LaunchSettings, Setting, UsageError
 from anygauge.launch.environment import inspect_node
 from anygauge.launch.foreign import scrub
 from anygauge.registry import (
@@ -59,10 +59,8 @@ def env(
     job = _job(registry, run_file, backend, devices, nodes, set_ or [])
     ranks = range(job.launch.devices) if local_rank is None else (local_rank,)
     if local_rank is not None and not 0 <= local_rank < job.launch.devices:
-        raise typer.BadParameter(
-            f"{local_rank} is not a rank of this machine: 0 to {job.launch.devices - 1}",
-            param_hint="--local-rank",
-        )
+        last = job.launch.devices - 1
+        raise UsageError(f"--local-rank: {local_rank} is not a rank of this machine: 0 to {last}")
     by_rank = rank_environments(registry, job, ranks)
     explained = _explain(registry, job, ranks[0]) if explain else {}
     rules = explained.get("rules", ())
@@ -110,7 +108,7 @@ def _job(
             "backend_options": run.backend_options,
         }
     elif overrides:
-        raise RunFileError(
+        raise UsageError(
             "--set changes a run file, and none is given: anygauge env RUN.yaml --set ..."
         )
     else:
