@@ -143,9 +143,9 @@ def run_rank(
                 check_lock(folder, lock)
                 text = json.dumps(versions(prepared.spec), indent=2)
                 write_text(folder / "versions.json", text + "\n")
-            complete = prepared.loop.run()
+            reason = prepared.loop.run()
             summary = {}
-            if complete:
+            if reason != "stopped":
                 collectives = backend.collectives
                 with progress.unlike_others("saving the result", collectives, then_limit_s=limit):
                     summary = save(job, rank, prepared)
@@ -155,8 +155,8 @@ def run_rank(
                 with progress.long("looking at the base's weights"):
                     prepared.factory.check_numbers()
             raise
-        prepared.meter.close("finished" if complete else "stopped")
-        if not complete:
+        prepared.meter.close(reason)
+        if reason == "stopped":
             step = prepared.meter.history.step
             return Stopped(step, str(checkpoint_folder(folder, step)))
     if troubles := prepared.meter.trackers.troubles:
