@@ -27,7 +27,6 @@ from anygauge.training.progress import Progress
 from anygauge.training.schedule import learning_rate
 from anygauge.training.warm_up import WarmUp
 
-
 StopReason = Literal["finished", "stopped"]
 """Why a run's last step was its last: all are done, or it was asked to end and has written a
 checkpoint."""
