@@ -14,7 +14,7 @@ from anygauge.interface import Job, LaunchProfile, RunFileError
 if TYPE_CHECKING:
     from anygauge.config.load import LoadedRun
     from anygauge.config.schema import RunFile
-    from anygauge.interface import Plan
+    from anygauge.interface import Backend, Plan
     from anygauge.launch.foreign import ForeignLaunch
     from anygauge.registry import Registry, Selection
 
@@ -32,6 +32,7 @@ class Intent:
     loaded: LoadedRun
     registry: Registry
     selection: Selection
+    backend: Backend
     job: Job
     profile: LaunchProfile
     forms: tuple[RunFile, ...] = ()
@@ -138,6 +139,7 @@ def read_intent(
         loaded=loaded,
         registry=registry,
         selection=selection,
+        backend=backend,
         job=job,
         profile=backend.launch_profile(run.launch.fabric),
         forms=forms,

@@ -175,7 +175,9 @@ def start(
 
     from anygauge.cli.memory_check import checked
     from anygauge.cli.preflight import preflight
+    from anygauge.launch.environment import NodeEnvironment
     from anygauge.launch.follow import deferred, follow
+    from anygauge.launch.foreign import scrub
     from anygauge.launch.local_run import LocalRun
     from anygauge.launch.run_directory import (
         RUN_FILE,
@@ -230,7 +232,14 @@ def start(
                 running: RunningJob = (
                     launcher.submit(replace(plan, held=(lock,)))
                     if spec.remote
-                    else LocalRun(job, lock=lock, grace_s=plan.grace_s)
+                    else LocalRun(
+                        job,
+                        lock=lock,
+                        grace_s=plan.grace_s,
+                        environment=NodeEnvironment(
+                            job, 0, scrub(os.environ), (intent.registry, intent.backend)
+                        ),
+                    )
                 )
             except AnygaugeError:
                 if unused and "detach" in spec.can:

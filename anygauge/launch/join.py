@@ -112,9 +112,9 @@ def join(intent: Any, foreign: ForeignLaunch, *, quiet: bool) -> NoReturn:
     from anygauge.training.checks import check_settings
 
     run, job = intent.run, intent.job
-    backend = intent.registry.create_backend(job.backend, run.backend_options)
-    check_settings(run, backend, intent.registry, ranks_run_here=True)
-    own = NodeEnvironment(job, foreign.node_rank, scrub(os.environ))
+    chosen = (intent.registry, intent.backend)
+    check_settings(run, intent.backend, intent.registry, ranks_run_here=True)
+    own = NodeEnvironment(job, foreign.node_rank, scrub(os.environ), chosen)
     leads = foreign.rank == 0
     if leads:
         for note in _notes(intent, foreign, own):
