@@ -28,7 +28,6 @@ from anygauge.util.events import EventWriter
 from anygauge.util.files import write_text
 from anygauge.util.rendezvous import STORE_FD
 from anygauge.util.run_lock import check_lock
-from anygauge.util.start import settled
 from anygauge.util.text import finite
 
 GIB = 2**30
@@ -87,7 +86,7 @@ def run_rank(
         from anygauge.registry import Registry
         from anygauge.util.imports import hidden, unused
 
-        run = read_run(settled(Path(job.run_file)))
+        run = read_run(job.resolved_run)
         names = unused(few_bits=run.has_few_bits, trackers=run.trackers)
         importing.enter_context(hidden(names))
         from anygauge.training.auto import decided
