@@ -123,9 +123,9 @@ def anygauge_provide_launchers() -> Iterable[LauncherSpec]:  # type: ignore[empt
 
 
         class Mine:
-            def render(self, job, options):
+            def render(self, job, options, profile):
                 file = str(Path(job.run_directory) / "job.json")
-                agent = (sys.executable, "-m", "anygauge.agent", "--job", file)
+                agent = (sys.executable, "-m", "anygauge.launch.agent", "--job", file)
                 return Plan(
                     files=(PlannedFile(path=file, text=job.dump(), mode=0o600),),
                     processes=(PlannedProcess(node_rank=0, argv=(*agent, "--node-rank", "0")),),

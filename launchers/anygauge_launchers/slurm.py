@@ -23,6 +23,7 @@ from anygauge.interface import (
     BatchFile,
     Job,
     LauncherOptions,
+    LaunchProfile,
     Plan,
     PlannedFile,
     PlannedProcess,
@@ -99,7 +100,7 @@ _SBATCH = ("partition", "account", "qos", "time", "constraint", "reservation", "
 class Slurm:
     """Starts an agent on each node by srun."""
 
-    def render(self, job: Job, options: SlurmOptions) -> Plan:
+    def render(self, job: Job, options: SlurmOptions, profile: LaunchProfile) -> Plan:
         """The job file, the script, and the command that takes it.
 
         Raises:
@@ -112,7 +113,7 @@ class Slurm:
         )
         agent = self._agent(options, job)
         step = self._step(options, job)
-        start = (options.python, "-m", "anygauge.agent")
+        start = (options.python, "-m", "anygauge.launch.agent")
         files = (
             job_file(job),
             PlannedFile(path=script, text=SCRIPT, mode=0o755),

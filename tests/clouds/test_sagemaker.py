@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.interface import AnygaugeError, Job, Plan, UnsupportedError
+from anygauge.interface import AnygaugeError, Job, LaunchProfile, Plan, UnsupportedError
 from anygauge_clouds import sagemaker_node
 from anygauge_clouds.sagemaker import Sagemaker, SagemakerService
 from anygauge_clouds.service_job import ServiceJob
@@ -47,8 +47,10 @@ NAME = "tiny-run-1-d94772fd"
 GPUS = replace(CARDS, cluster_resource="nvidia.com/gpu")
 
 
-def rendered(change: dict[str, Any] | None = None, **fields: Any) -> Plan:
-    return render("sagemaker", job(**{"profile": GPUS, **fields}), merged(OPTIONS, change or {}))
+def rendered(
+    change: dict[str, Any] | None = None, profile: LaunchProfile = GPUS, **fields: Any
+) -> Plan:
+    return render("sagemaker", job(**fields), merged(OPTIONS, change or {}), profile)
 
 
 def request(plan: Plan) -> dict[str, Any]:
@@ -121,7 +123,7 @@ class TestSageMakerContainer:
     def test_it_becomes_the_agent_of_its_machine(self, config: Path) -> None:
         command, variables = sagemaker_node.agent_command(["--grace", "5"])
         assert command[1:] == [
-            *("-m", "anygauge.agent", "--job", str(config / "job.json"), "--node-rank", "1"),
+            *("-m", "anygauge.launch.agent", "--job", str(config / "job.json"), "--node-rank", "1"),
             *("--coordinator", "algo-1:4711", "--cause-file", str(config / "output" / "failure")),
             *("--grace", "5"),
         ]

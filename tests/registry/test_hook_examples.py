@@ -12,6 +12,7 @@ import pytest
 
 from anygauge.interface import (
     Backend,
+    LaunchProfile,
     LaunchSettings,
     Node,
     Probe,
@@ -83,7 +84,9 @@ def test_the_strategy(example) -> None:
 
 
 def test_the_launcher(example) -> None:
-    plan = made_by(example("anygauge_provide_launchers").launchers)().render(JOB, {})
+    plan = made_by(example("anygauge_provide_launchers").launchers)().render(
+        JOB, {}, LaunchProfile()
+    )
     assert [file.text for file in plan.files] == [JOB.dump()]
     assert [process.node_rank for process in plan.processes] == [0]
 
