@@ -84,11 +84,11 @@ def run_rank(
     with progress.long("start-up"):
         from anygauge.config.resolved import read_run
         from anygauge.registry import Registry
-        from anygauge.util.imports import hidden, unused
+        from anygauge.util.imports import unused_hidden
 
         run = read_run(job.resolved_run)
-        names = unused(few_bits=run.has_few_bits, trackers=run.trackers)
-        importing.enter_context(hidden(names))
+        hiding = unused_hidden(few_bits=run.has_few_bits, trackers=run.trackers)
+        importing.enter_context(hiding)
         from anygauge.training.auto import decided
         from anygauge.training.checkpoints.identity import REPORT, FinishedError, settings_of
         from anygauge.training.checkpoints.manager import checkpoint_folder

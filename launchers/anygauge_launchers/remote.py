@@ -247,8 +247,8 @@ class _Connection:
                     **os.environ,
                     **passed,
                     **planned.environment,
-                    # For `anygauge.util.end_with_parent`. An agent whose standard input ends with
-                    # this process needs none, and nobody on the way to it would remove it.
+                    # For `python -m anygauge.util.processes`. An agent whose standard input ends
+                    # with this process needs none, and nobody on the way to it would remove it.
                     **({} if self._writes else parent_environment()),
                 },
                 stdin=subprocess.PIPE if self._writes else subprocess.DEVNULL,
