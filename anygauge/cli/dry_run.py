@@ -12,8 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anygauge.cli.console import Console
-from anygauge.cli.env import print_environment, rank_environments, shown_ranks
+from anygauge.cli.env import print_environment, rank_environments
 from anygauge.cli.intent import Intent, rendered
 from anygauge.cli.listings import describe_launcher
 from anygauge.cli.memory_check import Expectation, checked
@@ -27,6 +26,7 @@ from anygauge.launch.run_directory import resume_target
 from anygauge.training.auto import AUTO
 from anygauge.training.schedule import learning_rate, warmup_steps
 from anygauge.training.strategy import share_of
+from anygauge.util.console import Console
 from anygauge.util.files import write_text
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 
 SHOWN_PROCESSES = 32
+SHOWN_RANKS = 16
+"""Of a machine with more, the first so many and the last are shown."""
 
 
 def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> None:
@@ -80,17 +82,18 @@ def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> No
     console.print(title, markup=True)
     if remote:
         console.print("  as on this machine; the job's machines decide their own")
-    ranks = shown_ranks(job.launch.devices)
-    if len(ranks) < job.launch.devices:
-        console.print(f"  of ranks 0 to {ranks[-2]} and {ranks[-1]} of a machine")
-    print_environment(console, rank_environments(intent))
+    devices = job.launch.devices
+    ranks = dict.fromkeys([*range(min(devices, SHOWN_RANKS)), devices - 1])
+    if len(ranks) < devices:
+        console.print(f"  of ranks 0 to {SHOWN_RANKS - 1} and {devices - 1} of a machine")
+    print_environment(console, rank_environments(intent.registry, job, ranks))
     console.print("\n[bold]Engine configuration[/bold]", markup=True)
     _show_engine(console, intent, found)
     backend = intent.registry.create_backend(intent.selection.spec.name, run.backend_options)
     _show_kernels(console, intent, backend)
     _show_plan(console, intent)
     who = "each agent" if remote else "the command"
-    console.print(f"  {who} starts {job.launch.devices}: python -m anygauge.training.worker")
+    console.print(f"  {who} starts {job.launch.devices}: python -m anygauge.launch.rank")
     first, last = (
         rank_numbers(job, node, local)
         for node, local in ((0, 0), (job.launch.nodes - 1, job.launch.devices - 1))

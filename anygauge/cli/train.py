@@ -52,7 +52,7 @@ def train(
 
         foreign = find_launch(os.environ)
         if foreign is not None:
-            from anygauge.cli.join import join
+            from anygauge.launch.join import join
 
             try:
                 intent = read_intent(run_file, set_, flags, need_device=True, foreign=foreign)
@@ -175,7 +175,7 @@ def start(
 
     from anygauge.cli.memory_check import checked
     from anygauge.cli.preflight import preflight
-    from anygauge.cli.terminal import deferred, follow
+    from anygauge.launch.follow import deferred, follow
     from anygauge.launch.local_run import LocalRun
     from anygauge.launch.run_directory import (
         RUN_FILE,

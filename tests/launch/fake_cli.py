@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from anygauge.cli.terminal import follow
+from anygauge.launch.follow import follow
 from anygauge.launch.local_run import LocalRun
 from anygauge.launch.run_directory import claim
 from tests.helpers.jobs import make_job

@@ -18,12 +18,12 @@ from typing import Any
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from anygauge.cli.console import Console
-from anygauge.cli.lines import evaluation_line, step_line, step_metrics, summary_lines
 from anygauge.interface import STOPPED, RunningJob
+from anygauge.launch.event_format import evaluation_line, step_line, step_metrics, summary_lines
 from anygauge.launch.run_directory import logs_of
 from anygauge.launch.submitted import LAUNCHED
 from anygauge.launch.supervisor import SIGNALS
+from anygauge.util.console import Console
 from anygauge.util.processes import REPEATED_SIGNAL_S
 from anygauge.util.text import escaped
 
