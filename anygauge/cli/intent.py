@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from anygauge.interface import Job, LaunchProfile, RunFileError
 if TYPE_CHECKING:
     from anygauge.config.load import LoadedRun
     from anygauge.config.schema import RunFile
-    from anygauge.interface import Plan
+    from anygauge.interface import Backend, Plan
     from anygauge.launch.foreign import ForeignLaunch
     from anygauge.registry import Registry, Selection
 
@@ -32,6 +33,7 @@ class Intent:
     loaded: LoadedRun
     registry: Registry
     selection: Selection
+    backend: Backend
     job: Job
     profile: LaunchProfile
     forms: tuple[RunFile, ...] = ()
@@ -124,7 +126,7 @@ def read_intent(
         rendezvous=f"file://{folder / RENDEZVOUS}",
         stop_grace_s=run.checkpoint.grace_s,
         working_directory=str(Path.cwd()) if launcher.shared_filesystem else "",
-        id=secrets.token_hex(8),
+        id=f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(4)}",
         token=secrets.token_hex(16),
         takes_over=run.checkpoint.resume == "auto",
         run_text=""
@@ -138,6 +140,7 @@ def read_intent(
         loaded=loaded,
         registry=registry,
         selection=selection,
+        backend=backend,
         job=job,
         profile=backend.launch_profile(run.launch.fabric),
         forms=forms,

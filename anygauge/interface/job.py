@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -20,15 +20,24 @@ from anygauge.util.schema import (
     Section,
     first_complaint,
 )
-from anygauge.util.start import START
 
 __all__ = [
+    "ACCEPTED",
+    "ATTEMPTS",
     "Job",
     "LaunchSettings",
     "NetworkInterface",
     "Node",
     "RdmaDevice",
 ]
+
+ATTEMPTS = "attempts"
+"""In a run directory: a folder for each start that resumed the run, with its resolved run, job
+file, environment and logs. Nothing in it is moved. A start that its ranks refuse leaves nothing
+else behind."""
+
+ACCEPTED = "accepted"
+"""In the folder of such a start, once its ranks have accepted to go on with the run."""
 
 
 class LaunchSettings(Section):
@@ -89,9 +98,9 @@ class Job:
     Attributes:
         name: short name for humans.
         run_directory: absolute path that every node sees; holds the resolved run and logs.
-        run_file: absolute path of the resolved run, JSON that ranks read: in the run
-            directory, or in its `START` until the ranks have accepted to resume there. Beside it
-            lies ``run.yaml``, the same for people.
+        run_file: absolute path of the resolved run, JSON that ranks read: in the run directory, or
+            for a start that resumes a run in a folder of its own below `ATTEMPTS`. Beside it lies
+            ``run.yaml``, the same for people.
         backend: name of the backend.
         strategy: name of the strategy; empty where nothing is trained.
         launch: how many ranks there are, and how they are started and watched.
@@ -156,11 +165,20 @@ class Job:
 
     @property
     def start_directory(self) -> Path:
-        """Where files of this start belong now: `START`, as long as it waits there, or the run
-        directory."""
-        home = Path(self.run_directory)
-        waiting = Path(self.run_file).parent == home / START and (home / START).is_dir()
-        return home / START if waiting else home
+        """Where the files of this start are: in a folder of its own below `ATTEMPTS` where it
+        resumes a run, else in the run directory."""
+        own = Path(self.run_file).parent
+        return own if own.is_dir() else Path(self.run_directory)
+
+    @property
+    def resolved_run(self) -> Path:
+        """`run_file`, where this start has it."""
+        return self.start_directory / Path(self.run_file).name
+
+    def as_attempt(self) -> Job:
+        """The job with the files of this start in a folder of their own."""
+        own = Path(self.run_directory) / ATTEMPTS / self.id
+        return replace(self, run_file=str(own / Path(self.run_file).name))
 
     def dump(self) -> str:
         """The job as JSON text; `load` reads it back."""
@@ -174,8 +192,6 @@ class Job:
             AnygaugeError: the file is missing or is not a job file of this version.
         """
         path = Path(path)
-        if path.parent.name == START and not path.exists():
-            path = path.parent.parent / path.name  # it was put in place meanwhile
         try:
             return _job_file().validate_json(path.read_bytes(), strict=True)
         except (OSError, ValidationError) as error:

@@ -112,9 +112,9 @@ def join(intent: Any, foreign: ForeignLaunch, *, quiet: bool) -> NoReturn:
     from anygauge.training.checks import check_settings
 
     run, job = intent.run, intent.job
-    backend = intent.registry.create_backend(job.backend, run.backend_options)
-    check_settings(run, backend, intent.registry, ranks_run_here=True)
-    own = NodeEnvironment(job, foreign.node_rank, scrub(os.environ))
+    chosen = (intent.registry, intent.backend)
+    check_settings(run, intent.backend, intent.registry, ranks_run_here=True)
+    own = NodeEnvironment(job, foreign.node_rank, scrub(os.environ), chosen)
     leads = foreign.rank == 0
     if leads:
         for note in _notes(intent, foreign, own):
@@ -156,7 +156,6 @@ def _answer(
     from anygauge.util.files import write_text
     from anygauge.util.rendezvous import served_address
     from anygauge.util.run_lock import identity_of
-    from anygauge.util.start import START
 
     job = replace(intent.job, rendezvous=served_address(foreign.host, foreign.port))
     folder = Path(job.run_directory)
@@ -165,12 +164,12 @@ def _answer(
         if finished is not None:
             return {"id": job.id, "done": finished.describe()}
         if staged:
-            job = replace(job, run_file=str(folder / START / Path(job.run_file).name))
+            job = job.as_attempt()
         refuse_second(folder)
         # The interpreter that takes over keeps the claim, to the end of the rank.
         lock = held.enter_context(claim(folder))
         os.set_inheritable(lock, True)
-        clear_for_start(folder, staged=staged)
+        clear_for_start(folder, job if staged else None)
         write_run(Path(job.run_file), intent.run.model_copy(update={"backend": job.backend}))
         path, text = Path(job.run_file).with_name("job.json"), job.dump()
         write_text(path, text, 0o600)

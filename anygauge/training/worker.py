@@ -28,7 +28,6 @@ from anygauge.util.events import EventWriter
 from anygauge.util.files import write_text
 from anygauge.util.rendezvous import STORE_FD
 from anygauge.util.run_lock import check_lock
-from anygauge.util.start import settled
 from anygauge.util.text import finite
 
 GIB = 2**30
@@ -87,7 +86,7 @@ def run_rank(
         from anygauge.registry import Registry
         from anygauge.util.imports import hidden, unused
 
-        run = read_run(settled(Path(job.run_file)))
+        run = read_run(job.resolved_run)
         names = unused(few_bits=run.has_few_bits, trackers=run.trackers)
         importing.enter_context(hidden(names))
         from anygauge.training.auto import decided
@@ -143,9 +142,9 @@ def run_rank(
                 check_lock(folder, lock)
                 text = json.dumps(versions(prepared.spec), indent=2)
                 write_text(folder / "versions.json", text + "\n")
-            complete = prepared.loop.run()
+            reason = prepared.loop.run()
             summary = {}
-            if complete:
+            if reason != "stopped":
                 collectives = backend.collectives
                 with progress.unlike_others("saving the result", collectives, then_limit_s=limit):
                     summary = save(job, rank, prepared)
@@ -155,8 +154,8 @@ def run_rank(
                 with progress.long("looking at the base's weights"):
                     prepared.factory.check_numbers()
             raise
-        prepared.meter.close("finished" if complete else "stopped")
-        if not complete:
+        prepared.meter.close(reason)
+        if reason == "stopped":
             step = prepared.meter.history.step
             return Stopped(step, str(checkpoint_folder(folder, step)))
     if troubles := prepared.meter.trackers.troubles:

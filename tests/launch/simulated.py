@@ -70,7 +70,7 @@ class FakeRank(rank_process.RankProcess):
 
     def __init__(self, rank: int, local_rank: int, *_: Any, idle_limit_s: float, **__: Any) -> None:
         self.rank, self.local_rank = rank, local_rank
-        self._log = self._result = Path("/nowhere/log")
+        self.log = self.result = Path("/nowhere/log")
         self.code = self.observed_exit = self.finished_at = None
         self.stopped = self.failure = self.handle = self.exit_code = None
         self.events_closed = self.deaf = False
