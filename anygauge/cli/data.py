@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from anygauge.cli.console import Console, table
 from anygauge.cli.options import BackendOption, RunFileArgument, SetOption
+from anygauge.util.console import Console, table
 
 if TYPE_CHECKING:
     from anygauge.config.schema import DataSection, RunFile

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anygauge.cli.console import Console
 from anygauge.cli.env import print_environment, rank_environments
 from anygauge.cli.intent import Intent, rendered
 from anygauge.cli.listings import describe_launcher
@@ -20,13 +19,14 @@ from anygauge.cli.memory_check import Expectation, checked
 from anygauge.cli.preflight import preflight
 from anygauge.data import accumulation
 from anygauge.data.cache import cache_folder
-from anygauge.interface import ABILITIES, Backend, NotAvailableError
+from anygauge.interface import ABILITIES, NotAvailableError
 from anygauge.kernels.choose import kernels_of_run
 from anygauge.launch.rank_process import rank_numbers
 from anygauge.launch.run_directory import resume_target
 from anygauge.training.auto import AUTO
 from anygauge.training.schedule import learning_rate, warmup_steps
 from anygauge.training.strategy import share_of
+from anygauge.util.console import Console
 from anygauge.util.files import write_text
 
 if TYPE_CHECKING:
@@ -89,10 +89,10 @@ def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> No
     print_environment(console, rank_environments(intent.registry, job, ranks))
     console.print("\n[bold]Engine configuration[/bold]", markup=True)
     _show_engine(console, intent, found)
-    backend = intent.registry.create_backend(intent.selection.spec.name, run.backend_options)
-    _show_kernels(console, intent, backend)
+    _show_kernels(console, intent)
     _show_plan(console, intent)
-    console.print(f"  each agent starts {job.launch.devices}: python -m anygauge.training.worker")
+    who = "each agent" if remote else "the command"
+    console.print(f"  {who} starts {job.launch.devices}: python -m anygauge.launch.rank")
     first, last = (
         rank_numbers(job, node, local)
         for node, local in ((0, 0), (job.launch.nodes - 1, job.launch.devices - 1))
@@ -132,10 +132,10 @@ def _show_plan(console: Console, intent: Intent) -> None:
         console.print(f"  by hand, {name}: {shlex.join(argv)}", soft_wrap=True)
 
 
-def _show_kernels(console: Console, intent: Intent, backend: Backend) -> None:
+def _show_kernels(console: Console, intent: Intent) -> None:
     """Each operation's kernel; one that lacks something here may yet run where the ranks do."""
     try:
-        kernels = kernels_of_run(intent.run, backend, intent.registry)
+        kernels = kernels_of_run(intent.run, intent.backend, intent.registry)
     except NotAvailableError as error:
         console.print("\n[bold]Kernels[/bold]", markup=True)
         console.print(f"  ranks on this machine would refuse: {error}")

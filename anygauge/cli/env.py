@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 
-from anygauge.cli.console import Console
 from anygauge.cli.options import BackendOption, DevicesOption, NodesOption, SetOption
 from anygauge.config.load import load_run_file
 from anygauge.config.strategies import DEFAULT
@@ -26,6 +25,7 @@ from anygauge.registry import (
     resolve_environment,
     select_backend,
 )
+from anygauge.util.console import Console
 from anygauge.util.hiding import holds_secret
 from anygauge.util.text import escaped
 

@@ -15,7 +15,6 @@ from typing import Annotated, Any
 
 import typer
 
-from anygauge.cli.console import Console
 from anygauge.cli.options import BackendOption, JsonOption, choose_backend
 from anygauge.interface import (
     REPOSITORY_VARIABLE,
@@ -27,6 +26,7 @@ from anygauge.interface import (
     UsageError,
     tagged,
 )
+from anygauge.util.console import Console
 
 ENGINES = ("docker", "podman")
 INSIDE = "/work"

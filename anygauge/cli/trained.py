@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anygauge.cli.console import Console
 from anygauge.cli.options import BackendOption, ModelArgument, TokenizerOption
 from anygauge.interface import ModelError, UsageError
+from anygauge.util.console import Console
 from anygauge.util.files import why_no_folder
 from anygauge.util.text import did_you_mean
 

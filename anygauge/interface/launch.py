@@ -7,10 +7,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
-if TYPE_CHECKING:
-    from anygauge.interface.job import Job
+from anygauge.interface.job import Job
 
 __all__ = [
     "ABILITIES",
@@ -46,6 +45,8 @@ class LaunchProfile:
         runtime_class: of a cluster's pods with devices, where the cluster's default would not let
             them open one.
         capabilities: what containers must be allowed, such as ``IPC_LOCK``.
+        network_resource: what a container must ask a cluster for to have the network that
+            ``launch.fabric`` names; see `Backend.launch_profile`, which alone fills it in.
         binding: how agents bind ranks: ``cores`` gives each an equal share of whole cores; or
             ``none``.
     """
@@ -59,6 +60,7 @@ class LaunchProfile:
     node_resources: Mapping[str, str] = field(default_factory=dict)
     runtime_class: str | None = None
     capabilities: tuple[str, ...] = ()
+    network_resource: str | None = None
     binding: str = "none"
 
 
@@ -191,6 +193,8 @@ class Plan:
         held: open descriptors that processes on this machine inherit and keep to their end: the
             lock of the run directory is one. Other machines have no use for them.
         batch: how the job is submitted without this package's commands, where that is possible.
+        grace_s: of ranks that the command itself supervises: seconds from the end of a rank's peers
+            to SIGKILL.
     """
 
     files: tuple[PlannedFile, ...] = ()
@@ -201,6 +205,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     held: tuple[int, ...] = ()
     batch: BatchFile | None = None
+    grace_s: float = 5.0
 
 
 class RunningJob(Protocol):
@@ -236,13 +241,15 @@ class RunningJob(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts one agent on each node of a job."""
+    """Starts one agent on each machine of a job."""
 
-    def render(self, job: Job, options: Any) -> Plan:
+    def render(self, job: Job, options: Any, profile: LaunchProfile) -> Plan:
         """What would be done. Pure: writes nothing, starts nothing, needs no device.
 
         Args:
             options: what the run file says, of the class that `LauncherSpec.options` names.
+            profile: what containers need for the backend, and for the network where the run file
+                names one.
         """
 
     def submit(self, plan: Plan) -> RunningJob:
@@ -259,7 +266,8 @@ class LauncherSpec:
     Attributes:
         tested_on: ``real`` machines, ``emulated`` ones, or the ``schema`` of a service alone.
         max_nodes: most machines it can start on; None for no limit.
-        remote: ranks run on other machines than this one.
+        remote: ranks run on other machines than this one. Without it, the command itself starts
+            and supervises them: `Launcher.submit` is not called.
         shared_filesystem: those machines see this one's files; otherwise data, model and run
             directory are theirs.
         can: what its jobs can do, of `ABILITIES`.

@@ -181,5 +181,5 @@ def test_the_dry_run_shows_what_was_compared(
     assert shown == {setting.name: setting.value for setting in found}
     for setting in rank_environments(intent.registry, intent.job, range(8))[7]:
         assert setting.name in done.stdout
-    assert "each agent starts 8: python -m anygauge.training.worker" in done.stdout
+    assert "the command starts 8: python -m anygauge.launch.rank" in done.stdout
     assert "with RANK=0..7 LOCAL_RANK=0..7 WORLD_SIZE=8 LOCAL_WORLD_SIZE=8" in done.stdout

@@ -1,4 +1,4 @@
-"""A rank of somebody else's launch, from its fresh interpreter on (`anygauge.cli.join`).
+"""A rank of somebody else's launch, from its fresh interpreter on (`anygauge.launch.join`).
 
 The ranks meet at the launcher's address. Rank 0 says which run this is; the others read its job
 file, which only their user can. From there on a rank is what an agent would have started, but that
@@ -24,13 +24,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from anygauge.cli.console import Console
-from anygauge.cli.join import Handover, digest
-from anygauge.cli.terminal import View, fail, show_stopped, show_where_logs_are
 from anygauge.interface import AnygaugeError, Job
+from anygauge.launch.follow import View, fail, show_stopped, show_where_logs_are
+from anygauge.launch.join import Handover, digest
 from anygauge.launch.supervisor import SIGNALS
+from anygauge.util.console import Console
 from anygauge.util.events import EventWriter
-from anygauge.util.processes import end_rank, tie_to_parent
+from anygauge.util.processes import tie_to_parent
 from anygauge.util.start import START, settled
 from anygauge.util.text import escaped
 
@@ -47,9 +47,9 @@ _HEARD_S = 30.0
 _SHOWN = 8
 
 
-def main() -> int:
-    """Read what came before (its descriptor is the argument), and be the rank."""
-    with os.fdopen(int(sys.argv[1]), "rb") as file:
+def take_part(descriptor: int) -> int:
+    """Read from a descriptor what came before, and be the rank; returns the exit status."""
+    with os.fdopen(descriptor, "rb") as file:
         handover = Handover.read(file.read().decode())
     if handover.launch.tied:
         # torchrun's ranks, for one, would outlive a torchrun that is killed.
@@ -402,7 +402,3 @@ def _terminal(handover: Handover, job: Job) -> Iterator[_Terminal]:
         log=log,
         log_offset=offset,
     )
-
-
-if __name__ == "__main__":
-    end_rank(main())
