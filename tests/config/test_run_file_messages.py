@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.config.describe import ELSEWHERE, kind_at
+from anygauge.config.describe import kind_of_run
+from anygauge.config.problems import PEER_ALIASES
 from anygauge.config.schema import (
     AdapterSection,
     DataSection,
@@ -53,17 +54,18 @@ def test_what_is_said_of_a_run_file(folder, minimal, block):
         assert line.count("did you mean") <= 1
 
 
-@pytest.mark.parametrize(("name", "target"), sorted(ELSEWHERE.items()))
+@pytest.mark.parametrize(("name", "target"), sorted(PEER_ALIASES.items()))
 def test_names_of_other_tools_point_at_fields_that_exist(name, target):
     nowhere = Origin("run.yaml", None, Path())
     zero = YamlNode({"name": YamlNode("zero", nowhere)}, nowhere)
     root = YamlNode({"strategy": zero} if target.startswith("strategy.") else {}, nowhere)
     path, _, value = target.partition(": ")
-    kind = kind_at(tuple(path.split(".")), root)
+    run = kind_of_run(root)
+    kind = run.at(tuple(path.split(".")))
     assert kind is not None
     choices = [choice for member in kind.members for choice in member.choices]
     assert not value or value in choices or not choices
-    assert kind_at((name,), root) is None
+    assert run.at((name,)) is None
 
 
 def test_a_word_that_is_no_field_of_a_section_is_not_suggested(folder, minimal):
