@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import create_model
+from pydantic import Field, create_model
 from pydantic.fields import FieldInfo
 
 from anygauge.config.schema import RunFile
@@ -143,7 +143,7 @@ class Kind:
 
 
 def kind_of_run(root: YamlNode) -> Kind:
-    """A run file's type: its strategy section is that of the strategy which the tree names."""
+    """A run file's type: `RunFile` with the section of the strategy which the tree names."""
     node = root.get("strategy", "name")
     try:
         return _kind_with(section_of(None if node is None else node.value))
@@ -153,7 +153,7 @@ def kind_of_run(root: YamlNode) -> Kind:
 
 @cache
 def _kind_with(section: type[StrategySection]) -> Kind:
-    fields: dict[str, Any] = {"strategy": (section, ...)}
+    fields: dict[str, Any] = {"strategy": (section, Field(default_factory=section))}
     return Kind(create_model(RunFile.__name__, __base__=RunFile, **fields))
 
 

@@ -25,7 +25,7 @@ from anygauge.config.paths import (
 )
 from anygauge.config.problems import empty_sections, explain
 from anygauge.config.schema import RunFile
-from anygauge.config.strategies import STRICT, spell_out
+from anygauge.config.strategies import spell_out
 from anygauge.config.tree import Origin, Problem, dotted, merge, run_file_error
 from anygauge.interface import RunFileError
 
@@ -106,13 +106,13 @@ def load_run_file(
     # Whatever could not be read was complained about already, and stands as null in the tree.
     read = {problem.path for problem in problems}
     try:
-        values = kind.values(root)
-        run = RunFile.model_validate(values, strict=True, context={STRICT: True})
+        found = kind.annotation.model_validate(kind.values(root), strict=True)
     except ValidationError as error:
         problems += [each for each in explain(error, root, kind) if each.path not in read]
     if problems:
         raise run_file_error(name, problems)
-    run = run.model_copy(update={"output": locate(OUTPUT, run.output, cwd)})
+    fields = {**dict(found), "output": locate(OUTPUT, found.output, cwd)}
+    run = RunFile.model_construct(found.model_fields_set, **fields)
     sources = {dotted(place): node.origin for place, node in root.nodes()}
     return LoadedRun(run, sources, file=name)
 

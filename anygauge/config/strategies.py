@@ -10,14 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    SerializeAsAny,
-    ValidationInfo,
-    WrapValidator,
-    create_model,
-)
+from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator, create_model
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from anygauge.config.tree import YamlNode
@@ -28,8 +21,6 @@ from anygauge.util.schema import Section
 
 DEFAULT = "auto"
 """The strategy of a run file that names none."""
-STRICT = "strict"
-"""In a validation's context: types are not converted, in a strategy's fields either."""
 _NAME = "How the model is spread: a strategy's name."
 
 
@@ -107,9 +98,7 @@ def default_section() -> StrategySection:
     return section_of(None).model_validate({})
 
 
-def _validated(
-    value: Any, handler: ModelWrapValidatorHandler[StrategySection], info: ValidationInfo
-) -> StrategySection:
+def _validated(value: Any, handler: ModelWrapValidatorHandler[StrategySection]) -> StrategySection:
     """Validate a section as that of the strategy that it names."""
     if not isinstance(value, Mapping):
         return handler(value)
@@ -118,7 +107,7 @@ def _validated(
         section = section_of(name)
     except (PluginError, TypeError):
         return handler({"name": name})  # what is wrong with the name, and nothing of other fields
-    return section.model_validate(dict(value), strict=bool((info.context or {}).get(STRICT)))
+    return section.model_validate(dict(value))
 
 
 AnyStrategySection = Annotated[SerializeAsAny[StrategySection], WrapValidator(_validated)]
