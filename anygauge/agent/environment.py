@@ -23,6 +23,7 @@ from anygauge.interface import (
     NotAvailableError,
     RdmaDevice,
     Scope,
+    choose_fabric,
     missing_fabric,
 )
 from anygauge.registry import (
@@ -63,7 +64,7 @@ class NodeEnvironment:
         missing = missing_fabric(backend.fabrics, job, node)
         if missing is not None:
             raise NotAvailableError(missing)
-        self.fabric = backend.fabric(job, node)
+        self.fabric = choose_fabric(backend.fabrics, job, node)
         self.cores = cores_of_ranks(job, backend.launch, node)
         self._inherited = inherited
         self._by_rank = {

@@ -14,7 +14,15 @@ from rich.text import Text
 
 from anygauge.cli.console import Console
 from anygauge.cli.intent import BackendOption, DevicesOption, Intent, NodesOption, SetOption
-from anygauge.interface import Backend, Job, LaunchSettings, Node, RunFileError, Setting
+from anygauge.interface import (
+    Backend,
+    Job,
+    LaunchSettings,
+    Node,
+    RunFileError,
+    Setting,
+    choose_fabric,
+)
 from anygauge.util.text import escaped
 
 if TYPE_CHECKING:
@@ -111,7 +119,7 @@ def _explained(
         }
         for rule, decision in backend.explain_environment(job, node, local_rank)
     ]
-    chosen = backend.fabric(job, node)
+    chosen = choose_fabric(backend.fabrics, job, node)
     known = {
         fabric.name: {"what": fabric.what, "seen": fabric.detect(node) if fabric.detect else None}
         for fabric in backend.fabrics
