@@ -223,7 +223,6 @@ class Node:
     hostname: str = "localhost"
     cores: tuple[int, ...] = (0,)
     physical_cores: int = 1
-    memory_bytes: int = 0
     interfaces: tuple[NetworkInterface, ...] = ()
     rdma_devices: tuple[RdmaDevice, ...] = ()
     libraries: Mapping[str, str] = field(default_factory=dict)
