@@ -29,8 +29,8 @@ LONGEST = (
     "kernels/test_triton.py",
     "kernels/test_triton_compiles.py",
     "models/test_adapters.py",
-    "agent/test_nodes.py",
-    "agent/test_supervisor.py",
+    "launch/test_nodes.py",
+    "launch/test_supervisor.py",
 )
 """Files that take longest, which several processes begin with: else one is left with them alone."""
 

@@ -77,7 +77,7 @@ def _status() -> int:
 class EscapedStream:
     """A stream that control characters do not pass, whoever prints: see `escaped`.
 
-    rich writes to the stream itself: see `anygauge.cli.console`.
+    rich writes to the stream itself: see `anygauge.util.console`.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -149,7 +149,7 @@ def run_command(name: str, arguments: list[str], *, own_process: bool = False) -
             context_settings={"help_option_names": ["--help", "-h"]},
         )
         function = command_function(name)
-        from anygauge.cli.intent import UsageCommand
+        from anygauge.cli.options import UsageCommand
 
         app.command(name, cls=UsageCommand)(function)
     command = typer.main.get_command(app)

@@ -12,11 +12,11 @@ from typing import Any
 
 import typer
 
-from anygauge.cli.console import Console, table
-from anygauge.cli.intent import choose_backend
+from anygauge.cli.options import choose_backend
 from anygauge.interface import Card, UsageError
 from anygauge.planning.machines import Hardware, measured_file
 from anygauge.registry import Registry
+from anygauge.util.console import Console, table
 from anygauge.util.files import write_text
 
 HOST_RANKS, PEERS = 2, 8
@@ -60,7 +60,7 @@ def calibrate(backend: str | None, devices: int | None, *, as_json: bool) -> Non
 
 def _measured(backend: str, ranks: int, quiet: bool) -> dict[str, Any]:
     """What so many ranks found; a watching user sees progress."""
-    from anygauge.planning.calibration import measure
+    from anygauge.launch.calibration import measure
 
     said = f"measuring {ranks} rank{'s' if ranks > 1 else ''}"
     with Console(stderr=True, quiet=quiet).status(said):
@@ -105,7 +105,7 @@ def write_measured(card: Card, found: Mapping[int, Mapping[str, Any]], how: str)
     """Write a card's figures, in place of what was there.
 
     Args:
-        found: ranks -> figures, as `anygauge.planning.calibration` finds them; of one number of
+        found: ranks -> figures, as `anygauge.launch.calibration` finds them; of one number of
             ranks where each has a card of its own.
         how: the source of each figure.
     """

@@ -7,83 +7,16 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
-from typer.core import TyperCommand
+from typing import TYPE_CHECKING, Any
 
 from anygauge.interface import Job, LaunchProfile, RunFileError
 
 if TYPE_CHECKING:
-    from anygauge.agent.foreign import ForeignLaunch
     from anygauge.config.load import LoadedRun
     from anygauge.config.schema import RunFile
     from anygauge.interface import Backend, Plan
+    from anygauge.launch.foreign import ForeignLaunch
     from anygauge.registry import Registry, Selection
-
-
-class UsageCommand(TyperCommand):
-    """A command whose usage is written as it is typed; typer's releases differ in it."""
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """``RUN.yaml [OPTIONS]``; what goes to another command comes last."""
-        given = [param for param in self.params if param.param_type_name == "argument"]
-        words = [one.metavar or "" if one.required else f"[{one.metavar}]" for one in given]
-        return sorted([*words, "[OPTIONS]"], key=lambda word: word.startswith("[--"))
-
-
-RunFileArgument = Annotated[Path, typer.Argument(help="The run file (YAML).", metavar="RUN.yaml")]
-BackendOption = Annotated[
-    str | None,
-    typer.Option("--backend", help="A backend's name, or auto; `anygauge backends` lists them."),
-]
-DevicesOption = Annotated[
-    int | None, typer.Option("--devices", min=1, help="Ranks per machine, one per device.")
-]
-NodesOption = Annotated[int | None, typer.Option("--nodes", min=1, help="Machines.")]
-LauncherOption = Annotated[str | None, typer.Option("--launcher", help="How ranks are started.")]
-OutputOption = Annotated[str | None, typer.Option("--output", help="Folder for run directories.")]
-ResumeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--resume",
-        help="auto: resume from this run's newest sound checkpoint, or start if there is none; "
-        "or the folder of a checkpoint.",
-        metavar="auto|FOLDER",
-    ),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Change a field: a.b=value; repeatable.", metavar="A.B=VALUE"),
-]
-
-PlanOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--plan/--no-plan",
-        help="Always (--plan) or never (--no-plan) plan first how much memory the run needs; "
-        "default: only if memory may be short.",
-        show_default=False,
-    ),
-]
-ForceOption = Annotated[
-    bool, typer.Option("--force", help="Start the run even if it cannot fit the devices' memory.")
-]
-
-
-def choose_backend(
-    name: str | None, *, need_device: bool = True
-) -> tuple[Registry, Selection, Backend]:
-    """The plugins of this machine, and the backend of a name; None: what ``auto`` would choose.
-
-    Args:
-        need_device: it must be able to run here.
-    """
-    from anygauge.registry import AUTO, Registry, select_backend
-
-    registry = Registry.load()
-    selection = select_backend(registry, name or AUTO, need_device=need_device)
-    return registry, selection, registry.create_backend(selection.spec.name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +32,7 @@ class Intent:
     loaded: LoadedRun
     registry: Registry
     selection: Selection
+    backend: Backend
     job: Job
     profile: LaunchProfile
     forms: tuple[RunFile, ...] = ()
@@ -126,10 +60,10 @@ def read_intent(
             alone chooses the run directory; the others' is a guess.
     """
     from anygauge.cli.memory_check import forms_of_auto
-    from anygauge.cli.run_folder import RENDEZVOUS, RESOLVED, run_folder
     from anygauge.config.load import check_paths, load_run_file
     from anygauge.config.resolved import run_json
     from anygauge.data import peek
+    from anygauge.launch.run_directory import RENDEZVOUS, RESOLVED, choose_run_directory
     from anygauge.models.hub import wanted
     from anygauge.registry import Registry, select_backend
     from anygauge.registry.registry import read_options
@@ -140,7 +74,7 @@ def read_intent(
 
     loaded = load_run_file(path, list(overrides or ()), dict(flags))
     if foreign is not None:
-        from anygauge.cli.join import as_launched
+        from anygauge.launch.join import as_launched
 
         loaded = as_launched(loaded, foreign)
     run = loaded.run
@@ -148,7 +82,7 @@ def read_intent(
     provided = registry.find_launcher(run.launch.launcher)
     launcher = provided.spec
     with loaded.placed():  # what the launcher is given; a wrong option need not wait for the model
-        read_options(provided, "launcher", run.launch.options)
+        read_options(provided, run.launch.options)
     if launcher.shared_filesystem:
         check_paths(loaded)
         peek(run.data, run.train)
@@ -179,7 +113,7 @@ def read_intent(
     check_batch(run, registry, ranks)
     folder = (Path(run.output) / run.name).absolute()
     if foreign is None or foreign.rank == 0:
-        folder = run_folder(folder, resume=run.checkpoint.resume == "auto")
+        folder = choose_run_directory(folder, resume=run.checkpoint.resume == "auto")
     job = Job(
         name=run.name,
         run_directory=str(folder),
@@ -205,6 +139,7 @@ def read_intent(
         loaded=loaded,
         registry=registry,
         selection=selection,
+        backend=backend,
         job=job,
         profile=backend.launch_profile(run.launch.fabric),
         forms=forms,
@@ -246,7 +181,7 @@ def rendered(intent: Intent) -> Plan:
     provided = intent.registry.find_launcher(run.launch.launcher)
     launcher = intent.registry.launcher(run.launch.launcher)()
     with intent.loaded.placed():
-        options = read_options(provided, "launcher", run.launch.options)
+        options = read_options(provided, run.launch.options)
         plan = launcher.render(intent.job, options, intent.profile)
     if plan.folders:
         check_folders(intent.loaded, plan.folders, _ADVICE)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import enum
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from anygauge.cli.run_folder import CANCELLED, LAUNCHED, logs_of
-from anygauge.interface import AnygaugeError, RunningJob, UsageError
+from anygauge.interface import UsageError
+from anygauge.launch.run_directory import CANCELLED, logs_of
+from anygauge.launch.submitted import LAUNCHED, find_job, read_record
 
 
 class Action(enum.StrEnum):
@@ -35,7 +35,7 @@ def job(
     if action is Action.LOGS:
         show_logs(run_directory, lines)
         return
-    running = find(run_directory)
+    running = find_job(run_directory)
     if action is Action.CANCEL:
         before = run_directory / CANCELLED
         again = before.exists()
@@ -62,41 +62,9 @@ def job(
         if running.found != "known":
             raise typer.Exit(1)
     else:
-        from anygauge.cli.terminal import follow
+        from anygauge.launch.follow import follow
 
         raise typer.Exit(follow(running, run_directory=run_directory))
-
-
-def find(folder: Path) -> RunningJob:
-    """The job of a run.
-
-    Raises:
-        UsageError: there is no record of one.
-        AnygaugeError: it cannot be read.
-    """
-    from anygauge.registry import Registry
-
-    launched = _recorded(folder)
-    launcher = Registry.load().launcher(str(launched["launcher"]))()
-    return launcher.attach(launched["record"], folder.absolute())
-
-
-def _recorded(folder: Path) -> dict[str, Any]:
-    try:
-        launched = dict(json.loads((folder / LAUNCHED).read_text()))
-        launched["launcher"], launched["record"]
-    except (FileNotFoundError, NotADirectoryError) as error:
-        if not folder.is_dir():
-            raise UsageError(
-                f"{folder} is not a folder; name the run's folder, such as runs/NAME"
-            ) from error
-        raise UsageError(
-            f"{folder} has no {LAUNCHED}, so no job was submitted from there. `anygauge job` "
-            "serves jobs that run without the command that started them"
-        ) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise AnygaugeError(f"{folder / LAUNCHED} cannot be read: {error}") from error
-    return launched
 
 
 def show_logs(folder: Path, lines: int) -> None:
@@ -109,7 +77,7 @@ def show_logs(folder: Path, lines: int) -> None:
     # Slurm's own log of a start is in place from the beginning.
     paths = {*logs.glob("*.log"), *(folder / "logs").glob("slurm.log")}
     found = sorted(path for path in paths if path.stat().st_size)
-    remote_logs = _recorded(folder).get("logs") if (folder / LAUNCHED).exists() else None
+    remote_logs = read_record(folder).get("logs") if (folder / LAUNCHED).exists() else None
     if remote_logs:
         typer.echo(
             "the ranks' logs are on the job's storage, in the run directory (logs/rankN.log); to "

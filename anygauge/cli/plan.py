@@ -18,20 +18,27 @@ import typer
 
 from anygauge.cli import interrupts_end_process
 from anygauge.cli.calibrate import calibrate as measure
-from anygauge.cli.console import Console, table
 from anygauge.cli.fetch import fetch_configuration
-from anygauge.cli.intent import BackendOption, DevicesOption, NodesOption, SetOption
-from anygauge.cli.lines import seconds
+from anygauge.cli.options import (
+    RUN_FILE,
+    BackendOption,
+    DevicesOption,
+    JsonOption,
+    NodesOption,
+    SetOption,
+)
 from anygauge.config.load import load_run_file
 from anygauge.config.schema import RunFile
 from anygauge.interface import Card, RunFileError, UsageError
 from anygauge.interface.strategy import KINDS
+from anygauge.launch.event_format import seconds
 from anygauge.planning import changes
 from anygauge.planning.changes import Choice
 from anygauge.planning.fit import GIB
 from anygauge.planning.machines import Hardware, measured_files
 from anygauge.planning.trials import Target, Trial, Trials, changed, fast_types
 from anygauge.registry import Registry, select_backend
+from anygauge.util.console import Console, table
 
 MACHINE = "A node type, or a card and a count: p5.48xlarge, h100:8. Default: this machine."
 HARDWARE = "A file that describes cards and machines; repeatable."
@@ -56,9 +63,7 @@ PARTS = {
 
 
 def plan(
-    run_file: Annotated[
-        Path | None, typer.Argument(help="The run file (YAML).", metavar="RUN.yaml")
-    ] = None,
+    run_file: Annotated[Path | None, RUN_FILE] = None,
     machine: Annotated[str | None, typer.Option(help=MACHINE)] = None,
     nodes: NodesOption = None,
     devices: DevicesOption = None,
@@ -69,7 +74,7 @@ def plan(
     strategies: Annotated[bool, typer.Option("--strategies", help=STRATEGIES)] = False,
     compare: Annotated[list[str] | None, typer.Option(metavar="NAME", help=COMPARE)] = None,
     calibrate: Annotated[bool, typer.Option("--calibrate", help=CALIBRATE)] = False,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    json_: JsonOption = False,
 ) -> None:
     """Show how much memory and time a run needs, without its devices."""
     if calibrate and run_file is not None:

@@ -11,8 +11,8 @@ from typing import Any
 import typer
 
 from anygauge.cli.intent import Intent, rendered
-from anygauge.cli.run_folder import RESOLVED, write_run
 from anygauge.interface import PlannedFile, UsageError
+from anygauge.launch.run_directory import RESOLVED, write_run
 from anygauge.util.files import why_no_folder, write_text
 from anygauge.util.hiding import holds_secret, is_secret
 

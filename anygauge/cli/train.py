@@ -9,25 +9,22 @@ from typing import Annotated, Any
 
 import typer
 
-from anygauge.cli.intent import (
+from anygauge.cli.intent import Intent, read_intent, rendered
+from anygauge.cli.options import (
     BackendOption,
     DevicesOption,
     ForceOption,
-    Intent,
     LauncherOption,
     NodesOption,
     OutputOption,
     PlanOption,
+    QuietOption,
     ResumeOption,
     RunFileArgument,
     SetOption,
-    read_intent,
-    rendered,
 )
-from anygauge.interface import AnygaugeError, UsageError
+from anygauge.interface import AnygaugeError, RunningJob, UsageError
 from anygauge.util.text import fitted
-
-QuietOption = Annotated[bool, typer.Option("--quiet", help="Print warnings and failures only.")]
 
 
 def train(
@@ -51,11 +48,11 @@ def train(
     """Fine-tune a model as described in a run file."""
     flags = _flags(backend, devices, nodes, launcher, output, resume)
     if not dry_run:
-        from anygauge.agent.foreign import find_launch
+        from anygauge.launch.foreign import find_launch
 
         foreign = find_launch(os.environ)
         if foreign is not None:
-            from anygauge.cli.join import join
+            from anygauge.launch.join import join
 
             try:
                 intent = read_intent(run_file, set_, flags, need_device=True, foreign=foreign)
@@ -145,7 +142,7 @@ def _refuse_a_rank() -> None:
     Raises:
         UsageError: this process is a rank of another launcher's.
     """
-    from anygauge.agent.foreign import find_launch
+    from anygauge.launch.foreign import find_launch
 
     foreign = find_launch(os.environ)
     if foreign is not None:
@@ -178,15 +175,18 @@ def start(
 
     from anygauge.cli.memory_check import checked
     from anygauge.cli.preflight import preflight
-    from anygauge.cli.run_folder import (
-        LAUNCHED,
+    from anygauge.launch.environment import NodeEnvironment
+    from anygauge.launch.follow import deferred, follow
+    from anygauge.launch.foreign import scrub
+    from anygauge.launch.local_run import LocalRun
+    from anygauge.launch.run_directory import (
         RUN_FILE,
-        claimed,
-        gone_on_with,
-        made_ready,
+        claim,
+        clear_for_start,
+        resume_target,
         write_run,
     )
-    from anygauge.cli.terminal import deferred, follow
+    from anygauge.launch.submitted import LAUNCHED, refuse_second
     from anygauge.util.files import write_text
     from anygauge.util.start import START
 
@@ -201,7 +201,7 @@ def start(
     launcher = intent.registry.launcher(name)()
     folder = Path(job.run_directory)
     # Until its ranks accept it, a start changes nothing of the run that it resumes.
-    staged, finished = gone_on_with(intent)
+    staged, finished = resume_target(run, folder, shared_filesystem=spec.shared_filesystem)
     if finished is not None:
         typer.echo(fitted(finished.describe(), sys.stdout))
         return 0
@@ -216,20 +216,31 @@ def start(
     notes = [*plan.notes, *found.notes, *filter(None, [expected.note])]
     chosen = run.model_copy(update={"backend": job.backend})
     unused = not folder.exists() or not any(folder.iterdir())
-    refuse_second(intent, folder)
+    refuse_second(folder)
     for note in notes:
         typer.echo(fitted(f"note: {note}", sys.stderr), err=True)
     if not quiet:
         typer.echo(f"run: {folder}")
         for line in expected.lines:
             typer.echo(fitted(line, sys.stdout))
-    with claimed(folder) as lock:
+    with claim(folder) as lock:
         with deferred() as asked:
             if spec.shared_filesystem or not (folder / RUN_FILE).exists():
-                made_ready(folder, staged=staged)
+                clear_for_start(folder, staged=staged)
             write_run(Path(job.run_file), chosen)
             try:
-                running = launcher.submit(replace(plan, held=(lock,)))
+                running: RunningJob = (
+                    launcher.submit(replace(plan, held=(lock,)))
+                    if spec.remote
+                    else LocalRun(
+                        job,
+                        lock=lock,
+                        grace_s=plan.grace_s,
+                        environment=NodeEnvironment(
+                            job, 0, scrub(os.environ), (intent.registry, intent.backend)
+                        ),
+                    )
+                )
             except AnygaugeError:
                 if unused and "detach" in spec.can:
                     shutil.rmtree(folder, ignore_errors=True)  # nothing was started
@@ -249,22 +260,3 @@ def start(
         if staged and status == 0 and (folder / START).is_dir() and running.alive is False:
             shutil.rmtree(folder / START, ignore_errors=True)  # the run was done before
         return status
-
-
-def refuse_second(intent: Intent, folder: Path) -> None:
-    """A run that is still going must not have two jobs.
-
-    Raises:
-        AnygaugeError: an earlier job still waits or runs.
-    """
-    from anygauge.cli.job import find
-    from anygauge.cli.run_folder import LAUNCHED
-
-    if not (folder / LAUNCHED).exists():
-        return
-    earlier = find(folder)
-    if earlier.alive is not False:
-        raise AnygaugeError(
-            f"{folder} has a job already: {earlier.status()}. To follow it: anygauge job follow "
-            f"{folder}; to end it: anygauge job cancel {folder}"
-        )

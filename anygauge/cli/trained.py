@@ -10,23 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anygauge.cli.console import Console
-from anygauge.cli.intent import BackendOption
+from anygauge.cli.options import BackendOption, ModelArgument, TokenizerOption
 from anygauge.interface import ModelError, UsageError
+from anygauge.util.console import Console
 from anygauge.util.files import why_no_folder
 
 if TYPE_CHECKING:
     from anygauge.config.schema import DataSection, ModelSection
-
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        help="A run directory, a folder of a model or an adapter, or a hub name.", metavar="MODEL"
-    ),
-]
-TokenizerOption = Annotated[
-    str | None, typer.Option("--tokenizer", help="Folder, hub name or tokenizer.json.")
-]
 
 SHOWN = 8
 EMPTY = (

@@ -201,7 +201,7 @@ class NetworkInterface:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """What one machine shows of itself; `anygauge.agent.environment.inspect_node` fills it.
+    """What one machine shows of itself; `anygauge.launch.environment.inspect_node` fills it.
 
     Backends read it and nothing else, so that their environment is a pure function.
 

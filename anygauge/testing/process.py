@@ -25,8 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from anygauge.agent.environment import NodeEnvironment
 from anygauge.interface import AnygaugeError, Backend, LaunchSettings
+from anygauge.launch.environment import NodeEnvironment
 from anygauge.registry import BLOCK_VARIABLE, Registry
 from anygauge.testing.check import (
     CHECKS,

@@ -105,7 +105,7 @@ def agent_command(argv: list[str]) -> tuple[list[str], dict[str, str]]:
     if rank is None or coordinator is None:
         raise AnygaugeError("NODE_RANK and MASTER_ADDR are not set: Azure did not start this")
     command = [
-        *(sys.executable, "-m", "anygauge.agent", "--job", str(Path("job.json").absolute())),
+        *(sys.executable, "-m", "anygauge.launch.agent", "--job", str(Path("job.json").absolute())),
         *("--node-rank", rank, "--coordinator", f"{coordinator}:{job.launch.port}"),
         *("--grace", arguments.grace),
         *("--variables", str(Path("variables.json").absolute())),

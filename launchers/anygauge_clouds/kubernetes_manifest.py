@@ -43,7 +43,7 @@ def secret_of(name: str) -> str:
 def _agent(job: Job, own: KubernetesOptions, node_rank: str, coordinator: str) -> list[str]:
     """The agent's command: it holds no free text of the user's, which a cluster might interpret."""
     return [
-        *(own.python, "-m", "anygauge.agent", "--job", f"{JOB}/job.json"),
+        *(own.python, "-m", "anygauge.launch.agent", "--job", f"{JOB}/job.json"),
         *("--node-rank", node_rank, "--coordinator", f"{coordinator}:{job.launch.port}"),
         *("--variables", f"{JOB}/variables.json", "--grace", f"{own.grace_s:g}"),
         *(("--secrets", SECRETS) if own.secrets else ()),

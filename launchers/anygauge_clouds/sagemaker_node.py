@@ -103,7 +103,7 @@ def agent_command(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
             f"SageMaker started {len(hosts)} machines, and the job has {job.launch.nodes}"
         )
     command = [
-        *(sys.executable, "-m", "anygauge.agent", "--job", str(job_file)),
+        *(sys.executable, "-m", "anygauge.launch.agent", "--job", str(job_file)),
         *("--node-rank", str(rank), "--coordinator", f"{hosts[0]}:{job.launch.port}"),
         *("--cause-file", FAILURE, *arguments),
     ]

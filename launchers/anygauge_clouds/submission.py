@@ -100,7 +100,7 @@ def relocate(job: Job, run_directory: str) -> Job:
     return replace(
         job,
         run_directory=run_directory,
-        # What another job has left stays until the ranks accept (`anygauge.agent.startup`).
+        # What another job has left stays until the ranks accept (`anygauge.launch.startup`).
         run_file=f"{run_directory}/{START}/{run}" if job.takes_over else f"{run_directory}/{run}",
         # On a disk of the machine's own: network storage may lack the locks that this takes.
         rendezvous=f"file:///tmp/anygauge-{submission_id(job) or 'rendezvous'}",

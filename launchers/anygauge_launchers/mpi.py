@@ -64,7 +64,7 @@ class Mpi(ForegroundLauncher):
             *("--map-by", "ppr:1:node", "--bind-to", "none"),
             *(word for name, value in settings.items() for word in ("--mca", name, value)),
             *options.extra,
-            *(options.python, "-m", "anygauge.agent"),
+            *(options.python, "-m", "anygauge.launch.agent"),
             *("--job", file.path, "--node-rank", "$OMPI_COMM_WORLD_RANK"),
             *("--coordinator", coordinator, "--grace", f"{options.grace_s:g}"),
             *("--variables", str(Path(file.path).with_name("variables.json")), "--tied"),

@@ -113,7 +113,7 @@ class Slurm:
         )
         agent = self._agent(options, job)
         step = self._step(options, job)
-        start = (options.python, "-m", "anygauge.agent")
+        start = (options.python, "-m", "anygauge.launch.agent")
         files = (
             job_file(job),
             PlannedFile(path=script, text=SCRIPT, mode=0o755),

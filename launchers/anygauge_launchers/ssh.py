@@ -64,7 +64,11 @@ class Ssh(ForegroundLauncher):
                 PlannedProcess(
                     node_rank=rank,
                     host=host,
-                    argv=(*command, host, f"exec {options.python} -m anygauge.agent --stdin"),
+                    argv=(
+                        *command,
+                        host,
+                        f"exec {options.python} -m anygauge.launch.agent --stdin",
+                    ),
                     arguments=("--job", file.path, "--node-rank", str(rank), *common),
                 )
                 for rank, host in enumerate(hosts)

@@ -18,7 +18,7 @@ HOST_DEVICE_HOME = CORE / "interface/placement.py"
 WAIVERS = {
     (HOST_DEVICE_HOME, HOST): "the name itself",
     (CORE / "strategies/zero_settings.py", "zero_force_ds_cpu_optimizer"): "a field of DeepSpeed's",
-    (CORE / "agent/environment.py", "sys/devices/system/cpu/cpu"): "a path of the Linux kernel",
+    (CORE / "launch/environment.py", "sys/devices/system/cpu/cpu"): "a path of the Linux kernel",
     (CORE / "data/rows.py", "/sys/fs/cgroup/cpu.max"): "likewise",
 }
 """(file, the whole text) of what may stand, and why."""

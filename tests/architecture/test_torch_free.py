@@ -51,7 +51,7 @@ def test_what_is_imported_is_seen(tmp_path):
         CORE / "registry",
         CORE / "config",
         CORE / "data",
-        CORE / "agent",
+        CORE / "launch",
         CORE / "cli",
         *sorted((ROOT / "backends").glob("anygauge_*")),
         *sorted((ROOT / "launchers").glob("anygauge_*")),

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from anygauge.agent.environment import inspect_node
 from anygauge.config.schema import PrecisionSection, resolve_precision
 from anygauge.interface import (
     Level,
@@ -19,6 +18,7 @@ from anygauge.interface import (
     Skip,
 )
 from anygauge.kernels.choose import choose_kernels
+from anygauge.launch.environment import inspect_node
 from anygauge.registry import Registry
 from anygauge_cuda.backend import CudaBackend
 from anygauge_cuda.diagnostics import _compatibility, _surprises, checks

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from anygauge.cli.run_folder import write_run
 from anygauge.config.load import load_run_file
 from anygauge.interface import LaunchSettings
+from anygauge.launch.run_directory import write_run
 from tests.helpers.gaudi import calls
 from tests.helpers.jobs import make_job
 from tests.helpers.nvidia import NAME, needs_cards, standin_environment, standin_site
@@ -58,7 +58,13 @@ class EndedJob:
         agents = [
             subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "anygauge.agent", "--job", str(self.run / "job.json")),
+                    *(
+                        sys.executable,
+                        "-m",
+                        "anygauge.launch.agent",
+                        "--job",
+                        str(self.run / "job.json"),
+                    ),
                     *("--node-rank", str(node), "--coordinator", f"127.0.0.1:{port}"),
                 ],
                 stdin=subprocess.DEVNULL,

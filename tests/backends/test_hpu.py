@@ -16,7 +16,6 @@ from unittest import mock
 import pytest
 from packaging.requirements import Requirement
 
-from anygauge.agent.environment import inspect_node
 from anygauge.interface import (
     Outcome,
     Phase,
@@ -25,6 +24,7 @@ from anygauge.interface import (
     Setting,
     UnsupportedError,
 )
+from anygauge.launch.environment import inspect_node
 from anygauge.registry import Registry
 from anygauge.training.strategy import check_backend
 from anygauge_hpu.backend import HpuBackend

@@ -11,7 +11,7 @@ import pytest
 from anygauge import cli
 from anygauge.cli.calibrate import write_measured
 from anygauge.interface import Card, UsageError, read_cards
-from anygauge.planning import calibration
+from anygauge.launch import calibration
 from anygauge.planning.machines import Hardware, measured_file, measured_files
 from anygauge.registry import Registry
 from tests.helpers.runs import run_file

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.agent.environment import NodeEnvironment, write_provenance
-from anygauge.agent.startup import place_run_file
 from anygauge.cli import dry_run, run
 from anygauge.config.load import load_run_file
 from anygauge.interface import AnygaugeError, RunFileError
+from anygauge.launch.environment import NodeEnvironment, write_provenance
+from anygauge.launch.startup import place_run_file
 from anygauge.util.files import write_text
 from tests.helpers.jobs import make_job
 from tests.helpers.runs import run_file

@@ -190,16 +190,16 @@ def test_an_expression_that_would_take_for_ever_is_such_a_check(
 def test_a_dry_run_of_many_ranks_works_out_few_of_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from anygauge.cli import dry_run, env
+    from anygauge.cli import dry_run
 
     asked: list[int] = []
-    resolve = env._resolve
+    resolve = dry_run.rank_environments
 
-    def counted(registry: Any, job: Any, rank: int) -> Any:
-        asked.append(rank)
-        return resolve(registry, job, rank)
+    def noted(registry: Any, job: Any, ranks: Any) -> Any:
+        asked.extend(ranks)
+        return resolve(registry, job, ranks)
 
-    monkeypatch.setattr(env, "_resolve", counted)
+    monkeypatch.setattr(dry_run, "rank_environments", noted)
     monkeypatch.setattr(dry_run, "preflight", lambda intent, engine: Findings(settings=[]))
     path = run_file(
         tmp_path, train={"global_batch_size": 8192}, model={"config": TINY, "tokenizer": "t"}

@@ -143,7 +143,7 @@ def test_the_batch_file_starts_the_agents_that_the_launcher_would(tmp_path: Path
     assert words[:2] == ["--nodes=2", "--ntasks=2"]
     assert "--export=ANYGAUGE_COORDINATOR,HF_HOME" in words and "--cpu-bind=none" in words
     begin = words.index("-m")
-    assert words[begin + 1] == "anygauge.agent"
+    assert words[begin + 1] == "anygauge.launch.agent"
     told = dict(zip(words[begin + 2 :: 2], words[begin + 3 :: 2], strict=False))
     assert told["--job"] == str(home / "job.json")
     assert (told["--node-rank"], told["--coordinator"]) == (

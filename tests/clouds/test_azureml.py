@@ -102,7 +102,14 @@ class TestAzureContainer:
         for _ in range(2):  # a container that starts again finds its links
             command, variables = azureml_node.agent_command(self.words(tmp_path))
         assert command[1:] == [
-            *("-m", "anygauge.agent", "--job", str(tmp_path / "job.json"), "--node-rank", "1"),
+            *(
+                "-m",
+                "anygauge.launch.agent",
+                "--job",
+                str(tmp_path / "job.json"),
+                "--node-rank",
+                "1",
+            ),
             *("--coordinator", "10.0.0.4:4711", "--grace", "5"),
             *("--variables", str(tmp_path / "variables.json")),
         ]

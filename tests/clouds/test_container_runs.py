@@ -150,7 +150,7 @@ def watched(folder: Path) -> dict[str, str]:
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
         "import json, os, sys\n"
-        "if 'anygauge.training.worker' in ' '.join(sys.orig_argv):\n"
+        "if 'anygauge.launch.rank' in ' '.join(sys.orig_argv):\n"
         f"    with open({str(folder / 'seen')!r} + os.environ['RANK'], 'w') as file:\n"
         "        json.dump({n: os.environ.get(n) for n in ('PASSED', 'MY_TOKEN')}, file)\n"
     )
@@ -281,7 +281,7 @@ class TestKubernetes:
         until(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) >= 2, "steps")
         for node in NODES:  # the kubelet asks the first process of every pod
             for pid, text in cluster.machines.of_job(node).items():
-                if "anygauge.agent" in text:
+                if "anygauge.launch" in text:
                     os.kill(pid, signal.SIGTERM)
         ends = ends_of(started)
         assert [status for status, _, _ in ends] == [75, 75], ends

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anygauge.agent.startup import read_variables
 from anygauge.interface import AnygaugeError, Job, Plan, RunFileError, UnsupportedError
+from anygauge.launch.startup import read_variables
 from anygauge_clouds.azureml import Azureml, AzureService
 from anygauge_clouds.kubernetes import Kubernetes, KubernetesService
 from anygauge_clouds.sagemaker import Sagemaker, SagemakerService

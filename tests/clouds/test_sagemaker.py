@@ -123,7 +123,7 @@ class TestSageMakerContainer:
     def test_it_becomes_the_agent_of_its_machine(self, config: Path) -> None:
         command, variables = sagemaker_node.agent_command(["--grace", "5"])
         assert command[1:] == [
-            *("-m", "anygauge.agent", "--job", str(config / "job.json"), "--node-rank", "1"),
+            *("-m", "anygauge.launch.agent", "--job", str(config / "job.json"), "--node-rank", "1"),
             *("--coordinator", "algo-1:4711", "--cause-file", str(config / "output" / "failure")),
             *("--grace", "5"),
         ]

@@ -153,7 +153,7 @@ def test_every_command_line_has_options_that_exist() -> None:
 
 
 def test_a_run_leaves_what_the_pages_say(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from anygauge.cli.run_folder import write_run
+    from anygauge.launch.run_directory import write_run
     from anygauge.training.worker import run_rank
     from anygauge.util.events import EventWriter
 

@@ -95,13 +95,13 @@ def main(asked: str, told: str, module: str = "", within: str = "") -> None:
 def start(part: RunPart) -> dict[str, Any]:
     """Fork the ranks of one start, and see them to their end."""
     from anygauge.cli.intent import read_intent
-    from anygauge.cli.run_folder import claimed, write_run
+    from anygauge.launch.run_directory import claim, write_run
     from anygauge.util.files import write_text
 
     intent = read_intent(Path(part.file), list(part.overrides), {}, need_device=True)
     job = intent.job
     folder = Path(job.run_directory)
-    with claimed(folder):
+    with claim(folder):
         write_run(Path(job.run_file), intent.run)
         job_file = folder / "job.json"
         write_text(job_file, job.dump())
@@ -142,7 +142,7 @@ def fork_rank(rank: int, world: int, folder: Path, job_file: Path) -> int:
     os.environ.update({name: str(value) for name, value in identity.items()})
     sys.argv = ["worker", "--job", str(job_file)]
     try:
-        from anygauge.training.worker import main as work
+        from anygauge.launch.rank import main as work
         from anygauge.util.processes import end_rank
 
         end_rank(work())

@@ -26,5 +26,5 @@ def render(
     launcher: str, job: Job, options: Mapping[str, Any], profile: LaunchProfile | None = None
 ) -> Plan:
     """What a launcher would do with ``launch.options``."""
-    read = read_options(registry().find_launcher(launcher), "launcher", options)
+    read = read_options(registry().find_launcher(launcher), options)
     return registry().launcher(launcher)().render(job, read, profile or LaunchProfile())

@@ -224,7 +224,7 @@ def trained_here(path: Path, **flags: Any) -> Run:
         flags: fields of the run file as the command's options set them.
     """
     from anygauge.cli.intent import read_intent
-    from anygauge.cli.run_folder import claimed, write_run
+    from anygauge.launch.run_directory import claim, write_run
     from anygauge.training.worker import run_rank
     from anygauge.util.events import EventWriter
     from anygauge.util.run_lock import identity_of
@@ -233,7 +233,7 @@ def trained_here(path: Path, **flags: Any) -> Run:
     assert intent.run.strategy.name != "zero"
     identity = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     with mock.patch.dict(os.environ, identity), contextlib.ExitStack() as opened:
-        lock = identity_of(opened.enter_context(claimed(Path(intent.job.run_directory))))
+        lock = identity_of(opened.enter_context(claim(Path(intent.job.run_directory))))
         write_run(Path(intent.job.run_file), intent.run)
         run_rank(intent.job, 0, EventWriter(None), opened, lock)
     return Run(folder=Path(intent.job.run_directory), status=0, out="", err="")

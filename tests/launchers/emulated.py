@@ -20,7 +20,7 @@ from tests.helpers.processes import until
 
 LOGIN = "login"
 OF_JOB = (
-    *("anygauge.agent", "anygauge.training", "fake_"),
+    *("anygauge.launch", "anygauge.training", "fake_"),
     *("orted", "mpirun", "srun", "slurm_script"),
 )
 """In the command lines of all that belongs to a job, wherever it runs."""

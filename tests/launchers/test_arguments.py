@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.agent.fakes import FAKE_AGENT, FINISHED, write_script
 from tests.helpers.jobs import make_job
+from tests.launch.fakes import FAKE_AGENT, FINISHED, write_script
 from tests.launchers.targets import PROGRAMS, LaunchTarget, reason, target
 
 pytestmark = pytest.mark.launchers

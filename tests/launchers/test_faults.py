@@ -70,7 +70,7 @@ class Hit:
         (up.machines.folder / "sitecustomize.py").write_text(TOLD_TO_FAIL)
         self.command = up.train(path)
         until(lambda: self.steps() >= 2, f"steps of {name}: {self.trouble()}")
-        assert all(self.of(node, "anygauge.agent") for node in NODES)
+        assert all(self.of(node, "anygauge.launch.agent") for node in NODES)
 
     def steps(self) -> int:
         """Steps done."""
@@ -88,12 +88,12 @@ class Hit:
 
     def rank(self, node: str) -> int:
         """The process of a node's rank: the one whose parent is the agent."""
-        (found,) = self.of(node, "anygauge.training.worker")[:1]
+        (found,) = self.of(node, "anygauge.launch.rank")[:1]
         return found
 
     def agent(self, node: str) -> int:
         """The process of a node's agent."""
-        return self.of(node, "anygauge.agent")[-1]
+        return self.of(node, "anygauge.launch.agent")[-1]
 
     def ends(self, *, own: bool = False) -> dict[str, float]:
         """Seconds until nothing of the job was left, machine by machine."""

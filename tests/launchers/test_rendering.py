@@ -59,7 +59,7 @@ def test_the_agent_of_each_host_gets_its_number_through_standard_input() -> None
     plan = rendered("ssh", python="/opt/py", config="/c d", grace_s=2.5)
     assert [process.host for process in plan.processes] == ["node1", "me@node2"]
     for rank, process in enumerate(plan.processes):
-        assert process.argv[-2:] == (process.host, "exec /opt/py -m anygauge.agent --stdin")
+        assert process.argv[-2:] == (process.host, "exec /opt/py -m anygauge.launch.agent --stdin")
         assert process.argv[process.argv.index("-F") + 1] == "/c d"
         assert process.arguments == (
             *("--job", f"{ODD}/job.json", "--node-rank", str(rank), "--coordinator", "node1:4711"),

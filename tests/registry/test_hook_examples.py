@@ -25,7 +25,7 @@ def test_the_tracker(install, load, tmp_path, capsys) -> None:
     )
     install("my-board", "1.0", {"board": "my_board"}, my_board=text)
     provided = load().find_tracker("board")
-    options = read_options(provided, "tracker", {"channel": "here"})
+    options = read_options(provided, {"channel": "here"})
     module, _, name = provided.spec.factory.partition(":")
     context = TrackerContext(run_directory=tmp_path, run_name="run", options=options)
     tracker = getattr(import_module(module), name)(context)

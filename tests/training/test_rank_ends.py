@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from anygauge.cli.intent import read_intent
-from anygauge.cli.run_folder import claimed, write_run
 from anygauge.interface import STOPPED
+from anygauge.launch.run_directory import claim, write_run
 from anygauge.util.files import write_text
 from tests.helpers.runs import run_file
 
@@ -31,7 +31,7 @@ def test_a_rank_ends_at_once_with_its_status(tmp_path: Path, end: str, status: i
     intent = read_intent(path, [], {}, need_device=True)
     folder = Path(intent.job.run_directory)
     numbers = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    with claimed(folder):
+    with claim(folder):
         write_run(Path(intent.job.run_file), intent.run)
         write_text(folder / "job.json", intent.job.dump())
         if end == "crashed":

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.cli.run_folder import write_run
 from anygauge.config.load import load_run_file
+from anygauge.launch.run_directory import write_run
 from tests.helpers.jobs import make_job
 from tests.helpers.processes import end, until
 from tests.helpers.runs import run_file
@@ -44,7 +44,7 @@ def test_ranks_meet_at_the_port_of_their_job_and_again_after_a_failure(tmp_path:
     agents = [
         subprocess.Popen(
             [
-                *(sys.executable, "-m", "anygauge.agent", "--job", str(run / "job.json")),
+                *(sys.executable, "-m", "anygauge.launch.agent", "--job", str(run / "job.json")),
                 *("--node-rank", str(node), "--coordinator", f"127.0.0.1:{port}"),
             ],
             stdin=subprocess.DEVNULL,

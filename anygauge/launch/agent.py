@@ -1,0 +1,337 @@
+"""``python -m anygauge.launch.agent``: the one process that every launcher starts on each node."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from anygauge.interface import LOST, AnygaugeError, Job
+from anygauge.launch.foreign import scrub
+from anygauge.launch.link import Hello
+from anygauge.launch.nodes import CancelledError, Instruction, Nodes, Outbox, WorkerNode
+from anygauge.launch.outcome import JobFailure, NodeReport
+from anygauge.launch.rank_process import RankArgv, rank_argv
+from anygauge.launch.startup import (
+    StartAbortedError,
+    claim_run_directory,
+    fetch_on_all,
+    place_run_file,
+    read_coordinator,
+    read_number,
+    read_secrets,
+    read_standard_input,
+    read_variables,
+)
+from anygauge.launch.supervisor import GRACE_S, Requests, supervise
+from anygauge.util.processes import die_with_parent, tie_to_parent
+from anygauge.util.run_lock import identity_of, open_lock
+
+RankEnvironment = Callable[[int], dict[str, str]]
+"""Local rank -> all variables of that rank, except for those of its numbers."""
+
+_REPORTING_S = 30.0
+_CAUSE_SIZE = 4000
+_PARENT_FORWARDS_S = 2.0
+_PARENT_ENDS_S = 2.0
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    argv_of_rank: RankArgv | None = None,
+    rank_environment: RankEnvironment | None = None,
+) -> int:
+    """Run the ranks of one node.
+
+    Args:
+        argv: command line; None for this process's own.
+        argv_of_rank: see `supervise`; None for the training worker's.
+        rank_environment: the environment of each rank; None for that of the job's backend.
+
+    Returns:
+        The exit status of this node's part of the job.
+    """
+    # SIGTERM rather than SIGKILL: the agent must end its ranks.
+    die_with_parent(signal.SIGTERM)
+    agent = _Agent(argv_of_rank, rank_environment)
+    return agent.run(sys.argv[1:] if argv is None else argv)
+
+
+class _Agent:
+    """One node's agent from its command line to its exit status."""
+
+    def __init__(
+        self,
+        argv_of_rank: RankArgv | None,
+        rank_environment: RankEnvironment | None,
+    ) -> None:
+        self._argv_of_rank = argv_of_rank
+        self._rank_environment = rank_environment
+        self._outbox = Outbox(sys.stdout.fileno())
+        self._nodes: Nodes | None = None
+        self._node_rank, self._host = -1, socket.gethostname()
+        # Collected from now on, also between two attempts: the first process of a container does
+        # not even receive signals that it does not handle.
+        self._requests = Requests()
+        self._requests.collect_signals()
+
+    def run(self, argv: Sequence[str]) -> int:
+        """Run; every failure is reported. Returns the exit status."""
+        arguments: argparse.Namespace | None = None
+        try:
+            more = read_standard_input() if "--stdin" in argv else []
+            arguments = _parse([*argv, *more])
+            status = self._run(arguments)
+        except StartAbortedError as error:
+            print(error, file=sys.stderr)
+            status = self._report(error.exit_status, "")
+        except (AnygaugeError, OSError) as error:
+            print(error, file=sys.stderr)
+            status = error.exit_status if isinstance(error, AnygaugeError) else 1
+            self._report(status, str(error))
+        except Exception as error:
+            traceback.print_exc()
+            status = 1
+            text = f"the agent of node {self._node_rank} failed: {type(error).__name__}: {error}"
+            self._report(status, text)
+        if self._nodes is not None:
+            self._nodes.close()
+        self._outbox.close()
+        if arguments is not None and arguments.cause_file is not None and status:
+            self._write_cause(Path(arguments.cause_file))
+        if arguments is not None and arguments.parent_too and status == LOST:
+            _end_parent()
+        return status
+
+    def _run(self, arguments: argparse.Namespace) -> int:
+        if arguments.tied:
+            tie_to_parent(signal.SIGTERM)
+        if arguments.variables is not None:
+            os.environ.update(read_variables(arguments.variables))
+        if arguments.secrets is not None:
+            os.environ.update(read_secrets(arguments.secrets))
+        inherited = scrub(os.environ)
+        self._node_rank = read_number(arguments.node_rank, os.environ, "the number of this node")
+        if arguments.events is not None:
+            mode = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            self._outbox = Outbox(os.open(arguments.events, mode, 0o644), shared=True)
+        resume = read_number(arguments.attempt, os.environ, "the attempt", absent=0) > 0
+        job = Job.load(arguments.job)
+        if job.run_text:
+            claim_run_directory(job, self._node_rank)
+            resume = True
+        folder = Path(job.run_directory)
+        # Devices have other numbers on other machines: there an agent takes the lock that it finds
+        # or makes. It is open until this process ends.
+        lock = arguments.lock or identity_of(open_lock(folder))
+        if job.launch.nodes > 1:
+            _log_to(job.start_directory / "logs" / f"agent{self._node_rank}.log")
+        if job.working_directory:
+            os.chdir(job.working_directory)
+        own, environment = None, self._rank_environment
+        if environment is None:
+            from anygauge.launch.environment import NodeEnvironment, write_provenance
+
+            own = NodeEnvironment(job, self._node_rank, inherited)
+            write_provenance(job, self._node_rank, own.record())
+            environment = own.of_rank
+        nodes = self._nodes = meet(
+            job,
+            self._outbox,
+            self._node_rank,
+            self._host,
+            arguments.coordinator,
+            own.digests() if own else {},
+            self._requests.received,
+            fabric=own.fabric.name if own else "",
+        )
+        if job.run_text:
+            place_run_file(job)
+        if own and self._node_rank == 0 and job.launch.nodes > 1:
+            text = f"network between machines: {own.fabric.name or 'any'} ({own.fabric.why})"
+            nodes.send("message", level="info", text=text)
+        if job.fetch:
+            fetch_on_all(job, nodes, environment(0), self._host, self._requests.received)
+        return supervise(
+            job,
+            nodes,
+            node_rank=self._node_rank,
+            hostname=self._host,
+            rank_argv=self._argv_of_rank or partial(rank_argv, arguments.job, lock),
+            rank_environment=environment,
+            requests=self._requests,
+            grace_s=arguments.grace,
+            cores=own.cores if own else {},
+            lock=lock,
+            resume=resume,
+        )
+
+    def _report(self, status: int, text: str) -> int:
+        """Report to the follower, and to the other nodes if they have met, why this agent ends.
+
+        Args:
+            text: the cause; empty where another node reports it.
+
+        Returns:
+            The exit status: where another node reports the cause, that of the whole job.
+        """
+        nodes = self._nodes
+        if nodes is None or nodes.over:
+            state = "cancelled" if status == CancelledError.exit_status else "failed"
+            self._outbox.send(
+                "ended", state=state, exit_status=status, cause=text, node_rank=self._node_rank
+            )
+            return status
+        failure = JobFailure(time=time.time(), text=text, exit_status=status, final=True)
+        failures = (failure,) if text else ()
+        nodes.broadcast(Instruction.END)
+        nodes.report(NodeReport(node_rank=self._node_rank, host=self._host, failures=failures))
+        deadline = time.monotonic() + _REPORTING_S
+        while not nodes.over and time.monotonic() < deadline:
+            nodes.poll()
+            time.sleep(0.05)
+        state = "failed"
+        if not text and nodes.outcome is not None:
+            state, status = nodes.outcome.state, nodes.outcome.exit_status
+            text = nodes.outcome.cause or ""
+        nodes.send("ended", state=state, exit_status=status, cause=text, node_rank=self._node_rank)
+        return status
+
+    def _write_cause(self, path: Path) -> None:
+        """Write the cause where a cluster reads it; clusters keep only the beginning."""
+        cause = str(self._outbox.last.get("cause") or "the agent ended without a cause")
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(cause[:_CAUSE_SIZE])
+
+
+def meet(
+    job: Job,
+    outbox: Outbox,
+    node_rank: int,
+    host: str,
+    coordinator: str,
+    settings: dict[str, str],
+    requests: Sequence[object] = (),
+    *,
+    fabric: str = "",
+) -> Nodes:
+    """Meet the agents of the job's other nodes.
+
+    Args:
+        coordinator: ``host:port`` of node 0's agent, or ``$NAME:port``.
+        settings: digest of each variable that must be the same on every node.
+        requests: not empty once this agent is asked to end.
+        fabric: network between machines that this node would use.
+
+    Raises:
+        AnygaugeError: they cannot be reached, or do not belong to one job.
+    """
+    if job.launch.nodes == 1:
+        return Nodes(job, outbox)
+    from anygauge.launch.coordinator import Coordinator
+
+    own = Hello(
+        node_rank=node_rank,
+        host=host,
+        nodes=job.launch.nodes,
+        devices_per_node=job.launch.devices,
+        fabric=fabric,
+        settings=settings,
+    )
+    if not job.token:
+        raise AnygaugeError(
+            "this job file was rendered for reading, so it has no token, and nodes cannot "
+            "authenticate each other without one. anygauge train and anygauge launch create a "
+            "token when they submit the job; to submit it by hand, put a long random text into "
+            "the job file's field token"
+        )
+    address = read_coordinator(coordinator, os.environ)
+    if not 0 <= node_rank < job.launch.nodes:
+        raise AnygaugeError(
+            f"{host} was started as node {node_rank}; the job has nodes 0 to {job.launch.nodes - 1}"
+        )
+    kind = Coordinator if node_rank == 0 else WorkerNode
+    return kind(job, outbox, own, address, requests)
+
+
+def _end_parent() -> None:
+    """End the process that started this one: SIGTERM, then SIGKILL.
+
+    It first gets some time to forward the last events of this agent.
+    """
+    parent = os.getppid()
+    time.sleep(_PARENT_FORWARDS_S)
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(parent, signum)
+        deadline = time.monotonic() + _PARENT_ENDS_S
+        while os.getppid() == parent and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def _log_to(path: Path) -> None:
+    """Send this process's standard error to a file that stays with the run."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as log:
+            os.dup2(log.fileno(), sys.stderr.fileno())
+    except OSError as error:
+        raise AnygaugeError(
+            f"{path} cannot be written on {socket.gethostname()}: {error.strerror}. The folder of "
+            "a run must be on storage that all its nodes share (--output)"
+        ) from error
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m anygauge.launch.agent", description="Run the ranks of one node of a job."
+    )
+    parser.add_argument("--job", required=True, help="the job file")
+    parser.add_argument(
+        "--node-rank", default="0", help="which machine this is, from 0; or $NAME of a variable"
+    )
+    parser.add_argument(
+        "--coordinator",
+        default="",
+        help="host:port of node 0; or $NAME:port, with NAME of a variable",
+    )
+    parser.add_argument(
+        "--stdin",
+        action="store_true",
+        help="read further arguments and variables from standard input, and end with it",
+    )
+    parser.add_argument("--lock", help="of the run directory, which the starting process holds")
+    parser.add_argument("--events", help="a file for events, instead of standard output")
+    parser.add_argument("--variables", help="a JSON file of variables: name -> value")
+    parser.add_argument("--secrets", help="a folder with one file for each further variable")
+    parser.add_argument("--cause-file", help="where to write why the job failed")
+    parser.add_argument(
+        "--attempt", default="0", help="above 0: resume from a checkpoint; or $NAME of a variable"
+    )
+    parser.add_argument(
+        "--tied", action="store_true", help="end with the process that started this one"
+    )
+    parser.add_argument(
+        "--parent-too",
+        action="store_true",
+        help="when a node is lost, also end the process that started this one (a daemon of this "
+        "job, which would otherwise wait for the rest of the job)",
+    )
+    parser.add_argument(
+        "--grace", type=float, default=GRACE_S, help="seconds from SIGTERM to SIGKILL"
+    )
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

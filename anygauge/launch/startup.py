@@ -1,0 +1,312 @@
+"""Before ranks start: read what the agent is given, place the run file, fetch the model.
+
+An agent's parent may be on another machine; then its standard input connects the two. Machines may
+not see the files of the one that submitted the job; then the job file contains the run file
+(`Job.run_text`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from anygauge.interface import AnygaugeError, Job, ModelError
+from anygauge.launch.nodes import Instruction, Nodes
+from anygauge.models.fetching import fetching
+from anygauge.util.files import write_text
+from anygauge.util.start import START, settled
+
+OWNER = "job.sha256"
+"""In a run directory: digest of the job that it belongs to."""
+
+RECORD = "run.yaml"
+"""In a run directory: the run for people, and for the commands that use its results."""
+
+_LONGEST_LINE = 16 * 1024 * 1024
+_SIGNALS = {b"SIGTERM": signal.SIGTERM, b"SIGINT": signal.SIGINT}
+_TURN_S = 0.1
+_PROGRESS_S = 30.0
+
+
+class StartAbortedError(AnygaugeError):
+    """Another node has failed, or the job was asked to end: no rank starts on this node."""
+
+
+def read_standard_input() -> list[str]:
+    """Take arguments and variables from the first line of standard input, and then signals.
+
+    The line is a JSON object: ``arguments``, a list, and ``environment``, name -> value or null to
+    unset. No shell sees any of it. Each later line names a signal for this agent. The end of the
+    input counts as SIGHUP: a parent that dies closes its end, however it died, and ssh passes that
+    on.
+
+    Returns:
+        The arguments.
+
+    Raises:
+        AnygaugeError: there is no such line.
+    """
+    line = b""
+    while not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
+        byte = os.read(0, 1)  # no more than this line: `_watch_standard_input` reads the rest
+        if not byte:
+            raise AnygaugeError("standard input ended before the line of arguments")
+        line += byte
+    try:
+        given = json.loads(line)
+        arguments = [str(each) for each in given["arguments"]]
+        for name, value in given["environment"].items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise AnygaugeError(
+            f"standard input: the line of arguments cannot be read: {error!r}"
+        ) from error
+    threading.Thread(target=_watch_standard_input, name="standard-input", daemon=True).start()
+    return arguments
+
+
+def _watch_standard_input() -> None:
+    pending = b""
+    while True:
+        try:
+            chunk = os.read(0, 4096)
+        except OSError:
+            chunk = b""
+        if not chunk:
+            os.kill(os.getpid(), signal.SIGHUP)
+            return
+        *lines, pending = (pending + chunk).split(b"\n")
+        for line in lines:
+            if line in _SIGNALS:
+                os.kill(os.getpid(), _SIGNALS[line])
+
+
+def read_number(
+    text: str, environ: Mapping[str, str], what: str, *, absent: int | None = None
+) -> int:
+    """A number, or that in the variable of ``$NAME``.
+
+    Args:
+        what: names it in errors.
+        absent: what an unset variable means; None: an error.
+
+    Raises:
+        AnygaugeError: the variable is unset, or it is not a number.
+    """
+    if absent is not None and text.startswith("$") and not environ.get(text[1:]):
+        return absent
+    value = _value(text, environ, what)
+    if not value.isascii() or not value.isdecimal():
+        raise AnygaugeError(f"{what}: {text} is {value!r}, not a whole number from 0")
+    return int(value)
+
+
+def read_coordinator(text: str, environ: Mapping[str, str]) -> tuple[str, int]:
+    """``host:port``; the host may be ``$NAME`` of the variable that has it.
+
+    Raises:
+        AnygaugeError: the variable is unset, or there is no port.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise AnygaugeError(f"the coordinator of the job: {text!r} is not host:port")
+    return _value(host, environ, "the coordinator of the job").strip("[]"), int(port)
+
+
+def _value(text: str, environ: Mapping[str, str], what: str) -> str:
+    if not text.startswith("$"):
+        return text
+    value = environ.get(text[1:], "")
+    if not value:
+        raise AnygaugeError(
+            f"{what}: the variable {text[1:]} is not set here. This agent was not started in the "
+            "way that its launcher expects"
+        )
+    return value
+
+
+def read_variables(path: str) -> dict[str, str]:
+    """Variables from a JSON file of names and values.
+
+    Raises:
+        AnygaugeError: it cannot be read.
+    """
+    try:
+        found = json.loads(Path(path).read_text())
+        return {str(name): str(value) for name, value in found.items()}
+    except (OSError, ValueError, AttributeError) as error:
+        raise AnygaugeError(f"{path} is not a file of variables: {error}") from error
+
+
+def read_secrets(folder: str) -> dict[str, str]:
+    """Variables from a folder that has one file for each, named like it.
+
+    Raises:
+        AnygaugeError: it cannot be read.
+    """
+    try:
+        return {
+            file.name: file.read_text()
+            for file in sorted(Path(folder).iterdir())
+            # A mounted volume keeps its versions in folders beside them.
+            if file.is_file() and not file.name.startswith(".")
+        }
+    except (OSError, UnicodeDecodeError) as error:
+        raise AnygaugeError(f"{folder} is not a folder of secrets: {error}") from error
+
+
+def claim_run_directory(job: Job, node_rank: int) -> None:
+    """Check that the run directory is this job's, before anything is written there.
+
+    The coordinator marks it as this job's and writes the run file. If the job resumes another
+    job's run, the run file goes to `START`, and the files of that run stay until the ranks accept
+    the start. A cluster may start the same job again with all its containers: that attempt finds
+    its own mark, and resumes from the newest checkpoint.
+
+    Raises:
+        AnygaugeError: the run directory holds the run of another job, or cannot be written.
+    """
+    folder = Path(job.run_directory)
+    own = hashlib.sha256((job.token + job.run_text).encode()).hexdigest()
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        mark = folder / OWNER
+        if not job.takes_over and _is_taken(mark, own, coordinator=node_rank == 0):
+            raise AnygaugeError(
+                f"{folder} holds another job's run: give this one another 'name', or resume that "
+                "one with --resume auto"
+            )
+        path = Path(job.run_file)
+        if path.parent.name == START and _holds_another_run(mark, own):
+            path.parent.mkdir(exist_ok=True)  # every machine's logs of this start go there
+        if node_rank != 0:
+            return
+        if path.parent.is_dir() and path.parent.name == START:
+            _write_run(path, job)
+            write_text(mark, own + "\n")
+        else:
+            write_text(mark, own + "\n")  # first: a run without a mark counts as another job's
+            _write_run(settled(path), job)
+
+
+def place_run_file(job: Job) -> None:
+    """Write the run file where this machine's ranks read it, once the nodes have met.
+
+    Raises:
+        AnygaugeError: it cannot be written.
+    """
+    path = settled(Path(job.run_file))
+    with _writing(path.parent):
+        if not path.exists() or path.read_text() != job.run_text:
+            write_text(path, job.run_text, 0o600)
+
+
+def _write_run(path: Path, job: Job) -> None:
+    from anygauge.config.resolved import (  # only the coordinator needs the schema
+        dump_run,
+        parse_run,
+    )
+
+    write_text(path, job.run_text, 0o600)
+    write_text(path.with_name(RECORD), dump_run(parse_run(job.run_text)), 0o600)
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise AnygaugeError(
+            f"{folder} cannot be written: {error}. It must be on the storage that the job mounts"
+        ) from error
+
+
+def _holds_another_run(mark: Path, own: str) -> bool:
+    # In this order: the coordinator may be marking an empty folder now.
+    there = (mark.parent / RECORD).exists()
+    return mark.read_text().strip() != own if mark.exists() else there
+
+
+def _is_taken(mark: Path, own: str, *, coordinator: bool) -> bool:
+    if mark.exists():
+        return mark.read_text().strip() != own
+    # The coordinator marks it first, so what it finds without a mark was there before.
+    left = ("metrics.jsonl", "checkpoints")
+    return coordinator and any((mark.parent / name).exists() for name in left)
+
+
+def fetch_on_all(
+    job: Job,
+    nodes: Nodes,
+    environment: Mapping[str, str],
+    host: str,
+    requests: Sequence[object] = (),
+) -> None:
+    """Fetch the run's model on this node, and wait until all nodes have it.
+
+    The nodes exchange messages meanwhile, so that a failure on one of them ends the others.
+
+    Args:
+        environment: of the process that fetches.
+        requests: not empty once this agent is asked to end: then it returns at once, and the
+            supervisor handles the request.
+
+    Raises:
+        ModelError: the model cannot be fetched; names the node.
+        StartAbortedError: another node ends the job.
+    """
+
+    def turn() -> bool:
+        if set(nodes.poll()) - {Instruction.FINISH}:
+            raise StartAbortedError("no rank was started here")
+        return not requests
+
+    def log(text: str) -> None:
+        nodes.send("message", level="info", text=text)
+
+    where = f"node {host}: " if job.launch.nodes > 1 else ""
+    fetch_here(job.run_file, environment, where, log, turn)
+    if not requests:
+        nodes.mark_ready()
+    while not nodes.all_ready and turn():
+        time.sleep(_TURN_S)
+
+
+def fetch_here(
+    run_file: str,
+    environment: Mapping[str, str],
+    where: str,
+    log: Callable[[str], None],
+    turn: Callable[[], bool],
+) -> None:
+    """Fetch the model of a resolved run.
+
+    Args:
+        where: a prefix for each line.
+        log: takes lines: what is fetched, and from time to time how much of it.
+        turn: called again and again meanwhile; False ends the fetch.
+
+    Raises:
+        ModelError: the model cannot be fetched.
+    """
+    logged = time.monotonic()
+    try:
+        for event in fetching(["--run", run_file], environment, turn):
+            if event["event"] == "message":
+                log(where + event["text"])
+            elif event["event"] == "fetching" and time.monotonic() - logged > _PROGRESS_S:
+                logged = time.monotonic()
+                share = event["done"] / max(1, event["total"])
+                log(f"{where}{event['name']}: {share:.0%} of {event['total'] / 1e9:.1f} GB")
+    except ModelError as error:
+        raise type(error)(f"{where}{error}") from None

@@ -1,0 +1,294 @@
+"""A job of several nodes in this process: real agents over fake ranks, by a clock of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from anygauge.interface import Job
+from anygauge.launch import coordinator, link, nodes, rank_process, supervisor
+from anygauge.util.processes import END_AT_ONCE
+from tests.helpers.jobs import make_job
+
+TURN_S = 0.2
+GRACE_S = 1.0
+LIMIT_S = 20.0
+"""The job's `collective_timeout_s`; more than any other of its limits, which are defaults."""
+
+
+class FakeClock:
+    """Time that passes when it is told to."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    time = monotonic
+
+    def strftime(self, form: str) -> str:
+        return f"{self.now:.1f}"
+
+
+class FakeSelector(dict[Any, types.SimpleNamespace]):
+    """Shows ranks that have written or ended; what nodes send is read at each turn anyway."""
+
+    def register(self, file: Any, events: int, data: Any = None) -> None:
+        self[file] = types.SimpleNamespace(data=data)
+
+    def unregister(self, file: Any) -> None:
+        del self[file]
+
+    def get_map(self) -> Mapping[Any, Any]:
+        return self
+
+    def select(self, timeout: float) -> list[tuple[types.SimpleNamespace, int]]:
+        return [(k, 1) for k in self.values() if isinstance(k.data, FakeRank) and k.data.written]
+
+    def close(self) -> None:
+        self.clear()
+
+
+class FakeRank(rank_process.RankProcess):
+    """One rank without a process.
+
+    Attributes:
+        written: events that its agent has not read.
+        exit_code: once it has ended.
+        on_term: the events that it writes and the code it ends with at SIGTERM; None: it is deaf.
+        deaf: to `END_AT_ONCE`, too.
+    """
+
+    def __init__(self, rank: int, local_rank: int, *_: Any, idle_limit_s: float, **__: Any) -> None:
+        self.rank, self.local_rank = rank, local_rank
+        self._log = self._result = Path("/nowhere/log")
+        self.code = self.observed_exit = self.finished_at = None
+        self.stopped = self.failure = self.handle = self.exit_code = None
+        self.events_closed = self.deaf = False
+        self._signalled: set[int] = set()
+        self.log_offset, self.pipe = 0, rank
+        self.started = self.last_alive = supervisor.time.time()
+        self.written: list[dict[str, Any]] = []
+        self.on_term: tuple[list[dict[str, Any]], int] | None = ([], -signal.SIGTERM)
+        self.state, self.cpu_s = "S", 0.0
+        self._process: Any = types.SimpleNamespace(pid=4000 + rank, wait=self._wait)
+        self.watchdog = rank_process.Watchdog(rank, idle_limit_s, sample=self._sample)
+        self.recorded = ""
+
+    @property
+    def ended(self) -> bool:
+        return self.exit_code is not None
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Report to its agent."""
+        self.written.append({"event": event, "time": supervisor.time.time(), **fields})
+
+    def exit(self, code: int) -> None:
+        """End, unless it has."""
+        self.exit_code = code if self.exit_code is None else self.exit_code
+
+    def read_events(self) -> Iterator[tuple[dict[str, Any] | None, bytes]]:
+        events, self.written = self.written, []
+        for event in events:
+            line = json.dumps(event).encode()
+            yield self._parse_event(line), line + b"\n"
+
+    def write_result(self, state: str, host: str) -> None:
+        self.recorded = state
+
+    def _sample(self, pid: int) -> rank_process.ProcessSample:
+        return rank_process.ProcessSample(self.cpu_s, self.state)
+
+    def _exited(self) -> bool:
+        return self.ended
+
+    _exiting = _exited
+
+    def _wait(self, timeout: float | None = None) -> int:
+        if self.exit_code is None:
+            raise subprocess.TimeoutExpired("rank", timeout or 0.0)
+        return self.exit_code
+
+    def _signal_group(self, signum: int) -> None:
+        if signum == signal.SIGKILL:
+            self.exit(-signum)
+        elif self.ended or self.state == "T":
+            return
+        elif signum == END_AT_ONCE and not self.deaf:
+            self.exit(-signum)
+        elif signum == signal.SIGTERM and self.on_term is not None:
+            for event in self.on_term[0]:
+                self.write(**event)
+            self.exit(self.on_term[1])
+
+    def _close(self) -> None:
+        pass
+
+
+class SimulatedAgent:
+    """What an agent's process does once the nodes have met."""
+
+    def __init__(self, job: Job, node: int, made: nodes.Nodes) -> None:
+        self.node, self.nodes = node, made
+        self.requests = supervisor.Requests()
+        self.running = True
+        """Neither killed nor stopped, as by SIGSTOP."""
+        self.killed = False
+        self.status: int | None = None
+        self._job = job
+        self._begin()
+
+    def _begin(self) -> None:
+        self.supervisor = supervisor.Supervisor(
+            replace(self._job, rendezvous=self.nodes.rendezvous),
+            node_rank=self.node,
+            hostname=f"host{self.node}",
+            rank_argv=(),
+            rank_environment=lambda local_rank: {},
+            nodes=self.nodes,
+            grace_s=GRACE_S,
+            requests=self.requests,
+        )
+        self.nodes.attach(self.supervisor._selector)
+        self.supervisor._start()
+
+    @property
+    def ranks(self) -> list[FakeRank]:
+        return self.supervisor._ranks  # type: ignore[return-value]
+
+    def turn(self) -> None:
+        """One turn of `Supervisor.run`, and of the loop of attempts around it."""
+        if not self.running or self.status is not None:
+            return
+        if not self.supervisor._over():
+            self.supervisor._turn()
+            return
+        assert self.nodes.outcome is not None
+        status = self.supervisor._conclude(self.nodes.outcome)
+        if self.nodes.outcome.state == "again":
+            self.nodes.restart()
+            self._begin()
+        else:
+            self.status = status
+
+    def kill(self) -> None:
+        """SIGKILL: its ranks die with it."""
+        self.running, self.killed = False, True
+        for one in self.ranks:
+            one.exit(-signal.SIGKILL)
+        for each in self._links():
+            each.close("it was killed")
+
+    def _links(self) -> list[link.Link]:
+        if isinstance(self.nodes, coordinator.Coordinator):
+            return [worker.link for worker in self.nodes._workers.values()]
+        return [self.nodes._link] if isinstance(self.nodes, nodes.WorkerNode) else []
+
+
+class Simulation:
+    """A job that has just begun on all its nodes."""
+
+    def __init__(
+        self, nodes_count: int, devices: int, *, joins_every_s: float = 0.0, **launch: Any
+    ) -> None:
+        self._held = contextlib.ExitStack()
+        self.clock = FakeClock()
+        patch = self._held.enter_context
+        for module in (supervisor, nodes, coordinator, link, rank_process):
+            patch(mock.patch.object(module, "time", self.clock))
+        fakes = types.SimpleNamespace(DefaultSelector=FakeSelector, EVENT_READ=1)
+        patch(mock.patch.object(supervisor, "selectors", fakes))
+        patch(mock.patch.object(supervisor, "RankProcess", FakeRank))
+        patch(mock.patch.object(link.Link, "own_address", "127.0.0.1"))
+        self.events: dict[int, list[dict[str, Any]]] = {node: [] for node in range(nodes_count)}
+        job = make_job(
+            **{"run_directory": "/nowhere", "nodes": nodes_count, "devices": devices},
+            **{"collective_timeout_s": LIMIT_S, "max_restarts": 0, **launch},
+        )
+        met = self._met(job, joins_every_s)
+        self.agents = [SimulatedAgent(job, node, made) for node, made in enumerate(met)]
+
+    def _outbox(self, node: int) -> Any:
+        def send(event: str, **fields: Any) -> None:
+            self.events[node].append({"event": event, **fields})
+
+        return types.SimpleNamespace(full=False, shared=False, forward=bytes, send=send)
+
+    def _met(self, job: Job, every_s: float) -> list[nodes.Nodes]:
+        """The nodes, over links that have been authenticated."""
+        count = job.launch.nodes
+        if count == 1:
+            return [nodes.Nodes(job, self._outbox(0))]
+        hellos = [
+            link.Hello(node_rank=n, host=f"host{n}", nodes=count, devices_per_node=1)
+            for n in range(count)
+        ]
+        ends = [socket.socketpair() for _ in hellos[1:]]
+        pairs = [(link.Link(a, "worker"), link.Link(b, "the coordinator")) for a, b in ends]
+        for one, other in pairs:
+            one.seal(b"key", "coordinator", "worker")
+            other.seal(b"key", "worker", "coordinator")
+        joined = [(p[0], {"hello": asdict(h)}) for p, h in zip(pairs, hellos[1:], strict=True)]
+
+        def join(turn_s: float) -> list[Any]:
+            self.clock.now += every_s
+            return [joined.pop(0)]
+
+        listener = mock.MagicMock()
+        listener.__enter__.return_value.joined = join
+        address = ("", 0)
+        with mock.patch.object(coordinator, "Listener", return_value=listener):
+            head = coordinator.Coordinator(job, self._outbox(0), hellos[0], address)
+        made: list[nodes.Nodes] = [head]
+        for number, hello in enumerate(hellos[1:], start=1):
+            with mock.patch.object(nodes.WorkerNode, "_join", return_value=pairs[number - 1][1]):
+                made.append(nodes.WorkerNode(job, self._outbox(number), hello, address))
+        return made
+
+    @property
+    def ranks(self) -> list[FakeRank]:
+        """All of them, by their numbers."""
+        return [one for agent in self.agents for one in agent.ranks]
+
+    def turns(self, count: int = 1, seconds: float = TURN_S) -> None:
+        """Let so many turns of every agent pass."""
+        for _ in range(count):
+            self.clock.now += seconds
+            for agent in self.agents:
+                agent.turn()
+
+    def request(self, node: int, signum: int = signal.SIGTERM) -> None:
+        """A signal to an agent."""
+        self.agents[node].requests.received.append((signum, self.clock.now))
+
+    @property
+    def over(self) -> bool:
+        """Whether each agent that runs has come to its end."""
+        return all(agent.status is not None for agent in self.agents if agent.running)
+
+    def run(self, within_s: float = 200.0) -> None:
+        """Until all is over."""
+        until = self.clock.now + within_s
+        while not self.over:
+            assert self.clock.now < until, "an agent does not come to an end"
+            self.turns(seconds=1.0)
+
+    def outcome(self, node: int = 0) -> dict[str, Any]:
+        """What an agent reported at its end, once."""
+        (ended,) = [event for event in self.events[node] if event["event"] == "ended"]
+        assert ended["exit_status"] == self.agents[node].status
+        return ended
+
+    def close(self) -> None:
+        for agent in self.agents:
+            agent.nodes.close()
+        self._held.close()

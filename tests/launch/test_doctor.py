@@ -1,0 +1,171 @@
+"""What `doctor` sees on any machine: each limit and file, sound and not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import resource
+from pathlib import Path
+
+import pytest
+
+from anygauge.interface import Check, LaunchProfile, Outcome, RdmaDevice
+from anygauge.launch import doctor
+from tests.helpers.machines import BRIDGE, ETH0, LO, VIRTUAL, machine
+from tests.helpers.tree import write_tree
+
+RDMA = RdmaDevice(name="mlx5_0", driver="mlx5_core", link_layer="InfiniBand")
+CARDS = LaunchProfile(visibility_variable="VISIBLE")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "outcome", "said"),
+    [
+        (["pluggy>=1"], Outcome.PASS, "pluggy 1."),
+        (["pluggy>=99"], Outcome.FAIL, "tested with >=99"),
+        (["no-such-package>=1"], Outcome.FAIL, "no-such-package is missing"),
+        (["no-such-package; extra == 'dev'"], Outcome.PASS, ""),
+    ],
+)
+def test_packages_are_held_against_what_was_tested(
+    wanted: list[str], outcome: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: wanted)
+    check = doctor.packages()
+    assert check.outcome == outcome and said in check.seen
+
+
+def test_a_backend_narrows_what_was_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = [
+        "pluggy>=1",
+        "pluggy>=99; extra == 'mine'",
+        "no-such-package; extra == 'mine'",
+        "pytest>=99; extra == 'other'",
+    ]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: wanted)
+    check = doctor.packages(backend="theirs")
+    assert check.outcome == Outcome.PASS
+    check = doctor.packages(backend="mine")
+    assert check.outcome == Outcome.FAIL and "pytest" not in check.seen
+    assert ", tested with >=99 for the mine backend (docs/stacks.md)" in check.seen
+    assert "no-such-package" not in check.seen, "what only the extra has may be missing"
+    assert "pip install --upgrade 'anygauge[mine]'" in check.remedy
+
+
+@pytest.mark.parametrize(
+    ("column", "changed", "said"),
+    [
+        (2, {}, ""),
+        (3, {}, ""),
+        (2, {"transformers": "4.55.4"}, "transformers 4.55.4, tested with"),
+        (3, {"transformers": "5.23.0"}, ""),
+        (3, {"accelerate": "1.9.0"}, "accelerate 1.9.0, tested with"),
+    ],
+)
+def test_each_set_of_the_page_on_versions_passes_and_a_mixture_does_not(
+    column: int, changed: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "stacks.md").read_text()
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| ")]
+    sets = {row[1].strip(): row[column].strip() for row in rows if len(row) == 5}
+    tested = {name: sets[name] for name in ("transformers", "accelerate")}
+    versions = {**tested, **changed}
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda n: versions.get(n) or real(n))
+    check = doctor.packages(backend="hpu")
+    assert check.outcome == (Outcome.FAIL if said else Outcome.PASS), check.seen
+    assert said in check.seen
+
+
+def test_requirements_that_cannot_be_read_are_not_passed() -> None:
+    check = doctor.packages("no-such-distribution")
+    assert check.outcome == Outcome.SKIP and check.remedy
+
+
+def test_the_installed_packages_are_those_that_were_tested() -> None:
+    check = doctor.packages()
+    assert check.outcome == Outcome.PASS, check.seen
+
+
+@pytest.mark.parametrize(
+    ("environ", "outcome"),
+    [({}, Outcome.PASS), ({"VISIBLE": "0,1"}, Outcome.PASS), ({"VISIBLE": " "}, Outcome.FAIL)],
+)
+def test_hidden_devices(environ: dict[str, str], outcome: str) -> None:
+    assert doctor.visibility(CARDS, environ).outcome == outcome
+    assert doctor.visibility(LaunchProfile(), environ).outcome == Outcome.PASS
+
+
+@pytest.mark.parametrize(
+    ("limit", "devices", "outcome"),
+    [
+        (8 * 2**20, (), Outcome.PASS),
+        (8 * 2**20, (RDMA,), Outcome.WARN),
+        (resource.RLIM_INFINITY, (RDMA,), Outcome.PASS),
+    ],
+)
+def test_locked_memory_matters_with_rdma(
+    limit: int, devices: tuple[RdmaDevice, ...], outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (limit, limit))
+    assert doctor.locked_memory(machine(rdma_devices=devices)).outcome == outcome
+
+
+@pytest.mark.parametrize(
+    ("soft", "outcome"),
+    [(1024, Outcome.WARN), (4096, Outcome.PASS), (resource.RLIM_INFINITY, Outcome.PASS)],
+)
+def test_open_files(soft: int, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (soft, 1_048_576))
+    check = doctor.open_files()
+    assert check.outcome == outcome
+    assert outcome == Outcome.PASS or "1048576" in check.remedy
+
+
+def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.shared_memory(tmp_path).outcome == Outcome.WARN
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    small = os.statvfs_result((4096, 4096, 16384, 16384, 16384, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: small)
+    check = doctor.shared_memory(tmp_path)
+    assert (check.outcome, "64 MiB" in check.seen) == (Outcome.WARN, True)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "value", "outcome"),
+    [(1, "1", Outcome.PASS), (2, "0", Outcome.PASS), (2, "1", Outcome.WARN), (2, "", Outcome.PASS)],
+)
+def test_numa_balancing(tmp_path: Path, nodes: int, value: str, outcome: str) -> None:
+    files = {f"sys/devices/system/node/node{n}/cpulist": "0" for n in range(nodes)}
+    files["proc/sys/kernel/numa_balancing"] = value
+    assert doctor.numa_balancing(write_tree(tmp_path, files)).outcome == outcome
+
+
+def test_networks() -> None:
+    assert "eth0" in doctor.interfaces(machine(interfaces=(LO, ETH0, BRIDGE))).seen
+    unsure = doctor.interfaces(machine(interfaces=(LO, BRIDGE, VIRTUAL)))
+    assert unsure.outcome == Outcome.WARN and "anygauge env" in unsure.remedy
+    assert doctor.interfaces(machine(interfaces=(LO,))).outcome == Outcome.PASS
+    assert "InfiniBand" in doctor.rdma_devices(machine(rdma_devices=(RDMA,))).seen
+
+
+def test_writing_leaves_nothing_behind(tmp_path: Path) -> None:
+    check = doctor.write_speed(tmp_path, size=2 * 2**20)
+    assert "MiB/s" in check.seen and not list(tmp_path.iterdir())
+    missing = doctor.write_speed(tmp_path / "nowhere")
+    assert missing.outcome == Outcome.FAIL and "--output" in missing.remedy
+
+
+def test_a_hub_that_does_not_answer_is_a_failed_line() -> None:
+    check = doctor.hub_access("http://127.0.0.1:9", timeout_s=2)
+    assert check.outcome == Outcome.FAIL and "127.0.0.1:9" in check.seen
+
+
+def test_the_gravest_outcome_counts() -> None:
+    def check(outcome: str) -> Check:
+        return Check(name="one", outcome=outcome, seen="")
+
+    assert doctor.worst([]) == Outcome.PASS
+    assert doctor.worst([check("skip"), check("pass")]) == Outcome.SKIP
+    assert doctor.worst([check("warn"), check("pass"), check("skip")]) == Outcome.WARN
+    assert doctor.worst([check("warn"), check("fail"), check("pass")]) == Outcome.FAIL

@@ -1,0 +1,394 @@
+"""A run on the screen: lines, the bar, the end, and Ctrl-C."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from rich.text import Text
+
+from anygauge.interface import STOPPED
+from anygauge.launch.event_format import evaluation_line, size, step_line, summary_lines
+from anygauge.launch.follow import follow
+from anygauge.util.console import Console
+from tests.helpers.processes import PATIENCE_S, alive, as_in_a_terminal, until
+from tests.launch.fakes import FAKE_CLI, FOREVER, read_pid, sends, write_script
+
+STEP = {
+    "event": "step",
+    "step": 10,
+    "steps": 200,
+    "loss": 2.34561,
+    "lr": 1.9e-4,
+    "grad_norm": 0.98,
+    "tokens_per_s": 5120.4,
+    "peak_memory": 1.2 * 2**30,
+}
+ENDED = {"event": "ended", "state": "ok", "exit_status": 0, "cause": None}
+FAILED = {"event": "ended", "state": "failed", "exit_status": 2, "cause": "rank 1 [bold] died"}
+
+
+class Played:
+    """A job that reports what it is told."""
+
+    record: Mapping[str, Any] | None = None
+
+    def __init__(self, events: list[Mapping[str, Any]], status: int = 0) -> None:
+        self._events = events
+        self._status = status
+
+    def events(self) -> Iterator[Mapping[str, Any]]:
+        return iter(self._events)
+
+    def status(self) -> str:
+        return "played"
+
+    def cancel(self) -> None:
+        raise AssertionError("nobody asked for the end")
+
+    def wait(self) -> int:
+        return self._status
+
+
+def play(
+    *events: Mapping[str, Any],
+    terminal: bool = False,
+    width: int = 120,
+    status: int = 0,
+    **options: Any,
+) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    found = follow(
+        Played(list(events), status),
+        run_directory="/runs/one",
+        console=Console(file=out, force_terminal=terminal, width=width, color_system=None),
+        errors=Console(file=err, width=40, color_system=None),
+        **options,
+    )
+    return found, out.getvalue(), err.getvalue()
+
+
+SHOWN = "step 10/200  loss 2.3456  lr 1.9e-04  grad 0.98  5,120 tok/s  peak 1.2 GiB"
+EVALUATED = {"name": "eval", "step": 5, "eval_loss": 2.0, "perplexity": 7.39}
+
+
+@pytest.mark.parametrize(
+    ("line", "event", "shown"),
+    [
+        (step_line, STEP, SHOWN),
+        (step_line, {"step": 1, "loss": 1.0, "mfu": 0.412}, "step 1  loss 1.0000  mfu 41.2%"),
+        (step_line, {"step": 1, "loss": 1.0, "mfu": None}, "step 1  loss 1.0000"),
+        (evaluation_line, EVALUATED, "eval at step 5  loss 2.0000  perplexity 7.39"),
+        (size, 0, "0 B"),
+        (size, 1023, "1023 B"),
+        (size, 1536, "1.5 KiB"),
+        (size, 3 * 2**20, "3.0 MiB"),
+        (size, 2**40, "1.0 TiB"),
+        (summary_lines, None, []),
+    ],
+)
+def test_each_is_one_line(line: Callable[[Any], Any], event: Any, shown: Any) -> None:
+    assert line(event) == shown
+
+
+def test_a_step_is_a_line() -> None:
+    assert play(STEP, ENDED) == (0, SHOWN + "\n", "")
+
+
+def test_a_summary_is_a_line_for_each_single_value() -> None:
+    summary = {
+        "final_loss": 1.25,
+        "tokens": 12345,
+        "tokens_per_s": 5120.44,
+        "warmup_s": 0.4,
+        "evaluations": [{"eval_loss": 1.0}],
+        "skipped": None,
+        "saved": "/runs/one/adapter",
+        "start_s": 0.05,
+        "seconds": 1234.5,
+    }
+    assert summary_lines(summary) == [
+        "final loss  1.25",
+        "tokens      12,345",
+        "tokens/s    5,120.4",
+        "saved       /runs/one/adapter",
+        "start       50.0 ms",
+        "time        20.6 min",
+        "to publish  upload /runs/one/adapter alone, never the run's whole folder: job.json holds "
+        "a secret",
+    ]
+
+
+def test_prose_wraps_at_words_on_a_terminal_and_commands_stay_whole() -> None:
+    text = "  one two three-four, five [six] /a/path/of/some/length seven"
+    wrapped = "  one two\n    three-four,\n    five [six]\n    /a/path/of/some/length\n    seven\n"
+    for terminal, whole, expected in (
+        (True, False, wrapped),
+        (True, True, f"{text}\n"),
+        (False, False, f"{text}\n"),
+    ):
+        out = io.StringIO()
+        lines = Console(file=out, force_terminal=terminal, width=15, color_system=None)
+        lines.print(Text(text), soft_wrap=whole or None)
+        lines.print(text, soft_wrap=whole or None)
+        assert out.getvalue() == 2 * expected
+
+
+@pytest.mark.parametrize(
+    ("counted", "line"),
+    [
+        ("allocator", "predicted 3.0 MiB, measured 2.0 MiB (peak of rank 0)"),
+        (
+            "process",
+            "predicted 3.0 MiB of tensors; measured 2.0 MiB, which is all of rank 0's process",
+        ),
+    ],
+)
+def test_what_was_planned_stands_beside_what_was_measured(counted: str, line: str) -> None:
+    measured = {"measured": {"load": 2**20, "training": 2 * 2**20}, "counted": counted}
+    planned = {"predicted": {"load": 2**20, "step": 3 * 2**20}}
+    assert summary_lines({"memory": {**planned, **measured}}) == [f"memory  {line}"]
+    assert summary_lines({"memory": measured}) == []
+    times = {"predicted": 1.2345, "measured": 2.0}
+    assert summary_lines({"step_s": times}) == ["step  predicted 1.23 s, measured 2 s"]
+    assert summary_lines({"step_s": {"measured": 2.0}}) == []
+
+
+def test_a_path_below_the_current_folder_is_shown_as_it_would_be_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved, publish = summary_lines({"saved": str(tmp_path / "runs/one")})
+    assert saved.split() == ["saved", "runs/one"] and " upload runs/one alone, " in publish
+
+
+def test_header_messages_and_summary_appear_and_brackets_stay() -> None:
+    status, out, err = play(
+        {"event": "started", "steps": 2, "lines": ["model tiny [llama]"], "rank": 0},
+        {"event": "started", "steps": 2, "lines": ["model tiny [llama]"], "rank": 1},
+        {"event": "message", "text": "[red]3 rows", "level": "info", "rank": 0},
+        {"event": "message", "text": "slow disk", "level": "warning", "rank": 1},
+        {"event": "rank_exited", "rank": 0, "code": 0, "log": "x"},
+        {"event": "finished", "rank": 0, "summary": {"steps": 2}},
+        {"event": "finished", "rank": 1},
+        ENDED,
+    )
+    assert (status, err) == (0, "")
+    assert out.splitlines() == [
+        *("model tiny [llama]", "[red]3 rows", "warning: rank 1: slow disk", "steps  2")
+    ]
+
+
+def test_quiet_leaves_warnings() -> None:
+    warning = {"event": "message", "text": "slow disk", "level": "warning"}
+    note = {"event": "message", "text": "note", "level": "info"}
+    assert play(STEP, note, warning, ENDED, quiet=True)[1] == "warning: slow disk\n"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_terminal_gets_a_bar_with_the_metrics_and_no_line_for_each_step(width: int) -> None:
+    steps = (STEP, {**STEP, "step": 200})
+    status, out, _ = play(
+        {"event": "started", "steps": 200}, *steps, ENDED, terminal=True, width=width
+    )
+    assert status == 0
+    assert step_line(STEP) not in out
+    (bar,) = {line for line in re.split(r"[\r\n]|\x1b\[2K", out) if "step 200/200" in line}
+    assert "loss 2.3456" in bar and "━━━━" in bar and re.search(r"eta [-0-9:]+$", bar)
+    assert ("peak" in bar) == (width == 120)
+
+
+def test_a_failure_is_one_message_on_standard_error_with_the_logs() -> None:
+    status, out, err = play(STEP, FAILED)
+    assert status == 2
+    assert "died" not in out
+    assert err == "error: rank 1 [bold] died\nlogs: /runs/one/logs\n"
+
+
+def test_a_stream_without_an_end_means_that_the_agent_died() -> None:
+    status, _, err = play(STEP)
+    assert status == 1
+    assert "agent died" in err
+    assert "/runs/one/logs/agent0.log" in err
+
+
+def test_an_error_of_the_launcher_is_not_swallowed() -> None:
+    class Broken(Played):
+        def events(self) -> Iterator[Mapping[str, Any]]:
+            raise LookupError("gone")
+
+    with pytest.raises(LookupError, match="gone"):
+        follow(Broken([]), run_directory="/runs/one", console=Console(file=io.StringIO()))
+
+
+class Elsewhere(Played):
+    """A job that continues by itself, and ends only if it is asked to."""
+
+    record = {"job": 7}
+
+    def __init__(self, signum: int) -> None:
+        super().__init__([], STOPPED)
+        self.signum = signum
+        self.cancelled = 0
+
+    def events(self) -> Iterator[Mapping[str, Any]]:
+        os.kill(os.getpid(), self.signum)
+        deadline = time.monotonic() + 1.5
+        while not self.cancelled and time.monotonic() < deadline:
+            time.sleep(0.02)
+        state = {"state": "stopped", "exit_status": STOPPED, "cause": "stopped at request"}
+        yield {"event": "ended", **(state if self.cancelled else {"state": "ok"})}
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+
+@pytest.mark.parametrize(
+    ("signum", "answer", "status", "cancelled"),
+    [
+        (signal.SIGTERM, None, 0, 0),
+        (signal.SIGINT, None, STOPPED, 1),  # nobody can be asked
+        (signal.SIGINT, "d", 0, 0),
+        (signal.SIGINT, "c", STOPPED, 1),
+        (signal.SIGINT, "", 0, 0),
+    ],
+)
+def test_a_job_elsewhere_is_left_or_cancelled(
+    signum: int,
+    answer: str | None,
+    status: int,
+    cancelled: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as typed:
+        os.write(writer, f"{answer}\n".encode())
+        terminal = mock.Mock(wraps=typed, isatty=lambda: answer is not None)
+        terminal.fileno = lambda: reader
+        monkeypatch.setattr("sys.stdin", terminal)
+        running = Elsewhere(signum)
+        out = io.StringIO()
+        found = follow(
+            running,
+            run_directory="/runs/one",
+            console=Console(file=out, width=120),
+            errors=Console(file=io.StringIO()),
+        )
+        os.close(writer)
+    assert (found, running.cancelled) == (status, cancelled)
+    assert ("d to detach" in capsys.readouterr().out) is (answer is not None)
+    left = signum == signal.SIGTERM or answer == "d"
+    assert ("anygauge job follow /runs/one" in out.getvalue()) is left
+
+
+def command_line(folder: Path, ranks: dict[int, list[Any]], grace: str) -> subprocess.Popen[str]:
+    script = write_script(folder, ranks)
+    return subprocess.Popen(
+        [sys.executable, FAKE_CLI, script, folder / "a run", str(len(ranks)), grace],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=as_in_a_terminal,
+    )
+
+
+def test_a_run_that_fails_from_end_to_end(tmp_path: Path) -> None:
+    command = command_line(tmp_path, {0: [sends("step", step=1, loss=2.0), ["exit", 7]]}, "0.5")
+    out, err = command.communicate(timeout=PATIENCE_S)
+    assert command.returncode == 1
+    assert out == "step 1  loss 2.0000\n"
+    assert err.startswith("error: rank 0 on ")
+    assert err.endswith(f"logs: {tmp_path / 'a run' / 'logs'}\n")
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_one_ctrl_c_ends_the_ranks_in_order(tmp_path: Path, signum: int, status: int) -> None:
+    command = command_line(tmp_path, {0: [["touch", "up"], FOREVER]}, "30")
+    until((tmp_path / "up").exists, "the rank")
+    command.send_signal(signum)
+    out, err = command.communicate(timeout=PATIENCE_S)
+    assert command.returncode == status
+    assert "Ctrl-C again to kill" in " ".join(out.split())
+    assert "ended on request" in err
+    assert "Traceback" not in err
+    assert not alive(read_pid(tmp_path / "pid0"))
+
+
+class Interrupted(Played):
+    """A job of this machine that has reported something when Ctrl-C comes, twice by a wrapper."""
+
+    def __init__(self, reported: list[Mapping[str, Any]], times: int, out: io.StringIO) -> None:
+        super().__init__(reported, 143)
+        self.times, self.out = times, out
+        self.cancelled = 0
+
+    def events(self) -> Iterator[Mapping[str, Any]]:
+        yield from self._events
+        if self._events:
+            until(self.out.getvalue, "what was reported")
+        for _ in range(self.times):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)  # the loop looks at signals meanwhile
+        yield {"event": "ended", "state": "cancelled", "exit_status": 143, "cause": ""}
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+
+@pytest.mark.parametrize(
+    ("reported", "promised"),
+    [
+        ([], "no step has been taken, so there is nothing to save"),
+        ([{"event": "message", "text": "loading"}], "no step has been taken"),
+        ([{"event": "started", "lines": ["tiny"], "stops": True}], "writing a checkpoint"),
+        ([{"event": "started", "lines": ["tiny"], "stops": False}], "cannot write checkpoints"),
+    ],
+)
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_promises_what_comes(
+    times: int, reported: list[Mapping[str, Any]], promised: str
+) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    running = Interrupted(reported, times, out)
+    consoles = {"console": Console(file=out, width=120), "errors": Console(file=err, width=120)}
+    assert follow(running, run_directory="/runs/one", **consoles) == 130
+    assert running.cancelled == 1
+    shown = out.getvalue()
+    assert promised in shown and "killing" not in shown and shown.count("Ctrl-C again to kill") == 1
+    assert ("writing a checkpoint" in shown) is (promised == "writing a checkpoint")
+    begun = bool(reported) and "stops" in reported[0]
+    assert ("before the first step; there was nothing to save" in err.getvalue()) is not begun
+
+
+def test_a_signal_that_came_while_the_job_was_submitted_has_its_answer() -> None:
+    cancelled = {"event": "ended", "state": "cancelled", "exit_status": 143, "cause": "SIGTERM"}
+    status, out, err = play(cancelled, status=143, asked=[signal.SIGINT])
+    assert status == 130 and "nothing to save" in out
+    assert "ended on request before the first step" in err
+
+
+def test_a_second_ctrl_c_kills(tmp_path: Path) -> None:
+    ranks = {0: [["ignore", signal.SIGTERM], ["touch", "up"], FOREVER]}
+    command = command_line(tmp_path, ranks, "3600")
+    until((tmp_path / "up").exists, "the rank")
+    assert command.stdout is not None
+    command.send_signal(signal.SIGINT)
+    assert "Ctrl-C again" in command.stdout.readline()
+    with pytest.raises(subprocess.TimeoutExpired):
+        command.wait(timeout=1)  # the rank is deaf, and its grace time long
+    command.send_signal(signal.SIGINT)
+    _, err = command.communicate(timeout=PATIENCE_S)
+    assert command.returncode == 130
+    assert "Traceback" not in err
+    assert not alive(read_pid(tmp_path / "pid0"))
