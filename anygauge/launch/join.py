@@ -107,7 +107,7 @@ def join(intent: Any, foreign: ForeignLaunch, *, quiet: bool) -> NoReturn:
         AnygaugeError: what any rank would refuse.
     """
     from anygauge.launch.environment import NodeEnvironment
-    from anygauge.launch.link import Hello
+    from anygauge.launch.meeting import Hello
     from anygauge.launch.rank_process import rank_numbers
     from anygauge.training.checks import check_settings
 
