@@ -119,7 +119,11 @@ def check_hello(own: Hello, other: Hello, known: Mapping[int, str]) -> None:
 
 
 def meet(
-    job: Job, outbox: Follower, own: Hello, address: tuple[str, int], requests: Sequence[object] = ()
+    job: Job,
+    outbox: Follower,
+    own: Hello,
+    address: tuple[str, int],
+    requests: Sequence[object] = (),
 ) -> Nodes:
     """Meet the agents of the job's other nodes.
 
