@@ -270,7 +270,7 @@ def question_ids(
     """
     from anygauge.cli import preflight
     from anygauge.data import first_records, prompt_ids
-    from anygauge.data.formats import prompt_template, render
+    from anygauge.data.formats import question_text
 
     data = origin.data
     has_template = bool(getattr(tokenizer, "chat_template", None) or (data and data.chat_template))
@@ -279,7 +279,7 @@ def question_ids(
     if data is not None:
         source = data.train_sources[0]
         first = first_records(source, 1, "data.train")[0]
-        template = prompt_template(first, source, has_chat_template=has_template)
-        if template is not None:
-            return prompt_ids(tokenizer, render(template, prompt)), []
+        text = question_text(first, source, prompt, has_chat_template=has_template)
+        if text is not None:
+            return prompt_ids(tokenizer, text), []
     return preflight.render(origin.section, data, prompt)

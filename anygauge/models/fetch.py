@@ -22,7 +22,6 @@ from anygauge.models.hub import Wanted, fetch, readable_size, wanted
 from anygauge.models.hub_errors import HubUnreachableError
 from anygauge.util.events import EventWriter
 from anygauge.util.processes import die_with_parent
-from anygauge.util.start import settled
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,7 +78,7 @@ def _asked(arguments: argparse.Namespace) -> list[Wanted]:
     if arguments.wanted is not None:
         return [Wanted(**fields) for fields in json.loads(arguments.wanted)]
     if arguments.run is not None:
-        return wanted(read_run(settled(Path(arguments.run))).model)
+        return wanted(read_run(Path(arguments.run)).model)
     return wanted(ModelSection(name=arguments.name, revision=arguments.revision))
 
 
