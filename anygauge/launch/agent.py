@@ -228,8 +228,6 @@ class _Agent:
             path.write_text(cause[:_CAUSE_SIZE])
 
 
-
-
 def _end_parent() -> None:
     """End the process that started this one: SIGTERM, then SIGKILL.
 

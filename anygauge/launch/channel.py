@@ -113,6 +113,9 @@ class Channel:
                 sent = self._socket.send(first)
             except BlockingIOError:
                 return
+            except (BrokenPipeError, ConnectionResetError):
+                self._outgoing.clear()  # the end is read after what the peer sent before it
+                return
             except OSError as error:
                 self.close(str(error))
                 return
