@@ -171,7 +171,8 @@ def _show_padding(console: Console, run: RunFile, rows: TokenizedRows, layout: L
         weights=tuple(source.weight for source in run.data.train_sources),
     )
     chosen = (run.data.packs, run.data.group_by_length)
-    shown = [("One epoch", "Sequences", "Steps", "Positions", "Padding", "Filled")]
+    titles = ("One epoch", "Sequences", "Steps", "Positions", "Padding", "Filled")
+    shown: list[tuple[str, ...]] = [titles]
     for title, packing, grouping in (
         ("padded", False, False),
         ("group_by_length", False, True),

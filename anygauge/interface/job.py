@@ -96,14 +96,11 @@ class Job:
     """One run, as launchers, agents and backends see it.
 
     Attributes:
-        name: short name for humans.
         run_directory: absolute path that every node sees; holds the resolved run and logs.
         run_file: absolute path of the resolved run, JSON that ranks read: in the run directory, or
             for a start that resumes a run in a folder of its own below `ATTEMPTS`. Beside it lies
             ``run.yaml``, the same for people.
-        backend: name of the backend.
-        strategy: name of the strategy; empty where nothing is trained.
-        launch: how many ranks there are, and how they are started and watched.
+        strategy: empty where nothing is trained.
         rendezvous: where the ranks of one machine meet: ``file:///path``, the path as it is, or
             ``tcp://host:port``; those that another launcher started meet at ``served://host:port``.
             Those of several machines meet where the agents agree.
@@ -119,8 +116,6 @@ class Job:
             write it to `run_file`. Empty where it is there already.
         fetch: the agents fetch the run's model of the hub before ranks start; where ranks run on
             the machine of the command, that has done so.
-        environment: variables that the run file asks for.
-        backend_options: the run file's ``backend_options``, for the backend alone to read.
         expected_memory: phase -> the most bytes that the first rank's tensors take of its device,
             by the plan of the run; empty where there is none.
         expected_step_s: seconds of a step, by the same; None: not known.
@@ -228,14 +223,10 @@ class Node:
 
     Attributes:
         rank: which machine of the job this is, from 0.
-        hostname: its name.
         cores: logical processors this process may use (the affinity mask), ordered by package and
             physical core, so that the threads of one core are neighbours.
         physical_cores: distinct cores among them.
-        memory_bytes: installed memory.
         interfaces: network interfaces; Ethernet first, then in the order the kernel made them.
-        rdma_devices: names under ``/sys/class/infiniband`` with their link layer
-            (``InfiniBand`` or ``Ethernet``) and driver (``mlx5_core``, ``efa``, ...).
         libraries: versions of the installed packages that settings depend on: ``torch`` and those
             of `Backend.libraries`.
         variables: what the user has set of `Backend.variables`.
@@ -248,7 +239,6 @@ class Node:
     hostname: str = "localhost"
     cores: tuple[int, ...] = (0,)
     physical_cores: int = 1
-    memory_bytes: int = 0
     interfaces: tuple[NetworkInterface, ...] = ()
     rdma_devices: tuple[RdmaDevice, ...] = ()
     libraries: Mapping[str, str] = field(default_factory=dict)
@@ -297,7 +287,12 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RdmaDevice:
-    """One device of ``/sys/class/infiniband``."""
+    """One device of ``/sys/class/infiniband``.
+
+    Attributes:
+        driver: such as ``mlx5_core`` or ``efa``.
+        link_layer: ``InfiniBand`` or ``Ethernet``.
+    """
 
     name: str
     driver: str
