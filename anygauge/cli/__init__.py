@@ -77,7 +77,7 @@ def _status() -> int:
 class EscapedStream:
     """A stream that control characters do not pass, whoever prints: see `escaped`.
 
-    rich writes to the stream itself: see `anygauge.cli.console`.
+    rich writes to the stream itself: see `anygauge.util.console`.
     """
 
     def __init__(self, stream: Any) -> None:

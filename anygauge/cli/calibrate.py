@@ -12,11 +12,11 @@ from typing import Any
 
 import typer
 
-from anygauge.cli.console import Console, table
 from anygauge.cli.options import choose_backend
 from anygauge.interface import Card, UsageError
 from anygauge.planning.machines import Hardware, measured_file
 from anygauge.registry import Registry
+from anygauge.util.console import Console, table
 from anygauge.util.files import write_text
 
 HOST_RANKS, PEERS = 2, 8

@@ -11,8 +11,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from anygauge.cli.console import Console
 from anygauge.cli.options import BackendOption, RunFileArgument, SetOption
+from anygauge.util.console import Console
 
 if TYPE_CHECKING:
     from anygauge.config.schema import DataSection, RunFile

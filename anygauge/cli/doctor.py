@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from anygauge.cli.console import Console
 from anygauge.cli.options import BackendOption, JsonOption, choose_backend
 from anygauge.interface import Outcome
+from anygauge.util.console import Console
 
 _SHOWN = {
     Outcome.PASS: ("passed", ""),

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anygauge.cli.console import Console
 from anygauge.cli.env import print_environment, rank_environments, shown_ranks
 from anygauge.cli.intent import Intent, rendered
 from anygauge.cli.listings import describe_launcher
@@ -27,6 +26,7 @@ from anygauge.launch.run_directory import resume_target
 from anygauge.training.auto import AUTO
 from anygauge.training.schedule import learning_rate, warmup_steps
 from anygauge.training.strategy import share_of
+from anygauge.util.console import Console
 from anygauge.util.files import write_text
 
 if TYPE_CHECKING:
@@ -89,7 +89,8 @@ def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> No
     backend = intent.registry.create_backend(intent.selection.spec.name, run.backend_options)
     _show_kernels(console, intent, backend)
     _show_plan(console, intent)
-    console.print(f"  each agent starts {job.launch.devices}: python -m anygauge.training.worker")
+    who = "each agent" if remote else "the command"
+    console.print(f"  {who} starts {job.launch.devices}: python -m anygauge.training.worker")
     first, last = (
         rank_numbers(job, node, local)
         for node, local in ((0, 0), (job.launch.nodes - 1, job.launch.devices - 1))

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from anygauge.cli.console import Console
 from anygauge.cli.options import BackendOption, DevicesOption, NodesOption, SetOption
 from anygauge.interface import Backend, Job, LaunchSettings, Node, RunFileError, Setting
+from anygauge.util.console import Console
 from anygauge.util.text import escaped
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from anygauge.cli.console import Console
+from anygauge.util.console import Console
 
 if TYPE_CHECKING:
     from anygauge.config.schema import RunFile

@@ -15,7 +15,6 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from anygauge.cli.console import Console
 from anygauge.cli.options import BackendOption, JsonOption, choose_backend
 from anygauge.interface import (
     REPOSITORY_VARIABLE,
@@ -26,6 +25,7 @@ from anygauge.interface import (
     UnsupportedError,
     tagged,
 )
+from anygauge.util.console import Console
 
 ENGINES = ("docker", "podman")
 INSIDE = "/work"

@@ -71,7 +71,7 @@ def read_intent(
 
     loaded = load_run_file(path, list(overrides or ()), dict(flags))
     if foreign is not None:
-        from anygauge.cli.join import as_launched
+        from anygauge.launch.join import as_launched
 
         loaded = as_launched(loaded, foreign)
     run = loaded.run

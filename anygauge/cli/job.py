@@ -62,7 +62,7 @@ def job(
         if running.found != "known":
             raise typer.Exit(1)
     else:
-        from anygauge.cli.terminal import follow
+        from anygauge.launch.follow import follow
 
         raise typer.Exit(follow(running, run_directory=run_directory))
 

@@ -12,7 +12,6 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from anygauge.cli.console import Console
 from anygauge.cli.options import BackendOption, JsonOption, choose_backend
 from anygauge.interface import (
     ABILITIES,
@@ -33,6 +32,7 @@ from anygauge.registry import (
     installed_version,
     select_backend,
 )
+from anygauge.util.console import Console
 
 if TYPE_CHECKING:
     from anygauge.config.strategies import StrategySection

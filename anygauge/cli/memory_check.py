@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from anygauge.cli.lines import size
 from anygauge.config.strategies import default_section
 from anygauge.interface import AnygaugeError, Backend, Card, RunFileError
+from anygauge.launch.event_format import size
 from anygauge.models.hub import copy_of, names_hub
 from anygauge.planning.fit import Fit, most_bytes
 from anygauge.planning.machines import Hardware, measured_files

@@ -21,8 +21,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import typer
 
-from anygauge.cli.lines import size
 from anygauge.interface import AnygaugeError, DataError
+from anygauge.launch.event_format import size
 from anygauge.util import errors
 from anygauge.util.processes import describe_exit, parent_environment
 

@@ -23,7 +23,7 @@ from anygauge.cli.options import (
     RunFileArgument,
     SetOption,
 )
-from anygauge.interface import AnygaugeError, UsageError
+from anygauge.interface import AnygaugeError, RunningJob, UsageError
 from anygauge.util.text import fitted
 
 
@@ -52,7 +52,7 @@ def train(
 
         foreign = find_launch(os.environ)
         if foreign is not None:
-            from anygauge.cli.join import join
+            from anygauge.launch.join import join
 
             try:
                 intent = read_intent(run_file, set_, flags, need_device=True, foreign=foreign)
@@ -175,7 +175,8 @@ def start(
 
     from anygauge.cli.memory_check import checked
     from anygauge.cli.preflight import preflight
-    from anygauge.cli.terminal import deferred, follow
+    from anygauge.launch.follow import deferred, follow
+    from anygauge.launch.local_run import LocalRun
     from anygauge.launch.run_directory import (
         RUN_FILE,
         claim,
@@ -226,7 +227,11 @@ def start(
                 clear_for_start(folder, staged=staged)
             write_run(Path(job.run_file), chosen)
             try:
-                running = launcher.submit(replace(plan, held=(lock,)))
+                running: RunningJob = (
+                    launcher.submit(replace(plan, held=(lock,)))
+                    if spec.remote
+                    else LocalRun(job, lock=lock, grace_s=plan.grace_s)
+                )
             except AnygaugeError:
                 if unused and "detach" in spec.can:
                     shutil.rmtree(folder, ignore_errors=True)  # nothing was started

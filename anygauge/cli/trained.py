@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anygauge.cli.console import Console
 from anygauge.cli.options import BackendOption, ModelArgument, TokenizerOption
 from anygauge.interface import ModelError, UsageError
+from anygauge.util.console import Console
 from anygauge.util.files import why_no_folder
 
 if TYPE_CHECKING:

@@ -191,6 +191,8 @@ class Plan:
         held: open descriptors that processes on this machine inherit and keep to their end: the
             lock of the run directory is one. Other machines have no use for them.
         batch: how the job is submitted without this package's commands, where that is possible.
+        grace_s: of ranks that the command itself supervises: seconds from the end of a rank's peers
+            to SIGKILL.
     """
 
     files: tuple[PlannedFile, ...] = ()
@@ -201,6 +203,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     held: tuple[int, ...] = ()
     batch: BatchFile | None = None
+    grace_s: float = 5.0
 
 
 class RunningJob(Protocol):
@@ -236,7 +239,7 @@ class RunningJob(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts one agent on each node of a job."""
+    """Starts one agent on each machine of a job."""
 
     def render(self, job: Job, options: Any) -> Plan:
         """What would be done. Pure: writes nothing, starts nothing, needs no device.
@@ -259,7 +262,8 @@ class LauncherSpec:
     Attributes:
         tested_on: ``real`` machines, ``emulated`` ones, or the ``schema`` of a service alone.
         max_nodes: most machines it can start on; None for no limit.
-        remote: ranks run on other machines than this one.
+        remote: ranks run on other machines than this one. Without it, the command itself starts
+            and supervises them: `Launcher.submit` is not called.
         shared_filesystem: those machines see this one's files; otherwise data, model and run
             directory are theirs.
         can: what its jobs can do, of `ABILITIES`.

@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from anygauge.interface import LOST, AnygaugeError, Job
@@ -19,6 +19,7 @@ from anygauge.launch.foreign import scrub
 from anygauge.launch.link import Hello
 from anygauge.launch.nodes import CancelledError, Instruction, Nodes, Outbox, WorkerNode
 from anygauge.launch.outcome import JobFailure, NodeReport
+from anygauge.launch.rank_process import RankArgv, rank_argv
 from anygauge.launch.startup import (
     StartAbortedError,
     claim_run_directory,
@@ -30,10 +31,9 @@ from anygauge.launch.startup import (
     read_standard_input,
     read_variables,
 )
-from anygauge.launch.supervisor import GRACE_S, Supervisor, collect_signals
+from anygauge.launch.supervisor import GRACE_S, Requests, supervise
 from anygauge.util.processes import die_with_parent, tie_to_parent
-from anygauge.util.rendezvous import file_of
-from anygauge.util.run_lock import check_lock, identity_of, open_lock
+from anygauge.util.run_lock import identity_of, open_lock
 
 RankEnvironment = Callable[[int], dict[str, str]]
 """Local rank -> all variables of that rank, except for those of its numbers."""
@@ -47,14 +47,14 @@ _PARENT_ENDS_S = 2.0
 def main(
     argv: Sequence[str] | None = None,
     *,
-    rank_argv: Sequence[str] | None = None,
+    argv_of_rank: RankArgv | None = None,
     rank_environment: RankEnvironment | None = None,
 ) -> int:
     """Run the ranks of one node.
 
     Args:
         argv: command line; None for this process's own.
-        rank_argv: the command of a rank; None for the training worker's.
+        argv_of_rank: see `supervise`; None for the training worker's.
         rank_environment: the environment of each rank; None for that of the job's backend.
 
     Returns:
@@ -62,7 +62,7 @@ def main(
     """
     # SIGTERM rather than SIGKILL: the agent must end its ranks.
     die_with_parent(signal.SIGTERM)
-    agent = _Agent(rank_argv, rank_environment)
+    agent = _Agent(argv_of_rank, rank_environment)
     return agent.run(sys.argv[1:] if argv is None else argv)
 
 
@@ -71,18 +71,18 @@ class _Agent:
 
     def __init__(
         self,
-        rank_argv: Sequence[str] | None,
+        argv_of_rank: RankArgv | None,
         rank_environment: RankEnvironment | None,
     ) -> None:
-        self._rank_argv = rank_argv
+        self._argv_of_rank = argv_of_rank
         self._rank_environment = rank_environment
         self._outbox = Outbox(sys.stdout.fileno())
         self._nodes: Nodes | None = None
         self._node_rank, self._host = -1, socket.gethostname()
         # Collected from now on, also between two attempts: the first process of a container does
         # not even receive signals that it does not handle.
-        self._requests: list[tuple[int, float]] = []
-        collect_signals(self._requests)
+        self._requests = Requests()
+        self._requests.collect_signals()
 
     def run(self, argv: Sequence[str]) -> int:
         """Run; every failure is reported. Returns the exit status."""
@@ -151,7 +151,7 @@ class _Agent:
             self._host,
             arguments.coordinator,
             own.digests() if own else {},
-            self._requests,
+            self._requests.received,
             fabric=own.fabric.name if own else "",
         )
         if job.run_text:
@@ -160,35 +160,20 @@ class _Agent:
             text = f"network between machines: {own.fabric.name or 'any'} ({own.fabric.why})"
             nodes.send("message", level="info", text=text)
         if job.fetch:
-            fetch_on_all(job, nodes, environment(0), self._host, self._requests)
-        while True:
-            check_lock(folder, lock)  # starting a rank makes folders
-            meeting = file_of(nodes.rendezvous)
-            if meeting is not None:
-                # Ranks of an attempt that was killed have left their keys there.
-                Path(meeting).unlink(missing_ok=True)
-            status = Supervisor(
-                replace(job, rendezvous=nodes.rendezvous),
-                node_rank=self._node_rank,
-                hostname=self._host,
-                rank_argv=self._rank_argv or worker_argv(arguments.job, nodes, lock, resume=resume),
-                rank_environment=environment,
-                nodes=nodes,
-                grace_s=arguments.grace,
-                cores=own.cores if own else {},
-                lock=lock,
-                signals=self._requests,
-            ).run()
-            if nodes.outcome is None or nodes.outcome.state != "again":
-                return status
-            if self._node_rank == 0:
-                text = (
-                    f"{nodes.outcome.cause}\nstarting again from the newest checkpoint (restart "
-                    f"{nodes.restarts + 1} of {job.launch.max_restarts}, launch.max_restarts)"
-                )
-                nodes.send("message", level="warning", text=text)
-            nodes.restart()
-            resume = True
+            fetch_on_all(job, nodes, environment(0), self._host, self._requests.received)
+        return supervise(
+            job,
+            nodes,
+            node_rank=self._node_rank,
+            hostname=self._host,
+            rank_argv=self._argv_of_rank or partial(rank_argv, arguments.job, lock),
+            rank_environment=environment,
+            requests=self._requests,
+            grace_s=arguments.grace,
+            cores=own.cores if own else {},
+            lock=lock,
+            resume=resume,
+        )
 
     def _report(self, status: int, text: str) -> int:
         """Report to the follower, and to the other nodes if they have met, why this agent ends.
@@ -227,19 +212,6 @@ class _Agent:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(cause[:_CAUSE_SIZE])
-
-
-def worker_argv(job_file: str, nodes: Nodes, lock: str, *, resume: bool) -> tuple[str, ...]:
-    """The command of a rank.
-
-    Args:
-        lock: of the run directory (`identity_of`).
-        resume: it resumes from the newest checkpoint.
-    """
-    return (
-        *(sys.executable, "-m", "anygauge.training.worker", "--job", job_file),
-        *("--lock", lock, "--rendezvous", nodes.rendezvous, *(("--resume",) if resume else ())),
-    )
 
 
 def meet(

@@ -85,4 +85,4 @@ def run_rank(job: Job, rank: int, world_size: int, local_rank: int) -> dict[str,
 
 
 if __name__ == "__main__":
-    sys.exit(local_job.main(MODULE, run_rank, sys.argv[1:]))
+    sys.exit(local_job.main(run_rank, sys.argv[1:]))

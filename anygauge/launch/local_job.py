@@ -1,7 +1,7 @@
 """A short job of real ranks on this machine, in the environment that ranks of a run would have.
 
-A module offers one by calling `main`: ``python -m MODULE --agent --job JOB`` is then the agent that
-starts the ranks, and ``python -m MODULE --job JOB`` each of them. `run` starts the agent.
+A module offers one by calling `main`: ``python -m MODULE --job JOB`` is then each of the ranks that
+`run` starts.
 """
 
 from __future__ import annotations
@@ -10,18 +10,21 @@ import contextlib
 import json
 import os
 import secrets
-import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from anygauge.interface import AnygaugeError, Backend, Job, LaunchSettings
+from anygauge.launch.local_run import LocalRun
+from anygauge.launch.supervisor import GRACE_S
 from anygauge.registry import Registry
-from anygauge.util.events import EventWriter, read_event
+from anygauge.util.events import EventWriter
 from anygauge.util.files import write_text
 from anygauge.util.processes import die_with_parent
+from anygauge.util.run_lock import open_lock
 
 COLLECTIVE_TIMEOUT_S = 60.0
 _RESULT = "result.json"
@@ -58,26 +61,49 @@ def run(
         job = Job(
             name=name,
             run_directory=folder,
-            run_file="",
+            run_file=f"{folder}/run.json",
             backend=backend,
             launch=LaunchSettings(devices=ranks, collective_timeout_s=COLLECTIVE_TIMEOUT_S),
             rendezvous=f"file://{folder}/rendezvous",
+            stop_grace_s=GRACE_S,
             token=secrets.token_hex(16),
             backend_options=dict(options),
         )
-        path = Path(folder) / "job.json"
-        write_text(path, job.dump(), mode=0o600)
-        argv = [sys.executable, "-m", module, "--agent", "--job", str(path)]
+        command = (sys.executable, "-m", module, "--job", str(Path(folder) / "job.json"))
+        lock = open_lock(Path(folder))
         try:
-            done = subprocess.run(
-                argv, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL
-            )
-        except subprocess.TimeoutExpired:
-            raise LocalJobError(f"{ranks} ranks were not done within {timeout_s:.0f} s") from None
+            running = LocalRun(job, lock=lock, argv_of_rank=lambda *_: command)
+            ended = _ending(running, timeout_s)
+        finally:
+            os.close(lock)
+        if ended is None:
+            raise LocalJobError(f"{ranks} ranks were not done within {timeout_s:.0f} s")
         result = Path(folder) / _RESULT
-        if done.returncode or not result.is_file():
-            raise LocalJobError(f"{ranks} ranks: {_cause(done.stdout, done.stderr)}")
+        if ended["exit_status"] or not result.is_file():
+            why = str(ended.get("cause") or "they ended without a report").splitlines()[0]
+            raise LocalJobError(f"{ranks} ranks: {why}")
         return dict(json.loads(result.read_text(encoding="utf-8")))
+
+
+def _ending(running: LocalRun, timeout_s: float) -> Mapping[str, Any] | None:
+    """How it ended; None where it was ended because it took too long."""
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        running.cancel()
+
+    timer = threading.Timer(timeout_s, end)
+    timer.start()
+    try:
+        *_, ended = running.events()
+    except BaseException:
+        running.cancel()
+        raise
+    finally:
+        timer.cancel()
+        running.wait()
+    return None if late.is_set() else ended
 
 
 @contextlib.contextmanager
@@ -95,25 +121,10 @@ def opened(job: Job, rank: int, world_size: int, local_rank: int) -> Iterator[Ba
         yield backend
 
 
-def _cause(stdout: str, stderr: str) -> str:
-    """The first line of the cause that the agent reported, or else the last that it printed."""
-    for line in reversed(stdout.splitlines()):
-        event = read_event(line.encode())
-        if event is not None and event.get("cause"):
-            return str(event["cause"]).splitlines()[0]
-    lines = [line for line in stderr.splitlines() if line.strip()]
-    return lines[-1] if lines else "they ended without a report"
-
-
-def main(module: str, run_rank: RunRank, argv: list[str]) -> int:
-    """Be one rank or, with ``--agent``, the agent that starts all. Returns the exit status."""
-    path = argv[-1]
-    if argv[0] == "--agent":
-        from anygauge.launch.agent import main as run_agent
-
-        return run_agent(["--job", path], rank_argv=(sys.executable, "-m", module, "--job", path))
+def main(run_rank: RunRank, argv: list[str]) -> int:
+    """Be one rank. Returns the exit status."""
     die_with_parent()
-    job, rank = Job.load(path), int(os.environ["RANK"])
+    job, rank = Job.load(argv[-1]), int(os.environ["RANK"])
     events = EventWriter.of_rank(rank)
     try:
         result = run_rank(job, rank, int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from pydantic import Field, Strict, TypeAdapter
 
@@ -124,6 +124,22 @@ class Outbox:
                     gone = True
 
 
+class Follower(Protocol):
+    """Where a supervisor sends what happens on its machine; see `Outbox`."""
+
+    shared: bool
+
+    @property
+    def full(self) -> bool:
+        """See `Outbox.full`."""
+
+    def forward(self, line: bytes) -> None:
+        """See `Outbox.forward`."""
+
+    def send(self, event: str, **fields: Any) -> None:
+        """See `Outbox.send`."""
+
+
 class Nodes:
     """The only node of its job; `Coordinator` and `WorkerNode` build on it.
 
@@ -135,7 +151,7 @@ class Nodes:
         all_ready: each node has what its ranks need.
     """
 
-    def __init__(self, job: Job, outbox: Outbox) -> None:
+    def __init__(self, job: Job, outbox: Follower) -> None:
         self.rendezvous = job.rendezvous
         self.outcome: JobOutcome | None = None
         self.signum: int | None = None

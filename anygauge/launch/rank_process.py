@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,22 @@ def rank_numbers(job: Job, node_rank: int, local_rank: int) -> dict[str, str]:
     }
 
 
+RankArgv = Callable[[str, bool], Sequence[str]]
+"""Where ranks meet, and whether they resume from the newest checkpoint -> the command of a rank."""
+
+
+def rank_argv(job_file: str, lock: str, rendezvous: str, resume: bool) -> tuple[str, ...]:
+    """The command of a rank.
+
+    Args:
+        lock: of the run directory (`identity_of`).
+    """
+    return (
+        *(sys.executable, "-m", "anygauge.training.worker", "--job", job_file),
+        *("--lock", lock, "--rendezvous", rendezvous, *(("--resume",) if resume else ())),
+    )
+
+
 class RankProcess:
     """A started rank. It leads its own session, so that its helper processes can end with it.
 
@@ -68,6 +85,7 @@ class RankProcess:
         directory: Path,
         cores: tuple[int, ...] = (),
         listener: int | None = None,
+        held: Sequence[int] = (),
         idle_limit_s: float = math.inf,
     ) -> None:
         """Start the process.
@@ -76,6 +94,7 @@ class RankProcess:
             directory: of its log and its result, until the start is accepted.
             cores: logical processors that it is bound to; empty for no binding.
             listener: descriptor that it inherits: the socket of the ranks' store.
+            held: further descriptors that it inherits.
             idle_limit_s: how long it may neither work nor report.
 
         Raises:
@@ -101,7 +120,7 @@ class RankProcess:
             with self.log.open("ab") as log:
                 self.log_offset = log.seek(0, 2)
                 self.started = self.last_alive = time.time()
-                self._process = _started(argv, environment, cores, log, writer, listener)
+                self._process = _started(argv, environment, cores, log, writer, listener, held)
         except BaseException:
             os.close(self.pipe)
             raise
@@ -295,6 +314,7 @@ def _started(
     log: IO[bytes],
     events: int,
     listener: int | None,
+    held: Sequence[int],
 ) -> subprocess.Popen[bytes]:
     with bound_to(cores):
         return subprocess.Popen(
@@ -309,7 +329,7 @@ def _started(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            pass_fds=(events,) if listener is None else (events, listener),
+            pass_fds=(events, *held, *(() if listener is None else (listener,))),
             start_new_session=True,
         )
 

@@ -1,8 +1,8 @@
-"""Watches the ranks of one node from start to end: when one fails, all end.
+"""Watches the ranks of one machine from start to end: when one fails, all end.
 
-One thread runs one loop. It wakes for events, exits of processes and signals, forwards what ranks
-report, and ends the others when one fails. No process that it starts outlives it. At each turn it
-takes the instructions of other nodes from `Nodes`.
+One thread runs one loop. It wakes for events, exits of processes and requests to end, forwards what
+ranks report, and ends the others when one fails. No process that it starts outlives that thread.
+At each turn it takes the instructions of other machines from `Nodes`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -21,8 +22,9 @@ from types import FrameType
 from anygauge.interface import AnygaugeError, Job
 from anygauge.launch.nodes import Instruction, Nodes
 from anygauge.launch.outcome import Failure, JobFailure, JobOutcome, NodeReport
-from anygauge.launch.rank_process import RankProcess, rank_numbers
+from anygauge.launch.rank_process import RankArgv, RankProcess, rank_numbers
 from anygauge.util.processes import END_AT_ONCE, REPEATED_SIGNAL_S
+from anygauge.util.rendezvous import file_of
 from anygauge.util.run_lock import check_lock
 
 GRACE_S = 5.0
@@ -37,40 +39,57 @@ _LIMITS = "launch.collective_timeout_s and the grace time"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Each is a request to end. Schedulers send SIGUSR1 before the time limit."""
 
-_SIGNALLED = "signals"  # data of the selector's key that becomes ready when one has arrived
+
+class Requests:
+    """Requests to end a job: signals, each with its time (monotonic), in the order of arrival.
+
+    They come from signal handlers or from another thread, and wake whoever selects on this.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[tuple[int, float]] = []
+        self._reader, self._writer = os.pipe()
+        for end in (self._reader, self._writer):
+            os.set_blocking(end, False)
+            weakref.finalize(self, os.close, end)
+
+    def add(self, signum: int) -> None:
+        """Ask for the end, as if this signal had arrived."""
+        self.received.append((signum, time.monotonic()))
+        with contextlib.suppress(OSError):  # full: it is awake
+            os.write(self._writer, b"\0")
+
+    def collect_signals(self) -> None:
+        """From now on, each signal is a request. For the main thread."""
+
+        def note(signum: int, frame: FrameType | None) -> None:
+            self.add(signum)
+
+        for number in SIGNALS:
+            signal.signal(number, note)
+
+    def __bool__(self) -> bool:
+        return bool(self.received)
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._reader
+
+    def read(self) -> None:
+        """Sleep again: what has arrived is in `received`."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._reader, 512)
 
 
-def collect_signals(received: list[tuple[int, float]]) -> None:
-    """From now on, append each signal and its time (monotonic) to a list."""
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        received.append((signum, time.monotonic()))
-
-    for number in SIGNALS:
-        signal.signal(number, note)
+def note_on_stderr(text: str) -> None:
+    """Write a line to this process's own log; a full disk must not end a run."""
+    with contextlib.suppress(OSError):
+        print(dated(text), file=sys.stderr, flush=True)
 
 
-@contextlib.contextmanager
-def _woken_by_signals(
-    received: list[tuple[int, float]], selector: selectors.BaseSelector
-) -> Iterator[None]:
-    """Collect signals meanwhile, and have each wake the selector. For the main thread."""
-    reader, writer = os.pipe()
-    os.set_blocking(reader, False)
-    os.set_blocking(writer, False)
-    selector.register(reader, selectors.EVENT_READ, _SIGNALLED)
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    collect_signals(received)
-    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(wakeup)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        selector.unregister(reader)
-        os.close(reader)
-        os.close(writer)
+def dated(text: str) -> str:
+    """A line of a log."""
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S')} supervisor: {text}"
 
 
 @dataclass
@@ -84,7 +103,9 @@ class Supervisor:
         grace_s: seconds between `END_AT_ONCE` and SIGKILL when ranks are ended.
         cores: local rank -> logical processors that it is bound to.
         lock: of the run directory (`identity_of`); where it is another, no results are recorded.
-        signals: requests to end that had arrived before, each with its time.
+        held: descriptors that ranks inherit: the lock is held until the last of them is gone.
+        requests: to end the job; some may have arrived before.
+        note: takes a line for this machine's log.
     """
 
     job: Job
@@ -97,7 +118,9 @@ class Supervisor:
     grace_s: float = GRACE_S
     cores: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     lock: str | None = None
-    signals: list[tuple[int, float]] = field(default_factory=list)
+    held: Sequence[int] = ()
+    requests: Requests = field(default_factory=Requests)
+    note: Callable[[str], None] = note_on_stderr
 
     def __post_init__(self) -> None:
         self._ranks: list[RankProcess] = []
@@ -117,7 +140,7 @@ class Supervisor:
     def run(self) -> int:
         """Start the ranks, and watch them and the other nodes until all have ended.
 
-        Call it from the main thread.
+        Ranks end with the thread that calls this, whatever ends it.
 
         Returns:
             The exit status: 0, that of the earliest failure, or 128 + the signal received.
@@ -126,12 +149,12 @@ class Supervisor:
             AnygaugeError: a rank cannot be started; those that had started were ended.
         """
         try:
-            with _woken_by_signals(self.signals, self._selector):
-                self.nodes.attach(self._selector)
-                self._start()
-                self._act_on_signals()  # a signal that kept ranks from starting is handled here
-                while not self._over():
-                    self._turn()
+            self._selector.register(self.requests, selectors.EVENT_READ)
+            self.nodes.attach(self._selector)
+            self._start()
+            self._act_on_requests()  # one that kept ranks from starting is handled here
+            while not self._over():
+                self._turn()
         finally:
             for rank in self._ranks:
                 rank.abandon()
@@ -151,7 +174,7 @@ class Supervisor:
     @property
     def _must_not_start(self) -> bool:
         """Whether this node or another was asked to end."""
-        return bool(self.signals) or self._ended_with is not None or self._killed_at is not None
+        return bool(self.requests) or self._ended_with is not None or self._killed_at is not None
 
     def _start(self) -> None:
         count = self.job.launch.devices
@@ -175,6 +198,7 @@ class Supervisor:
                         self.job.start_directory,
                         cores,
                         listener=listener,
+                        held=self.held,
                         idle_limit_s=self._limit_s,
                     )
             except OSError as error:
@@ -186,7 +210,7 @@ class Supervisor:
             if started.handle is not None:
                 self._selector.register(started.handle, selectors.EVENT_READ)
             on = f" on cores {', '.join(map(str, cores))}" if cores else ""
-            _note(f"rank {rank} started, process {started.pid}{on}")
+            self.note(f"rank {rank} started, process {started.pid}{on}")
 
     def _turn(self) -> None:
         """Wait until something happens, and act on it."""
@@ -195,12 +219,12 @@ class Supervisor:
         for key, _ in self._selector.select(_TURN_WITHOUT_HANDLES_S if polled else _TURN_S):
             if isinstance(key.data, RankProcess):
                 failed |= self._read(key.data)
-            elif key.data == _SIGNALLED:
-                os.read(key.fd, 512)  # the signal itself is in self.signals
+            elif key.fileobj is self.requests:
+                self.requests.read()
         if failed:  # only now, since other ranks' last words may say why
             self._fail()
         self._check_all()
-        self._act_on_signals()
+        self._act_on_requests()
         for instruction in self.nodes.poll():
             self._follow(instruction)
         self._keep_time()
@@ -218,7 +242,7 @@ class Supervisor:
             if rank.handle is not None:
                 self._selector.unregister(rank.handle)
             rank.reap()
-            _note(f"rank {rank.rank} ended with code {rank.code}")
+            self.note(f"rank {rank.rank} ended with code {rank.code}")
             self.nodes.send("rank_exited", rank=rank.rank, code=rank.code, log=str(rank.log))
             if not (rank.ok or rank.stopped_cleanly):
                 self._fail()
@@ -227,7 +251,7 @@ class Supervisor:
         """Take what it has written since; returns whether it has failed."""
         for event, line in rank.read_events():
             if event is None:
-                _note(f"rank {rank.rank} sent a line that is not an event: {line[:500]!r}")
+                self.note(f"rank {rank.rank} sent a line that is not an event: {line[:500]!r}")
                 continue
             if event["event"] != "progress":  # for this agent alone
                 self.nodes.forward(line)
@@ -285,16 +309,16 @@ class Supervisor:
             for rank in self._ranks:
                 rank.signal(signal.SIGKILL)
 
-    def _act_on_signals(self) -> None:
-        if not self.signals:
+    def _act_on_requests(self) -> None:
+        if not self.requests:
             return
-        signum, at = self.signals[0]
+        signum, at = self.requests.received[0]
         if self._cancelled_at is None:
-            _note(f"received {signal.Signals(signum).name}: ending the ranks")
+            self.note(f"received {signal.Signals(signum).name}: ending the ranks")
             self._stop(signum, time.time() - (time.monotonic() - at))
             self.nodes.broadcast(Instruction.STOP, signum)
         # A terminal that closes adds nothing to the Ctrl-C before it.
-        again, later = self.signals[-1]
+        again, later = self.requests.received[-1]
         if later - at > REPEATED_SIGNAL_S and again in (signal.SIGTERM, signal.SIGINT):
             self._kill_ranks()
             self.nodes.broadcast(Instruction.KILL)
@@ -423,8 +447,8 @@ class Supervisor:
                 check_lock(Path(self.job.run_directory), self.lock)
                 rank.write_result(self._state_of(rank, outcome.state), self.hostname)
             except (OSError, AnygaugeError) as error:
-                _note(f"{rank.result} cannot be written: {error}")
-        _note(f"ended: {outcome.state}, exit status {outcome.exit_status}")
+                self.note(f"{rank.result} cannot be written: {error}")
+        self.note(f"ended: {outcome.state}, exit status {outcome.exit_status}")
         if outcome.state == "again":
             return outcome.exit_status
         self.nodes.send(
@@ -448,7 +472,61 @@ class Supervisor:
         return "failed" if rank.failure is not None else "stopped"
 
 
-def _note(text: str) -> None:
-    """Write a line to the agent's own log; a full disk must not end a run."""
-    with contextlib.suppress(OSError):
-        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} agent: {text}", file=sys.stderr, flush=True)
+def supervise(
+    job: Job,
+    nodes: Nodes,
+    *,
+    node_rank: int,
+    hostname: str,
+    rank_argv: RankArgv,
+    rank_environment: Callable[[int], dict[str, str]],
+    requests: Requests,
+    grace_s: float = GRACE_S,
+    cores: Mapping[int, tuple[int, ...]] | None = None,
+    lock: str | None = None,
+    held: Sequence[int] = (),
+    resume: bool = False,
+    note: Callable[[str], None] = note_on_stderr,
+) -> int:
+    """Run the ranks of this machine, and again after a failure as often as the job allows.
+
+    Args:
+        resume: the first attempt resumes.
+        rank_environment, requests, grace_s, cores, lock, held, note: see `Supervisor`.
+
+    Returns:
+        The exit status of this machine's part of the job.
+
+    Raises:
+        AnygaugeError: the run directory is not this run's any more, or a rank cannot be started.
+    """
+    while True:
+        check_lock(Path(job.run_directory), lock)  # starting a rank makes folders
+        meeting = file_of(nodes.rendezvous)
+        if meeting is not None:
+            # Ranks of an attempt that was killed have left their keys there.
+            Path(meeting).unlink(missing_ok=True)
+        status = Supervisor(
+            replace(job, rendezvous=nodes.rendezvous),
+            node_rank=node_rank,
+            hostname=hostname,
+            rank_argv=rank_argv(nodes.rendezvous, resume),
+            rank_environment=rank_environment,
+            nodes=nodes,
+            grace_s=grace_s,
+            cores=cores or {},
+            lock=lock,
+            held=held,
+            requests=requests,
+            note=note,
+        ).run()
+        if nodes.outcome is None or nodes.outcome.state != "again":
+            return status
+        if node_rank == 0:
+            text = (
+                f"{nodes.outcome.cause}\nstarting again from the newest checkpoint (restart "
+                f"{nodes.restarts + 1} of {job.launch.max_restarts}, launch.max_restarts)"
+            )
+            nodes.send("message", level="warning", text=text)
+        nodes.restart()
+        resume = True

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.cli.joined import _agreed
 from anygauge.interface import STOPPED, AnygaugeError
 from anygauge.launch.foreign import ForeignLaunch
+from anygauge.launch.rank import _agreed
 from tests.helpers.forked import RunPart, finished
 from tests.helpers.processes import alive, as_in_a_terminal, begin, end, free_port, until
 from tests.helpers.runs import Run, called, run_file, train
@@ -93,7 +93,7 @@ def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
         with contextlib.suppress(OSError):
             variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if b"anygauge.cli.joined" in command:
+            if b"anygauge.launch.rank" in command:
                 named = dict(each.split("=", 1) for each in variables if "=" in each)
                 found[int(named["RANK"])] = pid
     return found

@@ -15,7 +15,7 @@ if __name__ == "__main__":
     sys.exit(
         agent.main(
             sys.argv[2:],
-            rank_argv=(sys.executable, FAKE_RANK, sys.argv[1]),
+            argv_of_rank=lambda *_: (sys.executable, FAKE_RANK, sys.argv[1]),
             rank_environment=lambda local_rank: scrub(os.environ),
         )
     )

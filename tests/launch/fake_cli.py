@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-from anygauge.cli.terminal import follow
-from anygauge.interface import Plan
+from anygauge.launch.follow import follow
+from anygauge.launch.local_run import LocalRun
 from anygauge.launch.run_directory import claim
-from anygauge_launchers.local import Local
 from tests.helpers.jobs import make_job
-from tests.helpers.options import render
 
-FAKE_AGENT = str(Path(__file__).with_name("fake_agent.py"))
+FAKE_RANK = str(Path(__file__).with_name("fake_rank.py"))
 
 
-def fake_plan(script: str, run_directory: str, ranks: int, grace_s: float) -> Plan:
-    """What the local launcher plans, but for a fake agent."""
+def fake_run(script: str, run_directory: str, ranks: int, grace_s: float, lock: int) -> LocalRun:
+    """What the command starts for the local launcher, but for the ranks."""
     job = make_job(run_directory=run_directory, devices=ranks)
-    plan = render("local", job, {"grace_s": grace_s})
-    (process,) = plan.processes
-    assert process.argv[:3] == (sys.executable, "-m", "anygauge.launch.agent")
-    argv = (sys.executable, FAKE_AGENT, script, *process.argv[3:])
-    return replace(plan, processes=(replace(process, argv=argv),))
+    command = (sys.executable, FAKE_RANK, script)
+    return LocalRun(job, lock=lock, grace_s=grace_s, argv_of_rank=lambda *_: command)
 
 
 if __name__ == "__main__":
-    plan = fake_plan(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))
     with claim(Path(sys.argv[2])) as lock:
-        running = Local().submit(replace(plan, held=(lock,)))
-        (Path(sys.argv[1]).parent / "agent_pid").write_text(str(running._agent.pid))
+        running = fake_run(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), lock)
         sys.exit(follow(running, run_directory=sys.argv[2]))

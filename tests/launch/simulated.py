@@ -15,8 +15,7 @@ from typing import Any
 from unittest import mock
 
 from anygauge.interface import Job
-from anygauge.launch import coordinator, link, nodes, supervisor
-from anygauge.launch import rank as rank_process
+from anygauge.launch import coordinator, link, nodes, rank_process, supervisor
 from anygauge.util.processes import END_AT_ONCE
 from tests.helpers.jobs import make_job
 
@@ -69,9 +68,7 @@ class FakeRank(rank_process.RankProcess):
         deaf: to `END_AT_ONCE`, too.
     """
 
-    def __init__(
-        self, rank: int, local_rank: int, *_: Any, listener: Any = None, idle_limit_s: float
-    ) -> None:
+    def __init__(self, rank: int, local_rank: int, *_: Any, idle_limit_s: float, **__: Any) -> None:
         self.rank, self.local_rank = rank, local_rank
         self._log = self._result = Path("/nowhere/log")
         self.code = self.observed_exit = self.finished_at = None
@@ -142,7 +139,7 @@ class SimulatedAgent:
 
     def __init__(self, job: Job, node: int, made: nodes.Nodes) -> None:
         self.node, self.nodes = node, made
-        self.signals: list[tuple[int, float]] = []
+        self.requests = supervisor.Requests()
         self.running = True
         """Neither killed nor stopped, as by SIGSTOP."""
         self.killed = False
@@ -159,7 +156,7 @@ class SimulatedAgent:
             rank_environment=lambda local_rank: {},
             nodes=self.nodes,
             grace_s=GRACE_S,
-            signals=self.signals,
+            requests=self.requests,
         )
         self.nodes.attach(self.supervisor._selector)
         self.supervisor._start()
@@ -271,7 +268,7 @@ class Simulation:
 
     def request(self, node: int, signum: int = signal.SIGTERM) -> None:
         """A signal to an agent."""
-        self.agents[node].signals.append((signum, self.clock.now))
+        self.agents[node].requests.received.append((signum, self.clock.now))
 
     @property
     def over(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from anygauge.launch.nodes import Nodes, Outbox
-from anygauge.launch.supervisor import SIGNALS, Supervisor, collect_signals
+from anygauge.launch.supervisor import SIGNALS, Requests, Supervisor
 from anygauge.util.processes import END_AT_ONCE
 from tests.helpers.jobs import make_job
 from tests.helpers.processes import PATIENCE_S, alive, until
@@ -122,15 +122,15 @@ def test_the_time_of_a_signal_does_not_follow_a_clock_that_is_set_back(
     clock = iter(range(1000, 0, -10))
     monkeypatch.setattr(time, "time", lambda: float(next(clock)))
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    received: list[tuple[int, float]] = []
-    collect_signals(received)
+    requests = Requests()
+    requests.collect_signals()
     try:
         for _ in range(2):
             signal.raise_signal(signal.SIGUSR1)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    (_, first), (_, second) = received
+    (_, first), (_, second) = requests.received
     assert 0 <= second - first < 5
 
 
@@ -146,8 +146,9 @@ def test_a_request_that_came_before_the_ranks_starts_none(tmp_path: Path) -> Non
     reader, writer = os.pipe()
     job = make_job(run_directory=tmp_path, devices=2)
     outbox = Outbox(writer)
-    asked = [(int(signal.SIGTERM), time.monotonic())]
-    options: dict[str, Any] = {"rank_environment": lambda local_rank: {}, "signals": asked}
+    asked = Requests()
+    asked.add(signal.SIGTERM)
+    options: dict[str, Any] = {"rank_environment": lambda local_rank: {}, "requests": asked}
     supervisor = Supervisor(
         job, node_rank=0, hostname="here", rank_argv=("/nowhere/program",),
         nodes=Nodes(job, outbox), **options,

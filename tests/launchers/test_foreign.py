@@ -57,7 +57,7 @@ def joined(up: LaunchTarget) -> dict[int, str]:
         pid: text
         for name in NODES
         for pid, text in up.machines.commands(name).items()
-        if "anygauge.cli.joined" in text and "python" in text.split(" ")[0]
+        if "anygauge.launch.rank" in text and "python" in text.split(" ")[0]
     }
 
 

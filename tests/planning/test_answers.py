@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from anygauge import cli
-from anygauge.cli import lines
 from anygauge.config.resolved import values_of
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, RunFileError, UnsupportedError
+from anygauge.launch import event_format as lines
 from anygauge.planning.fit import GIB
 from anygauge.planning.memory import Peak, RunMemory, Traffic, Work
 from anygauge.planning.trials import Plan, changed

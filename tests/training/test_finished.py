@@ -75,7 +75,7 @@ def test_more_steps_go_on_from_the_end_alone(done: tuple[Path, Run], tmp_path: P
     assert yaml.safe_load((longer.folder / "run.yaml").read_text())["train"]["steps"] == 3
     assert not (longer.folder / START).exists()
     logs = {path.name for path in (longer.folder / "logs").iterdir()}
-    assert logs == {"agent0.log", "agent0.1.log", "rank0.log", "rank0.1.log"}
+    assert logs == {"supervisor.log", "supervisor.1.log", "rank0.log", "rank0.1.log"}
     assert json.loads((longer.folder / "ranks/rank0.json").read_text())["state"] == "ok"
     assert json.loads((longer.folder / "job.json").read_text())["run_file"]
     assert longer.steps("loss") and len(longer.steps("loss")) == 3

@@ -59,7 +59,7 @@ def test_a_rank_that_is_stopped_ends_the_run(
     )
     try:
         until(lambda: metrics.exists() and metrics.stat().st_size, "a step")
-        log = (folder / "logs" / "agent0.log").read_text()
+        log = (folder / "logs" / "supervisor.log").read_text()
         pids = [int(pid) for pid in re.findall(r"rank \d+ started, process (\d+)", log)]
         os.kill(pids[stopped], signal.SIGSTOP)
         _, errors = command.communicate(timeout=LIMIT_S + GRACE_S + SLACK_S)

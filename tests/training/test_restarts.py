@@ -33,7 +33,7 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint(tmp_path: Path) -> N
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     until((run / "checkpoints" / "step-00000005").exists, "a checkpoint")
-    log = (run / "logs" / "agent0.log").read_text()
+    log = (run / "logs" / "supervisor.log").read_text()
     pid = int(log.partition("rank 1 started, process ")[2].split()[0])
     os.kill(pid, signal.SIGKILL)
     out, err = process.communicate(timeout=240)

@@ -17,10 +17,10 @@ from unittest import mock
 import pytest
 from rich.text import Text
 
-from anygauge.cli.console import Console
-from anygauge.cli.lines import evaluation_line, size, step_line, summary_lines
-from anygauge.cli.terminal import follow
 from anygauge.interface import STOPPED
+from anygauge.launch.event_format import evaluation_line, size, step_line, summary_lines
+from anygauge.launch.follow import follow
+from anygauge.util.console import Console
 from tests.helpers.processes import PATIENCE_S, alive, as_in_a_terminal, until
 from tests.launch.fakes import FAKE_CLI, FOREVER, read_pid, sends, write_script
 

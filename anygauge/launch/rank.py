@@ -1,4 +1,4 @@
-"""A rank of somebody else's launch, from its fresh interpreter on (`anygauge.cli.join`).
+"""A rank of somebody else's launch, from its fresh interpreter on (`anygauge.launch.join`).
 
 The ranks meet at the launcher's address. Rank 0 says which run this is; the others read its job
 file, which only their user can. From there on a rank is what an agent would have started, but that
@@ -24,11 +24,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from anygauge.cli.console import Console
-from anygauge.cli.join import Handover, digest
-from anygauge.cli.terminal import View, fail, show_stopped, show_where_logs_are
 from anygauge.interface import AnygaugeError, Job
+from anygauge.launch.follow import View, fail, show_stopped, show_where_logs_are
+from anygauge.launch.join import Handover, digest
 from anygauge.launch.supervisor import SIGNALS
+from anygauge.util.console import Console
 from anygauge.util.events import EventWriter
 from anygauge.util.processes import end_rank, tie_to_parent
 from anygauge.util.start import START, settled

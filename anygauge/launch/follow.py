@@ -18,13 +18,13 @@ from typing import Any
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from anygauge.cli.console import Console
-from anygauge.cli.lines import evaluation_line, step_line, step_metrics, summary_lines
 from anygauge.interface import STOPPED, RunningJob
+from anygauge.launch.event_format import evaluation_line, step_line, step_metrics, summary_lines
 from anygauge.launch.run_directory import logs_of
 from anygauge.launch.submitted import LAUNCHED
+from anygauge.launch.supervisor import SIGNALS
+from anygauge.util.console import Console
 from anygauge.util.processes import REPEATED_SIGNAL_S
-from anygauge.util.start import START, settled
 from anygauge.util.text import escaped
 
 Event = Mapping[str, Any]
@@ -62,24 +62,36 @@ def follow(
     view = View(console, quiet)
     endings: list[Event] = []
     handled = len(asked)
+    stream = _stream(running)
     with _interruptible(running, asked) as signals:
-        with view.live():
-            if handled:
-                view.line(view.ending, "notice")
-            for event in _stream(running):
-                if len(signals) > handled:
-                    if running.record is not None and _leave(running, signals, view):
-                        console.print(f"to follow it again: anygauge job follow {run_directory}")
-                        return 0
-                    handled = len(signals)
-                    if handled:
-                        view.line(view.ending if handled == 1 else _KILLING, "notice")
-                if event is None:
-                    continue
-                if event["event"] == "ended":
-                    endings.append(event)
-                else:
-                    view.show(event)
+        try:
+            with view.live():
+                if handled:
+                    view.line(view.ending, "notice")
+                for event in stream:
+                    if len(signals) > handled:
+                        if running.record is not None and _leave(running, signals, view):
+                            console.print(
+                                f"to follow it again: anygauge job follow {run_directory}"
+                            )
+                            return 0
+                        handled = len(signals)
+                        if handled:
+                            view.line(view.ending if handled == 1 else _KILLING, "notice")
+                    if event is None:
+                        continue
+                    if event["event"] == "ended":
+                        endings.append(event)
+                    else:
+                        view.show(event)
+        except OSError:  # the terminal was closed, or the reader of a pipe has gone
+            if running.record is None:
+                if not signals:
+                    running.cancel()
+                for _ in stream:  # its ranks end in order, with nobody to tell
+                    pass
+                running.wait()
+            raise
         status = running.wait()
     if signals and all(event.get("state") == "cancelled" for event in endings):
         when = "" if view.began else " before the first step; there was nothing to save"
@@ -87,7 +99,7 @@ def follow(
         show_where_logs_are(errors, run_directory)
         return 128 + signals[0]
     if not endings:
-        log = settled(Path(run_directory) / START / "logs" / "agent0.log")
+        log = logs_of(Path(run_directory)) / "agent0.log"
         fail(errors, f"the agent died before it could report (exit status {status}); see {log}")
         return 1
     stopped = next((event for event in endings if event.get("state") == "stopped"), None)
@@ -105,11 +117,16 @@ def follow(
 
 @contextmanager
 def handling(interrupt: Handler, terminate: Handler) -> Iterator[None]:
-    """Handle Ctrl-C and SIGTERM in this way meanwhile; for the main thread."""
+    """Handle Ctrl-C in one way meanwhile, and what else asks for the end in another; for the main
+    thread."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals go to the main thread, which has its own plans
         return
-    wanted = {signal.SIGINT: interrupt, signal.SIGTERM: terminate}
+    wanted = {signal.SIGINT: interrupt}
+    for number in SIGNALS:
+        # Under nohup, the end of the terminal does not ask for anything.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            wanted.setdefault(number, terminate)
     before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
     try:
         yield
@@ -139,12 +156,14 @@ _KILLING = "killing the ranks"
 ROOM, METRIC = 33, 14
 """Columns for the step, a bar and the remaining time, which a narrow terminal has too; and for a
 metric."""
+_MOST_WAITING = 10_000
+"""Events that are kept for a terminal, beyond which steps are not."""
 _GLANCE_S = 0.1  # how soon a Ctrl-C is answered while no event arrives
 
 
 def _leave(running: RunningJob, signals: list[int], view: View) -> bool:
     """What a signal means for a job that can run on by itself: True to leave it."""
-    if signals[-1] == signal.SIGTERM:
+    if signals[-1] != signal.SIGINT:
         return True
     answer = "c"
     if len(signals) == 1 and sys.stdin.isatty():
@@ -272,14 +291,16 @@ class View:
 def _stream(running: RunningJob) -> Iterator[Event | None]:
     """The events, with None now and then while none arrives.
 
-    A thread reads them: a signal in the middle of a read then loses nothing.
+    A thread reads them: a signal in the middle of a read then loses nothing, and a terminal that
+    takes no more text (Ctrl-S) stops nobody: steps that it is late for are not kept.
     """
     arrived: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
 
     def read() -> None:
         try:
             for event in running.events():
-                arrived.put(event)
+                if event["event"] != "step" or arrived.qsize() < _MOST_WAITING:
+                    arrived.put(event)
             arrived.put(None)
         except BaseException as error:  # raised again by the one who waits
             arrived.put(error)

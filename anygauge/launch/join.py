@@ -1,7 +1,7 @@
 """``anygauge train`` as a rank of somebody else's launch: torchrun, srun, mpirun and their like.
 
 Nothing is started. This process decides its environment by the rules that an agent has, and becomes
-the rank: it puts a fresh interpreter in its own place (`anygauge.cli.joined`), so that every
+the rank: it puts a fresh interpreter in its own place (`anygauge.launch.rank`), so that every
 variable is there before anything is imported. Rank 0 chooses and claims the run directory first.
 """
 
@@ -24,7 +24,6 @@ from anygauge.interface import AnygaugeError, UsageError
 from anygauge.launch.foreign import ALONE, ForeignLaunch, scrub
 
 if TYPE_CHECKING:
-    from anygauge.cli.intent import Intent
     from anygauge.config.load import LoadedRun
     from anygauge.launch.environment import NodeEnvironment
 
@@ -100,7 +99,7 @@ def as_launched(loaded: LoadedRun, foreign: ForeignLaunch) -> LoadedRun:
     return replace(loaded, run=run)
 
 
-def join(intent: Intent, foreign: ForeignLaunch, *, quiet: bool) -> NoReturn:
+def join(intent: Any, foreign: ForeignLaunch, *, quiet: bool) -> NoReturn:
     """Become the rank: another interpreter takes over.
 
     Raises:
@@ -148,7 +147,7 @@ def join(intent: Intent, foreign: ForeignLaunch, *, quiet: bool) -> NoReturn:
 
 
 def _answer(
-    intent: Intent, foreign: ForeignLaunch, held: contextlib.ExitStack, quiet: bool
+    intent: Any, foreign: ForeignLaunch, held: contextlib.ExitStack, quiet: bool
 ) -> dict[str, Any]:
     """What rank 0 tells all: the job, that it is done already, or why there is none."""
     from anygauge.launch.run_directory import claim, clear_for_start, resume_target, write_run
@@ -188,7 +187,7 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _notes(intent: Intent, foreign: ForeignLaunch, own: NodeEnvironment) -> list[str]:
+def _notes(intent: Any, foreign: ForeignLaunch, own: NodeEnvironment) -> list[str]:
     notes = [f"started by {foreign.launcher}, which also ends the ranks and can restart them"]
     launch = intent.run.launch
     unused = [
@@ -227,6 +226,6 @@ def _become(handover: Handover, environment: Mapping[str, str]) -> NoReturn:
             stream.flush()
         os.execve(
             sys.executable,
-            [sys.executable, "-u", "-m", "anygauge.cli.joined", str(file.fileno())],
+            [sys.executable, "-u", "-m", "anygauge.launch.rank", str(file.fileno())],
             dict(environment),
         )
