@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from anygauge.config.schema import RunFile
     from anygauge.interface import Plan
     from anygauge.launch.foreign import ForeignLaunch
+    from anygauge.launch.memory import Expectation
     from anygauge.registry import Registry, Selection
+    from anygauge.training.checks import Findings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +41,10 @@ class Intent:
         """The run file."""
         return self.loaded.run
 
+    def decided(self, run: RunFile, job: Job) -> Intent:
+        """With the strategy that `auto` became, and what was planned."""
+        return replace(self, job=job, loaded=replace(self.loaded, run=run))
+
 
 def read_intent(
     path: Path,
@@ -56,10 +62,10 @@ def read_intent(
         foreign: the launch that this process is a rank of, where that is not anygauge's. Rank 0
             alone chooses the run directory; the others' is a guess.
     """
-    from anygauge.cli.memory_check import forms_of_auto
     from anygauge.config.load import check_paths, load_run_file
     from anygauge.config.resolved import run_json
     from anygauge.data import peek
+    from anygauge.launch.memory import forms_of_auto
     from anygauge.launch.run_directory import RENDEZVOUS, RESOLVED, choose_run_directory
     from anygauge.models.hub import wanted
     from anygauge.registry import Registry, select_backend
@@ -135,6 +141,15 @@ def read_intent(
         backend_options=run.backend_options,
     )
     return Intent(loaded=loaded, registry=registry, selection=selection, job=job, forms=forms)
+
+
+def prepared(intent: Intent, **options: Any) -> tuple[Intent, Findings, Expectation]:
+    """A run whose ranks may start; see `prepare_run`."""
+    from anygauge.launch.prepare import prepare_run
+
+    about = (intent.registry, intent.selection, intent.forms)
+    run, job, found, expected = prepare_run(intent.run, intent.job, *about, **options)
+    return intent.decided(run, job), found, expected
 
 
 def refuse_secrets(run: Any) -> None:

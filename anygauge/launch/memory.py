@@ -11,10 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from anygauge.config.resolved import parse_run
 from anygauge.config.strategies import default_section
 from anygauge.interface import AnygaugeError, RunFileError
+from anygauge.registry import Registry
 from anygauge.training.auto import AUTO, candidates, in_words
 from anygauge.training.strategy import share_of
+from anygauge.util.schema import Section
 from anygauge.util.text import size
 
 if TYPE_CHECKING:
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from anygauge.planning.fit import Fit
     from anygauge.planning.memory import RunMemory
     from anygauge.planning.trials import Trial
-    from anygauge.registry import Registry, Selection
+    from anygauge.registry import Selection
 
 UNDECIDED = "the ranks decide once their devices are open"
 SMALL = 0.25
@@ -57,7 +60,7 @@ class Expectation:
         Args:
             run: the first of `forms`, where there are any.
         """
-            job = replace(job, expected_memory=dict(self.memory), expected_step_s=self.step_s)
+        job = replace(job, expected_memory=dict(self.memory), expected_step_s=self.step_s)
         if not forms or self.form == 0:
             return run, job
         if self.form is None:
@@ -65,6 +68,22 @@ class Expectation:
         else:
             run, why = forms[self.form], self.why
         return run, replace(job, strategy=run.strategy.name, strategy_why=why)
+
+
+class PlanQuestion(Section):
+    """What is planned.
+
+    Attributes:
+        forms: of the run, the fastest first, as `run_json` gives each.
+        backend: name of the chosen one.
+        cards: what this machine's devices are called; None where ranks run on others.
+        force: refuse nothing.
+    """
+
+    forms: tuple[str, ...]
+    backend: str
+    cards: tuple[str, ...] | None
+    force: bool = False
 
 
 def forms_of_auto(
@@ -132,22 +151,41 @@ def without_a_plan(
     return None
 
 
+def decided_without_a_plan(
+    run: RunFile, job: Job, registry: Registry, selection: Selection, forms: Sequence[RunFile]
+) -> tuple[RunFile, Job]:
+    """Run and job as they are where nothing is planned."""
+    expected = without_a_plan(run, job, registry, selection, asked=False)
+    assert expected is not None
+    return expected.applied_to(run, job, forms)
+
+
 def not_planned(why: str) -> Expectation:
     """What is known where a plan could not be made."""
     first = why.partition("\n")[0]
     return Expectation(note=f"memory was not planned: {first}", form=None)
 
 
-def what_a_plan_says(trial: Trial, forms: Sequence[RunFile], *, force: bool) -> Expectation:
-    """What a plan of the first of several forms that fits says of the run.
-
-    Args:
-        force: refuse nothing.
+def planned(question: PlanQuestion) -> Expectation:
+    """Plan the first form of a run that fits, and say what that means for it.
 
     Raises:
         RunFileError: the run cannot fit.
     """
-    form, why, lines = forms.index(trial.run), "", ()
+    from anygauge.planning.machines import Hardware, measured_files
+    from anygauge.planning.trials import Target, Trials
+
+    registry = Registry.load()
+    card = None
+    if question.cards is not None:
+        card = Hardware.load(registry, measured_files()).of_devices(question.cards)
+    forms = [parse_run(form) for form in question.forms]
+    try:
+        trial = Trials(registry).first_that_fits(forms, Target(backend=question.backend, card=card))
+    except AnygaugeError as error:
+        return not_planned(str(error))
+    form, why = forms.index(trial.run), ""
+    lines: tuple[str, ...] = ()
     if form:
         reasons = [_why_not(passed, found) for passed, found in trial.passed_over]
         if not trial.fits:
@@ -160,7 +198,7 @@ def what_a_plan_says(trial: Trial, forms: Sequence[RunFile], *, force: bool) -> 
         form=form,
         why=why,
     )
-    card, fit = trial.target.card, trial.fit
+    fit = trial.fit
     if card is None or fit is None:
         line = f"memory: {size(trial.memory.worst[1].total)} of tensors on each rank"
         return replace(known, lines=(*lines, line))
@@ -173,7 +211,7 @@ def what_a_plan_says(trial: Trial, forms: Sequence[RunFile], *, force: bool) -> 
     # What is surely too much: tensors alone, without the estimates on top of them.
     if fit.tensors + (card.reserved or 0) <= fit.memory:
         return replace(known, note=f"the run may not fit: {words}", lines=lines)
-    if force:
+    if question.force:
         return replace(known, note=f"the run cannot fit: {words}", lines=lines)
     chosen = f", with strategy {in_words(trial.run)}, which needs least" if form else ""
     raise RunFileError(

@@ -17,10 +17,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from anygauge.interface import AnygaugeError, DataError, ModelError
+from anygauge.interface import AnygaugeError, DataError
 from anygauge.launch.rank_process import sample_process
 from anygauge.models.hub_errors import HubUnreachableError
 from anygauge.util import errors
@@ -48,6 +49,7 @@ ENVIRONMENT = {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "OMP_NUM_THREADS": "1"}
 """No threads are made for work that is not there."""
 
 _TURN_S = 0.1
+_PROGRESS_S = 30.0
 _FROZEN_S = 2.0
 _TAIL = 2000
 _END_S = 10.0
@@ -57,29 +59,9 @@ Show = Callable[[Mapping[str, Any]], None]
 once a second)."""
 
 
-def ignore(event: Mapping[str, Any]) -> None:
-    """Where progress is not shown."""
-
-
 def always() -> bool:
     """Nothing else to do meanwhile."""
     return True
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prepared:
-    """A run whose ranks may start.
-
-    Attributes:
-        run, job: with the strategy that `auto` became, and what was planned.
-        found: by the checks.
-        expected: by the plan, or without one.
-    """
-
-    run: RunFile
-    job: Job
-    found: Findings
-    expected: Expectation
 
 
 def prepare_run(
@@ -89,11 +71,11 @@ def prepare_run(
     selection: Selection,
     forms: Sequence[RunFile] = (),
     *,
-    show: Show = ignore,
+    quiet: bool = False,
     plan: bool | None = None,
     force: bool = False,
     engine: bool = False,
-) -> Prepared:
+) -> tuple[RunFile, Job, Findings, Expectation]:
     """Check a run as far as this machine can without a device, and plan it; writes nothing of it.
 
     Args:
@@ -102,12 +84,15 @@ def prepare_run(
         force: refuse nothing because of a plan.
         engine: for a dry run: also have the engine's settings, and fetch no weights.
 
+    Returns:
+        Run and job with the strategy that `auto` became; what the checks found; what was planned.
+
     Raises:
         AnygaugeError: what ranks would refuse, or the run cannot fit.
     """
     from anygauge.config.resolved import run_json
-    from anygauge.launch.memory import not_planned, without_a_plan
-    from anygauge.launch.prepare_process import PlanQuestion, Request
+    from anygauge.launch.memory import PlanQuestion, not_planned, without_a_plan
+    from anygauge.launch.prepare_process import Request
     from anygauge.models.hub import readable_size, wanted
     from anygauge.training.checks import Question, check_settings
 
@@ -139,7 +124,7 @@ def prepare_run(
         plan=planned if expected is None else None,
     )
     # As ranks have it: what the user has set wins over the run file.
-    answer = prepare(request, {**run.environment, **os.environ}, show)
+    answer = prepare(request, {**run.environment, **os.environ}, quiet=quiet)
     expected = expected or answer.expected or not_planned(answer.unchecked)
     notes = []
     if answer.unreachable:
@@ -157,7 +142,60 @@ def prepare_run(
         notes.append(f"only the ranks will check model and rows: {answer.unchecked}")
     run, job = expected.applied_to(run, job, forms)
     found = replace(answer.found, notes=[*notes, *answer.found.notes])
-    return Prepared(run=run, job=job, found=found, expected=expected)
+    return run, job, found, expected
+
+
+def fetch_configuration(run: RunFile) -> None:
+    """Have what a plan needs of the run's model; where no hub answers, a copy that is here will do.
+
+    Raises:
+        ModelError: what cannot be had, why, and what to do.
+    """
+    from anygauge.launch.prepare_process import Request
+    from anygauge.models.hub import CONFIG, copy_of, wanted_for_plan
+
+    request = Request(fetch=tuple(wanted_for_plan(run.model)), unreachable_refuses=False)
+    answer = prepare(request, {**run.environment, **os.environ}, quiet=True)
+    if answer.unreachable:
+        copy = copy_of(run.model.name or "", run.model.revision)
+        if copy is None or not (copy / CONFIG).is_file():
+            raise HubUnreachableError(answer.unreachable)
+
+
+def fetch_here(
+    run_file: str,
+    environment: Mapping[str, str],
+    where: str,
+    log: Callable[[str], None],
+    turn: Callable[[], bool],
+) -> None:
+    """Fetch the model of a resolved run.
+
+    Args:
+        where: a prefix for each line.
+        log: takes lines: what is fetched, and from time to time how much of it.
+        turn: called again and again meanwhile; False ends the fetch.
+
+    Raises:
+        ModelError: the model cannot be fetched.
+    """
+    from anygauge.launch.prepare_process import Request
+
+    logged = time.monotonic()
+
+    def show(event: Mapping[str, Any]) -> None:
+        nonlocal logged
+        if event["event"] == "message":
+            log(where + event["text"])
+        elif time.monotonic() - logged > _PROGRESS_S:
+            logged = time.monotonic()
+            share = event["done"] / max(1, event["total"])
+            log(f"{where}{event['name']}: {share:.0%} of {event['total'] / 1e9:.1f} GB")
+
+    try:
+        prepare(Request(fetch_for=Path(run_file)), environment, show=show, turn=turn)
+    except AnygaugeError as error:
+        raise type(error)(f"{where}{error}") from None
 
 
 def render(
@@ -174,24 +212,26 @@ def render(
     """
     from anygauge.launch.prepare_process import PromptQuestion, Request
 
-    template = {} if data is None else data.model_dump(include=set(_TEMPLATE))
+    of_run = {"chat_template", "chat_template_kwargs"}
+    template = {} if data is None else data.model_dump(include=of_run)
     answer = prepare(Request(render=PromptQuestion(model=section, prompt=prompt, **template)))
     return answer.ids, answer.stop_ids
-
-
-_TEMPLATE = ("chat_template", "chat_template_kwargs")
 
 
 def prepare(
     request: Request,
     environ: Mapping[str, str] | None = None,
-    show: Show = ignore,
+    *,
+    quiet: bool = False,
+    show: Show | None = None,
     turn: Callable[[], bool] = always,
 ) -> Answer:
     """Have a process of its own do what is asked; it is gone afterwards, whatever happens.
 
     Args:
         environ: of the process; None: this one's.
+        quiet: show no progress.
+        show: takes progress; None: the terminal.
         turn: called ten times a second meanwhile; False gives up.
 
     Returns:
@@ -207,17 +247,19 @@ def prepare(
 
     if request.is_empty:
         return Answer()
-    work, fields = _Work(request), {}
+    work = _Work(request)
+    fields: dict[str, Any] = {}
     with (
         tempfile.TemporaryFile() as output,
+        _on_terminal(quiet) if show is None else contextlib.nullcontext(show) as shown,
         _started(request, os.environ if environ is None else environ, output) as process,
     ):
-        ending = None
+        ending: AnygaugeError | None = None
         try:
             for event in _events(process, work, turn):
                 match event["event"]:
                     case "message" | "fetching":
-                        show(event)
+                        shown(event)
                     case "found":
                         fields |= event["fields"]
                     case "refused":
@@ -240,6 +282,39 @@ def prepare(
     if answer.unchecked and request.check is None:
         raise AnygaugeError(f"{answer.unchecked}, and this tokenizer needs it")
     return answer
+
+
+@contextlib.contextmanager
+def _on_terminal(quiet: bool) -> Iterator[Show]:
+    """Lines on standard error, and one bar for all files that are fetched."""
+    from rich import progress
+
+    from anygauge.util.console import Console
+
+    console = Console(stderr=True)
+    columns = (
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(bar_width=None),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    bar = progress.Progress(*columns, console=console, transient=True, expand=True)
+    with contextlib.ExitStack() as drawn:
+        task = bar.add_task("", total=None)
+
+        def show(event: Mapping[str, Any]) -> None:
+            if quiet:
+                return
+            if event["event"] == "message":
+                console.print(event["text"])
+            elif console.draws:
+                if not bar.live.is_started:
+                    drawn.enter_context(bar)
+                name, done, total = event["name"], event["done"], event["total"]
+                bar.update(task, description=name, completed=done, total=total)
+
+        yield show
 
 
 _ERRORS = {**vars(errors), "HubUnreachableError": HubUnreachableError}

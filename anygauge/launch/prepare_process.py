@@ -27,11 +27,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
+from anygauge.config.paths import is_remote
 from anygauge.config.resolved import parse_run, read_run
 from anygauge.config.schema import ModelSection
 from anygauge.data.rows import share_of_memory
 from anygauge.interface import AnygaugeError
-from anygauge.launch.memory import Expectation, not_planned, what_a_plan_says
+from anygauge.launch.memory import Expectation, PlanQuestion, planned
 from anygauge.models.hub import Wanted, fetch, readable_size, wanted
 from anygauge.models.hub_errors import HubUnreachableError
 from anygauge.models.quiet import quiet_libraries
@@ -50,22 +51,6 @@ PLAN_LIMIT = 8 * GIB
 """A plan that needs more has met something that it should not."""
 
 
-class PlanQuestion(Section):
-    """What is planned.
-
-    Attributes:
-        forms: of the run, the fastest first, as `run_json` gives each.
-        backend: name of the chosen one.
-        cards: what this machine's devices are called; None where ranks run on others.
-        force: refuse nothing.
-    """
-
-    forms: tuple[str, ...]
-    backend: str
-    cards: tuple[str, ...] | None
-    force: bool = False
-
-
 class RowsQuestion(Section):
     """Rows to put in the cache.
 
@@ -77,6 +62,12 @@ class RowsQuestion(Section):
     run: str
     id: str
     first: int | None = None
+
+    @property
+    def are_remote(self) -> bool:
+        """Whether some are read over the network."""
+        data = parse_run(self.run).data
+        return any(is_remote(each.path) for each in (*data.train_sources, *data.eval_sources))
 
 
 class PromptQuestion(Section):
@@ -101,7 +92,6 @@ class Request(Section):
         fetch: what is brought from the hub.
         fetch_for: a resolved run; its model is fetched, too.
         unreachable_refuses: a hub that does not answer is a refusal, not a fact of the answer.
-        remote_rows: the rows are read over the network.
         with_torch: hide nothing.
     """
 
@@ -111,9 +101,13 @@ class Request(Section):
     check: Question | None = None
     plan: PlanQuestion | None = None
     rows: RowsQuestion | None = None
-    remote_rows: bool = False
     render: PromptQuestion | None = None
     with_torch: bool = False
+
+    @property
+    def has_network(self) -> bool:
+        """Whether its next stage may use it: a fetch, or rows of other machines."""
+        return self.fetches or (self.rows is not None and self.rows.are_remote)
 
     @property
     def fetches(self) -> bool:
@@ -202,31 +196,12 @@ class Stages:
         found = check_run(question, run, events.message, self.enter, self._hide, self._rendering)
         self._found(found=found)
 
-    def plan(self, question: PlanQuestion) -> Expectation:
-        """Plan the first form that fits.
-
-        Raises:
-            RunFileError: none can fit.
-        """
-        from anygauge.planning.machines import Hardware, measured_files
-        from anygauge.planning.trials import Target, Trials
-        from anygauge.registry import Registry
-
+    def plan(self, question: PlanQuestion) -> int | None:
+        """Plan the first form that fits; returns which it is."""
         self.enter("plan")
-        registry = Registry.load()
-        card = None
-        if question.cards is not None:
-            card = Hardware.load(registry, measured_files()).of_devices(question.cards)
-        target = Target(backend=question.backend, card=card)
-        forms = [parse_run(form) for form in question.forms]
-        try:
-            trial = Trials(registry).first_that_fits(forms, target)
-        except AnygaugeError as error:
-            expected = not_planned(str(error))
-        else:
-            expected = what_a_plan_says(trial, forms, force=question.force)
+        expected = planned(question)
         self._found(expected=expected)
-        return expected
+        return expected.form
 
     def rows(self, question: RowsQuestion) -> None:
         """Put a run's rows in the cache."""
@@ -236,8 +211,15 @@ class Stages:
         section, seed = run.data, run.train.seed
         tokenizer = self._tokenizer(run.model)
         self.enter("data")
-        marks = {"run": question.id, "first": question.first}
-        prepare(section, tokenizer, seed, log=log, rendering=self._rendering, **marks)
+        prepare(
+            section,
+            tokenizer,
+            seed,
+            log=log,
+            run=question.id,
+            first=question.first,
+            rendering=self._rendering,
+        )
         if run.data.streaming:
             streamed = prepare(section, tokenizer, seed, log=log, rendering=self._rendering).train
             layout = Layout(micro_batch=1, max_length=section.max_length, pad_id=0)
@@ -262,7 +244,7 @@ class Stages:
         if request.check is not None:
             self.check(request.check)
         if request.plan is not None:
-            form = self.plan(request.plan).form
+            form = self.plan(request.plan)
             if form and request.check is not None:  # the run was checked as its first form
                 self.check(replace(request.check, run=request.plan.forms[form]))
         if request.rows is not None:
@@ -345,7 +327,7 @@ def main() -> int:
     answers = os.dup(1)
     events = EventWriter(answers)
     os.dup2(2, 1)
-    if not (request.fetches or request.remote_rows):
+    if not request.has_network:
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     stages = Stages(request, events)
     try:
