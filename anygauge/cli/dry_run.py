@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anygauge.cli.env import print_environment, rank_environments, shown_ranks
+from anygauge.cli.env import print_environment, rank_environments
 from anygauge.cli.intent import Intent, prepared, rendered
 from anygauge.cli.listings import describe_launcher
 from anygauge.data import accumulation
 from anygauge.data.cache import cache_folder
-from anygauge.interface import ABILITIES, Backend, NotAvailableError
+from anygauge.interface import ABILITIES, NotAvailableError
 from anygauge.kernels.choose import kernels_of_run
 from anygauge.launch.rank_process import rank_numbers
 from anygauge.launch.run_directory import resume_target
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 
 SHOWN_PROCESSES = 32
+SHOWN_RANKS = 16
+"""Of a machine with more, the first so many and the last are shown."""
 
 
 def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> None:
@@ -77,17 +79,17 @@ def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> No
     console.print(title, markup=True)
     if remote:
         console.print("  as on this machine; the job's machines decide their own")
-    ranks = shown_ranks(job.launch.devices)
-    if len(ranks) < job.launch.devices:
-        console.print(f"  of ranks 0 to {ranks[-2]} and {ranks[-1]} of a machine")
-    print_environment(console, rank_environments(intent))
+    devices = job.launch.devices
+    ranks = dict.fromkeys([*range(min(devices, SHOWN_RANKS)), devices - 1])
+    if len(ranks) < devices:
+        console.print(f"  of ranks 0 to {SHOWN_RANKS - 1} and {devices - 1} of a machine")
+    print_environment(console, rank_environments(intent.registry, job, ranks))
     console.print("\n[bold]Engine configuration[/bold]", markup=True)
     _show_engine(console, intent, found)
-    backend = intent.registry.create_backend(intent.selection.spec.name, run.backend_options)
-    _show_kernels(console, intent, backend)
+    _show_kernels(console, intent)
     _show_plan(console, intent)
     who = "each agent" if remote else "the command"
-    console.print(f"  {who} starts {job.launch.devices}: python -m anygauge.training.worker")
+    console.print(f"  {who} starts {job.launch.devices}: python -m anygauge.launch.rank")
     first, last = (
         rank_numbers(job, node, local)
         for node, local in ((0, 0), (job.launch.nodes - 1, job.launch.devices - 1))
@@ -127,10 +129,10 @@ def _show_plan(console: Console, intent: Intent) -> None:
         console.print(f"  by hand, {name}: {shlex.join(argv)}", soft_wrap=True)
 
 
-def _show_kernels(console: Console, intent: Intent, backend: Backend) -> None:
+def _show_kernels(console: Console, intent: Intent) -> None:
     """Each operation's kernel; one that lacks something here may yet run where the ranks do."""
     try:
-        kernels = kernels_of_run(intent.run, backend, intent.registry)
+        kernels = kernels_of_run(intent.run, intent.backend, intent.registry)
     except NotAvailableError as error:
         console.print("\n[bold]Kernels[/bold]", markup=True)
         console.print(f"  ranks on this machine would refuse: {error}")

@@ -6,23 +6,36 @@ import enum
 import json
 import os
 import shlex
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from anygauge.cli.options import BackendOption, DevicesOption, NodesOption, SetOption
-from anygauge.interface import Backend, Job, LaunchSettings, Node, RunFileError, Setting
+from anygauge.config.load import load_run_file
+from anygauge.config.strategies import DEFAULT
+from anygauge.interface import Job, LaunchSettings, Setting, UsageError
+from anygauge.launch.environment import inspect_node
+from anygauge.launch.foreign import scrub
+from anygauge.registry import (
+    AUTO,
+    Registry,
+    ResolvedSetting,
+    resolve_environment,
+    select_backend,
+)
 from anygauge.util.console import Console
+from anygauge.util.hiding import holds_secret
 from anygauge.util.text import escaped
 
-if TYPE_CHECKING:
-    from anygauge.cli.intent import Intent
-    from anygauge.registry import Registry, ResolvedSetting
+RUN_FILE = "The run file (YAML); default: a run with all defaults."
+LOCAL_RANK = "Show only this rank of the machine."
+EXPLAIN = "Also show the rules, including those that do not apply."
+SHOW_VALUES = "Also show the values that the run file sets; secrets stay hidden."
 
 
-class OutputFormat(enum.StrEnum):
+class Format(enum.StrEnum):
     """How the environment is printed."""
 
     table = "table"
@@ -31,52 +44,32 @@ class OutputFormat(enum.StrEnum):
 
 
 def env(
-    run_file: Annotated[
-        Path | None,
-        typer.Argument(
-            help="The run file (YAML); default: a run with all defaults.", metavar="RUN.yaml"
-        ),
-    ] = None,
+    run_file: Annotated[Path | None, typer.Argument(help=RUN_FILE, metavar="RUN.yaml")] = None,
     backend: BackendOption = None,
     devices: DevicesOption = None,
     nodes: NodesOption = None,
     set_: SetOption = None,
-    local_rank: Annotated[
-        int | None, typer.Option("--local-rank", help="Show only this rank of the machine.")
-    ] = None,
-    format_: Annotated[
-        OutputFormat, typer.Option("--format", help="Output format.")
-    ] = OutputFormat.table,
-    explain: Annotated[
-        bool,
-        typer.Option("--explain", help="Also show the rules, including those that do not apply."),
-    ] = False,
-    show_values: Annotated[
-        bool,
-        typer.Option(
-            "--show-values",
-            help="Also show the values that the run file sets; secrets stay hidden.",
-        ),
-    ] = False,
+    local_rank: Annotated[int | None, typer.Option(help=LOCAL_RANK)] = None,
+    format_: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.table,
+    explain: Annotated[bool, typer.Option("--explain", help=EXPLAIN)] = False,
+    show_values: Annotated[bool, typer.Option("--show-values", help=SHOW_VALUES)] = False,
 ) -> None:
     """Show the environment that a run would get, and why. Needs no device, imports no torch."""
-    registry, job = _job(run_file, backend, devices, nodes, set_)
+    registry = Registry.load()
+    job = _job(registry, run_file, backend, devices, nodes, set_ or [])
     ranks = range(job.launch.devices) if local_rank is None else (local_rank,)
     if local_rank is not None and not 0 <= local_rank < job.launch.devices:
-        raise typer.BadParameter(
-            f"{local_rank} is not a rank of this machine: 0 to {job.launch.devices - 1}",
-            param_hint="--local-rank",
-        )
-    by_rank = {rank: _resolve(registry, job, rank) for rank in ranks}
-    rules, fabrics = _explained(registry, job, ranks[0]) if explain else ([], {})
-    console = Console()
-    if format_ is OutputFormat.json:
+        last = job.launch.devices - 1
+        raise UsageError(f"--local-rank: {local_rank} is not a rank of this machine: 0 to {last}")
+    by_rank = rank_environments(registry, job, ranks)
+    explained = _explain(registry, job, ranks[0]) if explain else {}
+    rules = explained.get("rules", ())
+    if format_ is Format.json:
         record: dict[str, Any] = {
             str(r): [s.record(values=show_values) for s in found] for r, found in by_rank.items()
         }
-        more = {"fabric": fabrics, "rules": rules} if explain else {}
-        typer.echo(json.dumps(record | more, indent=2))
-    elif format_ is OutputFormat.shell:
+        typer.echo(json.dumps(record | explained, indent=2))
+    elif format_ is Format.shell:
         for rank, found in by_rank.items():
             typer.echo(f"# local rank {rank}")
             for one in found:
@@ -84,152 +77,62 @@ def env(
         for rule in rules:
             typer.echo(f"# {rule['name']}: {rule['here']}: {rule['why']} [{rule['source']}]")
     else:
+        console = Console()
         console.print(
             f"Backend {job.backend}, {job.launch.nodes} x {job.launch.devices} ranks. "
             "Precedence: your own variable, run file, site hook, backend."
         )
         print_environment(console, by_rank, values=show_values)
         if explain:
-            _print_fabrics(console, fabrics)
-            _print_rules(console, job.backend, rules)
-
-
-def _explained(
-    registry: Registry, job: Job, local_rank: int
-) -> tuple[list[dict[str, str]], dict[str, Any]]:
-    """The backend's rules, with what each decides here, and its networks between machines."""
-    backend = registry.create_backend(job.backend, job.backend_options)
-    node = _node(backend)
-    rules = [
-        {
-            "name": rule.name,
-            "rule": rule.value,
-            "scope": rule.scope.value,
-            "reason": rule.reason,
-            "source": rule.source,
-            "here": str(decision.value) if isinstance(decision, Setting) else "(left as it is)",
-            "why": decision.reason,
-        }
-        for rule, decision in backend.explain_environment(job, node, local_rank)
-    ]
-    chosen = backend.fabric(job, node)
-    known = {
-        fabric.name: {"what": fabric.what, "seen": fabric.detect(node) if fabric.detect else None}
-        for fabric in backend.fabrics
-    }
-    return rules, {"chosen": chosen.name, "why": chosen.why, "known": known}
-
-
-def _print_fabrics(console: Console, fabrics: dict[str, Any]) -> None:
-    console.print(Text("Networks between machines (launch.fabric)", style="bold"))
-    for name, one in fabrics["known"].items():
-        mark = "  chosen" if name == fabrics["chosen"] else ""
-        console.print(Text(f"{name}{mark}", style="bold"))
-        _indented(console, f"what: {one['what']}", f"here: {one['seen'] or 'not seen'}")
-    if not fabrics["chosen"]:
-        _indented(console, f"none chosen: {fabrics['why']}")
-
-
-def _print_rules(console: Console, backend: str, rules: list[dict[str, str]]) -> None:
-    console.print(Text(f"Rules of {backend}", style="bold"))
-    for rule in rules:
-        console.print(Text(f"{rule['name']}  {rule['here']}", style="bold"))
-        _indented(
-            console,
-            f"here: {rule['why']}",
-            f"rule: {rule['rule']} (the same in each {rule['scope']})",
-            f"reason: {rule['reason']}",
-            f"source: {rule['source']}",
-        )
-    if not rules:
-        console.print("  this backend has no table of rules")
-
-
-def _indented(console: Console, *lines: str) -> None:
-    for line in lines:
-        console.print(Text(f"    {line}"))
+            _print_rules(console, job.backend, rules, explained["fabric"])
 
 
 def _job(
+    registry: Registry,
     run_file: Path | None,
     backend: str | None,
     devices: int | None,
     nodes: int | None,
-    set_: list[str] | None,
-) -> tuple[Registry, Job]:
-    from anygauge.config.strategies import DEFAULT
-    from anygauge.registry import Registry, select_backend
-
-    registry = Registry.load()
-    if run_file is None:
-        if set_:
-            raise RunFileError(
-                "--set changes a run file, and none is given: anygauge env RUN.yaml --set ..."
-            )
-        job = Job(
-            name="env",
-            run_directory=str(Path.cwd()),
-            run_file="",
-            backend=select_backend(registry, backend or "auto", need_device=False).spec.name,
-            strategy=DEFAULT,
-            launch=LaunchSettings(nodes=nodes or 1, devices=devices or 1),
-            rendezvous="file:///none",
+    overrides: list[str],
+) -> Job:
+    if run_file is not None:
+        flags = {"backend": backend, "launch.devices": devices, "launch.nodes": nodes}
+        run = load_run_file(run_file, overrides, flags).run
+        backend = run.backend
+        fields: dict[str, Any] = {
+            "name": run.name,
+            "run_directory": str(Path(run.output).absolute() / run.name),
+            "strategy": run.strategy.name,
+            "launch": run.launch,
+            "environment": run.environment,
+            "backend_options": run.backend_options,
+        }
+    elif overrides:
+        raise UsageError(
+            "--set changes a run file, and none is given: anygauge env RUN.yaml --set ..."
         )
-        return registry, job
-    from anygauge.config.load import load_run_file
-
-    flags = {"backend": backend, "launch.devices": devices, "launch.nodes": nodes}
-    run = load_run_file(run_file, list(set_ or ()), flags).run
-    job = Job(
-        name=run.name,
-        run_directory=str(Path(run.output).absolute() / run.name),
-        run_file=str(run_file),
-        backend=select_backend(registry, run.backend, need_device=False).spec.name,
-        strategy=run.strategy.name,
-        launch=run.launch,
-        rendezvous="file:///none",
-        environment=run.environment,
-        backend_options=run.backend_options,
-    )
-    return registry, job
+    else:
+        launch = LaunchSettings(nodes=nodes or 1, devices=devices or 1)
+        fields = {"name": "env", "run_directory": str(Path.cwd()), "launch": launch}
+        fields["strategy"] = DEFAULT
+    chosen = select_backend(registry, backend or AUTO, need_device=False).spec.name
+    return Job(run_file=str(run_file or ""), backend=chosen, rendezvous="file:///none", **fields)
 
 
-SHOWN_RANKS = 16
-"""Of a machine with more, the first so many and the last are shown."""
-
-
-def shown_ranks(devices: int) -> list[int]:
-    """The local ranks of a machine that a table has room for."""
-    return [*range(min(devices, SHOWN_RANKS)), *([devices - 1] if devices > SHOWN_RANKS else [])]
-
-
-def rank_environments(intent: Intent) -> dict[int, list[ResolvedSetting]]:
-    """Local rank -> its settings, for the `shown_ranks` of this machine."""
+def rank_environments(
+    registry: Registry, job: Job, ranks: Iterable[int]
+) -> dict[int, list[ResolvedSetting]]:
+    """The settings of local ranks of this machine."""
+    backend = registry.create_backend(job.backend, job.backend_options)
+    environ = scrub(os.environ)
+    node = inspect_node(backend=backend, environ=environ)
     return {
-        rank: _resolve(intent.registry, intent.job, rank)
-        for rank in shown_ranks(intent.job.launch.devices)
+        rank: resolve_environment(registry, backend, job, node, rank, environ) for rank in ranks
     }
 
 
-def _resolve(registry: Registry, job: Job, local_rank: int) -> list[ResolvedSetting]:
-    from anygauge.launch.foreign import scrub
-    from anygauge.registry import resolve_environment
-
-    backend = registry.create_backend(job.backend, job.backend_options)
-    return resolve_environment(
-        registry, backend, job, _node(backend), local_rank, scrub(os.environ)
-    )
-
-
-def _node(backend: Backend) -> Node:
-    from anygauge.launch.environment import inspect_node
-    from anygauge.launch.foreign import scrub
-
-    return inspect_node(backend=backend, environ=scrub(os.environ))
-
-
 def print_environment(
-    console: Console, by_rank: dict[int, list[ResolvedSetting]], *, values: bool = False
+    console: Console, by_rank: Mapping[int, list[ResolvedSetting]], *, values: bool = False
 ) -> None:
     """Each variable and distinct value with its ranks, who set it, and why.
 
@@ -245,15 +148,13 @@ def print_environment(
         over = "; ".join(f"not {one.shown(v, values=values)} ({o})" for o, v in one.overruled)
         why = f"{one.setting.reason} [{one.setting.source}]" + (f"; {over}" if over else "")
         which = "all ranks" if len(ranks) == len(by_rank) else f"rank {','.join(map(str, ranks))}"
-        console.print(Text(f"  {name}  {value}", style="bold"))
-        _indented(console, f"{which}, set by {origin}: {why}")
+        console.print(f"  {name}  {value}", style="bold")
+        console.print(f"    {which}, set by {origin}: {why}")
     if not rows:
         console.print("  none: this backend sets nothing for such a job")
 
 
 def _shell(one: ResolvedSetting, *, values: bool) -> str:
-    from anygauge.util.hiding import holds_secret
-
     if one.value is None:
         return f"unset {one.name}"
     if one.secret or holds_secret(one.value):
@@ -264,3 +165,47 @@ def _shell(one: ResolvedSetting, *, values: bool) -> str:
         inside = one.value.replace("\\", "\\\\").replace("'", "\\'")
         return f"export {one.name}=$'{escaped(inside)}'"
     return f"export {one.name}={shlex.quote(one.value)}"
+
+
+def _explain(registry: Registry, job: Job, local_rank: int) -> dict[str, Any]:
+    """The backend's networks between machines, and its rules with what each decides here."""
+    backend = registry.create_backend(job.backend, job.backend_options)
+    node = inspect_node(backend=backend, environ=scrub(os.environ))
+    chosen = backend.fabric(job, node)
+    known = {
+        fabric.name: {"what": fabric.what, "seen": fabric.detect(node) if fabric.detect else None}
+        for fabric in backend.fabrics
+    }
+    rules = [
+        {
+            "name": rule.name,
+            "rule": rule.value,
+            "scope": rule.scope.value,
+            "reason": rule.reason,
+            "source": rule.source,
+            "here": str(decision.value) if isinstance(decision, Setting) else "(left as it is)",
+            "why": decision.reason,
+        }
+        for rule, decision in backend.explain_environment(job, node, local_rank)
+    ]
+    fabric = {"chosen": chosen.name, "why": chosen.why, "known": known}
+    return {"fabric": fabric, "rules": rules}
+
+
+def _print_rules(
+    console: Console, backend: str, rules: Iterable[Mapping[str, str]], fabric: Mapping[str, Any]
+) -> None:
+    console.print("Networks between machines (launch.fabric)", style="bold")
+    for name, one in fabric["known"].items():
+        console.print(f"{name}{'  chosen' * (name == fabric['chosen'])}", style="bold")
+        console.print(f"    what: {one['what']}\n    here: {one['seen'] or 'not seen'}")
+    if not fabric["chosen"]:
+        console.print(f"    none chosen: {fabric['why']}")
+    console.print(f"Rules of {backend}", style="bold")
+    for rule in rules:
+        console.print(f"{rule['name']}  {rule['here']}", style="bold")
+        console.print(f"    here: {rule['why']}")
+        console.print(f"    rule: {rule['rule']} (the same in each {rule['scope']})")
+        console.print(f"    reason: {rule['reason']}\n    source: {rule['source']}")
+    if not rules:
+        console.print("  this backend has no table of rules")

@@ -8,12 +8,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from anygauge.cli.options import BackendOption, JsonOption, choose_backend
 from anygauge.interface import (
@@ -23,53 +23,37 @@ from anygauge.interface import (
     ImageRelease,
     LaunchProfile,
     UnsupportedError,
+    UsageError,
     tagged,
 )
 from anygauge.util.console import Console
 
 ENGINES = ("docker", "podman")
 INSIDE = "/work"
-_BAKE = "docker/docker-bake.hcl"
+ARGUMENTS = "The anygauge command to run inside, such as `-- train run.yaml`; default: doctor."
+RELEASE = "Another row of the backend's table of versions."
+ENGINE = "docker or podman; default: the one that is installed."
+VOLUME = "Another folder for the container, HERE:THERE[:ro]; repeatable."
+RUN = "Run the image, with this folder as its working folder."
 
 
 def image(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(
-            help=(
-                "The anygauge command to run inside, such as `-- train run.yaml`; default: doctor."
-            ),
-            metavar="-- COMMAND ...",
-            show_default=False,
-        ),
+        typer.Argument(help=ARGUMENTS, metavar="-- COMMAND ...", show_default=False),
     ] = None,
     backend: BackendOption = None,
-    release: Annotated[
-        str | None,
-        typer.Option("--release", help="Another row of the backend's table of versions."),
-    ] = None,
-    engine: Annotated[
-        str | None,
-        typer.Option("--engine", help="docker or podman; default: the one that is installed."),
-    ] = None,
+    release: Annotated[str | None, typer.Option(help=RELEASE)] = None,
+    engine: Annotated[str | None, typer.Option(help=ENGINE)] = None,
     volume: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--volume",
-            help="Another folder for the container, HERE:THERE[:ro]; repeatable.",
-            metavar="HERE:THERE[:ro]",
-        ),
+        list[str] | None, typer.Option(help=VOLUME, metavar="HERE:THERE[:ro]")
     ] = None,
-    run: Annotated[
-        bool, typer.Option("--run", help="Run the image, with this folder as its working folder.")
-    ] = False,
+    run: Annotated[bool, typer.Option("--run", help=RUN)] = False,
     json_: JsonOption = False,
 ) -> None:
     """Show a backend's container image, what is in it, and the command that runs it."""
     if engine is not None and engine not in ENGINES:
-        raise typer.BadParameter(
-            f"{engine} is not one of {', '.join(ENGINES)}", param_hint="--engine"
-        )
+        raise UsageError(f"--engine: {engine} is not one of {', '.join(ENGINES)}")
     _, selection, chosen = choose_backend(backend, need_device=False)
     row = _release(chosen, release)
     name = chosen.launch.image if row is None or release is None else tagged(chosen.name, row)
@@ -79,7 +63,7 @@ def image(
             "launch profile (docs/images.md)"
         )
     command = run_command(
-        engine or (_answering() if run else next(_installed(), ENGINES[0])),
+        engine or _find_engine(ready=run),
         chosen.launch,
         name,
         arguments or ["doctor", "--backend", chosen.name, "--output", INSIDE],
@@ -88,11 +72,23 @@ def image(
     )
     if run:
         _run(command, name)
-    found = describe(chosen, selection.reason, name, row, command)
+    found: dict[str, Any] = {
+        "backend": chosen.name,
+        "reason": selection.reason,
+        "image": name,
+        "run": command,
+        "releases": {one.name: one.built for one in chosen.launch.releases},
+    }
+    if row is not None:
+        found["release"] = {k: v for k, v in asdict(row).items() if k not in ("built", "image")}
+        if row.image is None:  # it is built from anygauge's sources
+            files = "docker/docker-bake.hcl", f"backends/anygauge_{chosen.name}/releases.json"
+            target = f"{chosen.name}-{row.name.replace('.', '-')}"
+            found["build"] = ["docker", "buildx", "bake", "-f", files[0], "-f", files[1], target]
     if json_:
         typer.echo(json.dumps(found, indent=2))
     else:
-        show(found)
+        _show(found)
 
 
 def run_command(
@@ -129,108 +125,75 @@ def run_command(
     ]
 
 
-def describe(
-    backend: Backend, reason: str, name: str, row: ImageRelease | None, command: Sequence[str]
-) -> dict[str, Any]:
-    """All that the command tells, in plain values."""
-    found: dict[str, Any] = {
-        "backend": backend.name,
-        "reason": reason,
-        "image": name,
-        "run": list(command),
-        "releases": {one.name: one.built for one in backend.launch.releases},
-    }
-    if row is not None:
-        found["release"] = {
-            "name": row.name,
-            "base": row.base,
-            "versions": dict(row.versions),
-            "goes_with": dict(row.goes_with),
-            "source": row.source,
-            "note": row.note,
-        }
-    if row is not None and row.image is None:
-        table = f"backends/anygauge_{backend.name}/releases.json"
-        target = f"{backend.name}-{row.name.replace('.', '-')}"
-        found["build"] = ["docker", "buildx", "bake", "-f", _BAKE, "-f", table, target]
-    return found
-
-
-def show(found: dict[str, Any]) -> None:
-    """The same for people."""
+def _show(found: dict[str, Any]) -> None:
     console = Console()
-    console.print(Text(f"Backend {found['backend']}: {found['reason']}", style="bold"))
-    lines = {"image": found["image"]}
-    row = found.get("release")
-    if row is not None:
-        lines["base"] = row["base"]
-        lines["has"] = ", ".join(f"{key} {value}" for key, value in row["versions"].items())
-        lines["source"] = row["source"]
-        lines["note"] = row["note"]
-    if "build" in found:
-        lines["build"] = shlex.join(found["build"])
-    lines["run"] = shlex.join(found["run"])
-    lines["others"] = ", ".join(
+    console.print(f"Backend {found['backend']}: {found['reason']}", style="bold")
+    row = found.get("release", {})
+    others = [
         name if built else f"{name} (no image)"
         for name, built in found["releases"].items()
-        if row is None or name != row["name"]
-    )
-    if lines["others"]:
-        lines["others"] += "; choose one with --release"
+        if name != row.get("name")
+    ]
+    lines = {
+        "image": found["image"],
+        "base": row.get("base"),
+        "has": ", ".join(map(" ".join, row.get("versions", {}).items())),
+        "source": row.get("source"),
+        "note": row.get("note"),
+        "build": shlex.join(found.get("build", ())),
+        "run": shlex.join(found["run"]),
+        "others": others and f"{', '.join(others)}; choose one with --release",
+    }
     for title, text in lines.items():
         if text:
-            console.print(Text(f"  {title:<8} {text}"), soft_wrap=title in ("build", "run"))
+            console.print(f"  {title:<8} {text}", soft_wrap=title in ("build", "run"))
 
 
 def _release(backend: Backend, asked: str | None) -> ImageRelease | None:
     """The row of the table that was asked for, or the newest with an image.
 
     Raises:
-        BadParameter: there is none of that name, or no image of it.
+        UsageError: there is none of that name, or no image of it.
     """
-    rows = backend.launch.releases
-    built = [one for one in rows if one.built]
+    rows = {one.name: one for one in backend.launch.releases}
+    built = [one for one in rows.values() if one.built]
     if asked is None:
         return built[-1] if built else None
-    row = next((one for one in rows if one.name == asked), None)
+    if asked in rows and rows[asked].built:
+        return rows[asked]
+    wrong = f"the {backend.name} backend has no release {asked}"
+    if asked in rows:
+        wrong = f"there is no image of {asked} ({rows[asked].note})"
     valid = ", ".join(one.name for one in built) or "none: its image is not built here"
-    if row is None:
-        raise typer.BadParameter(
-            f"the {backend.name} backend has no release {asked}; releases with an image: {valid}",
-            param_hint="--release",
-        )
-    if not row.built:
-        raise typer.BadParameter(
-            f"there is no image of {asked} ({row.note}); releases with an image: {valid}",
-            param_hint="--release",
-        )
-    return row
+    raise UsageError(f"--release: {wrong}; releases with an image: {valid}")
 
 
-def _installed() -> Iterator[str]:
-    return (one for one in ENGINES if shutil.which(one))
+def _find_engine(*, ready: bool) -> str:
+    """The first engine that is installed; the first of all if none is.
 
-
-def _answering() -> str:
-    """The first engine that is ready to run something; the first of all if none is installed.
+    Args:
+        ready: take the first that is ready to run something.
 
     Raises:
         AnygaugeError: none of those that are installed answers.
     """
+    installed = [one for one in ENGINES if shutil.which(one)]
+    if not installed or not ready:
+        return (installed or ENGINES)[0]
     complaints = []
-    for one in _installed():
-        asked = subprocess.run([one, "info"], capture_output=True, text=True, check=False)
-        if asked.returncode == 0:
+    for one in installed:
+        complaint = _complaint([one, "info"])
+        if not complaint:
             return one
-        complaints.append(f"{one} does not answer: {_last_line(asked)}")
-    if complaints:
-        raise AnygaugeError("; ".join(complaints))
-    return ENGINES[0]
+        complaints.append(f"{one} does not answer: {complaint}")
+    raise AnygaugeError("; ".join(complaints))
 
 
-def _last_line(done: subprocess.CompletedProcess[str]) -> str:
+def _complaint(command: Sequence[str]) -> str:
+    """The last line that a command prints if it fails; "" if it does not."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = (done.stderr or done.stdout).strip().splitlines()
-    return lines[-1] if lines else f"exit status {done.returncode}"
+    return [f"exit status {done.returncode}", *lines][-1] if done.returncode else ""
 
 
 def _run(command: list[str], name: str) -> None:
@@ -240,15 +203,11 @@ def _run(command: list[str], name: str) -> None:
         AnygaugeError: it is not installed, or the image is not here and on no registry.
     """
     try:
-        if "/" not in name:
-            look = [command[0], "image", "inspect", name]
-            seen = subprocess.run(look, capture_output=True, text=True, check=False)
-            if seen.returncode:
-                raise AnygaugeError(
-                    f"{command[0]} has no image {name} ({_last_line(seen)}). Build it (`anygauge "
-                    "image` shows how), or name the repository that has it in "
-                    f"{REPOSITORY_VARIABLE}"
-                )
+        if "/" not in name and (missing := _complaint([command[0], "image", "inspect", name])):
+            raise AnygaugeError(
+                f"{command[0]} has no image {name} ({missing}). Build it (`anygauge image` shows "
+                f"how), or name the repository that has it in {REPOSITORY_VARIABLE}"
+            )
         os.execvp(command[0], command)
     except FileNotFoundError as error:
         raise AnygaugeError(

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anygauge.interface import Job, RunFileError, named_fabric
+from anygauge.interface import Job, LaunchProfile, RunFileError
 
 if TYPE_CHECKING:
     from anygauge.config.load import LoadedRun
     from anygauge.config.schema import RunFile
-    from anygauge.interface import Plan
+    from anygauge.interface import Backend, Plan
     from anygauge.launch.foreign import ForeignLaunch
     from anygauge.launch.memory import Expectation
     from anygauge.registry import Registry, Selection
@@ -26,6 +26,7 @@ class Intent:
     """What the user asked for, checked and with a backend chosen.
 
     Attributes:
+        profile: what containers need for the backend and the network.
         forms: what strategy ``auto`` may become, the fastest first, which the run has until it is
             known to fit; empty where a strategy is named, or the ranks decide.
     """
@@ -33,7 +34,9 @@ class Intent:
     loaded: LoadedRun
     registry: Registry
     selection: Selection
+    backend: Backend
     job: Job
+    profile: LaunchProfile
     forms: tuple[RunFile, ...] = ()
 
     @property
@@ -85,7 +88,7 @@ def read_intent(
     provided = registry.find_launcher(run.launch.launcher)
     launcher = provided.spec
     with loaded.placed():  # what the launcher is given; a wrong option need not wait for the model
-        read_options(provided, "launcher", run.launch.options)
+        read_options(provided, run.launch.options)
     if launcher.shared_filesystem:
         check_paths(loaded)
         peek(run.data, run.train)
@@ -135,19 +138,25 @@ def read_intent(
         if launcher.shared_filesystem
         else run_json(run.model_copy(update={"backend": selection.spec.name})),
         fetch=launcher.remote and bool(wanted(run.model)),
-        profile=backend.launch,
-        network=named_fabric(backend.fabrics, run.launch.fabric),
         environment=run.environment,
         backend_options=run.backend_options,
     )
-    return Intent(loaded=loaded, registry=registry, selection=selection, job=job, forms=forms)
+    return Intent(
+        loaded=loaded,
+        registry=registry,
+        selection=selection,
+        backend=backend,
+        job=job,
+        profile=backend.launch_profile(run.launch.fabric),
+        forms=forms,
+    )
 
 
 def prepared(intent: Intent, **options: Any) -> tuple[Intent, Findings, Expectation]:
     """A run whose ranks may start; see `prepare_run`."""
     from anygauge.launch.prepare import prepare_run
 
-    about = (intent.registry, intent.selection, intent.forms)
+    about = (intent.registry, intent.selection, intent.backend, intent.forms)
     run, job, found, expected = prepare_run(intent.run, intent.job, *about, **options)
     return intent.decided(run, job), found, expected
 
@@ -187,8 +196,8 @@ def rendered(intent: Intent) -> Plan:
     provided = intent.registry.find_launcher(run.launch.launcher)
     launcher = intent.registry.launcher(run.launch.launcher)()
     with intent.loaded.placed():
-        options = read_options(provided, "launcher", run.launch.options)
-        plan = launcher.render(intent.job, options)
+        options = read_options(provided, run.launch.options)
+        plan = launcher.render(intent.job, options, intent.profile)
     if plan.folders:
         check_folders(intent.loaded, plan.folders, _ADVICE)
     return plan

@@ -175,7 +175,9 @@ def start(
     import shutil
     from dataclasses import replace
 
+    from anygauge.launch.environment import NodeEnvironment
     from anygauge.launch.follow import deferred, follow
+    from anygauge.launch.foreign import scrub
     from anygauge.launch.local_run import LocalRun
     from anygauge.launch.run_directory import (
         RUN_FILE,
@@ -228,7 +230,14 @@ def start(
                 running: RunningJob = (
                     launcher.submit(replace(plan, held=(lock,)))
                     if spec.remote
-                    else LocalRun(job, lock=lock, grace_s=plan.grace_s)
+                    else LocalRun(
+                        job,
+                        lock=lock,
+                        grace_s=plan.grace_s,
+                        environment=NodeEnvironment(
+                            job, 0, scrub(os.environ), (intent.registry, intent.backend)
+                        ),
+                    )
                 )
             except AnygaugeError:
                 if unused and "detach" in spec.can:

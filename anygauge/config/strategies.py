@@ -65,7 +65,7 @@ def _of_fields(name: str, fields: Mapping[str, Any]) -> StrategySection:
 
 @cache
 def _section(provided: Provided[StrategySpec]) -> type[StrategySection]:
-    options = load_options(provided, "strategy")
+    options = load_options(provided)
     name = provided.spec.name
     fields: dict[str, Any] = {"name": (Literal[name], Field(name, description=_NAME))}
     bases: Any = (options, StrategySection)

@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,11 +128,8 @@ class Layout:
 
     @property
     def agrees(self) -> bool:
-        """Whether all ranks of a step, or of a round of evaluation, have one width.
-
-        Where each new shape is compiled, all would wait for a rank that has a shape of its own, as
-        one without rows has. A static shape is agreed on already.
-        """
+        """Whether all ranks of a step, or of a round of evaluation, have one width: where shapes
+        are compiled, all would wait for a rank with one of its own. A static one is agreed on."""
         return self.shapes.kind is ShapeKind.BUCKETED
 
     @property
@@ -151,10 +148,11 @@ class Layout:
 
         Args:
             turns: tokens of the longest sequence of each; 0 where it has only dummies.
-            longest: tokens of the longest sequence that any rank has in this step; with packing, in
-                any step.
+            longest: tokens of the longest sequence that any rank has in this step.
         """
         if self.agrees:
+            # Packs are as full as they can be: nearly all have one width, and then all may.
+            longest = self.max_length if self.packing else longest
             # Dummies must not have a shape of their own.
             return [self.width(own if own and self.alone else longest) for own in turns]
         return [self.width(max(turns) if self.share.one_width else own) for own in turns]
@@ -270,6 +268,8 @@ class Prefetcher(Generic[Work]):
 
 STEPS_AHEAD = 2
 """Steps whose batches are laid out before the loop comes to them."""
+KEPT_STEPS = 2 * STEPS_AHEAD + 2
+"""Those that were laid out ahead, and those whose metrics are still to come."""
 
 
 class Batches(ABC):
@@ -283,6 +283,8 @@ class Batches(ABC):
     """
 
     steps: int
+    _identity: tuple[str, ...]
+    """Of the data."""
 
     def __init__(self, schedule: Schedule, layout: Layout) -> None:
         self.schedule, self.layout = schedule, layout
@@ -326,10 +328,11 @@ class Batches(ABC):
     def epoch(self, index: int) -> float:
         """Passes over the data that are complete after this step."""
 
-    @abstractmethod
     def fingerprint(self) -> str:
         """Hexadecimal digest of the data and all that decides which rows are in which step: not
         ranks, micro-batches or the number of steps."""
+        settings = [self.schedule.record(), self.layout.packing, self.layout.max_length]
+        return key_of(*self._identity, *settings)
 
     def _checked(self, index: int) -> int:
         if not 0 <= index < self.steps:
@@ -370,16 +373,11 @@ def pack(lengths: NDArray[np.int64], capacity: int, order: NDArray[np.int64]) ->
 
 
 class _Sequences:
-    """What an epoch is made of: each a row or a pack of rows.
-
-    Only rows of the same weight share a pack, so that every row is read as often as its weight
-    says.
+    """What an epoch is made of: each a row or a pack of rows, which have one weight.
 
     Attributes:
-        sizes: sequences of each weight, one after another.
-        weights: of the sequences of each size.
-        tokens: of each sequence; int64 of shape (sequences,).
-        num_loss_tokens: of each; int64 of shape (sequences,).
+        sizes: sequences of each of the `weights`, one after another.
+        tokens, num_loss_tokens: of each sequence; int64 of shape (sequences,).
     """
 
     def __init__(
@@ -419,16 +417,6 @@ class _Sequences:
         """Tokens of each, 0 for `DUMMY`; int64 of the same shape."""
         return np.where(sequences == DUMMY, 0, self.tokens[sequences])
 
-    def longest(self, sequences: NDArray[np.int64]) -> int:
-        """Tokens of the longest of some; of packs, of the longest of all.
-
-        Packs are as full as they can be: nearly all have one width, and then all may.
-        """
-        return int((self.tokens if self.packing else self.lengths(sequences)).max())
-
-
-_KEPT_STEPS = 2 * STEPS_AHEAD + 2
-"""Those that were laid out ahead, and those whose metrics are still to come."""
 
 _STEPS_AT_ONCE = 1024
 """Steps whose lengths are looked at together: numpy takes as long for one as for some."""
@@ -442,6 +430,7 @@ class RowBatches(Batches):
         sequences = _Sequences(rows, schedule.weights, layout, schedule.seed)
         order = Order(sequences.sizes, sequences.weights, schedule.seed, shuffle=schedule.shuffle)
         self.sequences, self._order = sequences, order
+        self._identity = ("rows", rows.fingerprint())
         if schedule.steps:
             self._total, stop = schedule.steps * self.global_batch, math.inf
         else:
@@ -453,20 +442,20 @@ class RowBatches(Batches):
         if schedule.grouping:
             self._grouped = GroupedOrder(order, sequences.lengths, self.global_batch, stop)
         # The sequences of a step over all ranks; int64 of shape (global_batch,).
-        self.items = lru_cache(_KEPT_STEPS)(lambda index: self._find(self._checked(index))[0])
+        self.items = lru_cache(KEPT_STEPS)(lambda index: self._find(self._checked(index))[0])
 
     def step(self, index: int) -> list[MicroBatch]:
         """See `Batches`."""
         items = self.items(index)
         turns = [self.sequences.documents(turn) for turn in items[self._places]]
-        return self.layout.step(turns, self.sequences.longest(items))
+        return self.layout.step(turns, int(self.sequences.lengths(items).max()))
 
     def widths(self, start: int) -> list[int]:
         """See `Batches`; looks at the lengths of all rows that are left."""
         if not self.layout.agrees:
             return []
         if self.layout.packing:
-            return [self.layout.width(int(self.sequences.tokens.max()))]
+            return [self.layout.width(self.layout.max_length)]
         together = self.layout.micro_batch if self.layout.alone else self.global_batch
         longest: set[int] = set()
         for first in range(start, self.steps, _STEPS_AT_ONCE):
@@ -486,11 +475,6 @@ class RowBatches(Batches):
     def epoch(self, index: int) -> float:
         """See `Batches`."""
         return min((index + 1) * self.global_batch, self._total) / float(self._order.per_epoch)
-
-    def fingerprint(self) -> str:
-        """See `Batches`."""
-        settings = [self.schedule.record(), self.layout.packing, self.layout.max_length]
-        return key_of("rows", self.sequences.rows.fingerprint(), *settings)
 
     def _find(self, first: int, count: int = 1) -> NDArray[np.int64]:
         """As `items`, of several steps; int64 of shape (steps, global_batch)."""
@@ -522,25 +506,19 @@ class EvaluationBatches:
     def __iter__(self) -> Iterator[MicroBatch]:
         for items in self._items:
             documents = self._sequences.documents(items[self._layout.share.index])
-            yield from self._layout.step([documents], self._sequences.longest(items))
+            yield from self._layout.step([documents], int(self._sequences.lengths(items).max()))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Padding:
-    """What a schedule reads, in one layout.
-
-    Attributes:
-        sequences: rows, or packs of them.
-        positions: tokens with padding: what the model computes over.
-        share: of the positions that is padding, from 0 to 1.
-        fill: share of the packs' room that holds tokens; None where nothing is packed.
-    """
+class Padding(NamedTuple):
+    """What a schedule reads, in one layout: rows, or packs of them, and tokens with padding."""
 
     sequences: int
     steps: int
     positions: int
     share: float
+    """Of the positions that is padding, from 0 to 1."""
     fill: float | None
+    """Share of the packs' room that holds tokens; None where nothing is packed."""
 
 
 def measure(rows: TokenizedRows, schedule: Schedule, layout: Layout) -> Padding:
@@ -550,14 +528,9 @@ def measure(rows: TokenizedRows, schedule: Schedule, layout: Layout) -> Padding:
     for index in range(batches.steps):
         items = batches.items(index)
         lengths = batches.sequences.lengths(items).reshape(-1, layout.micro_batch)
-        widths = layout.widths(lengths.max(axis=1).tolist(), batches.sequences.longest(items))
+        widths = layout.widths(lengths.max(axis=1).tolist(), int(lengths.max()))
         tokens += int(lengths.sum())
         positions += sum(widths) * layout.micro_batch
         sequences += int(np.count_nonzero(lengths))
-    return Padding(
-        sequences=sequences,
-        steps=batches.steps,
-        positions=positions,
-        share=1 - tokens / positions,
-        fill=tokens / (sequences * layout.max_length) if layout.packing else None,
-    )
+    fill = tokens / (sequences * layout.max_length) if layout.packing else None
+    return Padding(sequences, batches.steps, positions, 1 - tokens / positions, fill)

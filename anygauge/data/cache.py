@@ -30,7 +30,6 @@ MANIFEST = "manifest.json"
 
 _DIGEST = 1
 """Of keys and fingerprints: a run is resumed on data with the same ones."""
-_EDGE = 2**20
 _FRESH_S = 2.0
 
 
@@ -177,20 +176,6 @@ class Cache:
             with contextlib.suppress(OSError):  # whoever needs the cache will say so
                 write_text(note, text + "\n")
         return digest
-
-
-def quick_identity(path: str) -> str:
-    """Hexadecimal digest of a file's size and its first and last MiB, without reading the rest."""
-    file = Path(path).expanduser().absolute()
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as opened:
-            head = opened.read(_EDGE)
-            opened.seek(max(0, size - _EDGE))
-            tail = opened.read(_EDGE)
-    except OSError as error:
-        raise unreadable(path, error) from None
-    return hashlib.sha256(json.dumps([size]).encode() + head + tail).hexdigest()
 
 
 def key_of(*parts: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections import Counter
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anygauge.config.schema import DataSection, SourceSection
+from anygauge.data.cache import key_of
 from anygauge.data.formats import Chat, Row, TokenRow, parse_all
 from anygauge.data.loss_masks import Aligner, bounded_parts, rendered_spans
 from anygauge.data.readers import Record
@@ -22,9 +22,6 @@ from anygauge.interface import DataError, ModelError
 
 _VERSION = 5
 """Counts up when the same rows become other tokens, masks or counts: no cache has those."""
-
-_STEP = 64
-"""Lengths of long rows are counted in steps of so many tokens."""
 
 WHOLE, CUT, EMPTY, LONG, BAD = range(5)
 """What became of a record: it is trained on, or without its end; it holds nothing to learn; it is
@@ -77,31 +74,6 @@ class Counts:
     num_loss_tokens: int = 0
     beyond: Counter[int] = field(default_factory=Counter)
 
-    @staticmethod
-    def of(
-        fates: NDArray[np.int8],
-        parts: NDArray[np.int32],
-        lengths: NDArray[np.int32],
-        tokens: NDArray[np.int64],
-        num_loss_tokens: NDArray[np.int32],
-    ) -> Counts:
-        """Of sequences, and of records without one; arrays of the fields of `Encoded` and of
-        the number of their tokens and loss tokens, each of shape (n,)."""
-        became = np.bincount(fates[parts <= 1], minlength=BAD + 1).tolist()
-        long = lengths[np.isin(fates, (CUT, LONG))]
-        return Counts(
-            rows=sum(became),
-            used=became[WHOLE] + became[CUT],
-            sequences=int(np.count_nonzero(tokens)),
-            dropped_empty=became[EMPTY],
-            dropped_long=became[LONG],
-            skipped=became[BAD],
-            truncated=became[CUT],
-            tokens=int(tokens.sum()),
-            num_loss_tokens=int(num_loss_tokens.sum()),
-            beyond=Counter((-(-long // _STEP) * _STEP).tolist()),
-        )
-
     def record(self) -> dict[str, Any]:
         """All of them, as JSON can write them."""
         numbers = {one.name: getattr(self, one.name) for one in fields(self)}
@@ -144,11 +116,6 @@ class RowEncoder:
 
     Args:
         source: with its format as `detect_format` gives it, not ``auto``.
-        field: where the source stands in the run file, as ``data.train`` or ``data.train[1]``.
-
-    Raises:
-        RunFileError: a chat template that cannot be used.
-        ModelError: the tokenizer cannot be used.
     """
 
     def __init__(
@@ -214,16 +181,10 @@ class RowEncoder:
         for name in ("path", "subset", "split", "revision", "limit", "weight"):
             del source[name]
         data = self.data
-        decides = {
-            "version": _VERSION,
-            "source": source,
-            "data": [data.max_length, data.too_long, data.loss_on],
-            "chat_template": self._given or getattr(self.tokenizer, "chat_template", None),
-            "chat_template_kwargs": data.chat_template_kwargs,
-            "tokenizer": _tokenizer_state(self.tokenizer),
-            "start": self._start,
-        }
-        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+        template = self._given or getattr(self.tokenizer, "chat_template", None)
+        settings = data.max_length, data.too_long, data.loss_on, data.chat_template_kwargs
+        state = _tokenizer_state(self.tokenizer), self._start
+        return key_of("tokens", _VERSION, source, template, *settings, *state)
 
     def _of_tokens(self, index: int, row: TokenRow) -> Encoded:
         count = len(self.tokenizer)
@@ -301,11 +262,8 @@ def _tokenizer_state(tokenizer: Any) -> list[Any]:
 
 
 def prompt_ids(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a whole prompt, template applied, alike in training and in generation.
-
-    What the tokenizer puts at the start of a text (BOS, if it does) is included; what it would
-    put at the end is not.
-    """
+    """The tokens of a whole prompt, template applied, alike in training and in generation; with
+    what the tokenizer puts at the start of a text (BOS, if it does), without what at the end."""
     return start_ids(tokenizer) + encode_texts(tokenizer, [text])[0]
 
 

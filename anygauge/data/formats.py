@@ -15,19 +15,9 @@ from typing import Any
 
 from anygauge.config.paths import data_suffix
 from anygauge.config.schema import SourceSection
-from anygauge.data.readers import (
-    MissingColumnError,
-    Record,
-    byte_length,
-    check_text,
-    column,
-    column_names,
-    from_json,
-    text_column,
-    type_name,
-)
+from anygauge.data.readers import DoubleKeyError, Record, load_json, type_name
 from anygauge.interface import DataError, RunFileError
-from anygauge.util.text import did_you_mean
+from anygauge.util.text import did_you_mean, short
 
 Turn = dict[str, Any]
 
@@ -116,10 +106,8 @@ AnyRow = Row | Chat | TokenRow
 
 
 def detect_format(first: Record, source: SourceSection, field: str) -> str:
-    """The format of a source's rows, from the run file, else from its path and first record.
-
-    `field` is where the source stands in the run file: ``data.train`` or ``data.train[1]``.
-    """
+    """The format of a source's rows, from the run file, else from its path and first record;
+    `field`: where it stands in the run file, as ``data.train[1]``."""
     row_format: str = source.format
     if data_suffix(source.path) == ".txt":
         if row_format not in ("auto", "text"):
@@ -157,7 +145,7 @@ def _by_columns(first: Record, source: SourceSection, field: str) -> str:
     example = next(iter(first.values), "question")
     raise DataError(
         f"{first.origin}: cannot detect the format of these rows; columns here: "
-        f"{column_names(first)}. "
+        f"{_column_names(first)}. "
         f"Name the two columns ({field}.prompt: {example} and {field}.completion: ...), one "
         f"column of turns ({field}.messages: ... or {field}.conversations: ...), or one column of "
         f"plain text ({field}.text: ...)"
@@ -205,7 +193,7 @@ def parse_all(
             also = f", as {lacking - 1} more here do" if lacking > 1 else ""
             raise DataError(
                 f"{record.origin}: the row lacks the column {error.name!r}{also}; the others have "
-                f"it. Correct or remove the row; columns here: {column_names(record)}"
+                f"it. Correct or remove the row; columns here: {_column_names(record)}"
             ) from None
     return rows
 
@@ -214,7 +202,7 @@ def parse(record: Record, row_format: str, source: SourceSection, field: str) ->
     """One record as a row, a chat or tokens; for the format see `detect_format`."""
 
     def text(setting: str) -> str:
-        return text_column(record, getattr(source, setting), f"{field}.{setting}")
+        return _text_column(record, getattr(source, setting), f"{field}.{setting}")
 
     def turns(setting: str, read: Callable[..., Turn] = _message) -> list[Turn]:
         name = getattr(source, setting)
@@ -247,17 +235,81 @@ def parse(record: Record, row_format: str, source: SourceSection, field: str) ->
     return _tokens(record)
 
 
+def _column_names(record: Record) -> str:
+    return ", ".join(record.values) or "none"
+
+
+class MissingColumnError(DataError):
+    """A column that is not there; names those that are, and the nearest."""
+
+    def __init__(self, record: Record, name: str, setting: str | None) -> None:
+        remedy = f"; set {setting} to one of them" if setting else "; rows of this format need it"
+        super().__init__(
+            f"{record.origin}: no column {name!r}; columns here: {_column_names(record)}{remedy}"
+            + did_you_mean(name, record.values)
+        )
+        self.name = name
+
+
+def _column(record: Record, name: str, setting: str | None) -> Any:
+    """A column's value. `setting` is the run file's field that names it; None where fixed."""
+    if name not in record.values:
+        raise MissingColumnError(record, name, setting)
+    return record.values[name]
+
+
+def _text_column(record: Record, name: str, setting: str | None) -> str:
+    """A column as text; a number is refused, for in another writing it is another text."""
+    value = _column(record, name, setting)
+    if not isinstance(value, str):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        raise DataError(
+            f"{record.origin}: column {name!r} holds {type_name(value)}"
+            f"{f' ({value!r:.40})' if number else ''}; text is expected. "
+            + ("Write it as text, in quotes" if number else "Correct or remove the row")
+            + ", or name another column"
+        )
+    _check_text(value, f"{record.origin}: column {name!r}")
+    return value
+
+
+def _check_text(text: str, where: str) -> None:
+    """Refuse halves of surrogate pairs, which no tokenizer can read."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where} holds half of a surrogate pair "
+            f"(U+{ord(text[error.start]):04X} at character {error.start}), which is not a "
+            "character; correct or remove the row"
+        ) from None
+
+
+def _from_json(value: Any, where: str, expected: str) -> Any:
+    """A value, or what it means where it is JSON text: tables keep lists and objects as text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return load_json(value)
+    except DoubleKeyError as error:
+        raise DataError(f"{where}: {error}") from None
+    except (ValueError, RecursionError):
+        raise DataError(
+            f"{where} holds text that is not JSON ({short(value)!r}); {expected} is expected"
+        ) from None
+
+
 def _row(record: Record, prompt: str | None, text: str) -> Row:
-    _refuse_long(byte_length(prompt or "") + byte_length(text), record)
+    _refuse_long(f"{prompt or ''}{text}", record)
     return Row(prompt, text, record.origin)
 
 
 def _alpaca(record: Record) -> Row:
-    instruction = text_column(record, "instruction", None)
-    given = "" if record.values.get("input") is None else text_column(record, "input", None)
+    instruction = _text_column(record, "instruction", None)
+    given = "" if record.values.get("input") is None else _text_column(record, "input", None)
     template = ALPACA_WITH_INPUT if given else ALPACA_WITHOUT_INPUT
     prompt = template.format(instruction=instruction, input=given)
-    return _row(record, prompt, text_column(record, "output", None))
+    return _row(record, prompt, _text_column(record, "output", None))
 
 
 def _are_turns(record: Record, source: SourceSection, field: str) -> bool:
@@ -266,7 +318,7 @@ def _are_turns(record: Record, source: SourceSection, field: str) -> bool:
     turns = {n: isinstance(record.values.get(n), list) for n in names.values()}
     if any(turns.values()) and not all(turns.values()):
         for setting, name in names.items():
-            column(record, name, f"{field}.{setting}")
+            _column(record, name, f"{field}.{setting}")
         one, other = sorted(turns, key=lambda name: not turns[name])
         raise DataError(
             f"{record.origin}: {one!r} holds a list and {other!r} does not; both are text, or both "
@@ -275,7 +327,8 @@ def _are_turns(record: Record, source: SourceSection, field: str) -> bool:
     return all(turns.values())
 
 
-def _refuse_long(length: int, record: Record) -> None:
+def _refuse_long(text: str, record: Record) -> None:
+    length = len(text.encode("utf-8", "surrogatepass"))
     if length > MOST_TEXT:
         raise DataError(
             f"{record.origin}: the row has {length:,} bytes of text, at most {MOST_TEXT:,} are "
@@ -324,7 +377,7 @@ def _tokens(record: Record) -> TokenRow:
 
 def _list_column(record: Record, name: str, setting: str | None, expected: str) -> list[Any]:
     where = f"{record.origin}: column {name!r}"
-    value = from_json(column(record, name, setting), where, expected)
+    value = _from_json(_column(record, name, setting), where, expected)
     values: list[Any] = _expect(value, list, f"{where} holds", expected)
     return values
 
@@ -342,7 +395,7 @@ def _chat(
     where = record.origin
     has_system = record.values.get(source.system) not in (None, "")
     if has_system:
-        system = text_column(record, source.system, f"{field}.system")
+        system = _text_column(record, source.system, f"{field}.system")
         turns.insert(0, {"role": "system", "content": system})
         first_answer += 1
     systems = [number for number, turn in enumerate(turns, 1) if turn["role"] == "system"]
@@ -375,8 +428,8 @@ def _chat(
         ) from None
     except RecursionError:
         raise DataError(f"{where}: the chat is nested too deeply; correct the row") from None
-    check_text(text, f"{where}: the chat")
-    _refuse_long(byte_length(text), record)
+    _check_text(text, f"{where}: the chat")
+    _refuse_long(text, record)
     learned = tuple(number for number, weight in weights.items() if weight)
     return Chat(tuple(turns), tools, learned, where)
 
@@ -416,7 +469,7 @@ def _sharegpt(turn: Mapping[str, Any], where: str, field: str) -> Turn:
         turn = {"from": name, "value": turn.get("content")}
     name = _role(turn, "from", tuple(SHAREGPT_ROLES), where)
     if name == "function_call" and (value := turn.get("value")) is not None:
-        calls = from_json(value, f"{where} (function_call)", "an object with name and arguments")
+        calls = _from_json(value, f"{where} (function_call)", "an object with name and arguments")
         return {"role": "assistant", "tool_calls": _calls(calls, where)}
     return {"role": SHAREGPT_ROLES[name], "content": _content(turn, "value", name, where)}
 
@@ -449,7 +502,7 @@ def _content(turn: Mapping[str, Any], key: str, role: str, where: str) -> str:
             if not isinstance(part.get("text"), str):
                 raise DataError(f"{where} has a part of the type 'text' without a text")
         value = "".join(part["text"] for part in value)
-    check_text(_expect(value, str, f"{where} holds", "text"), where)
+    _check_text(_expect(value, str, f"{where} holds", "text"), where)
     return str(value)
 
 
@@ -465,7 +518,7 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
         given = function.get("arguments")
         place = f"{where}: arguments of {function['name']!r}"
         # Templates write arguments as JSON themselves: JSON text would be written as a string.
-        arguments = {} if given in (None, "") else from_json(given, place, "an object")
+        arguments = {} if given in (None, "") else _from_json(given, place, "an object")
         _expect(arguments, Mapping, f"{place}:", "an object")
         identity = {"id": call["id"]} if call.get("id") is not None else {}
         named = {"name": function["name"], "arguments": dict(arguments)}
@@ -478,7 +531,7 @@ def _tools(record: Record, name: str) -> tuple[dict[str, Any], ...] | None:
     if value in (None, ""):
         return None
     where = f"{record.origin}: column {name!r}"
-    value = from_json(value, where, "a list of tools")
+    value = _from_json(value, where, "a list of tools")
     tools = []
     for tool in value if isinstance(value, list) else [value]:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else tool

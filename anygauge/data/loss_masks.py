@@ -34,10 +34,8 @@ _PRIVATE_USE = range(0xE000, 0xF900)
 def rendered_spans(
     chat: Chat, template: ChatTemplate, *, has_all: bool = False
 ) -> tuple[str, list[Span]]:
-    """A chat's text, and its stretches with a loss: sorted, without overlap, in characters.
-
-    Those are its answers, or the whole text where it `has_all`.
-    """
+    """A chat's text, and its stretches with a loss: its answers, or where it `has_all` the whole
+    text; sorted, without overlap, in characters."""
     written = template.texts[chat.tools is not None]
     way_out = "give a data.chat_template that does, or remove the row"
     if any("tool_calls" in turn for turn in chat.turns) and "tool_calls" not in written:
@@ -283,10 +281,8 @@ class Aligner:
         self._puts_space = self._ids("\nb") != self._ids("\n") + self._ids("b")
 
     def align(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Tokens]:
-        """Tokens of each text, and their loss mask.
-
-        `spans` are each text's stretches with a loss: sorted, not touching, in characters.
-        """
+        """Tokens of each text, and their loss mask; `spans`: its stretches with a loss, sorted, not
+        touching, in characters."""
         if not self._has_offsets:
             return [self._in_pieces(*each) for each in zip(texts, spans, strict=True)]
         result: list[Tokens] = []

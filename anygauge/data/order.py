@@ -35,11 +35,8 @@ DUMMY = -1
 
 
 def permutation(n: int, *entropy: int) -> NDArray[np.int64]:
-    """A permutation of range(n), shape (n,): the order of n random keys.
-
-    Args:
-        entropy: what it is a function of, in addition to n: seed, epoch, purpose, ...
-    """
+    """A permutation of range(n), shape (n,): the order of n random keys; a function of n and
+    `entropy` (seed, epoch, purpose, ...)."""
     keys = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(n)
     return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
 
@@ -50,24 +47,19 @@ def packing_order(n: int, seed: int, group: int = 0) -> NDArray[np.int64]:
     return permutation(n, *purpose)
 
 
-class Split:
-    """Which records of a source are held out, by seed and the source's number.
-
-    Attributes:
-        held_out, kept: int64, each rising; with a `fraction` above 0, neither is empty.
-    """
-
-    def __init__(self, n: int, fraction: float, seed: int, source: int = 0) -> None:
-        if fraction and n < 2:
-            raise DataError(
-                f"data.eval_fraction: {fraction} cannot be held out of {n} row(s), since training "
-                "and evaluation need at least one each; give more rows, or a file in data.eval"
-            )
-        count = min(n - 1, max(1, round(n * fraction))) if fraction else 0
-        purpose = (seed, 0, SPLIT, source) if source else (seed, 0, SPLIT)
-        drawn = permutation(n, *purpose)[:count] if count else np.empty(0, dtype=np.int64)
-        self.held_out: NDArray[np.int64] = np.sort(drawn)
-        self.kept: NDArray[np.int64] = np.setdiff1d(np.arange(n), self.held_out, True)
+def split(
+    n: int, fraction: float, seed: int, source: int = 0
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Which records of a source are kept, and which held out, by seed and the source's number;
+    int64, each rising, neither empty."""
+    if n < 2:
+        raise DataError(
+            f"data.eval_fraction: {fraction} cannot be held out of {n} row(s), since training "
+            "and evaluation need at least one each; give more rows, or a file in data.eval"
+        )
+    purpose = (seed, 0, SPLIT, source) if source else (seed, 0, SPLIT)
+    order, count = permutation(n, *purpose), min(n - 1, max(1, round(n * fraction)))
+    return np.sort(order[count:]), np.sort(order[:count])
 
 
 class Order:

@@ -7,19 +7,18 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from anygauge.config.paths import data_suffix, is_remote
 from anygauge.config.schema import DataSection, SourceSection, TrainSection
 from anygauge.data.batches import Batches, Layout, RowBatches, Schedule
 from anygauge.data.cache import Cache, Entry, cache_folder, key_of
-from anygauge.data.encode import RowEncoder
+from anygauge.data.encode import Counts, RowEncoder
 from anygauge.data.formats import detect_format, parse_all
-from anygauge.data.order import Split
+from anygauge.data.order import split
 from anygauge.data.rows import (
     TABLE_VERSION,
     EncodedChunk,
-    Piece,
     Tokenise,
     TokenizedRows,
     Workers,
@@ -40,21 +39,16 @@ _PROGRESS_S = 30.0
 Log = Callable[[str], None]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Prepared:
+class Prepared(NamedTuple):
     """Rows to train on, and rows to evaluate on where there are any."""
 
     train: TokenizedRows | StreamedRows
     eval: TokenizedRows | None
 
-    @property
-    def report(self) -> str:
-        """What became of the training rows, in words; of streamed ones, so far."""
-        return described(self.train)
-
 
 def described(rows: TokenizedRows | StreamedRows) -> str:
-    """What became of rows, which were skipped first, and whether they came from the cache."""
+    """What became of rows, of streamed ones so far; which were skipped first; and whether they came
+    from the cache."""
     text = str(rows.report)
     if rows.bad:
         text += f"; the first that were skipped: {' | '.join(rows.bad)}"
@@ -64,10 +58,7 @@ def described(rows: TokenizedRows | StreamedRows) -> str:
 
 
 def advice(rows: TokenizedRows | StreamedRows, data: DataSection) -> str | None:
-    """What to say where `data.max_length` cuts more than a few rows; None where it does not.
-
-    Of streamed rows nothing is known before they are read.
-    """
+    """What to say where `data.max_length` cuts more than a few rows; of streamed ones, nothing."""
     if not isinstance(rows, TokenizedRows):
         return None
     counts = rows.report
@@ -87,9 +78,6 @@ def peek(data: DataSection, train: TrainSection | None = None) -> None:
 
     Args:
         train: also look whether epochs can decide the end of the run.
-
-    Raises:
-        RunFileError: settings that do not go together, or a chat template that is not valid.
     """
     read_template(data.chat_template)
     for field, source in (*_fields("train", data), *_fields("eval", data)):
@@ -134,16 +122,17 @@ def prepare(
         ModelError: the tokenizer cannot be used.
     """
     with Cache(cache_folder(data.cache, os.environ), log, run) as cache:
-        shared = data, tokenizer, seed, cache, log, first, rendering
-        train = _Preparer("train", *shared)
+        work = _Preparer(data, tokenizer, seed, cache, log, first, rendering)
+        sources = work.opened("train")
         part: _Part = "kept" if data.eval_fraction else "all"
-        rows = train.stream(memory) if data.streaming and first is None else train.rows(part)
+        streamed = data.streaming and first is None
+        train = work.stream(sources, memory) if streamed else work.rows(sources, part)
         held_out = None
         if data.eval is not None:
-            held_out = _Preparer("eval", *shared).rows("all")
+            held_out = work.rows(work.opened("eval"), "all")
         elif data.eval_fraction:
-            held_out = train.rows("held out")
-    return Prepared(train=rows, eval=held_out)
+            held_out = work.rows(sources, "held out")
+    return Prepared(train, held_out)
 
 
 def training_batches(
@@ -152,11 +141,7 @@ def training_batches(
     train: TrainSection,
     layout: Layout,
 ) -> Batches:
-    """The training batches of one rank.
-
-    Raises:
-        RunFileError: global_batch is not a multiple of micro_batch times the number of parts.
-    """
+    """The training batches of one rank."""
     schedule = Schedule(
         seed=train.seed,
         global_batch=train.global_batch_size,
@@ -188,84 +173,84 @@ def packs_of(rows: StreamedRows, data: DataSection) -> list[int]:
 
 
 _Part = Literal["all", "kept", "held out"]
+_Sources = list[tuple[Source, Tokenise]]
 
 
+@dataclass(frozen=True, slots=True)
 class _Preparer:
-    """The sources of `data.train` or `data.eval`; see `prepare`."""
+    """Opens sources, and makes rows of them; see `prepare`."""
 
-    def __init__(
-        self,
-        which: Literal["train", "eval"],
-        data: DataSection,
-        tokenizer: Any,
-        seed: int,
-        cache: Cache,
-        log: Log,
-        first: int | None,
-        rendering: Rendering,
-    ) -> None:
-        self._data, self._seed, self._cache, self._log = data, seed, cache, log
-        self._rendering = rendering
-        self._sources: list[tuple[Source, Tokenise]] = []
+    data: DataSection
+    tokenizer: Any
+    seed: int
+    cache: Cache
+    log: Log
+    first: int | None
+    rendering: Rendering
+
+    def opened(self, which: Literal["train", "eval"]) -> _Sources:
+        """The sources of a field, and what makes tokens of their rows."""
+        data, first, found = self.data, self.first, []
         for field, section in _fields(which, data):
             record = first_records(section, 1, field, streaming=data.streaming)[0]
             row_format = detect_format(record, section, field)
             limit = min(section.limit or first, first) if first else section.limit
-            resolved = section.model_copy(update={"format": row_format, "limit": limit})
-            encoder = RowEncoder(resolved, data, tokenizer, field=field, rendering=rendering)
+            section = section.model_copy(update={"format": row_format, "limit": limit})
+            encoder = RowEncoder(
+                section, data, self.tokenizer, field=field, rendering=self.rendering
+            )
             # What is streamed leaves no copy on the disk, not even of its beginning.
             streamed = data.streaming and is_remote(section.path)
-            source = open_source(resolved, field, None if streamed else cache)
+            source = open_source(section, field, None if streamed else self.cache)
             skip = data.on_bad_row == "skip"
-            work = Tokenise(encoder=encoder, origin=source.origin, skip=skip)
-            self._sources.append((source, work))
+            found.append((source, Tokenise(encoder=encoder, origin=source.origin, skip=skip)))
+        return found
 
-    def rows(self, part: _Part) -> TokenizedRows:
+    def rows(self, sources: _Sources, part: _Part) -> TokenizedRows:
         """The tokenised rows of all sources, or of a part of each."""
         pieces = []
-        for number, (source, work) in enumerate(self._sources):
+        for number, (source, work) in enumerate(sources):
             entry = self._entry(source, work)
             records = entry.facts["counts"]["rows"]
             named, members = None, None
             if part != "all":
-                fraction = self._data.eval_fraction
-                split = Split(records, fraction, self._seed, number)
-                named = [part, fraction, self._seed, number]
-                members = split.held_out if part == "held out" else split.kept
+                drawn = self.data.eval_fraction, self.seed, number
+                kept, held_out = split(records, *drawn)
+                named, members = [part, *drawn], held_out if part == "held out" else kept
             pieces.append(open_piece(entry, source.origin, named, members))
             if not pieces[-1].counts.sequences and part != "held out":
-                raise self._nothing_left(pieces[-1], records, part)
+                raise self._nothing_left(pieces[-1].counts, source.name, records, part)
         rows = TokenizedRows(pieces)
         if not len(rows):
-            raise self._nothing_left(pieces[-1], records, part)
+            raise self._nothing_left(pieces[-1].counts, source.name, records, part)
         return rows
 
-    def stream(self, memory: int | None) -> StreamedRows:
-        """The sources, opened."""
-        works = [work for _, work in self._sources]
+    def stream(self, sources: _Sources, memory: int | None) -> StreamedRows:
+        """The sources, to be read and tokenised later."""
+        works = [work for _, work in sources]
         tokeniser = None if memory is None else Workers(works, memory=memory)
         identities = [
             key_of(source.identity(), work.encoder.source.limit, work.encoder.key())
-            for source, work in self._sources
+            for source, work in sources
         ]
-        size = self._data.shuffle_buffer
+        size = self.data.shuffle_buffer
         identity = key_of("stream", size, *identities)
-        return StreamedRows(self._sources, identity, size, tokeniser, self._rendering)
+        return StreamedRows(sources, identity, size, tokeniser, self.rendering)
 
     def _entry(self, source: Source, work: Tokenise) -> Entry:
         """The tokenised rows of a source, in the cache."""
         identity, section = source.identity(), work.encoder.source
 
         def write(folder: Path) -> dict[str, Any]:
-            chunks = chunks_of(source.rows(), work, self._data.workers, self._rendering)
+            chunks = chunks_of(source.rows(0), work, self.data.workers, self.rendering)
             facts = write_table(folder, self._counted(source.name, chunks))
             if source.identity() != identity:
                 raise DataError(f"{source.name} changed while it was being read; start again")
             return facts
 
-        settings = section.limit, self._data.on_bad_row, work.encoder.key()
+        settings = section.limit, self.data.on_bad_row, work.encoder.key()
         key = key_of(TABLE_VERSION, identity, data_suffix(section.path), *settings)
-        return self._cache.entry("rows", key, write)
+        return self.cache.entry("rows", key, write)
 
     def _counted(self, name: str, chunks: Iterator[EncodedChunk]) -> Iterator[EncodedChunk]:
         """Say from time to time how far it has come."""
@@ -275,14 +260,13 @@ class _Preparer:
             done += chunk.records
             if time.monotonic() - logged > _PROGRESS_S:
                 logged = time.monotonic()
-                self._log(f"tokenising {name}: {done:,} rows so far")
+                self.log(f"tokenising {name}: {done:,} rows so far")
 
-    def _nothing_left(self, piece: Piece, records: int, part: _Part) -> DataError:
-        counts, name = piece.counts, piece.origin.format("").rstrip(":[]")
+    def _nothing_left(self, counts: Counts, name: str, records: int, part: _Part) -> DataError:
         causes = []
         if counts.dropped_long:
             causes.append(
-                f"{counts.dropped_long} too long for data.max_length {self._data.max_length} "
+                f"{counts.dropped_long} too long for data.max_length {self.data.max_length} "
                 "(raise it, or shorten the prompts)"
             )
         if counts.dropped_empty:
@@ -290,7 +274,7 @@ class _Preparer:
         rows = f"{records} rows of {name}"
         if part != "all":
             does = "leaves for training" if part == "kept" else "holds out for evaluation"
-            fraction = f"data.eval_fraction {self._data.eval_fraction:g}"
+            fraction = f"data.eval_fraction {self.data.eval_fraction:g}"
             rows = f"{counts.rows} rows that {fraction} {does} (of {rows})"
         return DataError(f"none of the {rows} is left to use: {'; '.join(causes)}")
 

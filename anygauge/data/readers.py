@@ -32,7 +32,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import pyarrow as pa
 
 from anygauge.interface import DataError
-from anygauge.util.text import did_you_mean, short
+from anygauge.util.text import short
 
 MOST_LINE = 2**25
 """Bytes of a line; its text is bounded below that (`formats.MOST_TEXT`), JSON writes more."""
@@ -103,76 +103,6 @@ def type_name(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
     names |= {int: "a number", float: "a number", type(None): "null"}
     return names.get(type(value), f"a value of type {type(value).__name__}")
-
-
-def column_names(record: Record) -> str:
-    """The names of a record's columns."""
-    return ", ".join(record.values) or "none"
-
-
-class MissingColumnError(DataError):
-    """A column that is not there; names those that are, and the nearest."""
-
-    def __init__(self, record: Record, name: str, setting: str | None) -> None:
-        remedy = f"; set {setting} to one of them" if setting else "; rows of this format need it"
-        super().__init__(
-            f"{record.origin}: no column {name!r}; columns here: {column_names(record)}{remedy}"
-            + did_you_mean(name, record.values)
-        )
-        self.name = name
-
-
-def column(record: Record, name: str, setting: str | None) -> Any:
-    """A column's value. `setting` is the run file's field that names it; None where fixed."""
-    if name not in record.values:
-        raise MissingColumnError(record, name, setting)
-    return record.values[name]
-
-
-def text_column(record: Record, name: str, setting: str | None) -> str:
-    """A column as text; a number is refused, for in another writing it is another text."""
-    value = column(record, name, setting)
-    if not isinstance(value, str):
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        raise DataError(
-            f"{record.origin}: column {name!r} holds {type_name(value)}"
-            f"{f' ({value!r:.40})' if number else ''}; text is expected. "
-            + ("Write it as text, in quotes" if number else "Correct or remove the row")
-            + ", or name another column"
-        )
-    check_text(value, f"{record.origin}: column {name!r}")
-    return value
-
-
-def byte_length(text: str) -> int:
-    """Bytes of a text in UTF-8."""
-    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
-
-
-def check_text(text: str, where: str) -> None:
-    """Refuse halves of surrogate pairs, which no tokenizer can read."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{where} holds half of a surrogate pair "
-            f"(U+{ord(text[error.start]):04X} at character {error.start}), which is not a "
-            "character; correct or remove the row"
-        ) from None
-
-
-def from_json(value: Any, where: str, expected: str) -> Any:
-    """A value, or what it means where it is JSON text: tables keep lists and objects as text."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return load_json(value)
-    except DoubleKeyError as error:
-        raise DataError(f"{where}: {error}") from None
-    except (ValueError, RecursionError):
-        raise DataError(
-            f"{where} holds text that is not JSON ({short(value)!r}); {expected} is expected"
-        ) from None
 
 
 def file_rows(

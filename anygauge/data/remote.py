@@ -52,12 +52,8 @@ def describe_address(address: str) -> str:
 
 
 class _RemoteFile(io.RawIOBase):
-    """One file, read from any place.
-
-    Attributes:
-        size: bytes; None where the server does not say.
-        version: what the server calls this content (an ETag, a digest); "" where it does not.
-    """
+    """One file, read from any place; what the server calls its content (`version`: an ETag, a
+    digest) and its `size` in bytes, where it says so."""
 
     def __init__(self, address: str) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anygauge.data.cache import Entry, key_of
-from anygauge.data.encode import BAD, Counts, Encoded, RowEncoder
+from anygauge.data.encode import BAD, CUT, EMPTY, LONG, WHOLE, Counts, Encoded, RowEncoder
 from anygauge.data.readers import RawRow
 from anygauge.data.template import Rendering, unwatched
 from anygauge.interface import AnygaugeError, DataAccessError, DataError
@@ -55,6 +55,8 @@ TABLE_VERSION = 3
 """Of the table and the facts beside it: part of an entry's key."""
 NAMED_BAD = 5
 """Bad rows that are named where they are skipped."""
+_STEP = 64
+"""Lengths of long rows are counted in steps of so many tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,12 +127,7 @@ def _column(table: Any, name: str) -> NDArray[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenise:
-    """Turns a chunk of rows into tokens.
-
-    Attributes:
-        origin: how a row's place is written: ``data.jsonl:{}``.
-        skip: leave out rows that cannot be used.
-    """
+    """Turns chunks of rows into tokens; `origin`: of a row, ``data.jsonl:{}``; `skip`: bad ones."""
 
     encoder: RowEncoder
     origin: str
@@ -200,10 +197,9 @@ def chunks_of(
 
 
 class Workers:
-    """Processes that tokenise rows; the first row starts them.
+    """Processes that tokenise rows of several sources; the first row starts them.
 
     Args:
-        works: of each source.
         memory: bytes that each process may have; None: without a limit of its own.
         rendering: gets what has begun first of all that is rendered, so that one that hangs shows.
     """
@@ -339,9 +335,6 @@ class Piece:
     Attributes:
         table: an Arrow table; see `batch_of`.
         inside: which of its rows are of the part; bool of shape (rows,).
-        origin: how a place is written: ``data.jsonl:{}``.
-        bad: what is wrong with the first of the records that were skipped.
-        built: when, where it came from the cache.
     """
 
     table: Any
@@ -356,12 +349,8 @@ class Piece:
 def open_piece(
     entry: Entry, origin: str, part: Any = None, members: NDArray[np.int64] | None = None
 ) -> Piece:
-    """The sequences that an entry holds, or a part of them.
-
-    Args:
-        part: what tells the part from others (JSON); None for all.
-        members: of the part: the numbers of its records; int64, rising.
-    """
+    """The sequences that an entry holds, or of a part, which JSON tells from others, the `members`:
+    numbers of records; int64, rising."""
     import pyarrow as pa
 
     table = pa.ipc.open_file(pa.memory_map(str(entry.folder / TABLE))).read_all()
@@ -383,13 +372,20 @@ def open_piece(
     )
 
 
-def documents_of(chunk: EncodedChunk, origin: str) -> tuple[list[list[Tokens]], Counts]:
-    """What each record of a chunk became: no sequence, one, or several; and their counts."""
+def documents_of(
+    chunk: EncodedChunk, origin: str, *, whole: bool = True
+) -> tuple[list[list[Tokens]], Counts]:
+    """What each record of a chunk became: no sequence, one, or several; and their counts. If not
+    `whole`, a text in several parts keeps its first, and counts as truncated."""
     import pyarrow as pa
 
     table = pa.Table.from_batches([chunk.batch])
-    inside = np.ones(len(table), dtype=np.bool_)
-    rows = TokenizedRows([Piece(table=table, inside=inside, origin=origin, counts=_counts(table))])
+    parts = _column(table, "part")
+    inside = parts <= (parts.max() if whole else 1)
+    counts = _counts(table, inside)
+    if not whole:
+        counts = replace(counts, truncated=counts.truncated + int((parts == 1).sum()))
+    rows = TokenizedRows([Piece(table=table, inside=inside, origin=origin, counts=counts)])
     documents: list[list[Tokens]] = [[] for _ in range(chunk.records)]
     for index, record in enumerate(rows.column("record").tolist()):
         documents[record].append(rows.tokens(index))
@@ -399,7 +395,21 @@ def documents_of(chunk: EncodedChunk, origin: str) -> tuple[list[list[Tokens]], 
 def _counts(table: Any, inside: NDArray[np.bool_] | slice = slice(None)) -> Counts:
     names = ("fate", "part", "length", "num_loss_tokens")
     fates, parts, whole, loss_tokens = (_column(table, name)[inside] for name in names)
-    return Counts.of(fates, parts, whole, _lengths(table)[inside], loss_tokens)
+    became = np.bincount(fates[parts <= 1], minlength=BAD + 1).tolist()
+    beyond = whole[np.isin(fates, (CUT, LONG))]
+    lengths = _lengths(table)[inside]
+    return Counts(
+        rows=sum(became),
+        used=became[WHOLE] + became[CUT],
+        sequences=int(np.count_nonzero(lengths)),
+        dropped_empty=became[EMPTY],
+        dropped_long=became[LONG],
+        skipped=became[BAD],
+        truncated=became[CUT],
+        tokens=int(lengths.sum()),
+        num_loss_tokens=int(loss_tokens.sum()),
+        beyond=Counter((-(-beyond // _STEP) * _STEP).tolist()),
+    )
 
 
 def _lengths(table: Any) -> NDArray[np.int64]:

@@ -1,23 +1,23 @@
 """A source of rows, opened: a file, here or on another machine, or a data set of the hub.
 
-Rows are read in the source's own order; whoever wants others numbers them. What there is not, or
-cannot be read, raises `DataError`, which names the source or its field of the run file.
+What there is not, or cannot be read, raises `DataError`, which names the source or its field of
+the run file.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache as once
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from anygauge.config.paths import DATA_SUFFIXES, data_suffix, names_address, names_data_set
 from anygauge.config.schema import SourceSection
 from anygauge.data import readers
-from anygauge.data.cache import Cache, key_of, quick_identity, unreadable
+from anygauge.data.cache import Cache, key_of, unreadable
 from anygauge.data.readers import RawRow, Record
 from anygauge.data.remote import BLOCK, FEW, copied, describe_address, open_remote, remote_identity
 from anygauge.interface import DataAccessError, DataError
@@ -34,14 +34,14 @@ class Source:
 
     Attributes:
         mark: how a place is written behind the name: ``:{}`` (a line) or ``[{}]`` (an index).
-        read: the rows from a number on, to the end; see `rows`.
+        rows: those from a number on, to the end.
         count: rows, where that is known before they are read.
         identity: hexadecimal digest that changes with the content.
     """
 
     name: str
     mark: str
-    read: Callable[[int], Iterator[RawRow]]
+    rows: Callable[[int], Iterator[RawRow]]
     count: Callable[[], int | None]
     identity: Callable[[], str]
 
@@ -50,13 +50,22 @@ class Source:
         """How a place is written: ``data.jsonl:{}``."""
         return self.name.replace("{", "{{").replace("}", "}}") + self.mark
 
-    def rows(self, start: int = 0) -> Iterator[RawRow]:
-        """The rows from a number on, to the end; at least one from the beginning."""
-        rows = self.read(start)
-        first = list(islice(rows, 1))
-        if not first and not start:
-            raise DataError(f"{self.name} is empty; at least one row is needed")
-        yield from chain(first, rows)
+
+def in_turn(sources: Sequence[Source], start: int) -> Generator[tuple[int, RawRow], None, int]:
+    """The rows of several, one after another, from a number on, each with the number of its source;
+    returns how many there are in all."""
+    at = 0
+    for number, source in enumerate(sources):
+        known = source.count() or 0
+        skipped = min(known, max(0, start - at))
+        at += skipped
+        if skipped and skipped == known:
+            continue
+        for row in source.rows(skipped):
+            if at >= start:
+                yield number, row
+            at += 1
+    return at
 
 
 def open_source(
@@ -65,9 +74,8 @@ def open_source(
     """A source, opened.
 
     Args:
-        field: where it stands in the run file, for messages.
-        cache: for a copy of a remote file, or of a data set of the hub; None reads them over the
-            network.
+        field: where it stands in the run file.
+        cache: for copies of what is remote; None reads it over the network.
         beginning: only the first rows will be asked for: fetch little at once, and of a data set
             of the hub the rows as they will be in the cache.
     """
@@ -93,27 +101,22 @@ def open_source(
         known = source.count()
         return limit if known is None else min(known, limit)
 
-    def read(start: int) -> Iterator[RawRow]:
-        return islice(source.read(start), max(0, limit - start))
+    def rows(start: int) -> Iterator[RawRow]:
+        return islice(source.rows(start), max(0, limit - start))
 
-    return replace(source, read=read, count=count)
+    return replace(source, rows=rows, count=count)
 
 
 def first_records(
     section: SourceSection, count: int, field: str, *, streaming: bool = False
 ) -> list[Record]:
-    """The first records of a source, at least one; reads little of a large one.
-
-    JSON lists and plain text are read whole all the same.
-
-    Args:
-        streaming: read a data set of the hub as it is when it is streamed.
-
-    Raises:
-        DataError: unreadable, malformed or empty.
-    """
+    """The first records of a source, at least one; reads little of a large one, but JSON lists and
+    plain text whole. With `streaming`, a data set of the hub is read as it then is."""
     source = open_source(section, field, beginning=not streaming)
-    return [row.record(source.origin) for row in islice(source.rows(), count)]
+    records = [row.record(source.origin) for row in islice(source.rows(0), count)]
+    if not records:
+        raise DataError(f"{source.name} is empty; at least one row is needed")
+    return records
 
 
 def _file(path: str, name: str, cache: Cache | None, block: int, column: str = "") -> Source:
@@ -138,7 +141,7 @@ def _file(path: str, name: str, cache: Cache | None, block: int, column: str = "
     if suffix == ".json" and readers.holds_lines(opened, name):
         suffix = ".jsonl"
 
-    def read(start: int) -> Iterator[RawRow]:
+    def rows(start: int) -> Iterator[RawRow]:
         yield from readers.file_rows(opened, name, suffix, start, column)
         if contents:
             opened().close()
@@ -146,12 +149,13 @@ def _file(path: str, name: str, cache: Cache | None, block: int, column: str = "
     def identity() -> str:
         if names_address(path):
             return remote_identity(path)
-        return quick_identity(path) if cache is None else cache.digest(path)
+        assert cache is not None, "a file of this machine is opened with one to be tokenised"
+        return cache.digest(path)
 
     return Source(
         name=name,
         mark="[{}]" if suffix in (".json", ".parquet", ".arrow") else ":{}",
-        read=read,
+        rows=rows,
         count=once(lambda: readers.parquet_count(opened, name) if suffix == ".parquet" else None),
         identity=identity,
     )
@@ -189,7 +193,7 @@ def _data_set(
     except Exception as error:
         raise _unloadable(section, field, error) from None
 
-    def read(start: int) -> Iterator[RawRow]:
+    def rows(start: int) -> Iterator[RawRow]:
         at = start
         try:
             for row in readers.rows_of(readers.numbered(table.iter(readers.BATCH)), start):
@@ -206,7 +210,7 @@ def _data_set(
     def count() -> int | None:
         return _described(table.info, section.split) if cache is None else len(table)
 
-    return Source(name=name, mark="[{}]", read=read, count=count, identity=digest)
+    return Source(name=name, mark="[{}]", rows=rows, count=count, identity=digest)
 
 
 def _described(info: Any, split: str) -> int | None:
@@ -233,15 +237,9 @@ def _split_files(
         return None
     parts = [_file(file, file.rpartition("/")[2], None, BLOCK) for file in files]
 
-    def read(start: int) -> Iterator[RawRow]:
-        at = 0
-        for part in parts:
-            skipped = min(part.count() or 0, start - at) if at < start else 0
-            at += skipped
-            for row in part.read(skipped):
-                if at >= start:
-                    yield row._replace(place=at, where=f"{part.name}:{row.place}")
-                at += 1
+    def rows(start: int) -> Iterator[RawRow]:
+        for place, (number, row) in enumerate(in_turn(parts, start), start):
+            yield row._replace(place=place, where=f"{parts[number].name}:{row.place}")
 
     @once
     def count() -> int | None:
@@ -249,7 +247,7 @@ def _split_files(
             return None
         return _described(builder.info, section.split) or sum(part.count() or 0 for part in parts)
 
-    return Source(name=name, mark="[{}]", read=read, count=count, identity=lambda: identity)
+    return Source(name=name, mark="[{}]", rows=rows, count=count, identity=lambda: identity)
 
 
 def _unloadable(section: SourceSection, field: str, error: Exception, at: str = "") -> Exception:

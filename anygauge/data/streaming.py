@@ -16,7 +16,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import islice
@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anygauge.data.batches import (
-    STEPS_AHEAD,
+    KEPT_STEPS,
     Batches,
     Layout,
     MicroBatch,
@@ -34,7 +34,6 @@ from anygauge.data.batches import (
     pack,
     tokens_of,
 )
-from anygauge.data.cache import key_of
 from anygauge.data.encode import Counts
 from anygauge.data.order import BLOCKS, STREAM, permutation
 from anygauge.data.readers import RawRow
@@ -47,13 +46,11 @@ from anygauge.data.rows import (
     documents_of,
     to_numpy,
 )
-from anygauge.data.sources import Source
+from anygauge.data.sources import Source, in_turn
 from anygauge.data.template import Rendering, unwatched
 from anygauge.interface import DataError, RunFileError
 
 _ENDLESS = 2**62
-_BEHIND = 2 * STEPS_AHEAD + 2
-"""Steps that are asked for after later ones: batches are laid out ahead, metrics come late."""
 
 
 def unknown_end(name: str) -> RunFileError:
@@ -66,18 +63,15 @@ def unknown_end(name: str) -> RunFileError:
 
 
 class StreamedRows:
-    """The rows of sources, one after another, in blocks.
+    """The rows of sources, one after another, in blocks of `size`.
 
     Two blocks are held: the one that is read from, and the next, which a thread reads meanwhile.
 
     Args:
         tokeniser: another process that turns rows into tokens; None: this one does.
-        rendering: gets what is rendered while packs are counted.
 
     Attributes:
         identity: digest of what the sources hold and how it becomes tokens.
-        size: rows of a block.
-        name: of the sources, for messages.
         length: rows; None as long as that is not known.
         counts: what became of the rows of the steps so far.
         bad: what is wrong with the first rows that were skipped.
@@ -126,8 +120,11 @@ class StreamedRows:
         epoch, inside = divmod(position, self.length)
         return epoch, *divmod(inside, self.size)
 
-    def encode(self, rows: Sequence[tuple[int, RawRow]]) -> tuple[list[list[Tokens]], Counts]:
-        """What each row became: no sequence, one, or for a long text several."""
+    def encode(
+        self, rows: Sequence[tuple[int, RawRow]], *, whole: bool = True
+    ) -> tuple[list[list[Tokens]], Counts]:
+        """What each row became: no sequence, one, or of a long text several; if not `whole`, the
+        first, and it counts as truncated."""
         documents: list[list[Tokens]] = [[] for _ in rows]
         counts = Counts()
         for number, (_, work) in enumerate(self._sources):
@@ -136,7 +133,7 @@ class StreamedRows:
                 continue
             given = tuple(rows[place][1] for place in places)
             chunk = self._tokeniser(number, given) if self._tokeniser else work(given)
-            found, count = documents_of(chunk, work.origin)
+            found, count = documents_of(chunk, work.origin, whole=whole)
             counts += count
             fresh = [text for text in chunk.bad if text not in self.bad]
             self.bad += fresh[: NAMED_BAD - len(self.bad)]
@@ -148,7 +145,7 @@ class StreamedRows:
         """Packs of each block of an epoch; reads and tokenises all rows once."""
         blocks, lengths, first = [], [], 0
         for source, work in self._sources:
-            for chunk in chunks_of(source.rows(), work, workers, self._rendering):
+            for chunk in chunks_of(source.rows(0), work, workers, self._rendering):
                 blocks.append((to_numpy(chunk.batch["record"]) + first) // self.size)
                 lengths.append(np.diff(to_numpy(chunk.batch["ids"].offsets)))
                 first += chunk.records
@@ -172,17 +169,7 @@ class StreamedRows:
 
     def _from(self, start: int) -> Iterator[tuple[int, RawRow]]:
         """The rows from a number on; at their end it is known how many there are."""
-        at = 0
-        for number, (source, _) in enumerate(self._sources):
-            known = source.count()
-            skipped = 0 if known is None else min(known, max(0, start - at))
-            at += skipped
-            if skipped == known:
-                continue
-            for row in source.rows(skipped):
-                if at >= start:
-                    yield number, row
-                at += 1
+        at = yield from in_turn([source for source, _ in self._sources], start)
         if self.length is not None and at < self.length:
             raise DataError(
                 f"{self.name} ends after {at:,} rows, but its description promises "
@@ -198,16 +185,11 @@ def _of_block(count: int, seed: int, epoch: int, number: int) -> NDArray[np.int6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Part:
-    """Steps whose rows are tokenised together: those of a block with packing, else one step.
-
-    Attributes:
-        first: the first step.
-        steps: of each, the sequences over all ranks: documents, none for a dummy.
-        epoch, block: with packing, where the rows stood.
-    """
+    """Steps whose rows are tokenised together: those of a block with packing, else one step."""
 
     first: int
     steps: list[list[list[Tokens]]]
+    """Of each, the sequences over all ranks: documents, none for a dummy."""
     counts: Counts
     epoch: int = 0
     block: int = 0
@@ -226,9 +208,10 @@ class StreamedBatches(Batches):
 
     def __init__(self, rows: StreamedRows, schedule: Schedule, layout: Layout, steps: int) -> None:
         super().__init__(schedule, layout)
-        self._rows, self.steps = rows, steps
+        self._rows, self.steps, self._identity = rows, steps, (rows.identity,)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokens-ahead")
         self._lock = threading.Lock()
+        self._read: Iterator[_Part]
         self._parts: list[_Part] = []
         self._following: Future[_Part]
         self._counted = -1
@@ -237,9 +220,7 @@ class StreamedBatches(Batches):
         """See `Batches`."""
         sequences = self._sequences(index)
         turns = [[sequences[at] for at in turn] for turn in self._places]
-        # Later packs are not known yet, and one that is full is as long as may be.
-        packing, full = self.layout.packing, self.layout.max_length
-        return self.layout.step(turns, full if packing else max(map(tokens_of, sequences)))
+        return self.layout.step(turns, max(map(tokens_of, sequences)))
 
     def num_loss_tokens(self, index: int) -> int:
         """See `Batches`."""
@@ -254,18 +235,9 @@ class StreamedBatches(Batches):
         """See `Batches`."""
         return sum(map(tokens_of, self._sequences(index)))
 
-    def fingerprint(self) -> str:
-        """See `Batches`."""
-        settings = [self.schedule.record(), self.layout.packing, self.layout.max_length]
-        return key_of(self._rows.identity, *settings)
-
     @abstractmethod
-    def _first(self, index: int) -> _Part:
-        """A part from which one comes to that of a step."""
-
-    @abstractmethod
-    def _after(self, last: _Part) -> _Part:
-        """The part after another."""
+    def _parts_from(self, index: int) -> Iterator[_Part]:
+        """Parts, one after another, that come to that of a step."""
 
     def _passes(self, read: float) -> float:
         """Of so many rows; until the end was seen, as if it were as far away as is read ahead."""
@@ -291,12 +263,13 @@ class StreamedBatches(Batches):
                 return part
         with self._lock:
             if not self._parts or index < self._parts[0].first:
-                self._parts, self._following = [], self._thread.submit(self._first, index)
+                self._parts, self._read = [], self._parts_from(index)
+                self._following = self._thread.submit(next, self._read)
             while not self._parts or index >= self._parts[-1].end:
-                held = [part for part in self._parts if part.end > index - _BEHIND]
+                held = [part for part in self._parts if part.end > index - KEPT_STEPS]
                 self._parts = [*held, self._following.result()]
                 if self._parts[-1].end < self.steps:
-                    self._following = self._thread.submit(self._after, self._parts[-1])
+                    self._following = self._thread.submit(next, self._read)
         return self._part(index)
 
 
@@ -317,25 +290,14 @@ class RowStream(StreamedBatches):
         """See `Batches`."""
         return self._passes(min((index + 1) * self.global_batch, self._total))
 
-    def _first(self, index: int) -> _Part:
-        end = min((index + 1) * self.global_batch, self._total)
-        positions = range(index * self.global_batch, end)
-        rows = [self._row(*self._rows.locate(position)) for position in positions]
-        documents, counts = self._rows.encode(rows)
-        # Only the first sequence of each row: one that loses the others counts as truncated.
-        kept = [parts[:1] for parts in documents]
-        counts = replace(
-            counts,
-            sequences=sum(map(len, kept)),
-            truncated=counts.truncated + sum(len(parts) > 1 for parts in documents),
-            tokens=sum(map(tokens_of, kept)),
-            num_loss_tokens=sum(int(each.loss_mask.sum()) for parts in kept for each in parts),
-        )
-        kept += [[] for _ in range(self.global_batch - len(kept))]
-        return _Part(first=index, steps=[kept], counts=counts)
-
-    def _after(self, last: _Part) -> _Part:
-        return self._first(last.end)
+    def _parts_from(self, index: int) -> Iterator[_Part]:
+        for step in range(index, self.steps):
+            end = min((step + 1) * self.global_batch, self._total)
+            positions = range(step * self.global_batch, end)
+            rows = [self._row(*self._rows.locate(position)) for position in positions]
+            documents, counts = self._rows.encode(rows, whole=False)
+            documents += [[] for _ in range(self.global_batch - len(documents))]
+            yield _Part(first=step, steps=[documents], counts=counts)
 
 
 class PackedStream(StreamedBatches):
@@ -368,33 +330,32 @@ class PackedStream(StreamedBatches):
         done = (index + 1 - part.first) / len(part.steps) * part.counts.rows
         return part.epoch + self._passes(part.block * self._rows.size + done)
 
-    def _first(self, index: int) -> _Part:
+    def _parts_from(self, index: int) -> Iterator[_Part]:
         begin = self._resumed if index >= self._resumed.get("first_step", 0) else {}
-        return self._read(*(begin.get(name, 0) for name in ("first_step", "epoch", "block")))
+        first, epoch, number = (begin.get(name, 0) for name in ("first_step", "epoch", "block"))
+        while True:
+            places = range(len(self._rows.block(number)))
+            if places:
+                rows = [self._row(epoch, number, place) for place in places]
+                documents, counts = self._rows.encode(rows)
+                steps = self._dealt([one for row in documents for one in row], epoch, number)
+                yield _Part(first=first, steps=steps, counts=counts, epoch=epoch, block=number)
+                first, number = first + len(steps), number + 1
+            elif first:
+                epoch, number = epoch + 1, 0
+            else:
+                raise DataError(
+                    f"none of the rows of {self._rows.name} holds anything to learn; see "
+                    "data.max_length and the columns of data.train"
+                )
 
-    def _after(self, last: _Part) -> _Part:
-        if self._rows.block(last.block + 1):
-            return self._read(last.end, last.epoch, last.block + 1)
-        if not last.end:
-            raise DataError(
-                f"none of the rows of {self._rows.name} holds anything to learn; see "
-                "data.max_length and the columns of data.train"
-            )
-        return self._read(last.end, last.epoch + 1, 0)
-
-    def _read(self, first: int, epoch: int, number: int) -> _Part:
-        places = range(len(self._rows.block(number)))
-        rows = [self._row(epoch, number, place) for place in places]
-        documents, counts = self._rows.encode(rows)
-        flat = [each for parts in documents for each in parts]
-        lengths = np.array([len(each.ids) for each in flat], dtype=np.int64)
-        packs = pack(lengths, self.layout.max_length, np.arange(len(flat)))
-        dealt = permutation(len(packs), self.schedule.seed, epoch, BLOCKS, number)
-        count = -(-len(packs) // self.global_batch)
-        steps = [
-            [[flat[row] for row in packs[at]] for at in dealt[step::count].tolist()]
-            for step in range(count)
-        ]
-        for step in steps:
-            step += [[] for _ in range(self.global_batch - len(step))]
-        return _Part(first=first, steps=steps, counts=counts, epoch=epoch, block=number)
+    def _dealt(self, documents: list[Tokens], epoch: int, number: int) -> list[list[list[Tokens]]]:
+        """The steps of a block: of each, its packs."""
+        lengths = np.array([len(each.ids) for each in documents], dtype=np.int64)
+        packs = pack(lengths, self.layout.max_length, np.arange(len(documents)))
+        order = permutation(len(packs), self.schedule.seed, epoch, BLOCKS, number).tolist()
+        steps = []
+        for step in range(count := -(-len(packs) // self.global_batch)):
+            held = [[documents[row] for row in packs[at]] for at in order[step::count]]
+            steps.append(held + [[]] * (self.global_batch - len(held)))
+        return steps

@@ -181,10 +181,8 @@ class ChatTemplate:
     def render(
         self, turns: Sequence[Turn], tools: Tools, *, asks: bool = False
     ) -> tuple[str, list[Span]]:
-        """The text of some turns, and the stretches of it that generation marks enclose.
-
-        `asks` adds what stands before an answer: the generation prompt.
-        """
+        """The text of some turns, with the generation prompt if it `asks`; and the stretches of it
+        that generation marks enclose."""
         from jinja2 import TemplateError, UndefinedError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -216,10 +214,8 @@ class ChatTemplate:
         return text, [(start, end) for start, end in spans[0] if start < end] if has_marks else []
 
     def end_of_turn(self, text: str, within: int | None = None) -> int | None:
-        """Where a turn's last special token ends, if only white space and such tokens follow.
-
-        It ends `within` so many characters of the text; None: all of them.
-        """
+        """Where a turn's last special token ends, if only white space and such tokens follow; it
+        ends `within` so many characters of the text, or None for all."""
         for pattern in (self.special, self.added):
             limit = len(text) if within is None else within
             ends = [match.end() for match in pattern.finditer(text, 0, limit)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from anygauge.interface.collectives import Collectives
@@ -24,6 +24,7 @@ from anygauge.interface.environment import (
     Setting,
     Skip,
     choose_fabric,
+    named_fabric,
 )
 from anygauge.interface.job import Job, Node
 from anygauge.interface.launch import LaunchProfile
@@ -386,6 +387,18 @@ class Backend:
             RunFileError: `launch.fabric` names none of `fabrics`.
         """
         return choose_fabric(self.fabrics, job, node)
+
+    def launch_profile(self, fabric: str) -> LaunchProfile:
+        """`launch`, and what the network adds to it that ``launch.fabric`` names.
+
+        Raises:
+            RunFileError: it names none of `fabrics`.
+        """
+        network = named_fabric(self.fabrics, fabric)
+        if network is None:
+            return self.launch
+        capabilities = (*self.launch.capabilities, *network.capabilities)
+        return replace(self.launch, capabilities=capabilities, network_resource=network.resource)
 
     def check_environment(self, environ: Mapping[str, str]) -> None:
         """Look at what a rank would start with, whoever set it.

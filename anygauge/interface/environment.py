@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from anygauge.interface.job import Fabric, Job, Node, RdmaDevice
+from anygauge.interface.job import Job, Node, RdmaDevice
 from anygauge.util.errors import RunFileError
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "THREADS",
     "ChosenFabric",
     "EnvironmentRule",
+    "Fabric",
     "RuleContext",
     "Scope",
     "Setting",
@@ -31,7 +32,6 @@ __all__ = [
     "main_interface",
     "meeting_rule",
     "missing_fabric",
-    "named_fabric",
 ]
 
 
@@ -66,6 +66,26 @@ class Setting:
 
 
 AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fabric:
+    """One kind of network.
+
+    Attributes:
+        name: what users write as ``launch.fabric``.
+        what: the network, in words.
+        detect: pure; what on a machine shows that it has this network, None where nothing does.
+            Without it, nothing ever does, and the network is never chosen by itself.
+        resource: what a container must ask a cluster for, such as ``vpc.amazonaws.com/efa``.
+        capabilities: what a container must be allowed.
+    """
+
+    name: str
+    what: str
+    detect: Callable[[Node], str | None] | None = None
+    resource: str | None = None
+    capabilities: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from anygauge.interface.launch import LaunchProfile
 from anygauge.util.errors import AnygaugeError
 from anygauge.util.schema import (
     NULLS_REMOVED,
@@ -24,33 +23,12 @@ from anygauge.util.schema import (
 from anygauge.util.start import START
 
 __all__ = [
-    "Fabric",
     "Job",
     "LaunchSettings",
     "NetworkInterface",
     "Node",
     "RdmaDevice",
 ]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fabric:
-    """One kind of network.
-
-    Attributes:
-        name: what users write as ``launch.fabric``.
-        what: the network, in words.
-        detect: pure; what on a machine shows that it has this network, None where nothing does.
-            Without it, nothing ever does, and the network is never chosen by itself.
-        resource: what a container must ask a cluster for, such as ``vpc.amazonaws.com/efa``.
-        capabilities: what a container must be allowed.
-    """
-
-    name: str
-    what: str
-    detect: Callable[[Node], str | None] | None = None
-    resource: str | None = None
-    capabilities: tuple[str, ...] = ()
 
 
 class LaunchSettings(Section):
@@ -132,8 +110,6 @@ class Job:
             write it to `run_file`. Empty where it is there already.
         fetch: the agents fetch the run's model of the hub before ranks start; where ranks run on
             the machine of the command, that has done so.
-        profile: what containers for the backend need; for launchers alone, and in no job file.
-        network: the network between machines, where one was asked for by name; likewise.
         environment: variables that the run file asks for.
         backend_options: the run file's ``backend_options``, for the backend alone to read.
         expected_memory: phase -> the most bytes that the first rank's tensors take of its device,
@@ -161,8 +137,6 @@ class Job:
     takes_over: bool = False
     run_text: str = ""
     fetch: bool = False
-    profile: LaunchProfile = field(default_factory=LaunchProfile)
-    network: Fabric | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     backend_options: Mapping[str, Any] = field(default_factory=dict)
     expected_memory: Mapping[str, int] = field(default_factory=dict)
@@ -190,8 +164,7 @@ class Job:
 
     def dump(self) -> str:
         """The job as JSON text; `load` reads it back."""
-        fields = _job_file().dump_python(self, mode="json", exclude={"profile", "network"})
-        return json.dumps(fields, indent=2, sort_keys=True)
+        return json.dumps(_job_file().dump_python(self, mode="json"), indent=2, sort_keys=True)
 
     @classmethod
     def load(cls, path: str | Path) -> Job:

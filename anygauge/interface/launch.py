@@ -7,10 +7,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
-if TYPE_CHECKING:
-    from anygauge.interface.job import Job
+from anygauge.interface.job import Job
 
 __all__ = [
     "ABILITIES",
@@ -46,6 +45,8 @@ class LaunchProfile:
         runtime_class: of a cluster's pods with devices, where the cluster's default would not let
             them open one.
         capabilities: what containers must be allowed, such as ``IPC_LOCK``.
+        network_resource: what a container must ask a cluster for to have the network that
+            ``launch.fabric`` names; see `Backend.launch_profile`, which alone fills it in.
         binding: how agents bind ranks: ``cores`` gives each an equal share of whole cores; or
             ``none``.
     """
@@ -59,6 +60,7 @@ class LaunchProfile:
     node_resources: Mapping[str, str] = field(default_factory=dict)
     runtime_class: str | None = None
     capabilities: tuple[str, ...] = ()
+    network_resource: str | None = None
     binding: str = "none"
 
 
@@ -241,11 +243,13 @@ class RunningJob(Protocol):
 class Launcher(Protocol):
     """Starts one agent on each machine of a job."""
 
-    def render(self, job: Job, options: Any) -> Plan:
+    def render(self, job: Job, options: Any, profile: LaunchProfile) -> Plan:
         """What would be done. Pure: writes nothing, starts nothing, needs no device.
 
         Args:
             options: what the run file says, of the class that `LauncherSpec.options` names.
+            profile: what containers need for the backend, and for the network where the run file
+                names one.
         """
 
     def submit(self, plan: Plan) -> RunningJob:

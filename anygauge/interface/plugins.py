@@ -123,7 +123,7 @@ def anygauge_provide_launchers() -> Iterable[LauncherSpec]:  # type: ignore[empt
 
 
         class Mine:
-            def render(self, job, options):
+            def render(self, job, options, profile):
                 file = str(Path(job.run_directory) / "job.json")
                 agent = (sys.executable, "-m", "anygauge.launch.agent", "--job", file)
                 return Plan(

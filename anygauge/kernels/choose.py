@@ -255,4 +255,4 @@ def load_kernel(choices: Mapping[str, KernelChoice], operation: str) -> Any:
                 "which no plugin provides here; install one, or ask for another "
                 f"{operation} (kernels.{operation})"
             )
-    return load_factory(choice.provided, "kernel")(**used)
+    return load_factory(choice.provided)(**used)

@@ -47,6 +47,9 @@ _UP = 0x1  # IFF_UP, <linux/if.h>
 class NodeEnvironment:
     """The environment of each rank of this node.
 
+    Args:
+        chosen: the plugins and the backend, where this process has made them; None: of the job.
+
     Attributes:
         fabric: the network between machines.
         cores: local rank -> logical processors that it is bound to; see `cores_of_ranks`.
@@ -56,9 +59,17 @@ class NodeEnvironment:
         NotAvailableError: this machine lacks the network or the cores that the run demands.
     """
 
-    def __init__(self, job: Job, node_rank: int, inherited: Mapping[str, str]) -> None:
-        registry = Registry.load()
-        backend = registry.create_backend(job.backend, job.backend_options)
+    def __init__(
+        self,
+        job: Job,
+        node_rank: int,
+        inherited: Mapping[str, str],
+        chosen: tuple[Registry, Backend] | None = None,
+    ) -> None:
+        if chosen is None:
+            loaded = Registry.load()
+            chosen = (loaded, loaded.create_backend(job.backend, job.backend_options))
+        registry, backend = chosen
         node = inspect_node(rank=node_rank, backend=backend, environ=inherited)
         missing = missing_fabric(backend.fabrics, job, node)
         if missing is not None:

@@ -1,8 +1,9 @@
 """``anygauge train`` as a rank of somebody else's launch: torchrun, srun, mpirun and their like.
 
-Nothing is started. This process decides its environment by the rules that an agent has, and becomes
-the rank: it puts a fresh interpreter in its own place (`anygauge.launch.rank`), so that every
-variable is there before anything is imported. Rank 0 chooses and claims the run directory first.
+Nothing is started. This process decides its environment by the rules that a supervisor has, and
+becomes the rank: it puts a fresh interpreter in its own place (`anygauge.launch.rank`), so that
+every variable is there before anything is imported. Rank 0 chooses and claims the run directory
+first.
 """
 
 from __future__ import annotations
@@ -111,9 +112,9 @@ def join(intent: Any, foreign: ForeignLaunch, *, quiet: bool) -> NoReturn:
     from anygauge.training.checks import check_settings
 
     run, job = intent.run, intent.job
-    backend = intent.registry.create_backend(job.backend, run.backend_options)
-    check_settings(run, backend, intent.registry, ranks_run_here=True)
-    own = NodeEnvironment(job, foreign.node_rank, scrub(os.environ))
+    chosen = (intent.registry, intent.backend)
+    check_settings(run, intent.backend, intent.registry, ranks_run_here=True)
+    own = NodeEnvironment(job, foreign.node_rank, scrub(os.environ), chosen)
     leads = foreign.rank == 0
     if leads:
         for note in _notes(intent, foreign, own):
@@ -226,6 +227,6 @@ def _become(handover: Handover, environment: Mapping[str, str]) -> NoReturn:
             stream.flush()
         os.execve(
             sys.executable,
-            [sys.executable, "-u", "-m", "anygauge.launch.rank", str(file.fileno())],
+            [sys.executable, "-u", "-m", "anygauge.launch.rank", "--handover", str(file.fileno())],
             dict(environment),
         )

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anygauge.config.resolved import parse_run
-from anygauge.config.strategies import default_section
+from anygauge.config.strategies import default_section, section_of
 from anygauge.interface import AnygaugeError, RunFileError
 from anygauge.registry import Registry
 from anygauge.training.auto import AUTO, candidates, in_words
@@ -74,16 +74,25 @@ class PlanQuestion(Section):
     """What is planned.
 
     Attributes:
-        forms: of the run, the fastest first, as `run_json` gives each.
+        run: as `run_json` gives it.
+        strategies: fields that the strategy of each form of `auto` sets; empty where it is named.
         backend: name of the chosen one.
         cards: what this machine's devices are called; None where ranks run on others.
         force: refuse nothing.
     """
 
-    forms: tuple[str, ...]
+    run: str
+    strategies: tuple[dict[str, Any], ...] = ()
     backend: str
     cards: tuple[str, ...] | None
     force: bool = False
+
+    @property
+    def forms(self) -> list[RunFile]:
+        """Of the run, the fastest first."""
+        run = parse_run(self.run)
+        sections = [section_of(each["name"]).model_validate(each) for each in self.strategies]
+        return [run.model_copy(update={"strategy": each}) for each in sections] or [run]
 
 
 def forms_of_auto(
@@ -179,7 +188,7 @@ def planned(question: PlanQuestion) -> Expectation:
     card = None
     if question.cards is not None:
         card = Hardware.load(registry, measured_files()).of_devices(question.cards)
-    forms = [parse_run(form) for form in question.forms]
+    forms = question.forms
     try:
         trial = Trials(registry).first_that_fits(forms, Target(backend=question.backend, card=card))
     except AnygaugeError as error:

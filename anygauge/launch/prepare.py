@@ -30,7 +30,7 @@ from anygauge.util.text import size
 
 if TYPE_CHECKING:
     from anygauge.config.schema import DataSection, ModelSection, RunFile
-    from anygauge.interface import Job
+    from anygauge.interface import Backend, Job
     from anygauge.launch.memory import Expectation
     from anygauge.launch.prepare_process import Answer, Request
     from anygauge.registry import Registry, Selection
@@ -69,6 +69,7 @@ def prepare_run(
     job: Job,
     registry: Registry,
     selection: Selection,
+    backend: Backend,
     forms: Sequence[RunFile] = (),
     *,
     quiet: bool = False,
@@ -97,12 +98,11 @@ def prepare_run(
     from anygauge.training.checks import Question, check_settings
 
     spec = registry.find_launcher(run.launch.launcher).spec
-    backend = registry.create_backend(selection.spec.name, run.backend_options)
     here = selection.probe.available and not spec.remote
     check_settings(run, backend, registry, ranks_run_here=here)
-    texts = [run_json(one.model_copy(update={"environment": {}})) for one in forms or (run,)]
+    text = run_json(run.model_copy(update={"environment": {}}))
     question = Question(
-        run=texts[0],
+        run=text,
         backend=job.backend,
         world_size=job.world_size,
         id=job.id,
@@ -111,7 +111,8 @@ def prepare_run(
     )
     expected = without_a_plan(run, job, registry, selection, plan)
     planned = PlanQuestion(
-        forms=tuple(texts),
+        run=text,
+        strategies=tuple(form.strategy.model_dump(exclude_unset=True) for form in forms),
         backend=job.backend,
         cards=None if spec.remote else tuple(selection.probe.cards),
         force=force,
@@ -414,7 +415,7 @@ class _Work:
         if self._row:
             return RENDERING_LIMIT_S
         plan = self._request.plan
-        several = self.stage == "plan" and plan is not None and len(plan.forms) > 1
+        several = self.stage == "plan" and plan is not None and len(plan.strategies) > 1
         return AUTO_LIMIT_S if several else LIMITS_S[self.stage]
 
     def note(self, event: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from anygauge.config.paths import is_remote
-from anygauge.config.resolved import parse_run, read_run
+from anygauge.config.resolved import parse_run, read_run, run_json
 from anygauge.config.schema import ModelSection
 from anygauge.data.rows import share_of_memory
 from anygauge.interface import AnygaugeError
@@ -246,7 +246,7 @@ class Stages:
         if request.plan is not None:
             form = self.plan(request.plan)
             if form and request.check is not None:  # the run was checked as its first form
-                self.check(replace(request.check, run=request.plan.forms[form]))
+                self.check(replace(request.check, run=run_json(request.plan.forms[form])))
         if request.rows is not None:
             self.rows(request.rows)
         if request.render is not None:

@@ -57,7 +57,7 @@ def rank_argv(job_file: str, lock: str, rendezvous: str, resume: bool) -> tuple[
         lock: of the run directory (`identity_of`).
     """
     return (
-        *(sys.executable, "-m", "anygauge.training.worker", "--job", job_file),
+        *(sys.executable, "-m", "anygauge.launch.rank", "--job", job_file),
         *("--lock", lock, "--rendezvous", rendezvous, *(("--resume",) if resume else ())),
     )
 

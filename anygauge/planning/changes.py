@@ -147,7 +147,7 @@ def _lighter(run: RunFile, registry: Registry) -> Sequence[list[Choice]]:
 
     for provided in sorted(registry.strategies, key=fastest):
         spec = provided.spec
-        if kept.keys() - load_options(provided, "strategy").model_fields.keys():
+        if kept.keys() - load_options(provided).model_fields.keys():
             continue  # the run's own division would be lost
         for index, (fields, costs) in enumerate(spec.lighter):
             level = 0 if index == 0 else 2 if index == len(spec.lighter) - 1 else 1
@@ -288,7 +288,7 @@ def _layouts(registry: Registry, ranks: int, devices: int) -> Iterator[Choice]:
         if spec.name == AUTO or (spec.world_sizes and ranks not in spec.world_sizes):
             continue
         yield Choice(spec.name, {"strategy": {"name": spec.name}})
-        options = load_options(provided, "strategy")
+        options = load_options(provided)
         for name, values in choices.items():
             for value in values if name in options.model_fields else ():
                 if value != options.model_fields[name].default:

@@ -5,12 +5,13 @@ Precedence: the user's own variable, the run file, a site's hook, the backend.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from anygauge.interface import AnygaugeError, Backend, Job, Node, PluginError, Setting
-from anygauge.registry.plugins import BLOCK_VARIABLE, TUNING_HOOK, LoadedPlugin
+from anygauge.registry.plugins import BLOCK_VARIABLE, TUNING_HOOK
 from anygauge.registry.registry import Registry
 from anygauge.util.hiding import HIDDEN, is_secret, without_secrets
 from anygauge.util.text import describe
@@ -123,9 +124,15 @@ def resolve_environment(
             # Each source overrules those before it, so the strongest comes first.
             proposals.setdefault(setting.name, []).insert(0, (origin, setting))
 
-    own = _ask_backend(registry, backend, job, node, local_rank)
+    titles = [p.title for p in registry.backends if p.spec.name == backend.name]
+    own = _proposed(
+        titles[0] if titles else f"backend {backend.name!r}",
+        "environment()",
+        lambda: [backend.environment(job, node, local_rank)],
+    )
     propose(BACKEND, own)
-    propose(SITE_HOOK, _ask_sites(registry, backend, job, node, own))
+    sites = _ask_sites(registry, backend=backend, job=job, node=node, settings=tuple(own))
+    propose(SITE_HOOK, sites)
     propose(
         RUN_FILE,
         (
@@ -164,32 +171,15 @@ def _decide(offers: Sequence[tuple[str, Setting]]) -> ResolvedSetting:
     )
 
 
-def _ask_backend(
-    registry: Registry, backend: Backend, job: Job, node: Node, local_rank: int | None
-) -> list[Setting]:
-    origins = [p.origin for p in registry.backends if p.spec.name == backend.name]
-    title = f"backend {backend.name!r}" + (f" of {origins[0]}" if origins else "")
-    try:
-        settings = list(backend.environment(job, node, local_rank))
-    except AnygaugeError:
-        raise
-    except Exception as error:
-        raise PluginError(f"{title}: environment() raised {describe(error)}") from error
-    for setting in settings:
-        _check(setting, title)
-    return settings
-
-
-def _ask_sites(
-    registry: Registry, backend: Backend, job: Job, node: Node, settings: Sequence[Setting]
-) -> list[Setting]:
+def _ask_sites(registry: Registry, **arguments: Any) -> list[Setting]:
     """The settings of all hooks; two that agree on a variable count once."""
     decided: dict[str, tuple[Setting, str]] = {}
     for plugin in registry.plugins:
-        if not plugin.tunes_environment:
-            continue
         title = f"plugin {plugin.entry_point!r} of {plugin.origin}"
-        proposed = _call_site(plugin, title, backend, job, node, settings)
+        # It gives nothing for a plugin without the hook.
+        ask = partial(plugin.manager.hook.anygauge_tune_environment, **arguments)
+        advice = f"; to run without it, name it in {BLOCK_VARIABLE}"
+        proposed = _proposed(title, TUNING_HOOK, ask, advice)
         # Within one plugin a later value replaces an earlier one, as in a list of assignments.
         for name, setting in {s.name: s for s in proposed}.items():
             earlier, earlier_title = decided.setdefault(name, (setting, title))
@@ -201,26 +191,17 @@ def _ask_sites(
     return [setting for setting, _ in decided.values()]
 
 
-def _call_site(
-    plugin: LoadedPlugin,
-    title: str,
-    backend: Backend,
-    job: Job,
-    node: Node,
-    settings: Sequence[Setting],
+def _proposed(
+    title: str, what: str, ask: Callable[[], Iterable[Iterable[Any]]], advice: str = ""
 ) -> list[Setting]:
+    """What a plugin's code proposes, each part of it checked."""
     try:
-        results: list[Any] = plugin.manager.hook.anygauge_tune_environment(
-            backend=backend, job=job, node=node, settings=tuple(settings)
-        )
-        proposed = [setting for result in results for setting in result]
+        # A generator runs, and may raise, only here.
+        proposed = [setting for part in ask() for setting in part]
     except AnygaugeError:
         raise
     except Exception as error:
-        raise PluginError(
-            f"{title}: {TUNING_HOOK} raised {describe(error)}; to run without it, name it in "
-            f"{BLOCK_VARIABLE}"
-        ) from error
+        raise PluginError(f"{title}: {what} raised {describe(error)}{advice}") from error
     for setting in proposed:
         _check(setting, title)
     return proposed

@@ -47,14 +47,23 @@ PROVIDING_HOOKS: Mapping[str, type[AnySpec]] = {
     "anygauge_provide_strategies": StrategySpec,
     "anygauge_provide_trackers": TrackerSpec,
 }
+KINDS: Mapping[type[AnySpec], str] = {
+    BackendSpec: "backend",
+    KernelSpec: "kernel",
+    LauncherSpec: "launcher",
+    StrategySpec: "strategy",
+    TrackerSpec: "tracker",
+}
 TUNING_HOOK = "anygauge_tune_environment"
 HOOK_NAMES = (*PROVIDING_HOOKS, TUNING_HOOK)
 
 _MOVED = "If the plugin was written for another anygauge, install a release of it made for this one"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-_FILE = re.compile(r"[A-Za-z_][\w.]*:[\w./-]+")
+_OBJECT = (re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*"), "package.module:name")
+_FILE = (re.compile(r"[A-Za-z_][\w.]*:[\w./-]+"), "package:file.toml")
+_PATHS = {"factory": _OBJECT, "options": _OBJECT, "hardware": _FILE}
+"""Fields of specs that name something in a package, and the form of each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,13 +86,23 @@ class Provided(Plugin, Generic[SpecT]):
 
     spec: SpecT
 
+    @property
+    def kind(self) -> str:
+        """``backend``, ``kernel``, ``launcher``, ``strategy`` or ``tracker``."""
+        return next(kind for spec, kind in KINDS.items() if isinstance(self.spec, spec))
+
+    @property
+    def title(self) -> str:
+        """Kind, name, distribution and version, for messages."""
+        return f"{self.kind} {self.spec.name!r} of {self.origin}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Duplicate:
     """One name that several plugins claim; none of them gets it.
 
     Attributes:
-        kind: ``backend``, ``kernel``, ``launcher`` or ``tracker``.
+        kind: see `Provided.kind`.
         name: the name; for a kernel, ``operation/name``.
     """
 
@@ -122,12 +141,10 @@ class LoadedPlugin(Plugin):
     Attributes:
         manager: knows this plugin alone; calls its hooks.
         provided: all that it announced, of every kind.
-        tunes_environment: whether it implements `TUNING_HOOK`.
     """
 
     manager: pluggy.PluginManager
     provided: tuple[Provided[Any], ...]
-    tunes_environment: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,12 +256,7 @@ def _load(found: Plugin, value: str) -> LoadedPlugin:
         for spec in _call(manager, hook, kind):
             _check_spec(spec, hook, kind, found.distribution)
             provided.append(Provided(**asdict(found), spec=spec))
-    return LoadedPlugin(
-        **asdict(found),
-        manager=manager,
-        provided=tuple(provided),
-        tunes_environment=TUNING_HOOK in implemented,
-    )
+    return LoadedPlugin(**asdict(found), manager=manager, provided=tuple(provided))
 
 
 def _check_hook_names(manager: pluggy.PluginManager, module: ModuleType) -> None:
@@ -289,17 +301,20 @@ def _check_spec(spec: Any, hook: str, kind: type[AnySpec], distribution: str) ->
         )
     title = f"{kind.__name__} {spec.name!r}"
     if spec.api_version != API_VERSION:
-        raise PluginError(f"{title} {_another_version(spec.api_version, distribution)}")
+        remedy = f"Install a release of {distribution} made for it"
+        if isinstance(spec.api_version, int) and spec.api_version > API_VERSION:
+            remedy = f"Install a newer anygauge, or a release of {distribution} made for this one"
+        raise PluginError(
+            f"{title} is written for version {spec.api_version!r} of the plugin contract "
+            f"(API_VERSION), and this anygauge has version {API_VERSION}. {remedy}"
+        )
     if not isinstance(spec.name, str) or not _NAME.fullmatch(spec.name):
         raise PluginError(f"{title}: a name is letters, digits, '.', '_' and '-'")
-    if not isinstance(spec.factory, str) or not _FACTORY.fullmatch(spec.factory):
-        raise PluginError(f"{title}: factory {spec.factory!r} must read 'package.module:name'")
-    options = getattr(spec, "options", "")
-    if options and not (isinstance(options, str) and _FACTORY.fullmatch(options)):
-        raise PluginError(f"{title}: options {options!r} must read 'package.module:name'")
-    hardware = getattr(spec, "hardware", "")
-    if hardware and not (isinstance(hardware, str) and _FILE.fullmatch(hardware)):
-        raise PluginError(f"{title}: hardware {hardware!r} must read 'package:file.toml'")
+    for field, (form, example) in _PATHS.items():
+        path = getattr(spec, field, "")
+        is_left_out = not path and field != "factory"
+        if not (is_left_out or (isinstance(path, str) and form.fullmatch(path))):
+            raise PluginError(f"{title}: {field} {path!r} must read {example!r}")
     if isinstance(spec, BackendSpec):
         if spec.name == AUTO:
             raise PluginError(f"{title}: {AUTO!r} is reserved for choosing a backend")
@@ -307,17 +322,6 @@ def _check_spec(spec: Any, hook: str, kind: type[AnySpec], distribution: str) ->
             raise PluginError(f"{title}: probe {spec.probe!r} cannot be called")
         if not isinstance(spec.priority, int):
             raise PluginError(f"{title}: priority {spec.priority!r} is not an integer")
-
-
-def _another_version(found: Any, distribution: str) -> str:
-    """What is wrong with a spec's ``api_version``, and what to do about it."""
-    remedy = f"Install a release of {distribution} made for it"
-    if isinstance(found, int) and found > API_VERSION:
-        remedy = f"Install a newer anygauge, or a release of {distribution} made for this one"
-    return (
-        f"is written for version {found!r} of the plugin contract (API_VERSION), and this anygauge "
-        f"has version {API_VERSION}. {remedy}"
-    )
 
 
 def _flat(error: BaseException) -> str:

@@ -31,21 +31,17 @@ from anygauge.interface import (
     Presence,
     Probe,
     RunFileError,
-    Strategy,
     StrategySpec,
     Support,
-    Tracker,
     TrackerSpec,
     UnknownNameError,
 )
 from anygauge.registry.plugins import (
     AUTO,
     BLOCK_VARIABLE,
-    BlockedPlugin,
     Discovery,
     Duplicate,
-    LoadedPlugin,
-    PluginFailure,
+    Plugin,
     Provided,
     SpecT,
     discover,
@@ -85,16 +81,16 @@ class Registry:
     """
 
     def __init__(self, discovery: Discovery) -> None:
-        self.plugins: tuple[LoadedPlugin, ...] = discovery.plugins
-        self.failures: tuple[PluginFailure, ...] = discovery.failures
-        self.blocked: tuple[BlockedPlugin, ...] = discovery.blocked
-        self.unmatched_blocks: tuple[str, ...] = discovery.unmatched_blocks
+        self.plugins = discovery.plugins
+        self.failures = discovery.failures
+        self.blocked = discovery.blocked
+        self.unmatched_blocks = discovery.unmatched_blocks
         self.duplicates: tuple[Duplicate, ...] = ()
-        self.backends: Sequence[Provided[BackendSpec]] = self._unique(BackendSpec, "backend")
-        self.kernels: Sequence[Provided[KernelSpec]] = self._unique(KernelSpec, "kernel")
-        self.launchers: Sequence[Provided[LauncherSpec]] = self._unique(LauncherSpec, "launcher")
-        self.strategies: Sequence[Provided[StrategySpec]] = self._unique(StrategySpec, "strategy")
-        self.trackers: Sequence[Provided[TrackerSpec]] = self._unique(TrackerSpec, "tracker")
+        self.backends: Sequence[Provided[BackendSpec]] = self._unique(BackendSpec)
+        self.kernels: Sequence[Provided[KernelSpec]] = self._unique(KernelSpec)
+        self.launchers: Sequence[Provided[LauncherSpec]] = self._unique(LauncherSpec)
+        self.strategies: Sequence[Provided[StrategySpec]] = self._unique(StrategySpec)
+        self.trackers: Sequence[Provided[TrackerSpec]] = self._unique(TrackerSpec)
 
     @classmethod
     def load(cls, environ: Mapping[str, str] | None = None) -> Registry:
@@ -105,10 +101,8 @@ class Registry:
         """
         return cls(discover(os.environ if environ is None else environ))
 
-    # -- backends ----------------------------------------------------------------------------
-
     def find_backend(self, name: str) -> Provided[BackendSpec]:
-        """The backend of a name.
+        """The backend of a name; likewise the others that are found by name.
 
         Raises:
             UnknownNameError: no plugin provides one.
@@ -116,17 +110,35 @@ class Registry:
         """
         return self._find("backend", name, self.backends)
 
-    def probe(self, name: str) -> Probe:
-        """What a backend finds on this machine; a probe that raises counts as unavailable.
+    def find_launcher(self, name: str) -> Provided[LauncherSpec]:
+        """See `find_backend`."""
+        return self._find("launcher", name, self.launchers)
+
+    def launcher(self, name: str) -> Callable[[], Launcher]:
+        """Import a launcher's factory.
 
         Raises:
-            PluginError: there is no single backend of this name.
+            PluginError: there is no single launcher of this name, or it cannot be imported.
         """
-        return guarded_probe(self.find_backend(name))
+        return load_factory(self.find_launcher(name))
+
+    def find_strategy(self, name: str) -> Provided[StrategySpec]:
+        """See `find_backend`."""
+        return self._find("strategy", name, self.strategies)
+
+    def find_tracker(self, name: str) -> Provided[TrackerSpec]:
+        """See `find_backend`."""
+        return self._find("tracker", name, self.trackers)
 
     def probe_all(self) -> dict[str, Probe]:
-        """Every backend's findings, by name."""
+        """What every backend finds on this machine, by name."""
         return {provided.spec.name: guarded_probe(provided) for provided in self.backends}
+
+    def absent_plugins(self) -> list[tuple[Plugin, str]]:
+        """Plugins that could not be asked, and why; what they would provide is not known."""
+        failed = [(plugin, f"failed to load: {plugin.reason}") for plugin in self.failures]
+        why = f"is blocked by {BLOCK_VARIABLE}"
+        return [*failed, *((plugin, why) for plugin in self.blocked)]
 
     def create_backend(self, name: str, options: Mapping[str, Any] | None = None) -> Backend:
         """Import and construct a backend, without probing it or opening a device.
@@ -141,87 +153,43 @@ class Registry:
             AnygaugeError: what the backend itself says of its options.
         """
         provided = self.find_backend(name)
-        title = f"backend {provided.spec.name!r} of {provided.origin}"
-        factory_name = provided.spec.factory
-        factory = load_factory(provided, "backend")
-        read = read_options(provided, "backend", options)
+        factory, read = load_factory(provided), read_options(provided, options)
+        title = f"{provided.title}: its factory {provided.spec.factory!r}"
         try:
             backend = factory(read)
         except AnygaugeError:
             raise
         except Exception as error:
-            raise PluginError(
-                f"{title}: its factory {factory_name!r} raised {describe(error)}"
-            ) from error
+            raise PluginError(f"{title} raised {describe(error)}") from error
         if not isinstance(backend, Backend):
             raise PluginError(
-                f"{title}: its factory {factory_name!r} gave a {type(backend).__name__}, "
-                "not an anygauge.interface.Backend"
+                f"{title} gave a {type(backend).__name__}, not an anygauge.interface.Backend"
             )
         if getattr(backend, "name", None) != provided.spec.name:
             raise PluginError(
-                f"{title}: its factory {factory_name!r} gave a backend whose name is "
-                f"{getattr(backend, 'name', None)!r}; both names must be the same"
+                f"{title} gave a backend whose name is {getattr(backend, 'name', None)!r}; both "
+                "names must be the same"
             )
         for capability, support in dict(backend.capabilities).items():
             if not isinstance(support, Support):
                 raise PluginError(
-                    f"{title}: its capabilities have {capability!r}: {support!r}, which is not an "
-                    "anygauge.interface.Support; valid: FULL, or Support(Level.PARTIAL, 'why')"
+                    f"{provided.title}: its capabilities have {capability!r}: {support!r}, which "
+                    "is not an anygauge.interface.Support; valid: FULL, or "
+                    "Support(Level.PARTIAL, 'why')"
                 )
         return backend
 
-    def find_launcher(self, name: str) -> Provided[LauncherSpec]:
-        """Raises: PluginError: no plugin, or more than one, provides a launcher of this name."""
-        return self._find("launcher", name, self.launchers)
-
-    def launcher(self, name: str) -> Callable[..., Launcher]:
-        """Import a launcher's factory; it is called without arguments.
-
-        Raises:
-            PluginError: there is no single launcher of this name, or it cannot be imported.
-        """
-        return load_factory(self.find_launcher(name), "launcher")
-
-    def find_strategy(self, name: str) -> Provided[StrategySpec]:
-        """Raises: PluginError: no plugin, or more than one, provides a strategy of this name."""
-        return self._find("strategy", name, self.strategies)
-
-    def strategy(self, name: str) -> Callable[[Any], Strategy]:
-        """Import a strategy's factory; it is called with the run file's section.
-
-        Raises:
-            PluginError: there is no single strategy of this name, or it cannot be imported.
-        """
-        return load_factory(self.find_strategy(name), "strategy")
-
-    def find_tracker(self, name: str) -> Provided[TrackerSpec]:
-        """Raises: PluginError: no plugin, or more than one, provides a tracker of this name."""
-        return self._find("tracker", name, self.trackers)
-
-    def tracker(self, name: str) -> Callable[..., Tracker]:
-        """Import a tracker's factory; it is called with a `TrackerContext`.
-
-        Raises:
-            PluginError: there is no single tracker of this name, or it cannot be imported.
-            NotAvailableError: it says that something is missing here.
-        """
-        provided = self.find_tracker(name)
-        refuse_if_missing(provided, "tracker")
-        return load_factory(provided, "tracker")
-
-    # -- by name -------------------------------------------------------------------------------
-
-    def _unique(self, kind: type[SpecT], title: str) -> tuple[Provided[SpecT], ...]:
+    def _unique(self, kind: type[SpecT]) -> tuple[Provided[SpecT], ...]:
         """All specs of a kind whose name is claimed once; records the others."""
         claims: dict[str, list[Provided[SpecT]]] = {}
         for plugin in self.plugins:
             for provided in plugin.provided:
-                if isinstance(provided.spec, kind):
-                    claims.setdefault(_key(provided.spec), []).append(provided)
+                if isinstance(spec := provided.spec, kind):
+                    within = f"{spec.operation}/" if isinstance(spec, KernelSpec) else ""
+                    claims.setdefault(within + spec.name, []).append(provided)
         for name, providers in claims.items():
             if len(providers) > 1:
-                doubled = Duplicate(kind=title, name=name, providers=tuple(providers))
+                doubled = Duplicate(kind=providers[0].kind, name=name, providers=tuple(providers))
                 self.duplicates = (*self.duplicates, doubled)
         return tuple(claimed[0] for claimed in claims.values() if len(claimed) == 1)
 
@@ -240,7 +208,10 @@ class Registry:
             f"valid names: {listed(valid)}"
         )
         lines = self._backend_lines() if kind == "backend" else []
-        raise UnknownNameError("\n".join([message, *lines, *self._absent_plugins(name)]))
+        for plugin, why in self.absent_plugins():
+            if name in (plugin.entry_point, plugin.distribution):
+                lines.append(f"the plugin {name!r} of {plugin.origin} {why}")
+        raise UnknownNameError("\n".join([message, *lines]))
 
     def _backend_lines(self) -> list[str]:
         """Each backend: what it drives, and whether it can run here."""
@@ -252,30 +223,6 @@ class Registry:
             lines.append(f"  {provided.spec.name}: {drives}; {state}")
         return [*lines, "`anygauge backends` says why one is not available"]
 
-    def _absent_plugins(self, name: str) -> list[str]:
-        """What is known of plugins that might have provided a missing name."""
-        lines = []
-        for failure in self.failures:
-            if name in (failure.entry_point, failure.distribution):
-                why = f"failed to load: {failure.reason}"
-                lines.append(f"the plugin {name!r} of {failure.origin} {why}")
-            else:
-                lines.append(
-                    f"the plugin {failure.entry_point!r} of {failure.origin} failed to load and "
-                    "may have provided it; `anygauge backends` shows why"
-                )
-        for skipped in self.blocked:
-            if name in (skipped.entry_point, skipped.distribution):
-                lines.append(
-                    f"the plugin {name!r} of {skipped.origin} is blocked by {BLOCK_VARIABLE}"
-                )
-        return lines
-
-
-def _key(spec: Any) -> str:
-    """What must be unique: the name, within the operation for kernels."""
-    return f"{spec.operation}/{spec.name}" if isinstance(spec, KernelSpec) else str(spec.name)
-
 
 # -- what a spec announced -------------------------------------------------------------------------
 
@@ -283,23 +230,24 @@ PROBE_LIMIT_S = 10.0
 """Seconds after which a probe counts as hung; a sound one takes milliseconds."""
 
 
-def load_factory(provided: Provided[Any], kind: str) -> Callable[..., Any]:
+def load_factory(provided: Provided[Any]) -> Callable[..., Any]:
     """Import what ``spec.factory`` names.
 
     Raises:
         PluginError: it cannot be imported, does not exist or cannot be called.
     """
-    value = _load(provided, kind, "factory", provided.spec.factory)
+    value = _load(provided, "factory")
     if not callable(value):
         raise PluginError(
-            f"{kind} {provided.spec.name!r} of {provided.origin}: its factory "
-            f"{provided.spec.factory!r} is a {type(value).__name__}, which cannot be called"
+            f"{provided.title}: its factory {provided.spec.factory!r} is a "
+            f"{type(value).__name__}, which cannot be called"
         )
     return value
 
 
-def _load(provided: Provided[Any], kind: str, what: str, path: str) -> Any:
-    """Import ``package.module:name``."""
+def _load(provided: Provided[Any], field: str) -> Any:
+    """Import the ``package.module:name`` in a field of a spec."""
+    path: str = getattr(provided.spec, field)
     module_name, _, attribute = path.partition(":")
     try:
         value: Any = importlib.import_module(module_name)
@@ -307,9 +255,8 @@ def _load(provided: Provided[Any], kind: str, what: str, path: str) -> Any:
             value = getattr(value, part)
     except (Exception, SystemExit) as error:
         raise PluginError(
-            f"{kind} {provided.spec.name!r} of {provided.origin}: its {what} {path!r} cannot be "
-            f"loaded: {describe(error)}; install what is missing, or another release of "
-            f"{provided.distribution}"
+            f"{provided.title}: its {field} {path!r} cannot be loaded: {describe(error)}; install "
+            f"what is missing, or another release of {provided.distribution}"
         ) from error
     return value
 
@@ -327,25 +274,24 @@ _SECRET = (
 )
 
 
-def load_options(provided: Provided[Any], kind: str) -> type[Options]:
+def load_options(provided: Provided[Any]) -> type[Options]:
     """The class of a plugin's options; one without fields where its spec names none.
 
     Raises:
         PluginError: it cannot be imported, or does not derive from `Options`.
     """
-    path = provided.spec.options
-    if not path:
+    if not provided.spec.options:
         return Options
-    options = _load(provided, kind, "options", path)
+    options = _load(provided, "options")
     if not (isinstance(options, type) and issubclass(options, Options)):
         raise PluginError(
-            f"{kind} {provided.spec.name!r} of {provided.origin}: its options {path!r} is not a "
-            "class that derives from anygauge.interface.Options"
+            f"{provided.title}: its options {provided.spec.options!r} is not a class that derives "
+            "from anygauge.interface.Options"
         )
     return options
 
 
-def read_options(provided: Provided[Any], kind: str, given: Mapping[str, Any] | None) -> Any:
+def read_options(provided: Provided[Any], given: Mapping[str, Any] | None) -> Any:
     """What a run file says for a plugin, as an object of its class of options.
 
     Raises:
@@ -353,11 +299,11 @@ def read_options(provided: Provided[Any], kind: str, given: Mapping[str, Any] | 
         RunFileError: it has no such option, needs one that is left out, or a value is wrong; names
             all of them, ``backend_options.NAME: ...``, a line each.
     """
-    model = load_options(provided, kind)
+    model = load_options(provided)
     try:
         return model.model_validate(dict(given or {}))
     except ValidationError as error:
-        name = provided.spec.name
+        kind, name = provided.kind, provided.spec.name
         place = f"{OPTIONS_AT[kind]}.{name}" if kind == "tracker" else OPTIONS_AT[kind]
         raise RunFileError(
             "\n".join(_complaint(model, place, f"the {name} {kind}", one) for one in error.errors())
@@ -368,18 +314,15 @@ def _complaint(model: type[Options], place: str, owner: str, error: ErrorDetails
     """One of pydantic's complaints, with place, what is valid and the nearest of it."""
     where, given = error["loc"], error["input"]
     # Names of alternatives that pydantic has tried are not part of the place.
-    parts = [str(part) for part in where if not re.search(r"constrained|\[key\]", str(part))]
-    parts = [part for part in parts if not part[:1].isupper() or part.isupper()]
-    place = ".".join((place, *parts))
+    tried = re.compile(r"constrained|\[key\]|^[A-Z].*[a-z]")
+    place = ".".join((place, *(str(part) for part in where if not tried.search(str(part)))))
     field = model.model_fields.get(str(where[0])) if len(where) == 1 else None
     if error["type"] == "extra_forbidden":
-        has = ""
-        if len(where) == 1 and model.model_fields:
-            near = did_you_mean(str(where[0]), model.model_fields) or ";"
-            has = f"{near} it has: {', '.join(model.model_fields)}"
-        elif len(where) == 1:
+        near = did_you_mean(str(where[0]), model.model_fields) or ";"
+        has = f"{near} it has: {', '.join(model.model_fields)}"
+        if not model.model_fields:
             has = "; it has none, remove it"
-        return f"{place}: {owner} has no such option{has}"
+        return f"{place}: {owner} has no such option{has if len(where) == 1 else ''}"
     if error["type"] == "missing":
         means = f": {field.description}" if field is not None and field.description else ""
         return f"{place}: {owner} needs it{means}"
@@ -404,42 +347,37 @@ def why_missing(missing: Callable[[], str | None]) -> str | None:
         return f"its check raised {describe(error)}"
 
 
-def refuse_if_missing(provided: Provided[Any], kind: str) -> None:
+def refuse_if_missing(provided: Provided[Any]) -> None:
     """Raises: NotAvailableError: the spec says that something is missing on this machine."""
     reason = why_missing(provided.spec.missing)
     if reason is not None:
-        raise NotAvailableError(
-            f"{kind} {provided.spec.name!r} of {provided.origin} cannot run here: {reason}"
-        )
+        raise NotAvailableError(f"{provided.title} cannot run here: {reason}")
 
 
 def guarded_probe(provided: Provided[BackendSpec]) -> Probe:
     """Probe once; one that raises, hangs or gives no `Probe` becomes an unavailable one."""
-    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def ask() -> None:
         try:
-            answers.put((provided.spec.probe(), None))
+            answers.put(provided.spec.probe())
         except BaseException as error:
-            answers.put((None, error))
+            answers.put(error)
 
     # A daemon, so that one that never ends cannot keep the command from ending.
     threading.Thread(target=ask, name=f"probe-{provided.spec.name}", daemon=True).start()
     try:
-        probe, error = answers.get(timeout=PROBE_LIMIT_S)
+        answer = answers.get(timeout=PROBE_LIMIT_S)
     except queue.Empty:
-        return _failed_probe(f"the probe has not answered for {PROBE_LIMIT_S:g} s", provided)
-    if error is not None:
-        return _failed_probe(f"the probe raised {describe(error)}", provided)
-    if not isinstance(probe, Probe):
-        return _failed_probe(f"the probe gave {probe!r}, which is not a Probe", provided)
-    return probe
-
-
-def _failed_probe(reason: str, provided: Provided[BackendSpec]) -> Probe:
+        why = f"has not answered for {PROBE_LIMIT_S:g} s"
+    else:
+        if isinstance(answer, Probe):
+            return answer
+        is_error = isinstance(answer, BaseException)
+        why = f"raised {describe(answer)}" if is_error else f"gave {answer!r}, which is not a Probe"
     skipped = Finding(presence=Presence.NOT_NEEDED, detail="not looked for: the probe failed")
     return Probe(
-        devices=Finding.no(f"{reason}; this is a fault of {provided.origin}"),
+        devices=Finding.no(f"the probe {why}; this is a fault of {provided.origin}"),
         driver=skipped,
         software=skipped,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from anygauge.interface import BackendSpec, NotAvailableError, Probe
-from anygauge.registry.plugins import AUTO, BLOCK_VARIABLE, Provided
+from anygauge.registry.plugins import AUTO, Provided
 from anygauge.registry.registry import Registry, guarded_probe
 from anygauge.util.text import listed
 
@@ -46,18 +46,7 @@ def select_backend(registry: Registry, name: str, *, need_device: bool = True) -
     """
     if name == AUTO:
         return _select_auto(registry, need_device=need_device)
-    return _select_named(registry, registry.find_backend(name), need_device=need_device)
-
-
-def _select_named(
-    registry: Registry, provided: Provided[BackendSpec], *, need_device: bool
-) -> Selection:
-    """Take a backend that was asked for by name.
-
-    Raises:
-        NotAvailableError: a device is needed, and this backend cannot run here.
-    """
-    name = provided.spec.name
+    provided = registry.find_backend(name)
     probe = guarded_probe(provided)
     if need_device and not probe.available:
         others = [other for other, p in registry.probe_all().items() if p.available]
@@ -77,11 +66,9 @@ def _select_named(
 
 
 def _select_auto(registry: Registry, *, need_device: bool) -> Selection:
-    """Take the highest priority that is available.
+    """Take the highest priority that is available; see `select_backend`.
 
-    Raises:
-        NotAvailableError: none is available; or the only ones are of priority 0 or below, while
-            devices were seen whose backend cannot run, and a device is needed.
+    One of priority 0 or below is not taken where devices were seen whose backend cannot run.
     """
     ranked = sorted(registry.backends, key=lambda p: (-p.spec.priority, p.spec.name))
     probes = {p.spec.name: guarded_probe(p) for p in ranked}
@@ -89,30 +76,37 @@ def _select_auto(registry: Registry, *, need_device: bool) -> Selection:
     idle = [
         p for p in ranked if probes[p.spec.name].has_hardware and not probes[p.spec.name].available
     ]
-    doubled = [
-        (duplicate, provided, guarded_probe(provided))
-        for duplicate in registry.duplicates
-        if duplicate.kind == "backend"
-        for provided in duplicate.providers
+    doubled = [d for d in registry.duplicates if d.kind == "backend"]
+    absent = [
+        (p.entry_point or p.distribution, f"could not be probed: the plugin of {p.origin} {why}")
+        for p, why in registry.absent_plugins()
     ]
     reason = "highest priority of those available"
     if chosen is None or chosen.spec.priority <= 0:
         seen = [_cannot_run(p, probes[p.spec.name], probes[p.spec.name].reason) for p in idle]
-        seen += [_cannot_run(p, probe, d.reason) for d, p, probe in doubled if probe.has_hardware]
-        if seen and not need_device and idle:
+        for duplicate in doubled:
+            claims = [(p, guarded_probe(p)) for p in duplicate.providers]
+            seen += [_cannot_run(p, q, duplicate.reason) for p, q in claims if q.has_hardware]
+        if idle and not need_device:
             chosen = idle[0]
             reason = "its devices are on this machine; they cannot be used yet, nor need they"
         elif seen:
             raise NotAvailableError(_refusal(seen, chosen, idle))
     if chosen is None:
-        raise NotAvailableError(_nothing(ranked, probes, _absent(registry)))
+        reasons = [*((p.spec.name, probes[p.spec.name].reason) for p in ranked), *absent]
+        if not reasons:
+            raise NotAvailableError(
+                "no backend is installed: no distribution here has a plugin that provides one"
+            )
+        lines = "\n".join(f"  {name}: {why}" for name, why in reasons)
+        raise NotAvailableError(f"no backend is available on this machine:\n{lines}")
     return Selection(
         provided=chosen,
         probe=probes[chosen.spec.name],
         rejected=(
             *((p.spec.name, _why_not(p, chosen, probes)) for p in ranked if p is not chosen),
-            *{d.name: (d.name, d.reason) for d, _, _ in doubled}.values(),
-            *_absent(registry),
+            *((d.name, d.reason) for d in doubled),
+            *absent,
         ),
         reason=reason,
     )
@@ -134,22 +128,6 @@ def _why_not(
     )
 
 
-def _absent(registry: Registry) -> list[tuple[str, str]]:
-    """Plugins that could not be asked; what they would provide is not known."""
-    failed = [
-        (
-            failure.entry_point or failure.distribution,
-            f"could not be probed: the plugin of {failure.origin} failed to load: {failure.reason}",
-        )
-        for failure in registry.failures
-    ]
-    blocked = [
-        (skipped.entry_point, f"could not be probed: its plugin is blocked by {BLOCK_VARIABLE}")
-        for skipped in registry.blocked
-    ]
-    return failed + blocked
-
-
 def _findings(probe: Probe) -> str:
     lines = []
     for question, finding in probe.questions:
@@ -165,9 +143,7 @@ def _cannot_run(provided: Provided[BackendSpec], probe: Probe, why: str) -> str:
 
 
 def _refusal(
-    seen: list[str],
-    chosen: Provided[BackendSpec] | None,
-    idle: list[Provided[BackendSpec]],
+    seen: list[str], chosen: Provided[BackendSpec] | None, idle: list[Provided[BackendSpec]]
 ) -> str:
     advice = "Fix that"
     if chosen is not None:
@@ -180,17 +156,4 @@ def _refusal(
     return (
         "this machine has devices that no backend can use as it stands, and `auto` does not "
         "leave them idle unless you ask for it:\n" + "\n".join(seen) + f"\n{advice}."
-    )
-
-
-def _nothing(
-    ranked: list[Provided[BackendSpec]],
-    probes: dict[str, Probe],
-    absent: list[tuple[str, str]],
-) -> str:
-    reasons = [(p.spec.name, probes[p.spec.name].reason) for p in ranked] + absent
-    if not reasons:
-        return "no backend is installed: no distribution here has a plugin that provides one"
-    return "no backend is available on this machine:\n" + "\n".join(
-        f"  {name}: {reason}" for name, reason in reasons
     )

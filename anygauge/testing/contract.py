@@ -21,6 +21,7 @@ import pytest
 
 from anygauge.interface import StrategySpec
 from anygauge.registry import Registry
+from anygauge.registry.registry import guarded_probe
 from anygauge.testing.check import (
     CHECKS,
     CHOSEN,
@@ -91,7 +92,7 @@ class BackendContract:
     def devices(cls, subject: Subject) -> int:
         """Devices of this machine; skips where there is none."""
         with mock.patch.dict(os.environ, subject.environment):
-            probe = Registry.load().probe(subject.name)
+            probe = guarded_probe(Registry.load().find_backend(subject.name))
         if not probe.available:
             pytest.skip(f"no device to try: {probe.reason}")
         return 10**6 if probe.device_count is None else probe.device_count

@@ -23,6 +23,7 @@ from anygauge.interface import (
     UnsupportedError,
 )
 from anygauge.registry import Registry
+from anygauge.registry.registry import guarded_probe
 from anygauge.testing.check import TOLERANCE, NotAsked, Opened, check
 from anygauge.testing.kernel_trials import KERNEL_TRIALS
 from anygauge.testing.process import answer_of
@@ -70,7 +71,7 @@ def devices_are_counted(on: Opened) -> None:
     if on.device.index is None:
         raise NotAsked("its device bears no number, and any number of ranks share it")
     variable, visible = on.backend.launch.visibility_variable, on.placement.device_count()
-    probed = Registry.load(os.environ).probe(on.backend.name).device_count
+    probed = guarded_probe(Registry.load().find_backend(on.backend.name)).device_count
     if probed is not None:
         # The probe looks at the machine, also where this process may see some of its devices alone.
         fits = probed >= visible if (variable or "") in os.environ else probed == visible

@@ -242,7 +242,7 @@ def _formula(name: str) -> Any:
         return torch.optim.AdamW
     served = counterpart in provided and not provided[counterpart].spec.device_types
     assert served, f"adamw {name}: its counterpart {counterpart} is none for all devices"
-    return load_factory(provided[counterpart], "kernel")()
+    return load_factory(provided[counterpart])()
 
 
 def clip_grad_norm(on: Opened, kernel: Any, name: str) -> None:

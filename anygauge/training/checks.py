@@ -280,7 +280,7 @@ def _rows(
     found: Findings,
 ) -> None:
     from anygauge.config.paths import CHAT_TEMPLATE, holds_template, is_remote
-    from anygauge.data import Layout, advice, prepare, training_batches
+    from anygauge.data import Layout, advice, described, prepare, training_batches
     from anygauge.data.template import end_of_turn_ids, read_template
 
     sources = (*run.data.train_sources, *run.data.eval_sources)
@@ -298,7 +298,7 @@ def _rows(
     data = prepare(
         run.data, tokenizer, run.train.seed, log=log, run=question.id, rendering=rendering
     )
-    found.data = data.report
+    found.data = described(data.train)
     found.advice = advice(data.train, run.data) or ""
     if question.engine and not run.data.streaming:
         registry = Registry.load()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -25,6 +26,10 @@ from anygauge.training.pending import PendingSteps
 from anygauge.training.progress import Progress
 from anygauge.training.schedule import learning_rate
 from anygauge.training.warm_up import WarmUp
+
+StopReason = Literal["finished", "stopped"]
+"""Why a run's last step was its last: all are done, or it was asked to end and has written a
+checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +61,8 @@ class Loop:
     warm_up: WarmUp
     start: int = 0
 
-    def run(self) -> bool:
-        """Train from `start` to the end; False if the run was asked to end before that.
+    def run(self) -> StopReason:
+        """Train from `start`; returns why it stopped.
 
         Raises:
             NonFiniteLossError: the loss or its gradient became inf or nan; names the rows.
@@ -86,8 +91,8 @@ class Loop:
                 losses = self.evaluate(done) if self._due(done) and (last or not stop) else {}
                 checkpoints.maybe_save(done, last=last, stop=stop, losses=losses)
                 if stop and not last:
-                    return False
-        return True
+                    return "stopped"
+        return "finished"
 
     def _train_on(
         self, index: int, batches: Sequence[HostBatch], tokens: int, lr: float

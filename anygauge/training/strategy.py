@@ -23,6 +23,7 @@ from anygauge.models.initial import changes_base
 from anygauge.models.quantisation import quantisation
 from anygauge.models.start import whole_modules
 from anygauge.registry import Registry, missing_of
+from anygauge.registry.registry import load_factory
 
 PAGED = "paged_memory"
 """The capability that ``train.optimizer.paged`` needs."""
@@ -319,7 +320,8 @@ def create_strategy(registry: Registry, run: RunFile) -> Strategy:
     Raises:
         PluginError: its plugin is broken.
     """
-    return registry.strategy(run.strategy.name)(run.strategy)
+    strategy: Strategy = load_factory(registry.find_strategy(run.strategy.name))(run.strategy)
+    return strategy
 
 
 def share_of(run: RunFile, registry: Registry, rank: int, world_size: int) -> Share:

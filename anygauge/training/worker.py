@@ -1,4 +1,4 @@
-"""One rank of a run: ``python -m anygauge.training.worker --job JOB``, started by an agent.
+"""What one rank of a run does: open the device, train, save, report.
 
 Its environment was decided before this process began; nothing here sets a variable for a device.
 Whatever goes wrong is reported as one event; the traceback goes to the rank's log.
@@ -6,11 +6,9 @@ Whatever goes wrong is reported as one event; the traceback goes to the rank's l
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
-import signal
 import time
 import traceback
 from collections.abc import Iterator
@@ -28,36 +26,12 @@ from anygauge.interface import (
 from anygauge.training.progress import Progress
 from anygauge.util.events import EventWriter
 from anygauge.util.files import write_text
-from anygauge.util.processes import die_with_parent, end_rank
 from anygauge.util.rendezvous import STORE_FD
 from anygauge.util.run_lock import check_lock
 from anygauge.util.start import settled
 from anygauge.util.text import finite
 
 GIB = 2**30
-
-
-def main() -> int:
-    """Run one rank; returns the exit status."""
-    die_with_parent()
-    # Schedulers send these to every process of a job. What they mean, the agent tells its ranks.
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--job", required=True)
-    parser.add_argument(
-        "--rendezvous", default=None, help="where ranks meet; None: as the job says"
-    )
-    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
-    parser.add_argument("--lock", help="of the run directory: DEVICE:INODE, held by the agent")
-    arguments = parser.parse_args()
-    job = Job.load(arguments.job)
-    if arguments.rendezvous is not None:
-        job = replace(job, rendezvous=arguments.rendezvous)
-    if arguments.resume:
-        job = replace(job, resume=True)
-    index = int(os.environ["RANK"])
-    return reported(job, index, EventWriter.of_rank(index), arguments.lock)
 
 
 def reported(job: Job, index: int, events: EventWriter, lock: str | None) -> int:
@@ -169,9 +143,9 @@ def run_rank(
                 check_lock(folder, lock)
                 text = json.dumps(versions(prepared.spec), indent=2)
                 write_text(folder / "versions.json", text + "\n")
-            complete = prepared.loop.run()
+            reason = prepared.loop.run()
             summary = {}
-            if complete:
+            if reason != "stopped":
                 collectives = backend.collectives
                 with progress.unlike_others("saving the result", collectives, then_limit_s=limit):
                     summary = save(job, rank, prepared)
@@ -181,8 +155,8 @@ def run_rank(
                 with progress.long("looking at the base's weights"):
                     prepared.factory.check_numbers()
             raise
-        prepared.meter.close("finished" if complete else "stopped")
-        if not complete:
+        prepared.meter.close(reason)
+        if reason == "stopped":
             step = prepared.meter.history.step
             return Stopped(step, str(checkpoint_folder(folder, step)))
     if troubles := prepared.meter.trackers.troubles:
@@ -231,7 +205,3 @@ def out_of_memory_advice(backend: Backend) -> Iterator[None]:
             "data.max_length, switch train.gradient_checkpointing or activation_offloading on, or "
             "shard over more --devices"
         ) from error
-
-
-if __name__ == "__main__":
-    end_rank(main())

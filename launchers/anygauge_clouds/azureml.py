@@ -19,6 +19,7 @@ from pydantic import AfterValidator, Field, StringConstraints, model_validator
 from anygauge.interface import (
     AnygaugeError,
     Job,
+    LaunchProfile,
     Options,
     Plan,
     PlannedFile,
@@ -138,14 +139,14 @@ class AzuremlOptions(CloudOptions):
             )
         return self
 
-    def check(self, job: Job) -> None:
+    def check(self, job: Job, profile: LaunchProfile) -> None:
         """What depends on the job.
 
         Raises:
             RunFileError: the options do not go with it.
         """
         if self.environment is None:
-            self.image_for(job)
+            self.image_for(job, profile)
         if job.launch.max_restarts and self.job_tier == "spot":
             raise RunFileError(
                 "launch.max_restarts: ranks are started again on the same machines, which a spot "
@@ -222,17 +223,17 @@ class Azureml(ServiceLauncher):
     service = AzureService
     called = "an Azure ML job"
 
-    def render(self, job: Job, options: AzuremlOptions) -> Plan:
+    def render(self, job: Job, options: AzuremlOptions, profile: LaunchProfile) -> Plan:
         """The job's YAML, its files, and the commands that take them.
 
         Raises:
             RunFileError: an option is wrong.
         """
-        options.check(job)
+        options.check(job, profile)
         here = Path(job.run_directory)
         there = relocate(job, RUNS)
         name = service_name(job, _NAME_LIMIT)
-        described = _job_yaml(there, options, here.name, name)
+        described = _job_yaml(there, options, profile, here.name, name)
         create = (
             *("az", "ml", "job", "create", "--file", str(here / JOB_YAML), *options.scope),
             *("--query", "name", "--output", "tsv"),
@@ -258,7 +259,7 @@ class Azureml(ServiceLauncher):
                 "logs": service.az("stream"),
                 "cancel": service.az("cancel"),
             },
-            notes=() if options.environment else options.notes_for(job),
+            notes=() if options.environment else options.notes_for(profile),
             folders=(RUNS, *(one.at for one in options.inputs.values()), *options.in_image),
         )
 
@@ -279,7 +280,9 @@ class Azureml(ServiceLauncher):
         return ServiceJob(AzureService(name=name, scope=scope), job_yaml.parent)
 
 
-def _job_yaml(job: Job, own: AzuremlOptions, run: str, name: str) -> dict[str, Any]:
+def _job_yaml(
+    job: Job, own: AzuremlOptions, profile: LaunchProfile, run: str, name: str
+) -> dict[str, Any]:
     links = [f'--link {one.at}="${{{{inputs.{name}}}}}"' for name, one in own.inputs.items()]
     command = " ".join(
         (
@@ -293,7 +296,7 @@ def _job_yaml(job: Job, own: AzuremlOptions, run: str, name: str) -> dict[str, A
     arguments = own.docker_args
     if arguments is None:
         # Devices and shared memory are Azure's business.
-        flags = [f for f in job.profile.container_flags if f.startswith(("--cap-add=", "--ulimit"))]
+        flags = [f for f in profile.container_flags if f.startswith(("--cap-add=", "--ulimit"))]
         arguments = " ".join(flags)
     found: dict[str, Any] = {
         "$schema": SCHEMA,
@@ -304,7 +307,9 @@ def _job_yaml(job: Job, own: AzuremlOptions, run: str, name: str) -> dict[str, A
         "code": f"./{CODE}",
         "command": command,
         "environment": (
-            {"image": own.image_for(job)} if own.environment is None else _prefixed(own.environment)
+            {"image": own.image_for(job, profile)}
+            if own.environment is None
+            else _prefixed(own.environment)
         ),
         "compute": _prefixed(own.compute),
         # One process on each machine: the agent, which starts the ranks.

@@ -18,6 +18,7 @@ import yaml
 from anygauge.interface import (
     AnygaugeError,
     Job,
+    LaunchProfile,
     Plan,
     PlannedFile,
     PlannedProcess,
@@ -142,17 +143,17 @@ class Kubernetes(ServiceLauncher):
     service = KubernetesService
     called = "a Kubernetes job"
 
-    def render(self, job: Job, options: KubernetesOptions) -> Plan:
+    def render(self, job: Job, options: KubernetesOptions, profile: LaunchProfile) -> Plan:
         """The manifest, the job file, and the commands that take them.
 
         Raises:
             RunFileError: an option is wrong.
         """
-        options.check(job)
+        options.check(job, profile)
         here = Path(job.run_directory)
         there = relocate(job, f"{options.storage.path}/{here.name}")
         name = options.name or service_name(job, NAME_LIMIT)
-        manifest = manifest_of(there, options, name)
+        manifest = manifest_of(there, options, profile, name)
         service = KubernetesService(
             kind=options.kind, name=name, namespace=options.namespace, context=options.context
         )
@@ -185,7 +186,7 @@ class Kubernetes(ServiceLauncher):
                 "cancel": service.kubectl("delete", options.kind.lower(), name),
             },
             folders=options.folders,
-            notes=options.notes_for(job),
+            notes=options.notes_for(profile),
         )
 
     def submit(self, plan: Plan) -> ServiceJob:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from anygauge.interface import Job
+from anygauge.interface import Job, LaunchProfile
 from anygauge_clouds.kubernetes_options import JOB, SECRETS, SHM, Claim, KubernetesOptions
 from anygauge_clouds.submission import submission_id
 
@@ -21,10 +21,10 @@ SUBMISSION_LABEL = "anygauge.io/submission"
 """The label by which a submission finds what it has created."""
 
 
-def manifest_of(job: Job, own: KubernetesOptions, name: str) -> Object:
+def manifest_of(job: Job, own: KubernetesOptions, profile: LaunchProfile, name: str) -> Object:
     """The object that kubectl creates."""
     make = {"JobSet": _jobset, "TrainJob": _trainjob}
-    api, spec = make[own.kind](job, own, name)
+    api, spec = make[own.kind](job, own, profile, name)
     metadata: Object = {"name": name, "namespace": own.namespace}
     labels = {
         **({SUBMISSION_LABEL: submission_id(job)} if submission_id(job) else {}),
@@ -51,13 +51,14 @@ def _agent(job: Job, own: KubernetesOptions, node_rank: str, coordinator: str) -
     ]
 
 
-def _container(job: Job, own: KubernetesOptions, name: str, command: list[str]) -> Object:
-    resources = own.all_resources(job)
-    network = job.network.capabilities if job.network else ()
-    added = sorted({*_capabilities(job), *job.profile.capabilities, *network, *own.capabilities})
+def _container(
+    job: Job, own: KubernetesOptions, profile: LaunchProfile, command: list[str]
+) -> Object:
+    resources = own.all_resources(job.launch.devices, profile)
+    added = sorted({*_capabilities(profile), *profile.capabilities, *own.capabilities})
     return {
-        "name": name,
-        "image": own.image_for(job),
+        "name": "node",
+        "image": own.image_for(job, profile),
         **({} if own.image_pull_policy is None else {"imagePullPolicy": own.image_pull_policy}),
         "command": command,
         "resources": {"limits": resources, "requests": dict(resources)},
@@ -128,11 +129,13 @@ def _placement(own: KubernetesOptions) -> Object:
     return found
 
 
-def _pod(job: Job, own: KubernetesOptions, name: str, container: Object, **more: Any) -> Object:
+def _pod(
+    job: Job, own: KubernetesOptions, profile: LaunchProfile, name: str, container: Object
+) -> Object:
     """The pods that have devices."""
-    runtime_class = own.runtime_class_for(job)
+    runtime_class = own.runtime_class_for(profile)
     return {
-        **more,
+        "restartPolicy": "Never",
         **_placement(own),
         **({} if runtime_class is None else {"runtimeClassName": runtime_class}),
         **_priority(own),
@@ -160,11 +163,11 @@ def _limit(own: KubernetesOptions) -> Object:
     return {} if own.time_limit_s is None else {"activeDeadlineSeconds": own.time_limit_s}
 
 
-def _capabilities(job: Job) -> list[str]:
+def _capabilities(profile: LaunchProfile) -> list[str]:
     """Those that the backend's container flags name."""
     return [
         flag.partition("=")[2].upper()
-        for flag in job.profile.container_flags
+        for flag in profile.container_flags
         if flag.startswith("--cap-add=")
     ]
 
@@ -176,9 +179,11 @@ _FINAL: Object = {
 }
 
 
-def _jobset(job: Job, own: KubernetesOptions, name: str) -> tuple[str, Object]:
+def _jobset(
+    job: Job, own: KubernetesOptions, profile: LaunchProfile, name: str
+) -> tuple[str, Object]:
     command = _agent(job, own, "$JOB_COMPLETION_INDEX", f"{name}-node-0-0.{name}")
-    pod = _pod(job, own, name, _container(job, own, "node", command), restartPolicy="Never")
+    pod = _pod(job, own, profile, name, _container(job, own, profile, command))
     work = {
         **{
             "parallelism": job.launch.nodes,
@@ -206,9 +211,11 @@ def _jobset(job: Job, own: KubernetesOptions, name: str) -> tuple[str, Object]:
     }
 
 
-def _trainjob(job: Job, own: KubernetesOptions, name: str) -> tuple[str, Object]:
+def _trainjob(
+    job: Job, own: KubernetesOptions, profile: LaunchProfile, name: str
+) -> tuple[str, Object]:
     command = _agent(job, own, "$PET_NODE_RANK", "$PET_MASTER_ADDR")
-    container = _container(job, own, "node", command)
+    container = _container(job, own, profile, command)
     patch = {
         **_placement(own),
         "terminationGracePeriodSeconds": _grace_s(job, own),

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from anygauge.interface import (
     Job,
+    LaunchProfile,
     Options,
     RunFileError,
 )
@@ -181,46 +182,46 @@ class KubernetesOptions(CloudOptions):
             )
         return self
 
-    def check(self, job: Job) -> None:
+    def check(self, job: Job, profile: LaunchProfile) -> None:
         """What depends on the job.
 
         Raises:
             RunFileError: the options do not go with it.
         """
-        device = self.device_resource or job.profile.cluster_resource
+        device = self.device_resource or profile.cluster_resource
         if device is not None and device in self.resources:
             raise RunFileError(
                 f"launch.options.resources.{device}: launch.devices "
                 f"({job.launch.devices}) says how many a pod gets"
             )
-        wanted = job.network.resource if job.network else None
+        wanted = profile.network_resource
         if wanted is not None and wanted not in self.resources:
             raise RunFileError(
                 f"launch.options.resources: with launch.fabric: {job.launch.fabric}, pods must "
                 f"ask for {wanted}; add it, with the number that each machine has"
             )
 
-    def runtime_class_for(self, job: Job) -> str | None:
+    def runtime_class_for(self, profile: LaunchProfile) -> str | None:
         """The RuntimeClass of pods with devices; None: the cluster's default."""
-        found = self.runtime_class or job.profile.runtime_class
+        found = self.runtime_class or profile.runtime_class
         return None if found == "none" else found
 
-    def notes_for(self, job: Job) -> tuple[str, ...]:
+    def notes_for(self, profile: LaunchProfile) -> tuple[str, ...]:
         """What the user should know before."""
-        wanted = job.profile.runtime_class
+        wanted = profile.runtime_class
         if self.kind != "TrainJob" or wanted is None or self.runtime is not None:
-            return super().notes_for(job)
+            return super().notes_for(profile)
         return (
-            *super().notes_for(job),
+            *super().notes_for(profile),
             f"pods with devices need runtimeClassName: {wanted}, which a TrainJob takes from its "
             "runtime alone: name one that has it in launch.options.runtime",
         )
 
-    def all_resources(self, job: Job) -> dict[str, str | int]:
+    def all_resources(self, devices: int, profile: LaunchProfile) -> dict[str, str | int]:
         """What each pod asks for: its devices, and the resources that belong to them."""
-        device = self.device_resource or job.profile.cluster_resource
-        wanted: dict[str, str | int] = {**job.profile.node_resources, **self.resources}
-        return {**({} if device is None else {device: job.launch.devices}), **wanted}
+        device = self.device_resource or profile.cluster_resource
+        wanted: dict[str, str | int] = {**profile.node_resources, **self.resources}
+        return {**({} if device is None else {device: devices}), **wanted}
 
 
 JOB, SECRETS, SHM = "/anygauge/job", "/anygauge/secrets", "/dev/shm"

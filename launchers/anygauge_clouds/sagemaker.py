@@ -30,6 +30,7 @@ from anygauge.interface import (
     REPOSITORY_VARIABLE,
     AnygaugeError,
     Job,
+    LaunchProfile,
     Options,
     Plan,
     PlannedFile,
@@ -175,19 +176,19 @@ class SagemakerOptions(CloudOptions):
             )
         return self
 
-    def check(self, job: Job) -> None:
+    def check(self, job: Job, profile: LaunchProfile) -> None:
         """What depends on the job.
 
         Raises:
             RunFileError: the options do not go with it.
         """
-        if not re.match(_ECR, self.image_for(job)):
+        if not re.match(_ECR, self.image_for(job, profile)):
             raise RunFileError(
                 "launch.options.image: SageMaker takes images from Amazon ECR alone, and "
-                f"{job.profile.image} is not there: push it, and name it here or its repository in "
+                f"{profile.image} is not there: push it, and name it here or its repository in "
                 f"{REPOSITORY_VARIABLE}"
             )
-        device = job.profile.cluster_resource
+        device = profile.cluster_resource
         if device is not None and not device.startswith("nvidia.com/"):
             raise RunFileError(
                 f"backend: {job.backend} needs {device}, which no machine of SageMaker has"
@@ -198,9 +199,9 @@ class SagemakerOptions(CloudOptions):
                 "checkpoints only when the job is started again. Use launch.options.restarts or "
                 "spot instead"
             )
-        if job.network is not None and job.network.name not in FABRICS:
+        if job.launch.fabric not in ("auto", *FABRICS):
             raise RunFileError(
-                f"launch.fabric: {job.network.name}: machines of SageMaker have "
+                f"launch.fabric: {job.launch.fabric}: machines of SageMaker have "
                 f"{' or '.join(FABRICS)}"
             )
         needed = job.stop_grace_s + self.grace_s
@@ -219,7 +220,12 @@ class SagemakerOptions(CloudOptions):
 
 
 def request_of(
-    job: Job, own: SagemakerOptions, name: str, run: str, carried: dict[str, str]
+    job: Job,
+    own: SagemakerOptions,
+    profile: LaunchProfile,
+    name: str,
+    run: str,
+    carried: dict[str, str],
 ) -> dict[str, object]:
     """The request for CreateTrainingJob.
 
@@ -241,7 +247,7 @@ def request_of(
         "TrainingJobName": name,
         "RoleArn": own.role,
         "AlgorithmSpecification": {
-            "TrainingImage": own.image_for(job),
+            "TrainingImage": own.image_for(job, profile),
             "TrainingInputMode": "File",
             "ContainerEntrypoint": [own.python, "-m", "anygauge_clouds.sagemaker_node"],
             "ContainerArguments": ["--grace", f"{own.grace_s:g}"],
@@ -372,14 +378,14 @@ class Sagemaker(ServiceLauncher):
     service = SagemakerService
     called = "a SageMaker job"
 
-    def render(self, job: Job, options: SagemakerOptions) -> Plan:
+    def render(self, job: Job, options: SagemakerOptions, profile: LaunchProfile) -> Plan:
         """The request, and the commands that take it.
 
         Raises:
             RunFileError: an option is wrong.
             UnsupportedError: the run file is too large for a request.
         """
-        options.check(job)
+        options.check(job, profile)
         here = Path(job.run_directory)
         there = relocate(job, RUNS)
         name = service_name(job, _NAME_LIMIT)
@@ -389,7 +395,7 @@ class Sagemaker(ServiceLauncher):
                 f"the run file is too long: it takes {len(carried)} pieces of {PIECE} characters, "
                 f"and a request to SageMaker may have at most {_PIECES_LIMIT}"
             )
-        request = request_of(there, options, name, here.name, carried)
+        request = request_of(there, options, profile, name, here.name, carried)
         service = SagemakerService(name=name, region=options.region, profile=options.profile)
         path = str(here / REQUEST)
         command = service.aws(

@@ -19,6 +19,7 @@ from anygauge.interface import (
     AnygaugeError,
     Job,
     LauncherOptions,
+    LaunchProfile,
     Plan,
     PlannedFile,
     RunFileError,
@@ -67,13 +68,13 @@ class CloudOptions(LauncherOptions):
     in_image: list[Folder] = Field(default_factory=list)
     python: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_./+-]+$")] = "python3"
 
-    def image_for(self, job: Job) -> str:
+    def image_for(self, job: Job, profile: LaunchProfile) -> str:
         """The image to run.
 
         Raises:
             RunFileError: the options name none, and the backend has none.
         """
-        found = self.image or job.profile.image
+        found = self.image or profile.image
         if found is None:
             raise RunFileError(
                 f"launch.options.image: the {job.backend} backend names no image of its own: name "
@@ -81,9 +82,9 @@ class CloudOptions(LauncherOptions):
             )
         return found
 
-    def notes_for(self, job: Job) -> tuple[str, ...]:
+    def notes_for(self, profile: LaunchProfile) -> tuple[str, ...]:
         """What the user should know before: the machines may not have the image."""
-        image = job.profile.image
+        image = profile.image
         if self.image is not None or image is None or "/" in image:
             return ()
         return (

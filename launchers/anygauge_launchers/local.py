@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from anygauge.interface import Job, LauncherOptions, Plan, RunFileError
+from anygauge.interface import Job, LauncherOptions, LaunchProfile, Plan, RunFileError
 from anygauge_launchers.remote import ForegroundLauncher
 
 
 class Local(ForegroundLauncher):
     """Starts nothing: without `LauncherSpec.remote`, ranks are children of the command."""
 
-    def render(self, job: Job, options: LauncherOptions) -> Plan:
+    def render(self, job: Job, options: LauncherOptions, profile: LaunchProfile) -> Plan:
         """Nothing to write and nothing to start.
 
         Raises:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from anygauge.interface import Job, Plan, PlannedProcess
+from anygauge.interface import Job, LaunchProfile, Plan, PlannedProcess
 from anygauge_launchers.hosts import HostsOptions
 from anygauge_launchers.remote import ForegroundLauncher, job_file, keep_alive
 
@@ -41,7 +41,7 @@ class MpiOptions(HostsOptions):
 class Mpi(ForegroundLauncher):
     """Starts an agent on each host by mpirun."""
 
-    def render(self, job: Job, options: MpiOptions) -> Plan:
+    def render(self, job: Job, options: MpiOptions, profile: LaunchProfile) -> Plan:
         """One job file in the shared run directory, and one mpirun.
 
         Raises:

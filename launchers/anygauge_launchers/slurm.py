@@ -23,6 +23,7 @@ from anygauge.interface import (
     BatchFile,
     Job,
     LauncherOptions,
+    LaunchProfile,
     Plan,
     PlannedFile,
     PlannedProcess,
@@ -99,7 +100,7 @@ _SBATCH = ("partition", "account", "qos", "time", "constraint", "reservation", "
 class Slurm:
     """Starts an agent on each node by srun."""
 
-    def render(self, job: Job, options: SlurmOptions) -> Plan:
+    def render(self, job: Job, options: SlurmOptions, profile: LaunchProfile) -> Plan:
         """The job file, the script, and the command that takes it.
 
         Raises:

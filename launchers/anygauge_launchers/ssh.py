@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from anygauge.interface import Job, Plan, PlannedProcess
+from anygauge.interface import Job, LaunchProfile, Plan, PlannedProcess
 from anygauge_launchers.hosts import HostsOptions
 from anygauge_launchers.remote import ForegroundLauncher, job_file, keep_alive
 
@@ -44,7 +44,7 @@ class SshOptions(HostsOptions):
 class Ssh(ForegroundLauncher):
     """Starts an agent on each host."""
 
-    def render(self, job: Job, options: SshOptions) -> Plan:
+    def render(self, job: Job, options: SshOptions, profile: LaunchProfile) -> Plan:
         """One job file in the shared run directory, and one ssh for each node.
 
         Raises:

@@ -126,7 +126,7 @@ def test_options_choose_the_form_of_fused_attention(
     (provided,) = (
         p for p in Registry.load().kernels if (p.spec.operation, p.spec.name) == ("attention", name)
     )
-    kernel = load_factory(provided, "kernel")()
+    kernel = load_factory(provided)()
     assert kernel.name == name and described in kernel.describe
 
 

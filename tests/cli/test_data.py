@@ -15,7 +15,7 @@ from anygauge.cli import run as command
 from anygauge.cli.data import example
 from anygauge.cli.trained import model_origin, question_ids
 from anygauge.config.schema import ModelSection
-from anygauge.data import Encoded
+from anygauge.data.encode import Encoded
 from anygauge.interface import DataError, RunFileError
 from anygauge.launch import prepare
 from tests.helpers.chats import make_chat_tokenizer

@@ -18,7 +18,7 @@ import pytest
 
 from anygauge.interface import STOPPED, AnygaugeError
 from anygauge.launch.foreign import ForeignLaunch
-from anygauge.launch.rank import _agreed
+from anygauge.launch.foreign_rank import _agreed
 from tests.helpers.forked import RunPart, finished
 from tests.helpers.processes import alive, as_in_a_terminal, begin, end, free_port, until
 from tests.helpers.runs import Run, called, run_file, train

@@ -21,7 +21,7 @@ from tests.helpers.runs import run_file
 
 MARK = "MARK_OF_THIS_TEST"
 PATIENCE_S = 120.0
-RANK = "anygauge.training.worker"
+RANK = "anygauge.launch.rank"
 
 
 class Command:

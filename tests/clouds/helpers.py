@@ -29,7 +29,7 @@ def job(folder: Path | str = "/home/me/runs/Tiny_Run.1", **fields: Any) -> Job:
         **{
             "run_directory": folder, "run_file": f"{folder}/run.json", "backend": "cards",
             "nodes": 2, "devices": 8, "token": "the token", "port": 4711,
-            "pass_environment": ("HF_HOME",), "run_text": "name: t\n", "profile": CARDS,
+            "pass_environment": ("HF_HOME",), "run_text": "name: t\n",
             **fields,
         }
     )  # fmt: skip

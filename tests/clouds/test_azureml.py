@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from anygauge.interface import AnygaugeError, Plan
+from anygauge.interface import AnygaugeError, LaunchProfile, Plan
 from anygauge_clouds import azureml_node
 from anygauge_clouds.azureml import Azureml, AzureService
 from anygauge_clouds.service_job import ServiceJob
-from tests.clouds.helpers import Client, client_for, events_text, job, merged
+from tests.clouds.helpers import CARDS, Client, client_for, events_text, job, merged
 from tests.helpers.options import render
 
 NAME = "tiny-run-1-d94772fd"
@@ -34,8 +34,10 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def rendered(change: dict[str, Any] | None = None, **fields: Any) -> Plan:
-    return render("azureml", job(**fields), merged(OPTIONS, change or {}))
+def rendered(
+    change: dict[str, Any] | None = None, profile: LaunchProfile = CARDS, **fields: Any
+) -> Plan:
+    return render("azureml", job(**fields), merged(OPTIONS, change or {}), profile)
 
 
 def described(plan: Plan) -> dict[str, Any]:

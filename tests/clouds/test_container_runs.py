@@ -150,7 +150,7 @@ def watched(folder: Path) -> dict[str, str]:
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
         "import json, os, sys\n"
-        "if 'anygauge.training.worker' in ' '.join(sys.orig_argv):\n"
+        "if 'anygauge.launch.rank' in ' '.join(sys.orig_argv):\n"
         f"    with open({str(folder / 'seen')!r} + os.environ['RANK'], 'w') as file:\n"
         "        json.dump({n: os.environ.get(n) for n in ('PASSED', 'MY_TOKEN')}, file)\n"
     )

@@ -203,8 +203,8 @@ def job_there(plan: Plan, name: str) -> Job:
 @settings(deadline=None, max_examples=60)
 @given(value=WITH_ODD, text=WITH_ODD)
 def test_a_job_arrives_as_it_was_written(name: str, value: str, text: str) -> None:
-    there = job(environment={"V": value}, run_text=text, profile=test_sagemaker.GPUS)
-    plan = render(name, there, CLOUDS[name][2].OPTIONS)
+    there = job(environment={"V": value}, run_text=text)
+    plan = render(name, there, CLOUDS[name][2].OPTIONS, test_sagemaker.GPUS)
     arrived = job_there(plan, name)
     assert (arrived.environment["V"], arrived.run_text) == (value, text)
     # Nowhere else: what a cluster or a shell would read has nothing of it.
@@ -220,6 +220,6 @@ def test_a_job_arrives_as_it_was_written(name: str, value: str, text: str) -> No
 def test_variables_of_the_shell_arrive_as_they_are(value: str) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HOME", value)
-        write_files(render("kubernetes", job(Path(folder) / "run"), test_kubernetes.OPTIONS))
+        write_files(render("kubernetes", job(Path(folder) / "run"), test_kubernetes.OPTIONS, CARDS))
         path = Path(folder) / "run" / "variables.json"
         assert read_variables(str(path)) == {"HF_HOME": value}

@@ -12,8 +12,10 @@ import yaml
 from anygauge.interface import (
     LOST,
     AnygaugeError,
+    Backend,
     Fabric,
     Job,
+    LaunchProfile,
     Plan,
     RunFileError,
 )
@@ -21,7 +23,7 @@ from anygauge_clouds.kubernetes import Kubernetes, KubernetesService
 from anygauge_clouds.service_job import ServiceJob
 from anygauge_clouds.submission import relocate
 from anygauge_hpu.backend import HpuBackend
-from tests.clouds.helpers import Client, client_for, events_text, job, merged
+from tests.clouds.helpers import CARDS, Client, client_for, events_text, job, merged
 from tests.helpers.options import render
 
 OPTIONS: dict[str, Any] = {
@@ -39,8 +41,10 @@ NAME = "tiny-run-1-d94772fd"
 KINDS = ("JobSet", "TrainJob")
 
 
-def rendered(change: dict[str, Any] | None = None, **fields: Any) -> Plan:
-    return render("kubernetes", job(**fields), merged(OPTIONS, change or {}))
+def rendered(
+    change: dict[str, Any] | None = None, profile: LaunchProfile = CARDS, **fields: Any
+) -> Plan:
+    return render("kubernetes", job(**fields), merged(OPTIONS, change or {}), profile)
 
 
 def manifest(plan: Plan) -> dict[str, Any]:
@@ -161,12 +165,19 @@ def test_machines_and_restarts_are_those_of_the_job() -> None:
 
 
 def test_a_network_that_was_asked_for_brings_what_pods_need() -> None:
-    network = Fabric(name="f", what="F", resource="example.com/f", capabilities=("IPC_LOCK",))
+    class Networked(Backend):
+        device_type = "cpu"
+        launch = CARDS
+        fabrics = (
+            Fabric(name="f", what="F", resource="example.com/f", capabilities=("IPC_LOCK",)),
+        )
+
+    profile = Networked().launch_profile("f")
     said = "with launch.fabric: f, pods must ask for example.com/f"
     with pytest.raises(RunFileError, match=said):
-        rendered(network=network, fabric="f")
+        rendered(profile=profile, fabric="f")
     change = {"resources": {"example.com/f": "4"}}
-    added = find(manifest(rendered(change, network=network, fabric="f")), "add")
+    added = find(manifest(rendered(change, profile, fabric="f")), "add")
     assert added and all("IPC_LOCK" in each for each in added)
     assert not any("IPC_LOCK" in each for each in find(manifest(rendered(change)), "add"))
 

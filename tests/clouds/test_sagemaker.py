@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.interface import AnygaugeError, Job, Plan, UnsupportedError
+from anygauge.interface import AnygaugeError, Job, LaunchProfile, Plan, UnsupportedError
 from anygauge_clouds import sagemaker_node
 from anygauge_clouds.sagemaker import Sagemaker, SagemakerService
 from anygauge_clouds.service_job import ServiceJob
@@ -47,8 +47,10 @@ NAME = "tiny-run-1-d94772fd"
 GPUS = replace(CARDS, cluster_resource="nvidia.com/gpu")
 
 
-def rendered(change: dict[str, Any] | None = None, **fields: Any) -> Plan:
-    return render("sagemaker", job(**{"profile": GPUS, **fields}), merged(OPTIONS, change or {}))
+def rendered(
+    change: dict[str, Any] | None = None, profile: LaunchProfile = GPUS, **fields: Any
+) -> Plan:
+    return render("sagemaker", job(**fields), merged(OPTIONS, change or {}), profile)
 
 
 def request(plan: Plan) -> dict[str, Any]:

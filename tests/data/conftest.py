@@ -1,15 +1,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from anygauge.config.schema import DataSection, SourceSection, TrainSection
-from anygauge.data import Layout, Prepared, Record, TokenizedRows, prepare, training_batches
+from anygauge.data import Layout, prepare, training_batches
 from anygauge.data.cache import Cache
 from anygauge.data.sources import first_records, open_source
 from anygauge.interface import ShapePolicy, Share
@@ -20,29 +17,31 @@ from tests.helpers.tokenizer import make_tokenizer
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
+DYNAMIC = ShapePolicy()
+
 
 @pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def tokenizer(tmp_path_factory):
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="session")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def chats(tmp_path_factory):
     """A tokenizer with the tokens of chat templates, and without a template."""
     return make_chat_tokenizer(tmp_path_factory.mktemp("chat"))
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Iterator[Cache]:
+def cache(tmp_path):
     with Cache(tmp_path / "cache") as cache:
         yield cache
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Callable[..., SourceSection]:
+def source(tmp_path):
     """Writes a file and returns a source section for it."""
 
-    def make(content: bytes | str | Iterable[Any], name: str = "data.jsonl", **fields: Any) -> Any:
+    def make(content, name="data.jsonl", **fields):
         if not isinstance(content, (bytes, str)):
             content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in content)
         raw = content.encode("utf-8") if isinstance(content, str) else content
@@ -52,21 +51,8 @@ def source(tmp_path: Path) -> Callable[..., SourceSection]:
     return make
 
 
-@pytest.fixture
-def prepared(tokenizer: Any, source: Callable[..., SourceSection]) -> Callable[..., Prepared]:
-    """Prepares rows, given as (prompt, completion), without a cache; origins end in their line."""
-
-    def make(rows: Iterable[tuple[str, str]], **fields: Any) -> Prepared:
-        content = [{"prompt": prompt, "completion": answer} for prompt, answer in rows]
-        defaults: dict[str, Any] = {"max_length": 64, "cache": "off"}
-        train = source(content, template="{prompt}")
-        return prepare(DataSection(train=train, **{**defaults, **fields}), tokenizer, seed=0)
-
-    return make
-
-
 @pytest.fixture(scope="session")
-def counting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def counting(tmp_path_factory):
     """A file of 23 rows of many lengths: row n answers with n numbers."""
     path = tmp_path_factory.mktemp("counting") / "rows.jsonl"
     rows = [
@@ -78,28 +64,17 @@ def counting(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tokenized(tokenizer: Any, counting: Path) -> TokenizedRows:
+def tokenized(tokenizer, counting):
     """The rows of `counting`."""
     data = DataSection(train=SourceSection(path=str(counting)), max_length=64, cache="off")
-    rows = prepare(data, tokenizer, seed=0).train
-    assert isinstance(rows, TokenizedRows)
-    return rows
+    return prepare(data, tokenizer, seed=0).train
 
 
 @pytest.fixture
-def batches(tokenizer: Any, counting: Path) -> Callable[..., Any]:
+def batches(tokenizer, counting):
     """Batches of the counting rows, streamed or prepared; `settings` of the section train."""
 
-    def make(
-        *,
-        streaming: bool = True,
-        world: int = 1,
-        rank: int = 0,
-        micro: int = 2,
-        shapes: ShapePolicy = ShapePolicy(),  # noqa: B008
-        settings: Mapping[str, Any] | None = None,
-        **fields: Any,
-    ) -> Any:
+    def make(*, streaming=True, world=1, rank=0, micro=2, shapes=DYNAMIC, settings=None, **fields):
         train = SourceSection(path=str(counting), limit=23)
         data = {"train": train, "max_length": 64, "cache": "off"}
         section = DataSection(**{**data, **fields}, streaming=streaming)
@@ -113,17 +88,17 @@ def batches(tokenizer: Any, counting: Path) -> Callable[..., Any]:
             shapes=shapes,
         )
         rows = prepare(section, tokenizer, seed=5).train
-        made: Any = training_batches(rows, section, training, layout)
+        made = training_batches(rows, section, training, layout)
         made.rows = rows
         return made
 
     return make
 
 
-def read(source: SourceSection, cache: Cache | None = None) -> list[Record]:
+def read(source, cache=None):
     """The records of a source; looked at from the beginning, and read from elsewhere, as well."""
     opened = open_source(source, "data.train", cache)
-    records = [row.record(opened.origin) for row in opened.rows()]
+    records = [row.record(opened.origin) for row in opened.rows(0)]
     assert first_records(source, 3, "data.train") == records[:3]
     for start in {1, len(records) // 2, len(records)} - {0}:
         assert [row.record(opened.origin) for row in opened.rows(start)] == records[start:]
@@ -131,11 +106,11 @@ def read(source: SourceSection, cache: Cache | None = None) -> list[Record]:
     return records
 
 
-def content(batches: Any, index: int) -> list[Any]:
+def content(batches, index):
     """Of each micro-batch of a step: its tokens, labels and origins."""
     return [(b.input_ids.tolist(), b.labels.tolist(), b.origins) for b in batches.step(index)]
 
 
-def origins(batches: Any, index: int) -> list[str]:
+def origins(batches, index):
     """Where the rows of a step came from, of this rank."""
     return [origin for batch in batches.step(index) for origin in batch.origins]

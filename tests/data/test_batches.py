@@ -15,12 +15,11 @@ from anygauge.data import (
     IGNORED,
     EvaluationBatches,
     Layout,
-    RowBatches,
     Schedule,
     accumulation,
     prepare,
 )
-from anygauge.data.batches import measure, pack
+from anygauge.data.batches import RowBatches, measure, pack
 from anygauge.data.order import packing_order
 from anygauge.interface import RunFileError, ShapeKind, ShapePolicy, Share
 from tests.data.conftest import origins
@@ -71,8 +70,10 @@ def check(batch, rows, packed):
 
 
 @pytest.mark.parametrize("packing", [False, True, "concatenate"])
-def test_a_batch_token_by_token(tokenizer, prepared, packing):
-    rows = prepared([("a", "b"), ("a", "bcd")], max_length=12).train
+def test_a_batch_token_by_token(tokenizer, source, packing):
+    pairs = [{"prompt": "a", "completion": answer} for answer in ("b", "bcd")]
+    data = DataSection(train=source(pairs, template="{prompt}"), max_length=12, cache="off")
+    rows = prepare(data, tokenizer, seed=0).train
     options = {"max_length": 12, "packing": packing, "shuffle": False}
     options["shapes"] = STATIC if packing else ShapePolicy()
     size = 1 if packing else 2

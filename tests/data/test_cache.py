@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from anygauge.data import cache as cache_module
-from anygauge.data.cache import Cache, cache_folder, quick_identity
+from anygauge.data.cache import Cache, cache_folder
 from anygauge.interface import DataError
 
 
@@ -129,21 +129,8 @@ def test_a_digest_is_remembered_until_the_file_is_touched(tmp_path, monkeypatch)
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert (file.stat().st_size, file.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
     assert cache.digest(str(file)) != before
-
-
-def test_the_quick_identity_reads_the_ends_alone(tmp_path):
-    content = bytes(3 * 2**20)
-    identities = []
-    for place in (None, None, len(content) // 2, 0, len(content) - 1):
-        changed = bytearray(content)
-        if place is not None:
-            changed[place] = 1
-        (tmp_path / "file").write_bytes(changed)
-        identities.append(quick_identity(str(tmp_path / "file")))
-    assert identities[0] == identities[1] == identities[2]
-    assert len(set(identities)) == 3
     with pytest.raises(DataError, match="no such file"):
-        quick_identity(str(tmp_path / "nowhere"))
+        cache.digest(str(tmp_path / "nowhere"))
 
 
 def test_where_the_cache_is(tmp_path):

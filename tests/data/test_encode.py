@@ -12,8 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data import Counts, Record, RowEncoder, prompt_ids
-from anygauge.data.encode import CUT, EMPTY, LONG, WHOLE, encode_texts, start_ids
+from anygauge.data import prompt_ids
+from anygauge.data.encode import (
+    CUT,
+    EMPTY,
+    LONG,
+    WHOLE,
+    Counts,
+    RowEncoder,
+    encode_texts,
+    start_ids,
+)
+from anygauge.data.readers import Record
 from anygauge.interface import DataError, ModelError
 from tests.helpers.chats import assistant, template, user
 from tests.helpers.masks import encode, encoder, marked
@@ -222,24 +232,13 @@ def test_the_key_is_that_of_all_that_decides(tokenizer, chats, tmp_path):
     other = SourceSection(path="d.jsonl", format="prompt_completion", limit=3, weight=2)
     data = DataSection(train=other, max_length=4096)
     assert RowEncoder(other, data, tokenizer, field="data.eval").key() == key()
-    fields: list[dict[str, Any]] = [
-        {},
-        {"form": "text"},
-        {"source": {"prompt": "q"}},
-        {"source": {"template": "{prompt}"}},
-        {"max_length": 100},
-        {"too_long": "drop"},
-        {"loss_on": "all"},
-        {"loss_on": "last_turn"},
-        {"tokenizer": chats},
-        {"tokenizer": make_tokenizer(tmp_path, adds_bos=False)},
-        {"chat_template": template("inst")},
-        {"chat_template": "qwen3"},
-        *(
-            {"chat_template": "qwen3", "chat_template_kwargs": {"enable_thinking": value}}
-            for value in (False, True)
-        ),
-    ]
+    fields = [{}, {"form": "text"}, {"source": {"prompt": "q"}}, {"max_length": 100}]
+    fields += [{"source": {"template": "{prompt}"}}, {"too_long": "drop"}, {"loss_on": "all"}]
+    fields += [{"loss_on": "last_turn"}, {"tokenizer": chats}, {"chat_template": template("inst")}]
+    fields += [{"tokenizer": make_tokenizer(tmp_path, adds_bos=False)}, {"chat_template": "qwen3"}]
+    for thinks in (False, True):
+        kwargs = {"enable_thinking": thinks}
+        fields.append({"chat_template": "qwen3", "chat_template_kwargs": kwargs})
     assert len({key(**each) for each in fields}) == len(fields)
 
 

@@ -22,8 +22,8 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from anygauge.data import Record
 from anygauge.data.loss_masks import Aligner
+from anygauge.data.readers import Record
 from anygauge.data.template import read_template
 from anygauge.interface import DataError
 from tests.helpers.chats import assistant, system, template, user

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anygauge.data.order import DUMMY, GroupedOrder, Order, Split, packing_order, permutation
+from anygauge.data.order import DUMMY, GroupedOrder, Order, packing_order, permutation, split
 from anygauge.interface import DataError
 
 seeds = st.integers(0, 2**40)
@@ -68,21 +68,18 @@ def test_the_files_order_and_weights_and_epochs_as_they_are_written():
 
 @given(n=st.integers(2, 100), fraction=st.floats(0.001, 0.999), seed=seeds)
 def test_a_split_divides_and_keeps_the_order(n, fraction, seed):
-    split = Split(n, fraction, seed)
-    kept, held_out = split.kept.tolist(), split.held_out.tolist()
+    kept, held_out = (part.tolist() for part in split(n, fraction, seed))
     assert sorted(kept + held_out) == list(range(n))
     assert kept and kept == sorted(kept)
     assert held_out and held_out == sorted(held_out)
     assert abs(len(held_out) - n * fraction) <= 1
-    assert Split(n, fraction, seed).held_out.tolist() == held_out
+    assert split(n, fraction, seed)[1].tolist() == held_out
 
 
-def test_each_source_is_split_apart_nothing_without_a_fraction_and_never_one_row():
-    assert Split(50, 0.2, 0).held_out.tolist() != Split(50, 0.2, 0, 1).held_out.tolist()
-    split = Split(2, 0.0, 0)
-    assert (split.kept.tolist(), split.held_out.tolist()) == ([0, 1], [])
+def test_each_source_is_split_apart_and_never_one_row():
+    assert split(50, 0.2, 0)[1].tolist() != split(50, 0.2, 0, 1)[1].tolist()
     with pytest.raises(DataError, match="training and evaluation need at least one each"):
-        Split(1, 0.5, 0)
+        split(1, 0.5, 0)
 
 
 def grouped(lengths, batch, seed=0, weight=1.0, epochs=None, shuffle=True):

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data import Record, first_records, prepare
+from anygauge.data import first_records, prepare
 from anygauge.data.formats import detect_format
+from anygauge.data.readers import Record
 from tests.helpers.chats import make_chat_tokenizer, template
 from tests.helpers.masks import encode, stretches
 

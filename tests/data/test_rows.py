@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 from anygauge.config.schema import DataSection
-from anygauge.data import prepare, rows
+from anygauge.data import described, prepare, rows
 from anygauge.data.readers import RawRow
 from anygauge.data.rows import Tokenise, Workers, chunks_of, documents_of, usable_cores
 from anygauge.data.template import unwatched
@@ -144,7 +144,7 @@ def test_wrong_rows_that_are_skipped_are_counted_and_named(source, tokenizer, tm
         assert len(found) == 23
         bad = [text.partition(": ")[0].rpartition(":")[2] for text in found.bad]
         assert bad == ["4", "8", "12", "16", "20"]
-    assert "7 skipped as bad; the first that were skipped: " in first.report
+    assert "7 skipped as bad; the first that were skipped: " in described(first.train)
     held = prepare(data.model_copy(update={"eval_fraction": 0.5}), tokenizer, seed=0)
     assert held.train.report.skipped + held.eval.report.skipped == 7
     before = multiprocessing.active_children()

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data import Counts, Layout, Prefetcher, Schedule, readers
+from anygauge.data import Layout, Prefetcher, Schedule, readers
 from anygauge.data.batches import pack
+from anygauge.data.encode import Counts
 from anygauge.data.prepare import packs_of
 from anygauge.data.readers import RawRow
 from anygauge.data.rows import Tokens
@@ -41,7 +42,7 @@ class KnownRows(StreamedRows):
             self.read.append(number)
         return range(self.length)[number * self.size : (number + 1) * self.size]
 
-    def encode(self, rows):
+    def encode(self, rows, *, whole=True):
         documents = [
             [Tokens(np.zeros(n, np.int32), np.arange(n) > 0, str(row))] if n else []
             for row, n in ((row, self.lengths[row]) for row in rows)

@@ -7,8 +7,9 @@ import pytest
 
 from anygauge.config.paths import NAMED_TEMPLATES
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data import Record, RowEncoder
 from anygauge.data import template as template_module
+from anygauge.data.encode import RowEncoder
+from anygauge.data.readers import Record
 from anygauge.data.template import (
     NAMED,
     ChatTemplate,

@@ -144,7 +144,7 @@ def test_eight_processes_see_the_same_variables(intent: Intent, tmp_path: Path) 
     output = theirs("launch", tmp_path)
     given = json.loads((tmp_path / "given.json").read_text(encoding="utf-8"))
     rows = documented("Variables of a process")
-    settings = rank_environments(intent)
+    settings = rank_environments(intent.registry, intent.job, range(8))
     assert len(settings) == intent.job.launch.devices == 8
     for rank in range(8):
         found = json.loads(Path(f"{output}.{rank}").read_text(encoding="utf-8"))
@@ -178,7 +178,7 @@ def test_the_dry_run_shows_what_was_compared(
     found = prepared(intent, engine=True, plan=False)[1].settings or ()
     shown = {name: one["value"] for name, one in json.loads(file.read_text()).items()}
     assert shown == {setting.name: setting.value for setting in found}
-    for setting in rank_environments(intent)[7]:
+    for setting in rank_environments(intent.registry, intent.job, range(8))[7]:
         assert setting.name in done.stdout
-    assert "each agent starts 8: python -m anygauge.training.worker" in done.stdout
+    assert "the command starts 8: python -m anygauge.launch.rank" in done.stdout
     assert "with RANK=0..7 LOCAL_RANK=0..7 WORLD_SIZE=8 LOCAL_WORLD_SIZE=8" in done.stdout

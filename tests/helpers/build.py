@@ -26,7 +26,7 @@ from anygauge.interface.strategy import (
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.inputs import shift_labels
 from anygauge.registry import Registry
-from anygauge.registry.registry import load_options
+from anygauge.registry.registry import load_factory, load_options
 from anygauge.strategies.materialise import materialise
 from anygauge.training.optimizer import optimizer_factory
 
@@ -63,8 +63,8 @@ def strategy_of(
     """An installed strategy with its options, and what a rank reads under it."""
     registry = Registry.load()
     provided = registry.find_strategy(name)
-    chosen = load_options(provided, "strategy")(**options)
-    return registry.strategy(name)(chosen), provided.spec.share(chosen, rank, world)
+    chosen = load_options(provided)(**options)
+    return load_factory(provided)(chosen), provided.spec.share(chosen, rank, world)
 
 
 def a_workload(backend: Backend, precision: Precision, **changes: Any) -> Workload:

@@ -142,7 +142,7 @@ def fork_rank(rank: int, world: int, folder: Path, job_file: Path) -> int:
     os.environ.update({name: str(value) for name, value in identity.items()})
     sys.argv = ["worker", "--job", str(job_file)]
     try:
-        from anygauge.training.worker import main as work
+        from anygauge.launch.rank import main as work
         from anygauge.util.processes import end_rank
 
         end_rank(work())

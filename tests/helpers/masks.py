@@ -7,7 +7,8 @@ from itertools import groupby
 from typing import Any
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data import Counts, Encoded, Record, RowEncoder
+from anygauge.data.encode import Counts, Encoded, RowEncoder
+from anygauge.data.readers import Record
 from anygauge.data.rows import EncodedChunk, batch_of, documents_of
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from anygauge.interface import Job, Plan
+from anygauge.interface import Job, LaunchProfile, Plan
 from anygauge.registry import Registry
 from anygauge.registry.registry import read_options
 
@@ -22,7 +22,9 @@ def backend_with(name: str, options: Mapping[str, Any]) -> Any:
     return registry().create_backend(name, options)
 
 
-def render(launcher: str, job: Job, options: Mapping[str, Any]) -> Plan:
+def render(
+    launcher: str, job: Job, options: Mapping[str, Any], profile: LaunchProfile | None = None
+) -> Plan:
     """What a launcher would do with ``launch.options``."""
-    read = read_options(registry().find_launcher(launcher), "launcher", options)
-    return registry().launcher(launcher)().render(job, read)
+    read = read_options(registry().find_launcher(launcher), options)
+    return registry().launcher(launcher)().render(job, read, profile or LaunchProfile())

@@ -57,7 +57,10 @@ def begin(
 
 
 def printed(
-    code: str, *arguments: object, environment: Mapping[str, str] | None = None
+    code: str,
+    *arguments: object,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = 300,
 ) -> list[str]:
     """The lines that Python code prints in a process of its own, which must end well."""
     done = subprocess.run(
@@ -65,7 +68,7 @@ def printed(
         env={**os.environ, **(environment or {})},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout_s,
         check=False,
     )
     assert done.returncode == 0, done.stderr

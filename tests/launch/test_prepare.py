@@ -158,7 +158,8 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answer
         **options: Any,
     ) -> Answer:
         if limit_s is not None:
-            monkeypatch.setattr(prepare, "LIMITS_S", dict.fromkeys(prepare.LIMITS_S, limit_s))
+            for stage in ("fetch", "data", "plan"):
+                monkeypatch.setitem(prepare.LIMITS_S, stage, limit_s)
             monkeypatch.setattr(prepare, "RENDERING_LIMIT_S", limit_s)
             monkeypatch.setattr(prepare, "_END_S", limit_s)
         program = tmp_path / "python"
@@ -199,7 +200,7 @@ def test_one_that_nobody_waits_for_any_more_is_ended(ask: Callable[..., Answer])
     assert ask(then=HANGS, request=FETCH, turn=lambda: next(turns)) == Answer()
 
 
-PLAN = PlanQuestion(forms=("{}",), backend="cpu", cards=None)
+PLAN = PlanQuestion(run="{}", backend="cpu", cards=None)
 FOUND = {"event": "found", "fields": {"found": {"data": "40 rows"}}}
 
 
@@ -220,7 +221,7 @@ def test_a_plan_that_stops_no_run(
     then: str, forms: int, said: str, ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare, "AUTO_LIMIT_S", 1.0)
-    plan = PLAN.model_copy(update={"forms": ("{}",) * forms})
+    plan = PLAN.model_copy(update={"strategies": ({"name": "ddp"},) * forms})
     request = CHECK.model_copy(update={"plan": plan})
     stage = {"event": "stage", "name": "plan"}
     answer = ask(FOUND, stage, then=then, limit_s=0.2, request=request)
@@ -272,16 +273,16 @@ def test_an_expression_that_would_take_for_ever_is_such_a_check(
 def test_a_dry_run_of_many_ranks_works_out_few_of_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from anygauge.cli import dry_run, env
+    from anygauge.cli import dry_run
 
     asked: list[int] = []
-    resolve = env._resolve
+    resolve = dry_run.rank_environments
 
-    def counted(registry: Any, job: Any, rank: int) -> Any:
-        asked.append(rank)
-        return resolve(registry, job, rank)
+    def noted(registry: Any, job: Any, ranks: Any) -> Any:
+        asked.extend(ranks)
+        return resolve(registry, job, ranks)
 
-    monkeypatch.setattr(env, "_resolve", counted)
+    monkeypatch.setattr(dry_run, "rank_environments", noted)
     monkeypatch.setattr(dry_run, "prepared", unchecked)
     path = run_file(
         tmp_path, train={"global_batch_size": 8192}, model={"config": TINY, "tokenizer": "t"}

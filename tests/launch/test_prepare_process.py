@@ -22,6 +22,7 @@ from anygauge.launch.prepare import prepare
 from anygauge.launch.prepare_process import Request, Stages, failed, misses_torch
 from anygauge.models.hub import wanted
 from anygauge.models.hub_errors import HubUnreachableError
+from anygauge.training.auto import in_words
 from anygauge.training.checks import Findings, Question
 from anygauge.util.events import EventWriter
 from tests.helpers.runs import run_file
@@ -153,20 +154,18 @@ def test_a_hub_that_does_not_answer_refuses_a_run_alone(
 # -- plans -----------------------------------------------------------------------------------------
 
 
-def small(length: int = 96) -> RunFile:
-    return run(launch={"devices": 1}, strategy={"name": "single"}, data={"max_length": length})
+def small(length: int = 96) -> PlanQuestion:
+    found = run(launch={"devices": 1}, strategy={"name": "single"}, data={"max_length": length})
+    return PlanQuestion(run=run_json(found), backend="cpu", cards=None)
 
 
 @pytest.mark.slow
 def test_a_plan_is_what_the_function_says() -> None:
-    forms = tuple(run_json(form) for form in (small(512), small()))
-    plan = PlanQuestion(forms=forms, backend="cpu", cards=None)
-    there = prepare(Request(plan=plan)).expected
-    assert there == planned(plan)
-    assert there is not None and there.form == 1 and there.memory
-    assert "was made for 256 positions" in there.why
-    alone = prepare(Request(plan=plan.model_copy(update={"forms": forms[:1]}))).expected
-    assert alone is not None and "was made for 256 positions" in alone.note
+    there = prepare(Request(plan=small())).expected
+    assert there == planned(small())
+    assert there is not None and there.form == 0 and there.memory
+    refused = prepare(Request(plan=small(512))).expected
+    assert refused is not None and "was made for 256 positions" in refused.note
 
 
 def test_a_run_that_becomes_another_form_is_checked_as_that(
@@ -174,20 +173,20 @@ def test_a_run_that_becomes_another_form_is_checked_as_that(
 ) -> None:
     checked: list[str] = []
 
-    def check(question: Question, *_: Any) -> Findings:
-        checked.append(question.run)
+    def check(question: Question, run: RunFile, *_: Any) -> Findings:
+        checked.append(in_words(run))
         return Findings()
 
-    monkeypatch.setattr(prepare_process, "bound_memory", lambda limit: limit)
     monkeypatch.setattr(prepare_process, "check_run", check)
-    monkeypatch.setattr(prepare_process, "parse_run", lambda text: text)
-    plan = PlanQuestion(forms=("first", "second"), backend="cpu", cards=None)
-    request = Request(check=Question(run="first", backend="cpu", world_size=1), plan=plan)
-    for form, runs in ((0, ["first"]), (None, ["first"]), (1, ["first", "second"])):
+    forms = ({"name": "ddp"}, {"name": "zero", "offload": "both"})
+    plan = small().model_copy(update={"strategies": forms})
+    first = run_json(plan.forms[0])
+    request = Request(check=Question(run=first, backend="cpu", world_size=1), plan=plan)
+    for form, others in ((0, []), (None, []), (1, ["zero"])):
         monkeypatch.setattr(Stages, "plan", lambda *_, form=form: form)
         checked.clear()
         Stages(request, EventWriter(None)).run()
-        assert checked == runs
+        assert [one.split()[0] for one in checked] == ["ddp", *others]
 
 
 def test_it_is_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +199,6 @@ def test_it_is_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
         return process
 
     monkeypatch.setattr(subprocess, "Popen", started)
-    plan = PlanQuestion(forms=(run_json(small()),), backend="cpu", cards=None)
-    prepare(Request(plan=plan), turn=lambda: not seen)
+    prepare(Request(plan=small()), turn=lambda: not seen)
     with pytest.raises(ProcessLookupError):
         os.kill(seen[0], 0)

@@ -88,7 +88,7 @@ class Hit:
 
     def rank(self, node: str) -> int:
         """The process of a node's rank: the one whose parent is the agent."""
-        (found,) = self.of(node, "anygauge.training.worker")[:1]
+        (found,) = self.of(node, "anygauge.launch.rank")[:1]
         return found
 
     def agent(self, node: str) -> int:

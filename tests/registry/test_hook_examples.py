@@ -12,6 +12,7 @@ import pytest
 
 from anygauge.interface import (
     Backend,
+    LaunchProfile,
     LaunchSettings,
     Node,
     Probe,
@@ -83,7 +84,9 @@ def test_the_strategy(example) -> None:
 
 
 def test_the_launcher(example) -> None:
-    plan = made_by(example("anygauge_provide_launchers").launchers)().render(JOB, {})
+    plan = made_by(example("anygauge_provide_launchers").launchers)().render(
+        JOB, {}, LaunchProfile()
+    )
     assert [file.text for file in plan.files] == [JOB.dump()]
     assert [process.node_rank for process in plan.processes] == [0]
 
@@ -91,7 +94,7 @@ def test_the_launcher(example) -> None:
 def test_the_tracker(example, tmp_path) -> None:
     registry = example("anygauge_provide_trackers")
     provided = registry.find_tracker("mine")
-    options = read_options(provided, "tracker", {"file": "metrics.txt"})
+    options = read_options(provided, {"file": "metrics.txt"})
     context = TrackerContext(run_directory=tmp_path, run_name="run", options=options)
     tracker = made_by(registry.trackers)(context)
     tracker.log(1, {"train/loss": 2.0})

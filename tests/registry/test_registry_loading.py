@@ -149,7 +149,7 @@ def test_one_name_of_two_distributions(good, have, load):
     assert names(registry) == ["good"]
     (duplicate,) = registry.duplicates
     assert (duplicate.kind, duplicate.name) == ("backend", "twin")
-    for use in (partial(select_backend, registry), registry.create_backend, registry.probe):
+    for use in (partial(select_backend, registry), registry.create_backend):
         with pytest.raises(PluginError) as caught:
             use("twin")
         assert "one-dist 1.0" in str(caught.value)

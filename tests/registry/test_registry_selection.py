@@ -6,6 +6,7 @@ import pytest
 
 from anygauge.interface import NotAvailableError, PluginError, RunFileError
 from anygauge.registry import select_backend
+from anygauge.registry.registry import load_factory, refuse_if_missing
 
 # -- by name -------------------------------------------------------------------------------------
 
@@ -160,7 +161,7 @@ def test_broken_probe_is_an_unavailable_backend(have, load, body, reason):
     have("host", **HOST)
     have("fast", probe=body)
     registry = load()
-    probe = registry.probe("fast")
+    probe = registry.probe_all()["fast"]
     assert not probe.available
     assert reason in probe.reason
     assert "fast-dist 1.0" in probe.reason
@@ -242,12 +243,13 @@ def test_launchers_and_trackers_by_name(install, load):
     install("others-dist", "1.0", {"others": "fake_others"}, fake_others=OTHERS)
     registry = load()
     assert registry.launcher("near").__name__ == "Launch"
-    assert registry.tracker("board").__name__ == "Launch"
+    assert load_factory(registry.find_tracker("board")).__name__ == "Launch"
     with pytest.raises(PluginError, match=r"no launcher named 'nera'; did you mean 'near'\?"):
         registry.launcher("nera")
     with pytest.raises(PluginError, match="valid names: board, broken, lacking"):
-        registry.tracker("near")
-    with pytest.raises(NotAvailableError, match="'boards' is not installed"):
-        registry.tracker("lacking")
+        registry.find_tracker("near")
+    lacks = r"tracker 'lacking' of others-dist 1\.0 cannot run here: package 'boards' is not inst"
+    with pytest.raises(NotAvailableError, match=lacks):
+        refuse_if_missing(registry.find_tracker("lacking"))
     with pytest.raises(PluginError, match=r"tracker 'broken' of others-dist 1\.0: its factory"):
-        registry.tracker("broken")
+        load_factory(registry.find_tracker("broken"))

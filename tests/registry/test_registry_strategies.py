@@ -46,7 +46,7 @@ def test_options_that_cannot_be_read_are_named_when_they_are_asked_for(
     install("a-dist", "1.0", {"a": "fake_a"}, fake_a=source("a", options=options))
     provided = load().find_strategy("a")
     with pytest.raises(PluginError, match=rf"strategy 'a' of a-dist 1\.0: {told}"):
-        load_options(provided, "strategy")
+        load_options(provided)
 
 
 def test_options_are_named_as_a_factory_is(install, load):

@@ -31,4 +31,4 @@ if __name__ == "__main__":
     if metrics != "-":
         threading.Thread(target=ask, args=(Path(metrics),), daemon=True).start()
     print("not flushed", end="")
-    runpy.run_module("anygauge.training.worker", run_name="__main__", alter_sys=True)
+    runpy.run_module("anygauge.launch.rank", run_name="__main__", alter_sys=True)

@@ -258,7 +258,7 @@ def test_a_third_partys_tracker_gets_the_whole_context(
             seen.append(context)
 
     registry = Registry.load()
-    monkeypatch.setattr(registry, "tracker", lambda name: Board)
+    monkeypatch.setattr("anygauge.training.trackers.group.load_factory", lambda provided: Board)
     asked = run(name="mine", trackers=["jsonl"], tracker_options={"jsonl": {"path": "metrics"}})
     open_trackers(registry, asked, tmp_path, lambda text: None, resumed_from_step=7).close(
         "finished", {}

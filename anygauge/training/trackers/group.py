@@ -25,7 +25,7 @@ from anygauge.interface import (
     TrackerContext,
 )
 from anygauge.registry import Registry
-from anygauge.registry.registry import read_options, refuse_if_missing
+from anygauge.registry.registry import load_factory, read_options, refuse_if_missing
 from anygauge.util.hiding import is_secret
 from anygauge.util.text import describe
 
@@ -190,12 +190,12 @@ def open_trackers(
     parameters = flat_parameters(run)
 
     def maker(name: str) -> Callable[[], Tracker]:
-        factory = registry.tracker(name)
         provided = registry.find_tracker(name)
+        factory = load_factory(provided)
         context = TrackerContext(
             run_directory=run_directory,
             run_name=run.name,
-            options=read_options(provided, "tracker", run.tracker_options.get(name)),
+            options=read_options(provided, run.tracker_options.get(name)),
             parameters=parameters,
             resumed_from_step=resumed_from_step,
         )
@@ -222,10 +222,10 @@ def check_trackers(registry: Registry, run: RunFile, environ: Mapping[str, str] 
         raise RunFileError(f"trackers: {', '.join(twice)} is listed twice; list it once")
     for name in run.trackers:
         provided = registry.find_tracker(name)
-        options = read_options(provided, "tracker", run.tracker_options.get(name))
+        options = read_options(provided, run.tracker_options.get(name))
         if environ is None:
             continue
-        refuse_if_missing(provided, "tracker")
+        refuse_if_missing(provided)
         reason = provided.spec.unready(options, environ)
         if reason is not None:
             raise NotAvailableError(f"tracker {name!r}: {reason}")
