@@ -7,12 +7,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from anygauge.cli.options import BackendOption, RunFileArgument, SetOption
-from anygauge.util.console import Console
+from anygauge.util.console import Console, table
 
 if TYPE_CHECKING:
     from anygauge.config.schema import DataSection, RunFile
@@ -84,8 +82,11 @@ def data(
         console.print(f"  {short}", style="yellow")
     _show_padding(console, run, trained, Layout.of(run, share, tokenizer.pad_token_id, shapes))
     in_colour = console.is_terminal and not console.no_color
-    for index in _spread(len(trained), rows):
-        tokens = trained.tokens(index)
+    rows = min(rows, len(trained))
+    for number in range(rows):
+        tokens = trained.tokens(
+            number * len(trained) // rows
+        )  # evenly spaced, the first among them
         console.print(f"\n{tokens.origin}  {len(tokens.ids):,} tokens", style="bold")
         console.print(example(tokenizer, tokens, in_colour=in_colour))
 
@@ -172,11 +173,9 @@ def _show_padding(console: Console, run: RunFile, rows: TokenizedRows, layout: L
         global_batch=run.train.global_batch_size,
         weights=tuple(source.weight for source in run.data.train_sources),
     )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("One epoch")
-    for name in ("Sequences", "Steps", "Positions", "Padding", "Packs filled"):
-        table.add_column(name, justify="right")
     chosen = (run.data.packs, run.data.group_by_length)
+    titles = ("One epoch", "Sequences", "Steps", "Positions", "Padding", "Filled")
+    shown: list[tuple[str, ...]] = [titles]
     for title, packing, grouping in (
         ("padded", False, False),
         ("group_by_length", False, True),
@@ -185,26 +184,13 @@ def _show_padding(console: Console, run: RunFile, rows: TokenizedRows, layout: L
         found = measure(
             rows, replace(schedule, grouping=grouping), replace(layout, packing=packing)
         )
-        this = " (this run)" if chosen == (packing, grouping) else ""
-        table.add_row(
-            title + this,
-            f"{found.sequences:,}",
-            f"{found.steps:,}",
-            f"{found.positions:,}",
-            f"{found.share:.1%}",
-            "" if found.fill is None else f"{found.fill:.1%}",
-            style="bold" if this else "",
-        )
-    console.print()
+        numbers = (f"{n:,}" for n in (found.sequences, found.steps, found.positions))
+        fill = "" if found.fill is None else f"{found.fill:.1%}"
+        this = " (this run)" * (chosen == (packing, grouping))
+        shown.append((title + this, *numbers, f"{found.share:.1%}", fill))
     console.print(
-        f"[bold]Batches[/bold] of {run.train.global_batch_size}, "
+        f"\n[bold]Batches[/bold] of {run.train.global_batch_size}, "
         f"{layout.micro_batch} sequences per forward",
         markup=True,
     )
-    console.print(table)
-
-
-def _spread(count: int, wanted: int) -> list[int]:
-    """Numbers from 0 to count - 1, evenly spaced, the first among them."""
-    wanted = min(count, wanted)
-    return [number * count // wanted for number in range(wanted)]
+    console.print(table(shown))

@@ -15,7 +15,7 @@ import typer
 from anygauge.cli.options import BackendOption, DevicesOption, NodesOption, SetOption
 from anygauge.config.load import load_run_file
 from anygauge.config.strategies import DEFAULT
-from anygauge.interface import Job, LaunchSettings, Setting, UsageError
+from anygauge.interface import Job, LaunchSettings, Setting, UsageError, choose_fabric
 from anygauge.launch.environment import inspect_node
 from anygauge.launch.foreign import scrub
 from anygauge.registry import (
@@ -171,7 +171,7 @@ def _explain(registry: Registry, job: Job, local_rank: int) -> dict[str, Any]:
     """The backend's networks between machines, and its rules with what each decides here."""
     backend = registry.create_backend(job.backend, job.backend_options)
     node = inspect_node(backend=backend, environ=scrub(os.environ))
-    chosen = backend.fabric(job, node)
+    chosen = choose_fabric(backend.fabrics, job, node)
     known = {
         fabric.name: {"what": fabric.what, "seen": fabric.detect(node) if fabric.detect else None}
         for fabric in backend.fabrics

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -131,7 +132,7 @@ def read_intent(
         rendezvous=f"file://{folder / RENDEZVOUS}",
         stop_grace_s=run.checkpoint.grace_s,
         working_directory=str(Path.cwd()) if launcher.shared_filesystem else "",
-        id=secrets.token_hex(8),
+        id=f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(4)}",
         token=secrets.token_hex(16),
         takes_over=run.checkpoint.resume == "auto",
         run_text=""

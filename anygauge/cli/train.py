@@ -183,12 +183,12 @@ def start(
         RUN_FILE,
         claim,
         clear_for_start,
+        remove_unaccepted,
         resume_target,
         write_run,
     )
     from anygauge.launch.submitted import LAUNCHED, refuse_second
     from anygauge.util.files import write_text
-    from anygauge.util.start import START
 
     job, run = intent.job, intent.run
     name = run.launch.launcher
@@ -206,8 +206,7 @@ def start(
         typer.echo(fitted(finished.describe(), sys.stdout))
         return 0
     if staged:
-        job = replace(job, run_file=str(folder / START / Path(job.run_file).name))
-        intent = replace(intent, job=job)
+        intent = replace(intent, job=job.as_attempt())
     rendered(intent)  # what a launcher refuses is refused before the checks, which take longer
     intent, found, expected = prepared(intent, quiet=quiet, plan=plan_memory, force=force)
     job, run, plan = intent.job, intent.run, rendered(intent)
@@ -224,7 +223,7 @@ def start(
     with claim(folder) as lock:
         with deferred() as asked:
             if spec.shared_filesystem or not (folder / RUN_FILE).exists():
-                clear_for_start(folder, staged=staged)
+                clear_for_start(folder, job if staged else None)
             write_run(Path(job.run_file), chosen)
             try:
                 running: RunningJob = (
@@ -255,6 +254,6 @@ def start(
                 typer.echo(f"{running.status()}; to follow it: anygauge job follow {folder}")
             return 0
         status = follow(running, run_directory=folder, quiet=quiet, asked=asked)
-        if staged and status == 0 and (folder / START).is_dir() and running.alive is False:
-            shutil.rmtree(folder / START, ignore_errors=True)  # the run was done before
+        if staged and status == 0 and running.alive is False:
+            remove_unaccepted(folder)  # the run was done before
         return status

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +13,7 @@ from anygauge.cli.options import BackendOption, ModelArgument, TokenizerOption
 from anygauge.interface import ModelError, UsageError
 from anygauge.util.console import Console
 from anygauge.util.files import why_no_folder
+from anygauge.util.text import did_you_mean
 
 if TYPE_CHECKING:
     from anygauge.config.schema import DataSection, ModelSection
@@ -23,29 +23,24 @@ EMPTY = (
     "the answer is empty: the model ended it with its first token. The model may expect another "
     "prompt format (try --raw) or need more training; a --temperature above 0 samples other tokens"
 )
+NO_ADAPTER = "Use only the base model of an adapter's run."
+RAW = "Use the prompt unchanged, without a template."
+LONGEST = "Longest answer, in tokens."
+TEMPERATURE = "0: always the likeliest token."
+OWN_ADAPTER = "Folder of the adapter; default: the run's own."
 
 
 def generate(
     model: ModelArgument,
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", help="The prompt; default: standard input.")
-    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="The prompt; default: standard input.")] = None,
     adapter: Annotated[
-        Path | None, typer.Option("--adapter", help="Folder of an adapter for this model.")
+        Path | None, typer.Option(help="Folder of an adapter for this model.")
     ] = None,
-    no_adapter: Annotated[
-        bool, typer.Option("--no-adapter", help="Use only the base model of an adapter's run.")
-    ] = False,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Use the prompt unchanged, without a template.")
-    ] = False,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=1, help="Longest answer, in tokens.")
-    ] = 128,
-    temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="0: always the likeliest token.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="For temperatures above 0.")] = 0,
+    no_adapter: Annotated[bool, typer.Option("--no-adapter", help=NO_ADAPTER)] = False,
+    raw: Annotated[bool, typer.Option("--raw", help=RAW)] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help=LONGEST)] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help=TEMPERATURE)] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="For temperatures above 0.")] = 0,
     tokenizer: TokenizerOption = None,
     backend: BackendOption = None,
 ) -> None:
@@ -56,6 +51,7 @@ def generate(
     fetch_wanted(origin.section)
 
     import anygauge
+    from anygauge.config.schema import PrecisionSection, resolve_precision
     from anygauge.models.generate import generate as answer
     from anygauge.models.generate import load_for_inference
     from anygauge.models.quiet import quiet_libraries
@@ -69,8 +65,6 @@ def generate(
         raise UsageError("the prompt is empty: give --prompt TEXT, or text on standard input")
     with anygauge.open_backend(backend or "auto") as opened:
         opened.placement.seed(seed)
-        from anygauge.config.schema import PrecisionSection, resolve_precision
-
         precision = resolve_precision(PrecisionSection(), opened.support)
         loaded = load_for_inference(
             origin.section,
@@ -96,13 +90,8 @@ def generate(
 
 def merge(
     model: ModelArgument,
-    output: Annotated[
-        Path, typer.Option("--output", help="Folder to write; must be new or empty.")
-    ],
-    adapter: Annotated[
-        Path | None,
-        typer.Option("--adapter", help="Folder of the adapter; default: the run's own."),
-    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder to write; must be new or empty.")],
+    adapter: Annotated[Path | None, typer.Option(help=OWN_ADAPTER)] = None,
     tokenizer: TokenizerOption = None,
 ) -> None:
     """Fold an adapter into its base model, and compare the result's logits with both."""
@@ -197,7 +186,7 @@ def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> Mod
                     f"{home} has no {folder.name}: its run has not finished. See {home}/logs"
                 )
     elif not folder.is_dir():
-        _refuse_no_folder(model, folder)
+        _refuse_no_folder(model)
     if (folder / "adapter" / CONFIG_FILE).is_file() and not (folder / CONFIG).exists():
         folder = folder / "adapter"  # of a checkpoint
     if (folder / CONFIG_FILE).is_file():
@@ -247,26 +236,24 @@ def fetch_wanted(section: ModelSection) -> None:
     prepare(Request(fetch=tuple(found)))
 
 
-def _refuse_no_folder(model: str, folder: Path) -> None:
+def _refuse_no_folder(model: str) -> None:
     """Answer at once where a path is meant; a name such as ``owner/name`` may be on the hub.
 
     Raises:
         UsageError: names what is there instead.
     """
-    named = folder.expanduser()
-    in_a_folder = len(folder.parts) > 1 and named.parent.is_dir()
-    if not (model.startswith(("/", ".", "~")) or len(folder.parts) > 2 or in_a_folder):
+    folder, parts = Path(model).expanduser(), len(Path(model).parts)
+    in_a_folder = parts > 1 and folder.parent.is_dir()
+    if not (in_a_folder or parts > 2 or model.startswith(("/", ".", "~"))):
         return
-    what = "a file, not a folder" if named.is_file() else "no such folder"
-    there = (
-        sorted(one.name for one in named.parent.iterdir() if one.is_dir()) if in_a_folder else []
-    )
-    near = get_close_matches(named.name, there, 1)
+    what = "a file, not a folder" if folder.is_file() else "no such folder"
+    there = sorted(p.name for p in folder.parent.iterdir() if p.is_dir()) if in_a_folder else []
+    near = did_you_mean(folder.name, there)
+    if there and not near:
+        near = f"; {folder.parent} has {', '.join(there[:SHOWN])}"
     raise UsageError(
-        f"{model}: {what} (looked at {named.absolute()})"
-        + (f"; did you mean {folder.parent / near[0]}?" if near else "")
-        + (f"; {folder.parent} has {', '.join(there[:SHOWN])}" if there and not near else "")
-        + ("; give a run directory, a model folder, or a name of the hub such as owner/name")
+        f"{model}: {what} (looked at {folder.absolute()}){near}; give a run directory, a model "
+        "folder, or a name of the hub such as owner/name"
     )
 
 
@@ -284,7 +271,7 @@ def question_ids(
         AnygaugeError: see `anygauge.launch.prepare.render`.
     """
     from anygauge.data import first_records, prompt_ids
-    from anygauge.data.formats import prompt_template, render
+    from anygauge.data.formats import question_text
     from anygauge.launch import prepare
 
     data = origin.data
@@ -294,7 +281,7 @@ def question_ids(
     if data is not None:
         source = data.train_sources[0]
         first = first_records(source, 1, "data.train")[0]
-        template = prompt_template(first, source, has_chat_template=has_template)
-        if template is not None:
-            return prompt_ids(tokenizer, render(template, prompt)), []
+        text = question_text(first, source, prompt, has_chat_template=has_template)
+        if text is not None:
+            return prompt_ids(tokenizer, text), []
     return prepare.render(origin.section, data, prompt)

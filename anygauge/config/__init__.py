@@ -2,10 +2,11 @@
 
 In the order in which a run file passes through them:
 
-- `load`: reads the file, what it extends and the command line.
-- `document`, `tree`: YAML text, and what it becomes: values that know their line.
-- `strategies`, `paths`: the fields of each strategy, absolute paths.
-- `schema`, `sections`: what each field takes; pydantic checks a run against them.
-- `problems`, `describe`: complaints, and the schema in words.
-- `resolved`: the result as text, for ranks and for people.
+- `document`: YAML text becomes a `tree` of values that know their line.
+- `layers`: files, what they extend and the command line are merged into one tree.
+- `strategies`, `paths`: shorthands of strategies are spelled out, paths made absolute.
+- `schema`, `sections`: what each field takes; pydantic checks the values against them.
+- `problems`, `describe`: pydantic's complaints, with places, in words of the schema.
+- `load`: all of that in order.
+- `resolved`, `yaml_text`: the result as text, for ranks and for people.
 """

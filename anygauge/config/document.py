@@ -1,4 +1,4 @@
-"""YAML text as a tree of values that know the line they were written on.
+"""YAML as a tree of values that know the line they were written on.
 
 PyYAML's safe types, with four differences that all prevent a wrong number or text: `2e-4` and `1e5`
 are numbers; `12:30:00` is text and not a count of seconds; `010` is text and not 8; a date is text.
@@ -10,19 +10,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from anygauge.config.resolved import RESOLVERS, TAG
-from anygauge.config.tree import Origin, Problem, YamlNode, dotted
+from anygauge.config.tree import Origin, Problem, YamlNode, dotted, received
+from anygauge.config.yaml_text import TAG, add_numbers
+from anygauge.interface import RunFileError
+from anygauge.util.files import read_bounded
+from anygauge.util.text import near_file
 
-_INT_BITS = 63
-_HALF = re.compile("[\ud800-\udfff]")
+MOST_BYTES = 2**20
+"""Of a run file. One with a chat template in it has some ten thousand."""
+
 _SCALARS = {f"{TAG}{kind}" for kind in ("null", "bool", "int", "float", "str")}
 _MERGE = f"{TAG}merge"
 _KEPT = {f"{TAG}null", f"{TAG}bool", _MERGE}
+_INT_BITS = 63
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 class _Loader(yaml.SafeLoader):
@@ -34,8 +41,7 @@ class _Loader(yaml.SafeLoader):
     }
 
 
-for _tag, _pattern, _first in RESOLVERS:
-    _Loader.add_implicit_resolver(_tag, _pattern, _first)
+add_numbers(_Loader)
 
 
 class NotYaml(Exception):
@@ -48,6 +54,43 @@ class NotYaml(Exception):
     def __init__(self, text: str, line: int | None) -> None:
         super().__init__(text)
         self.line = line
+
+
+def read_document(path: Path, shown: str, problems: list[Problem]) -> YamlNode:
+    """One file as a tree; its root is known by the file, without a line.
+
+    Args:
+        shown: the file as complaints name it.
+        problems: as of `read_yaml`.
+
+    Raises:
+        RunFileError: there is no such file, or it is not a mapping in YAML.
+    """
+    try:
+        text = read_bounded(path, MOST_BYTES).decode("utf-8-sig")
+        root = read_yaml(text, shown, path.parent, problems)
+    except FileNotFoundError:
+        raise RunFileError(f"{shown}: no such file{near_file(path)}") from None
+    except IsADirectoryError:
+        found = sorted(each.name for each in path.iterdir() if each.suffix in (".yaml", ".yml"))
+        hint = f"; it holds {', '.join(found)}" if found else ""
+        raise RunFileError(f"{shown}: is a folder, expected a run file{hint}") from None
+    except UnicodeDecodeError as error:
+        what = f"is not text in UTF-8 (byte {error.start}); expected a run file in YAML"
+        raise RunFileError(f"{shown}: {what}") from None
+    except NotYaml as error:
+        place = Origin(shown, error.line, path.parent)
+        raise RunFileError(f"{place}: not valid YAML: {error}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RunFileError(f"{shown}: cannot be read: {reason}") from None
+    if root is None:
+        raise RunFileError(f"{shown}: is empty; a run file needs at least 'model' and 'data'")
+    if not root.is_mapping:
+        what = f"got {received(root)}, expected a mapping such as 'model: {{...}}' at the top"
+        raise RunFileError(f"{root.origin}: {what}")
+    root.origin = Origin(shown, None, path.parent)
+    return root
 
 
 def read_yaml(
@@ -76,13 +119,12 @@ def read_yaml(
     try:
         loader = _Loader(text)
         try:
-            top = _top(loader)
-            if top is None:
-                return None
-            builder = _Builder(loader, label, folder, problems, lines)
-            return builder.node(top, builder.origin(top), path)
-        finally:
-            loader.dispose()
+            top = loader.get_single_node()
+        except (OverflowError, ValueError):  # of PyYAML's chr() and int()
+            large = "a number is too large (an escape \\U has at most 0010FFFF)"
+            raise NotYaml(large, loader.line + 1) from None
+        builder = _Builder(loader, label, folder, problems, lines)
+        return None if top is None else builder.node(top, builder.origin(top), path)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         text = f"the character U+{error.character:04X} is not allowed in YAML"
@@ -97,39 +139,27 @@ def read_yaml(
         raise NotYaml("nested too deeply, or an alias stands in its own value", None) from None
 
 
-def _top(loader: _Loader) -> yaml.Node | None:
-    try:
-        return loader.get_single_node()
-    except (OverflowError, ValueError):  # of PyYAML's chr() and int()
-        large = "a number is too large (an escape \\U has at most 0010FFFF)"
-        raise NotYaml(large, loader.line + 1) from None
-
-
+@dataclass
 class _Builder:
     """Turns PyYAML's nodes into ours."""
 
-    def __init__(
-        self, loader: _Loader, label: str, folder: Path, problems: list[Problem], lines: bool
-    ) -> None:
-        self._loader = loader
-        self._label = label
-        self._folder = folder
-        self._problems = problems
-        self._lines = lines
+    loader: _Loader
+    label: str
+    folder: Path
+    problems: list[Problem]
+    lines: bool
 
     def origin(self, raw: yaml.Node) -> Origin:
-        line = raw.start_mark.line + 1 if self._lines else None
-        return Origin(self._label, line, self._folder)
+        line = raw.start_mark.line + 1 if self.lines else None
+        return Origin(self.label, line, self.folder)
 
     def node(self, raw: yaml.Node, origin: Origin, path: tuple[object, ...]) -> YamlNode:
         if isinstance(raw, yaml.MappingNode) and raw.tag == f"{TAG}map":
             return YamlNode(self._mapping(raw, path), origin)
         if isinstance(raw, yaml.SequenceNode) and raw.tag == f"{TAG}seq":
-            items = (
-                self.node(item, self.origin(item), (*path, index))
-                for index, item in enumerate(raw.value)
-            )
-            return YamlNode(tuple(items), origin)
+            items = enumerate(raw.value)
+            nodes = (self.node(item, self.origin(item), (*path, index)) for index, item in items)
+            return YamlNode(tuple(nodes), origin)
         if isinstance(raw, yaml.ScalarNode) and raw.tag in _SCALARS:
             return self._scalar(raw, origin, path)
         tag = raw.tag.replace(TAG, "!!")
@@ -137,7 +167,7 @@ class _Builder:
 
     def _scalar(self, raw: yaml.ScalarNode, origin: Origin, path: tuple[object, ...]) -> YamlNode:
         try:
-            value = self._loader.construct_object(raw)
+            value = self.loader.construct_object(raw)
         except (ValueError, KeyError):
             kind = raw.tag.removeprefix(TAG)
             return self._refuse(origin, path, f"{raw.value[:60]!r} cannot be read as {kind}")
@@ -161,9 +191,9 @@ class _Builder:
             if not isinstance(key_node, yaml.ScalarNode):
                 self._refuse(origin, path, "a list or mapping cannot be a key")
                 continue
-            known = len(self._problems)
+            known = len(self.problems)
             key = self.node(key_node, origin, path).value
-            if len(self._problems) > known:
+            if len(self.problems) > known:
                 continue
             if not isinstance(key, str):
                 shown = str(key).lower() if isinstance(key, bool) else str(key)
@@ -172,10 +202,8 @@ class _Builder:
                 continue
             if key in own:
                 first = own[key].origin
-                text = "written twice"
-                if self._lines:
-                    text += f", on line {first.line} and on line {origin.line}; keep one of them"
-                self._refuse(origin, (*path, key), text)
+                lines = f", on line {first.line} and on line {origin.line}; keep one of them"
+                self._refuse(origin, (*path, key), f"written twice{lines if self.lines else ''}")
             own[key] = self.node(value_node, origin, (*path, key))
         return merged | own
 
@@ -192,5 +220,5 @@ class _Builder:
         return found
 
     def _refuse(self, origin: Origin, path: tuple[object, ...], text: str) -> YamlNode:
-        self._problems.append(Problem(origin, dotted(path), text))
+        self.problems.append(Problem(origin, dotted(path), text))
         return YamlNode(None, origin, "null")

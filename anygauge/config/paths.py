@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from anygauge.config.tree import Problem, YamlNode, dotted
+from anygauge.config.tree import Problem, YamlNode, dotted, plain
 from anygauge.util.text import did_you_mean, near_file
 
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 NAMED_TEMPLATES = ("chatml", "llama3", "gemma", "mistral", "qwen3", "phi")
 """Chat templates that come with anygauge; see `anygauge/data/templates`."""
@@ -30,38 +30,51 @@ Place = tuple[str | int, ...]
 SOURCES = (("data", "train"), ("data", "eval"))
 CHAT_TEMPLATE = ("data", "chat_template")
 CACHE = ("data", "cache")
-MODEL_FOLDER = ("model", "name")
-TOKENIZER = ("model", "tokenizer")
-START = ("adapter", "start_from")
-CHECKPOINT = ("checkpoint", "resume")
 OUTPUT = ("output",)
-TOKEN_LISTS = (("model", "new_tokens"), ("model", "new_special_tokens"))
-ALWAYS = (CHAT_TEMPLATE, CACHE, MODEL_FOLDER, TOKENIZER, START, CHECKPOINT, OUTPUT, *TOKEN_LISTS)
-
-_NO_FOLDER: Mapping[Place, tuple[str, ...]] = {
-    CHECKPOINT: ("auto", "never"),
-    CACHE: ("off",),
-}
+_MODEL = ("model", "name")
+_TOKENIZER = ("model", "tokenizer")
+_CHECKPOINT = ("checkpoint", "resume")
+_TOKEN_LISTS = (("model", "new_tokens"), ("model", "new_special_tokens"))
+_ALWAYS: tuple[Place, ...] = (
+    *(CHAT_TEMPLATE, CACHE, _MODEL, _TOKENIZER, ("adapter", "start_from"), _CHECKPOINT, OUTPUT),
+    *_TOKEN_LISTS,
+)
+_NO_FOLDER: Mapping[Place, tuple[str, ...]] = {_CHECKPOINT: ("auto", "never"), CACHE: ("off",)}
 _VARIABLE = re.compile(r"\$(?:(?P<dollar>\$)|\{(?P<braced>[^}]*)\}|(?P<bare>[A-Za-z_]\w*))")
 _SURELY_A_PATH = re.compile(r"\.{0,2}/|\.{1,2}$|~")
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _DATA_SET = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 
 
-def places_of_paths(at: Callable[[Place], Any]) -> list[Place]:
-    """Where a run has paths: one for each source of data, and those that are always there.
+def paths_in(values: Any) -> Iterator[tuple[Place, str]]:
+    """The paths that a run has, each with its place; templates and null are none.
 
     Args:
-        at: what stands at a place; None for nothing.
+        values: the run in dicts and lists, right or wrong.
     """
-    found: list[Place] = []
+    for place in (*_places_of_data(values), *_ALWAYS):
+        text = value_at(values, place)
+        if isinstance(text, str) and not holds_template(place, text):
+            yield place, text
+
+
+def _places_of_data(values: Any) -> Iterator[Place]:
     for source in SOURCES:
-        value = at(source)
-        if isinstance(value, list | tuple):
-            found += [(*source, number, "path") for number in range(len(value))]
+        given = value_at(values, source)
+        if isinstance(given, list):
+            yield from ((*source, number, "path") for number in range(len(given)))
         else:
-            found.append((*source, "path"))
-    return [*found, *ALWAYS]
+            yield (*source, "path")
+
+
+def value_at(values: Any, place: Place) -> Any:
+    """What stands at a place; None where there is no such place."""
+    for part in place:
+        try:
+            values = values[part]
+        except (KeyError, TypeError):
+            return None
+    return values
 
 
 def names_data_set(text: str) -> bool:
@@ -82,7 +95,7 @@ def is_remote(text: str) -> bool:
 def data_suffix(text: str) -> str:
     """A source's suffix in lower case: ``.jsonl``, also of ``rows.jsonl.gz``; "" for none."""
     path = Path(urlsplit(text).path if names_address(text) else text)
-    if path.suffix.lower() in COMPRESSED:
+    if path.suffix.lower() in _COMPRESSED:
         path = path.with_suffix("")
     return path.suffix.lower()
 
@@ -94,8 +107,8 @@ def holds_template(path: Place, text: str) -> bool:
 
 def resolve_paths(
     root: YamlNode, environ: Mapping[str, str], cwd: Path, problems: list[Problem]
-) -> YamlNode:
-    """The tree with its paths expanded and absolute; hub names and wrong types are left alone.
+) -> None:
+    """Expand the paths of a tree and make them absolute; names on the hub are left alone.
 
     Args:
         root: the merged tree.
@@ -103,22 +116,13 @@ def resolve_paths(
         cwd: what `output` is relative to.
         problems: a variable that is not set, and the like, is added here.
     """
-
-    def at(path: Place) -> Any:
-        node = root.get(*path)
-        return None if node is None else node.value
-
-    for path in places_of_paths(at):
-        node = root.get(*path)
-        if node is None or not isinstance(node.value, str) or holds_template(path, node.value):
-            continue
-        text, complaint = expand(node.value, environ)
+    for place, written in paths_in(plain(root)):
+        node = root.nearest(*place)
+        text, complaint = expand(written, environ)
         if complaint:
-            problems.append(Problem(node.origin, dotted(path), complaint))
-            continue
-        folder = cwd if path == OUTPUT else node.origin.folder
-        root = root.replaced(path, locate(path, text, folder))
-    return root
+            problems.append(Problem(node.origin, dotted(place), complaint))
+        else:
+            node.value = locate(place, text, cwd if place == OUTPUT else node.origin.folder)
 
 
 def expand(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
@@ -152,12 +156,10 @@ def expand(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
 
 def locate(path: Place, text: str, folder: Path) -> str:
     """The absolute path that `text` at `path` means in `folder`; a hub name is left unchanged."""
-    if text in _NO_FOLDER.get(path, ()) or holds_template(path, text):
-        return text
-    if _is_source(path) and names_address(text):
+    if text in _NO_FOLDER.get(path, ()) or (_is_source(path) and names_address(text)):
         return text
     joined = folder / text
-    is_named = path in (MODEL_FOLDER, TOKENIZER) and not _SURELY_A_PATH.match(text)
+    is_named = path in (_MODEL, _TOKENIZER) and not _SURELY_A_PATH.match(text)
     is_named = is_named and not text.endswith(".json")
     if (is_named or (_is_source(path) and names_data_set(text))) and not joined.exists():
         return text
@@ -169,13 +171,10 @@ def locate(path: Place, text: str, folder: Path) -> str:
 
 def complaint_about(path: Place, text: str) -> str:
     """What is wrong with the file or folder that a resolved field names; "" if it can be used."""
-    if _is_source(path) and is_remote(text):
-        return ""
-    is_file = _is_source(path) or path in (CHAT_TEMPLATE, *TOKEN_LISTS)
-    if path in (OUTPUT, CACHE) or holds_template(path, text):
+    if path in (OUTPUT, CACHE) or (_is_source(path) and is_remote(text)):
         return ""
     target = Path(text)
-    if is_file:
+    if _is_source(path) or path in (CHAT_TEMPLATE, *_TOKEN_LISTS):
         if target.is_file():
             return ""
         if target.is_dir():
@@ -186,7 +185,7 @@ def complaint_about(path: Place, text: str) -> str:
         return f"no such file: {target}{named or _neighbour(target)}"
     if not target.is_absolute() or target.is_dir():
         return ""
-    if path == TOKENIZER:
+    if path == _TOKENIZER:
         return "" if target.is_file() else f"no such file or folder: {target}{_neighbour(target)}"
     if target.is_file():
         return f"is a file, expected a folder: {target}"

@@ -1,179 +1,216 @@
-"""What is wrong with a run file, each complaint as one line that says what to change.
-
-Pydantic's complaints are put in words here, and what the schema's types cannot say is checked:
-variables and expressions.
-"""
+"""What is wrong with a run file, each complaint as one line that says what to change."""
 
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
 
-from anygauge.config.describe import ELSEWHERE, LARGEST_SHOWN, Kind, homes, kind_at, meaning
+from anygauge.config.describe import LARGEST_SHOWN, Kind, meaning, sections
 from anygauge.config.strategies import StrategySection, all_sections, named
-from anygauge.config.tree import Problem, YamlNode, dotted
-from anygauge.util.hiding import is_secret
+from anygauge.config.tree import Problem, YamlNode, dotted, is_private, received
+from anygauge.util.schema import Section
 
 _MOST = 500
 """Complaints that are put in words. Whoever has that many needs the first of them."""
 
 _YAML_BOOLEANS = ("yes", "no", "on", "off", "true", "false")
 
-LONGEST_EXPRESSION = 10_000
+PEER_ALIASES = {
+    name: ours
+    for ours, names in {
+        "adapter": "lora peft",
+        "adapter.alpha": "lora_alpha",
+        "adapter.dora": "use_dora",
+        "adapter.dropout": "lora_dropout",
+        "adapter.r": "lora_r lora_rank rank",
+        "adapter.rslora": "use_rslora",
+        "adapter.targets": "target_modules lora_target lora_targets lora_target_modules",
+        "backend": "device accelerator",
+        "checkpoint.every": "save_steps save_strategy save_every",
+        "checkpoint.keep_last": "save_total_limit",
+        "checkpoint.resume": "resume_from_checkpoint",
+        "data.eval.path": "validation_file eval_file eval_dataset",
+        "data.eval_fraction": "val_set_size test_size",
+        "data.loss_on": "train_on_inputs train_on_input train_on_prompt completion_only_loss",
+        "data.max_length": "cutoff_len max_seq_length max_seq_len seq_length sequence_len",
+        "data.packing": "sample_packing",
+        "data.train.path": "dataset datasets dataset_path dataset_name train_file train_dataset",
+        "launch.devices": "nproc_per_node num_processes num_gpus gpus",
+        "launch.nodes": "nnodes num_nodes num_machines",
+        "model.attention": "attn_implementation flash_attention flash_attn",
+        "model.name": "model_name_or_path model_name model_path base_model",
+        "model.quantise": "quantization_bit quantize",
+        "model.quantise: int8": "load_in_8bit 8bit",
+        "model.quantise: nf4": "load_in_4bit 4bit int4 fp4 bnb_4bit_quant_type",
+        "name": "run_name",
+        "output": "output_dir",
+        "precision.param_dtype": "dtype torch_dtype mixed_precision compute compute_dtype",
+        "precision.param_dtype: bfloat16": "bf16 bfloat16 torch.bfloat16",
+        "precision.param_dtype: float16": "fp16 float16 half torch.float16",
+        "precision.param_dtype: float32": "fp32 float32 torch.float32",
+        "precision.reduce_dtype": "reduce",
+        "strategy.stage": "zero_stage",
+        "trackers": "report_to",
+        "train.epochs": "num_epochs num_train_epochs n_epochs max_epochs",
+        "train.eval_at_start": "eval_on_start",
+        "train.eval_every": "eval_steps eval_strategy evaluation_strategy",
+        "train.global_batch_size": "batch_size",
+        "train.global_batch_size: micro_batch_size x these x ranks": (
+            "gradient_accumulation_steps grad_accumulation_steps accumulate_grad_batches"
+        ),
+        "train.log_every": "logging_steps",
+        "train.max_grad_norm": "gradient_clipping gradient_clip_val grad_clip clip",
+        "train.micro_batch_size": "per_device_train_batch_size",
+        "train.optimizer.lr": "learning_rate",
+        "train.optimizer.name": "optim",
+        "train.optimizer.name: adamw": "adamw_torch adamw_torch_fused adamw_hf",
+        "train.optimizer.name: adamw_8bit": "adamw_bnb_8bit paged_adamw_8bit",
+        "train.schedule.final_ratio": "min_lr_ratio",
+        "train.schedule.name": "lr_scheduler_type lr_scheduler",
+        "train.steps": "max_steps",
+    }.items()
+    for name in names.split()
+}
+"""What other fine-tuning tools call a field of ours, or its value -> ours; only ever used to
+suggest, never to accept."""
 
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-SIZES = (
-    *("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("n_embd", "n_head", "n_positions", "n_inner", "d_model"),
-    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
-)
-"""Fields of a model's configuration other than its layers that count something."""
-
-MAY_BE_ZERO = ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size")
-"""0 in models of a family with experts that have none themselves."""
-
-Path = tuple[object, ...]
+_Path = tuple[object, ...]
 
 
-def explain(error: ValidationError, root: YamlNode) -> list[Problem]:
+def empty_sections(root: YamlNode, kind: Kind) -> Iterator[Problem]:
+    """Complaints about sections that may be null, and stand there without a word."""
+    for path, node in root.nodes():
+        if node.value is None and not node.text:
+            expected = kind.at(path)
+            if expected is not None and expected.section and "null" in str(expected):
+                text = "is left empty; give its fields, '{}' for all defaults, or null for none"
+                yield Problem(node.origin, dotted(path), text)
+
+
+def explain(error: ValidationError, root: YamlNode, run: Kind) -> Iterator[Problem]:
     """One problem for each wrong field.
 
     Args:
-        error: what pydantic said about `plain(root)`.
+        error: what pydantic said about the values of `root`.
         root: the merged tree, for places and for values as they were written.
+        run: the type of `root`.
     """
-    problems = []
-    values: list[tuple[object, ...]] = []
-    others: list[tuple[object, ...]] = []
-    for item in error.errors(include_url=False)[:_MOST]:
-        path = _path(item["loc"], root)
-        kind = item["type"]
-        others.append(path)
-        if kind == "missing" and isinstance(item["loc"][-1], str):
-            problems.append(_missing(path, root))
-        elif kind == "extra_forbidden":
-            problems.append(_unknown(path, root))
-        elif kind == "value_error":
-            problems.append(_refused(path, str(item["ctx"]["error"]), root))
-        else:
-            values.append(path)
+    items = error.errors(include_url=False)[:_MOST]
+    paths = [_path(item["loc"], root, run) for item in items]
     # A union complains once for each of its members, about the value and about what is in it:
     # the innermost is the one to change.
-    outer = {path[:length] for path in others for length in range(len(path))}
-    problems += [_wrong(path, root) for path in dict.fromkeys(values) if path not in outer]
-    return problems
+    outer = {path[:length] for path in paths for length in range(len(path))}
+    for item, path in zip(items, paths, strict=True):
+        parent = run.at(path[:-1])
+        section = None if parent is None else parent.section
+        node = root.nearest(*path)
+        if item["type"] == "missing" and section is not None and path[-1] == item["loc"][-1]:
+            text = f"missing: {meaning(section.model_fields[str(path[-1])])}"
+        elif item["type"] == "extra_forbidden" and section is not None:
+            text = _unknown(path, section, chosen=root.get("strategy", "name") is not None)
+        elif item["type"] == "value_error":
+            text = _refused(path, str(item["ctx"]["error"]), root)
+        elif path not in outer:
+            text = _wrong(path, node, run.at(path) or Kind(Any))
+        else:
+            continue
+        yield Problem(node.origin, dotted(path), text)
 
 
-def _path(loc: Sequence[object], root: YamlNode) -> tuple[object, ...]:
+def _path(loc: tuple[int | str, ...], root: YamlNode, run: Kind) -> _Path:
     """`loc` without pydantic's names of union members, which are not part of the file."""
-    path: tuple[object, ...] = ()
+    path: _Path = ()
     for index, part in enumerate(loc):
-        last = index == len(loc) - 1
-        if root.get(*path, part) is not None or (last and _is_field(path, part, root)):
+        is_missing = index == len(loc) - 1 and isinstance(part, str) and _is_field(run, path, part)
+        if is_missing or root.get(*path, part) is not None:
             path = (*path, part)
     return path
 
 
-def _is_field(path: tuple[object, ...], part: object, root: YamlNode) -> bool:
-    kind = kind_at(path, root)
-    return kind is not None and kind.section is not None and part in kind.section.model_fields
+def _is_field(run: Kind, path: _Path, name: str) -> bool:
+    kind = run.at(path)
+    return kind is not None and kind.section is not None and name in kind.section.model_fields
 
 
-def _missing(path: tuple[object, ...], root: YamlNode) -> Problem:
-    parent = kind_at(path[:-1], root)
-    assert parent is not None and parent.section is not None
-    text = meaning(parent.section.model_fields[str(path[-1])])
-    return Problem(root.nearest(*path).origin, dotted(path), f"missing: {text}")
+def _unknown(path: _Path, section: type[Section], *, chosen: bool) -> str:
+    """A field that a section does not have, with where the user may have wanted to go.
 
-
-def _unknown(path: tuple[object, ...], root: YamlNode) -> Problem:
-    name = str(path[-1])
-    parent = kind_at(path[:-1], root)
-    assert parent is not None and parent.section is not None
-    valid = [*parent.section.model_fields, *([] if path[:-1] else ["extends"])]
-    hints = ["no such field"]
-    here = dotted(path[:-1])
+    Args:
+        chosen: whether the run names its strategy.
+    """
+    name, here = str(path[-1]), dotted(path[:-1])
+    valid = [*section.model_fields, *([] if here else ["extends"])]
     names = {
         theirs: ours.rpartition(".")[2]
-        for theirs, ours in ELSEWHERE.items()
+        for theirs, ours in PEER_ALIASES.items()
         if ours.rpartition(".")[0] == here and ": " not in ours
     }
     names |= {field: field for field in valid}
-    close = [names[near] for near in get_close_matches(name.lower(), names, n=1)]
+    homes = _other_homes(name, path[:-1])
     others: list[str] = []
-    if issubclass(parent.section, StrategySection):
-        others = [n for n, section in all_sections().items() if name in section.model_fields]
-        hints = [f"strategy {named(parent.section)!r} has no such field"]
+    hints = ["no such field"]
+    if issubclass(section, StrategySection):
+        others = [n for n, other in all_sections().items() if name in other.model_fields]
+        hints = [f"strategy {named(section)!r} has no such field"]
     if others:
         hints.append(f"it is a field of {' and '.join(f'strategy {each!r}' for each in others)}")
-        if root.get("strategy", "name") is None:
+        if not chosen:
             hints.append(f"add strategy.name: {' or '.join(others)}")
-    elif places := [home or "the top level" for home in homes(name) if home != here]:
-        hints.append(f"'{name}' belongs under {' or '.join(places)}")
-    elif name in ELSEWHERE:
-        hints.append(f"here that is '{ELSEWHERE[name]}'")
-    elif close:
-        hints.append(f"did you mean '{close[0]}'?")
-    elif near := get_close_matches(name.lower(), ELSEWHERE, n=1, cutoff=0.85):
-        hints.append(f"did you mean '{ELSEWHERE[near[0]]}'?")
+    elif homes:
+        hints.append(f"'{name}' belongs under {' or '.join(homes)}")
+    elif name in PEER_ALIASES:
+        hints.append(f"here that is '{PEER_ALIASES[name]}'")
+    elif close := get_close_matches(name.lower(), names, n=1):
+        hints.append(f"did you mean '{names[close[0]]}'?")
+    elif near := get_close_matches(name.lower(), PEER_ALIASES, n=1, cutoff=0.85):
+        hints.append(f"did you mean '{PEER_ALIASES[near[0]]}'?")
     said = "; ".join(hints)
-    said += " " if said.endswith("?") else "; "
-    return Problem(
-        root.nearest(*path).origin, dotted(path), f"{said}valid here: {', '.join(valid)}"
-    )
+    return f"{said}{' ' if said.endswith('?') else '; '}valid here: {', '.join(valid)}"
 
 
-def _refused(path: tuple[object, ...], text: str, root: YamlNode) -> Problem:
+def _other_homes(field: str, here: _Path) -> list[str]:
+    """The other sections that have a field of this name."""
+    found = (path for path, section in sections() if field in section.model_fields)
+    homes = dict.fromkeys([()] if field == "extends" else found)
+    return [dotted(home) or "the top level" for home in homes if home != here]
+
+
+def _refused(path: _Path, text: str, root: YamlNode) -> str:
     """What a section's own check said, with the places of the fields that it names."""
-    places = {
-        name: str(node.origin)
-        for name in re.findall(r"'(\w+)'", text)
+    places = [
+        f"{name}: {node.origin}"
+        for name in dict.fromkeys(re.findall(r"'(\w+)'", text))
         if (node := root.get(*path, name)) is not None and node.value is not None
-    }
-    if len(places) > 1:
-        text += f" ({', '.join(f'{name}: {place}' for name, place in places.items())})"
-    return Problem(root.nearest(*path).origin, dotted(path), text)
+    ]
+    return f"{text} ({', '.join(places)})" if len(places) > 1 else text
 
 
-def _wrong(path: tuple[object, ...], root: YamlNode) -> Problem:
-    node = root.nearest(*path)
-    expected = kind_at(path, root) or Kind(Any)
-    said = f"got {received(node, private=is_private(path))}, expected {wanted(expected)}"
-    text = "; ".join([said, *_hints(node, expected), *_first_field(path, node, expected)])
-    return Problem(node.origin, dotted(path), text)
+def _wrong(path: _Path, node: YamlNode, expected: Kind) -> str:
+    wanted = " or ".join(dict.fromkeys(map(_with_article, expected.members)))
+    said = f"got {received(node, private=is_private(path))}, expected {wanted}"
+    return "; ".join([said, *_hints(node, expected), *_first_field(path, node, expected)])
 
 
-def _value_here(value: str) -> str:
-    """A value of another tool's as it is called here; any other as it is."""
-    return ELSEWHERE.get(value, "").partition(": ")[2] or value
-
-
-def _first_field(path: tuple[object, ...], node: YamlNode, expected: Kind) -> Iterator[str]:
-    """Where a text stands in place of a section: the field of it that the text is for."""
-    chosen = any(member.choices for member in expected.members)
-    if expected.section is None or chosen or not isinstance(node.value, str):
-        return
-    for name in ("name", "type", "path", "param_dtype"):
-        value, field = _value_here(node.value), expected.below(name)
-        if field is not None and (value in field.choices or "text" in str(field)):
-            yield f"write '{dotted((*path, name))}: {value}'"
-            return
+def _with_article(kind: Kind) -> str:
+    if kind.section is not None:
+        return f"a mapping of {', '.join(kind.section.model_fields)}"
+    text = str(kind)
+    if len(kind.choices) == 1:
+        return f"'{text}'"
+    return text if text.startswith(("text", "null", "true", "one of", "any")) else f"a {text}"
 
 
 def _hints(node: YamlNode, expected: Kind) -> Iterator[str]:
     value = node.value
     takes = {member.annotation for member in expected.members}
-    if str in takes and isinstance(value, int | float):
-        if isinstance(value, bool) and node.text.lower() in _YAML_BOOLEANS:
-            yield f"put it in quotes, YAML reads {node.text} as {str(value).lower()}"
-        else:
-            yield "put it in quotes to make it text"
+    if str in takes and isinstance(value, bool) and node.text.lower() in _YAML_BOOLEANS:
+        yield f"put it in quotes, YAML reads {node.text} as {str(value).lower()}"
+    elif str in takes and isinstance(value, int | float):
+        yield "put it in quotes to make it text"
     if isinstance(value, int | float) and not isinstance(value, bool):
         for member in expected.members:
             largest = member.bound("le")
@@ -187,108 +224,26 @@ def _hints(node: YamlNode, expected: Kind) -> Iterator[str]:
             if longest is not None and len(value) > longest:
                 yield f"at most {longest} characters"
         choices = [choice for member in expected.members for choice in member.choices]
-        close = get_close_matches(value, choices, n=1)
-        if _value_here(value) in choices:
-            close = [_value_here(value)]
+        close = [ours] if (ours := _value_here(value)) in choices else []
+        close = close or get_close_matches(value, choices, n=1)
         if close and len(choices) > 1:
             yield f"did you mean '{close[0]}'?"
         if takes & {int, float} and re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", value):
             yield "write it without quotes and without leading zeros"
 
 
-def is_private(path: Sequence[object]) -> bool:
-    """Whether the value at a path is not to be repeated in a message."""
-    return path[:1] == ("environment",) or any(is_secret(str(part)) for part in path)
+def _value_here(value: str) -> str:
+    """A value of another tool's as it is called here; any other as it is."""
+    return PEER_ALIASES.get(value, "").partition(": ")[2] or value
 
 
-def received(node: YamlNode, *, private: bool = False) -> str:
-    """A value as it was written, with its type: 'fast' (str), 1e3 (float), null.
-
-    Args:
-        private: the type alone.
-    """
-    value = node.value
-    if value is None:
-        return "null"
-    if isinstance(value, dict):
-        return "a mapping" if value else "an empty mapping"
-    if isinstance(value, tuple):
-        return f"a list of {len(value)}"
-    if private:
-        return f"a value of type {type(value).__name__} (not shown)"
-    shown = repr(value) if isinstance(value, str) else node.text
-    if len(shown) > 60:
-        shown = f"{shown[:57]}..."
-    return f"{shown} ({type(value).__name__})"
-
-
-def wanted(kind: Kind) -> str:
-    """What a field takes, as the end of "expected ..."."""
-    words = [_with_article(member) for member in kind.members]
-    return " or ".join(dict.fromkeys(words))
-
-
-def _with_article(kind: Kind) -> str:
-    if kind.section is not None:
-        return f"a mapping of {', '.join(kind.section.model_fields)}"
-    text = str(kind)
-    plain = ("text", "null", "true", "one of", "any")
-    if kind.choices or text.startswith(plain):
-        return f"'{text}'" if len(kind.choices) == 1 else text
-    return f"a {text}"
-
-
-def value_problems(root: YamlNode) -> list[Problem]:
-    """Complaints about values of the right type that no run could use.
-
-    Args:
-        root: the merged tree; whatever has a wrong type is left to the schema.
-    """
-    return [*_of_environment(root), *_of_targets(root)]
-
-
-def _of_environment(root: YamlNode) -> Iterator[Problem]:
-    node = root.get("environment")
-    if node is None or not node.is_mapping:
+def _first_field(path: _Path, node: YamlNode, expected: Kind) -> Iterator[str]:
+    """Where a text stands in place of a section: the field of it that the text is for."""
+    chosen = any(member.choices for member in expected.members)
+    if expected.section is None or chosen or not isinstance(node.value, str):
         return
-    for key, value in node.value.items():
-        if not isinstance(key, str):
-            continue
-        # Values may be secrets: none is shown.
-        path = dotted(("environment", key[:60]))
-        if not key or "=" in key or "\0" in key:
-            what = f"{key[:60]!r} cannot be the name of a variable"
-            text = f"{what}: a name has at least one character, and no '=' or NUL"
-            yield Problem(value.origin, path, text)
-        elif "\0" in str(value.value):
-            yield Problem(value.origin, path, "the value holds a NUL, which no variable can have")
-
-
-def _of_targets(root: YamlNode) -> Iterator[Problem]:
-    groups = root.get("adapter", "groups")
-    count = len(groups.value) if groups is not None and isinstance(groups.value, tuple) else 0
-    places: list[Path] = [("adapter", "groups", number, "targets") for number in range(count)]
-    for path in [("adapter", "targets"), *places]:
-        node = root.get(*path)
-        if node is None or not isinstance(node.value, str) or node.value == "all-linear":
-            continue
-        complaint = expression_complaint(node.value)
-        if complaint:
-            text = (
-                f"{node.value[:60]!r} {complaint}; valid: all-linear, a list of the last parts of "
-                "layer names, or one regular expression over whole names"
-            )
-            yield Problem(node.origin, dotted(path), text)
-
-
-def expression_complaint(text: str) -> str:
-    """Why a text is not a regular expression; "" if it is one."""
-    if len(text) > LONGEST_EXPRESSION:
-        return f"has {len(text):,} characters; at most {LONGEST_EXPRESSION:,}"
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what may mean something else in a later Python
-            re.compile(text)
-    except (re.error, OverflowError, RecursionError) as error:
-        return f"is not a regular expression ({error})"
-    return ""
+    for name in ("name", "type", "path", "param_dtype"):
+        value, field = _value_here(node.value), expected.below(name)
+        if field is not None and (value in field.choices or "text" in str(field)):
+            yield f"write '{dotted((*path, name))}: {value}'"
+            return

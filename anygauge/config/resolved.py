@@ -1,40 +1,18 @@
-"""A resolved run as text: JSON for agents and ranks, and a run file for people.
-
-Which plain words of YAML are numbers is said here for its reader too: PyYAML's own reading takes
-12:30:00 for a count of seconds, 010 for 8, and 2e-4 for text.
-"""
+"""A resolved run as text: JSON for agents and ranks, and a run file for people."""
 
 from __future__ import annotations
 
 import json
-import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
-from anygauge.config.paths import Place, holds_template, locate, places_of_paths
+from anygauge.config.paths import locate, paths_in, value_at
 from anygauge.config.schema import RunFile
+from anygauge.config.yaml_text import write_yaml
 from anygauge.interface import AnygaugeError
 from anygauge.util.schema import first_complaint
-
-TAG = "tag:yaml.org,2002:"
-
-_INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$")
-_FLOAT = re.compile(
-    r"""[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?
-    |[0-9][0-9_]*[eE][-+]?[0-9]+
-    |\.(?:inf|Inf|INF))$
-    |\.(?:nan|NaN|NAN)$""",
-    re.VERBOSE,
-)
-RESOLVERS = (
-    (f"{TAG}int", _INT, list("-+0123456789")),
-    (f"{TAG}float", _FLOAT, list("-+.0123456789")),
-)
-"""Tag, pattern, characters that it may begin with."""
 
 _HEADER = """\
 # A resolved run file (format 2): every field with its value, all paths absolute.
@@ -89,27 +67,6 @@ def read_run(path: Path) -> RunFile:
         raise AnygaugeError(f"{path}: {error}") from error
 
 
-class _Dumper(yaml.SafeDumper):
-    """PyYAML's safe dumper; quotes all text that our reader or another's takes for a number."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        """Write a value again wherever it stands, and no alias for it."""
-        return True
-
-
-for _tag, _pattern, _first in RESOLVERS:
-    _Dumper.add_implicit_resolver(_tag, _pattern, _first)
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    # PyYAML writes a lone U+0085 in single quotes, and reads it back as a space.
-    style = None if text.isprintable() else '"'
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
-
-
-_Dumper.add_representer(str, _represent_text)
-
-
 def dump_run(run: RunFile) -> str:
     """YAML that `load_run_file` reads back to an equal run.
 
@@ -118,21 +75,8 @@ def dump_run(run: RunFile) -> str:
             current directory.
     """
     values = values_of(run)
-    for path in places_of_paths(partial(_at, values)):
-        text = _at(values, path)
-        if isinstance(text, str) and not holds_template(path, text):
-            # The reader replaces variables; a dollar sign that is part of the path is doubled.
-            absolute = locate(path, text, Path.cwd()).replace("$", "$$")
-            _at(values, path[:-1])[path[-1]] = absolute
-    return _HEADER + yaml.dump(
-        values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1_000_000
-    )
-
-
-def _at(values: Any, path: Place) -> Any:
-    """What stands at a path; None where something on the way is null."""
-    for part in path:
-        if values is None:
-            return None
-        values = values[part]
-    return values
+    for place, path in paths_in(values):
+        # The reader replaces variables; a dollar sign that is part of the path is doubled.
+        absolute = locate(place, path, Path.cwd()).replace("$", "$$")
+        value_at(values, place[:-1])[place[-1]] = absolute
+    return _HEADER + write_yaml(values)

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from anygauge.config.paths import is_remote
 from anygauge.config.sections import AdapterSection, CheckpointSection, ModelSection, TrainSection
-from anygauge.config.strategies import AnyStrategySection, ByName, default_section
+from anygauge.config.strategies import AnyStrategySection, default_section
 from anygauge.interface import LaunchSettings, Level, Support, UnsupportedError
 from anygauge.interface.strategy import Precision
 from anygauge.util.schema import (
@@ -252,6 +252,23 @@ class PrecisionSection(Section):
     )
 
 
+def _variable(name: str) -> str:
+    if not name or "=" in name or "\0" in name:
+        what = f"{name[:60]!r} cannot be the name of a variable"
+        raise ValueError(f"{what}: a name has at least one character, and no '=' or NUL")
+    return name
+
+
+def _without_nul(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("the value holds a NUL, which no variable can have")
+    return value
+
+
+_Variable = Annotated[str, AfterValidator(_variable)]
+_VariableValue = Annotated[str, AfterValidator(_without_nul)]
+
+
 class RunFile(Section):
     """One run."""
 
@@ -270,7 +287,7 @@ class RunFile(Section):
     train: TrainSection = TrainSection()
     checkpoint: CheckpointSection = CheckpointSection()
     precision: PrecisionSection = PrecisionSection()
-    strategy: Annotated[AnyStrategySection, ByName] = Field(default_factory=default_section)
+    strategy: AnyStrategySection = Field(default_factory=default_section)
     launch: LaunchSettings = LaunchSettings()
     kernels: Annotated[dict[str, str], NULLS_REMOVED] = Field(
         default_factory=dict,
@@ -280,7 +297,7 @@ class RunFile(Section):
     backend_options: Annotated[dict[str, Any], NULLS_REMOVED] = Field(
         default_factory=dict, description="Options that only the backend reads."
     )
-    environment: Annotated[dict[str, str], NULLS_REMOVED] = Field(
+    environment: Annotated[dict[_Variable, _VariableValue], NULLS_REMOVED] = Field(
         default_factory=dict, description="Variables for every rank; win over the backend's."
     )
     trackers: list[str] = Field(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import warnings
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from anygauge.interface import Activations
 from anygauge.util.schema import (
@@ -84,10 +86,34 @@ class ModelSection(Section):
         return self
 
 
+def _expression(text: str) -> str:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what may mean something else in a later Python
+            re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"{text[:60]!r} is not a regular expression ({error})") from None
+    return text
+
+
+def _targets(value: str | list[str]) -> str | list[str]:
+    try:
+        return _expression(value) if isinstance(value, str) and value != "all-linear" else value
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; valid: all-linear, a list of the last parts of layer names, or one regular "
+            "expression over whole names"
+        ) from None
+
+
+_Expression = Annotated[str, AfterValidator(_expression)]
+_Targets = Annotated[str | list[str], AfterValidator(_targets)]
+
+
 class AdapterGroup(Section):
     """Layers of an adapter that have a rank or scale of their own."""
 
-    targets: str | list[str] = Field(
+    targets: _Targets = Field(
         description="As in adapter.targets; may name layers that adapter.targets does not."
     )
     r: Positive | None = Field(None, description="Left out: adapter.r.")
@@ -113,7 +139,7 @@ class AdapterSection(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="Dropout on the adapter's input."
     )
-    targets: str | list[str] = Field(
+    targets: _Targets = Field(
         "all-linear",
         description="all-linear (all linear layers but the output layer); a list of the last "
         "parts of layer names, which may include all-linear, embeddings and the output layer; or "
@@ -287,12 +313,12 @@ class TrainSection(Section):
         10.0, description="Seconds between samples of host, process and device; 0: none."
     )
 
-    trainable: list[str] = Field(
+    trainable: list[_Expression] = Field(
         default_factory=list,
         description="Without an adapter: regular expressions for whole parameter names; only "
         "parameters that match one of them are trained. Empty: all weights.",
     )
-    frozen: list[str] = Field(
+    frozen: list[_Expression] = Field(
         default_factory=list,
         description="Without an adapter: the same; parameters that match one are not trained.",
     )

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializeAsAny, ValidationInfo, WrapValidator, create_model
+from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator, create_model
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from anygauge.config.tree import YamlNode
-from anygauge.interface import StrategySpec
+from anygauge.interface import PluginError, StrategySpec
 from anygauge.registry import BLOCK_VARIABLE, Provided, Registry
 from anygauge.registry.registry import load_options
 from anygauge.util.schema import Section
@@ -23,10 +24,21 @@ DEFAULT = "auto"
 _NAME = "How the model is spread: a strategy's name."
 
 
+def _known(name: Any) -> Any:
+    if not isinstance(name, str):
+        got = f"{json.dumps(name)} ({type(name).__name__})"
+        raise ValueError(f"got {got}, expected the name of a strategy")
+    try:
+        section_of(name)
+    except PluginError as error:
+        raise ValueError("; ".join(str(error).splitlines())) from None
+    return name
+
+
 class StrategySection(Section):
     """How the model is spread over ranks."""
 
-    name: str = Field(description=_NAME)
+    name: Annotated[str, BeforeValidator(_known)] = Field(description=_NAME)
 
     def __reduce__(self) -> Any:
         """Each process makes the classes of its sections."""
@@ -65,10 +77,9 @@ def _of_fields(name: str, fields: Mapping[str, Any]) -> StrategySection:
 
 @cache
 def _section(provided: Provided[StrategySpec]) -> type[StrategySection]:
-    options = load_options(provided)
     name = provided.spec.name
     fields: dict[str, Any] = {"name": (Literal[name], Field(name, description=_NAME))}
-    bases: Any = (options, StrategySection)
+    bases: Any = (load_options(provided), StrategySection)
     return create_model(
         f"{StrategySection.__name__}_{name}",
         __base__=bases,
@@ -87,53 +98,45 @@ def default_section() -> StrategySection:
     return section_of(None).model_validate({})
 
 
-def _validated(
-    value: Any, handler: ModelWrapValidatorHandler[StrategySection], info: ValidationInfo
-) -> StrategySection:
+def _validated(value: Any, handler: ModelWrapValidatorHandler[StrategySection]) -> StrategySection:
     """Validate a section as that of the strategy that it names."""
-    name = value.get("name") if isinstance(value, Mapping) else None
-    if not isinstance(value, Mapping) or not isinstance(name, str | None):
+    if not isinstance(value, Mapping):
         return handler(value)
-    strict = bool(info.context and info.context.get(STRICT))
-    return section_of(name).model_validate(dict(value), strict=strict)
+    name = value.get("name")
+    try:
+        section = section_of(name)
+    except (PluginError, TypeError):
+        return handler({"name": name})  # what is wrong with the name, and nothing of other fields
+    return section.model_validate(dict(value))
 
 
-def spelled_out(root: YamlNode, *, words: bool = True) -> YamlNode:
-    """The tree of a run file whose strategy is a word, with the section that it stands for.
+AnyStrategySection = Annotated[SerializeAsAny[StrategySection], WrapValidator(_validated)]
+"""A section of any strategy: checked by the class of the one that it names, written whole."""
 
-    Args:
-        words: also strategies' shorthands, which depend on the numbers of nodes and devices.
-    """
-    section = root.get("strategy")
-    if section is None:
-        return root
-    given: dict[Any, Any] = dict(section.value) if section.is_mapping else {"name": section}
-    node = given.get("name")
-    if node is None or not isinstance(node.value, str):
-        return root
-    found = next((p.spec for p in registry().strategies if node.value in p.spec.shorthands), None)
-    if (found is None and section.is_mapping) or (found is not None and not words):
-        return root
-    fields = {"name": node}
-    if found is not None:
-        made = found.shorthands[node.value](_count(root, "nodes"), _count(root, "devices"))
-        fields["name"] = replace(node, value=found.name)
-        fields |= {name: replace(node, value=value) for name, value in made.items()}
-    fields = {**given, **fields, **{k: v for k, v in given.items() if k != "name"}}
-    return replace(root, value=root.value | {"strategy": replace(section, value=fields, text="")})
+
+def word_as_section(root: YamlNode) -> None:
+    """Make ``strategy: {name: zero}`` of a run file's ``strategy: zero``, to be known as a word."""
+    node = root.get("strategy")
+    if node is not None and isinstance(node.value, str):
+        root.value["strategy"] = YamlNode({"name": node}, node.origin, node.text)
+
+
+def spell_out(root: YamlNode) -> None:
+    """Add the fields that a strategy's shorthand, such as ``mics``, stands for."""
+    name = root.get("strategy", "name")
+    if name is None or not isinstance(name.value, str):
+        return
+    for spec in (provided.spec for provided in registry().strategies):
+        if make := spec.shorthands.get(name.value):
+            made = make(_count(root, "nodes"), _count(root, "devices"))
+            given = root.value["strategy"].value
+            given["name"] = replace(name, value=spec.name)
+            for field, value in made.items():
+                given.setdefault(field, replace(name, value=value))
+            return
 
 
 def _count(root: YamlNode, field: str) -> int:
     """``launch.nodes`` or ``launch.devices``, as far as it is a number."""
     node = root.get("launch", field)
     return node.value if node is not None and type(node.value) is int and node.value > 0 else 1
-
-
-STRICT = "strict"
-"""In a validation's context: types are not converted, in a strategy's fields either."""
-
-AnyStrategySection = SerializeAsAny[StrategySection]
-"""A field of any strategy's section, written with all of its fields."""
-
-ByName = WrapValidator(_validated)
-"""Validates each section by the class of the strategy that it names."""

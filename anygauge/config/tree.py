@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from anygauge.interface import RunFileError
+from anygauge.util.hiding import is_secret
+from anygauge.util.text import short
 
-WORDS = ("strategy",)
-"""Sections for which a word may stand."""
-
-_SHOWN = 50
-_WIDTH = 4000
+_MOST_SHOWN = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +32,7 @@ class Origin:
         return self.label if self.line is None else f"{self.label}:{self.line}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class YamlNode:
     """A value and where it was written.
 
@@ -56,50 +54,43 @@ class YamlNode:
         """Whether `value` is a dict of nodes."""
         return isinstance(self.value, dict)
 
+    @property
+    def items(self) -> tuple[YamlNode, ...]:
+        """Those of a list; none of anything else."""
+        return self.value if isinstance(self.value, tuple) else ()
+
+    def nodes(self, path: tuple[object, ...] = ()) -> Iterator[tuple[tuple[object, ...], YamlNode]]:
+        """This node and all below it, each with its path."""
+        yield path, self
+        for part, node in self.value.items() if self.is_mapping else enumerate(self.items):
+            yield from node.nodes((*path, part))
+
     def get(self, *path: object) -> YamlNode | None:
         """The node at `path` below this one, or None."""
         node = self
         for part in path:
-            value = node.value
-            is_item = isinstance(value, tuple) and type(part) is int and part < len(value)
-            if not is_item and not (isinstance(value, dict) and part in value):
+            parts = node.value if node.is_mapping else range(len(node.items))
+            if part not in parts:
                 return None
-            node = value[part]
+            node = node.value[part]
         return node
-
-    def replaced(self, path: tuple[str | int, ...], value: Any) -> YamlNode:
-        """The same tree with another scalar at `path`, which must exist; origins are kept."""
-        if not path:
-            return YamlNode(value, self.origin, str(value))
-        below = self.value[path[0]].replaced(path[1:], value)
-        if isinstance(self.value, tuple):
-            items = tuple(below if at == path[0] else item for at, item in enumerate(self.value))
-            return replace(self, value=items)
-        return replace(self, value=self.value | {path[0]: below})
 
     def nearest(self, *path: object) -> YamlNode:
         """The node at `path`, or else the deepest one that was written on the way to it."""
-        for length in range(len(path), 0, -1):
-            found = self.get(*path[:length])
-            if found is not None:
-                return found
-        return self
+        found = (self.get(*path[:length]) for length in range(len(path), 0, -1))
+        return next((node for node in found if node is not None), self)
 
 
 def merge(base: YamlNode, over: YamlNode) -> YamlNode:
     """`over` laid upon `base`: mappings are merged key by key, everything else is replaced.
 
-    Fields that are set one by one join a section for which a word stands: it is their ``name``.
+    A word takes the place of a whole section, also with fields that joined it.
     """
-    if not (base.is_mapping and over.is_mapping):
+    if not (base.is_mapping and over.is_mapping) or over.text:
         return over
     merged = dict(base.value)
     for key, node in over.value.items():
-        below = merged.get(key)
-        if below is not None and key in WORDS and node.is_mapping and node.implied:
-            below = below if below.is_mapping else replace(below, value={"name": below})
-        # A word takes the place of a section, also with fields that joined it.
-        merged[key] = node if below is None or node.text else merge(below, node)
+        merged[key] = merge(merged[key], node) if key in merged else node
     origin = base.origin if over.implied else over.origin
     return YamlNode(merged, origin, base.text, implied=base.implied and over.implied)
 
@@ -111,6 +102,30 @@ def plain(node: YamlNode) -> Any:
     if isinstance(node.value, tuple):
         return [plain(item) for item in node.value]
     return node.value
+
+
+def received(node: YamlNode, *, private: bool = False) -> str:
+    """A value as it was written, with its type: 'fast' (str), 1e3 (float), null.
+
+    Args:
+        private: the type alone.
+    """
+    value = node.value
+    if value is None:
+        return "null"
+    if isinstance(value, dict):
+        return "a mapping" if value else "an empty mapping"
+    if isinstance(value, tuple):
+        return f"a list of {len(value)}"
+    if private:
+        return f"a value of type {type(value).__name__} (not shown)"
+    shown = repr(value) if isinstance(value, str) else node.text
+    return f"{short(shown)} ({type(value).__name__})"
+
+
+def is_private(path: tuple[object, ...]) -> bool:
+    """Whether the value at a path is not to be repeated in a message."""
+    return path[:1] == ("environment",) or any(is_secret(str(part)) for part in path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,21 +151,16 @@ def run_file_error(name: str, problems: Iterable[Problem]) -> RunFileError:
     labels = list(dict.fromkeys([name, *(problem.origin.label for problem in unique)]))
     unique.sort(key=lambda problem: (labels.index(problem.origin.label), problem.origin.line or 0))
     count = "1 problem" if len(unique) == 1 else f"{len(unique)} problems"
-    lines = [f"  {_shortened(str(each))}" for each in unique[:_SHOWN]]
-    if len(unique) > _SHOWN:
-        count = f"more than {_SHOWN} problems, first"
-    return RunFileError("\n".join([f"{name}: {count}", *lines]))
-
-
-def _shortened(line: str) -> str:
-    return line if len(line) <= _WIDTH else f"{line[:_WIDTH]}... ({len(line):,} characters)"
+    if len(unique) > _MOST_SHOWN:
+        count = f"more than {_MOST_SHOWN} problems, first"
+    return RunFileError("\n  ".join([f"{name}: {count}", *map(str, unique[:_MOST_SHOWN])]))
 
 
 def dotted(path: Iterable[object]) -> str:
     """A path as a user writes it: ("adapter", "targets", 0) is adapter.targets[0]."""
     text = ""
     for part in path:
-        if isinstance(part, int) and not isinstance(part, bool):
+        if isinstance(part, int):
             text += f"[{part}]"
         else:
             text += f".{part}" if text else str(part)

@@ -385,7 +385,8 @@ class _Sequences:
     ) -> None:
         self.rows, self.packing = rows, bool(layout.packing)
         self.weights, self.sizes = list(weights), rows.sizes
-        self.tokens, self.num_loss_tokens = rows.lengths, rows.loss_token_counts
+        self.tokens = rows.lengths
+        self.num_loss_tokens = rows.column("num_loss_tokens").astype(np.int64)
         if self.packing:
             self.weights = list(dict.fromkeys(weights))
             of_row = np.repeat(np.asarray(weights), rows.sizes)

@@ -68,10 +68,7 @@ class Cache:
     """
 
     def __init__(
-        self,
-        folder: Path | None,
-        log: Callable[[str], None] = lambda text: None,
-        run: str = "",
+        self, folder: Path | None, log: Callable[[str], None] = lambda text: None, run: str = ""
     ) -> None:
         self._kept, self._log, self._run = folder, log, run or secrets.token_hex(8)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import Counter
@@ -13,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data.cache import key_of
 from anygauge.data.formats import Chat, Row, TokenRow, parse_all
 from anygauge.data.loss_masks import Aligner, bounded_parts, rendered_spans
 from anygauge.data.readers import Record
@@ -181,10 +181,16 @@ class RowEncoder:
         for name in ("path", "subset", "split", "revision", "limit", "weight"):
             del source[name]
         data = self.data
-        template = self._given or getattr(self.tokenizer, "chat_template", None)
-        settings = data.max_length, data.too_long, data.loss_on, data.chat_template_kwargs
-        state = _tokenizer_state(self.tokenizer), self._start
-        return key_of("tokens", _VERSION, source, template, *settings, *state)
+        decides = {
+            "version": _VERSION,
+            "source": source,
+            "data": [data.max_length, data.too_long, data.loss_on],
+            "chat_template": self._given or getattr(self.tokenizer, "chat_template", None),
+            "chat_template_kwargs": data.chat_template_kwargs,
+            "tokenizer": _tokenizer_state(self.tokenizer),
+            "start": self._start,
+        }
+        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
     def _of_tokens(self, index: int, row: TokenRow) -> Encoded:
         count = len(self.tokenizer)

@@ -152,30 +152,22 @@ def _by_columns(first: Record, source: SourceSection, field: str) -> str:
     )
 
 
-def render(template: str, prompt: str) -> str:
-    """The prompt in its template. Replaced literally: other braces are left alone."""
-    return template.replace(PLACEHOLDER, prompt)
-
-
-def prompt_template(
-    first: Record, source: SourceSection, *, has_chat_template: bool = False
+def question_text(
+    first: Record, source: SourceSection, prompt: str, *, has_chat_template: bool = False
 ) -> str | None:
-    """What stands around a question, ``{prompt}``, when a model trained on this source is asked.
-
-    None for chats: there a question goes through the chat template. So it does for rows of tokens
-    where there is one: how those were made is not known.
-    """
+    """A question as a model trained on this source is asked; None where it goes through the chat
+    template: for chats, and for rows of tokens where there is one, made in ways not known."""
     match detect_format(first, source, "data.train"):
         case "messages" | "sharegpt":
             return None
         case "prompt_completion":
             is_turns = isinstance(first.values.get(source.prompt), list)
-            return None if is_turns else source.template
+            return None if is_turns else source.template.replace(PLACEHOLDER, prompt)
         case "alpaca":
-            return ALPACA_WITHOUT_INPUT.replace("{instruction}", PLACEHOLDER)
+            return ALPACA_WITHOUT_INPUT.format(instruction=prompt)
         case "tokens" if has_chat_template:
             return None
-    return PLACEHOLDER
+    return prompt
 
 
 def parse_all(
@@ -227,7 +219,9 @@ def parse(record: Record, row_format: str, source: SourceSection, field: str) ->
                 prompt = turns("prompt")
                 answer = turns("completion")
                 return _chat(record, source, prompt + answer, field, first_answer=len(prompt))
-            return _row(record, render(source.template, text("prompt")), text("completion"))
+            # Replaced literally: other braces are left alone.
+            put = source.template.replace(PLACEHOLDER, text("prompt"))
+            return _row(record, put, text("completion"))
         case "alpaca":
             return _alpaca(record)
         case "text":

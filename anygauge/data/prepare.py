@@ -136,10 +136,7 @@ def prepare(
 
 
 def training_batches(
-    rows: TokenizedRows | StreamedRows,
-    data: DataSection,
-    train: TrainSection,
-    layout: Layout,
+    rows: TokenizedRows | StreamedRows, data: DataSection, train: TrainSection, layout: Layout
 ) -> Batches:
     """The training batches of one rank."""
     schedule = Schedule(

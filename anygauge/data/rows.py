@@ -457,11 +457,6 @@ class TokenizedRows:
         """Tokens of each sequence; int64 of shape (n,)."""
         return _lengths(self._columns)[self._rows]
 
-    @cached_property
-    def loss_token_counts(self) -> NDArray[np.int64]:
-        """Loss tokens of each sequence; int64 of shape (n,)."""
-        return self.column("num_loss_tokens").astype(np.int64)
-
     def column(self, name: str) -> NDArray[Any]:
         """Of each sequence, a number; shape (n,)."""
         return _column(self._columns, name)[self._rows]

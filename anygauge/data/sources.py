@@ -33,22 +33,17 @@ class Source:
     """Rows in their own order.
 
     Attributes:
-        mark: how a place is written behind the name: ``:{}`` (a line) or ``[{}]`` (an index).
+        origin: how a row's place is written: ``data.jsonl:{}`` (a line), ``data.json[{}]``.
         rows: those from a number on, to the end.
         count: rows, where that is known before they are read.
         identity: hexadecimal digest that changes with the content.
     """
 
     name: str
-    mark: str
+    origin: str
     rows: Callable[[int], Iterator[RawRow]]
     count: Callable[[], int | None]
     identity: Callable[[], str]
-
-    @property
-    def origin(self) -> str:
-        """How a place is written: ``data.jsonl:{}``."""
-        return self.name.replace("{", "{{").replace("}", "}}") + self.mark
 
 
 def in_turn(sources: Sequence[Source], start: int) -> Generator[tuple[int, RawRow], None, int]:
@@ -152,9 +147,10 @@ def _file(path: str, name: str, cache: Cache | None, block: int, column: str = "
         assert cache is not None, "a file of this machine is opened with one to be tokenised"
         return cache.digest(path)
 
+    mark = "[{}]" if suffix in (".json", ".parquet", ".arrow") else ":{}"
     return Source(
         name=name,
-        mark="[{}]" if suffix in (".json", ".parquet", ".arrow") else ":{}",
+        origin=name.replace("{", "{{").replace("}", "}}") + mark,
         rows=rows,
         count=once(lambda: readers.parquet_count(opened, name) if suffix == ".parquet" else None),
         identity=identity,
@@ -210,7 +206,7 @@ def _data_set(
     def count() -> int | None:
         return _described(table.info, section.split) if cache is None else len(table)
 
-    return Source(name=name, mark="[{}]", rows=rows, count=count, identity=digest)
+    return Source(name=name, origin=f"{name}[{{}}]", rows=rows, count=count, identity=digest)
 
 
 def _described(info: Any, split: str) -> int | None:
@@ -247,7 +243,8 @@ def _split_files(
             return None
         return _described(builder.info, section.split) or sum(part.count() or 0 for part in parts)
 
-    return Source(name=name, mark="[{}]", rows=rows, count=count, identity=lambda: identity)
+    origin = f"{name}[{{}}]"
+    return Source(name=name, origin=origin, rows=rows, count=count, identity=lambda: identity)
 
 
 def _unloadable(section: SourceSection, field: str, error: Exception, at: str = "") -> Exception:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Self
 from anygauge.interface.collectives import Collectives
 from anygauge.interface.environment import (
     ETHERNET,
-    ChosenFabric,
     EnvironmentRule,
     Fabric,
     RuleContext,
@@ -361,7 +360,7 @@ class Backend:
         self, job: Job, node: Node, local_rank: int | None = None
     ) -> Sequence[tuple[EnvironmentRule, Setting | Skip]]:
         """What each of `environment_rules` decides here, also those that skip their variable."""
-        fabric = self.fabric(job, node)
+        fabric = choose_fabric(self.fabrics, job, node)
         return [
             (
                 rule,
@@ -379,14 +378,6 @@ class Backend:
             for rule in self.environment_rules
             if local_rank is not None or rule.scope is not Scope.RANK
         ]
-
-    def fabric(self, job: Job, node: Node) -> ChosenFabric:
-        """The network between the machines of a job, as a machine shows it. Pure.
-
-        Raises:
-            RunFileError: `launch.fabric` names none of `fabrics`.
-        """
-        return choose_fabric(self.fabrics, job, node)
 
     def launch_profile(self, fabric: str) -> LaunchProfile:
         """`launch`, and what the network adds to it that ``launch.fabric`` names.

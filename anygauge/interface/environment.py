@@ -28,6 +28,7 @@ __all__ = [
     "Scope",
     "Setting",
     "Skip",
+    "choose_fabric",
     "detected_by",
     "main_interface",
     "meeting_rule",
@@ -51,7 +52,6 @@ class Setting:
         name: an environment variable, or a dotted field of an engine's configuration.
         value: always a string for the environment; any JSON value for an engine. ``None``
             in the environment means: remove the variable.
-        scope: where the value holds.
         reason: why it is set, in one line.
         source: where that is documented or derived.
         secret: never shown or stored by value.
@@ -93,7 +93,7 @@ class ChosenFabric:
     """What a job uses between machines.
 
     Attributes:
-        name: of the fabric; empty where there is nothing to choose or the library chooses.
+        name: empty where there is nothing to choose or the library chooses.
         requested: by the user, rather than detected.
     """
 
@@ -175,11 +175,7 @@ ETHERNET = Fabric(
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """A rule does not touch its variable.
-
-    Attributes:
-        reason: why not, in one line.
-    """
+    """A rule does not touch its variable, for a reason in one line."""
 
     reason: str
 
@@ -189,9 +185,8 @@ class EnvironmentRule:
     """One variable and how its value comes about.
 
     Attributes:
-        name: the variable.
         value: the rule in words, for tables: ``1 in lazy mode, else 0``.
-        scope: where the value is the same. Rules of `Scope.RANK` are asked for ranks only.
+        scope: rules of `Scope.RANK` are asked for ranks only.
         reason: why it is set at all.
         source: where that is documented.
         decide: pure; what `RuleContext.set_to` gives, or a `Skip`.
@@ -210,10 +205,8 @@ class RuleContext:
     """All that a rule may read.
 
     Attributes:
-        rule: the one that is asked.
         local_rank: whose environment is asked for; None for what the whole node shares.
-        fabric: the network between the machines of the job.
-        options: the backend's, of the class that `BackendSpec.options` names.
+        options: of the class that `BackendSpec.options` names.
     """
 
     rule: EnvironmentRule

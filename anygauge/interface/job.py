@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -20,15 +20,24 @@ from anygauge.util.schema import (
     Section,
     first_complaint,
 )
-from anygauge.util.start import START
 
 __all__ = [
+    "ACCEPTED",
+    "ATTEMPTS",
     "Job",
     "LaunchSettings",
     "NetworkInterface",
     "Node",
     "RdmaDevice",
 ]
+
+ATTEMPTS = "attempts"
+"""In a run directory: a folder for each start that resumed the run, with its resolved run, job
+file, environment and logs. Nothing in it is moved. A start that its ranks refuse leaves nothing
+else behind."""
+
+ACCEPTED = "accepted"
+"""In the folder of such a start, once its ranks have accepted to go on with the run."""
 
 
 class LaunchSettings(Section):
@@ -87,14 +96,11 @@ class Job:
     """One run, as launchers, agents and backends see it.
 
     Attributes:
-        name: short name for humans.
         run_directory: absolute path that every node sees; holds the resolved run and logs.
-        run_file: absolute path of the resolved run, JSON that ranks read: in the run
-            directory, or in its `START` until the ranks have accepted to resume there. Beside it
-            lies ``run.yaml``, the same for people.
-        backend: name of the backend.
-        strategy: name of the strategy; empty where nothing is trained.
-        launch: how many ranks there are, and how they are started and watched.
+        run_file: absolute path of the resolved run, JSON that ranks read: in the run directory, or
+            for a start that resumes a run in a folder of its own below `ATTEMPTS`. Beside it lies
+            ``run.yaml``, the same for people.
+        strategy: empty where nothing is trained.
         rendezvous: where the ranks of one machine meet: ``file:///path``, the path as it is, or
             ``tcp://host:port``; those that another launcher started meet at ``served://host:port``.
             Those of several machines meet where the agents agree.
@@ -110,8 +116,6 @@ class Job:
             write it to `run_file`. Empty where it is there already.
         fetch: the agents fetch the run's model of the hub before ranks start; where ranks run on
             the machine of the command, that has done so.
-        environment: variables that the run file asks for.
-        backend_options: the run file's ``backend_options``, for the backend alone to read.
         expected_memory: phase -> the most bytes that the first rank's tensors take of its device,
             by the plan of the run; empty where there is none.
         expected_step_s: seconds of a step, by the same; None: not known.
@@ -156,11 +160,20 @@ class Job:
 
     @property
     def start_directory(self) -> Path:
-        """Where files of this start belong now: `START`, as long as it waits there, or the run
-        directory."""
-        home = Path(self.run_directory)
-        waiting = Path(self.run_file).parent == home / START and (home / START).is_dir()
-        return home / START if waiting else home
+        """Where the files of this start are: in a folder of its own below `ATTEMPTS` where it
+        resumes a run, else in the run directory."""
+        own = Path(self.run_file).parent
+        return own if own.is_dir() else Path(self.run_directory)
+
+    @property
+    def resolved_run(self) -> Path:
+        """`run_file`, where this start has it."""
+        return self.start_directory / Path(self.run_file).name
+
+    def as_attempt(self) -> Job:
+        """The job with the files of this start in a folder of their own."""
+        own = Path(self.run_directory) / ATTEMPTS / self.id
+        return replace(self, run_file=str(own / Path(self.run_file).name))
 
     def dump(self) -> str:
         """The job as JSON text; `load` reads it back."""
@@ -174,8 +187,6 @@ class Job:
             AnygaugeError: the file is missing or is not a job file of this version.
         """
         path = Path(path)
-        if path.parent.name == START and not path.exists():
-            path = path.parent.parent / path.name  # it was put in place meanwhile
         try:
             return _job_file().validate_json(path.read_bytes(), strict=True)
         except (OSError, ValidationError) as error:
@@ -212,14 +223,10 @@ class Node:
 
     Attributes:
         rank: which machine of the job this is, from 0.
-        hostname: its name.
         cores: logical processors this process may use (the affinity mask), ordered by package and
             physical core, so that the threads of one core are neighbours.
         physical_cores: distinct cores among them.
-        memory_bytes: installed memory.
         interfaces: network interfaces; Ethernet first, then in the order the kernel made them.
-        rdma_devices: names under ``/sys/class/infiniband`` with their link layer
-            (``InfiniBand`` or ``Ethernet``) and driver (``mlx5_core``, ``efa``, ...).
         libraries: versions of the installed packages that settings depend on: ``torch`` and those
             of `Backend.libraries`.
         variables: what the user has set of `Backend.variables`.
@@ -232,7 +239,6 @@ class Node:
     hostname: str = "localhost"
     cores: tuple[int, ...] = (0,)
     physical_cores: int = 1
-    memory_bytes: int = 0
     interfaces: tuple[NetworkInterface, ...] = ()
     rdma_devices: tuple[RdmaDevice, ...] = ()
     libraries: Mapping[str, str] = field(default_factory=dict)
@@ -281,7 +287,12 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RdmaDevice:
-    """One device of ``/sys/class/infiniband``."""
+    """One device of ``/sys/class/infiniband``.
+
+    Attributes:
+        driver: such as ``mlx5_core`` or ``efa``.
+        link_layer: ``InfiniBand`` or ``Ethernet``.
+    """
 
     name: str
     driver: str

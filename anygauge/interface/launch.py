@@ -111,10 +111,7 @@ def read_releases(file: Path) -> tuple[ImageRelease, ...]:
 
 
 def own_image(backend: str, releases: tuple[ImageRelease, ...]) -> str:
-    """The name of a backend's newest image that is built from anygauge's sources.
-
-    It is in the repository that `REPOSITORY_VARIABLE` names.
-    """
+    """The name of a backend's newest image that is built from anygauge's sources."""
     return tagged(backend, [one for one in releases if one.built][-1])
 
 
@@ -146,9 +143,8 @@ class PlannedProcess:
     """A process that a launcher starts: one agent on one node.
 
     Attributes:
-        node_rank: which machine of the job.
+        argv: never through a shell here.
         host: where; None is this machine.
-        argv: the arguments, never through a shell here.
         environment: variables by value, in addition to inherited ones.
         arguments: of an agent that reads them from standard input (``--stdin``), where a shell on
             the way to it must not see them.
@@ -166,7 +162,6 @@ class BatchFile:
     """A file that users can hand to a scheduler themselves; ``launch --render`` writes it.
 
     Attributes:
-        name: of the file, in the folder of the plan.
         text: the absolute folder of the plan -> what stands in the file. The job file and the
             resolved run, ``run.json`` and ``run.yaml``, lie beside it.
         files: the plan's files that it needs.
@@ -213,9 +208,7 @@ class RunningJob(Protocol):
 
     @property
     def record(self) -> Mapping[str, Any] | None:
-        """By which `Launcher.attach` finds it again, as plain values; None where the job ends with
-        this process.
-        """
+        """For `Launcher.attach`, plain values; None where the job ends with this process."""
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         """Everything the agents report, until the job ends."""
@@ -271,9 +264,8 @@ class LauncherSpec:
         shared_filesystem: those machines see this one's files; otherwise data, model and run
             directory are theirs.
         can: what its jobs can do, of `ABILITIES`.
-        hardware: descriptions of the machines it starts jobs on, as `BackendSpec.hardware`.
-        options: ``"package.module:Class"``: derives from `Options`; what the run file may say in
-            ``launch.options``. Empty: nothing.
+        hardware: of the machines it starts jobs on, as `BackendSpec.hardware`.
+        options: what the run file may say in ``launch.options``, as `BackendSpec.options`.
     """
 
     name: str

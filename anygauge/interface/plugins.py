@@ -6,8 +6,8 @@ A plugin implements some of the hooks with `hookimpl` in a module named by an en
     [project.entry-points.anygauge]
     mine = "anygauge_mine"
 
-Discovery is all that a hook does; what it returns is used as plain objects. The example of each
-hook is a whole module ``anygauge_mine``.
+Discovery is all that a hook does; what it returns is used as plain objects. docs/plugins.md has
+whole plugins: a backend, a kernel, a strategy and a launcher; docs/trackers.md has a tracker.
 """
 
 from __future__ import annotations
@@ -45,179 +45,27 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def anygauge_provide_backends() -> Iterable[BackendSpec]:  # type: ignore[empty-body]
-    """Announce devices. Imports no torch.
-
-    Example::
-
-        from pathlib import Path
-
-        from anygauge.interface import Backend, BackendSpec, Finding, Probe, hookimpl
-
-
-        class MineBackend(Backend):  # better in a module of its own: imported when it is chosen
-            name = "mine"
-            device_type = "mine"
-
-
-        def probe() -> Probe:
-            device = "/dev/mine0"
-            if Path(device).exists():
-                found = Finding.yes("a card", device)
-            else:
-                found = Finding.no(f"there is no {device}", device)
-            return Probe(devices=found, driver=found, software=Finding.not_needed())
-
-
-        @hookimpl
-        def anygauge_provide_backends():
-            yield BackendSpec(
-                name="mine",
-                factory="anygauge_mine:MineBackend",
-                probe=probe,
-                api_version=1,
-                priority=10,
-            )
-    """
+    """Announce devices. Imports no torch."""
 
 
 @hookspec
 def anygauge_provide_kernels() -> Iterable[KernelSpec]:  # type: ignore[empty-body]
-    """Announce implementations of operations. Imports no torch.
-
-    Example::
-
-        from anygauge.interface import KernelSpec, hookimpl
-
-
-        def rms_norm():
-            # What each operation takes is in `anygauge.interface.kernels`.
-            def normalised(x, weight, epsilon):
-                wide = x.float()
-                scale = (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt()
-                return weight * (wide * scale).to(x.dtype)
-
-            return normalised
-
-
-        @hookimpl
-        def anygauge_provide_kernels():
-            yield KernelSpec(
-                operation="rms_norm",
-                name="mine",
-                factory="anygauge_mine:rms_norm",
-                api_version=1,
-            )
-    """
+    """Announce implementations of operations. Imports no torch."""
 
 
 @hookspec
 def anygauge_provide_launchers() -> Iterable[LauncherSpec]:  # type: ignore[empty-body]
-    """Announce ways to start a job on one or many machines.
-
-    Example::
-
-        import sys
-        from pathlib import Path
-
-        from anygauge.interface import LauncherSpec, Plan, PlannedFile, PlannedProcess, hookimpl
-
-
-        class Mine:
-            def render(self, job, options, profile):
-                file = str(Path(job.run_directory) / "job.json")
-                agent = (sys.executable, "-m", "anygauge.launch.agent", "--job", file)
-                return Plan(
-                    files=(PlannedFile(path=file, text=job.dump(), mode=0o600),),
-                    processes=(PlannedProcess(node_rank=0, argv=(*agent, "--node-rank", "0")),),
-                )
-
-            def submit(self, plan):
-                ...  # writes the files, starts the processes and returns a `RunningJob`
-
-
-        @hookimpl
-        def anygauge_provide_launchers():
-            yield LauncherSpec(
-                name="mine",
-                factory="anygauge_mine:Mine",
-                api_version=1,
-                tested_on="real",
-                max_nodes=1,
-            )
-    """
+    """Announce ways to start a job on one or many machines."""
 
 
 @hookspec
 def anygauge_provide_strategies() -> Iterable[StrategySpec]:  # type: ignore[empty-body]
-    """Announce ways to spread a model over ranks. Imports no torch.
-
-    Example::
-
-        from anygauge.interface import StrategySpec, hookimpl
-
-
-        class Mine:  # better in a module of its own: imported when it is chosen
-            description = "mine"
-
-            def __init__(self, section):
-                self.section = section
-
-            def settings(self, *arguments, **given):
-                return ()
-
-            def build(self, context):
-                # Any engine will do: see `anygauge.interface.Engine`.
-                from anygauge.strategies.single import Single
-
-                return Single().build(context)
-
-
-        @hookimpl
-        def anygauge_provide_strategies():
-            yield StrategySpec(
-                name="mine",
-                factory="anygauge_mine:Mine",
-                api_version=1,
-                world_sizes=(1,),
-                needs_process_group=False,
-            )
-    """
+    """Announce ways to spread a model over ranks. Imports no torch."""
 
 
 @hookspec
 def anygauge_provide_trackers() -> Iterable[TrackerSpec]:  # type: ignore[empty-body]
-    """Announce receivers of metrics.
-
-    Example::
-
-        from anygauge.interface import Options, TrackerSpec, hookimpl
-
-
-        class MineOptions(Options):
-            file: str  # what it writes to
-
-
-        class Mine:
-            def __init__(self, context):
-                self.file = (context.run_directory / context.options.file).open("a")
-
-            def log(self, step, metrics):
-                print(step, dict(metrics), file=self.file)
-
-            def close(self, status, summary):
-                print(status, dict(summary), file=self.file)
-                self.file.close()
-
-
-        @hookimpl
-        def anygauge_provide_trackers():
-            yield TrackerSpec(
-                name="mine",
-                factory="anygauge_mine:Mine",
-                api_version=1,
-                options="anygauge_mine:MineOptions",
-            )
-    """
+    """Announce receivers of metrics."""
 
 
 @hookspec
@@ -251,7 +99,6 @@ class KernelSpec:
 
     Attributes:
         operation: ``softmax``, ``attention``, ``linear_cross_entropy``, ...
-        name: what users write in the run file.
         factory: ``"package.module:function"``; called with the kernels of `uses`, by the names of
             their operations, returns the kernel.
         device_types: torch device types it serves; empty means all.
@@ -287,10 +134,8 @@ class TrackerContext:
     """What a tracker is made from.
 
     Attributes:
-        run_directory: where the run's files are; a tracker that keeps an id for a resumed run
-            writes it to a file of its own in here.
-        run_name: the run file's ``name``.
-        options: what the run file says, of the class that `TrackerSpec.options` names.
+        run_directory: a tracker that keeps an id for a resumed run writes it to a file in here.
+        options: of the class that `TrackerSpec.options` names.
         parameters: the resolved run file, flat: dotted path -> text, number, truth value or
             None. Secrets and the values of ``environment`` are left out.
         resumed_from_step: steps that were done before, where the run resumes from a checkpoint.
@@ -332,8 +177,7 @@ class TrackerSpec:
     Attributes:
         factory: ``"package.module:Class"``; called with a `TrackerContext` before the first step.
             An `AnygaugeError` that it raises is shown to the user as it is.
-        options: ``"package.module:Class"``: derives from `Options`; what the run file may say in
-            ``tracker_options`` for it. Empty: nothing.
+        options: what the run file may say in ``tracker_options``, as `BackendSpec.options`.
         missing: why it cannot run here (a package that is not installed), or None.
         unready: (options, environment variables) -> what a user must still do, such as to log in,
             or None; cheap and pure.

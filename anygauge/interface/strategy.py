@@ -27,17 +27,16 @@ __all__ = [
     "Counters",
     "DeviceBatch",
     "Engine",
-    "Footprint",
     "HeldLayers",
     "LossFunction",
     "MemoryEstimate",
     "ModelFactory",
     "OptimizerFactory",
     "PartFunction",
+    "PlannerHints",
     "Precision",
     "SequencePart",
     "Share",
-    "StepResult",
     "Strategy",
     "StrategyPlanner",
     "StrategyRun",
@@ -104,7 +103,10 @@ class Activations:
 
 
 class ModelFactory(Protocol):
-    """Makes the model in the pieces that a strategy needs, in the order it decides."""
+    """Makes the model in the pieces that a strategy needs, in the order it decides.
+
+    `fill_buffers` and `values` take a model of `skeleton` that was not adapted yet.
+    """
 
     @property
     def activations(self) -> Activations:
@@ -114,11 +116,7 @@ class ModelFactory(Protocol):
         """The architecture: parameters on the meta device, buffers real and in their own types."""
 
     def fill_buffers(self, model: nn.Module) -> None:
-        """Give the buffers that are stored with the weights their stored values, on every rank.
-
-        Args:
-            model: a `skeleton`, before it was adapted.
-        """
+        """Give the buffers that are stored with the weights their stored values, on every rank."""
 
     def values(
         self, model: nn.Module, unit: str, part: PartFunction | None = None
@@ -131,18 +129,14 @@ class ModelFactory(Protocol):
         same.
 
         Args:
-            model: a `skeleton`, before it was adapted.
             part: what this rank keeps of each parameter; no more is read from files that allow it.
                 Its names are those within the whole model. None: everything.
         """
 
     def adapt(self, model: nn.Module) -> nn.Module:
-        """Freeze the base and add the adapter, if there is one; returns the adapted model.
+        """Freeze the base and add the adapter, if there is one, with the same values on every rank.
 
-        The adapter's values are the same on every rank.
-
-        Given ``shift_labels``, what it returns has ``loss``, summed over tokens, in place of
-        logits.
+        Given ``shift_labels``, the model returns ``loss``, summed over tokens, in place of logits.
         """
 
     def adapted_on_meta(self) -> tuple[nn.Module, Mapping[str, str]]:
@@ -176,7 +170,7 @@ PartFunction: TypeAlias = "Callable[[str, Sequence[int]], tuple[slice, ...] | No
 
 
 class OptimizerFactory(Protocol):
-    """Makes the run's optimizer."""
+    """Makes the run's optimizer over named trained parameters."""
 
     def __call__(
         self,
@@ -184,11 +178,7 @@ class OptimizerFactory(Protocol):
         shapes: Mapping[str, Sequence[int]] | None = None,
         /,
     ) -> Optimizer:
-        """An optimizer over named trained parameters.
-
-        Args:
-            shapes: by name, the whole shape of a parameter that holds a part of itself alone.
-        """
+        """Args: shapes: by name, the whole shape of a parameter that holds a part of itself."""
 
 
 ClipFunction: TypeAlias = "Callable[[Sequence[nn.Parameter], float], Tensor]"
@@ -196,13 +186,6 @@ ClipFunction: TypeAlias = "Callable[[Sequence[nn.Parameter], float], Tensor]"
 
 LossFunction: TypeAlias = "Callable[[Any], Tensor]"
 """Outputs of the model -> loss summed over tokens, (); made of its input ``shift_labels``."""
-
-
-def clip_grad_norm(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """torch's clipping, as a `ClipFunction`."""
-    from torch import nn
-
-    return nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
 # -- a step ----------------------------------------------------------------------------------------
@@ -222,18 +205,6 @@ class DeviceBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
-    """Losses of one step on this rank: summed over tokens, one () float32 per micro-batch.
-
-    They may be on the device, where the loop leaves them until the next step was begun. Summed over
-    all ranks they are the loss of the global batch, so they are zero where another rank of the same
-    rows gives them.
-    """
-
-    loss_sums: Sequence[Tensor]
-
-
-@dataclass(frozen=True, slots=True)
 class UpdateResult:
     """What an update did.
 
@@ -244,9 +215,6 @@ class UpdateResult:
 
     grad_norm: Tensor
     skipped: bool = False
-
-
-# -- what was trained ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -280,9 +248,6 @@ class TrainedState(Protocol):
         """One whole tensor, float32, on the host."""
 
 
-# -- engine and strategy ---------------------------------------------------------------------------
-
-
 class Engine(Protocol):
     """A built model with its optimizer."""
 
@@ -290,7 +255,7 @@ class Engine(Protocol):
 
     def run_step(
         self, batches: Sequence[DeviceBatch], loss_function: LossFunction, normalizer: int
-    ) -> StepResult:
+    ) -> Sequence[Tensor]:
         """Forward and backward of one step's micro-batches; gradients add up.
 
         Args:
@@ -300,7 +265,10 @@ class Engine(Protocol):
                 of the whole global batch. Where the loss is not finite, the gradient is not.
 
         Returns:
-            Of this rank's own batches, in their order.
+            Losses of this rank's batches, in their order: summed over tokens, () float32. They may
+            be on the device, where the loop leaves them until the next step was begun. Summed over
+            all ranks they are the loss of the global batch, so they are zero where another rank of
+            the same rows gives them.
         """
 
     def update(self, lr: float, max_norm: float) -> UpdateResult:
@@ -317,15 +285,12 @@ class Engine(Protocol):
     def evaluate(
         self, batches: Iterable[DeviceBatch], loss_function: LossFunction
     ) -> Sequence[Tensor]:
-        """Losses of this rank's batches, as `StepResult` has them, without gradients or dropout."""
+        """Losses of this rank's batches, as `run_step` has them, without gradients or dropout."""
 
     def logits(self, batch: DeviceBatch) -> Tensor | None:
-        """The model's whole logits, (B, T, V) float32 on the host; every rank gives the same rows.
+        """The model's whole logits, (B, T, V) float32 on the host; ``shift_labels`` are not read.
 
-        Every rank must call it; rank 0 gets them, others may get None.
-
-        Args:
-            batch: as for `evaluate`; its ``shift_labels`` are not looked at.
+        Every rank must call it, with the same rows; rank 0 gets them, others may get None.
         """
 
     def parameter_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
@@ -407,23 +372,16 @@ class Share:
         return self.index if self.stream is None else self.stream
 
 
-def share_of_its_own(options: Any, rank: int, world_size: int) -> Share:
-    """Every rank reads rows of its own: data parallelism alone."""
-    return Share(rank, world_size)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
     """What is asked of a strategy, as far as it is known before anything is built.
 
     Attributes:
         skeleton: the adapted model on the meta device; None leaves out what depends on it.
-        rank: that is asked about.
-        share: of that rank; see `StrategySpec.share`.
+        rank: that is asked about, and whose `share` it is.
         micro_batch: sequences per forward of a rank.
         accumulation: micro-batches of a rank in one step.
         length: places for tokens in each sequence, padding among them.
-        activations: what decoder layers keep for backward.
         state_bytes: what the optimizer keeps for each trained number, in bytes.
         update_bytes: what its update makes meanwhile for each trained number, in bytes.
         updated_at_once: for how many numbers at once, or for one tensor that has more; 0: for all.
@@ -457,50 +415,7 @@ class BuildContext:
     factory: ModelFactory
     optimizer: OptimizerFactory
     workload: Workload
-    clip_grad_norm: ClipFunction = clip_grad_norm
-
-    @property
-    def rank(self) -> int:
-        """See `Workload`."""
-        return self.workload.rank
-
-    @property
-    def backend(self) -> Backend:
-        """See `Workload`."""
-        return self.workload.backend
-
-    @property
-    def precision(self) -> Precision:
-        """See `Workload`."""
-        return self.workload.precision
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Footprint:
-    """What one rank holds from step to step, and what it sends in one step, in bytes.
-
-    Activations and what is gathered for a while are not held from step to step.
-
-    Attributes:
-        weights: parameters, frozen ones among them, in the compute type.
-        gradients: between two micro-batches of a step.
-        masters: the optimizer's copies of trained weights; 0 where they are the weights.
-        optimizer: its state.
-        sent: collective -> bytes that this rank gives to it in a step: what goes in of a reduction,
-            what comes out of a gather. Those of every step alone, and not the few numbers of the
-            loop.
-    """
-
-    weights: int
-    gradients: int
-    masters: int
-    optimizer: int
-    sent: Mapping[str, int]
-
-    @property
-    def held(self) -> int:
-        """All that is held, in bytes."""
-        return self.weights + self.gradients + self.masters + self.optimizer
+    clip_grad_norm: ClipFunction
 
 
 # -- what a plan asks ------------------------------------------------------------------------------
@@ -611,7 +526,7 @@ class MemoryEstimate:
 
 
 class StrategyPlanner(Protocol):
-    """What plans, and they alone, ask of a strategy; see `Strategy.planner`."""
+    """What plans ask of a strategy."""
 
     def memory(self, workload: Workload) -> MemoryEstimate:
         """What the workload's rank holds and sends; the skeleton is there, whole."""
@@ -628,8 +543,8 @@ class Strategy(Protocol):
 
     Attributes:
         description: its name and options in a few words, for the card of what was trained.
-        planner: for plans; a strategy that has none is planned from its `footprint`, as one that
-            has all of its weights and gradients at once.
+        planner: for plans and ``strategy: auto``; a strategy that has none is planned as one whose
+            ranks hold the whole model and send nothing.
     """
 
     description: str
@@ -638,14 +553,8 @@ class Strategy(Protocol):
     def settings(self, workload: Workload) -> Sequence[Setting]:
         """The engine's configuration, each field with its reason; also for dry runs."""
 
-    def footprint(self, workload: Workload) -> Footprint:
-        """What a rank holds and sends: counted from the skeleton, which is there."""
-
     def build(self, context: BuildContext) -> Engine:
         """Build the model on the backend's opened device."""
-
-
-# -- the plugin ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -653,14 +562,13 @@ class StrategyRun:
     """What a strategy may look at before ranks start; nothing of it needs torch.
 
     Attributes:
-        options: the run file's section, of the class that `StrategySpec.options` names.
+        options: of the class that `StrategySpec.options` names.
         micro_batches: of a rank in one step; 0 where the global batch cannot be divided so, which
             is refused before.
         precision: None while the opened device decides it.
         optimizer: ``train.optimizer.name``.
         adapter: ``lora``; ``dora`` or ``taken`` where it begins with what is computed from the
             base's weights; empty where all weights are trained.
-        activations: what decoder layers keep for backward.
         router_aux_loss: a mixture's routers have a loss of their own, made of a whole micro-batch.
         ranks_run_here: the packages of this machine are those that ranks will have.
         quantised: frozen linear layers hold codes, which cannot be cut like weights.
@@ -705,16 +613,29 @@ class AutoForm:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PlannerHints:
+    """Other forms of a strategy than the one that a run file describes.
+
+    Attributes:
+        lighter: what a plan proposes for less memory: fields of `StrategySpec.options`, and what
+            they cost in words. The first is for several ranks; each further one takes less than
+            that before.
+        auto: what ``strategy: auto`` may take of it; empty: nothing.
+    """
+
+    lighter: tuple[tuple[Mapping[str, Any], str], ...] = field(default=(), hash=False)
+    auto: tuple[AutoForm, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StrategySpec:
     """How a strategy announces itself; making one imports nothing heavy.
 
     Attributes:
-        name: ``strategy.name`` in run files.
         factory: ``"package.module:Class"``; called with the run file's section, an object of
             `options` that has `name`, too; returns a `Strategy`.
         summary: a line for the list of strategies.
-        options: ``"package.module:Class"``: derives from `Options`; the section's fields other
-            than ``name``. Empty: there are none.
+        options: as `BackendSpec.options`: the section's fields other than ``name``.
         reference: the conformance kit compares a strategy that shards with it, on one rank.
         tolerance: largest relative difference of a loss from the reference's that it makes by
             design, such as by compressing what ranks exchange; 0 where rounding explains all.
@@ -726,8 +647,8 @@ class StrategySpec:
         distributions: packages that it needs beside those of anygauge, by the names that pip has;
             their versions are recorded.
         install: the command that installs them; empty: ``pip install`` and their names.
-        share: (options, rank, world size) -> which rows that rank reads; pure. The dry run, the
-            run and the command ``data`` call it, for ranks that they are not.
+        share: (options, rank, world size) -> which rows that rank reads, of its own unless it says
+            otherwise; pure. Called for other ranks, too.
         takes_clip_kernel: options -> whether gradients are whole and on the device when they are
             clipped, so that a device's own kernel can do it; the reason if not.
         takes_update_kernel: options -> whether what the optimizer updates are plain tensors on the
@@ -737,13 +658,8 @@ class StrategySpec:
         shorthands: word -> (nodes, devices of each) -> fields of `options`: what a run file may
             write in place of the whole section, for layouts that have a name of their own.
         check: refuses what the options cannot do, by raising an `AnygaugeError`; cheap and pure.
-            The dry run, the run and each rank call it.
         check_model: likewise, given the options and the model's configuration.
-        lighter: what a plan proposes for less memory: fields of `options`, and what they cost in
-            words. The first is for several ranks; each further one takes less than that before.
-        auto: what ``strategy: auto`` may take of it; empty: nothing.
-        load: imports what `Strategy.build` needs, for a backend that is open: a plan has it done
-            once, before it builds several models at the same time.
+        hints: what plans propose of it, and ``strategy: auto`` takes.
     """
 
     name: str
@@ -759,7 +675,7 @@ class StrategySpec:
     engine: str = ""
     distributions: tuple[str, ...] = ()
     install: str = ""
-    share: Callable[[Any, int, int], Share] = share_of_its_own
+    share: Callable[[Any, int, int], Share] = lambda options, rank, ranks: Share(rank, ranks)
     takes_clip_kernel: Callable[[Any], Support] = lambda options: FULL
     takes_update_kernel: Callable[[Any], Support] = lambda options: FULL
     takes_fp8: Callable[[Any], Support] = lambda options: NO_FP8
@@ -768,6 +684,4 @@ class StrategySpec:
     )
     check: Callable[[StrategyRun], None] = lambda run: None
     check_model: Callable[[Any, Any], None] = lambda options, config: None
-    lighter: tuple[tuple[Mapping[str, Any], str], ...] = field(default=(), hash=False)
-    auto: tuple[AutoForm, ...] = ()
-    load: Callable[[Backend], object] = lambda backend: None
+    hints: PlannerHints = PlannerHints()

@@ -13,11 +13,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from anygauge.interface import LOST, AnygaugeError, Job
 from anygauge.launch.foreign import scrub
-from anygauge.launch.link import Hello
-from anygauge.launch.nodes import CancelledError, Instruction, Nodes, Outbox, WorkerNode
+from anygauge.launch.meeting import CancelledError, Hello, meet
+from anygauge.launch.nodes import Instruction, Nodes, Outbox
 from anygauge.launch.outcome import JobFailure, NodeReport
 from anygauge.launch.rank_process import RankArgv, rank_argv
 from anygauge.launch.startup import (
@@ -34,6 +35,9 @@ from anygauge.launch.startup import (
 from anygauge.launch.supervisor import GRACE_S, Requests, supervise
 from anygauge.util.processes import die_with_parent, tie_to_parent
 from anygauge.util.run_lock import identity_of, open_lock
+
+if TYPE_CHECKING:
+    from anygauge.launch.environment import NodeEnvironment
 
 RankEnvironment = Callable[[int], dict[str, str]]
 """Local rank -> all variables of that rank, except for those of its numbers."""
@@ -144,16 +148,7 @@ class _Agent:
             own = NodeEnvironment(job, self._node_rank, inherited)
             write_provenance(job, self._node_rank, own.record())
             environment = own.of_rank
-        nodes = self._nodes = meet(
-            job,
-            self._outbox,
-            self._node_rank,
-            self._host,
-            arguments.coordinator,
-            own.digests() if own else {},
-            self._requests.received,
-            fabric=own.fabric.name if own else "",
-        )
+        nodes = self._nodes = self._meet(job, arguments.coordinator, own)
         if job.run_text:
             place_run_file(job)
         if own and self._node_rank == 0 and job.launch.nodes > 1:
@@ -174,6 +169,25 @@ class _Agent:
             lock=lock,
             resume=resume,
         )
+
+    def _meet(self, job: Job, coordinator: str, own: NodeEnvironment | None) -> Nodes:
+        """Meet the agents of the job's other nodes, if it has any.
+
+        Raises:
+            AnygaugeError: they cannot be reached, or do not belong to one job.
+        """
+        if job.launch.nodes == 1:
+            return Nodes(job, self._outbox)
+        hello = Hello(
+            node_rank=self._node_rank,
+            host=self._host,
+            nodes=job.launch.nodes,
+            devices_per_node=job.launch.devices,
+            fabric=own.fabric.name if own else "",
+            settings=own.digests() if own else {},
+        )
+        address = read_coordinator(coordinator, os.environ)
+        return meet(job, self._outbox, hello, address, self._requests.received)
 
     def _report(self, status: int, text: str) -> int:
         """Report to the follower, and to the other nodes if they have met, why this agent ends.
@@ -212,56 +226,6 @@ class _Agent:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(cause[:_CAUSE_SIZE])
-
-
-def meet(
-    job: Job,
-    outbox: Outbox,
-    node_rank: int,
-    host: str,
-    coordinator: str,
-    settings: dict[str, str],
-    requests: Sequence[object] = (),
-    *,
-    fabric: str = "",
-) -> Nodes:
-    """Meet the agents of the job's other nodes.
-
-    Args:
-        coordinator: ``host:port`` of node 0's agent, or ``$NAME:port``.
-        settings: digest of each variable that must be the same on every node.
-        requests: not empty once this agent is asked to end.
-        fabric: network between machines that this node would use.
-
-    Raises:
-        AnygaugeError: they cannot be reached, or do not belong to one job.
-    """
-    if job.launch.nodes == 1:
-        return Nodes(job, outbox)
-    from anygauge.launch.coordinator import Coordinator
-
-    own = Hello(
-        node_rank=node_rank,
-        host=host,
-        nodes=job.launch.nodes,
-        devices_per_node=job.launch.devices,
-        fabric=fabric,
-        settings=settings,
-    )
-    if not job.token:
-        raise AnygaugeError(
-            "this job file was rendered for reading, so it has no token, and nodes cannot "
-            "authenticate each other without one. anygauge train and anygauge launch create a "
-            "token when they submit the job; to submit it by hand, put a long random text into "
-            "the job file's field token"
-        )
-    address = read_coordinator(coordinator, os.environ)
-    if not 0 <= node_rank < job.launch.nodes:
-        raise AnygaugeError(
-            f"{host} was started as node {node_rank}; the job has nodes 0 to {job.launch.nodes - 1}"
-        )
-    kind = Coordinator if node_rank == 0 else WorkerNode
-    return kind(job, outbox, own, address, requests)
 
 
 def _end_parent() -> None:

@@ -23,6 +23,7 @@ from anygauge.interface import (
     NotAvailableError,
     RdmaDevice,
     Scope,
+    choose_fabric,
     missing_fabric,
 )
 from anygauge.registry import (
@@ -74,7 +75,7 @@ class NodeEnvironment:
         missing = missing_fabric(backend.fabrics, job, node)
         if missing is not None:
             raise NotAvailableError(missing)
-        self.fabric = backend.fabric(job, node)
+        self.fabric = choose_fabric(backend.fabrics, job, node)
         self.cores = cores_of_ranks(job, backend.launch, node)
         self._inherited = inherited
         self._by_rank = {
@@ -167,7 +168,6 @@ def inspect_node(
         hostname=file_text(root / "proc/sys/kernel/hostname") or "localhost",
         cores=tuple(core for _, core in order) or (0,),
         physical_cores=len({place for place, _ in order}) or 1,
-        memory_bytes=_memory_bytes(root),
         interfaces=_interfaces(root),
         rdma_devices=_rdma_devices(root),
         libraries={name: found for name in libraries if (found := installed_version(name))},
@@ -204,11 +204,6 @@ def _ordered_cores(root: Path) -> list[tuple[tuple[int, ...], int]]:
         place = (package or 0, die or 0, number) if number is not None else (0, 0, core)
         found.append((place, core))
     return sorted(found)
-
-
-def _memory_bytes(root: Path) -> int:
-    words = _field(root / "proc/meminfo", "MemTotal").split()
-    return int(words[0]) * 1024 if words else 0
 
 
 def _interfaces(root: Path) -> tuple[NetworkInterface, ...]:

@@ -24,14 +24,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from anygauge.interface import AnygaugeError, Job
+from anygauge.interface import ATTEMPTS, AnygaugeError, Job
 from anygauge.launch.follow import View, fail, show_stopped, show_where_logs_are
 from anygauge.launch.join import Handover, digest
+from anygauge.launch.run_directory import remove_unaccepted
 from anygauge.launch.supervisor import SIGNALS
 from anygauge.util.console import Console
 from anygauge.util.events import EventWriter
 from anygauge.util.processes import tie_to_parent
-from anygauge.util.start import START, settled
 from anygauge.util.text import escaped
 
 if TYPE_CHECKING:
@@ -105,11 +105,8 @@ def take_over(handover: Handover) -> int:
     with _terminal(handover, job) as terminal:
         status = reported(job, launch.rank, terminal.events, answer["lock"])
     terminal.conclude(handover, job)
-    staged = Path(job.run_file).parent.name == START
-    if launch.rank == 0 and status == 0 and staged:
-        import shutil
-
-        shutil.rmtree(Path(job.run_file).parent, ignore_errors=True)  # the run was done before
+    if launch.rank == 0 and status == 0:
+        remove_unaccepted(Path(job.run_directory))  # the run was done before
     return status
 
 
@@ -202,11 +199,13 @@ def _job(handover: Handover, answer: Mapping[str, Any]) -> Job:
     Raises:
         AnygaugeError: it is not seen here, belongs to another run, or this machine does not fit.
     """
-    from anygauge.launch.link import HELLO, Hello, check_hello
+    from anygauge.launch.meeting import HELLO, Hello, check_hello
     from anygauge.launch.outcome import read_record
 
     path, wanted = Path(answer["job"]), Path(handover.run_directory)
-    home = path.parent.parent if path.parent.name == START else path.parent
+    home = path.parent
+    if home.parent.name == ATTEMPTS:
+        home = home.parent.parent
     # The store knows no authentication: what it names must be a run of one's own.
     same = re.fullmatch(re.escape(wanted.name) + r"(-\d+)?", home.name)
     if home.parent != wanted.parent or not same:
@@ -246,7 +245,7 @@ def _fetch_with_others(
     from anygauge.config.resolved import read_run
     from anygauge.models.hub import wanted
 
-    if not wanted(read_run(settled(Path(job.run_file))).model):
+    if not wanted(read_run(job.resolved_run).model):
         return None
     keys = {node: f"anygauge/model/{job.id}/{node}" for node in range(launch.nodes)}
     if launch.local_rank == 0:
@@ -282,7 +281,7 @@ def _fetch(store: dist.Store, key: str, launch: ForeignLaunch, job: Job, quiet: 
 
     where = f"{socket.gethostname()}: " if launch.nodes > 1 else ""
     try:
-        fetch_here(job.run_file, os.environ, where, log, turn)
+        fetch_here(str(job.resolved_run), os.environ, where, log, turn)
     except AnygaugeError as error:
         store.set(key, str(error))
     else:
@@ -362,7 +361,7 @@ class _Terminal:
             text = failure.cause(
                 host=socket.gethostname(),
                 world_size=job.world_size,
-                log=settled(self.log),
+                log=self.log,
                 log_offset=self.log_offset,
             )
             if failure.for_user:

@@ -107,7 +107,7 @@ def join(intent: Any, foreign: ForeignLaunch, *, quiet: bool) -> NoReturn:
         AnygaugeError: what any rank would refuse.
     """
     from anygauge.launch.environment import NodeEnvironment
-    from anygauge.launch.link import Hello
+    from anygauge.launch.meeting import Hello
     from anygauge.launch.rank_process import rank_numbers
     from anygauge.training.checks import check_settings
 
@@ -156,7 +156,6 @@ def _answer(
     from anygauge.util.files import write_text
     from anygauge.util.rendezvous import served_address
     from anygauge.util.run_lock import identity_of
-    from anygauge.util.start import START
 
     job = replace(intent.job, rendezvous=served_address(foreign.host, foreign.port))
     folder = Path(job.run_directory)
@@ -165,12 +164,12 @@ def _answer(
         if finished is not None:
             return {"id": job.id, "done": finished.describe()}
         if staged:
-            job = replace(job, run_file=str(folder / START / Path(job.run_file).name))
+            job = job.as_attempt()
         refuse_second(folder)
         # The interpreter that takes over keeps the claim, to the end of the rank.
         lock = held.enter_context(claim(folder))
         os.set_inheritable(lock, True)
-        clear_for_start(folder, staged=staged)
+        clear_for_start(folder, job if staged else None)
         write_run(Path(job.run_file), intent.run.model_copy(update={"backend": job.backend}))
         path, text = Path(job.run_file).with_name("job.json"), job.dump()
         write_text(path, text, 0o600)

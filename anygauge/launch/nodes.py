@@ -1,12 +1,11 @@
 """The nodes of a job as one agent sees them: what they are, and what they tell it to do.
 
-The agents meet before any rank starts, and end together. The agent of node 0 is the coordinator;
-the others (workers) connect to it and to nobody else. It passes on to all nodes what happens on one
-(a rank fails, a signal arrives). A node that sends no heartbeats is lost, whatever cut it off.
+The agents meet before any rank starts (`meeting`), and end together. The agent of node 0 passes on
+to all nodes what happens on one (a rank fails, a signal arrives), and decides the outcome. A node
+that sends no heartbeats is lost, whatever cut it off.
 
-`Nodes` itself serves a job of one node. The agent of a worker has a `WorkerNode`, that of node 0 a
-`Coordinator`. A `Supervisor` takes instructions from it at each turn of its loop, and gives it a
-report at the end.
+Node 0, which may be the only one, has `Nodes`; each other node has a `WorkerNode`. A `Supervisor`
+takes instructions from it at each turn of its loop, and gives it a report at the end.
 """
 
 from __future__ import annotations
@@ -17,21 +16,23 @@ import json
 import os
 import queue
 import selectors
-import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Annotated, Any, Protocol
 
 from pydantic import Field, Strict, TypeAdapter
 
-from anygauge.interface import LOST, AnygaugeError, Job
-from anygauge.launch.link import OF_ANOTHER_JOB, UNPROVEN, Hello, Link, WorkerHandshake
+from anygauge.interface import LOST, Job
+from anygauge.launch.channel import Channel, close_all
 from anygauge.launch.outcome import (
     OUTCOME,
+    REPORT,
     SIGNAL_OR_NONE,
+    TEXT,
+    JobFailure,
     JobOutcome,
     NodeReport,
     field_of,
@@ -39,22 +40,14 @@ from anygauge.launch.outcome import (
     resolve_outcome,
     shown,
 )
+from anygauge.util.rendezvous import listen_at, tcp_address
 
 HEARTBEAT_S = 1.0
 OUTBOX_CAPACITY = 100_000
 """Lines kept for a follower that does not read; when it is full, no events are read from ranks."""
-CANCELLED_EARLY = "asked to end before all nodes had met; no rank was started"
 
-_RETRY_S = 0.5
 _OUTCOME_S = 30.0
-_PROOF_S = 10.0
 _MOST_WAITING = 1000
-
-
-class CancelledError(AnygaugeError):
-    """The agent was asked to end before all nodes had met."""
-
-    exit_status = 128 + signal.SIGTERM
 
 
 class Instruction(enum.Enum):
@@ -141,7 +134,7 @@ class Follower(Protocol):
 
 
 class Nodes:
-    """The only node of its job; `Coordinator` and `WorkerNode` build on it.
+    """All nodes of the job, as node 0 sees them. Nothing here waits for another node.
 
     Attributes:
         rendezvous: where the ranks meet.
@@ -151,7 +144,20 @@ class Nodes:
         all_ready: each node has what its ranks need.
     """
 
-    def __init__(self, job: Job, outbox: Follower) -> None:
+    def __init__(
+        self,
+        job: Job,
+        outbox: Follower,
+        channels: Mapping[int, Channel] | None = None,
+        hosts: Mapping[int, str] | None = None,
+        address: str = "",
+    ) -> None:
+        """Let the other nodes start, if there are any.
+
+        Args:
+            channels, hosts: of each node that has joined.
+            address: by which they reach this machine.
+        """
         self.rendezvous = job.rendezvous
         self.outcome: JobOutcome | None = None
         self.signum: int | None = None
@@ -159,19 +165,61 @@ class Nodes:
         self.all_ready = False
         self._job = job
         self._outbox = outbox
+        self._channels = dict(channels or {})
+        self._hosts = hosts or {}
+        self._address = address
+        self._store: socket.socket | None = None
         self._instructions: list[Instruction] = []
+        self._sent: set[Instruction] = set()
+        self._awaited = set(self._channels)  # nodes that have not said how they ended
+        self._reports: dict[int, NodeReport] = {}
+        self._ready: set[int] = set()
+        self._unsent: set[int] = set()  # nodes whose channels keep messages
+        self._heartbeat_at = -HEARTBEAT_S  # the first turn reads what came with the join
+        self._readable = selectors.DefaultSelector()
+        for rank, channel in self._channels.items():
+            # Those that joined early had nothing to send while they waited for the last.
+            channel.heard = time.monotonic()
+            if not channel.closed:
+                self._readable.register(channel, selectors.EVENT_READ, rank)
+        if address:
+            self.rendezvous = self._next_rendezvous()
+            self._send_all("start", rendezvous=self.rendezvous)
+
+    # -- what the agent and its supervisor call ----------------------------------------------------
 
     def attach(self, selector: selectors.BaseSelector) -> None:
         """Have a selector wake when a message of another node arrives."""
+        selector.register(self._readable, selectors.EVENT_READ, self)
 
     def poll(self) -> list[Instruction]:
         """Read and answer messages of other nodes; what they tell this one to do."""
+        now = time.monotonic()
+        due = now - self._heartbeat_at >= HEARTBEAT_S
+        if due:
+            self._heartbeat_at = now
+            self._send_all("beat")
+        for rank in list(self._unsent):
+            self._channels[rank].flush()
+            if not self._channels[rank].waiting:
+                self._unsent.remove(rank)
+        # Something arrives from one of a thousand nodes at every turn. So only channels from which
+        # something can be read are looked at, and all of them once a second.
+        readable = [key.data for key, _ in self._readable.select(0)]
+        for rank in self._channels if due else readable:
+            self._read(rank, self._channels[rank], now)
+        self._decide()
+        if self.over:
+            return []  # what came after the outcome is for the next attempt
         found, self._instructions = self._instructions, []
         return found
 
     def store_socket(self, rank: int) -> contextlib.AbstractContextManager[socket.socket | None]:
         """The socket on which the ranks' store listens, for the rank that serves it."""
-        return contextlib.nullcontext()
+        if rank != 0 or self._store is None:
+            return contextlib.nullcontext()
+        found, self._store = self._store, None
+        return found
 
     def forward(self, line: bytes) -> None:
         """Pass on a rank's event to the follower."""
@@ -187,15 +235,20 @@ class Nodes:
         return self._outbox.full
 
     def broadcast(self, instruction: Instruction, signum: int | None = None) -> None:
-        """Send an instruction to all other nodes."""
+        """Send an instruction to all other nodes, each but `Instruction.FINISH` once."""
+        if instruction in self._sent and instruction is not Instruction.FINISH:
+            return
+        self._sent.add(instruction)
+        self._send_all(instruction.value, signum=signum)
 
     def report(self, report: NodeReport) -> None:
         """Report that all ranks of this node have ended."""
-        self.outcome = self._or_restart(resolve_outcome([report]))
+        self._reports[report.node_rank] = report
+        self._decide()
 
     def mark_ready(self) -> None:
         """Report that this node has what its ranks need."""
-        self.all_ready = True
+        self._mark_ready(0)
 
     @property
     def over(self) -> bool:
@@ -207,79 +260,143 @@ class Nodes:
         assert self.outcome is not None
         self.rendezvous = self.outcome.rendezvous
         self.restarts += 1
-        self.outcome = self.signum = None
-        self._instructions.clear()
+        self.outcome = None
+        self._reports.clear()
+        self._sent.clear()
+        self._awaited = set(self._channels)
 
     def close(self) -> None:
         """Close the connections to other nodes."""
+        self._close_store()
+        close_all([*self._channels.values()])
+        self._readable.close()
 
-    def _or_restart(self, outcome: JobOutcome) -> JobOutcome:
-        """The outcome, or ``again`` in its place where the ranks may be restarted."""
+    # -- what differs between node 0 and the others ------------------------------------------------
+
+    def _handle(self, rank: int, message: Mapping[str, Any]) -> None:
+        """Take a message of a node.
+
+        Raises:
+            ValueError: it cannot be read here.
+        """
+        kind = message["kind"]
+        if kind == "event":
+            self._outbox.forward(field_of(message, "line", TEXT).encode() + b"\n")
+        elif kind == "ready":
+            self._mark_ready(rank)
+        elif kind == "report":
+            report = read_record(REPORT, message.get("report"))
+            if report.node_rank != rank:
+                raise ValueError(f"it is of node {report.node_rank}")
+            self._reports[rank] = report
+            self._awaited.discard(rank)
+        elif kind in INSTRUCTIONS:
+            self.broadcast(self._take_instruction(message), self.signum)
+
+    def _lose(self, rank: int, cause: str, silent_s: float) -> None:
+        """Go on without a node of which nothing more is heard."""
+        # Dated by its last message: failures on other nodes since then may be its doing.
+        failure = JobFailure(time=time.time() - silent_s, text=cause, by_signal=True, lost=True)
+        host = self._hosts[rank]
+        self._reports[rank] = NodeReport(node_rank=rank, host=host, failures=(failure,))
+        self.broadcast(Instruction.END)
+
+    def _decide(self) -> None:
+        """Decide the outcome once all nodes have reported, and send it to them."""
+        if self.over or len(self._reports) < self._job.launch.nodes:
+            return
+        outcome = resolve_outcome([self._reports[rank] for rank in sorted(self._reports)])
         used_up = self.restarts >= self._job.launch.max_restarts
-        if outcome.state != "failed" or outcome.final or used_up:
-            return outcome
-        return replace(outcome, state="again", rendezvous=self._next_rendezvous())
+        if outcome.state == "failed" and not outcome.final and not used_up:
+            outcome = replace(outcome, state="again", rendezvous=self._next_rendezvous())
+        self._conclude(outcome)
+        self._send_all("outcome", **asdict(outcome))
+
+    # -- what they have in common ------------------------------------------------------------------
+
+    def _conclude(self, outcome: JobOutcome) -> None:
+        self.outcome, self.signum = outcome, None
+        self._instructions.clear()
+
+    def _take_instruction(self, message: Mapping[str, Any]) -> Instruction:
+        instruction = Instruction(message["kind"])
+        self.signum = field_of(message, "signum", SIGNAL_OR_NONE) or self.signum
+        self._instructions.append(instruction)
+        return instruction
+
+    def _read(self, rank: int, channel: Channel, now: float) -> None:
+        """Take what has arrived from a node; a node of which nothing more can come is lost."""
+        unreadable = ""
+        for message in channel.receive():
+            try:
+                self._handle(rank, message)
+            except ValueError as error:
+                unreadable = f"{shown(message['kind'])}: {error}"
+                channel.close(unreadable)
+        limit, silent_s = self._job.launch.silence_s, now - channel.heard
+        if rank not in self._awaited or not (channel.closed or silent_s > limit):
+            return
+        if unreadable:
+            why = (
+                f"what its agent sent cannot be read here ({unreadable}). Do all nodes have the "
+                "same version of anygauge?"
+            )
+        elif channel.closed:
+            why = (
+                f"its agent ended without a report ({channel.why}). The machine may have gone "
+                "down, or the agent was killed; its ranks end with it"
+            )
+        else:
+            why = (
+                f"nothing was heard from it for {limit:g} s (launch.lost_after_s). The machine or "
+                "the network to it is down"
+            )
+        channel.close(why)
+        self._awaited.remove(rank)
+        self._instructions.append(Instruction.END)
+        self._lose(rank, f"{channel.peer} is lost: {why}", silent_s)
+
+    def _send_all(self, kind: str, **fields: Any) -> None:
+        for rank, channel in self._channels.items():
+            channel.send(kind, **fields)
+            if channel.waiting:
+                self._unsent.add(rank)
+
+    def _mark_ready(self, rank: int) -> None:
+        self._ready.add(rank)
+        if len(self._ready) == self._job.launch.nodes:
+            self.all_ready = True
+            self._send_all("ready")
 
     def _next_rendezvous(self) -> str:
-        return f"{self._job.rendezvous}-{self.restarts + 1}"
+        if not self._address:
+            return f"{self._job.rendezvous}-{self.restarts + 1}"
+        self._close_store()
+        # Bound already: no other process can take the port before rank 0 listens there.
+        self._store = listen_at(self._address)
+        return tcp_address(self._address, self._store.getsockname()[1])
+
+    def _close_store(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
 
 
 class WorkerNode(Nodes):
-    """The coordinator as another agent sees it. See `Nodes` for each public method."""
+    """All nodes of the job, as any other node sees them: it knows the coordinator alone."""
 
-    def __init__(
-        self,
-        job: Job,
-        outbox: Outbox,
-        own: Hello,
-        coordinator: tuple[str, int],
-        requests: Sequence[object] = (),
-    ) -> None:
-        """Join the coordinator.
-
-        Args:
-            requests: not empty once this agent is asked to end.
-
-        Raises:
-            AnygaugeError: it cannot be reached in time, or refuses this node.
-        """
-        super().__init__(job, outbox)
-        self._own = own
+    def __init__(self, job: Job, outbox: Follower, coordinator: Channel, rendezvous: str) -> None:
+        super().__init__(job, outbox, {0: coordinator})
+        self.rendezvous = rendezvous
         self._reported_at: float | None = None
         self._lost: str | None = None
-        self._heartbeat_at = time.monotonic()
-        self._link = self._join(coordinator, requests)
 
-    def attach(self, selector: selectors.BaseSelector) -> None:
-        """See `Nodes.attach`."""
-        if not self._link.closed:
-            selector.register(self._link, selectors.EVENT_READ, self)
+    def forward(self, line: bytes) -> None:  # noqa: D102
+        self._send_all("event", line=line.decode(errors="replace").rstrip("\n"))
 
-    def poll(self) -> list[Instruction]:
-        """See `Nodes.poll`."""
-        now = time.monotonic()
-        if now - self._heartbeat_at >= HEARTBEAT_S:
-            self._heartbeat_at = now
-            self._link.send("beat")
-        self._link.flush()
-        for message in self._link.receive():
-            try:
-                self._handle(message)
-            except ValueError as error:
-                self._link.close(_unreadable(message, error))
-                break
-        if self.outcome is None:
-            self._check_lost(now)
-        return super().poll()
-
-    def forward(self, line: bytes) -> None:
-        """See `Nodes.forward`."""
-        self._link.send("event", line=line.decode(errors="replace").rstrip("\n"))
-
-    def send(self, event: str, **fields: Any) -> None:
-        """See `Nodes.send`."""
+    def send(self, event: str, **fields: Any) -> None:  # noqa: D102
         if event == "ended":
-            # The coordinator reports it too. If that is lost, a follower learns it only from here.
+            # Node 0 reports it too. If that is lost, a follower learns it only from here.
             if fields.get("state") == "lost" or not self._outbox.shared:
                 self._outbox.send(event, **fields)
         else:
@@ -287,135 +404,56 @@ class WorkerNode(Nodes):
             self.forward(json.dumps(record).encode())
 
     @property
-    def full(self) -> bool:
-        """See `Nodes.full`."""
-        return self._link.waiting > _MOST_WAITING
+    def full(self) -> bool:  # noqa: D102
+        return self._channels[0].waiting > _MOST_WAITING
 
-    def broadcast(self, instruction: Instruction, signum: int | None = None) -> None:
-        """See `Nodes.broadcast`."""
-        self._link.send(instruction.value, signum=signum)
+    def mark_ready(self) -> None:  # noqa: D102
+        self._send_all("ready")
 
-    def mark_ready(self) -> None:
-        """See `Nodes.mark_ready`."""
-        self._link.send("ready")
-
-    def report(self, report: NodeReport) -> None:
-        """See `Nodes.report`."""
+    def report(self, report: NodeReport) -> None:  # noqa: D102
         self._reported_at = time.monotonic()
-        self._link.send("report", report=report.record())
+        self._send_all("report", report=report.record())
+        self._decide()
 
-    def restart(self) -> None:
-        """See `Nodes.restart`."""
+    def restart(self) -> None:  # noqa: D102
         super().restart()
         self._reported_at = None
 
-    def close(self) -> None:
-        """See `Nodes.close`."""
-        self._link.shut()
-
-    def _join(self, coordinator: tuple[str, int], requests: Sequence[object]) -> Link:
-        deadline = time.monotonic() + self._job.launch.join_timeout_s
-        trouble, where = "nothing answered", f"{coordinator[0]}:{coordinator[1]}"
-        while time.monotonic() < deadline:
-            if requests:
-                raise CancelledError(CANCELLED_EARLY)
-            try:
-                connection = socket.create_connection(coordinator, timeout=5.0)
-            except OSError as error:
-                trouble = str(error)
-                time.sleep(_RETRY_S)
-                continue
-            link = Link(connection, "the coordinator")
-            join = {"hello": asdict(self._own)}
-            handshake = WorkerHandshake(link, self._job.token, join)
-            answer = _answer(handshake, self._job.launch.silence_s, requests)
-            if link.why == UNPROVEN:
-                raise AnygaugeError(
-                    f"the program that listens at {where} did not prove that it knows this job's "
-                    f"secret: {OF_ANOTHER_JOB}. If another job uses that port, set this job's "
-                    "launch.port to another one"
-                )
-            if answer is None:
-                trouble = link.why or "it did not answer"
-            elif answer["kind"] == "refused":
-                raise AnygaugeError(
-                    f"the coordinator at {where} refused this node: {_reason(answer)}"
-                )
-            else:
-                try:
-                    self.rendezvous = field_of(answer, "rendezvous", _RENDEZVOUS)
-                    return link
-                except ValueError as error:
-                    trouble = _unreadable(answer, error)
-            link.shut(0)
-            time.sleep(_RETRY_S)
-        raise AnygaugeError(
-            f"node {self._own.node_rank} ({self._own.host}) could not join the coordinator at "
-            f"{where} within {self._job.launch.join_timeout_s:g} s "
-            f"(launch.join_timeout_s): {trouble}. Is the agent of node 0 running, and can this "
-            "node connect to that port?"
-        )
-
-    def _handle(self, message: Mapping[str, Any]) -> None:
+    def _handle(self, rank: int, message: Mapping[str, Any]) -> None:
         kind = message["kind"]
         if kind == "outcome":
             fields = {key: value for key, value in message.items() if key != "kind"}
             outcome = read_record(OUTCOME, fields)
             if outcome.state == "again":
-                field_of(message, "rendezvous", _RENDEZVOUS)
-            self.outcome = outcome
+                rendezvous_of(message)
+            self._awaited.discard(rank)
+            self._conclude(outcome)
         elif kind == "ready":
             self.all_ready = True
         elif kind in INSTRUCTIONS:
-            self.signum = field_of(message, "signum", SIGNAL_OR_NONE) or self.signum
-            self._instructions.append(Instruction(kind))
+            self._take_instruction(message)
 
-    def _check_lost(self, now: float) -> None:
+    def _lose(self, rank: int, cause: str, silent_s: float) -> None:
+        self._lost = cause
+
+    def _decide(self) -> None:
         """Without its coordinator, a node ends."""
-        link, limit = self._link, self._job.launch.silence_s
-        if self._lost is not None:
-            text = self._lost
-        elif link.closed:
-            text = f"the coordinator is lost: its agent ended without a report ({link.why})"
-        elif now - link.heard > limit:
-            text = f"the coordinator is lost: nothing was heard from it for {limit:g} s"
-        elif self._reported_at is not None and now - self._reported_at > limit + _OUTCOME_S:
-            text = "the coordinator did not report how the job ended"
-        else:
+        if self.over or self._reported_at is None:
             return
-        if self._lost is None:
-            self._lost = text
-            link.shut(0)
-            self._instructions.append(Instruction.END)
-        if self._reported_at is not None:
-            self.outcome = JobOutcome(state="lost", exit_status=LOST, cause=text)
+        waited_s = time.monotonic() - self._reported_at
+        if self._lost is None and waited_s > self._job.launch.silence_s + _OUTCOME_S:
+            self._lost = "the coordinator did not report how the job ended"
+        if self._lost is not None:
+            self._conclude(JobOutcome(state="lost", exit_status=LOST, cause=self._lost))
 
 
 _RENDEZVOUS = TypeAdapter[str](Annotated[str, Strict(), Field(pattern="^tcp://[!-~]{1,300}$")])
-"""What can be given to ranks: the coordinator sends an address and a port."""
 
 
-def _unreadable(message: Mapping[str, Any], error: ValueError) -> str:
-    return f"it sent what cannot be read here, {shown(message['kind'])}: {error}"
+def rendezvous_of(message: Mapping[str, Any]) -> str:
+    """What can be given to ranks: node 0 sends an address and a port.
 
-
-def _reason(answer: Mapping[str, Any]) -> str:
-    reason = answer.get("reason")
-    return reason if isinstance(reason, str) else "it gave no reason"
-
-
-def _answer(
-    handshake: WorkerHandshake, limit_s: float, requests: Sequence[object]
-) -> Mapping[str, Any] | None:
-    """The coordinator's ``start`` or ``refused``; None if none comes while it sends heartbeats."""
-    link, began = handshake.link, time.monotonic()
-    while not link.closed and not requests and time.monotonic() - link.heard < limit_s:
-        if not handshake.joined and time.monotonic() - began > _PROOF_S:
-            link.close(f"it had not proved that it is the coordinator after {_PROOF_S:g} s")
-        link.flush()
-        message = handshake.advance()
-        if message is not None and message["kind"] in ("start", "refused"):
-            return message
-        if message is None:
-            time.sleep(0.02)
-    return None
+    Raises:
+        ValueError: it is neither.
+    """
+    return field_of(message, "rendezvous", _RENDEZVOUS)

@@ -41,7 +41,6 @@ from anygauge.training.checks import Findings, Question, check_run, nothing
 from anygauge.util.events import EventWriter
 from anygauge.util.processes import die_with_parent
 from anygauge.util.schema import Section
-from anygauge.util.start import settled
 from anygauge.util.text import describe
 
 GIB = 2**30
@@ -169,7 +168,7 @@ class Stages:
         self.enter("fetch")
         asked = [*self._request.fetch]
         if self._request.fetch_for is not None:
-            asked += wanted(read_run(settled(self._request.fetch_for)).model)
+            asked += wanted(read_run(self._request.fetch_for).model)
         left = 0
         for want in asked:
 

@@ -21,7 +21,6 @@ from anygauge.util.events import EVENTS_FD, read_event
 from anygauge.util.files import write_text
 from anygauge.util.processes import END_AT_ONCE, parent_environment
 from anygauge.util.rendezvous import STORE_FD
-from anygauge.util.start import settled
 
 SHORTEST_LIMIT_S = 3.0
 """Ranks report once a second, so a shorter silence means nothing."""
@@ -67,6 +66,8 @@ class RankProcess:
 
     Attributes:
         last_alive: last time (seconds since the epoch) at which it was known to run.
+        log: the file of what it prints.
+        result: the file that records how it ended.
         observed_exit: when its exit was noticed; None while it runs.
         code: its exit code as `subprocess` reports it, once it has exited.
         finished_at: when its ``finished`` event arrived.
@@ -91,7 +92,7 @@ class RankProcess:
         """Start the process.
 
         Args:
-            directory: of its log and its result, until the start is accepted.
+            directory: of its log and its result.
             cores: logical processors that it is bound to; empty for no binding.
             listener: descriptor that it inherits: the socket of the ranks' store.
             held: further descriptors that it inherits.
@@ -102,8 +103,8 @@ class RankProcess:
         """
         self.rank = rank
         self.local_rank = local_rank
-        self._log = directory / "logs" / f"rank{rank}.log"
-        self._result = directory / "ranks" / f"rank{rank}.json"
+        self.log = directory / "logs" / f"rank{rank}.log"
+        self.result = directory / "ranks" / f"rank{rank}.json"
         self.code: int | None = None
         self.observed_exit: float | None = None
         self.finished_at: float | None = None
@@ -131,16 +132,6 @@ class RankProcess:
         if hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):  # an old kernel or a sandbox: then we poll
                 self.handle = os.pidfd_open(self._process.pid)
-
-    @property
-    def log(self) -> Path:
-        """The file of what it prints, where it is now."""
-        return settled(self._log)
-
-    @property
-    def result(self) -> Path:
-        """The file that records how it ended, where it is now."""
-        return settled(self._result)
 
     @property
     def pid(self) -> int:

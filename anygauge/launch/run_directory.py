@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anygauge.interface import AnygaugeError, RunFileError
+from anygauge.interface import ACCEPTED, ATTEMPTS, AnygaugeError, Job, RunFileError
 from anygauge.launch.submitted import LAUNCHED, find_job
 from anygauge.util.files import part_of, read_text, why_no_folder, write_text
 from anygauge.util.run_lock import LOCK, open_lock
-from anygauge.util.start import START
 
 if TYPE_CHECKING:
     from anygauge.config.schema import RunFile
@@ -38,7 +37,7 @@ _FILES = re.compile(
     r"|metrics\.jsonl|environment-node[0-9]+\.json|(wandb|mlflow)-run\.json|cancelled"
     r"|rendezvous(-[0-9]+)?"
 )
-_FOLDERS = ("logs", "ranks", "tensorboard", "wandb", START)
+_FOLDERS = ("logs", "ranks", "tensorboard", "wandb", ATTEMPTS)
 
 _DECIDE = ("model", "adapter", "data", "train")
 """Sections that decide what is trained, and for how long."""
@@ -84,24 +83,23 @@ def goes_on(folder: Path) -> bool:
 
 
 def logs_of(folder: Path) -> Path:
-    """Where the logs of a run's last start are: those of one that its ranks have not accepted are
-    beside those of the run."""
-    waiting = folder / START / "logs"
-    return waiting if waiting.is_dir() else folder / "logs"
+    """Where the logs of a run's last start are."""
+    resumed = [path / "logs" for path in (folder / ATTEMPTS).glob("*") if (path / "logs").is_dir()]
+    return max(resumed, key=lambda path: path.parent.name, default=folder / "logs")
 
 
-def clear_for_start(folder: Path, *, staged: bool) -> None:
-    """Clear a claimed folder of what an earlier start left that came to nothing.
+def clear_for_start(folder: Path, resuming: Job | None = None) -> None:
+    """Clear a claimed folder of what earlier starts left that came to nothing.
 
     Args:
-        staged: the run in it stays; the files of this start wait in `START`.
+        resuming: the run in the folder stays; this start of it gets a folder of its own.
 
     Raises:
         AnygaugeError: another run has taken the folder since it was chosen.
     """
-    if staged:
-        shutil.rmtree(folder / START, ignore_errors=True)
-        (folder / START).mkdir()
+    if resuming is not None:
+        remove_unaccepted(folder)
+        Path(resuming.run_file).parent.mkdir(parents=True)
     elif took_no_step(folder, locked=True):
         clear(folder)
     else:
@@ -109,6 +107,15 @@ def clear_for_start(folder: Path, *, staged: bool) -> None:
             f"{folder} has just been taken by another run; repeat the command, or choose another "
             "'name'"
         )
+
+
+def remove_unaccepted(folder: Path) -> None:
+    """Remove the folders of starts that ranks refused, or had nothing to do for."""
+    for attempt in (folder / ATTEMPTS).glob("*"):
+        if not (attempt / ACCEPTED).exists():
+            shutil.rmtree(attempt, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (folder / ATTEMPTS).rmdir()
 
 
 @contextlib.contextmanager

@@ -21,7 +21,6 @@ from anygauge.interface import AnygaugeError, Job
 from anygauge.launch.nodes import Instruction, Nodes
 from anygauge.launch.prepare import fetch_here
 from anygauge.util.files import write_text
-from anygauge.util.start import START, settled
 
 OWNER = "job.sha256"
 """In a run directory: digest of the job that it belongs to."""
@@ -168,9 +167,9 @@ def claim_run_directory(job: Job, node_rank: int) -> None:
     """Check that the run directory is this job's, before anything is written there.
 
     The coordinator marks it as this job's and writes the run file. If the job resumes another
-    job's run, the run file goes to `START`, and the files of that run stay until the ranks accept
-    the start. A cluster may start the same job again with all its containers: that attempt finds
-    its own mark, and resumes from the newest checkpoint.
+    job's run, the run file goes to a folder of its own below `ATTEMPTS`, and that run's files stay
+    as they are until the ranks accept the start. A cluster may start the same job again with all
+    its containers: that attempt finds its own mark, and resumes from the newest checkpoint.
 
     Raises:
         AnygaugeError: the run directory holds the run of another job, or cannot be written.
@@ -186,16 +185,17 @@ def claim_run_directory(job: Job, node_rank: int) -> None:
                 "one with --resume auto"
             )
         path = Path(job.run_file)
-        if path.parent.name == START and _holds_another_run(mark, own):
-            path.parent.mkdir(exist_ok=True)  # every machine's logs of this start go there
+        if path.parent != folder and _holds_another_run(mark, own):
+            # Every machine's logs of this start go there.
+            path.parent.mkdir(parents=True, exist_ok=True)
         if node_rank != 0:
             return
-        if path.parent.is_dir() and path.parent.name == START:
+        if job.start_directory != folder:
             _write_run(path, job)
             write_text(mark, own + "\n")
         else:
             write_text(mark, own + "\n")  # first: a run without a mark counts as another job's
-            _write_run(settled(path), job)
+            _write_run(job.resolved_run, job)
 
 
 def place_run_file(job: Job) -> None:
@@ -204,7 +204,7 @@ def place_run_file(job: Job) -> None:
     Raises:
         AnygaugeError: it cannot be written.
     """
-    path = settled(Path(job.run_file))
+    path = job.resolved_run
     with _writing(path.parent):
         if not path.exists() or path.read_text() != job.run_text:
             write_text(path, job.run_text, 0o600)
@@ -274,7 +274,7 @@ def fetch_on_all(
         nodes.send("message", level="info", text=text)
 
     where = f"node {host}: " if job.launch.nodes > 1 else ""
-    fetch_here(job.run_file, environment, where, log, turn)
+    fetch_here(str(job.resolved_run), environment, where, log, turn)
     if not requests:
         nodes.mark_ready()
     while not nodes.all_ready and turn():

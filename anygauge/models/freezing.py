@@ -71,7 +71,7 @@ class Freezing:
 
 
 def _matching(text: str, names: list[str], where: str) -> frozenset[str]:
-    found = matched_names(text, names, where)
+    found = matched_names(text, names)
     if not found:
         near = difflib.get_close_matches(text, names, _NEAR, 0.3) or names[:_NEAR]
         raise ModelError(

@@ -7,12 +7,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from anygauge.config.problems import LAYERS, MAY_BE_ZERO, SIZES
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
 from anygauge.kernels.attention import setting
 from anygauge.models.files import check_folder, read_fields
 from anygauge.models.hub import CONFIG, names_hub, needed_copy
+
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_SIZES = (
+    *("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("n_embd", "n_head", "n_positions", "n_inner", "d_model"),
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+)
+"""Fields of a configuration other than its layers that count something."""
+
+_MAY_BE_ZERO = ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size")
+"""0 in models of a family with experts that have none themselves."""
 
 
 def local_folder(section: ModelSection) -> Path:
@@ -157,13 +168,13 @@ def check_sizes(config: Any, where: str) -> None:
     Raises:
         ModelError: names field and value.
     """
-    for name in (*LAYERS, *SIZES):
+    for name in (*LAYERS, *_SIZES):
         value = setting(config, name)
         if value is None or isinstance(value, list | tuple | dict):
             continue  # some architectures count by layer
         if isinstance(getattr(type(config), name, None), property):
             continue  # the architecture answers for it: -1 are positions without end
-        least = 0 if name in MAY_BE_ZERO else 1
+        least = 0 if name in _MAY_BE_ZERO else 1
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ModelError(
                 f"{where}: {name} is {value!r}; it must be a whole number from {least}"

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from anygauge.config.problems import expression_complaint
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import ModelError
 from anygauge.models.peft_limits import takes_no_adapter
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 ALL_LINEAR = "all-linear"
-
-_SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,15 +209,8 @@ def _ends_with(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def matched_names(text: str, names: list[str], field: str) -> list[str]:
-    """The names that an expression matches as a whole.
-
-    Raises:
-        ModelError: it is not an expression.
-    """
-    complaint = expression_complaint(text)
-    if complaint:
-        raise ModelError(f"{field}: {text[:_SHOWN]!r} {complaint}")
+def matched_names(text: str, names: Iterable[str]) -> list[str]:
+    """The names that an expression matches as a whole."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what may mean something else in a later Python
         pattern = re.compile(text)
@@ -228,10 +218,7 @@ def matched_names(text: str, names: list[str], field: str) -> list[str]:
 
 
 def _matching_expression(layers: Mapping[str, nn.Module], text: str, field: str) -> list[str]:
-    try:
-        found = matched_names(text, list(layers), field)
-    except ModelError as error:
-        raise ModelError(f"{error}; {_valid(layers)}") from None
+    found = matched_names(text, layers)
     if not found:
         raise ModelError(
             f"{field}: the expression {text!r} matches no layer; it must match a whole name, such "

@@ -143,14 +143,15 @@ def _lighter(run: RunFile, registry: Registry) -> Sequence[list[Choice]]:
     has = -1
 
     def fastest(one: Provided[StrategySpec]) -> tuple[bool, int]:
-        return one.spec.name != section["name"], min([f.place for f in one.spec.auto], default=99)
+        places = [form.place for form in one.spec.hints.auto]
+        return one.spec.name != section["name"], min(places, default=99)
 
     for provided in sorted(registry.strategies, key=fastest):
         spec = provided.spec
         if kept.keys() - load_options(provided).model_fields.keys():
             continue  # the run's own division would be lost
-        for index, (fields, costs) in enumerate(spec.lighter):
-            level = 0 if index == 0 else 2 if index == len(spec.lighter) - 1 else 1
+        for index, (fields, costs) in enumerate(spec.hints.lighter):
+            level = 0 if index == 0 else 2 if index == len(spec.hints.lighter) - 1 else 1
             change = Choice(costs, {"strategy": {"name": spec.name, **kept, **fields}})
             levels[level].append(change)
             if spec.name == section["name"] and changed(run, change.lines) == run:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from anygauge.config.problems import LAYERS
 from anygauge.config.schema import RunFile, resolve_precision
 from anygauge.interface import HOST_DEVICE, Backend, Graph, SequencePart, UnsupportedError
 from anygauge.interface import strategy as at
@@ -28,7 +27,7 @@ from anygauge.models.flops import step_flops
 from anygauge.models.inputs import PLAIN, model_inputs, positions, shift_labels
 from anygauge.models.masks import MaskPlan, plan_masks
 from anygauge.models.quantised import quantised_layers
-from anygauge.models.source import check_positions, check_written
+from anygauge.models.source import LAYERS, check_positions, check_written
 from anygauge.planning.memory import PHASES, Peak, RunMemory, Work
 from anygauge.planning.trace import FUSED, LayerTrace, ModelTrace, trace_model
 from anygauge.registry import Registry

@@ -51,11 +51,7 @@ class ResolvedSetting:
         return self.setting.name
 
     def record(self, *, values: bool = False) -> dict[str, Any]:
-        """The decision as plain values for files and screens; secrets are hidden.
-
-        Args:
-            values: show what the run file sets, too.
-        """
+        """The decision as plain values for files and screens; `values` as of `shown`."""
         return {
             "name": self.name,
             "value": None if self.value is None else self.shown(self.value, values=values),
@@ -72,10 +68,7 @@ class ResolvedSetting:
     def shown(self, value: str | None, *, values: bool = False) -> str:
         """One of its values for screens and records.
 
-        Hidden are secrets, by name or in the value, and whatever the run file sets.
-
-        Args:
-            values: show what the run file sets; secrets stay hidden.
+        Hidden are secrets, by name or in the value, and, without `values`, what the run file sets.
         """
         if value is None:
             return REMOVED

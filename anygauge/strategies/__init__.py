@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from anygauge.interface import API_VERSION, FULL, AutoForm, StrategySpec, hookimpl
+from anygauge.interface import API_VERSION, FULL, AutoForm, PlannerHints, StrategySpec, hookimpl
 from anygauge.strategies.auto import AUTO
 from anygauge.strategies.ddp_spec import DDP
 from anygauge.strategies.fsdp_spec import FSDP
@@ -32,6 +32,6 @@ def anygauge_provide_strategies() -> Iterable[StrategySpec]:
             world_sizes=(1,),
             needs_process_group=False,
             takes_fp8=lambda options: FULL,
-            auto=(AutoForm(place=10),),
+            hints=PlannerHints(auto=(AutoForm(place=10),)),
         ),
     ]

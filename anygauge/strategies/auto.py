@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from anygauge.interface import API_VERSION, FULL, Setting, StrategySpec
-from anygauge.interface.strategy import BuildContext, Engine, Footprint, Workload
+from anygauge.interface.strategy import BuildContext, Engine, Workload
 
 AUTO = StrategySpec(
     name="auto",
@@ -29,10 +29,6 @@ class Undecided:
     def settings(self, workload: Workload) -> Sequence[Setting]:
         """None are known yet."""
         return ()
-
-    def footprint(self, workload: Workload) -> Footprint:
-        """Raises: NotImplementedError: always."""
-        raise NotImplementedError("auto was not decided")
 
     def build(self, context: BuildContext) -> Engine:
         """Raises: NotImplementedError: always."""

@@ -62,8 +62,8 @@ def logits_of(model: nn.Module, backend: Backend, batch: DeviceBatch) -> Tensor:
 def prepare(model: nn.Module, context: BuildContext) -> None:
     """Have layers recompute their activations, mark their graphs and be compiled, as asked for."""
     context.factory.checkpoint_activations(model)
-    mark_recomputation(model, context.backend.graph)
-    compile_regions(model, context.backend)
+    mark_recomputation(model, context.workload.backend.graph)
+    compile_regions(model, context.workload.backend)
 
 
 def compile_regions(model: nn.Module, backend: Backend) -> int:

@@ -134,7 +134,7 @@ def divide_sequences(
     if options.cp == 1:
         return None
     groups = (context.workload.world_size // options.cp, options.cp)
-    device = context.backend.placement.device.type
+    device = context.workload.backend.placement.device.type
     mesh = init_device_mesh(device, groups, mesh_dim_names=("dp", "cp"))
     group = mesh.get_group("cp")
     attend_in_parts(model, group, options.cp_method)

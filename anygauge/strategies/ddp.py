@@ -106,7 +106,7 @@ class Ddp(DividedStrategy):
         model = build_whole(context)
         group = divide_sequences(model, self.options, context)
         wrapper = wrapped(model, None)
-        dtype = torch_dtype(context.precision.reduce_dtype)
+        dtype = torch_dtype(context.workload.precision.reduce_dtype)
         return TorchEngine(
             model,
             context,
@@ -116,7 +116,7 @@ class Ddp(DividedStrategy):
         )
 
     def _build_divided(self, context: BuildContext) -> TorchEngine:
-        device = context.backend.placement.device
+        device = context.workload.backend.placement.device
         replicas = context.workload.world_size // self.options.tp
         mesh = init_device_mesh(
             device.type, (replicas, self.options.tp), mesh_dim_names=("dp", "tp")
@@ -125,7 +125,7 @@ class Ddp(DividedStrategy):
         parallel = divide_layers(model, self.options, mesh.get_group("tp"), device)
         fill(model, names, context.factory, device, cuts=parallel.division.cuts)
         wrapper = wrapped(model, mesh.get_group("dp")) if replicas > 1 else None
-        dtype = torch_dtype(context.precision.reduce_dtype)
+        dtype = torch_dtype(context.workload.precision.reduce_dtype)
 
         def gradients(trained: Sequence[nn.Parameter]) -> Gradients:
             if wrapper is None:

@@ -9,6 +9,7 @@ from anygauge.interface import (
     FULL,
     AutoForm,
     Level,
+    PlannerHints,
     Requirement,
     StrategyRun,
     StrategySpec,
@@ -69,5 +70,5 @@ DDP = StrategySpec(
     },
     check=check,
     check_model=check_model,
-    auto=(AutoForm(place=10, alone=False),),
+    hints=PlannerHints(auto=(AutoForm(place=10, alone=False),)),
 )

@@ -17,7 +17,6 @@ from torch import nn
 from anygauge.interface import Setting
 from anygauge.interface import strategy as at
 from anygauge.interface.strategy import (
-    Footprint,
     MemoryEstimate,
     Strategy,
     StrategyPlanner,
@@ -221,12 +220,36 @@ def sent(
 
 
 def memory_of(strategy: Strategy, workload: Workload) -> MemoryEstimate:
-    """What a strategy's planner says, or what its footprint implies where it has none."""
-    planner = getattr(strategy, "planner", None)
+    """What a strategy's planner says, or that of a rank that is alone where it has none."""
+    planner: StrategyPlanner | None = getattr(strategy, "planner", None)
     if planner is None:
-        return whole_memory(workload, strategy.footprint(workload))
-    found: MemoryEstimate = planner.memory(workload)
-    return found
+        return whole_memory(workload, whole_model(workload))
+    return planner.memory(workload)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footprint:
+    """What one rank holds from step to step, in bytes, and what it gives to collectives in one.
+
+    Activations and what is gathered for a while are not held from step to step.
+
+    Attributes:
+        weights: parameters, frozen ones among them, in the compute type.
+        gradients: between two micro-batches of a step.
+        masters: the optimizer's copies of trained weights; 0 where they are the weights.
+        sent: collective -> bytes, as `Traffic.bytes`.
+    """
+
+    weights: int
+    gradients: int
+    masters: int
+    optimizer: int
+    sent: Mapping[str, int]
+
+    @property
+    def held(self) -> int:
+        """All that is held, in bytes."""
+        return self.weights + self.gradients + self.masters + self.optimizer
 
 
 def footprint_of(found: MemoryEstimate) -> Footprint:
@@ -262,10 +285,6 @@ class EstimatedStrategy:
     def settings(self, workload: Workload) -> Sequence[Setting]:
         """See `Strategy.settings`; plain torch has no configuration of its own."""
         return ()
-
-    def footprint(self, workload: Workload) -> Footprint:
-        """See `Strategy.footprint`."""
-        return footprint_of(self.memory(workload))
 
     def memory(self, workload: Workload) -> MemoryEstimate:
         """See `StrategyPlanner.memory`."""

@@ -41,11 +41,11 @@ def fp8_contexts(
     Raises:
         UnsupportedError: by the backend, with its reason.
     """
-    if not context.precision.fp8:
+    if not context.workload.precision.fp8:
         return PLAIN
     head: Any = causal_of(model).get_output_embeddings()
     again = context.workload.activations.every > 0
-    make = context.backend.fp8_products(
+    make = context.workload.backend.fp8_products(
         model, () if head is None else (head,), reentrant=reentrant if again else None
     )
     return Fp8Contexts(make, make if again else contextlib.nullcontext)

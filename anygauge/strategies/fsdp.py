@@ -170,7 +170,7 @@ class Fsdp(DividedStrategy):
 
     def build(self, context: BuildContext) -> TorchEngine:
         """See `Strategy.build`."""
-        device = context.backend.placement.device
+        device = context.workload.backend.placement.device
         mesh = self._mesh(device.type, context.workload.world_size)
         model, names = sharded_later(context, masters=True)
         group = divide_sequences(model, self.options, context)
@@ -225,7 +225,7 @@ class Fsdp(DividedStrategy):
     def _shard(
         self, model: nn.Module, mesh: DeviceMesh, context: BuildContext, flat: FlatLayers | None
     ) -> None:
-        precision = context.precision
+        precision = context.workload.precision
         if self.options.tp > 1:
             outer = ("dp_replicate", "dp_shard") if self.options.dp_replicate > 1 else ("dp_shard",)
             mesh = mesh[outer]
@@ -234,7 +234,7 @@ class Fsdp(DividedStrategy):
             reduce_dtype=torch_dtype(precision.reduce_dtype),
         )
         offloaded = self.options.offload != "none"
-        on_host = context.backend.placement.device.type == HOST_DEVICE
+        on_host = context.workload.backend.placement.device.type == HOST_DEVICE
         offload = CPUOffloadPolicy(pin_memory=not on_host) if offloaded else OffloadPolicy()
         sharded = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
         if flat is not None:

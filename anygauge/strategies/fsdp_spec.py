@@ -9,6 +9,7 @@ from anygauge.interface import (
     FULL,
     AutoForm,
     Level,
+    PlannerHints,
     Requirement,
     RunFileError,
     StrategyRun,
@@ -91,9 +92,11 @@ FSDP = StrategySpec(
     shorthands={"mics": lambda nodes, devices: {"dp_replicate": nodes}},
     check=check,
     check_model=check_model,
-    lighter=(
-        ({}, "weights are gathered by layer"),
-        ({"offload": "both"}, "weights and optimizer lie in the host's memory"),
+    hints=PlannerHints(
+        lighter=(
+            ({}, "weights are gathered by layer"),
+            ({"offload": "both"}, "weights and optimizer lie in the host's memory"),
+        ),
+        auto=(AutoForm(place=20, alone=False), AutoForm(place=50, options={"offload": "both"})),
     ),
-    auto=(AutoForm(place=20, alone=False), AutoForm(place=50, options={"offload": "both"})),
 )

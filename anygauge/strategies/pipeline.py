@@ -21,7 +21,6 @@ from anygauge.interface.strategy import (
     BuildContext,
     DeviceBatch,
     LossFunction,
-    StepResult,
 )
 from anygauge.strategies.common import torch_dtype, trained_parameters
 from anygauge.strategies.degrees import Degrees
@@ -66,9 +65,9 @@ class PipelineEngine(TorchEngine):
         self._ranks = [rank_of_stage(part.index, options) for part in stages]
         self._stages = stages
         self._mine = [part for part in stages if self._ranks[part.index] == self._place]
-        self._device = context.backend.placement.device
+        self._device = context.workload.backend.placement.device
         self._hidden = pipeline.causal.config.get_text_config().hidden_size
-        self._dtype = torch_dtype(context.precision.param_dtype)
+        self._dtype = torch_dtype(context.workload.precision.param_dtype)
         self._schedules: dict[tuple[int, ...], Any] = {}
         self._batches: Sequence[DeviceBatch] = ()
         self._taken: dict[int, DeviceBatch] = {}
@@ -78,7 +77,7 @@ class PipelineEngine(TorchEngine):
 
     def run_step(
         self, batches: Sequence[DeviceBatch], loss_function: LossFunction, normalizer: int
-    ) -> StepResult:
+    ) -> Sequence[Tensor]:
         """See `Engine.run_step`; losses are zero but on ranks that have the last stage."""
         self.model.train()
         self._batches, self._loss_function, self._sums = batches, loss_function, {}
@@ -96,7 +95,7 @@ class PipelineEngine(TorchEngine):
         self._graph.mark_step(Phase.BACKWARD)
         self._batches, self._taken = (), {}
         nothing = torch.zeros((), device=self._device)
-        return StepResult([self._sums.get(number, nothing) for number in range(len(batches))])
+        return [self._sums.get(number, nothing) for number in range(len(batches))]
 
     @torch.no_grad()
     def evaluate(
@@ -194,7 +193,7 @@ class PipelineEngine(TorchEngine):
 
 def build_pipeline(context: BuildContext, options: Degrees) -> PipelineEngine:
     """This rank's stages on the opened device; the rest of the model stays on meta."""
-    device = context.backend.placement.device
+    device = context.workload.backend.placement.device
     rows = context.workload.world_size // options.pp
     mesh = init_device_mesh(device.type, (options.pp, rows), mesh_dim_names=("pp", "dp"))
     model, names = sharded_later(context)
@@ -215,7 +214,7 @@ def build_pipeline(context: BuildContext, options: Degrees) -> PipelineEngine:
     ends = _ends(mesh, rank_of_stage(len(stages) - 1, options)) if shared else None
     if ends is not None:
         sums.append((shared, ends))
-    dtype = torch_dtype(context.precision.reduce_dtype)
+    dtype = torch_dtype(context.workload.precision.reduce_dtype)
     return PipelineEngine(
         pipeline,
         context,

@@ -81,7 +81,7 @@ def sharded_later(
     Returns:
         As `ModelFactory.adapted_on_meta`.
     """
-    precision = context.precision
+    precision = context.workload.precision
     model, names = context.factory.adapted_on_meta()
     for parameter in floating(model):
         own = precision.master_dtype if masters and parameter.requires_grad else None

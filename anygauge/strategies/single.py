@@ -36,8 +36,8 @@ def build_whole(context: BuildContext) -> nn.Module:
     materialise(
         model,
         context.factory,
-        device=context.backend.placement.device,
-        dtype=torch_dtype(context.precision.param_dtype),
+        device=context.workload.backend.placement.device,
+        dtype=torch_dtype(context.workload.precision.param_dtype),
     )
     model = context.factory.adapt(model)
     prepare(model, context)

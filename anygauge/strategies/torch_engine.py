@@ -22,7 +22,6 @@ from anygauge.interface.strategy import (
     Counters,
     DeviceBatch,
     LossFunction,
-    StepResult,
     TrainedState,
     UpdateResult,
 )
@@ -68,14 +67,14 @@ class TorchEngine:
     ) -> None:
         self.model = model
         self._call = call or model
-        self._writes = context.rank == 0
+        self._writes = context.workload.rank == 0
         self._join_logits = join_logits
-        self._graph = context.backend.graph
-        self._backend = context.backend
+        self._graph = context.workload.backend.graph
+        self._backend = context.workload.backend
         self._layout = layout or Whole(context.clip_grad_norm)
         self._fp8 = fp8_contexts(model, context)
         self._trained = trained_parameters(model)
-        dtype = torch_dtype(context.precision.master_dtype)
+        dtype = torch_dtype(context.workload.precision.master_dtype)
         held = [self._layout.local(p) for _, p in self._trained]
         self._held, self._group_sums = held, sums
         # A parameter already stored in the master type is its own master.
@@ -89,18 +88,18 @@ class TorchEngine:
         ]
         parameters = [p for _, p in self._trained]
         self._gradients = (
-            LocalGradients(parameters, torch_dtype(context.precision.reduce_dtype))
+            LocalGradients(parameters, torch_dtype(context.workload.precision.reduce_dtype))
             if gradients is None
             else gradients(parameters)
         )
         shapes = {name: self.parameter_shape(p) for name, p in self._trained}
         self._optimizer = context.optimizer(self._named_masters, shapes)
         self._steps = FiniteSteps(self._optimizer)
-        self._scale = LossScale(context.precision.scales_loss)
+        self._scale = LossScale(context.workload.precision.scales_loss)
 
     def run_step(
         self, batches: Sequence[DeviceBatch], loss_function: LossFunction, normalizer: int
-    ) -> StepResult:
+    ) -> Sequence[Tensor]:
         """See `Engine.run_step`."""
         self._call.train()
         factor = self._scale.factor / normalizer
@@ -117,7 +116,7 @@ class TorchEngine:
             self._graph.mark_step(Phase.BACKWARD)
             sums.append(loss.detach())
             del outputs, loss  # of which the next forward needs nothing
-        return StepResult(sums)
+        return sums
 
     def update(self, lr: float, max_norm: float) -> UpdateResult:
         """See `Engine.update`."""

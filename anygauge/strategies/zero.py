@@ -24,7 +24,6 @@ from anygauge.interface.strategy import (
     LossFunction,
     MemoryEstimate,
     OptimizerFactory,
-    StepResult,
     TrainedState,
     UpdateResult,
     Workload,
@@ -39,7 +38,7 @@ from anygauge.strategies.common import (
     trained_parameters,
 )
 from anygauge.strategies.finite import FiniteSteps, scaled
-from anygauge.strategies.footprint import EstimatedStrategy
+from anygauge.strategies.footprint import EstimatedStrategy, footprint_of
 from anygauge.strategies.fp8 import PLAIN, Fp8Contexts, fp8_contexts
 from anygauge.strategies.materialise import buffers_of, materialise, restore_buffers
 from anygauge.strategies.zero_nvme import folder_of_rank, load_operator
@@ -78,12 +77,12 @@ class ZeroEngine:
         self._engine = engine
         self.model: nn.Module = engine.module
         self._stage = stage
-        self._backend = context.backend
-        self._rank = context.rank
+        self._backend = context.workload.backend
+        self._rank = context.workload.rank
         self._world_size = context.workload.world_size
-        self._scales_loss = context.precision.scales_loss
+        self._scales_loss = context.workload.precision.scales_loss
         self._trained = trained_parameters(self.model)
-        self._state = ZeroState(engine, stage, self._trained, writes=context.rank == 0)
+        self._state = ZeroState(engine, stage, self._trained, writes=context.workload.rank == 0)
         self._swapped = swapped
         self._fp8 = fp8
         self._steps = (
@@ -95,13 +94,13 @@ class ZeroEngine:
         self._undo = contextlib.ExitStack()
         if stage == 3:
             self._undo.callback(keep_recomputed_until_backward(self.model))
-            if context.backend.graph.sync_on_release:
-                wait = context.backend.placement.synchronize
+            if context.workload.backend.graph.sync_on_release:
+                wait = context.workload.backend.placement.synchronize
                 self._undo.callback(synchronise_before_release(wait))
 
     def run_step(
         self, batches: Sequence[DeviceBatch], loss_function: LossFunction, normalizer: int
-    ) -> StepResult:
+    ) -> Sequence[Tensor]:
         """See `Engine.run_step`."""
         self._engine.train()
         sums = []
@@ -118,7 +117,7 @@ class ZeroEngine:
             self._backend.graph.mark_step(Phase.BACKWARD)
             sums.append(loss.detach())
             del outputs, loss  # of which the next forward needs nothing
-        return StepResult(sums)
+        return sums
 
     def update(self, lr: float, max_norm: float) -> UpdateResult:
         """See `Engine.update`."""
@@ -212,8 +211,8 @@ class Zero(EstimatedStrategy):
 
     def build(self, context: BuildContext) -> ZeroEngine:
         """See `Strategy.build`."""
-        deepspeed = import_deepspeed(context.backend)
-        refuse_unserved_type(context.precision.param_dtype)
+        deepspeed = import_deepspeed(context.workload.backend)
+        refuse_unserved_type(context.workload.precision.param_dtype)
         with one_partition_group():
             return self._built(deepspeed, context)
 
@@ -224,13 +223,14 @@ class Zero(EstimatedStrategy):
         deepspeed.init_distributed()
         swapped = None
         if self.options.nvme is not None:
-            found = self.footprint(dataclasses.replace(context.workload, skeleton=skeleton))
+            workload = dataclasses.replace(context.workload, skeleton=skeleton)
+            found = footprint_of(self.memory(workload))
             load_operator()
             # A gradient in the masters' type stands beside each master.
             swapped = folder_of_rank(self.options.nvme, 2 * found.masters + found.optimizer)
             config["zero_optimization"]["offload_optimizer"]["nvme_path"] = swapped.name
 
-        device = context.backend.placement.device
+        device = context.workload.backend.placement.device
 
         def shard(unit: nn.Module) -> None:
             share_buffers(unit, device)
@@ -242,15 +242,15 @@ class Zero(EstimatedStrategy):
             model,
             factory,
             device=device,
-            dtype=torch_dtype(context.precision.param_dtype),
-            read=not sharded or context.rank == 0,
+            dtype=torch_dtype(context.workload.precision.param_dtype),
+            read=not sharded or context.workload.rank == 0,
             place=shard if sharded else None,
         )
         with gathered_by_peft(config) if sharded else contextlib.nullcontext():
             model = factory.adapt(model)
         reentrant = self.options.reentrant or needs_reentrant_checkpointing()
         factory.checkpoint_activations(model, reentrant=reentrant)
-        mark_recomputation(model, context.backend.graph)
+        mark_recomputation(model, context.workload.backend.graph)
         fp8 = fp8_contexts(model, context, reentrant=reentrant)
         # From here on, modules stay what they are.
         for reader, parameter in factory.external_parameters(model) if sharded else ():
@@ -258,7 +258,7 @@ class Zero(EstimatedStrategy):
             deepspeed.zero.register_external_parameter(reader, parameter)
         if sharded and self.options.gather == "layer":
             gather_by_block(model)
-        compile_regions(model, context.backend)
+        compile_regions(model, context.workload.backend)
         buffers = buffers_of(model)
         trained = trained_parameters(model)
         shapes = {name: whole_shape(p) for name, p in trained}

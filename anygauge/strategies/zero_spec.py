@@ -11,8 +11,8 @@ from anygauge.interface import (
     API_VERSION,
     FULL,
     AutoForm,
-    Backend,
     Level,
+    PlannerHints,
     Precision,
     Requirement,
     RunFileError,
@@ -126,13 +126,6 @@ def takes_fp8(options: Any) -> Support:
     return FULL
 
 
-def load(backend: Backend) -> None:
-    """See `StrategySpec.load`."""
-    from anygauge.strategies.zero_runtime import import_deepspeed
-
-    import_deepspeed(backend)
-
-
 ZERO = StrategySpec(
     name="zero",
     factory="anygauge.strategies.zero:Zero",
@@ -147,17 +140,21 @@ ZERO = StrategySpec(
     takes_update_kernel=takes_update_kernel,
     takes_fp8=takes_fp8,
     check=check,
-    lighter=(
-        ({"stage": 3}, "weights are gathered by layer"),
-        ({"stage": 3, "offload": "optimizer"}, "the optimizer lies in the host, and updates there"),
-        ({"stage": 3, "offload": "both"}, "weights and optimizer lie in the host's memory"),
+    hints=PlannerHints(
+        lighter=(
+            ({"stage": 3}, "weights are gathered by layer"),
+            (
+                {"stage": 3, "offload": "optimizer"},
+                "the optimizer lies in the host, and updates there",
+            ),
+            ({"stage": 3, "offload": "both"}, "weights and optimizer lie in the host's memory"),
+        ),
+        auto=(
+            AutoForm(place=30, alone=False),
+            AutoForm(place=40, options={"offload": "optimizer"}),
+            AutoForm(place=60, options={"offload": "both"}),
+        ),
     ),
-    auto=(
-        AutoForm(place=30, alone=False),
-        AutoForm(place=40, options={"offload": "optimizer"}),
-        AutoForm(place=60, options={"offload": "both"}),
-    ),
-    load=load,
 )
 
 

@@ -40,7 +40,7 @@ def sharding() -> StrategySpec:
     forms = [
         (form.place, provided.spec.name, provided.spec)
         for provided in Registry.load().strategies
-        for form in provided.spec.auto
+        for form in provided.spec.hints.auto
         if not (form.alone or form.options or missing_of(provided.spec))
     ]
     return max(forms)[-1]

@@ -43,7 +43,6 @@ NODE = Node(
     hostname="node0",
     cores=tuple(range(8)),
     physical_cores=4,
-    memory_bytes=2**36,
     interfaces=(
         NetworkInterface(name="lo", up=True, physical=False, loopback=True),
         NetworkInterface(name="eth0", up=True, physical=True),
@@ -56,7 +55,6 @@ OTHER_NODE = replace(
     hostname="another-node",
     cores=tuple(range(100, 148)),
     physical_cores=24,
-    memory_bytes=2**40,
     interfaces=(
         NetworkInterface(name="lo0", up=True, physical=False, loopback=True),
         NetworkInterface(name="ens9f1", up=True, physical=True),

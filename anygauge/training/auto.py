@@ -31,7 +31,7 @@ def candidates(
     forms = [
         (form, provided.spec.name)
         for provided in registry.strategies
-        for form in provided.spec.auto
+        for form in provided.spec.hints.auto
         if ranks > 1 or form.alone
     ]
     found = []
@@ -74,6 +74,7 @@ def decided(
         return run, ""
     from anygauge.models.factory import CausalModelFactory
     from anygauge.strategies.common import torch_dtype
+    from anygauge.strategies.footprint import footprint_of, memory_of
 
     precision = resolve_precision(run.precision, backend.support)
     factory = CausalModelFactory.of(run, torch_dtype(precision.param_dtype))
@@ -84,7 +85,7 @@ def decided(
     whole = 0
     for form in forms:
         workload = workload_of(form, registry, backend, precision, rank, world_size, skeleton)
-        held = create_strategy(registry, form).footprint(workload)
+        held = footprint_of(memory_of(create_strategy(registry, form), workload))
         # A footprint counts what is offloaded, too.
         stays = {"optimizer": held.weights, "both": 0}
         needed = stays.get(getattr(form.strategy, "offload", "none"), held.held)

@@ -18,7 +18,7 @@ import torch
 from anygauge.config.schema import TrainSection
 from anygauge.data import STEPS_AHEAD, Batches, MicroBatch, Prefetcher
 from anygauge.interface import Backend, DataAccessError, DataError
-from anygauge.interface.strategy import Engine, LossFunction, Share, StepResult, UpdateResult
+from anygauge.interface.strategy import Engine, LossFunction, Share, UpdateResult
 from anygauge.training.checkpoints.manager import CheckpointManager, StopRequest
 from anygauge.training.meter import MetricsLogger
 from anygauge.training.moving import HostBatch, ToDevice
@@ -81,8 +81,8 @@ class Loop:
                 tokens = self._loss_tokens(index, pending)
                 batches = ahead.get(index)
                 lr = learning_rate(index, steps, self.settings.optimizer.lr, self.settings.schedule)
-                result, update = self._train_on(index, batches, tokens, lr)
-                pending.add(index, batches, tokens, lr, result, update)
+                loss_sums, update = self._train_on(index, batches, tokens, lr)
+                pending.add(index, batches, tokens, lr, loss_sums, update)
                 done, last = index + 1, index + 1 == steps
                 due = last or update.skipped or self._due(done) or checkpoints.due(done)
                 stop = pending.settle(index if due else index - pending.most)
@@ -96,14 +96,14 @@ class Loop:
 
     def _train_on(
         self, index: int, batches: Sequence[HostBatch], tokens: int, lr: float
-    ) -> tuple[StepResult, UpdateResult]:
+    ) -> tuple[Sequence[torch.Tensor], UpdateResult]:
         """Run a step and update; a step without loss tokens changes nothing."""
         if not tokens:
-            return StepResult(loss_sums=()), UpdateResult(grad_norm=torch.zeros(()), skipped=False)
+            return (), UpdateResult(grad_norm=torch.zeros(()), skipped=False)
         run_step = self.warm_up.run_step
-        result = run_step(self.engine, index, batches, self.loss_function, tokens)
+        loss_sums = run_step(self.engine, index, batches, self.loss_function, tokens)
         self.progress.at(f"step {index + 1}, update")
-        return result, self.engine.update(lr, self.settings.max_grad_norm)
+        return loss_sums, self.engine.update(lr, self.settings.max_grad_norm)
 
     def _loss_tokens(self, index: int, pending: PendingSteps) -> int:
         """Loss tokens of a step over all ranks.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from anygauge.interface import HOST_DEVICE, Backend, Share
-from anygauge.interface.strategy import StepResult, UpdateResult
+from anygauge.interface.strategy import UpdateResult
 from anygauge.training.checkpoints.manager import CheckpointManager, StopRequest
 from anygauge.training.guard import check_finite
 from anygauge.training.meter import MetricsLogger
@@ -119,12 +119,12 @@ class PendingSteps:
         batches: Sequence[HostBatch],
         tokens: int,
         lr: float,
-        result: StepResult,
+        loss_sums: Sequence[Tensor],
         update: UpdateResult,
     ) -> None:
         """Take what the device will have computed of the step that began last."""
         numbers = Numbers(
-            [*result.loss_sums, update.grad_norm],
+            [*loss_sums, update.grad_norm],
             copies_ahead=self._ahead and self._placement.pinned_memory,
         )
         ended = self._moment() if self._ahead else None

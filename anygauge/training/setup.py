@@ -24,6 +24,8 @@ from anygauge.data import (
 from anygauge.data.rows import share_of_memory
 from anygauge.data.template import end_of_turn_ids, read_template, template_to_save
 from anygauge.interface import (
+    ACCEPTED,
+    AnygaugeError,
     Backend,
     Job,
     Level,
@@ -78,8 +80,8 @@ from anygauge.training.system import SystemReader, SystemSampler
 from anygauge.training.trackers.group import Trackers, check_trackers, open_trackers
 from anygauge.training.warm_up import WarmUp
 from anygauge.util.events import EventWriter
+from anygauge.util.files import write_text
 from anygauge.util.run_lock import check_lock
-from anygauge.util.start import put_in_place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -276,7 +278,7 @@ def prepare_run(
     check = functools.partial(check_lock, Path(job.run_directory), rank.lock)
     if rank.index == 0:
         check()
-        put_in_place(job.start_directory, Path(job.run_directory))
+        accept_start(job)
     meter = MetricsLogger(
         path=Path(job.run_directory) / "metrics.jsonl",
         rank=rank.index,
@@ -420,3 +422,23 @@ def parameter_counts(engine: Engine) -> tuple[int, int]:
         codes: Any = layer.weight
         total += math.prod(layer.plain_shape) - math.prod(engine.parameter_shape(codes))
     return total, sum(map(math.prod, trained_shapes(engine).values()))
+
+
+def accept_start(job: Job) -> None:
+    """Have the run directory name the resolved run of a start that resumes it; for rank 0.
+
+    Raises:
+        AnygaugeError: a file cannot be written.
+    """
+    own, home = job.start_directory, Path(job.run_directory)
+    if own == home:
+        return
+    try:
+        for path in own.glob("run.*"):
+            write_text(home / path.name, path.read_text(), 0o600)
+        (own / ACCEPTED).touch()
+    except OSError as error:
+        raise AnygaugeError(
+            f"the run file of this start cannot be copied from {own} to {home}: {error}. Check "
+            "that the folder can be written, and give the same command again"
+        ) from error

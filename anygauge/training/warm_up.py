@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anygauge.data import Batches, MicroBatch
 from anygauge.interface import Placement
-from anygauge.interface.strategy import DeviceBatch, Engine, LossFunction, StepResult
+from anygauge.interface.strategy import DeviceBatch, Engine, LossFunction
 from anygauge.training.moving import HostBatch, LazyBatches, ToDevice
 
 
@@ -61,7 +61,7 @@ class WarmUp:
         batches: Sequence[HostBatch],
         loss_function: LossFunction,
         normalizer: int,
-    ) -> StepResult:
+    ) -> Sequence[Tensor]:
         """`Engine.run_step` with a step's batches; returns the losses of these alone.
 
         Args:
@@ -81,6 +81,6 @@ class WarmUp:
             return self._to_device(batch)
 
         every = LazyBatches([*batches, *dummies], moved)
-        result = engine.run_step(every, loss_function, normalizer)
+        losses = engine.run_step(every, loss_function, normalizer)
         self._placement.set_rng_state(generators)
-        return StepResult(result.loss_sums[: len(batches)])
+        return losses[: len(batches)]

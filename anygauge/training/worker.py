@@ -28,7 +28,6 @@ from anygauge.util.events import EventWriter
 from anygauge.util.files import write_text
 from anygauge.util.rendezvous import STORE_FD
 from anygauge.util.run_lock import check_lock
-from anygauge.util.start import settled
 from anygauge.util.text import finite
 
 GIB = 2**30
@@ -85,11 +84,11 @@ def run_rank(
     with progress.long("start-up"):
         from anygauge.config.resolved import read_run
         from anygauge.registry import Registry
-        from anygauge.util.imports import hidden, unused
+        from anygauge.util.imports import unused_hidden
 
-        run = read_run(settled(Path(job.run_file)))
-        names = unused(few_bits=run.has_few_bits, trackers=run.trackers)
-        importing.enter_context(hidden(names))
+        run = read_run(job.resolved_run)
+        hiding = unused_hidden(few_bits=run.has_few_bits, trackers=run.trackers)
+        importing.enter_context(hiding)
         from anygauge.training.auto import decided
         from anygauge.training.checkpoints.identity import REPORT, FinishedError, settings_of
         from anygauge.training.checkpoints.manager import checkpoint_folder

@@ -7,9 +7,6 @@ from collections.abc import Sequence
 
 from anygauge.util.errors import AnygaugeError
 
-TIMEOUT_S = 120.0
-_LINES = 8
-
 
 class NotInstalledError(AnygaugeError):
     """This machine does not have the client."""
@@ -20,7 +17,7 @@ class NoAnswerError(AnygaugeError):
 
 
 def run_client(
-    argv: Sequence[str], *, stdin: str | None = None, timeout_s: float = TIMEOUT_S
+    argv: Sequence[str], *, stdin: str | None = None, timeout_s: float = 120.0
 ) -> subprocess.CompletedProcess[str]:
     """Run a client's command and return what it printed, whatever its exit status.
 
@@ -58,7 +55,7 @@ def printed(done: subprocess.CompletedProcess[str]) -> str:
     return "\n  ".join(first_and_last((done.stderr or done.stdout).splitlines()))
 
 
-def first_and_last(lines: Sequence[str], count: int = _LINES) -> list[str]:
+def first_and_last(lines: Sequence[str], count: int = 8) -> list[str]:
     """The lines that are not blank; of more than 2 * `count` the first and the last `count`."""
     found = [line.rstrip() for line in lines if line.strip()]
     if len(found) > 2 * count:

@@ -5,33 +5,13 @@ And files that someone else wrote: opened only if they are files, read up to a b
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import socket
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
-
-
-@contextlib.contextmanager
-def replaced(path: Path) -> Iterator[Path]:
-    """Give a temporary path to write to; on success it takes the place of `path`.
-
-    Raises:
-        OSError: the file cannot be flushed or renamed; what was there before is untouched.
-    """
-    # Containers that share a folder may number their processes alike.
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def part_of(folder: Path) -> Path:
@@ -59,35 +39,34 @@ def write_text(path: str | Path, text: str, mode: int = 0o666) -> None:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced(path) as temporary:
-        # What an earlier process has left under this name would keep its own mode.
-        temporary.unlink(missing_ok=True)
+    # Containers that share a folder may number their processes alike.
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    # What an earlier process has left under this name would keep its own mode.
+    temporary.unlink(missing_ok=True)
+    try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with open(descriptor, "w", encoding="utf-8") as file:  # noqa: PTH123 - a descriptor
             file.write(text)
+            file.flush()
+            os.fsync(descriptor)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_text(path: Path, limit: int) -> str:
-    """What a small text file holds: what it is said to be is never read on for ever.
+    """What a text file of at most `limit` bytes holds; see `read_bounded`.
 
     A byte order mark, which some editors write, is dropped.
 
-    Args:
-        limit: most bytes.
-
     Raises:
-        OSError: as of `read_bounded`.
         UnicodeDecodeError: it is not UTF-8.
     """
     return read_bounded(path, limit).decode("utf-8-sig")
 
 
 def read_json(path: Path, limit: int = 64 * 2**20, **options: Any) -> Any:
-    """What a JSON file of bounded size holds.
-
-    Args:
-        limit: most bytes.
-        options: of `json.loads`.
+    """What a JSON file of at most `limit` bytes holds; `options` are those of `json.loads`.
 
     Raises:
         OSError: as of `read_bounded`.
@@ -100,22 +79,11 @@ def read_json(path: Path, limit: int = 64 * 2**20, **options: Any) -> Any:
 
 
 def usual_mode(folder: Path) -> int:
-    """The permissions that a new file gets in a folder: what the umask leaves.
+    """The permissions of a new file in a folder that was made here: what the umask leaves.
 
     Libraries that write to a temporary file first leave theirs to its owner alone.
-
-    Raises:
-        OSError: no file can be made there.
     """
-    probe = folder / f".{socket.gethostname()}.{os.getpid()}.mode"
-    try:
-        descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            return stat.S_IMODE(os.fstat(descriptor).st_mode)
-        finally:
-            os.close(descriptor)
-    finally:
-        probe.unlink(missing_ok=True)
+    return stat.S_IMODE(folder.stat().st_mode) & 0o666
 
 
 def open_regular(path: str | Path) -> BinaryIO:

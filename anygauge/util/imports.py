@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Collection, Iterator, Sequence
-
-FEW_BITS = "bitsandbytes"
-"""PEFT imports it, and with it torch's compiler."""
-TRACKER = "mlflow"
-"""DeepSpeed's tuner does the same with it."""
-
-
-def unused(*, few_bits: bool, trackers: Collection[str]) -> list[str]:
-    """Those that a run does not use.
-
-    Args:
-        few_bits: its weights or its optimizer's state are quantised.
-        trackers: any of which may use it.
-    """
-    wanted = {FEW_BITS: few_bits, TRACKER: bool(trackers)}
-    return [name for name, is_used in wanted.items() if not is_used]
+from collections.abc import Collection, Iterator
 
 
 @contextlib.contextmanager
-def hidden(names: Sequence[str]) -> Iterator[None]:
-    """Within it, libraries do not find these packages; afterwards they can be imported again."""
+def unused_hidden(*, few_bits: bool, trackers: Collection[str]) -> Iterator[None]:
+    """Within it, libraries do not find what a run does not use; afterwards all can be imported.
+
+    Args:
+        few_bits: the run's weights or its optimizer's state are quantised. Otherwise bitsandbytes
+            is hidden, which PEFT imports, and with it torch's compiler.
+        trackers: any of which may use mlflow. DeepSpeed's tuner does the same with that.
+    """
+    names = [n for n, used in (("bitsandbytes", few_bits), ("mlflow", trackers)) if not used]
     for name in names:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     try:

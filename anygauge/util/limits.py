@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import warnings
+from contextlib import suppress
 from typing import Any
 
 PATIENT_S = 12 * 3600.0
@@ -55,11 +56,9 @@ def libraries_of(group: Any) -> list[tuple[str, Any]]:
     """(name, object) of the library behind each type of device that a group serves."""
     found = []
     for device in group._device_types:
-        try:
+        with suppress(RuntimeError):  # named, but never made: no collective of it can hang
             backend = group._get_backend(device)
-        except RuntimeError:  # named, but never made: no collective of it can hang
-            continue
-        found.append((str(backend.name()), backend))
+            found.append((str(backend.name()), backend))
     return found
 
 
@@ -68,14 +67,8 @@ def _limited(backend: Any, limit: datetime.timedelta) -> bool:
     # The first is of the libraries that torch ships, in all versions; the second of any, in late
     # ones, where a library may refuse it.
     for name in ("_set_default_timeout", "set_timeout"):
-        setter = getattr(backend, name, None)
-        if setter is None:
-            continue
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                setter(limit)
-        except (RuntimeError, NotImplementedError, TypeError):
-            continue
-        return True
+        refusals = suppress(AttributeError, RuntimeError, TypeError)
+        with refusals, warnings.catch_warnings(action="ignore"):
+            getattr(backend, name)(limit)
+            return True
     return False

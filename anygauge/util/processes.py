@@ -2,6 +2,10 @@
 
 The chain of a run is: command line, agent, ranks, helper processes of a rank. A parent that ends
 in an orderly way ends its children itself; `die_with_parent` covers the other ways.
+
+``python -m anygauge.util.processes PROGRAM ...`` runs a program that would not end so by itself,
+such as mpirun or kubectl: it receives SIGUSR1 when the process that started it is gone. Open MPI
+passes that signal on to the agents, which end their ranks in order.
 """
 
 from __future__ import annotations
@@ -87,3 +91,12 @@ def describe_exit(code: int) -> str:
         return f"signal {-code}, {signal.Signals(-code).name}"
     except ValueError:
         return f"signal {-code}"
+
+
+if __name__ == "__main__":
+    # A signal that arrives before the program has begun must end this process, as it would that.
+    die_with_parent(signal.SIGUSR1)
+    try:
+        os.execvp(sys.argv[1], sys.argv[1:])
+    except OSError as error:
+        sys.exit(f"{sys.argv[1]} cannot be started: {error.strerror}")

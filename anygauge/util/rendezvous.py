@@ -50,6 +50,7 @@ def serve(host: str, port: int, listener: int, timeout: datetime.timedelta) -> d
     """
     import torch.distributed as dist
 
+    # Torch's newer server (libuv) takes no socket of others before its release 2.8.
     return dist.TCPStore(
         host, port, is_master=True, timeout=timeout, wait_for_workers=False,
         master_listen_fd=listener, use_libuv=False,
@@ -120,21 +121,12 @@ def open_store(
                 f"ranks cannot meet at {rendezvous} without a secret: anyone could join. The job "
                 "file has no token; start the run with anygauge train or launch, which draw one"
             )
-        if rendezvous.startswith(_SERVED):
-            store = reach(host, port, timeout)
-        else:
-            if rank == 0 and listener is None:
+        if rank == 0 and not rendezvous.startswith(_SERVED):
+            if listener is None:
                 listener = listen_at(host, port).detach()
-            store = dist.TCPStore(
-                host,
-                port,
-                world_size,
-                is_master=rank == 0,
-                timeout=timeout,
-                master_listen_fd=listener if rank == 0 else None,
-                # Torch's newer server takes no socket of others before its release 2.8.
-                use_libuv=False,
-            )
+            store = serve(host, port, listener, timeout)
+        else:
+            store = reach(host, port, timeout)
     store.set_timeout(timeout)
     return dist.PrefixStore(derived_key(secret, "keys of the store").hex()[:32], store)
 

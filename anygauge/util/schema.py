@@ -12,19 +12,15 @@ LARGEST = 2**31 - 1
 LARGEST_NUMBER = 1e6
 """Of factors, rates and repetitions. A rate of a million moves every weight beyond all use."""
 
-LARGEST_BATCH = 2**20
-"""Sequences of one step: each step lists where all of its rows stand."""
-
-LONGEST_S = 1e6
-"""Seconds that can be waited: eleven days. Libraries count milliseconds in 32 bits."""
-
 Positive = Annotated[int, Field(gt=0, le=LARGEST)]
 NonNegative = Annotated[int, Field(ge=0, le=LARGEST)]
-BatchSize = Annotated[int, Field(gt=0, le=LARGEST_BATCH)]
+# Each step lists where all of its rows stand.
+BatchSize = Annotated[int, Field(gt=0, le=2**20)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveNumber = Annotated[float, Field(gt=0, le=LARGEST_NUMBER, allow_inf_nan=False)]
 NonNegativeNumber = Annotated[float, Field(ge=0, le=LARGEST_NUMBER, allow_inf_nan=False)]
-Seconds = Annotated[float, Field(gt=0, le=LONGEST_S, allow_inf_nan=False)]
+# Eleven days: libraries count milliseconds in 32 bits.
+Seconds = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
@@ -34,14 +30,12 @@ class Section(BaseModel):
 
 
 def _without_nulls(given: Any) -> Any:
-    if not isinstance(given, dict):
-        return given
-    return {name: value for name, value in given.items() if value is not None}
+    is_mapping = isinstance(given, dict)
+    return {k: v for k, v in given.items() if v is not None} if is_mapping else given
 
 
 NULLS_REMOVED = BeforeValidator(_without_nulls)
 """Of mappings whose names no section knows: a null removes what the base or the file has there."""
-
 
 Text = Annotated[str, Strict()]
 Flag = Annotated[bool, Strict()]

@@ -253,7 +253,7 @@ class ServiceJob:
         with self._client_log.open("ab") as log:
             self._reader = reader = subprocess.Popen(
                 # It ends with this process, however that ends.
-                (sys.executable, "-m", "anygauge.util.end_with_parent", *command),
+                (sys.executable, "-m", "anygauge.util.processes", *command),
                 env={**os.environ, **parent_environment()},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

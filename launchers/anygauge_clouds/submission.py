@@ -26,7 +26,6 @@ from anygauge.interface import (
 )
 from anygauge.util.clients import NoAnswerError, run_client
 from anygauge.util.files import write_text
-from anygauge.util.start import START
 
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 """The name of an environment variable."""
@@ -96,17 +95,17 @@ class CloudOptions(LauncherOptions):
 
 def relocate(job: Job, run_directory: str) -> Job:
     """The job as its machines see it, with this run directory on their storage."""
-    run = Path(job.run_file).name
-    return replace(
+    moved = replace(
         job,
         run_directory=run_directory,
-        # What another job has left stays until the ranks accept (`anygauge.launch.startup`).
-        run_file=f"{run_directory}/{START}/{run}" if job.takes_over else f"{run_directory}/{run}",
+        run_file=f"{run_directory}/{Path(job.run_file).name}",
         # On a disk of the machine's own: network storage may lack the locks that this takes.
         rendezvous=f"file:///tmp/anygauge-{submission_id(job) or 'rendezvous'}",
         working_directory="",
         resume=True,
     )
+    # What another job has left stays until the ranks accept (`anygauge.launch.startup`).
+    return moved.as_attempt() if job.takes_over else moved
 
 
 def service_name(job: Job, limit: int) -> str:

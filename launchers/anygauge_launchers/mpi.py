@@ -56,7 +56,7 @@ class Mpi(ForegroundLauncher):
         if options.interface is not None:
             settings["btl_tcp_if_include"] = settings["oob_tcp_if_include"] = options.interface
         argv = (
-            *(sys.executable, "-m", "anygauge.util.end_with_parent", "mpirun"),
+            *(sys.executable, "-m", "anygauge.util.processes", "mpirun"),
             # Without it, mpirun refuses to run as root; the user has decided to.
             "--allow-run-as-root",
             *("-np", str(job.launch.nodes), "--host", ",".join(f"{host}:1" for host in hosts)),

@@ -33,7 +33,6 @@ from anygauge.util.clients import first_and_last
 from anygauge.util.events import read_event
 from anygauge.util.files import write_text
 from anygauge.util.processes import describe_exit, parent_environment
-from anygauge.util.start import settled
 
 Event = Mapping[str, Any]
 
@@ -248,8 +247,8 @@ class _Connection:
                     **os.environ,
                     **passed,
                     **planned.environment,
-                    # For `anygauge.util.end_with_parent`. An agent whose standard input ends with
-                    # this process needs none, and nobody on the way to it would remove it.
+                    # For `python -m anygauge.util.processes`. An agent whose standard input ends
+                    # with this process needs none, and nobody on the way to it would remove it.
                     **({} if self._writes else parent_environment()),
                 },
                 stdin=subprocess.PIPE if self._writes else subprocess.DEVNULL,
@@ -322,13 +321,13 @@ class _Connection:
             if event is not None:
                 yield event
                 continue
-            with contextlib.suppress(OSError), settled(self._log).open("ab") as log:
+            with contextlib.suppress(OSError), self._log.open("ab") as log:
                 log.write(line)
 
     def why_it_ended(self) -> str:
         """Its exit status and what it printed to its log; call it once its output has ended."""
         code = self._process.wait()
-        log = settled(self._log)
+        log = self._log
         with log.open("rb") as file:
             file.seek(self._log_begin)
             text = file.read().decode(errors="replace")

@@ -11,7 +11,6 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,7 +28,6 @@ from anygauge.interface import (
     PlannedProcess,
     RunFileError,
 )
-from anygauge.util.start import START
 from anygauge_launchers.remote import RemoteJob, job_file
 from anygauge_launchers.slurm_job import SlurmJob
 
@@ -150,8 +148,7 @@ class Slurm:
             ]
             if options.extra:
                 lines.append(options.extra)
-            staged = replace(job, run_file=str(folder / START / Path(job.run_file).name))
-            its = staged if job.takes_over else job
+            its = job.as_attempt() if job.takes_over else job
             step = self._step(options, job, tuple(job.launch.pass_environment))
             arguments = (*before, *step, *start, *self._agent(options, its), *after)
             batch = BatchFile(

@@ -63,7 +63,7 @@ class SlurmJob:
             AnygaugeError: Slurm refuses the job, or a file cannot be written.
         """
         script = next(file.path for file in plan.files if file.path.endswith(".sh"))
-        folder = Path(script).parent  # the job file may be in `START`, until the ranks accept it
+        folder = Path(script).parent
         passed = {n: os.environ[n] for n in plan.pass_environment if n in os.environ}
         events = folder / "events.jsonl"
         try:

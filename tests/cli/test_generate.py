@@ -44,7 +44,7 @@ def test_a_path_that_is_no_folder_is_answered_without_the_hub(
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
     assert f"looked at {tmp_path}/runs/nope); runs has my-run; give a" in refused("runs/nope")
-    assert "did you mean runs/my-run?" in refused("runs/my-rum")
+    assert "; did you mean 'my-run'?" in refused("runs/my-rum")
     assert "./file: a file, not a folder" in refused("./file")
     for path in ("./nope", "/nope/at/all", "~/nope-at-all", "a/b/c"):
         assert f"{path}: no such folder (looked at " in refused(path)

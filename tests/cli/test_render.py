@@ -14,7 +14,6 @@ import yaml
 
 from anygauge.cli import run
 from anygauge.interface import Job, RunFileError
-from anygauge.util.start import START, put_in_place
 from tests.helpers.runs import run_file
 
 SLURM = {"launcher": "slurm", "nodes": 2, "pass_environment": ["HF_HOME"]}
@@ -158,7 +157,8 @@ def test_the_batch_file_starts_the_agents_that_the_launcher_would(tmp_path: Path
     assert executed(plan / "job.sbatch", odd, SLURM_RESTART_COUNT="1").returncode == 0
     resumed = rendered(odd, "resumed", "--resume", "auto")
     assert executed(resumed / "job.sbatch", odd).returncode == 0
-    staged = home / START / "run.json"
+    staged = Path(Job.load(resumed / "job.json").run_file)
+    assert staged.parent.parent == home / "attempts"
     words = (odd / "asked").read_text().splitlines()
     job_file = words[words.index("--job") + 1]
     assert job_file == str(staged.with_name("job.json"))
@@ -168,9 +168,7 @@ def test_the_batch_file_starts_the_agents_that_the_launcher_would(tmp_path: Path
         assert path.read_bytes() == (resumed / path.name).read_bytes()
     for name in ("run.json", "run.yaml"):
         assert (home / name).read_bytes() == (plan / name).read_bytes()
-    put_in_place(staged.parent, home)
     assert executed(resumed / "job.sbatch", odd, SLURM_RESTART_COUNT="1").returncode == 0
-    assert not staged.parent.exists()
     assert Job.load(job_file).token == Job.load(resumed / "job.json").token
 
 

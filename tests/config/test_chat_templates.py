@@ -70,16 +70,6 @@ def test_variables_are_kept_as_they_are(folder):
     assert parse_run(run_json(run)) == run
 
 
-def test_arguments_that_anygauge_sets_are_refused(folder):
-    [said] = folder.refuse(text(chat_template_kwargs="{tools: [], enable_thinking: false}"))
-    assert said.startswith(
-        "run.yaml:2: data.chat_template_kwargs: 'tools': anygauge sets this itself, row by row; "
-        "give variables that the template alone reads, such as 'enable_thinking'"
-    )
-    [said] = folder.refuse(text(chat_template_kwargs="{enable-thinking: false}"))
-    assert "'enable-thinking' is not a name that a template can read" in said
-
-
 def test_every_argument_of_the_library_is_refused():
     from transformers import PreTrainedTokenizerBase
     from transformers.utils.chat_template_utils import render_jinja_template

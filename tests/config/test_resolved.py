@@ -46,10 +46,3 @@ def test_what_is_no_run_is_refused(text: str) -> None:
 def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(AnygaugeError, match=r"run\.json: .*No such file"):
         read_run(tmp_path / "run.json")
-
-
-def test_keys_within_free_values_are_text_as_in_json(folder, minimal) -> None:
-    text = minimal + "strategy:\n  name: zero\n  options:\n    a: {1: x}\n"
-    assert folder.refuse(text) == [
-        "run.yaml:6: strategy.options.a: the key 1 (int) is not text; put it in quotes"
-    ]

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.config.describe import ELSEWHERE, kind_at
+from anygauge.config.describe import kind_of_run
+from anygauge.config.problems import PEER_ALIASES
 from anygauge.config.schema import (
     AdapterSection,
     DataSection,
@@ -53,17 +54,18 @@ def test_what_is_said_of_a_run_file(folder, minimal, block):
         assert line.count("did you mean") <= 1
 
 
-@pytest.mark.parametrize(("name", "target"), sorted(ELSEWHERE.items()))
+@pytest.mark.parametrize(("name", "target"), sorted(PEER_ALIASES.items()))
 def test_names_of_other_tools_point_at_fields_that_exist(name, target):
     nowhere = Origin("run.yaml", None, Path())
     zero = YamlNode({"name": YamlNode("zero", nowhere)}, nowhere)
     root = YamlNode({"strategy": zero} if target.startswith("strategy.") else {}, nowhere)
     path, _, value = target.partition(": ")
-    kind = kind_at(tuple(path.split(".")), root)
+    run = kind_of_run(root)
+    kind = run.at(tuple(path.split(".")))
     assert kind is not None
     choices = [choice for member in kind.members for choice in member.choices]
     assert not value or value in choices or not choices
-    assert kind_at((name,), root) is None
+    assert run.at((name,)) is None
 
 
 def test_a_word_that_is_no_field_of_a_section_is_not_suggested(folder, minimal):
@@ -71,30 +73,10 @@ def test_a_word_that_is_no_field_of_a_section_is_not_suggested(folder, minimal):
     assert "write" not in complaint
 
 
-def test_missing_fields_say_what_they_are_for(folder):
+def test_missing_sections_say_what_they_are_for(folder):
     assert folder.refuse("name: x") == [
         f"run.yaml: model: missing: {ModelSection.__doc__}",
         f"run.yaml: data: missing: {DataSection.__doc__}",
-    ]
-    assert folder.refuse("model: {name: x}\ndata:\n  train:\n    limit: 3") == [
-        "run.yaml:3: data.train.path: missing: "
-        "A .json, .jsonl, .csv, .parquet or .txt file, the address of one (https://, hf://, "
-        "s3://), or a dataset's name on the hub."
-    ]
-    assert folder.refuse("model:\ndata: {train: {path: null}}") == [
-        f"run.yaml:1: model: got null, expected a mapping of {names(ModelSection)}",
-        "run.yaml:2: data.train.path: got null, expected text",
-    ]
-
-
-def test_checks_of_a_whole_section_name_its_line_and_the_fields(folder, minimal):
-    text = minimal + "train:\n  schedule:\n    warmup_ratio: 0.1\n"
-    assert folder.refuse(text, "train.schedule.warmup_steps=5") == [
-        "run.yaml:4: train.schedule: give 'warmup_steps' or 'warmup_ratio', not both "
-        "(warmup_steps: --set train.schedule.warmup_steps=5, warmup_ratio: run.yaml:5)"
-    ]
-    assert folder.refuse("data: {train: {path: x}}\n\nmodel:\n  revision: a\n") == [
-        "run.yaml:3: model: give exactly one of 'name' (existing weights) and 'config' (random)"
     ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from operator import attrgetter
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -45,7 +44,7 @@ def test_the_last_override_of_a_field_wins(folder, minimal):
 
 def test_flags_win_and_one_that_was_not_given_is_left_alone(folder, minimal):
     text = minimal + "backend: a\nlaunch: {devices: 2, nodes: 3}\n"
-    flags = {"backend": "b", "launch.devices": None, "output": Path("out")}
+    flags = {"backend": "b", "launch.devices": None, "output": "out"}
     run = folder.load(text, flags=flags).run
     assert (run.backend, run.launch.devices, run.launch.nodes) == ("b", 2, 3)
     assert run.output == str(folder.path / "out")

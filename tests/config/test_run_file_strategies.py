@@ -10,7 +10,8 @@ def test_the_default_and_its_fields(folder, minimal):
     assert strategy.model_dump() == {"name": "auto"}
     zero = folder.load(minimal, "strategy=zero", "strategy.stage=2").run.strategy
     assert (zero.stage, zero.gather) == (2, "layer")
-    assert folder.load(minimal + "strategy: {name: null}").run.strategy.name == "auto"
+    for null in ("{name: null}", "null"):
+        assert folder.load(minimal + f"strategy: {null}").run.strategy.name == "auto"
 
 
 def test_a_strategy_has_its_own_fields_alone(folder, minimal):
@@ -28,6 +29,9 @@ def test_an_unknown_strategy_hides_nothing_else(folder, minimal):
 def test_a_word_stands_for_a_section(folder, minimal):
     assert folder.load(minimal + "strategy: single").run.strategy.model_dump() == {"name": "single"}
     assert folder.load(minimal + "strategy: {name: single}", "strategy=fsdp").run.strategy.gather
+    folder.write("base.yaml", minimal + "strategy: fsdp")
+    run = folder.load("extends: base.yaml\nstrategy: {gather: step}").run
+    assert (run.strategy.name, run.strategy.gather) == ("fsdp", "step")
     run = folder.load(minimal + "strategy: fsdp", "strategy.gather=step").run
     assert (run.strategy.name, run.strategy.gather) == ("fsdp", "step")
 

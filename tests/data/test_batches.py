@@ -11,14 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from anygauge.config.schema import DataSection, SourceSection, TrainSection
-from anygauge.data import (
-    IGNORED,
-    EvaluationBatches,
-    Layout,
-    Schedule,
-    accumulation,
-    prepare,
-)
+from anygauge.data import IGNORED, EvaluationBatches, Layout, Schedule, accumulation, prepare
 from anygauge.data.batches import RowBatches, measure, pack
 from anygauge.data.order import packing_order
 from anygauge.interface import RunFileError, ShapeKind, ShapePolicy, Share

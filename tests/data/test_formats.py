@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from anygauge.config.schema import SourceSection
-from anygauge.data.formats import Row, detect_format, parse, parse_all, prompt_template, render
+from anygauge.data.formats import Row, detect_format, parse, parse_all, question_text
 from anygauge.data.readers import Record
 from anygauge.interface import DataError, RunFileError
 from tests.helpers.tokenizer import FIXTURES
@@ -90,7 +90,7 @@ def test_alpaca_prompts_with_and_without_an_input():
 
 @pytest.mark.parametrize("given", ["{instruction}", "{input}", "{prompt}", "{0}"])
 def test_braces_in_the_data_are_data(given):
-    assert render("<{prompt}{x}>", given) == f"<{given}{{x}}>"
+    assert read({**PAIR, "prompt": given}, template="<{prompt}{x}>").prompt == f"<{given}{{x}}>"
     alpaca = read({"instruction": given, "input": given, "output": "o"})
     assert f"### Instruction:\n{given}\n\n### Input:\n{given}\n" in alpaca.prompt
 
@@ -98,19 +98,19 @@ def test_braces_in_the_data_are_data(given):
 @pytest.mark.parametrize(
     ("values", "fields", "expected"),
     [
-        (PAIR, {}, "{prompt}\n"),
-        (PAIR, {"template": "Q {prompt}"}, "Q {prompt}"),
-        ({"text": "t"}, {}, "{prompt}"),
+        (PAIR, {}, "why {prompt}\n"),
+        (PAIR, {"template": "Q {prompt}"}, "Q why {prompt}"),
+        ({"text": "t"}, {}, "why {prompt}"),
         ({"messages": TURNS}, {}, None),
         ({"prompt": TURNS, "completion": TURNS}, {}, None),
-        (IDS, {"format": "tokens"}, "{prompt}"),
-        (ALPACA, {}, read({**ALPACA, "instruction": "{prompt}"}).prompt),
+        (IDS, {"format": "tokens"}, "why {prompt}"),
+        (ALPACA, {}, read({**ALPACA, "instruction": "why {prompt}"}).prompt),
     ],
 )
 def test_what_a_question_is_put_in(values, fields, expected):
     first, source = Record(values, "data.jsonl:1"), SourceSection(path="data.jsonl", **fields)
-    assert prompt_template(first, source) == expected
-    through = prompt_template(first, source, has_chat_template=True)
+    assert question_text(first, source, "why {prompt}") == expected
+    through = question_text(first, source, "why {prompt}", has_chat_template=True)
     assert through == (None if values is IDS else expected)
 
 

@@ -78,11 +78,7 @@ def test_streaming_takes_no_memory_for_the_size_of_the_file(tmp_path):
         path = big_file(tmp_path / f"{size}.jsonl", size)
         data = {"train": {"path": str(path)}, "streaming": True, "shuffle_buffer": 2000}
         run = run_file(
-            tmp_path,
-            name=f"of-{size}",
-            strategy={"name": "single"},
-            data=data,
-            train={"steps": 4},
+            tmp_path, name=f"of-{size}", strategy={"name": "single"}, data=data, train={"steps": 4}
         )
         peak, steps = measured(TRAIN, run)
         assert steps == 4

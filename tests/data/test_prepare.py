@@ -51,7 +51,7 @@ def test_several_sources_of_several_forms(source, tokenizer):
     masks = [loss_mask for _, loss_mask, _ in content(found, tokenizer)]
     assert content(found, tokenizer)[2][0] == "<s>q\nr</s>"
     assert [len(each) for each in masks] == found.lengths.tolist()
-    assert [sum(each) for each in masks] == found.loss_token_counts.tolist()
+    assert [sum(each) for each in masks] == found.column("num_loss_tokens").tolist()
     assert found.report.tokens == sum(map(len, masks))
     assert not any(each[0] for each in masks)
     assert all(map(any, masks))

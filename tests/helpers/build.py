@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.config.sections import OptimizerSection
@@ -143,7 +143,7 @@ def build_context(
             max_norm=max_norm,
             activations=dataclasses.replace(factory.activations, offload=offload),
         ),
-        **more,
+        **{"clip_grad_norm": nn.utils.clip_grad_norm_, **more},
     )
 
 

@@ -9,13 +9,13 @@ import socket
 import subprocess
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from anygauge.interface import Job
-from anygauge.launch import coordinator, link, nodes, rank_process, supervisor
+from anygauge.launch import channel, nodes, rank_process, supervisor
 from anygauge.util.processes import END_AT_ONCE
 from tests.helpers.jobs import make_job
 
@@ -70,7 +70,7 @@ class FakeRank(rank_process.RankProcess):
 
     def __init__(self, rank: int, local_rank: int, *_: Any, idle_limit_s: float, **__: Any) -> None:
         self.rank, self.local_rank = rank, local_rank
-        self._log = self._result = Path("/nowhere/log")
+        self.log = self.result = Path("/nowhere/log")
         self.code = self.observed_exit = self.finished_at = None
         self.stopped = self.failure = self.handle = self.exit_code = None
         self.events_closed = self.deaf = False
@@ -185,13 +185,8 @@ class SimulatedAgent:
         self.running, self.killed = False, True
         for one in self.ranks:
             one.exit(-signal.SIGKILL)
-        for each in self._links():
+        for each in self.nodes._channels.values():
             each.close("it was killed")
-
-    def _links(self) -> list[link.Link]:
-        if isinstance(self.nodes, coordinator.Coordinator):
-            return [worker.link for worker in self.nodes._workers.values()]
-        return [self.nodes._link] if isinstance(self.nodes, nodes.WorkerNode) else []
 
 
 class Simulation:
@@ -203,12 +198,11 @@ class Simulation:
         self._held = contextlib.ExitStack()
         self.clock = FakeClock()
         patch = self._held.enter_context
-        for module in (supervisor, nodes, coordinator, link, rank_process):
+        for module in (supervisor, nodes, channel, rank_process):
             patch(mock.patch.object(module, "time", self.clock))
         fakes = types.SimpleNamespace(DefaultSelector=FakeSelector, EVENT_READ=1)
         patch(mock.patch.object(supervisor, "selectors", fakes))
         patch(mock.patch.object(supervisor, "RankProcess", FakeRank))
-        patch(mock.patch.object(link.Link, "own_address", "127.0.0.1"))
         self.events: dict[int, list[dict[str, Any]]] = {node: [] for node in range(nodes_count)}
         job = make_job(
             **{"run_directory": "/nowhere", "nodes": nodes_count, "devices": devices},
@@ -224,35 +218,19 @@ class Simulation:
         return types.SimpleNamespace(full=False, shared=False, forward=bytes, send=send)
 
     def _met(self, job: Job, every_s: float) -> list[nodes.Nodes]:
-        """The nodes, over links that have been authenticated."""
-        count = job.launch.nodes
-        if count == 1:
-            return [nodes.Nodes(job, self._outbox(0))]
-        hellos = [
-            link.Hello(node_rank=n, host=f"host{n}", nodes=count, devices_per_node=1)
-            for n in range(count)
-        ]
-        ends = [socket.socketpair() for _ in hellos[1:]]
-        pairs = [(link.Link(a, "worker"), link.Link(b, "the coordinator")) for a, b in ends]
-        for one, other in pairs:
-            one.seal(b"key", "coordinator", "worker")
-            other.seal(b"key", "worker", "coordinator")
-        joined = [(p[0], {"hello": asdict(h)}) for p, h in zip(pairs, hellos[1:], strict=True)]
-
-        def join(turn_s: float) -> list[Any]:
+        """The nodes, which have joined one after the other."""
+        to_workers: dict[int, channel.Channel] = {}
+        workers: list[nodes.Nodes] = []
+        for node in range(1, job.launch.nodes):
             self.clock.now += every_s
-            return [joined.pop(0)]
-
-        listener = mock.MagicMock()
-        listener.__enter__.return_value.joined = join
-        address = ("", 0)
-        with mock.patch.object(coordinator, "Listener", return_value=listener):
-            head = coordinator.Coordinator(job, self._outbox(0), hellos[0], address)
-        made: list[nodes.Nodes] = [head]
-        for number, hello in enumerate(hellos[1:], start=1):
-            with mock.patch.object(nodes.WorkerNode, "_join", return_value=pairs[number - 1][1]):
-                made.append(nodes.WorkerNode(job, self._outbox(number), hello, address))
-        return made
+            ends = [channel.Channel(end, "the coordinator") for end in socket.socketpair()]
+            ends[0].peer = f"node {node} (host{node})"
+            to_workers[node] = ends[0]
+            workers.append(nodes.WorkerNode(job, self._outbox(node), ends[1], "tcp://host0:1"))
+        if not workers:
+            return [nodes.Nodes(job, self._outbox(0))]
+        hosts = {node: f"host{node}" for node in range(job.launch.nodes)}
+        return [nodes.Nodes(job, self._outbox(0), to_workers, hosts, "127.0.0.1"), *workers]
 
     @property
     def ranks(self) -> list[FakeRank]:

@@ -316,4 +316,4 @@ def test_a_rendered_plan_takes_nothing_for_granted(
     monkeypatch.setattr(launch_memory, "SMALL", small)
     path = run_file(tmp_path, launch={"devices": 2})
     assert command(["launch", str(path), "--render", str(tmp_path / "plan")]) == 0
-    assert json.loads((tmp_path / "plan/job.json").read_text())["strategy"] == name
+    assert json.loads((tmp_path / "plan/run.json").read_text())["strategy"]["name"] == name

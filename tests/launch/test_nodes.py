@@ -14,8 +14,7 @@ from typing import IO, Any
 import pytest
 
 from anygauge.interface import LOST, AnygaugeError, Job
-from anygauge.launch.agent import meet
-from anygauge.launch.link import Hello, check_hello
+from anygauge.launch.meeting import Hello, check_hello, meet
 from anygauge.launch.nodes import Outbox
 from tests.helpers.processes import PATIENCE_S, alive, as_in_a_terminal, until
 from tests.launch.cluster import Cluster
@@ -85,10 +84,16 @@ def test_settings_that_all_must_share_are_compared(cluster: Cluster) -> None:
     causes: dict[int, str] = {}
 
     def join(node: int) -> None:
-        settings = {"ALIKE": "1", "MODE": f"digest {node}"}
+        own = Hello(
+            node_rank=node,
+            host=f"host{node}",
+            nodes=2,
+            devices_per_node=1,
+            settings={"ALIKE": "1", "MODE": f"digest {node}"},
+        )
         silent = Outbox(os.open(os.devnull, os.O_WRONLY))
         try:
-            meet(job, silent, node, f"host{node}", f"127.0.0.1:{cluster.port}", settings)
+            meet(job, silent, own, ("127.0.0.1", cluster.port))
         except AnygaugeError as error:
             causes[node] = str(error)
 

@@ -131,11 +131,11 @@ def test_only_a_fetch_has_the_network(tmp_path: Path, hub: Hub) -> None:
     path = run_file(tmp_path, model={"name": NAME})
     shown: list[str] = []
     request = Request(fetch=tuple(wanted(load_run_file(path).run.model)), check=question(path))
-    with pytest.raises(ModelError, match="model_type"):
+    with pytest.raises(ModelError, match="cannot be read as weights"):
         prepare(request, show=lambda event: shown.append(event["event"]))
     assert hub.files() == sorted(FILES) and shown.count("message") == 2
     hub.requests.clear()
-    with pytest.raises(ModelError, match="model_type"):
+    with pytest.raises(ModelError, match="cannot be read as weights"):
         prepare(Request(check=question(path)))
     assert hub.requests == []
 

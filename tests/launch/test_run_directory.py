@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from anygauge.cli import run as command
 from anygauge.cli.intent import read_intent
-from anygauge.interface import AnygaugeError
+from anygauge.interface import ATTEMPTS, AnygaugeError
 from anygauge.interface.job import Job
 from anygauge.launch.run_directory import (
     choose_run_directory,
@@ -19,15 +18,16 @@ from anygauge.launch.run_directory import (
     clear,
     clear_for_start,
     logs_of,
+    remove_unaccepted,
     took_no_step,
 )
 from anygauge.registry import Registry
 from anygauge.training.checkpoints.identity import identity_of_file
-from anygauge.util.start import START, put_in_place, settled
+from anygauge.training.setup import accept_start
 from tests.helpers.checkpoints import RECORD, write
 from tests.helpers.jobs import make_job
 from tests.helpers.options import render
-from tests.helpers.runs import anygauge, run_file
+from tests.helpers.runs import anygauge, hashes, run_file
 
 TIMEOUT_S = 200
 
@@ -54,7 +54,7 @@ def test_a_start_without_a_step_is_used_again(tmp_path: Path) -> None:
         assert choose_run_directory(folder, resume=resume) == folder
     assert (folder / "logs/rank0.log").exists(), "looking removes nothing"
     with claim(folder):
-        clear_for_start(folder, staged=False)
+        clear_for_start(folder)
         assert [path.name for path in folder.iterdir()] == [".lock"]
 
 
@@ -81,7 +81,7 @@ def test_a_folder_that_may_hold_more_is_left(more: str, tmp_path: Path) -> None:
     assert not took_no_step(folder)
     assert choose_run_directory(folder, resume=False) == tmp_path / "my-run-2"
     with claim(folder), pytest.raises(AnygaugeError, match="taken by another run"):
-        clear_for_start(folder, staged=False)
+        clear_for_start(folder)
     (folder / "rendezvous").touch()  # which the claim takes away
     assert sorted(folder.rglob("*")) == before
 
@@ -101,33 +101,28 @@ def test_clearing_removes_nothing_else(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == [".lock", "notes.txt"]
 
 
-def staged_job(folder: Path) -> Job:
-    return make_job(run_directory=folder, run_file=str(folder / START / "run.json"))
+def resuming_job(folder: Path, number: int = 1) -> Job:
+    return make_job(
+        run_directory=folder, id=str(number), run_file=f"{folder}/run.json"
+    ).as_attempt()
 
 
-def test_the_files_of_a_start_wait_until_they_are_put_in_place(tmp_path: Path) -> None:
+def test_a_start_that_resumes_changes_nothing_before_it_is_accepted(tmp_path: Path) -> None:
     folder = failed_start(tmp_path / "my-run")
     MORE["a step"](folder)
-    clear_for_start(folder, staged=True)
-    job = staged_job(folder)
-    start = folder / START
-    assert job.start_directory == start
-    (start / "run.yaml").write_text("new")
-    (start / "job.json").write_text(job.dump())
-    (start / "logs").mkdir()
-    log = (start / "logs/rank0.log").open("w")
-    log.write("before, ")
-    log.flush()
-    assert (folder / "run.yaml").read_text() == "{}"
-    put_in_place(job.start_directory, Path(job.run_directory))
-    with log:
-        log.write("and after")
-    assert not start.exists() and job.start_directory == folder
-    assert (folder / "run.yaml").read_text() == "new"
-    assert settled(start / "logs/rank0.log").read_text() == "before, and after"
-    assert (folder / "logs/rank0.1.log").read_text() == "why it failed"
-    assert not list((folder / "ranks").iterdir())
-    assert Job.load(start / "job.json") == job, "by the name that agents were given"
+    before = hashes(folder)
+    for number in (1, 2):  # the first of them is refused
+        job = resuming_job(folder, number)
+        assert job.start_directory == folder
+        clear_for_start(folder, job)
+        assert job.start_directory == folder / ATTEMPTS / str(number)
+        (job.start_directory / "run.json").write_text("new")
+    assert [path.name for path in (folder / ATTEMPTS).iterdir()] == ["2"]
+    assert {name: found for name, found in hashes(folder).items() if name in before} == before
+    accept_start(job)
+    remove_unaccepted(folder)
+    assert (folder / "run.json").read_text() == "new" == job.resolved_run.read_text()
+    assert (folder / "logs/rank0.log").read_text() == "why it failed"
 
 
 def test_the_logs_of_a_refused_start_are_shown(
@@ -135,7 +130,7 @@ def test_the_logs_of_a_refused_start_are_shown(
 ) -> None:
     folder = failed_start(tmp_path / "my-run")
     assert logs_of(folder) == folder / "logs"
-    refused = folder / START / "logs"
+    refused = folder / ATTEMPTS / "1" / "logs"
     refused.mkdir(parents=True)
     (refused / "rank0.log").write_text("belongs to another run")
     (folder / "logs/slurm.log").write_text("srun: ended")
@@ -144,15 +139,6 @@ def test_the_logs_of_a_refused_start_are_shown(
     shown = capsys.readouterr().out
     assert f"==> {refused / 'rank0.log'}\nbelongs to another run\n" in shown
     assert "srun: ended" in shown and "why it failed" not in shown
-
-
-def test_a_job_without_staging_is_where_it_was(tmp_path: Path) -> None:
-    folder = failed_start(tmp_path / "my-run")
-    (folder / START).mkdir()  # of a start that was refused
-    job = replace(staged_job(folder), run_file=str(folder / "run.json"))
-    assert job.start_directory == folder
-    put_in_place(job.start_directory, Path(job.run_directory))
-    assert (folder / START).exists()
 
 
 @pytest.mark.slow
@@ -186,16 +172,17 @@ REMOTE = {"hosts": ["one"], "python": "/usr/bin/python3"}
 @pytest.mark.parametrize(
     ("launcher", "options"),
     [
-        *(("local", {}), ("ssh", REMOTE), ("mpi", REMOTE)),
+        *(("ssh", REMOTE), ("mpi", REMOTE)),
         *(("slurm", {"allocation": where}) for where in ("new", "current")),
     ],
 )
-def test_launchers_stage_what_they_write(
+def test_launchers_write_to_the_folder_of_the_start(
     launcher: str, options: dict[str, object], tmp_path: Path
 ) -> None:
-    plan = render(launcher, staged_job(tmp_path), options)
+    job = resuming_job(tmp_path)
+    plan = render(launcher, job, options)
     (job_file,) = [Path(file.path) for file in plan.files if file.path.endswith("job.json")]
-    assert job_file == tmp_path / START / "job.json"
+    assert job_file == Path(job.run_file).with_name("job.json")
     (process,) = plan.processes
     assert str(job_file) in (*process.argv, *process.arguments)
 
@@ -210,9 +197,9 @@ def test_a_submission_to_slurm_replaces_nothing_that_ranks_have_not_accepted(
     (programs / "sbatch").write_text("#!/bin/sh\necho 7\n")
     (programs / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    job = staged_job(folder)
+    job = resuming_job(folder)
     with claim(folder):
-        clear_for_start(folder, staged=True)
+        clear_for_start(folder, job)
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         launcher = Registry.load().launcher("slurm")()
         running = launcher.submit(render("slurm", job, {"allocation": "new"}))
@@ -220,6 +207,4 @@ def test_a_submission_to_slurm_replaces_nothing_that_ranks_have_not_accepted(
     assert {path: path.read_bytes() for path in before} == before
     new = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     new -= {str(path.relative_to(folder)) for path in before}
-    assert new == {f"{START}/job.json", "slurm.sh", "variables.json"}
-    put_in_place(job.start_directory, Path(job.run_directory))
-    assert Job.load(folder / START / "job.json") == job, "a job that is queued again finds it"
+    assert new == {f"{ATTEMPTS}/1/job.json", "slurm.sh", "variables.json"}

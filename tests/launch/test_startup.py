@@ -16,7 +16,7 @@ from anygauge.config.resolved import run_json
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, Job
 from anygauge.launch.startup import OWNER, claim_run_directory, place_run_file, read_secrets
-from anygauge.util.start import START, put_in_place, settled
+from anygauge.training.setup import accept_start
 from tests.helpers.jobs import make_job
 from tests.helpers.processes import until
 from tests.helpers.runs import run_file
@@ -75,19 +75,19 @@ def test_the_run_of_another_job_is_not_written_over(tmp_path: Path, left: str) -
 def test_what_another_job_has_left_stays_until_the_ranks_accept(tmp_path: Path) -> None:
     home = tmp_path / "run"
     claim_run_directory(job(tmp_path, token="other", run_text=OTHER), 0)
-    new = job(tmp_path, takes_over=True, run_file=str(home / START / "run.json"))
+    new = job(tmp_path, takes_over=True, id="1").as_attempt()
     for node_rank in (1, 0, 1):
         claim_run_directory(new, node_rank)
-        assert new.start_directory == home / START, "logs of every machine go there"
+        assert new.start_directory == home / "attempts/1", "logs of every machine go there"
     place_run_file(new)
     claim_run_directory(new, 0)  # the cluster starts it again before they do
     assert (home / "run.json").read_text() == OTHER
-    assert settled(Path(new.run_file)).read_text() == OURS
-    put_in_place(new.start_directory, Path(new.run_directory))
+    assert new.resolved_run.read_text() == OURS
+    accept_start(new)
     for node_rank in (1, 0):  # and afterwards
         claim_run_directory(new, node_rank)
         place_run_file(new)
-        assert new.start_directory == home and not (home / START).exists()
+        assert new.start_directory == home / "attempts/1"
     assert (home / "run.json").read_text() == OURS
 
 
@@ -95,14 +95,14 @@ def test_a_run_without_a_mark_is_left_likewise(tmp_path: Path) -> None:
     home = tmp_path / "run"
     home.mkdir()
     (home / "run.yaml").write_text("mine")
-    claim_run_directory(job(tmp_path, takes_over=True, run_file=str(home / START / "run.json")), 0)
+    claim_run_directory(job(tmp_path, takes_over=True, id="1").as_attempt(), 0)
     assert (home / "run.yaml").read_text() == "mine"
-    assert (home / START / "run.json").read_text() == OURS
+    assert (home / "attempts/1/run.json").read_text() == OURS
 
 
 def test_where_nothing_was_before_nothing_waits(tmp_path: Path) -> None:
     home = tmp_path / "run"
-    new = job(tmp_path, takes_over=True, run_file=str(home / START / "run.json"))
+    new = job(tmp_path, takes_over=True, id="1").as_attempt()
     for node_rank in (1, 0, 1):
         claim_run_directory(new, node_rank)
         assert new.start_directory == home

@@ -78,7 +78,6 @@ def test_a_run_goes_on_and_another_choice_is_another_run(tmp_path: Path) -> None
         ),
         ({"frozen": ["lm_head"]}, r"frozen\[0\].*matches no parameter.*lm_head\.weight"),
         ({"frozen": [".*"]}, "leave nothing to train"),
-        ({"trainable": ["("]}, r"train\.trainable\[0\]"),
     ],
 )
 def test_expressions_that_choose_nothing(train: Any, message: str) -> None:

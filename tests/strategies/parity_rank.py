@@ -27,6 +27,7 @@ from anygauge.models.masks import MaskPlan
 from anygauge.models.quantised import QuantisedLinear
 from anygauge.strategies.activations import offload_activations
 from anygauge.strategies.flat import FLAT
+from anygauge.strategies.footprint import footprint_of, memory_of
 from anygauge.testing.bisect import CollectiveBytes
 from anygauge.training.optimizer import optimizer_factory
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
@@ -241,7 +242,8 @@ def built(case: ParityCase, backend: Backend, rank: int, world: int) -> tuple[En
         offload=case.offloaded,
     )
     skeleton = context.factory.adapt(context.factory.skeleton())
-    footprint = strategy.footprint(dataclasses.replace(context.workload, skeleton=skeleton))
+    workload = dataclasses.replace(context.workload, skeleton=skeleton)
+    footprint = footprint_of(memory_of(strategy, workload))
     engine = strategy.build(context)
     if case.offloaded:
         offload_activations(engine.model, backend.placement)
@@ -277,7 +279,7 @@ def _trained(case: ParityCase, backend: Backend, rank: int, world: int) -> dict[
             batches = list(micro_batches(case, step, share, device))
             result = engine.run_step(batches, model_loss, tokens)
             update = engine.update(case.rate, 1.0)
-        mine = [float(sum(map(float, result.loss_sums)))]
+        mine = [float(sum(map(float, result)))]
         losses.append((backend.collectives.sum_on_host(mine) if world > 1 else mine)[0] / tokens)
         norms.append(float(update.grad_norm))
     hook.remove()

@@ -75,14 +75,14 @@ def anygauge_step(engine: Engine, context: BuildContext) -> Callable[[torch.Tens
         tokens = context.workload.world_size * (LENGTH - 1)
         result = engine.run_step([batch], model_loss, tokens)
         engine.update(1e-4, context.workload.max_norm)
-        return float(result.loss_sums[0]) / (LENGTH - 1)
+        return float(result[0]) / (LENGTH - 1)
 
     return step
 
 
 def by_hand_step(strategy: Zero, context: BuildContext) -> Callable[[torch.Tensor], float]:
     """A plain DeepSpeed loop: its own context, its own engine, the model's own loss."""
-    deepspeed = import_deepspeed(context.backend)
+    deepspeed = import_deepspeed(context.workload.backend)
     skeleton = context.factory.adapt(context.factory.skeleton())
     config = as_config(strategy.settings(dataclasses.replace(context.workload, skeleton=skeleton)))
     deepspeed.init_distributed()

@@ -205,7 +205,7 @@ def steps(
         batches = list(micro_batches(case, step, share, backend.placement.device))
         result = engine.run_step(batches, model_loss, num_loss_tokens(case, step))
         norm = engine.update(1e-2, 1.0).grad_norm
-        found += [*map(float, result.loss_sums), float(norm)]
+        found += [*map(float, result), float(norm)]
     return found
 
 

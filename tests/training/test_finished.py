@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 import yaml
 
-from anygauge.interface import RunFileError
+from anygauge.interface import ATTEMPTS, RunFileError
 from anygauge.training.checkpoints.identity import check_length, finished_run
-from anygauge.util.start import START
 from tests.helpers.runs import Run, hashes, run_file, train
 
 SINGLE: dict[str, Any] = {"strategy": {"name": "single"}}
 
 
 def without_start(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in found.items() if not name.startswith(f"{START}/")}
+    return {name: value for name, value in found.items() if not name.startswith(f"{ATTEMPTS}/")}
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +46,9 @@ def test_a_refused_resume_changes_nothing(done: tuple[Path, Run]) -> None:
     assert "data and its order" in refused.err
     assert without_start(hashes(run.folder)) == before
     assert [path.name for path in run.folder.parent.iterdir()] == [run.folder.name]
-    logs = run.folder / START / "logs"
-    if logs.exists():
-        assert (logs / "rank0.log").exists() and f"logs: {logs}" in refused.err
+    (attempt,) = (run.folder / ATTEMPTS).iterdir()
+    logs = attempt / "logs"
+    assert (logs / "rank0.log").exists() and f"logs: {logs}" in refused.err
 
 
 @pytest.mark.slow
@@ -65,7 +64,7 @@ def test_ranks_too_say_that_it_is_finished(done: tuple[Path, Run]) -> None:
 
 @pytest.mark.slow
 def test_more_steps_go_on_from_the_end_alone(done: tuple[Path, Run], tmp_path: Path) -> None:
-    """The files of the accepted start take the place of those before; logs are kept."""
+    """The accepted start has logs of its own; the run directory names its run file."""
     file = run_file(tmp_path, train={"steps": 2}, checkpoint={"every": 1}, **SINGLE)
     assert train(file).status == 0
     longer = train(file, "--resume", "auto", "--set", "train.steps=3")
@@ -73,11 +72,11 @@ def test_more_steps_go_on_from_the_end_alone(done: tuple[Path, Run], tmp_path: P
     assert "step-00000002 (2 steps done)" in longer.out
     assert json.loads((longer.folder / "report.json").read_text())["steps"] == 3
     assert yaml.safe_load((longer.folder / "run.yaml").read_text())["train"]["steps"] == 3
-    assert not (longer.folder / START).exists()
-    logs = {path.name for path in (longer.folder / "logs").iterdir()}
-    assert logs == {"supervisor.log", "supervisor.1.log", "rank0.log", "rank0.1.log"}
-    assert json.loads((longer.folder / "ranks/rank0.json").read_text())["state"] == "ok"
-    assert json.loads((longer.folder / "job.json").read_text())["run_file"]
+    (attempt,) = (longer.folder / ATTEMPTS).iterdir()
+    for start in (longer.folder, attempt):
+        assert {path.name for path in (start / "logs").iterdir()} == {"supervisor.log", "rank0.log"}
+        assert json.loads((start / "ranks/rank0.json").read_text())["state"] == "ok"
+    assert json.loads((attempt / "job.json").read_text())["run_file"] == str(attempt / "run.json")
     assert longer.steps("loss") and len(longer.steps("loss")) == 3
 
 

@@ -14,11 +14,9 @@ from anygauge.interface import (
     BuildContext,
     Counters,
     DeviceBatch,
-    Footprint,
     LossFunction,
+    MemoryEstimate,
     Phase,
-    Setting,
-    StepResult,
     Support,
     TrainedState,
     UpdateResult,
@@ -31,7 +29,7 @@ from anygauge.strategies.common import (
     trained_parameters,
 )
 from anygauge.strategies.finite import FiniteSteps, scaled
-from anygauge.strategies.footprint import whole_model
+from anygauge.strategies.footprint import EstimatedStrategy, whole_memory, whole_model
 from anygauge.strategies.materialise import materialise
 from anygauge.strategies.state import export_plain, import_plain, updates_of
 from anygauge_plain.options import PlainOptions
@@ -42,8 +40,8 @@ class PlainEngine:
 
     def __init__(self, model: nn.Module, context: BuildContext, sums: torch.dtype) -> None:
         self.model = model
-        self._graph = context.backend.graph
-        self._backend = context.backend
+        self._graph = context.workload.backend.graph
+        self._backend = context.workload.backend
         self._clip = context.clip_grad_norm
         self._trained = trained_parameters(model)
         self._sums = [torch.zeros_like(p, dtype=sums) for _, p in self._trained]
@@ -52,7 +50,7 @@ class PlainEngine:
 
     def run_step(
         self, batches: Sequence[DeviceBatch], loss_function: LossFunction, normalizer: int
-    ) -> StepResult:
+    ) -> Sequence[Tensor]:
         """See `Engine.run_step`."""
         self.model.train()
         losses = []
@@ -67,7 +65,7 @@ class PlainEngine:
                     parameter.grad = None
             self._graph.mark_step(Phase.BACKWARD)
             losses.append(loss.detach())
-        return StepResult(losses)
+        return losses
 
     def update(self, lr: float, max_norm: float) -> UpdateResult:
         """See `Engine.update`."""
@@ -120,27 +118,23 @@ class PlainEngine:
         """Nothing is held that Python does not free."""
 
 
-class Plain:
+class Plain(EstimatedStrategy):
     """See `Strategy`."""
 
     def __init__(self, options: PlainOptions) -> None:
         self._sums = options.sums
         self.description = f"plain, sums in {options.sums}"
 
-    def settings(self, workload: Workload) -> Sequence[Setting]:
-        """Plain torch has no configuration of its own."""
-        return ()
-
-    def footprint(self, workload: Workload) -> Footprint:
-        """See `Strategy.footprint`; gradients are added up in a type of their own."""
+    def memory(self, workload: Workload) -> MemoryEstimate:
+        """See `StrategyPlanner.memory`; gradients are added up in a type of their own."""
         found = whole_model(workload)
         wider = getattr(torch, self._sums).itemsize / torch.float32.itemsize
-        return replace(found, gradients=round(found.gradients * wider))
+        return whole_memory(workload, replace(found, gradients=round(found.gradients * wider)))
 
     def build(self, context: BuildContext) -> PlainEngine:
         """See `Strategy.build`."""
         model = context.factory.skeleton()
-        device = context.backend.placement.device
+        device = context.workload.backend.placement.device
         materialise(model, context.factory, device=device, dtype=torch.float32)
         model = context.factory.adapt(model)
         context.factory.checkpoint_activations(model)
