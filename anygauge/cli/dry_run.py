@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anygauge.cli.env import print_environment, rank_environments
-from anygauge.cli.intent import Intent, rendered
+from anygauge.cli.intent import Intent, prepared, rendered
 from anygauge.cli.listings import describe_launcher
-from anygauge.cli.memory_check import Expectation, checked
-from anygauge.cli.preflight import preflight
 from anygauge.data import accumulation
 from anygauge.data.cache import cache_folder
 from anygauge.interface import ABILITIES, NotAvailableError
@@ -30,6 +28,7 @@ from anygauge.util.console import Console
 from anygauge.util.files import write_text
 
 if TYPE_CHECKING:
+    from anygauge.launch.memory import Expectation
     from anygauge.training.checks import Findings
 
 
@@ -57,9 +56,7 @@ def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> No
     if finished is not None:
         console.print(finished.describe())
         return
-    intent, found, expected = checked(
-        intent, lambda it: preflight(it, engine=True), asked=plan, force=force
-    )
+    intent, found, expected = prepared(intent, engine=True, plan=plan, force=force)
     job, run = intent.job, intent.run
     why = f" ({job.strategy_why})" if job.strategy_why else ""
     console.print(f"Run {job.name}: would write {job.run_directory}", style="bold")

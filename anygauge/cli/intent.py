@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from anygauge.config.schema import RunFile
     from anygauge.interface import Backend, Plan
     from anygauge.launch.foreign import ForeignLaunch
+    from anygauge.launch.memory import Expectation
     from anygauge.registry import Registry, Selection
+    from anygauge.training.checks import Findings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +45,10 @@ class Intent:
         """The run file."""
         return self.loaded.run
 
+    def decided(self, run: RunFile, job: Job) -> Intent:
+        """With the strategy that `auto` became, and what was planned."""
+        return replace(self, job=job, loaded=replace(self.loaded, run=run))
+
 
 def read_intent(
     path: Path,
@@ -60,10 +66,10 @@ def read_intent(
         foreign: the launch that this process is a rank of, where that is not anygauge's. Rank 0
             alone chooses the run directory; the others' is a guess.
     """
-    from anygauge.cli.memory_check import forms_of_auto
     from anygauge.config.load import check_paths, load_run_file
     from anygauge.config.resolved import run_json
     from anygauge.data import peek
+    from anygauge.launch.memory import forms_of_auto
     from anygauge.launch.run_directory import RENDEZVOUS, RESOLVED, choose_run_directory
     from anygauge.models.hub import wanted
     from anygauge.registry import Registry, select_backend
@@ -145,6 +151,15 @@ def read_intent(
         profile=backend.launch_profile(run.launch.fabric),
         forms=forms,
     )
+
+
+def prepared(intent: Intent, **options: Any) -> tuple[Intent, Findings, Expectation]:
+    """A run whose ranks may start; see `prepare_run`."""
+    from anygauge.launch.prepare import prepare_run
+
+    about = (intent.registry, intent.selection, intent.backend, intent.forms)
+    run, job, found, expected = prepare_run(intent.run, intent.job, *about, **options)
+    return intent.decided(run, job), found, expected
 
 
 def refuse_secrets(run: Any) -> None:

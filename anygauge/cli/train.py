@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from anygauge.cli.intent import Intent, read_intent, rendered
+from anygauge.cli.intent import Intent, prepared, read_intent, rendered
 from anygauge.cli.options import (
     BackendOption,
     DevicesOption,
@@ -105,10 +105,12 @@ def launch(
         _refuse_a_rank()
     intent = read_intent(run_file, set_, flags, need_device=not described)
     if render is not None:
-        from anygauge.cli.memory_check import checked
         from anygauge.cli.render import write_plan
+        from anygauge.launch.memory import decided_without_a_plan
 
-        write_plan(checked(intent, lambda it: None, asked=False)[0], render)
+        about = (intent.registry, intent.selection, intent.forms)
+        run, job = decided_without_a_plan(intent.run, intent.job, *about)
+        write_plan(intent.decided(run, job), render)
     elif dry_run:
         from anygauge.cli.dry_run import show
 
@@ -173,8 +175,6 @@ def start(
     import shutil
     from dataclasses import replace
 
-    from anygauge.cli.memory_check import checked
-    from anygauge.cli.preflight import preflight
     from anygauge.launch.environment import NodeEnvironment
     from anygauge.launch.follow import deferred, follow
     from anygauge.launch.foreign import scrub
@@ -208,9 +208,7 @@ def start(
     if staged:
         intent = replace(intent, job=job.as_attempt())
     rendered(intent)  # what a launcher refuses is refused before the checks, which take longer
-    intent, found, expected = checked(
-        intent, lambda it: preflight(it, quiet=quiet), asked=plan_memory, force=force
-    )
+    intent, found, expected = prepared(intent, quiet=quiet, plan=plan_memory, force=force)
     job, run, plan = intent.job, intent.run, rendered(intent)
     notes = [*plan.notes, *found.notes, *filter(None, [expected.note])]
     chosen = run.model_copy(update={"backend": job.backend})

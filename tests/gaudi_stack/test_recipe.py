@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from anygauge.cli.env import rank_environments
-from anygauge.cli.intent import Intent, read_intent
-from anygauge.cli.preflight import preflight
+from anygauge.cli.intent import Intent, prepared, read_intent
 from anygauge.launch.rank_process import rank_numbers
 from tests.gaudi_stack import needs_optimum_habana
 from tests.helpers.gaudi import standin_environment, standin_site
@@ -134,7 +133,7 @@ def assert_documented(
 def test_the_engine_is_configured_alike(intent: Intent, tmp_path: Path) -> None:
     filled = flat(json.loads(theirs("config", tmp_path).read_text(encoding="utf-8")))
     assert filled["train_batch_size"] == 80 and filled["zero_optimization.stage"] == 3
-    found = preflight(intent, engine=True)
+    _, found, _ = prepared(intent, engine=True, plan=False)
     assert found.settings and not found.engine_note
     # Whose code drives the device is not a setting of DeepSpeed's configuration.
     ours = {s.name: s.value for s in found.settings if s.name != "accelerator"}
@@ -176,7 +175,7 @@ def test_the_dry_run_shows_what_was_compared(
     assert done.returncode == 0, done.stderr
     (file,) = tmp_path.glob("*.json")
     assert str(file) in done.stdout
-    found = preflight(intent, engine=True).settings or ()
+    found = prepared(intent, engine=True, plan=False)[1].settings or ()
     shown = {name: one["value"] for name, one in json.loads(file.read_text()).items()}
     assert shown == {setting.name: setting.value for setting in found}
     for setting in rank_environments(intent.registry, intent.job, range(8))[7]:
