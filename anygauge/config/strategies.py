@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -15,7 +13,7 @@ from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from anygauge.config.tree import YamlNode
 from anygauge.interface import PluginError, StrategySpec
-from anygauge.registry import BLOCK_VARIABLE, Provided, Registry
+from anygauge.registry import Provided, installed_plugins
 from anygauge.registry.registry import load_options
 from anygauge.util.schema import Section
 
@@ -45,16 +43,6 @@ class StrategySection(Section):
         return _of_fields, (self.name, self.model_dump(exclude_unset=True))
 
 
-def registry() -> Registry:
-    """The plugins of this process, looked for once for each path that it may import from."""
-    return _registry(tuple(sys.path), os.environ.get(BLOCK_VARIABLE, ""))
-
-
-@cache
-def _registry(path: tuple[str, ...], blocked: str) -> Registry:
-    return Registry.load({BLOCK_VARIABLE: blocked})
-
-
 def section_of(name: str | None) -> type[StrategySection]:
     """The section of the strategy of a name; None: of the default.
 
@@ -62,12 +50,14 @@ def section_of(name: str | None) -> type[StrategySection]:
         UnknownNameError: there is no such strategy; names the nearest.
         PluginError: several claim the name, or its fields cannot be read.
     """
-    return _section(registry().find_strategy(DEFAULT if name is None else name))
+    return _section(installed_plugins().find_strategy(DEFAULT if name is None else name))
 
 
 def all_sections() -> dict[str, type[StrategySection]]:
     """Strategy -> its section; the default comes first."""
-    names = sorted((p.spec.name for p in registry().strategies), key=lambda n: (n != DEFAULT, n))
+    names = sorted(
+        (p.spec.name for p in installed_plugins().strategies), key=lambda n: (n != DEFAULT, n)
+    )
     return {name: section_of(name) for name in names}
 
 
@@ -126,7 +116,7 @@ def spell_out(root: YamlNode) -> None:
     name = root.get("strategy", "name")
     if name is None or not isinstance(name.value, str):
         return
-    for spec in (provided.spec for provided in registry().strategies):
+    for spec in (provided.spec for provided in installed_plugins().strategies):
         if make := spec.shorthands.get(name.value):
             made = make(_count(root, "nodes"), _count(root, "devices"))
             given = root.value["strategy"].value

@@ -30,6 +30,7 @@ from anygauge.registry import (
     Registry,
     ResolvedSetting,
     applied,
+    installed_plugins,
     installed_version,
     resolve_environment,
 )
@@ -68,7 +69,7 @@ class NodeEnvironment:
         chosen: tuple[Registry, Backend] | None = None,
     ) -> None:
         if chosen is None:
-            loaded = Registry.load()
+            loaded = installed_plugins()
             chosen = (loaded, loaded.create_backend(job.backend, job.backend_options))
         registry, backend = chosen
         node = inspect_node(rank=node_rank, backend=backend, environ=inherited)

@@ -20,7 +20,7 @@ from typing import Any
 from anygauge.interface import AnygaugeError, Backend, Job, LaunchSettings
 from anygauge.launch.local_run import LocalRun
 from anygauge.launch.supervisor import GRACE_S
-from anygauge.registry import Registry
+from anygauge.registry import installed_plugins
 from anygauge.util.events import EventWriter
 from anygauge.util.files import write_text
 from anygauge.util.processes import die_with_parent
@@ -109,7 +109,7 @@ def _ending(running: LocalRun, timeout_s: float) -> Mapping[str, Any] | None:
 @contextlib.contextmanager
 def opened(job: Job, rank: int, world_size: int, local_rank: int) -> Iterator[Backend]:
     """The job's backend in one of its ranks, with an open device and process group."""
-    with Registry.load().create_backend(job.backend, job.backend_options) as backend:
+    with installed_plugins().create_backend(job.backend, job.backend_options) as backend:
         backend.collectives.open(
             rendezvous=job.rendezvous,
             rank=rank,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from anygauge.config.resolved import parse_run
 from anygauge.config.strategies import default_section, section_of
 from anygauge.interface import AnygaugeError, RunFileError
-from anygauge.registry import Registry
+from anygauge.registry import Registry, installed_plugins
 from anygauge.training.auto import AUTO, candidates, in_words
 from anygauge.training.strategy import share_of
 from anygauge.util.schema import Section
@@ -184,7 +184,7 @@ def planned(question: PlanQuestion) -> Expectation:
     from anygauge.planning.machines import Hardware, measured_files
     from anygauge.planning.trials import Target, Trials
 
-    registry = Registry.load()
+    registry = installed_plugins()
     card = None
     if question.cards is not None:
         card = Hardware.load(registry, measured_files()).of_devices(question.cards)

@@ -78,18 +78,18 @@ def read_request(
     from anygauge.launch.memory import forms_of_auto
     from anygauge.launch.run_directory import RENDEZVOUS, RESOLVED, choose_run_directory
     from anygauge.models.hub import wanted
-    from anygauge.registry import Registry, select_backend
+    from anygauge.registry import installed_plugins, select_backend
     from anygauge.registry.registry import read_options
     from anygauge.training.auto import AUTO
     from anygauge.training.checks import check_optimizer
-    from anygauge.training.strategy import check_batch, check_ranks, check_strategy
+    from anygauge.training.strategy import check_batch, check_strategy
     from anygauge.training.trackers.group import check_trackers
 
     loaded = load_run_file(path, list(overrides or ()), dict(flags))
     if foreign is not None:
         loaded = _as_launched(loaded, foreign)
     run = loaded.run
-    registry = Registry.load()
+    registry = installed_plugins()
     provided = registry.find_launcher(run.launch.launcher)
     launcher = provided.spec
     with loaded.placed():  # what the launcher is given; a wrong option need not wait for the model
@@ -100,7 +100,6 @@ def read_request(
     else:
         refuse_secrets(run)
     ranks = run.launch.nodes * run.launch.devices
-    check_ranks(registry.find_strategy(run.strategy.name).spec, ranks, registry)
     if launcher.remote and run.backend == "auto":
         raise RunFileError(
             f"backend: auto looks at this machine, but the {run.launch.launcher} launcher starts "
@@ -120,8 +119,9 @@ def read_request(
         forms, why = forms_of_auto(run, registry, backend, selection, joined=foreign is not None)
         run = forms[0] if forms else run
         loaded = replace(loaded, run=run)
-    check_strategy(run, registry, backend, ranks, ranks_run_here=here)
-    check_batch(run, registry, ranks)
+    if not forms:  # each of those was checked
+        check_strategy(run, registry, backend, ranks, ranks_run_here=here)
+        check_batch(run, registry, ranks)
     folder = (Path(run.output) / run.name).absolute()
     if foreign is None or foreign.rank == 0:
         folder = choose_run_directory(folder, resume=run.checkpoint.resume == "auto")

@@ -19,10 +19,10 @@ def find_job(folder: Path) -> RunningJob:
         UsageError: there is no record of one.
         AnygaugeError: it cannot be read.
     """
-    from anygauge.registry import Registry
+    from anygauge.registry import installed_plugins
 
     launched = read_record(folder)
-    launcher = Registry.load().launcher(str(launched["launcher"]))()
+    launcher = installed_plugins().launcher(str(launched["launcher"]))()
     return launcher.attach(launched["record"], folder.absolute())
 
 

@@ -13,7 +13,12 @@ from anygauge.registry.plugins import (
     PluginFailure,
     Provided,
 )
-from anygauge.registry.registry import Registry, installed_version, missing_of
+from anygauge.registry.registry import (
+    Registry,
+    installed_plugins,
+    installed_version,
+    missing_of,
+)
 from anygauge.registry.selection import Selection, select_backend
 
 __all__ = [
@@ -27,6 +32,7 @@ __all__ = [
     "ResolvedSetting",
     "Selection",
     "applied",
+    "installed_plugins",
     "installed_version",
     "missing_of",
     "resolve_environment",

@@ -5,11 +5,13 @@ What a spec announced is probed, imported and made here alone, and its faults ar
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import os
 import queue
 import re
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -381,3 +383,13 @@ def guarded_probe(provided: Provided[BackendSpec]) -> Probe:
         driver=skipped,
         software=skipped,
     )
+
+
+def installed_plugins() -> Registry:
+    """The plugins of this process, looked for once for each path that it may import from."""
+    return _loaded(tuple(sys.path), os.environ.get(BLOCK_VARIABLE, ""))
+
+
+@functools.cache
+def _loaded(path: tuple[str, ...], blocked: str) -> Registry:
+    return Registry.load({BLOCK_VARIABLE: blocked})

@@ -33,7 +33,7 @@ from anygauge.models.start import WEIGHTS_FILE, refuse_no_adapter
 from anygauge.models.targets import surely_match
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.models.vocabulary import described, enlarge, new_tokens
-from anygauge.registry import Registry
+from anygauge.registry import Registry, installed_plugins
 from anygauge.training.schedule import peak_advice
 from anygauge.training.strategy import create_strategy, share_of, workload_of
 
@@ -169,7 +169,7 @@ def check_run(
         config = load_config(run.model)
         refuse_format(config, quantise=run.model.quantise is not None)
         check_positions(config, run.data.max_length)
-        Registry.load().find_strategy(run.strategy.name).spec.check_model(run.strategy, config)
+        installed_plugins().find_strategy(run.strategy.name).spec.check_model(run.strategy, config)
     tokenizer = _tokenizer(run.model, question.has_files, found)
     if config is not None and tokenizer is not None:
         if (added := new_tokens(run.model, config, tokenizer, run.train.seed)) is not None:
@@ -301,7 +301,7 @@ def _rows(
     found.data = described(data.train)
     found.advice = advice(data.train, run.data) or ""
     if question.engine and not run.data.streaming:
-        registry = Registry.load()
+        registry = installed_plugins()
         share = share_of(run, registry, 0, question.world_size)
         layout = Layout.of(run, share, tokenizer.pad_token_id, ShapePolicy())
         batches = training_batches(data.train, run.data, run.train, layout)
@@ -340,7 +340,7 @@ def _settings(question: Question, run: RunFile, skeleton: Any, found: Findings) 
     Args:
         skeleton: the adapted model without weights; None leaves out what depends on its sizes.
     """
-    registry = Registry.load()
+    registry = installed_plugins()
     backend = registry.create_backend(question.backend, run.backend_options)
     precision = resolve_precision(run.precision, backend.support)
     notes = []

@@ -83,7 +83,7 @@ def run_rank(
     importing = opened.enter_context(contextlib.ExitStack())
     with progress.long("start-up"):
         from anygauge.config.resolved import read_run
-        from anygauge.registry import Registry
+        from anygauge.registry import installed_plugins
         from anygauge.util.imports import unused_hidden
 
         run = read_run(job.resolved_run)
@@ -110,7 +110,7 @@ def run_rank(
                 f"WORLD_SIZE is {rank.world_size}, but job.json expects {job.world_size} ranks"
             )
         began = time.monotonic()
-        registry = Registry.load()
+        registry = installed_plugins()
         backend = open_device(job, rank, run, registry)
         run, why = decided(run, registry, backend, rank.index, rank.world_size)
         if why:

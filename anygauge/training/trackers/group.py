@@ -6,7 +6,6 @@ The thread is why none of them can slow or stop training.
 from __future__ import annotations
 
 import json
-import os
 import queue
 import re
 import threading
@@ -181,12 +180,11 @@ def open_trackers(
     *,
     resumed_from_step: int | None = None,
 ) -> Trackers:
-    """Open the trackers that a run file names.
+    """Open the trackers that a run file names; `check_trackers` has found nothing wrong with them.
 
     Raises:
         AnygaugeError: one of them cannot be opened; says why and what to do.
     """
-    check_trackers(registry, run, os.environ)
     parameters = flat_parameters(run)
 
     def maker(name: str) -> Callable[[], Tracker]:
