@@ -40,10 +40,6 @@ class StrategySection(Section):
 
     name: Annotated[str, BeforeValidator(_known)] = Field(description=_NAME)
 
-    def __reduce__(self) -> Any:
-        """Each process makes the classes of its sections."""
-        return _of_fields, (self.name, self.model_dump(exclude_unset=True))
-
 
 def registry() -> Registry:
     """The plugins of this process, looked for once for each path that it may import from."""
@@ -69,10 +65,6 @@ def all_sections() -> dict[str, type[StrategySection]]:
     """Strategy -> its section; the default comes first."""
     names = sorted((p.spec.name for p in registry().strategies), key=lambda n: (n != DEFAULT, n))
     return {name: section_of(name) for name in names}
-
-
-def _of_fields(name: str, fields: Mapping[str, Any]) -> StrategySection:
-    return section_of(name).model_validate(fields)
 
 
 @cache
