@@ -38,10 +38,6 @@ class StrategySection(Section):
 
     name: Annotated[str, BeforeValidator(_known)] = Field(description=_NAME)
 
-    def __reduce__(self) -> Any:
-        """Each process makes the classes of its sections."""
-        return _of_fields, (self.name, self.model_dump(exclude_unset=True))
-
 
 def section_of(name: str | None) -> type[StrategySection]:
     """The section of the strategy of a name; None: of the default.
@@ -59,10 +55,6 @@ def all_sections() -> dict[str, type[StrategySection]]:
         (p.spec.name for p in installed_plugins().strategies), key=lambda n: (n != DEFAULT, n)
     )
     return {name: section_of(name) for name in names}
-
-
-def _of_fields(name: str, fields: Mapping[str, Any]) -> StrategySection:
-    return section_of(name).model_validate(fields)
 
 
 @cache
