@@ -35,7 +35,7 @@ EXPLAIN = "Also show the rules, including those that do not apply."
 SHOW_VALUES = "Also show the values that the run file sets; secrets stay hidden."
 
 
-class Format(enum.StrEnum):
+class OutputFormat(enum.StrEnum):
     """How the environment is printed."""
 
     table = "table"
@@ -50,7 +50,9 @@ def env(
     nodes: NodesOption = None,
     set_: SetOption = None,
     local_rank: Annotated[int | None, typer.Option(help=LOCAL_RANK)] = None,
-    format_: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.table,
+    format_: Annotated[
+        OutputFormat, typer.Option("--format", help="Output format.")
+    ] = OutputFormat.table,
     explain: Annotated[bool, typer.Option("--explain", help=EXPLAIN)] = False,
     show_values: Annotated[bool, typer.Option("--show-values", help=SHOW_VALUES)] = False,
 ) -> None:
@@ -64,12 +66,12 @@ def env(
     by_rank = rank_environments(registry, job, ranks)
     explained = _explain(registry, job, ranks[0]) if explain else {}
     rules = explained.get("rules", ())
-    if format_ is Format.json:
+    if format_ is OutputFormat.json:
         record: dict[str, Any] = {
             str(r): [s.record(values=show_values) for s in found] for r, found in by_rank.items()
         }
         typer.echo(json.dumps(record | explained, indent=2))
-    elif format_ is Format.shell:
+    elif format_ is OutputFormat.shell:
         for rank, found in by_rank.items():
             typer.echo(f"# local rank {rank}")
             for one in found:
