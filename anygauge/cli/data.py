@@ -36,10 +36,12 @@ def data(
     """Show what a run trains on: counts, lengths, padding, and which are loss tokens."""
     import secrets
 
-    from anygauge.cli.fetch import fetched
-    from anygauge.cli.preflight import tokenise
     from anygauge.config.load import check_paths, load_run_file
-    from anygauge.data import Layout, TokenizedRows, accumulation, advice, peek, prepare
+    from anygauge.config.resolved import run_json
+    from anygauge.data import Layout, TokenizedRows, accumulation, advice, peek
+    from anygauge.data import prepare as read_rows
+    from anygauge.launch.prepare import prepare
+    from anygauge.launch.prepare_process import Request, RowsQuestion
     from anygauge.models.hub import wanted
     from anygauge.models.quiet import quiet_libraries
     from anygauge.models.tokenizer import load_tokenizer
@@ -58,15 +60,16 @@ def data(
     shapes = registry.create_backend(selection.spec.name, run.backend_options).graph.shapes
     console = Console()
     quiet_libraries()
-    fetched(wanted(run.model, model=False))
-    tokenizer = load_tokenizer(run.model)
     section, first = run.data, None
     if section.streaming:
         console.print(f"streamed: the first {STREAMED_ROWS:,} rows of each source\n", style="dim")
         first = STREAMED_ROWS
     start = secrets.token_hex(8)
-    steps = tokenise(run, start, first=first)
-    prepared = prepare(section, tokenizer, run.train.seed, run=start, first=first)
+    rows_wanted = RowsQuestion(run=run_json(run), id=start, first=first)
+    fetch = tuple(wanted(run.model, model=False))
+    steps = prepare(Request(fetch=fetch, rows=rows_wanted)).steps
+    tokenizer = load_tokenizer(run.model)
+    prepared = read_rows(section, tokenizer, run.train.seed, run=start, first=first)
     trained = prepared.train
     if steps is not None:
         console.print(f"the run has {steps:,} steps\n", style="bold")

@@ -18,7 +18,6 @@ import typer
 
 from anygauge.cli import interrupts_end_process
 from anygauge.cli.calibrate import calibrate as measure
-from anygauge.cli.fetch import fetch_configuration
 from anygauge.cli.options import (
     RUN_FILE,
     BackendOption,
@@ -31,7 +30,7 @@ from anygauge.config.load import load_run_file
 from anygauge.config.schema import RunFile
 from anygauge.interface import Card, RunFileError, UsageError
 from anygauge.interface.strategy import KINDS
-from anygauge.launch.event_format import seconds
+from anygauge.launch.prepare import fetch_configuration
 from anygauge.planning import changes
 from anygauge.planning.changes import Choice
 from anygauge.planning.fit import GIB
@@ -39,6 +38,7 @@ from anygauge.planning.machines import Hardware, measured_files
 from anygauge.planning.trials import Target, Trial, Trials, changed, fast_types
 from anygauge.registry import Registry, select_backend
 from anygauge.util.console import Console, table
+from anygauge.util.text import seconds
 
 MACHINE = "A node type, or a card and a count: p5.48xlarge, h100:8. Default: this machine."
 HARDWARE = "A file that describes cards and machines; repeatable."

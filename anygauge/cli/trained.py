@@ -104,8 +104,8 @@ def merge(
         raise UsageError(f"{model} is not a run with an adapter: name one with --adapter FOLDER")
     fetch_wanted(origin.section)
 
-    from anygauge.cli.preflight import render
     from anygauge.data.template import read_template, template_to_save
+    from anygauge.launch.prepare import render
     from anygauge.models.merge import merge as fold
     from anygauge.models.quiet import quiet_libraries
     from anygauge.models.result_files import ResultFiles
@@ -227,11 +227,13 @@ def fetch_wanted(section: ModelSection) -> None:
     Raises:
         ModelError: it cannot be had.
     """
-    from anygauge.cli.fetch import fetched
+    from anygauge.launch.prepare import prepare
+    from anygauge.launch.prepare_process import Request
     from anygauge.models.hub import wanted
 
     names = {"model.name": "MODEL", "model.tokenizer": "--tokenizer"}
-    fetched([replace(want, field=names[want.field]) for want in wanted(section)])
+    found = [replace(want, field=names[want.field]) for want in wanted(section)]
+    prepare(Request(fetch=tuple(found)))
 
 
 def _refuse_no_folder(model: str) -> None:
@@ -266,11 +268,11 @@ def question_ids(
     Raises:
         DataError: the source that would show the format can no longer be read.
         ModelError: the tokenizer has no chat template.
-        AnygaugeError: see `anygauge.cli.preflight.render`.
+        AnygaugeError: see `anygauge.launch.prepare.render`.
     """
-    from anygauge.cli import preflight
     from anygauge.data import first_records, prompt_ids
     from anygauge.data.formats import question_text
+    from anygauge.launch import prepare
 
     data = origin.data
     has_template = bool(getattr(tokenizer, "chat_template", None) or (data and data.chat_template))
@@ -282,4 +284,4 @@ def question_ids(
         text = question_text(first, source, prompt, has_chat_template=has_template)
         if text is not None:
             return prompt_ids(tokenizer, text), []
-    return preflight.render(origin.section, data, prompt)
+    return prepare.render(origin.section, data, prompt)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from anygauge.util.text import seconds, size
+
 Event = Mapping[str, Any]
-HOUR = 3600.0
 _FOR_REPORT = ("timed_steps", "warmup_s", "warmup_extra_s")
 
 
@@ -91,26 +92,6 @@ def _memory(found: Any) -> str:
         f"predicted {size(predicted)} of tensors; measured {size(measured)}, which is all of rank "
         f"0's {counted}"
     )
-
-
-def size(count: float) -> str:
-    """A number of bytes in binary units: ``1.2 GiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
-def seconds(value: float) -> str:
-    """A time as people say it."""
-    if value < 0.1:
-        return f"{1000 * value:.1f} ms"
-    if value < 2 * 60:
-        return f"{value:.2f} s"
-    if value < 2 * HOUR:
-        return f"{value / 60:.1f} min"
-    return f"{value / HOUR:,.1f} h"
 
 
 def _value(value: Any) -> str:

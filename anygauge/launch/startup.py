@@ -14,12 +14,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from anygauge.interface import AnygaugeError, Job, ModelError
+from anygauge.interface import AnygaugeError, Job
 from anygauge.launch.nodes import Instruction, Nodes
-from anygauge.models.fetching import fetching
+from anygauge.launch.prepare import fetch_here
 from anygauge.util.files import write_text
 
 OWNER = "job.sha256"
@@ -31,7 +31,6 @@ RECORD = "run.yaml"
 _LONGEST_LINE = 16 * 1024 * 1024
 _SIGNALS = {b"SIGTERM": signal.SIGTERM, b"SIGINT": signal.SIGINT}
 _TURN_S = 0.1
-_PROGRESS_S = 30.0
 
 
 class StartAbortedError(AnygaugeError):
@@ -280,33 +279,3 @@ def fetch_on_all(
         nodes.mark_ready()
     while not nodes.all_ready and turn():
         time.sleep(_TURN_S)
-
-
-def fetch_here(
-    run_file: str,
-    environment: Mapping[str, str],
-    where: str,
-    log: Callable[[str], None],
-    turn: Callable[[], bool],
-) -> None:
-    """Fetch the model of a resolved run.
-
-    Args:
-        where: a prefix for each line.
-        log: takes lines: what is fetched, and from time to time how much of it.
-        turn: called again and again meanwhile; False ends the fetch.
-
-    Raises:
-        ModelError: the model cannot be fetched.
-    """
-    logged = time.monotonic()
-    try:
-        for event in fetching(["--run", run_file], environment, turn):
-            if event["event"] == "message":
-                log(where + event["text"])
-            elif event["event"] == "fetching" and time.monotonic() - logged > _PROGRESS_S:
-                logged = time.monotonic()
-                share = event["done"] / max(1, event["total"])
-                log(f"{where}{event['name']}: {share:.0%} of {event['total'] / 1e9:.1f} GB")
-    except ModelError as error:
-        raise type(error)(f"{where}{error}") from None

@@ -1,6 +1,6 @@
 """Models of the hub: the files that a run needs, fetching them once, and the copy on this machine.
 
-Before ranks start, one process on each machine fetches (`anygauge.models.fetch`). Ranks read the
+Before ranks start, one process on each machine fetches (`anygauge.launch.prepare`). Ranks read the
 copy and ask no network. Imports no torch.
 """
 

@@ -1,6 +1,6 @@
 """What strategy `auto` becomes: the first of the others' forms that fits, whole models first.
 
-The command decides where it knows the devices (`anygauge.cli.memory_check`), and the ranks decide
+The command decides where it knows the devices (`anygauge.launch.memory`), and the ranks decide
 where it does not. Imports no torch before a rank decides.
 """
 

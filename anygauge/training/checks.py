@@ -1,7 +1,7 @@
 """What can be known of a run without a device: settings, model, tokenizer, targets and rows.
 
 What ranks check, they check with the same functions. `check_settings` is quick and needs no torch;
-`check_run` reads model and rows, in the process of `anygauge.training.preflight`.
+`check_run` reads model and rows, in the process of `anygauge.launch.prepare`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from pydantic import TypeAdapter
 
 from anygauge.config.schema import ModelSection, RunFile, resolve_precision
 from anygauge.interface import (
@@ -88,11 +86,6 @@ class Findings:
     epochs: float | None = None
     settings: list[Setting] | None = None
     engine_note: str = ""
-
-
-QUESTION = TypeAdapter(Question)
-FINDINGS = TypeAdapter(Findings)
-"""Between the processes: what is asked and answered as JSON."""
 
 
 def check_settings(

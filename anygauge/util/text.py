@@ -1,5 +1,5 @@
 """Text that messages and files share: near names, lists, errors in one line, what a terminal shows,
-values as JSON."""
+sizes and times, values as JSON."""
 
 from __future__ import annotations
 
@@ -93,3 +93,23 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(below) for below in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def size(count: float) -> str:
+    """A number of bytes in binary units: ``1.2 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def seconds(value: float) -> str:
+    """A time as people say it."""
+    if value < 0.1:
+        return f"{1000 * value:.1f} ms"
+    if value < 2 * 60:
+        return f"{value:.2f} s"
+    if value < 2 * 3600:
+        return f"{value / 60:.1f} min"
+    return f"{value / 3600:,.1f} h"

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from anygauge.cli import preflight
 from anygauge.cli import run as command
 from anygauge.cli.data import example
 from anygauge.cli.trained import model_origin, question_ids
 from anygauge.config.schema import ModelSection
 from anygauge.data.encode import Encoded
 from anygauge.interface import DataError, RunFileError
+from anygauge.launch import prepare
 from tests.helpers.chats import make_chat_tokenizer
 from tests.helpers.runs import check_here, run_file
 from tests.helpers.tokenizer import FIXTURES
@@ -175,7 +175,7 @@ def test_a_template_that_goes_on_for_ever_is_ended_and_its_row_named(
 ) -> None:
     """Also a row of a stream that is read only to count packs."""
     monkeypatch.setattr("anygauge.cli.data.STREAMED_ROWS", 5)
-    monkeypatch.setattr(preflight, "RENDERING_LIMIT_S", 10.0)
+    monkeypatch.setattr(prepare, "RENDERING_LIMIT_S", 10.0)
     path = chats.parent / "loop.jinja"
     path.write_text(FOR_EVER + CHATML.read_text())
     said = r"^data\.chat_template has not rendered .*chats\.jsonl:7 within 10 s, and may loop for"
@@ -193,4 +193,4 @@ def test_a_template_beyond_all_memory_is_ended_with_a_prompt(tmp_path: Path) -> 
         rf"^the chat template of {tmp_path} took more than 4\.0 GiB to render the prompt\. Correct"
     )
     with pytest.raises(DataError, match=said):
-        preflight.render(section, None, "What?")
+        prepare.render(section, None, "What?")

@@ -103,7 +103,7 @@ def test_a_command_line_is_answered(
     run_that_is_refused(tmp_path, changes)
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "blank.jsonl").write_text('{"prompt": "a", "completion": " "}\n')
-    options = {} if case.checks else {"ask": None}
+    options = {} if case.checks else {"prepare_with": None}
     status, message = refused(case.line, tmp_path, monkeypatch, **options)
     assert status == case.status, message
     said = message.partition("rror: ")[2]  # behind the usage that typer shows

@@ -19,11 +19,12 @@ from unittest import mock
 import pytest
 import yaml
 
+from anygauge.launch.prepare import prepare
 from tests.helpers.tokenizer import FIXTURES, make_tokenizer
 from tests.helpers.zygote import Fork, is_early, run_forks
 
 if TYPE_CHECKING:
-    from anygauge.training.checks import Findings, Question
+    from anygauge.launch.prepare_process import Answer, Request
 
 TINY = {
     "model_type": "llama",
@@ -170,7 +171,9 @@ def anygauge(
         )
 
 
-def ask_here(question: Question, environ: Mapping[str, str], *, quiet: bool = False) -> Findings:
+def prepare_here(
+    request: Request, environ: Mapping[str, str] | None = None, **options: Any
+) -> Answer:
     """In place of the process that checks model and rows, which imports all that for seconds.
 
     Not for a dry run of strategy `zero`, whose settings need DeepSpeed.
@@ -178,24 +181,28 @@ def ask_here(question: Question, environ: Mapping[str, str], *, quiet: bool = Fa
     from anygauge.config.resolved import parse_run
     from anygauge.training.checks import check_run
 
-    return check_run(question, parse_run(question.run))
+    rest = prepare(request.model_copy(update={"check": None}), environ, **options)
+    if request.check is None:
+        return rest
+    found = check_run(request.check, parse_run(request.check.run))
+    return rest.model_copy(update={"found": found})
 
 
 def check_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the checks before a run look at model and rows in this very process."""
-    monkeypatch.setattr("anygauge.cli.preflight.ask", ask_here)
+    monkeypatch.setattr("anygauge.launch.prepare.prepare", prepare_here)
 
 
 def called(
     arguments: Sequence[str | Path],
     *,
     environment: Mapping[str, str] | None = None,
-    ask: Any = ask_here,
+    prepare_with: Any = prepare_here,
 ) -> subprocess.CompletedProcess[str]:
     """Run the command line in this very process: for what starts no rank.
 
     Args:
-        ask: looks at model and rows; None where nothing may look at them.
+        prepare_with: looks at model and rows; None where nothing may look at them.
     """
     from anygauge import cli
 
@@ -203,7 +210,7 @@ def called(
     with contextlib.ExitStack() as changed:
         enter = changed.enter_context
         enter(mock.patch.dict(os.environ, environment or {}))
-        enter(mock.patch("anygauge.cli.preflight.ask", ask))
+        enter(mock.patch("anygauge.launch.prepare.prepare", prepare_with))
         enter(mock.patch.object(sys, "argv", ["anygauge", *words]))
         # This process is not the command's own: nothing takes its place.
         enter(mock.patch.object(cli, "run", lambda given, **_: run(given)))
@@ -223,20 +230,20 @@ def trained_here(path: Path, **flags: Any) -> Run:
     Args:
         flags: fields of the run file as the command's options set them.
     """
-    from anygauge.cli.intent import read_intent
+    from anygauge.launch.request import read_request
     from anygauge.launch.run_directory import claim, write_run
     from anygauge.training.worker import run_rank
     from anygauge.util.events import EventWriter
     from anygauge.util.run_lock import identity_of
 
-    intent = read_intent(path, [], flags, need_device=True)
-    assert intent.run.strategy.name != "zero"
+    request = read_request(path, [], flags, need_device=True)
+    assert request.run.strategy.name != "zero"
     identity = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     with mock.patch.dict(os.environ, identity), contextlib.ExitStack() as opened:
-        lock = identity_of(opened.enter_context(claim(Path(intent.job.run_directory))))
-        write_run(Path(intent.job.run_file), intent.run)
-        run_rank(intent.job, 0, EventWriter(None), opened, lock)
-    return Run(folder=Path(intent.job.run_directory), status=0, out="", err="")
+        lock = identity_of(opened.enter_context(claim(Path(request.job.run_directory))))
+        write_run(Path(request.job.run_file), request.run)
+        run_rank(request.job, 0, EventWriter(None), opened, lock)
+    return Run(folder=Path(request.job.run_directory), status=0, out="", err="")
 
 
 def train(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import socket
-import subprocess
-import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +16,11 @@ from safetensors.torch import load_file, save
 from anygauge.config.load import load_run_file
 from anygauge.config.resolved import run_json
 from anygauge.data import described, prepare
-from anygauge.interface import (
-    ModelError,
-)
+from anygauge.interface import ModelError
 from anygauge.models.files import check_weights
 from anygauge.models.targets import surely_match
 from anygauge.models.tokenizer import load_tokenizer
 from anygauge.training.checks import Findings, Question, check_run
-from anygauge.training.preflight import failed, misses_torch
 from tests.helpers.runs import TINY, run_file, save_tiny, trained_here
 
 
@@ -121,18 +115,6 @@ def test_the_weights_of_an_adapter_to_start_from(tmp_path: Path, folder: Path) -
             checked(path)
 
 
-def test_only_a_missing_torch_leaves_the_checks_to_the_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    missing = ModuleNotFoundError("No module named 'torch'", name="torch")
-    assert failed(missing)["event"] == "refused"  # it is installed, so the error is another
-    monkeypatch.setattr("anygauge.training.preflight.find_spec", lambda name: None)
-    assert failed(missing) == {"event": "unchecked", "message": "torch is not installed here"}
-    other = failed(KeyError("layers"))
-    assert (other["event"], other["error"]) == ("refused", "AnygaugeError")
-    assert other["message"] == "the checks before the run failed: KeyError: 'layers'"
-
-
 def test_what_machines_without_these_files_find_out_themselves(tmp_path: Path) -> None:
     model = {"name": "/there/model"}
     path = run_file(tmp_path, model=model, data={"train": {"path": "/there/rows.jsonl"}})
@@ -159,66 +141,3 @@ def test_a_model_of_the_hub_is_not_asked_for(
     found = checked(run_file(tmp_path, model={"name": "nobody/no-such-model"}))
     assert "neither a folder on this machine nor among its copies from the hub" in found.notes[0]
     assert len(found.notes) == 2 and not found.data
-
-
-def test_the_usual_run_is_checked_without_torch(tmp_path: Path) -> None:
-    """torch, and what the model library imports with it, would be most of the cost."""
-    run = load_run_file(run_file(tmp_path)).run
-    question = Question(run=run_json(run), backend="cpu", world_size=1)
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "anygauge.training.preflight"],
-        input=json.dumps({"task": "check", "fields": asdict(question)}),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    last = json.loads(done.stdout.splitlines()[-1])
-    assert last["event"] == "answered" and last["found"]["data"].startswith("40 of 40 rows")
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "transformers" in imported
-    assert not imported & {"torch", "peft", "accelerate", "deepspeed", "datasets"}
-
-
-IN_NEED = """
-from anygauge.interface import ModelError
-from anygauge.training import checks, preflight
-
-def load_config(section):
-    try:
-        import torch
-    except ImportError as error:
-        raise ModelError("model.name: it needs PyTorch") from error
-
-checks.load_config = load_config
-preflight.main()
-"""
-
-
-@pytest.mark.slow
-def test_a_model_that_needs_torch_even_for_its_configuration_is_checked_with_it(
-    tmp_path: Path,
-) -> None:
-    """What only the hidden torch explains is never a refusal: the process begins anew."""
-    run = load_run_file(run_file(tmp_path)).run
-    question = Question(run=run_json(run), backend="cpu", world_size=1)
-    done = subprocess.run(
-        [sys.executable, "-c", IN_NEED],
-        input=json.dumps({"task": "check", "fields": asdict(question)}),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    names = [json.loads(line)["event"] for line in done.stdout.splitlines()]
-    assert names == ["part", "part", "part", "answered"], done.stderr
-
-
-def test_what_the_hidden_torch_may_explain() -> None:
-    def caused(cause: Exception) -> ModelError:
-        try:
-            raise ModelError("no") from cause
-        except ModelError as error:
-            return error
-
-    assert misses_torch(caused(ImportError("x")))
-    assert misses_torch(ModelError("AutoX requires the PyTorch library"))
-    assert not misses_torch(caused(ValueError("hidden_size")))

@@ -3,54 +3,49 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from anygauge.cli import memory_check
 from anygauge.cli import run as command
-from anygauge.cli.intent import read_intent
-from anygauge.cli.memory_check import UNDECIDED
 from anygauge.config.load import load_run_file
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, Precision, RunFileError
+from anygauge.launch import memory as launch_memory
+from anygauge.launch.memory import UNDECIDED, Expectation, planned
+from anygauge.launch.prepare_process import Answer, Request
+from anygauge.launch.request import prepared, read_request
 from anygauge.planning.memory import PHASES, Peak, RunMemory, Work
-from anygauge.planning.process import TooLongError
-from anygauge.planning.trials import Target, Trial, Trials
-from anygauge.registry import Registry
 from anygauge.training.auto import candidates, in_words
+from anygauge.training.checks import Findings
 from tests.helpers.gaudi import without_driver
-from tests.helpers.runs import TINY, check_here, run_file, trained
+from tests.helpers.runs import TINY, run_file, trained
 
 MIB = 2**20
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 8000}
 
 
 class StandIn:
-    """In the place of the process that plans."""
+    """In the place of the process that prepares: checks nothing, and plans in this one.
 
-    found: RunMemory | AnygaugeError | Mapping[str, RunMemory | AnygaugeError]
-    started = 0
-    ended = 0
+    Attributes:
+        found: what a plan finds, for all forms or for each by its words.
+        requests: those with a plan.
+    """
 
-    def __init__(
-        self, forms: Sequence[RunFile], target: Target, environment: Mapping[str, str]
-    ) -> None:
-        type(self).started += 1
-        self.forms, self.target = forms, target
+    def __init__(self) -> None:
+        self.found: RunMemory | AnygaugeError | Mapping[str, RunMemory | AnygaugeError]
+        self.found = takes(MIB)
+        self.requests: list[Request] = []
 
-    def __enter__(self) -> StandIn:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        type(self).ended += 1
-
-    def trial(self, limit_s: float) -> Trial:
-        if isinstance(self.found, TooLongError):
-            raise self.found
-        return Trials(Registry.load(), plan=self.plan).first_that_fits(self.forms, self.target)
+    def prepare(self, request: Request, *_: Any, **__: Any) -> Answer:
+        answer = Answer(found=Findings(settings=[]))
+        if request.plan is None:
+            return answer
+        self.requests.append(request)
+        return answer.model_copy(update={"expected": planned(request.plan)})
 
     def plan(self, run: RunFile, registry: Any, backend: Any, world_size: int) -> RunMemory:
         found = self.found
@@ -76,12 +71,11 @@ def takes(count: int) -> RunMemory:
 
 
 @pytest.fixture
-def planner(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
-    class Planner(StandIn):
-        found = takes(MIB)
-
-    monkeypatch.setattr(memory_check, "Planner", Planner)
-    return Planner
+def planner(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    stand_in = StandIn()
+    monkeypatch.setattr("anygauge.launch.prepare.prepare", stand_in.prepare)
+    monkeypatch.setattr("anygauge.planning.plan.plan_run", stand_in.plan)
+    return stand_in
 
 
 def wide(folder: Path, capacity: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Path:
@@ -96,18 +90,17 @@ def wide(folder: Path, capacity: int, monkeypatch: pytest.MonkeyPatch, **changes
     )
 
 
-def expected(path: Path, *, asked: bool | None = None, **options: Any) -> memory_check.Expectation:
-    intent = read_intent(path, [], options, need_device=False)
-    return memory_check.checked(intent, lambda it: None, asked=asked)[2]
+def expected(path: Path, *, plan: bool | None = None, **options: Any) -> Expectation:
+    request = read_request(path, [], options, need_device=False)
+    return prepared(request, plan=plan)[2]
 
 
 def test_what_cannot_fit_is_refused_and_leaves_no_folder(
     tmp_path: Path,
-    planner: type[StandIn],
+    planner: StandIn,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    check_here(monkeypatch)
     planner.found = takes(200 * MIB)
     line = ["train", str(wide(tmp_path, 100 * MIB, monkeypatch))]
     for options in ([], ["--dry-run"]):
@@ -130,15 +123,14 @@ def test_what_cannot_fit_is_refused_and_leaves_no_folder(
         (80 * MIB, ""),
         (99 * MIB, "the run may not fit: each rank needs 103.9 MiB"),  # by an estimate alone
         (AnygaugeError("it broke\nthere"), "memory was not planned: it broke"),
-        (TooLongError("long"), "memory was not planned: a plan takes longer than 30 s;"),
     ],
-    ids=["fits", "may not fit", "fails", "takes long"],
+    ids=["fits", "may not fit", "fails"],
 )
 def test_a_plan_stops_no_run_that_may_fit(
     found: int | AnygaugeError,
     note: str,
     tmp_path: Path,
-    planner: type[StandIn],
+    planner: StandIn,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     planner.found = takes(found) if isinstance(found, int) else found
@@ -149,25 +141,25 @@ def test_a_plan_stops_no_run_that_may_fit(
         assert (
             line == "memory: needs 80.0 MiB of tensors, 4.0 MiB on top; sim has 100.0 MiB per rank"
         )
-        assert expectation.found == planner.found
-    assert planner.ended == planner.started == 1, "left and ended"
+        assert expectation.memory == {"load": 80 * MIB}
+    assert len(planner.requests) == 1
 
 
 def test_a_small_run_starts_no_process(
-    tmp_path: Path, planner: type[StandIn], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, planner: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = expected(run_file(tmp_path))
     (line,) = found.lines
     assert line.startswith("memory: needs at most ") and line.endswith(", so no plan was made")
-    assert planner.started == 0
-    assert expected(run_file(tmp_path), asked=True).found == planner.found
-    assert planner.started == 1
+    assert planner.requests == []
+    assert expected(run_file(tmp_path), plan=True).memory == {"load": MIB}
+    assert len(planner.requests) == 1
     path = wide(tmp_path, 100 * MIB, monkeypatch)
-    assert expected(path, asked=False) == memory_check.Expectation() and planner.started == 1
+    assert expected(path, plan=False) == Expectation(form=None) and len(planner.requests) == 1
 
 
 def test_ranks_of_one_host_share_its_memory(
-    tmp_path: Path, planner: type[StandIn], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, planner: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from anygauge_cpu import memory
 
@@ -182,13 +174,13 @@ def test_ranks_of_one_host_share_its_memory(
 
 @without_driver
 def test_devices_that_nobody_describes_are_left_alone(
-    tmp_path: Path, planner: type[StandIn], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, planner: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = wide(tmp_path, 100 * MIB, monkeypatch)
     found = expected(path, backend="hpu")
     (line,) = found.lines
     assert line.startswith("memory: not planned, since no description covers the devices of hpu;")
-    assert planner.started == 0
+    assert planner.requests == []
 
 
 @pytest.mark.slow
@@ -216,32 +208,30 @@ def auto(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Path:
 
 
 def test_auto_becomes_the_first_that_fits_and_says_why(
-    tmp_path: Path, planner: type[StandIn], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, planner: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_check, "SMALL", 0.0)
+    monkeypatch.setattr(launch_memory, "SMALL", 0.0)
     planner.found = {"ddp": takes(4096 * MIB), "fsdp": AnygaugeError("no\nway")}
     planner.found |= {"zero": takes(2048 * MIB)}
-    intent = read_intent(auto(tmp_path, monkeypatch), [], {}, need_device=False)
-    checked: list[str] = []
-    chosen, _, found = memory_check.checked(intent, lambda it: checked.append(it.job.strategy))
+    request = read_request(auto(tmp_path, monkeypatch), [], {}, need_device=False)
+    chosen, _, found = prepared(request)
     why = "ddp would need 6.2 GiB of 5.0 GiB; fsdp cannot: no"
     assert found.lines == (
         f"strategy: zero (auto: {why})",
         "memory: needs 2.0 GiB of tensors, 2.1 GiB on top; sim has 5.0 GiB per rank",
     )
-    # The first form is checked while it is planned, as if it had been named.
-    assert checked == ["ddp", "zero"]
+    assert found.form == 2, "the process then checks it as that form, too"
     assert chosen.run.strategy.name == chosen.job.strategy == "zero"
     assert chosen.job.strategy_why == f"auto: {why}"
     assert chosen.job.expected_memory == {"load": 2048 * MIB}
 
 
 def test_auto_that_fits_nowhere_is_refused_with_what_needs_least(
-    tmp_path: Path, planner: type[StandIn], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, planner: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offloaded = "fsdp with offload: both"
     planner.found = {name: takes(7 * 2**30) for name in NAMES} | {offloaded: takes(6 * 2**30)}
-    monkeypatch.setattr(memory_check, "SMALL", 0.0)
+    monkeypatch.setattr(launch_memory, "SMALL", 0.0)
     with pytest.raises(RunFileError, match=f"cannot fit, with strategy {offloaded}, which needs"):
         expected(auto(tmp_path, monkeypatch))
 
@@ -254,9 +244,9 @@ NAMES = (
 
 def test_auto_tries_what_the_run_can_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def names(path: Path, ranks: int) -> tuple[str, ...]:
-        intent = read_intent(path, [], {"launch.devices": ranks}, need_device=False)
-        backend = intent.registry.create_backend("cpu")
-        found = candidates(intent.run, intent.registry, backend, ranks, ranks_run_here=True)
+        request = read_request(path, [], {"launch.devices": ranks}, need_device=False)
+        backend = request.registry.create_backend("cpu")
+        found = candidates(request.run, request.registry, backend, ranks, ranks_run_here=True)
         return tuple(map(in_words, found))
 
     assert names(auto(tmp_path, monkeypatch), 2) == NAMES
@@ -267,13 +257,12 @@ def test_auto_tries_what_the_run_can_have(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_auto_that_fits_whole_is_checked_once(
-    tmp_path: Path, planner: type[StandIn], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, planner: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_check, "SMALL", 0.0)
-    intent = read_intent(auto(tmp_path, monkeypatch), [], {}, need_device=False)
-    checked: list[str] = []
-    chosen, _, _ = memory_check.checked(intent, lambda it: checked.append(it.job.strategy))
-    assert checked == ["ddp"] and planner.started == 1
+    monkeypatch.setattr(launch_memory, "SMALL", 0.0)
+    request = read_request(auto(tmp_path, monkeypatch), [], {}, need_device=False)
+    chosen, _, found = prepared(request)
+    assert found.form == 0 and len(planner.requests) == 1
     assert chosen.job.strategy_why == "auto: the whole model fits each device"
 
 
@@ -291,31 +280,31 @@ def test_a_run_keeps_what_auto_became_and_why(
     assert load_run_file(run.folder / "run.yaml", [], {}).run.strategy.name == "ddp"
 
 
-def test_auto_of_a_small_run_starts_no_process(tmp_path: Path, planner: type[StandIn]) -> None:
+def test_auto_of_a_small_run_starts_no_process(tmp_path: Path, planner: StandIn) -> None:
     for ranks, name in ((1, "single"), (2, "ddp")):
         path = run_file(tmp_path, launch={"devices": ranks})
-        intent = read_intent(path, [], {}, need_device=False)
-        chosen, _, found = memory_check.checked(intent, lambda it: None, asked=None)
+        request = read_request(path, [], {}, need_device=False)
+        chosen, _, found = prepared(request)
         assert chosen.run.strategy.name == chosen.job.strategy == name
-        assert found.run is None and planner.started == 0
+        assert found.form == 0 and planner.requests == []
 
 
 @without_driver
 def test_the_ranks_decide_where_the_command_cannot(
-    tmp_path: Path, planner: type[StandIn], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, planner: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_check, "SMALL", 0.0)
+    monkeypatch.setattr(launch_memory, "SMALL", 0.0)
     path = auto(tmp_path, monkeypatch)
-    intent = read_intent(path, [], {"backend": "hpu"}, need_device=False)
-    assert intent.run.strategy.name == "auto" and intent.job.strategy_why == UNDECIDED
-    alone = read_intent(path, [], {"backend": "hpu", "launch.devices": 1}, need_device=False)
+    request = read_request(path, [], {"backend": "hpu"}, need_device=False)
+    assert request.run.strategy.name == "auto" and request.job.strategy_why == UNDECIDED
+    alone = read_request(path, [], {"backend": "hpu", "launch.devices": 1}, need_device=False)
     assert (alone.job.strategy, alone.job.strategy_why) == ("single", "auto: there is one rank")
     remote = {"launch.launcher": "ssh", "launch.options": {"hosts": ["a"]}}
-    assert read_intent(path, [], remote, need_device=False).run.strategy.name == "auto"
-    planner.found = TooLongError("long")
-    intent = read_intent(path, [], {}, need_device=False)
-    for asked in (None, False):
-        chosen, _, _ = memory_check.checked(intent, lambda it: None, asked=asked)
+    assert read_request(path, [], remote, need_device=False).run.strategy.name == "auto"
+    planner.found = AnygaugeError("no plan")
+    request = read_request(path, [], {}, need_device=False)
+    for plan in (None, False):
+        chosen, _, _ = prepared(request, plan=plan)
         assert chosen.run.strategy.name == chosen.job.strategy == "auto"
         assert chosen.job.strategy_why == UNDECIDED
 
@@ -324,7 +313,7 @@ def test_the_ranks_decide_where_the_command_cannot(
 def test_a_rendered_plan_takes_nothing_for_granted(
     small: float, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_check, "SMALL", small)
+    monkeypatch.setattr(launch_memory, "SMALL", small)
     path = run_file(tmp_path, launch={"devices": 2})
     assert command(["launch", str(path), "--render", str(tmp_path / "plan")]) == 0
-    assert json.loads((tmp_path / "plan/job.json").read_text())["strategy"] == name
+    assert json.loads((tmp_path / "plan/run.json").read_text())["strategy"]["name"] == name

@@ -1,4 +1,7 @@
-"""The checks before a run, as its command has them done; refusals are in `test_refusals.py`."""
+"""What is prepared before a run, as its command has it done.
+
+Refusals are in `tests/cli/test_refusals.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,26 @@ from typing import Any
 
 import pytest
 
-from anygauge.cli import preflight
 from anygauge.cli import run as command
-from anygauge.cli.intent import read_intent
-from anygauge.interface import (
-    AnygaugeError,
-    DataError,
-    ModelError,
-    RunFileError,
-)
+from anygauge.config.schema import ModelSection
+from anygauge.interface import AnygaugeError, DataError, ModelError, RunFileError
+from anygauge.launch import prepare
+from anygauge.launch.memory import Expectation, PlanQuestion
+from anygauge.launch.prepare_process import Answer, Request
+from anygauge.launch.rank_process import ProcessSample
+from anygauge.launch.request import prepared, read_request
+from anygauge.models.hub import wanted
+from anygauge.models.hub_errors import HubUnreachableError
 from anygauge.training.checks import Findings, Question
 from tests.helpers.gaudi import without_driver
 from tests.helpers.runs import TINY, run_file
 
-QUESTION = Question(run="{}", backend="cpu", world_size=1)
+CHECK = Request(check=Question(run="{}", backend="cpu", world_size=1))
+
+
+def unchecked(request: Any, **_: Any) -> tuple[Any, Findings, Expectation]:
+    """In place of `prepared`."""
+    return request, Findings(settings=[]), Expectation()
 
 
 def test_a_dry_run_shows_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,12 +65,12 @@ def test_an_output_without_permission_is_named(tmp_path: Path) -> None:
 def test_more_ranks_than_cores_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "ask", lambda *args, **options: Findings())
+    monkeypatch.setattr(prepare, "prepare", lambda *_, **__: Answer())
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
     path = run_file(tmp_path, train={"micro_batch_size": 1})
     for devices, lines in ((2, 0), (4, 1)):
-        intent = read_intent(path, [], {"launch.devices": devices}, need_device=False)
-        notes = preflight.preflight(intent).notes
+        request = read_request(path, [], {"launch.devices": devices}, need_device=False)
+        notes = prepared(request)[1].notes
         assert [" share 3 processor cores " in note for note in notes] == [True] * lines
 
 
@@ -71,7 +80,7 @@ def test_a_device_that_is_not_here_is_told_by_a_dry_run(
 ) -> None:
     from anygauge.cli import dry_run
 
-    monkeypatch.setattr(dry_run, "preflight", lambda intent, engine: Findings(settings=[]))
+    monkeypatch.setattr(dry_run, "prepared", unchecked)
     path = str(run_file(tmp_path))
     assert command(["train", path, "--dry-run", "--backend", "hpu"]) == 0
     shown = capsys.readouterr().out
@@ -87,13 +96,13 @@ def test_a_dry_run_notes_what_a_hub_that_is_switched_off_would_refuse(
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     path = run_file(tmp_path, model={"name": "nobody/no-such-model"})
-    intent = read_intent(path, [], {}, need_device=False)
-    found = preflight.preflight(intent, engine=True)
+    request = read_request(path, [], {}, need_device=False)
+    _, found, _ = prepared(request, engine=True, plan=False)
     refusal = "model.name: 'nobody/no-such-model' is not a folder here"
     assert found.notes[0].startswith(f"the run would be refused: {refusal}")
     assert "nobody/no-such-model is neither a folder on this machine" in found.notes[1]
     with pytest.raises(ModelError, match=f"^{refusal}"):
-        preflight.preflight(intent)
+        prepared(request)
 
 
 RENDERING = {"event": "rendering", "template": "the chat template of t", "row": "x.jsonl:7"}
@@ -107,7 +116,7 @@ def refused(error: str) -> dict[str, str]:
 
 ENDINGS: dict[str, tuple[list[dict[str, Any]], str, type[Exception], str]] = {
     "hangs": (
-        [{"event": "part", "name": "data"}],
+        [{"event": "stage", "name": "data"}],
         HANGS, AnygaugeError, r"no progress for 0 s on the run file's 'data' section",
     ),
     "hangs at a row": (
@@ -138,49 +147,123 @@ ENDINGS: dict[str, tuple[list[dict[str, Any]], str, type[Exception], str]] = {
 
 
 @pytest.fixture
-def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Findings]:
-    """Asks a shell script in the place of the process that checks."""
+def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answer]:
+    """Asks a shell script in the place of the process."""
 
-    def asked(*events: dict[str, Any], then: str = "", limit_s: float | None = None) -> Findings:
+    def asked(
+        *events: dict[str, Any],
+        then: str = "",
+        limit_s: float | None = None,
+        request: Request = CHECK,
+        **options: Any,
+    ) -> Answer:
         if limit_s is not None:
-            monkeypatch.setitem(preflight.LIMITS_S, "data", limit_s)
-            monkeypatch.setattr(preflight, "RENDERING_LIMIT_S", limit_s)
-            monkeypatch.setattr(preflight, "_END_S", limit_s)
+            for stage in ("fetch", "data", "plan"):
+                monkeypatch.setitem(prepare.LIMITS_S, stage, limit_s)
+            monkeypatch.setattr(prepare, "RENDERING_LIMIT_S", limit_s)
+            monkeypatch.setattr(prepare, "_END_S", limit_s)
         program = tmp_path / "python"
         lines = [f"echo '{json.dumps(event)}'" for event in events]
         program.write_text("\n".join(["#!/bin/sh", "cat > /dev/null", *lines, then, ""]))
         program.chmod(0o755)
-        monkeypatch.setattr(preflight, "sys", SimpleNamespace(executable=str(program)))
-        return preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
+        monkeypatch.setattr(prepare, "sys", SimpleNamespace(executable=str(program)))
+        return prepare.prepare(request, {"PATH": "/usr/bin:/bin"}, **options)
 
     return asked
 
 
 @pytest.mark.parametrize("case", ENDINGS)
-def test_a_check_that(case: str, ask: Callable[..., Findings]) -> None:
+def test_a_check_that(case: str, ask: Callable[..., Answer]) -> None:
     events, then, error, said = ENDINGS[case]
     with pytest.raises(error, match=said):
         ask(*events, then=then, limit_s=0.2 if then.endswith(HANGS) else None)
 
 
-def test_what_follows_a_rendering_has_not_its_limit(ask: Callable[..., Findings]) -> None:
-    answered = {"event": "answered", "found": {}}
-    then = f"sleep 2; echo '{json.dumps(answered)}'"
-    assert ask(RENDERING, RENDERED, then=then, limit_s=1.5) == Findings()
+FETCH = Request(fetch=tuple(wanted(ModelSection(name="somebody/model"))))
+
+
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [
+        (HANGS, "^nothing arrived from the hub for 0 s: check the network and the disk of HF_HOME"),
+        ("echo no >&2; " + KILLED, "^fetching the model ended with signal 9, SIGKILL: no$"),
+    ],
+    ids=["hangs", "is killed"],
+)
+def test_a_fetch_that(then: str, said: str, ask: Callable[..., Answer]) -> None:
+    with pytest.raises(HubUnreachableError, match=said):
+        ask(then=then, limit_s=0.2, request=FETCH)
+
+
+def test_one_that_nobody_waits_for_any_more_is_ended(ask: Callable[..., Answer]) -> None:
+    turns = iter([True, True, False, False])
+    assert ask(then=HANGS, request=FETCH, turn=lambda: next(turns)) == Answer()
+
+
+PLAN = PlanQuestion(run="{}", backend="cpu", cards=None)
+FOUND = {"event": "found", "fields": {"found": {"data": "40 rows"}}}
+
+
+@pytest.mark.parametrize(
+    ("then", "forms", "said"),
+    [
+        (HANGS, 1, "a plan takes longer than 0 s; `anygauge plan RUN.yaml` waits for it"),
+        (HANGS, 2, "a plan takes longer than 1 s; `anygauge plan RUN.yaml` waits for it"),
+        (
+            "echo no >&2; " + KILLED, 1,
+            "the process that plans ended with signal 9, SIGKILL: no. There may be too little "
+            "memory; a smaller data.max_length or train.micro_batch_size needs less",
+        ),
+    ],
+    ids=["takes long", "of several forms takes long", "is killed"],
+)  # fmt: skip
+def test_a_plan_that_stops_no_run(
+    then: str, forms: int, said: str, ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "AUTO_LIMIT_S", 1.0)
+    plan = PLAN.model_copy(update={"strategies": ({"name": "ddp"},) * forms})
+    request = CHECK.model_copy(update={"plan": plan})
+    stage = {"event": "stage", "name": "plan"}
+    answer = ask(FOUND, stage, then=then, limit_s=0.2, request=request)
+    assert answer.found.data == "40 rows"
+    assert answer.expected == Expectation(note=f"memory was not planned: {said}", form=None)
+
+
+def test_what_follows_a_rendering_has_not_its_limit(ask: Callable[..., Answer]) -> None:
+    then = f"sleep 2; echo '{json.dumps(FOUND)}'; echo '{json.dumps(DONE)}'"
+    assert ask(RENDERING, RENDERED, then=then, limit_s=1.5).found == Findings(data="40 rows")
+
+
+DONE = {"event": "done"}
+
+
+def test_a_busy_processor_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process waits for it does not count, nor time that this one was stopped for."""
+    clock = iter([0.0, 1.0, 2.0, 3.0, 90.0])
+    monkeypatch.setattr(prepare, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    samples = iter([(5.0, "R"), (5.1, "R"), (6.1, "R"), (6.1, "S"), (6.1, "S")])
+    monkeypatch.setattr(prepare, "sample_process", lambda pid: ProcessSample(*next(samples)))
+    silence = prepare._Silence(1)
+    found = [silence.seconds() for _ in range(4)]
+    assert found == pytest.approx([0.1, 1.1, 2.1, 2.1 + prepare._FROZEN_S])
 
 
 def test_what_a_check_could_not_do_is_told_and_the_run_goes_on(
-    ask: Callable[..., Findings],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = ask({"event": "unchecked", "message": "torch is not installed here"})
+    answer = Answer(unchecked="torch is not installed here")
+    monkeypatch.setattr(prepare, "prepare", lambda *_, **__: answer)
+    request = read_request(run_file(tmp_path), [], {}, need_device=False)
+    _, found, expected = prepared(request, plan=True)
     assert found.notes == ["only the ranks will check model and rows: torch is not installed here"]
+    assert expected.note == "memory was not planned: torch is not installed here"
 
 
 @pytest.mark.slow
 def test_an_expression_that_would_take_for_ever_is_such_a_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(preflight.LIMITS_S, "model", 20.0)
+    monkeypatch.setitem(prepare.LIMITS_S, "model", 20.0)
     path = run_file(tmp_path, adapter={"targets": "(.*.*.*.*.*.*.*)*x"})
     with pytest.raises(AnygaugeError, match=r"no progress for 20 s .* at regular expressions for"):
         command(["train", str(path)])
@@ -200,7 +283,7 @@ def test_a_dry_run_of_many_ranks_works_out_few_of_them(
         return resolve(registry, job, ranks)
 
     monkeypatch.setattr(dry_run, "rank_environments", noted)
-    monkeypatch.setattr(dry_run, "preflight", lambda intent, engine: Findings(settings=[]))
+    monkeypatch.setattr(dry_run, "prepared", unchecked)
     path = run_file(
         tmp_path, train={"global_batch_size": 8192}, model={"config": TINY, "tokenizer": "t"}
     )
