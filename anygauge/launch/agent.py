@@ -13,9 +13,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from anygauge.interface import LOST, AnygaugeError, Job
+from anygauge.launch.environment import NodeEnvironment, write_provenance
 from anygauge.launch.foreign import scrub
 from anygauge.launch.meeting import CancelledError, Hello, meet
 from anygauge.launch.nodes import Instruction, Nodes, Outbox
@@ -35,9 +35,6 @@ from anygauge.launch.startup import (
 from anygauge.launch.supervisor import GRACE_S, Requests, supervise
 from anygauge.util.processes import die_with_parent, tie_to_parent
 from anygauge.util.run_lock import identity_of, open_lock
-
-if TYPE_CHECKING:
-    from anygauge.launch.environment import NodeEnvironment
 
 RankEnvironment = Callable[[int], dict[str, str]]
 """Local rank -> all variables of that rank, except for those of its numbers."""
@@ -74,9 +71,7 @@ class _Agent:
     """One node's agent from its command line to its exit status."""
 
     def __init__(
-        self,
-        argv_of_rank: RankArgv | None,
-        rank_environment: RankEnvironment | None,
+        self, argv_of_rank: RankArgv | None, rank_environment: RankEnvironment | None
     ) -> None:
         self._argv_of_rank = argv_of_rank
         self._rank_environment = rank_environment
@@ -143,8 +138,6 @@ class _Agent:
             os.chdir(job.working_directory)
         own, environment = None, self._rank_environment
         if environment is None:
-            from anygauge.launch.environment import NodeEnvironment, write_provenance
-
             own = NodeEnvironment(job, self._node_rank, inherited)
             write_provenance(job, self._node_rank, own.record())
             environment = own.of_rank

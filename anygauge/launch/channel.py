@@ -111,8 +111,6 @@ class Channel:
                 del self._outgoing[: self._socket.send(self._outgoing)]
         except BlockingIOError:
             pass
-        except (BrokenPipeError, ConnectionResetError):
-            self._outgoing.clear()  # the end is read after what the peer sent before it
         except OSError as error:
             self.close(str(error))
 
