@@ -7,14 +7,16 @@ static, so that ``anygauge --help`` and a misspelt command need no import but th
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from anygauge.util.errors import AnygaugeError
-from anygauge.util.text import escaped, fitted
+from anygauge.util.errors import AnygaugeError, UsageError
+from anygauge.util.text import did_you_mean, escaped, fitted
 
 COMMANDS = {
     "train": "Fine-tune a model as described in a run file.",
@@ -44,34 +46,26 @@ def main() -> NoReturn:
     """Entry point: an error meant for the user is one message, without a traceback."""
     streams: Any = sys
     streams.stdout, streams.stderr = EscapedStream(sys.stdout), EscapedStream(sys.stderr)
-    sys.exit(_status())
-
-
-def _status() -> int:
-    """The exit status of this process's command line."""
+    message = ""
     try:
         status = run(sys.argv[1:], own_process=True)
         sys.stdout.flush()
-        return status
     except BrokenPipeError as error:
         # The reader went away (`anygauge backends | head`): nobody reads a message, at exit either.
         if not _unread():
-            print(
-                f"error: a helper process ended while anygauge wrote to it ({error})",
-                file=sys.stderr,
-            )
+            message = f"error: a helper process ended while anygauge wrote to it ({error})"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        status = 1
     except AnygaugeError as error:
-        print(fitted(f"error: {error}", sys.stderr), file=sys.stderr)
-        return error.exit_status
+        message, status = f"error: {error}", error.exit_status
     except OSError as error:
-        text = f"error: {error}. Check that the path is right and can be written, and that the disk"
-        print(fitted(f"{text} is not full", sys.stderr), file=sys.stderr)
-        return 1
+        check = "Check that the path is right and can be written, and that the disk is not full"
+        message, status = f"error: {error}. {check}", 1
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        message, status = "interrupted", 130
+    if message:
+        print(fitted(message, sys.stderr), file=sys.stderr)
+    sys.exit(status)
 
 
 class EscapedStream:
@@ -94,8 +88,6 @@ class EscapedStream:
 
 def _unread() -> bool:
     """Whether standard output is a pipe that nobody reads any more."""
-    import select
-
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in output.poll(0))
@@ -106,6 +98,9 @@ def run(arguments: list[str], *, own_process: bool = False) -> int:
 
     Args:
         own_process: nothing follows in this process: a command may put another in its place.
+
+    Raises:
+        AnygaugeError: what `main` prints.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         print(help_text())
@@ -117,30 +112,13 @@ def run(arguments: list[str], *, own_process: bool = False) -> int:
         print(f"anygauge {version('anygauge')}")
         return 0
     if name not in COMMANDS:
-        from anygauge.util.text import did_you_mean
-
         near = did_you_mean(name, COMMANDS, 0.6) or ";"
-        valid = ", ".join(COMMANDS)
-        error = f"error: there is no command {name!r}{near} commands: {valid}"
-        print(fitted(error, sys.stderr), file=sys.stderr)
-        return 2
-    return run_command(name, rest, own_process=own_process)
-
-
-def command_function(name: str) -> Callable[..., None]:
-    """The function of a command, with its options as parameters."""
-    import importlib
-
-    module = importlib.import_module(f"anygauge.cli.{_HOMES.get(name, name)}")
-    function: Callable[..., None] = getattr(module, name)
-    return function
-
-
-def run_command(name: str, arguments: list[str], *, own_process: bool = False) -> int:
-    """Import the command's file and hand its arguments to typer."""
+        raise UsageError(f"there is no command {name!r}{near} commands: {', '.join(COMMANDS)}")
     with interrupts_end_process():
         import typer
         import typer.main
+
+        from anygauge.cli.options import UsageCommand
 
         app = typer.Typer(
             add_completion=False,
@@ -148,16 +126,20 @@ def run_command(name: str, arguments: list[str], *, own_process: bool = False) -
             rich_markup_mode=None,
             context_settings={"help_option_names": ["--help", "-h"]},
         )
-        function = command_function(name)
-        from anygauge.cli.options import UsageCommand
-
-        app.command(name, cls=UsageCommand)(function)
+        app.command(name, cls=UsageCommand)(command_function(name))
     command = typer.main.get_command(app)
     try:
-        command.main(args=arguments, prog_name=f"anygauge {name}", obj=own_process)
+        command.main(args=rest, prog_name=f"anygauge {name}", obj=own_process)
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     return 0
+
+
+def command_function(name: str) -> Callable[..., None]:
+    """The function of a command, with its options as parameters."""
+    module = importlib.import_module(f"anygauge.cli.{_HOMES.get(name, name)}")
+    function: Callable[..., None] = getattr(module, name)
+    return function
 
 
 @contextlib.contextmanager

@@ -32,39 +32,37 @@ def calibrate(backend: str | None, devices: int | None, *, as_json: bool) -> Non
             as well.
 
     Raises:
-        UsageError: the cards are not all of one kind.
+        UsageError: the cards are not all of one kind, or the file cannot be written.
         AnygaugeError: the ranks failed.
     """
+    from anygauge.launch.calibration import measure
+
     _make_room()
     registry, selection, chosen = choose_backend(backend)
     card = _card(registry, chosen.name, selection.probe.cards)
     most = HOST_RANKS if card.shared_memory else PEERS
     ranks = devices or max(1, min(chosen.placement.device_count(), most))
-    counts = sorted({1, ranks}) if card.shared_memory else [ranks]
-    found = {count: _measured(chosen.name, count, as_json) for count in counts}
+    found = {}
+    for count in sorted({1, ranks}) if card.shared_memory else [ranks]:
+        with Console(stderr=True, quiet=as_json).status(f"measuring {_ranks(count)}"):
+            found[count] = measure(chosen.name, count)
     file = write_measured(card, found, f"measured on this machine, {date.today()}")
     if as_json:
         figures = {"ranks": ranks, "file": str(file), "measured": found}
         typer.echo(json.dumps({"card": card.name, **figures}))
         return
     each = "each rank" if card.shared_memory else f"each {card.name}"
-    rows = [(each, *(f"{count} rank{'s' if count > 1 else ''}" for count in counts))]
-    columns = [_shown_figures(found[count]) for count in counts]
-    rows += [(name, *(column.get(name, "-") for column in columns)) for name in columns[-1]]
+    columns = [_shown_figures(figures) for figures in found.values()]
+    rows = [(name, *(column.get(name, "-") for column in columns)) for name in columns[-1]]
     console = Console()
-    console.print(table(rows))
+    console.print(table([(each, *map(_ranks, found)), *rows]))
     console.print(f"Written to {file}; plans now use these figures")
     if ranks == 1:
         console.print("Only one card was measured, so the speed between cards is not known")
 
 
-def _measured(backend: str, ranks: int, quiet: bool) -> dict[str, Any]:
-    """What so many ranks found; a watching user sees progress."""
-    from anygauge.launch.calibration import measure
-
-    said = f"measuring {ranks} rank{'s' if ranks > 1 else ''}"
-    with Console(stderr=True, quiet=quiet).status(said):
-        return measure(backend, ranks)
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"
 
 
 def _card(registry: Registry, backend: str, names: tuple[str, ...]) -> Card:
@@ -114,11 +112,10 @@ def write_measured(card: Card, found: Mapping[int, Mapping[str, Any]], how: str)
     if not card.sources:  # nobody describes it
         lines += [f"names = {toml(card.names)}", f"backend = {toml(card.backend)}"]
     for ranks, figures in found.items():
-        source = f"{how}, {ranks} rank{'s' if ranks > 1 else ''}"
         if card.shared_memory:
             lines.append(f'[card."{card.name}".ranks.{ranks}]')
         shown = _shown_figures(figures).items()
-        lines += [f"{name} = {toml([value, source])}" for name, value in shown]
+        lines += [f"{name} = {toml([value, f'{how}, {_ranks(ranks)}'])}" for name, value in shown]
     write_text(measured_file(), "\n".join(lines) + "\n")
     return measured_file()
 

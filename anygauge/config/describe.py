@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from anygauge.config.schema import RunFile
 from anygauge.config.strategies import StrategySection, all_sections, section_of
-from anygauge.config.tree import YamlNode, plain
+from anygauge.config.tree import YamlNode
 from anygauge.interface import PluginError
 from anygauge.util.schema import Section
 
@@ -102,18 +102,18 @@ class Kind:
 
     def values(self, node: YamlNode) -> Any:
         """Plain values for pydantic, with null as "left out" wherever a default stands ready."""
-        if node.is_mapping and self.section is not None:
-            fields = self.section.model_fields
+        if node.is_mapping:
+            fields = {} if self.section is None else self.section.model_fields
             return {
                 name: (self.below(name) or Kind(Any)).values(below)
                 for name, below in node.value.items()
                 if below.value is not None or name not in fields or fields[name].is_required()
             }
-        if node.items and (item := next(filter(None, (m.item for m in self.members)), None)):
-            return [item.values(below) for below in node.items]
-        value = plain(node)
+        if not isinstance(node.value, tuple):
+            return node.value
+        items = [(self.below(n) or Kind(Any)).values(item) for n, item in enumerate(node.value)]
         is_tuple = any(get_origin(member.annotation) is tuple for member in self.members)
-        return tuple(value) if is_tuple and isinstance(value, list) else value
+        return tuple(items) if is_tuple else items
 
     def __str__(self) -> str:
         if len(self.members) > 1:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class LoadedRun:
 
     run: RunFile
     sources: Mapping[str, Origin]
-    file: str = field(default="run file", kw_only=True)
+    file: str
 
     def source(self, path: str) -> Origin:
         """Where `path` was written, or else the section that it belongs to, or the file."""
@@ -114,7 +114,7 @@ def load_run_file(
     fields = {**dict(found), "output": locate(OUTPUT, found.output, cwd)}
     run = RunFile.model_construct(found.model_fields_set, **fields)
     sources = {dotted(place): node.origin for place, node in root.nodes()}
-    return LoadedRun(run, sources, file=name)
+    return LoadedRun(run, sources, name)
 
 
 def check_paths(loaded: LoadedRun) -> None:

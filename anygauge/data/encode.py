@@ -248,10 +248,9 @@ class RowEncoder:
         )
 
     def _chat_template(self) -> ChatTemplate:
-        if self._template is not None:
-            return self._template
-        kwargs = self.data.chat_template_kwargs
-        self._template = ChatTemplate(self.tokenizer, self._given, self._rendering, kwargs=kwargs)
+        if self._template is None:
+            given, kwargs = self._given, self.data.chat_template_kwargs
+            self._template = ChatTemplate(self.tokenizer, given, self._rendering, kwargs=kwargs)
         return self._template
 
 

@@ -3,12 +3,8 @@
 A record's origin is its file and a place: `data.jsonl:17` (a line), `data.json[16]` (an index).
 What cannot be read or used raises `DataError`, which names that place.
 
-Why our own, and not the readers of `datasets` (5.2)? Of JSON, that makes a table: types are
-inferred over rows, so that texts which look like dates become times and "1" beside 2 becomes 1; a
-key that a row lacks becomes null; a number beyond 64 bits is rounded; messages count rows within a
-block and name neither line nor file. Of CSV, a row with a cell too many silently moves its cells
-one column on, one with too few is filled up, and a column named twice is renamed. Here all cells
-are text: ``007`` stays what it is, and an empty cell is empty text.
+What reads JSON, and the options of CSV, are our own, since `datasets` changes rows: docs/data.md
+says how. Here all cells of CSV are text: ``007`` stays what it is, an empty one is empty text.
 """
 
 from __future__ import annotations

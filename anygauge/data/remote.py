@@ -181,7 +181,8 @@ def _file_system(address: str) -> tuple[Any, str]:
 
 def retried(what: str, work: Callable[[], Result]) -> Result:
     """What `work` returns; once more where a connection breaks or the server is busy."""
-    for wait in (*WAITS_S, None):
+    waits = iter(WAITS_S)
+    while True:
         try:
             return work()
         except DataError:
@@ -194,6 +195,7 @@ def retried(what: str, work: Callable[[], Result]) -> Result:
             refused = _refusal(what, error)
             if refused is not None:
                 raise refused from None
+            wait = next(waits, None)
             if wait is None:
                 raise DataAccessError(
                     f"{what} cannot be read, after {len(WAITS_S) + 1} tries: "
@@ -201,7 +203,6 @@ def retried(what: str, work: Callable[[], Result]) -> Result:
                     "then resume the run"
                 ) from None
             time.sleep(wait)
-    raise AssertionError("the last try returns or raises")
 
 
 def _refusal(what: str, error: Exception) -> DataError | None:

@@ -27,7 +27,6 @@ import socket
 import struct
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,7 +79,7 @@ class Channel:
         self.why = ""
         self.longest = LONGEST_OF_UNKNOWN
         self._incoming = bytearray()
-        self._outgoing: deque[memoryview] = deque()
+        self._outgoing = bytearray()
 
     def fileno(self) -> int:
         """For selectors."""
@@ -93,7 +92,7 @@ class Channel:
 
     @property
     def waiting(self) -> int:
-        """Number of messages that are not sent yet; 0 once it is closed."""
+        """Number of bytes that are not sent yet; 0 once it is closed."""
         return len(self._outgoing)
 
     def send(self, kind: str, **fields: Any) -> None:
@@ -102,24 +101,20 @@ class Channel:
             return
         # Half a character (of a path that is not a text) becomes a mark: no JSON may have one.
         text = json.dumps({"kind": kind, **fields}, ensure_ascii=False).encode(errors="replace")
-        self._outgoing.append(memoryview(_SIZE.pack(len(text)) + text))
+        self._outgoing += _SIZE.pack(len(text)) + text
         self.flush()
 
     def flush(self) -> None:
         """Send what can be sent now."""
-        while self._outgoing:
-            first = self._outgoing[0]
-            try:
-                sent = self._socket.send(first)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                self.close(str(error))
-                return
-            if sent == len(first):
-                self._outgoing.popleft()
-            else:
-                self._outgoing[0] = first[sent:]
+        try:
+            while self._outgoing:
+                del self._outgoing[: self._socket.send(self._outgoing)]
+        except BlockingIOError:
+            pass
+        except (BrokenPipeError, ConnectionResetError):
+            self._outgoing.clear()  # the end is read after what the peer sent before it
+        except OSError as error:
+            self.close(str(error))
 
     def receive(self) -> Iterator[dict[str, Any]]:
         """The messages that have arrived; bounded, so that no peer can stall its agent.
@@ -150,13 +145,12 @@ class Channel:
             return False
         try:
             chunk = self._socket.recv(_CHUNK)
+            if not chunk:
+                raise ConnectionError("the connection was closed")
         except BlockingIOError:
             return False
         except OSError as error:
             self.close(str(error))
-            return False
-        if not chunk:
-            self.close("the connection was closed")
             return False
         self.heard = time.monotonic()
         self._incoming += chunk
@@ -252,9 +246,8 @@ class Listener:
                 f"{error.strerror or error}. If another job uses it, give this one another "
                 "launch.port"
             ) from error
-        names = [str(each.getsockname()[0]) for each in self._sockets]
-        every = names == ["0.0.0.0"]
-        self.where = f"{'every address' if every else ', '.join(names)}, port {port}"
+        names = ", ".join(str(each.getsockname()[0]) for each in self._sockets)
+        self.where = f"{names.replace('0.0.0.0', 'every address')}, port {port}"
         print(f"waiting for the other nodes at {self.where} ({host})", file=sys.stderr)
         self._secret = secret
         self._most = MOST_UNKNOWN + nodes

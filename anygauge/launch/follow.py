@@ -16,7 +16,6 @@ from types import FrameType
 from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.text import Text
 
 from anygauge.interface import STOPPED, RunningJob
 from anygauge.launch.event_format import evaluation_line, step_line, step_metrics, summary_lines
@@ -25,7 +24,6 @@ from anygauge.launch.submitted import LAUNCHED
 from anygauge.launch.supervisor import SIGNALS
 from anygauge.util.console import Console
 from anygauge.util.processes import REPEATED_SIGNAL_S
-from anygauge.util.text import escaped
 
 Event = Mapping[str, Any]
 Handler = Callable[[int, FrameType | None], Any]
@@ -226,8 +224,7 @@ class View:
             return
         if level == "warning":
             text = f"warning: {text}"
-        style = "" if level == "info" else "yellow"
-        self._console.print(Text(escaped(text), style=style))
+        self._console.print(text, style="" if level == "info" else "yellow")
 
     def ask(self, question: str) -> str:
         """A letter from the terminal; another Ctrl-C is c, SIGTERM and the end of input are d."""
@@ -345,13 +342,13 @@ def _interruptible(running: RunningJob, asked: Sequence[int]) -> Iterator[list[i
 
 def show_stopped(errors: Console, how: str) -> None:
     """Show where a run stopped at request, and how to resume it."""
-    errors.print(Text(how, style="yellow"))
-    errors.print(Text("to resume: the same command with --resume auto"))
+    errors.print(how, style="yellow")
+    errors.print("to resume: the same command with --resume auto")
 
 
 def fail(errors: Console, text: str) -> None:
     """Show why a run failed."""
-    errors.print(Text(f"error: {escaped(text)}", style="red"))
+    errors.print(f"error: {text}", style="red")
 
 
 def show_where_logs_are(errors: Console, run_directory: str | Path) -> None:
@@ -360,4 +357,4 @@ def show_where_logs_are(errors: Console, run_directory: str | Path) -> None:
     folder = logs_of(home)
     remote = (home / LAUNCHED).exists() and not any(folder.glob("rank*.log"))
     where = f"anygauge job logs {run_directory}" if remote else folder
-    errors.print(Text(f"logs: {where}"), soft_wrap=True)
+    errors.print(f"logs: {where}", soft_wrap=True)

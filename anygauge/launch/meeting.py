@@ -148,74 +148,85 @@ def meet(
             f"{own.nodes - 1}"
         )
     if own.node_rank:
-        channel, rendezvous = _join(job, own, address, requests)
-        return WorkerNode(job, outbox, channel, rendezvous)
+        return WorkerNode(job, outbox, *_join(job, own, address, requests))
     _allow_open_files(job.launch)
-    with Listener(*address, job.token, own.nodes) as listener:
-        channels: dict[int, Channel] = {}
-        hosts = {0: own.host}
-        try:
-            reached_at = _gather(job, own, listener, channels, hosts, requests)
-        except AnygaugeError as error:
-            for channel in channels.values():
-                channel.send("refused", reason=str(error))
-            close_all([*channels.values()])
-            raise
-    return Nodes(job, outbox, channels, hosts, reached_at)
+    return Nodes(job, outbox, *_gather(job, own, address, requests))
 
 
 # -- node 0 ----------------------------------------------------------------------------------------
 
 
 def _gather(
-    job: Job,
-    own: Hello,
-    listener: Listener,
-    channels: dict[int, Channel],
-    hosts: dict[int, str],
-    requests: Sequence[object],
-) -> str:
-    """Wait until all nodes have joined, and add their channels and hosts.
+    job: Job, own: Hello, address: tuple[str, int], requests: Sequence[object]
+) -> tuple[dict[int, Channel], dict[int, str], str]:
+    """Wait until all nodes have joined.
 
     Returns:
-        The address by which they reach this machine.
+        Node rank -> channel, node rank -> host, and the address by which they reach this machine.
 
     Raises:
         AnygaugeError: nodes are missing when the time is up, or do not belong to this job.
     """
-    address, beat_at = "", time.monotonic()
+    channels: dict[int, Channel] = {}
+    hosts, reached_at = {0: own.host}, ""
+    beat_at = time.monotonic()
     deadline = beat_at + job.launch.join_timeout_s
-    while len(channels) < own.nodes - 1:
-        now = time.monotonic()
-        if now > deadline:
-            raise AnygaugeError(_missing(job, listener, channels))
-        if requests:
-            raise CancelledError
-        if now - beat_at >= HEARTBEAT_S:
-            beat_at = now
-            for channel in channels.values():
-                channel.send("beat")
-        for channel, message in listener.joined(_TURN_S):
-            try:
-                other = read_record(HELLO, message.get("hello"))
-            except ValueError as error:
-                reason = f"the coordinator cannot read how the node describes itself: {error}"
-                ask = "Do all nodes have the same version of anygauge?"
-                channel.send("refused", reason=f"{reason}. {ask}")
-                close_all([channel])
-                listener.note(channel, reason)
-                continue
-            channel.peer = f"node {other.node_rank} ({other.host})"
-            try:
-                check_hello(own, other, hosts)
-            except AnygaugeError as error:
-                channel.send("refused", reason=str(error))
-                close_all([channel])
-                raise
-            address = address or channel.own_address
-            channels[other.node_rank] = channel
-            hosts[other.node_rank] = other.host
-    return address
+    with Listener(*address, job.token, own.nodes) as listener:
+        try:
+            while len(channels) < own.nodes - 1:
+                now = time.monotonic()
+                if now > deadline:
+                    raise AnygaugeError(_missing(job, listener, channels))
+                if requests:
+                    raise CancelledError
+                if now - beat_at >= HEARTBEAT_S:
+                    beat_at = now
+                    for channel in channels.values():
+                        channel.send("beat")
+                for channel, message in listener.joined(_TURN_S):
+                    other = _admitted(own, listener, channel, message, hosts)
+                    if other is not None:
+                        channels[other.node_rank] = channel
+                        hosts[other.node_rank] = other.host
+                        reached_at = reached_at or channel.own_address
+        except AnygaugeError as error:
+            _refuse([*channels.values()], str(error))
+            raise
+    return channels, hosts, reached_at
+
+
+def _admitted(
+    own: Hello,
+    listener: Listener,
+    channel: Channel,
+    message: Mapping[str, Any],
+    hosts: Mapping[int, str],
+) -> Hello | None:
+    """How a node that has joined describes itself; None where that cannot be read.
+
+    Raises:
+        AnygaugeError: it does not belong to this job.
+    """
+    try:
+        other = read_record(HELLO, message.get("hello"))
+    except ValueError as error:
+        reason = f"the coordinator cannot read how the node describes itself: {error}"
+        _refuse([channel], f"{reason}. Do all nodes have the same version of anygauge?")
+        listener.note(channel, reason)
+        return None
+    channel.peer = f"node {other.node_rank} ({other.host})"
+    try:
+        check_hello(own, other, hosts)
+    except AnygaugeError as error:
+        _refuse([channel], str(error))
+        raise
+    return other
+
+
+def _refuse(channels: Sequence[Channel], reason: str) -> None:
+    for channel in channels:
+        channel.send("refused", reason=reason)
+    close_all(channels)
 
 
 def _missing(job: Job, listener: Listener, channels: Mapping[int, Channel]) -> str:
@@ -236,23 +247,21 @@ def _allow_open_files(launch: LaunchSettings) -> None:
     Raises:
         AnygaugeError: the hard limit is lower.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (sys.maxsize if each == resource.RLIM_INFINITY else each for each in limits)
     least = launch.nodes + _FILES + _FILES_OF_A_RANK * launch.devices
-    if soft == resource.RLIM_INFINITY or soft >= least + MOST_UNKNOWN:
-        return
-    if hard != resource.RLIM_INFINITY and hard < least:
+    if hard < least:
         raise AnygaugeError(
             f"the agent of node 0 keeps a connection to each of the job's {launch.nodes} nodes and "
             f"needs {least} open files, but its process may have {hard} at most. Raise the hard "
             f"limit on {socket.gethostname()} (ulimit -Hn; LimitNOFILE= of a service; --ulimit "
             "nofile= of a container)"
         )
-    wanted = least + MOST_UNKNOWN
-    raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if raised > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+    wanted = min(least + MOST_UNKNOWN, hard)
+    if wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, limits[1]))
         print(
-            f"raised the limit of open files from {soft} to {raised}, for the connections to "
+            f"raised the limit of open files from {soft} to {wanted}, for the connections to "
             f"{launch.nodes} nodes (ulimit -n)",
             file=sys.stderr,
         )

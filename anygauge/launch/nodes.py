@@ -47,7 +47,7 @@ OUTBOX_CAPACITY = 100_000
 """Lines kept for a follower that does not read; when it is full, no events are read from ranks."""
 
 _OUTCOME_S = 30.0
-_MOST_WAITING = 1000
+_MOST_WAITING = 1024 * 1024  # bytes
 
 
 class Instruction(enum.Enum):

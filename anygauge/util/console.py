@@ -15,7 +15,6 @@ import rich.console
 from rich import box
 from rich.segment import Segment
 from rich.table import Table
-from rich.text import Text
 
 from anygauge.util.text import escaped, hanging
 
@@ -23,8 +22,8 @@ from anygauge.util.text import escaped, hanging
 class Console(rich.console.Console):
     """rich's, with `escaped` texts; its own styles and movements stay.
 
-    Prose is wrapped at words on a terminal, and whole in a file, unless COLUMNS is set.
-    ``soft_wrap=True`` leaves a line whole there too: a command, to be copied.
+    A string is wrapped at words on a terminal, and whole in a file, unless COLUMNS is set.
+    ``soft_wrap=True`` leaves it whole there too: a command, to be copied.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -45,14 +44,9 @@ class Console(rich.console.Console):
         """See rich, which drops some control characters of a text before it renders it."""
         objects = tuple(escaped(o) if isinstance(o, str) else o for o in objects)
         options["soft_wrap"] = options.get("soft_wrap") or self.soft_wrap
-        if len(objects) == 1 and not (self.soft_wrap or options.get("soft_wrap")):
-            (one,) = objects
-            if isinstance(one, Text) and not one.spans:
-                objects = (Text(hanging(one.plain, self.width), style=one.style),)
-                options["soft_wrap"] = True  # rich would break a long path, to be copied
-            elif isinstance(one, str):
-                objects = (hanging(one, self.width),)
-                options["soft_wrap"] = True
+        if len(objects) == 1 and isinstance(objects[0], str) and not options["soft_wrap"]:
+            objects = (hanging(objects[0], self.width),)
+            options["soft_wrap"] = True  # rich would break a long path, to be copied
         super().print(*objects, **options)
 
     def render(

@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from anygauge.interface import STOPPED
+from tests.helpers.faults import TOLD_TO_FAIL, keep
 from tests.helpers.processes import begin, running
 from tests.helpers.runs import run_file
 
@@ -27,12 +28,16 @@ RANK = "anygauge.launch.rank"
 class Command:
     """``anygauge train``; everything that it starts bears a mark."""
 
-    def __init__(self, path: Path, *arguments: str) -> None:
+    def __init__(
+        self, path: Path, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> None:
         self._mark = f"{MARK}={secrets.token_hex(8)}"
         name, text = self._mark.split("=")
         self.folder = path.parent / "out" / "tiny"
         self.process = begin(
-            *("train", path, *arguments), environment={name: text}, start_new_session=True
+            *("train", path, *arguments),
+            environment={**(environment or {}), name: text},
+            start_new_session=True,
         )
 
     def left(self) -> dict[int, str]:
@@ -117,29 +122,47 @@ def test_ctrl_c_where_python_drops_exceptions_ends_an_import() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
-@pytest.mark.parametrize("what", ["command", pytest.param(RANK, marks=pytest.mark.slow)])
-def test_nothing_outlives_a_command_or_a_rank_that_is_killed(
-    tmp_path: Path, commands: list[Command], what: str
+FAULTS: dict[str, tuple[str, int, int, str]] = {
+    "worker exits, rank 0": ("rank0", signal.SIGRTMIN, 1, "rank 0 on .* failed with RuntimeError"),
+    "worker exits, rank 1": ("rank1", signal.SIGRTMIN, 1, "rank 1 on .* failed with RuntimeError"),
+    "worker killed, rank 0": ("rank0", signal.SIGKILL, 1, "rank 0 on .* was killed .signal 9"),
+    "worker killed, rank 1": ("rank1", signal.SIGKILL, 1, "rank 1 on .* was killed .signal 9"),
+    "command killed": ("command", signal.SIGKILL, -signal.SIGKILL, ""),
+    "terminal closed": ("group", signal.SIGHUP, STOPPED, "stopped at request after step"),
+    "SIGTERM": ("command", signal.SIGTERM, STOPPED, "stopped at request after step"),
+    "Ctrl-C": ("group", signal.SIGINT, STOPPED, "stopped at request after step"),
+}
+"""What is hit, by which signal, the exit status, and what the command says on standard error."""
+QUICK = ("command killed", "terminal closed")
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in FAULTS]
+)
+def test_a_run_of_this_machine_ends_whole(
+    fault: str, tmp_path: Path, commands: list[Command]
 ) -> None:
-    command = Command(run_file(tmp_path, train={"steps": 100_000}), "--devices", "2")
+    """The same faults as in `tests.launchers.test_faults`, of a local run of two ranks."""
+    what, signum, status, said = FAULTS[fault]
+    (tmp_path / "sitecustomize.py").write_text(TOLD_TO_FAIL)
+    path = run_file(tmp_path, train={"steps": 100_000}, checkpoint={"grace_s": 20})
+    command = Command(path, "--devices", "2", environment={"PYTHONPATH": str(tmp_path)})
     commands.append(command)
-    command.until(command.steps, "a step")
-    assert len(command.of(RANK)) == 2, command.left()
-    started = {pid: words for pid, words in command.left().items() if pid != command.process.pid}
-    assert sorted(started) == sorted(command.of(RANK)), "the command, and its ranks"
-    os.kill(max(started) if what == RANK else command.process.pid, signal.SIGKILL)
-    status, _, err = command.end()
-    assert status == (-signal.SIGKILL if what == "command" else 1) and "Traceback" not in err
-    if what == RANK:
-        assert re.search("rank [01] on .*signal 9", err)
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_ranks_in_order(tmp_path: Path, commands: list[Command]) -> None:
-    command = Command(run_file(tmp_path, train={"steps": 100_000}), "--devices", "2")
-    commands.append(command)
-    command.until(command.steps, "a step")
-    os.killpg(command.process.pid, signal.SIGINT)
-    status, _, err = command.end()
-    assert status == STOPPED, err
-    assert any((command.folder / "checkpoints").iterdir()), err
+    command.until(lambda: command.steps() >= 2, "steps")
+    log = (command.folder / "logs" / "supervisor.log").read_text()
+    ranks = [int(pid) for pid in re.findall(r"rank \d+ started, process (\d+)", log)]
+    started = {pid for pid in command.left() if pid != command.process.pid}
+    assert started == set(ranks), "the command and its ranks, and nobody else"
+    if what == "group":
+        os.killpg(command.process.pid, signum)
+    else:
+        victims = {"rank0": ranks[0], "rank1": ranks[1], "command": command.process.pid}
+        os.kill(victims[what], signum)
+    began = time.monotonic()
+    command.until(lambda: not command.left(), "the end of all")
+    took = round(time.monotonic() - began, 1)
+    found, _, err = command.end()
+    keep("local", fault, {"here": took}, err)
+    assert found == status and re.search(said, err) and "Traceback" not in err, err
+    if status == STOPPED:
+        assert any((command.folder / "checkpoints").iterdir()), err

@@ -29,11 +29,13 @@ class FakeClock:
     """Time that passes when it is told to."""
 
     now = 1000.0
+    wall_ahead_s = 0.0
 
     def monotonic(self) -> float:
         return self.now
 
-    time = monotonic
+    def time(self) -> float:
+        return self.now + self.wall_ahead_s
 
     def strftime(self, form: str) -> str:
         return f"{self.now:.1f}"

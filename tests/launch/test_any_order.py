@@ -353,3 +353,14 @@ def test_who_joins_early_is_not_lost_for_waiting(simulated: Callable[..., Simula
         rank(number, FINISHED, code=0)(job)
     job.run()
     assert job.outcome()["state"] == "ok"
+
+
+def test_a_wall_clock_that_is_set_back_ends_nothing(simulated: Callable[..., Simulation]) -> None:
+    job = simulated(2, 1, lost_after_s=2.0)
+    job.turns(8)
+    job.clock.wall_ahead_s = -86_400.0
+    job.turns(50)
+    assert not any(one.ended for one in job.ranks)
+    rank(1, code=7)(job)
+    job.run()
+    assert "rank 1 on host1 ended with exit status 7" in job.outcome()["cause"]

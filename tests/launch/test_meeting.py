@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -104,20 +104,12 @@ def noise(port: int) -> None:
     sent(port, framed(b'{"kind": "join", "token": "of another"}'))
 
 
-def received(stranger: socket.socket) -> dict[str, Any]:
+def received(reader: IO[bytes]) -> dict[str, Any]:
     """The next message of the coordinator, but for its heartbeats."""
-
-    def taken(size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            data += (chunk := stranger.recv(size - len(data)))
-            assert chunk, "the connection was closed"
-        return data
-
-    while True:
-        found = json.loads(taken(*struct.unpack("!I", taken(4))))
-        if found["kind"] != "beat":
-            return found
+    found = {"kind": "beat"}
+    while found["kind"] == "beat":
+        found = json.loads(reader.read(*struct.unpack("!I", reader.read(4))))
+    return found
 
 
 def unproven(port: int) -> None:
@@ -125,7 +117,7 @@ def unproven(port: int) -> None:
     for proof in ("its own", "0" * 64, "\u0660" * 64, None, 5):
         with connected(port) as stranger:
             stranger.sendall(greeting())
-            answer = received(stranger)
+            answer = received(stranger.makefile("rb"))
             assert set(answer) == {"kind", "number", "proof"}
             proof = answer["proof"] if proof == "its own" else proof
             stranger.sendall(message("join", proof=proof, hello=HELLO))
@@ -140,11 +132,11 @@ HELLO = {
 
 def described(port: int, record: Any) -> str:
     """What the coordinator answers to one who knows the secret, and says this of himself."""
-    with connected(port) as stranger:
+    with connected(port) as stranger, stranger.makefile("rb") as reader:
         stranger.sendall(greeting())
-        proof = proof_of(TOKEN, "worker", "0" * 32, received(stranger)["number"])
+        proof = proof_of(TOKEN, "worker", "0" * 32, received(reader)["number"])
         stranger.sendall(message("join", proof=proof, hello=record))
-        reason = received(stranger)["reason"]
+        reason = received(reader)["reason"]
         assert ends(stranger)
     return str(reason)
 

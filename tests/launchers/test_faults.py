@@ -6,17 +6,16 @@ seconds until each node was empty are added to a file, for the table in docs/lau
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from anygauge.interface import LOST, STOPPED
+from tests.helpers.faults import TOLD_TO_FAIL, keep
 from tests.helpers.processes import until
 from tests.helpers.runs import run_file
 from tests.launchers.emulated import LOGIN
@@ -41,16 +40,6 @@ def _tidy(up: LaunchTarget) -> Iterator[None]:
     """A test that failed leaves nothing to the next one."""
     yield
     up.tidy()
-
-
-TOLD_TO_FAIL = """
-import signal
-
-def fail(*_):
-    raise RuntimeError("told to fail")
-
-signal.signal(signal.SIGRTMIN, fail)
-"""
 
 
 class Hit:
@@ -112,17 +101,8 @@ class Hit:
         seconds = self.ends(own=own)
         _, err = self.command.communicate(timeout=ENDS_WITHIN_S)
         assert "Traceback" not in err
-        kept(self.up, fault, seconds, err)
+        keep(self.up.name, fault, seconds, err)
         return self.command.returncode, err
-
-
-def kept(up: LaunchTarget, fault: str, seconds: dict[str, float], said: str) -> None:
-    """Add a line for the table."""
-    file = os.environ.get("ANYGAUGE_FAULTS")
-    if file:
-        line = {"target": up.name, "fault": fault, "seconds": seconds, "said": said[:400]}
-        with Path(file).open("a") as lines:
-            lines.write(json.dumps(line) + "\n")
 
 
 HURT = [
@@ -204,11 +184,11 @@ def test_the_command_line_ends(up: LaunchTarget, fault: str, signum: int) -> Non
             check=True,
         )
         seconds = hit.ends()
-        kept(up, f"{fault}, then scancel", seconds, "")
+        keep(up.name, f"{fault}, then scancel", seconds, "")
     else:
         seconds = hit.ends()
         hit.command.communicate(timeout=ENDS_WITHIN_S)
-        kept(up, fault, seconds, "")
+        keep(up.name, fault, seconds, "")
         assert list(hit.folder.glob("checkpoints/*")), "no checkpoint was written"
     until(lambda: not up.machines.of_job(LOGIN), "an empty login machine")
 
