@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anygauge.cli.env import print_environment, rank_environments
-from anygauge.cli.intent import Intent, prepared, rendered
 from anygauge.cli.listings import describe_launcher
 from anygauge.data import accumulation
 from anygauge.data.cache import cache_folder
 from anygauge.interface import ABILITIES, NotAvailableError
 from anygauge.kernels.choose import kernels_of_run
 from anygauge.launch.rank_process import rank_numbers
-from anygauge.launch.run_directory import resume_target
+from anygauge.launch.request import RunRequest, prepared, rendered
+from anygauge.launch.submit import resume_target
 from anygauge.training.auto import AUTO
 from anygauge.training.schedule import learning_rate, warmup_steps
 from anygauge.training.strategy import share_of
@@ -37,7 +37,7 @@ SHOWN_RANKS = 16
 """Of a machine with more, the first so many and the last are shown."""
 
 
-def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> None:
+def show(request: RunRequest, *, plan: bool | None = None, force: bool = False) -> None:
     """Check and print the run; starts nothing, opens no device, writes to `data.cache` alone.
 
     Args:
@@ -47,33 +47,29 @@ def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> No
         AnygaugeError: what the run's ranks would refuse.
     """
     console = Console()
-    launcher = intent.registry.find_launcher(intent.run.launch.launcher).spec
-    _, finished = resume_target(
-        intent.run,
-        Path(intent.job.run_directory),
-        shared_filesystem=launcher.shared_filesystem,
-    )
+    _, finished = resume_target(request)
     if finished is not None:
         console.print(finished.describe())
         return
-    intent, found, expected = prepared(intent, engine=True, plan=plan, force=force)
-    job, run = intent.job, intent.run
+    request, found, expected = prepared(request, engine=True, plan=plan, force=force)
+    job, run = request.job, request.run
     why = f" ({job.strategy_why})" if job.strategy_why else ""
     console.print(f"Run {job.name}: would write {job.run_directory}", style="bold")
     console.print(
         f"  backend {job.backend}, strategy {job.strategy}{why}, {job.launch.nodes} x "
         f"{job.launch.devices} ranks, launcher {run.launch.launcher}"
     )
-    for name, reason in intent.selection.rejected if run.backend == AUTO else ():
+    for name, reason in request.selection.rejected if run.backend == AUTO else ():
         console.print(f"  not {name}: {reason}")
-    remote = intent.registry.find_launcher(run.launch.launcher).spec.remote
-    if not remote and not intent.selection.probe.available:
+    remote = request.launcher.remote
+    if not remote and not request.selection.probe.available:
         console.print(
-            f"  ranks cannot start on this machine: {intent.selection.probe.reason}", style="yellow"
+            f"  ranks cannot start on this machine: {request.selection.probe.reason}",
+            style="yellow",
         )
     _show_checks(console, found, expected)
     console.print("\n[bold]Training[/bold]", markup=True)
-    for line in _training(intent, found):
+    for line in _training(request, found):
         console.print(f"  {line}")
     title = "\n[bold]Environment[/bold] of each rank, decided before torch is imported"
     console.print(title, markup=True)
@@ -83,11 +79,11 @@ def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> No
     ranks = dict.fromkeys([*range(min(devices, SHOWN_RANKS)), devices - 1])
     if len(ranks) < devices:
         console.print(f"  of ranks 0 to {SHOWN_RANKS - 1} and {devices - 1} of a machine")
-    print_environment(console, rank_environments(intent.registry, job, ranks))
+    print_environment(console, rank_environments(request.registry, job, ranks))
     console.print("\n[bold]Engine configuration[/bold]", markup=True)
-    _show_engine(console, intent, found)
-    _show_kernels(console, intent)
-    _show_plan(console, intent)
+    _show_engine(console, request, found)
+    _show_kernels(console, request)
+    _show_plan(console, request)
     who = "each agent" if remote else "the command"
     console.print(f"  {who} starts {job.launch.devices}: python -m anygauge.launch.rank")
     first, last = (
@@ -101,11 +97,11 @@ def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> No
     console.print(f"    with {' '.join(numbers)}")
 
 
-def _show_plan(console: Console, intent: Intent) -> None:
+def _show_plan(console: Console, request: RunRequest) -> None:
     """What the launcher would do, and what it was tested on."""
     # The token by which agents know each other is drawn at submission.
-    plan = rendered(replace(intent, job=replace(intent.job, id="", token="")))
-    spec = intent.registry.find_launcher(intent.run.launch.launcher).spec
+    plan = rendered(replace(request, job=replace(request.job, id="", token="")))
+    spec = request.launcher
     console.print("\n[bold]Processes[/bold]", markup=True)
     about = describe_launcher(spec)
     console.print(f"  launcher {spec.name}; tested: {about['tested_on']} ({about['proof']})")
@@ -129,10 +125,10 @@ def _show_plan(console: Console, intent: Intent) -> None:
         console.print(f"  by hand, {name}: {shlex.join(argv)}", soft_wrap=True)
 
 
-def _show_kernels(console: Console, intent: Intent) -> None:
+def _show_kernels(console: Console, request: RunRequest) -> None:
     """Each operation's kernel; one that lacks something here may yet run where the ranks do."""
     try:
-        kernels = kernels_of_run(intent.run, intent.backend, intent.registry)
+        kernels = kernels_of_run(request.run, request.backend, request.registry)
     except NotAvailableError as error:
         console.print("\n[bold]Kernels[/bold]", markup=True)
         console.print(f"  ranks on this machine would refuse: {error}")
@@ -162,9 +158,9 @@ def _show_checks(console: Console, found: Findings, expected: Expectation) -> No
         )
 
 
-def _training(intent: Intent, found: Findings) -> Iterator[str]:
+def _training(request: RunRequest, found: Findings) -> Iterator[str]:
     """The run's length, what a step is made of, and its learning rates."""
-    run, train = intent.run, intent.run.train
+    run, train = request.run, request.run.train
     steps, epochs = found.steps or train.steps, found.epochs
     if epochs is None and train.steps is None:
         epochs = train.epochs
@@ -172,10 +168,10 @@ def _training(intent: Intent, found: Findings) -> Iterator[str]:
         [f"{steps:,} steps" if steps else "steps: known once the rows are read"]
         + ([f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}"] if epochs else [])
     )
-    parts = share_of(run, intent.registry, 0, intent.job.world_size).count
+    parts = share_of(run, request.registry, 0, request.job.world_size).count
     size = train.sequences_at_once(parts)
     count = accumulation(train.global_batch_size, size, parts)
-    each = "ranks" if parts == intent.job.world_size else "groups of ranks"
+    each = "ranks" if parts == request.job.world_size else "groups of ranks"
     yield (
         f"{train.global_batch_size} {'packs' if run.data.packs else 'rows'} a step: {count} "
         f"micro-batch{'es' if count > 1 else ''} of {size} on each of {parts} {each}"
@@ -189,9 +185,9 @@ def _training(intent: Intent, found: Findings) -> Iterator[str]:
     yield f"learning rate: {rates} ({train.optimizer.name}, {schedule.name})"
 
 
-def _show_engine(console: Console, intent: Intent, found: Findings) -> None:
+def _show_engine(console: Console, request: RunRequest, found: Findings) -> None:
     if found.settings:
-        run, job = intent.run, intent.job
+        run, job = request.run, request.job
         folder = cache_folder(run.data.cache, os.environ) or Path(tempfile.gettempdir())
         path = folder / f"{job.name}-{job.strategy}.json"
         settings = {
@@ -201,7 +197,7 @@ def _show_engine(console: Console, intent: Intent, found: Findings) -> None:
         write_text(path, json.dumps(settings, indent=2) + "\n", 0o600)
         console.print(f"  {len(settings)} settings of {job.strategy}, with reasons: {path}")
     elif found.settings is not None:
-        none = "is not decided yet" if intent.job.strategy == AUTO else "has none"
-        console.print(f"  {intent.job.strategy} {none}")
+        none = "is not decided yet" if request.job.strategy == AUTO else "has none"
+        console.print(f"  {request.job.strategy} {none}")
     if found.engine_note:
         console.print(f"  {found.engine_note}")

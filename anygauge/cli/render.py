@@ -10,14 +10,14 @@ from typing import Any
 
 import typer
 
-from anygauge.cli.intent import Intent, rendered
 from anygauge.interface import PlannedFile, UsageError
+from anygauge.launch.request import RunRequest, rendered
 from anygauge.launch.run_directory import RESOLVED, write_run
 from anygauge.util.files import why_no_folder, write_text
 from anygauge.util.hiding import holds_secret, is_secret
 
 
-def write_plan(intent: Intent, folder: Path) -> None:
+def write_plan(request: RunRequest, folder: Path) -> None:
     """Write the plan's files and a description of the rest, for reading, for Git, or to submit.
 
     Secrets are left out: variables with secret names, or with a secret in their value, become names
@@ -31,14 +31,14 @@ def write_plan(intent: Intent, folder: Path) -> None:
         raise UsageError(f"--render: {folder} exists and is not an empty folder; name another")
     if why := why_no_folder(folder):
         raise UsageError(f"--render {folder}: {why}; name another")
-    spec = intent.registry.find_launcher(intent.run.launch.launcher).spec
-    intent, left_out = _without_secrets(_under_its_own_name(intent) if spec.remote else intent)
-    job, run, home = intent.job, intent.run, Path(intent.job.run_directory)
-    plan = rendered(intent)
+    spec = request.launcher
+    request, left_out = _without_secrets(_under_its_own_name(request) if spec.remote else request)
+    job, run, home = request.job, request.run, Path(request.job.run_directory)
+    plan = rendered(request)
     batch = plan.batch
     if batch is None:
         job = dataclasses.replace(job, id="", token="")
-        plan = rendered(dataclasses.replace(intent, job=job))
+        plan = rendered(dataclasses.replace(request, job=job))
 
     def inside(path: str) -> str:
         return str(Path(path).relative_to(home)) if home in Path(path).parents else path
@@ -103,9 +103,9 @@ _DRAWN_NOW = (
 )
 
 
-def _without_secrets(intent: Intent) -> tuple[Intent, list[str]]:
-    """The intent with the names of secret variables where their values were; and these names."""
-    job, run = intent.job, intent.run
+def _without_secrets(request: RunRequest) -> tuple[RunRequest, list[str]]:
+    """The request with the names of secret variables where their values were; and these names."""
+    job, run = request.job, request.run
     secret = [n for n, value in run.environment.items() if is_secret(n) or holds_secret(value)]
     kept = {n: value for n, value in run.environment.items() if n not in secret}
     names = list(dict.fromkeys([*run.launch.pass_environment, *secret]))
@@ -113,17 +113,17 @@ def _without_secrets(intent: Intent) -> tuple[Intent, list[str]]:
     run = run.model_copy(update={"environment": kept, "launch": launch})
     return (
         dataclasses.replace(
-            intent,
-            loaded=dataclasses.replace(intent.loaded, run=run),
+            request,
+            loaded=dataclasses.replace(request.loaded, run=run),
             job=dataclasses.replace(job, environment=kept, launch=launch),
         ),
         secret,
     )
 
 
-def _under_its_own_name(intent: Intent) -> Intent:
-    """The intent with the run's own folder, even where one of that name is taken here."""
-    job, run = intent.job, intent.run
+def _under_its_own_name(request: RunRequest) -> RunRequest:
+    """The request with the run's own folder, even where one of that name is taken here."""
+    job, run = request.job, request.run
     own = (Path(run.output) / run.name).absolute()
     job = dataclasses.replace(
         job,
@@ -131,4 +131,4 @@ def _under_its_own_name(intent: Intent) -> Intent:
         run_file=str(own / RESOLVED),
         rendezvous=job.rendezvous.replace(job.run_directory, str(own)),
     )
-    return dataclasses.replace(intent, job=job)
+    return dataclasses.replace(request, job=job)

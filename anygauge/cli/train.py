@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from anygauge.cli.intent import Intent, prepared, read_intent, rendered
 from anygauge.cli.options import (
     BackendOption,
     DevicesOption,
@@ -23,7 +22,8 @@ from anygauge.cli.options import (
     RunFileArgument,
     SetOption,
 )
-from anygauge.interface import AnygaugeError, RunningJob, UsageError
+from anygauge.interface import AnygaugeError, UsageError
+from anygauge.launch.request import RunRequest, prepared, read_request, rendered
 from anygauge.util.text import fitted
 
 
@@ -55,24 +55,24 @@ def train(
             from anygauge.launch.join import join
 
             try:
-                intent = read_intent(run_file, set_, flags, need_device=True, foreign=foreign)
+                request = read_request(run_file, set_, flags, need_device=True, foreign=foreign)
                 if not context.obj:
                     raise UsageError(
                         f"{foreign.launcher} has started this process as rank {foreign.rank} of "
                         f"{foreign.world_size}, and `anygauge train` would take its place: run it "
                         "in a process of its own (subprocess.run)"
                     )
-                join(intent, foreign, quiet=quiet)
+                join(request, foreign, quiet=quiet)
             except AnygaugeError as error:
                 foreign.report(str(error))
                 raise
-    intent = read_intent(run_file, set_, flags, need_device=not dry_run)
+    request = read_request(run_file, set_, flags, need_device=not dry_run)
     if dry_run:
         from anygauge.cli.dry_run import show
 
-        show(intent, plan=plan, force=force)
+        show(request, plan=plan, force=force)
         return
-    raise typer.Exit(start(intent, quiet=quiet, plan_memory=plan, force=force))
+    raise typer.Exit(start(request, quiet=quiet, plan_memory=plan, force=force))
 
 
 def launch(
@@ -103,20 +103,20 @@ def launch(
     described = dry_run or render is not None
     if not described:
         _refuse_a_rank()
-    intent = read_intent(run_file, set_, flags, need_device=not described)
+    request = read_request(run_file, set_, flags, need_device=not described)
     if render is not None:
         from anygauge.cli.render import write_plan
         from anygauge.launch.memory import decided_without_a_plan
 
-        about = (intent.registry, intent.selection, intent.forms)
-        run, job = decided_without_a_plan(intent.run, intent.job, *about)
-        write_plan(intent.decided(run, job), render)
+        about = (request.registry, request.selection, request.forms)
+        run, job = decided_without_a_plan(request.run, request.job, *about)
+        write_plan(request.decided(run, job), render)
     elif dry_run:
         from anygauge.cli.dry_run import show
 
-        show(intent, plan=plan, force=force)
+        show(request, plan=plan, force=force)
     else:
-        raise typer.Exit(start(intent, quiet=quiet, detach=detach, plan_memory=plan, force=force))
+        raise typer.Exit(start(request, quiet=quiet, detach=detach, plan_memory=plan, force=force))
 
 
 def _flags(
@@ -156,7 +156,7 @@ def _refuse_a_rank() -> None:
 
 
 def start(
-    intent: Intent,
+    request: RunRequest,
     *,
     quiet: bool,
     detach: bool = False,
@@ -170,90 +170,36 @@ def start(
         plan_memory: always, or never; None: where it may be short.
         force: start it even where it cannot fit.
     """
-    import json
-    import shlex
-    import shutil
     from dataclasses import replace
 
-    from anygauge.launch.environment import NodeEnvironment
-    from anygauge.launch.follow import deferred, follow
-    from anygauge.launch.foreign import scrub
-    from anygauge.launch.local_run import LocalRun
-    from anygauge.launch.run_directory import (
-        RUN_FILE,
-        claim,
-        clear_for_start,
-        remove_unaccepted,
-        resume_target,
-        write_run,
-    )
-    from anygauge.launch.submitted import LAUNCHED, refuse_second
-    from anygauge.util.files import write_text
+    from anygauge.launch.follow import follow
+    from anygauge.launch.submit import resume_target, submitted
 
-    job, run = intent.job, intent.run
-    name = run.launch.launcher
-    spec = intent.registry.find_launcher(name).spec
+    spec, folder = request.launcher, Path(request.job.run_directory)
     if detach and "detach" not in spec.can:
         raise UsageError(
-            f"--detach: a job of the {name} launcher ends with the command that started it; leave "
-            "--detach out"
+            f"--detach: a job of the {spec.name} launcher ends with the command that started it; "
+            "leave --detach out"
         )
-    launcher = intent.registry.launcher(name)()
-    folder = Path(job.run_directory)
     # Until its ranks accept it, a start changes nothing of the run that it resumes.
-    staged, finished = resume_target(run, folder, shared_filesystem=spec.shared_filesystem)
+    resuming, finished = resume_target(request)
     if finished is not None:
         typer.echo(fitted(finished.describe(), sys.stdout))
         return 0
-    if staged:
-        intent = replace(intent, job=job.as_attempt())
-    rendered(intent)  # what a launcher refuses is refused before the checks, which take longer
-    intent, found, expected = prepared(intent, quiet=quiet, plan=plan_memory, force=force)
-    job, run, plan = intent.job, intent.run, rendered(intent)
-    notes = [*plan.notes, *found.notes, *filter(None, [expected.note])]
-    chosen = run.model_copy(update={"backend": job.backend})
-    unused = not folder.exists() or not any(folder.iterdir())
-    refuse_second(folder)
-    for note in notes:
+    if resuming:
+        request = replace(request, job=request.job.as_attempt())
+    rendered(request)  # what a launcher refuses is refused before the checks, which take longer
+    request, found, expected = prepared(request, quiet=quiet, plan=plan_memory, force=force)
+    plan = rendered(request)
+    for note in (*plan.notes, *found.notes, *filter(None, [expected.note])):
         typer.echo(fitted(f"note: {note}", sys.stderr), err=True)
     if not quiet:
         typer.echo(f"run: {folder}")
         for line in expected.lines:
             typer.echo(fitted(line, sys.stdout))
-    with claim(folder) as lock:
-        with deferred() as asked:
-            if spec.shared_filesystem or not (folder / RUN_FILE).exists():
-                clear_for_start(folder, job if staged else None)
-            write_run(Path(job.run_file), chosen)
-            try:
-                running: RunningJob = (
-                    launcher.submit(replace(plan, held=(lock,)))
-                    if spec.remote
-                    else LocalRun(
-                        job,
-                        lock=lock,
-                        grace_s=plan.grace_s,
-                        environment=NodeEnvironment(
-                            job, 0, scrub(os.environ), (intent.registry, intent.backend)
-                        ),
-                    )
-                )
-            except AnygaugeError:
-                if unused and "detach" in spec.can:
-                    shutil.rmtree(folder, ignore_errors=True)  # nothing was started
-                raise
-            if running.record is not None:
-                record = {"launcher": name, "record": dict(running.record)}
-                if not spec.shared_filesystem:
-                    record["logs"] = shlex.join(plan.operations["logs"])
-                write_text(folder / LAUNCHED, json.dumps(record, indent=2) + "\n")
-            if asked:
-                running.cancel()
-        if detach and not asked:
-            if not quiet:
-                typer.echo(f"{running.status()}; to follow it: anygauge job follow {folder}")
-            return 0
-        status = follow(running, run_directory=folder, quiet=quiet, asked=asked)
-        if staged and status == 0 and running.alive is False:
-            remove_unaccepted(folder)  # the run was done before
-        return status
+    with submitted(request, plan, resuming=resuming) as (running, asked):
+        if not detach or asked:
+            return follow(running, run_directory=folder, quiet=quiet, asked=asked)
+        if not quiet:
+            typer.echo(f"{running.status()}; to follow it: anygauge job follow {folder}")
+    return 0

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from anygauge.interface import AnygaugeError, UsageError
-from anygauge.launch.foreign import ALONE, ForeignLaunch, scrub
+from anygauge.interface import AnygaugeError
+from anygauge.launch.foreign import ForeignLaunch, scrub
 
 if TYPE_CHECKING:
-    from anygauge.config.load import LoadedRun
     from anygauge.launch.environment import NodeEnvironment
+    from anygauge.launch.request import RunRequest
 
 _FOR_AGENTS = ("pass_environment", "options", "port", "lost_after_s")
 """Fields of ``launch`` that only launchers and agents of ours read."""
@@ -59,48 +59,7 @@ class Handover:
         return cls(**{**fields, "launch": ForeignLaunch(**fields["launch"])})
 
 
-def as_launched(loaded: LoadedRun, foreign: ForeignLaunch) -> LoadedRun:
-    """A run with the ranks that there are.
-
-    Raises:
-        RunFileError, UsageError: it asks for other ranks, or for what only anygauge's own launchers
-            do.
-    """
-    launch, by = loaded.run.launch, foreign.launcher
-    for name, there in (("devices", foreign.devices), ("nodes", foreign.nodes)):
-        asked = getattr(launch, name)
-        if f"launch.{name}" in loaded.sources and asked != there:
-            raise loaded.error(
-                f"launch.{name}",
-                f"{asked}, but {by} started {foreign.world_size} ranks, {foreign.devices} on each "
-                f"of {foreign.nodes} machines: leave the field out, or set it to {there}. To have "
-                f"anygauge start the ranks itself: {ALONE}",
-            )
-    where = loaded.sources.get("launch.launcher")
-    if where is not None and (launch.launcher != "local" or where.label.startswith("--launcher")):
-        raise loaded.error(
-            "launch.launcher",
-            f"{launch.launcher} would start ranks, but {by} has already started them: leave the "
-            "field out (if the run file sets it: --set launch.launcher=local). To have anygauge "
-            f"start the ranks itself: {ALONE}",
-        )
-    if launch.max_restarts:
-        raise loaded.error(
-            "launch.max_restarts",
-            f"{launch.max_restarts}, but {by} started the ranks, so only {by} can restart them "
-            "(torchrun --max-restarts, with --resume auto): set launch.max_restarts to 0",
-        )
-    if foreign.restarts and loaded.run.checkpoint.resume != "auto":
-        raise UsageError(
-            f"{by} restarts the ranks after a failure (up to {foreign.restarts} times), and a "
-            "restarted run resumes in its own folder only with --resume auto: add it"
-        )
-    changed = {"launcher": "local", "devices": foreign.devices, "nodes": foreign.nodes}
-    run = loaded.run.model_copy(update={"launch": launch.model_copy(update=changed)})
-    return replace(loaded, run=run)
-
-
-def join(intent: Any, foreign: ForeignLaunch, *, quiet: bool) -> NoReturn:
+def join(request: RunRequest, foreign: ForeignLaunch, *, quiet: bool) -> NoReturn:
     """Become the rank: another interpreter takes over.
 
     Raises:
@@ -111,13 +70,13 @@ def join(intent: Any, foreign: ForeignLaunch, *, quiet: bool) -> NoReturn:
     from anygauge.launch.rank_process import rank_numbers
     from anygauge.training.checks import check_settings
 
-    run, job = intent.run, intent.job
-    chosen = (intent.registry, intent.backend)
-    check_settings(run, intent.backend, intent.registry, ranks_run_here=True)
+    run, job = request.run, request.job
+    chosen = (request.registry, request.backend)
+    check_settings(run, request.backend, request.registry, ranks_run_here=True)
     own = NodeEnvironment(job, foreign.node_rank, scrub(os.environ), chosen)
     leads = foreign.rank == 0
     if leads:
-        for note in _notes(intent, foreign, own):
+        for note in _notes(request, foreign, own):
             typer.echo(f"note: {note}", err=True)
     hello = asdict(
         Hello(
@@ -129,7 +88,7 @@ def join(intent: Any, foreign: ForeignLaunch, *, quiet: bool) -> NoReturn:
         )
     )
     with contextlib.ExitStack() as held:
-        answer = _answer(intent, foreign, held, quiet) if leads else None
+        answer = _answer(request, foreign, held, quiet) if leads else None
         handover = Handover(
             launch=foreign,
             answer=answer and {**answer, "hello": hello},
@@ -148,19 +107,20 @@ def join(intent: Any, foreign: ForeignLaunch, *, quiet: bool) -> NoReturn:
 
 
 def _answer(
-    intent: Any, foreign: ForeignLaunch, held: contextlib.ExitStack, quiet: bool
+    request: RunRequest, foreign: ForeignLaunch, held: contextlib.ExitStack, quiet: bool
 ) -> dict[str, Any]:
     """What rank 0 tells all: the job, that it is done already, or why there is none."""
-    from anygauge.launch.run_directory import claim, clear_for_start, resume_target, write_run
+    from anygauge.launch.run_directory import claim, clear_for_start, write_run
+    from anygauge.launch.submit import resume_target
     from anygauge.launch.submitted import refuse_second
     from anygauge.util.files import write_text
     from anygauge.util.rendezvous import served_address
     from anygauge.util.run_lock import identity_of
 
-    job = replace(intent.job, rendezvous=served_address(foreign.host, foreign.port))
+    job = replace(request.job, rendezvous=served_address(foreign.host, foreign.port))
     folder = Path(job.run_directory)
     try:
-        staged, finished = resume_target(intent.run, folder, shared_filesystem=True)
+        staged, finished = resume_target(request)
         if finished is not None:
             return {"id": job.id, "done": finished.describe()}
         if staged:
@@ -170,7 +130,7 @@ def _answer(
         lock = held.enter_context(claim(folder))
         os.set_inheritable(lock, True)
         clear_for_start(folder, job if staged else None)
-        write_run(Path(job.run_file), intent.run.model_copy(update={"backend": job.backend}))
+        write_run(Path(job.run_file), request.run.model_copy(update={"backend": job.backend}))
         path, text = Path(job.run_file).with_name("job.json"), job.dump()
         write_text(path, text, 0o600)
     except (AnygaugeError, OSError) as error:
@@ -187,9 +147,9 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _notes(intent: Any, foreign: ForeignLaunch, own: NodeEnvironment) -> list[str]:
+def _notes(request: RunRequest, foreign: ForeignLaunch, own: NodeEnvironment) -> list[str]:
     notes = [f"started by {foreign.launcher}, which also ends the ranks and can restart them"]
-    launch = intent.run.launch
+    launch = request.run.launch
     unused = [
         name
         for name in _FOR_AGENTS

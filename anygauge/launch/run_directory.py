@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anygauge.interface import ACCEPTED, ATTEMPTS, AnygaugeError, Job, RunFileError
+from anygauge.interface import ACCEPTED, ATTEMPTS, AnygaugeError, Job
 from anygauge.launch.submitted import LAUNCHED, find_job
-from anygauge.util.files import part_of, read_text, why_no_folder, write_text
+from anygauge.util.files import part_of, read_text, write_text
 from anygauge.util.run_lock import LOCK, open_lock
 
 if TYPE_CHECKING:
@@ -228,38 +228,7 @@ def _may_run(folder: Path) -> bool:
 # -- runs that are to be resumed: what can be said before a rank is started -----------------------
 
 
-def resume_target(
-    run: RunFile, folder: Path, *, shared_filesystem: bool
-) -> tuple[bool, Finished | None]:
-    """Whether a start resumes the run of its folder, and that run if it is done already.
-
-    For a run and its dry run alike.
-
-    Args:
-        shared_filesystem: of the launcher's spec: the files are on this machine.
-
-    Raises:
-        AnygaugeError: what is to be gone on from is not a checkpoint, or belongs to another run; or
-            the folder cannot be written.
-    """
-    resume = run.checkpoint.resume
-    if not shared_filesystem:
-        return False, None
-    if why := why_no_folder(folder):
-        raise RunFileError(
-            f"output: {why}, so this run cannot have {folder}; name another --output"
-        )
-    if resume == "never":
-        return False, None
-    if resume != "auto":
-        _check_named(run, Path(resume))
-        return False, None
-    if not goes_on(folder):
-        return False, None
-    return True, finished_before(run, folder)
-
-
-def _check_named(run: Any, checkpoint: Path) -> None:
+def check_named(run: Any, checkpoint: Path) -> None:
     """What ranks would refuse of ``--resume FOLDER``, but for the contents of its large files."""
     from anygauge.training.checkpoints.identity import check_same_run, identity_of_file
     from anygauge.training.checkpoints.sound import read_record, refusal_of

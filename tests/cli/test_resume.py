@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from anygauge.cli import run as command
-from anygauge.cli.intent import read_intent
 from anygauge.interface import AnygaugeError, RunFileError
 from anygauge.launch import prepare
+from anygauge.launch.request import read_request
 from anygauge.training.checkpoints.identity import identity_of_file
 from tests.helpers.checkpoints import RECORD, write
 from tests.helpers.runs import hashes, run_file, trained_here
@@ -27,7 +27,7 @@ def nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def identity(path: Path) -> dict[str, Any]:
-    return identity_of_file(read_intent(path, [], {}, need_device=False).run)
+    return identity_of_file(read_request(path, [], {}, need_device=False).run)
 
 
 @BOTH

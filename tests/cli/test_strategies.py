@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from anygauge.cli.intent import read_intent
 from anygauge.interface import NotAvailableError
+from anygauge.launch.request import read_request
 from anygauge.registry import registry as module
 from anygauge.strategies import anygauge_provide_strategies
 from tests.helpers.gaudi import standin_environment, standin_site
@@ -115,21 +115,21 @@ def without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without_deepspeed")
 def test_forms_of_a_strategy_that_is_not_installed_are_left_out(tmp_path: Path) -> None:
     flags = {"launch.devices": 2}
-    intent = read_intent(unnamed(tmp_path), [], flags, need_device=False)
-    assert [each.strategy.name for each in intent.forms] == ["ddp", "fsdp", "fsdp"]
+    request = read_request(unnamed(tmp_path), [], flags, need_device=False)
+    assert [each.strategy.name for each in request.forms] == ["ddp", "fsdp", "fsdp"]
 
 
 @pytest.mark.usefixtures("without_deepspeed")
 @pytest.mark.parametrize("named", ["strategy=fsdp", "strategy.name=fsdp"])
 def test_one_that_is_named_needs_no_reason(named: str, tmp_path: Path) -> None:
-    job = read_intent(unnamed(tmp_path), [named], {}, need_device=False).job
+    job = read_request(unnamed(tmp_path), [named], {}, need_device=False).job
     assert (job.strategy, job.strategy_why) == ("fsdp", "")
 
 
 @pytest.mark.usefixtures("without_deepspeed")
 def test_zero_is_refused_without_its_engine(tmp_path: Path) -> None:
     with pytest.raises(NotAvailableError) as caught:
-        read_intent(unnamed(tmp_path), ["strategy=zero"], {}, need_device=False)
+        read_request(unnamed(tmp_path), ["strategy=zero"], {}, need_device=False)
     assert str(caught.value) == (
         f"strategy.name: 'zero' needs deepspeed, which this machine lacks: {INSTALL}. "
         "Or use another: fsdp, ddp, auto, single"

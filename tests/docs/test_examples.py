@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from anygauge.cli import COMMANDS, run
-from anygauge.cli.intent import read_intent
 from anygauge.data import first_records
 from anygauge.data.formats import Row, detect_format, parse
 from anygauge.interface import AnygaugeError
+from anygauge.launch.request import read_request
 from anygauge.registry import BLOCK_VARIABLE
 from tests.docs.pages import ROOT, Block, blocks, click_command, marked, section, table_names
 from tests.helpers.runs import TINY
@@ -78,9 +78,9 @@ def test_run_files_describe_a_run(block: Block, tmp_path: Path) -> None:
     source = yaml.safe_load(block.text)["data"]["train"]
     put_rows({"prompt": "prompt", "completion": "completion", **source,
               "path": tmp_path / source["path"]})  # fmt: skip
-    intent = read_intent(path, [], {"backend": "cpu"}, need_device=True)
-    assert intent.job.backend == "cpu"
-    source = intent.run.data.train
+    request = read_request(path, [], {"backend": "cpu"}, need_device=True)
+    assert request.job.backend == "cpu"
+    source = request.run.data.train
     records = first_records(source, 40, "data.train")
     assert len(records) == 40
     row = parse(records[0], detect_format(records[0], source, "data.train"), source, "data.train")
@@ -158,13 +158,13 @@ def test_a_run_leaves_what_the_pages_say(desk: Path, monkeypatch: pytest.MonkeyP
     from anygauge.util.events import EventWriter
 
     options = ["strategy.name=single", "data.eval_fraction=0.2"]
-    intent = read_intent(desk / "run.yaml", options, {}, need_device=True)
-    folder = Path(intent.job.run_directory)
-    write_run(Path(intent.job.run_file), intent.run)
+    request = read_request(desk / "run.yaml", options, {}, need_device=True)
+    folder = Path(request.job.run_directory)
+    write_run(Path(request.job.run_file), request.run)
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     with contextlib.ExitStack() as opened:
-        run_rank(intent.job, 0, EventWriter(None), opened)
+        run_rank(request.job, 0, EventWriter(None), opened)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     fields = {name for line in lines for name in json.loads(line)}
     documented = table_names(section(ROOT / "docs/training.md", "## Metrics"))

@@ -14,11 +14,11 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from anygauge.cli.intent import read_intent
 from anygauge.config.describe import field_kind, sections
 from anygauge.config.schema import DataSection, SourceSection
 from anygauge.data import peek, prepare
 from anygauge.interface import AnygaugeError
+from anygauge.launch.request import read_request
 from tests.helpers.runs import TINY
 from tests.helpers.tokenizer import FIXTURES, make_tokenizer
 
@@ -211,7 +211,7 @@ def test_a_run_file_is_accepted_or_refused_in_words(
 
     def check(data: Any) -> None:
         path.write_bytes(data.draw(generated(sound)))
-        found.add(accepted(lambda: read_intent(path, [], {}, need_device=False)))
+        found.add(accepted(lambda: read_request(path, [], {}, need_device=False)))
 
     each(check, count)
     assert found == {True, False}

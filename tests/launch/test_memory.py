@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from anygauge.cli import run as command
-from anygauge.cli.intent import prepared, read_intent
 from anygauge.config.load import load_run_file
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, Precision, RunFileError
 from anygauge.launch import memory as launch_memory
 from anygauge.launch.memory import UNDECIDED, Expectation, planned
 from anygauge.launch.prepare_process import Answer, Request
+from anygauge.launch.request import prepared, read_request
 from anygauge.planning.memory import PHASES, Peak, RunMemory, Work
 from anygauge.training.auto import candidates, in_words
 from anygauge.training.checks import Findings
@@ -91,8 +91,8 @@ def wide(folder: Path, capacity: int, monkeypatch: pytest.MonkeyPatch, **changes
 
 
 def expected(path: Path, *, plan: bool | None = None, **options: Any) -> Expectation:
-    intent = read_intent(path, [], options, need_device=False)
-    return prepared(intent, plan=plan)[2]
+    request = read_request(path, [], options, need_device=False)
+    return prepared(request, plan=plan)[2]
 
 
 def test_what_cannot_fit_is_refused_and_leaves_no_folder(
@@ -213,8 +213,8 @@ def test_auto_becomes_the_first_that_fits_and_says_why(
     monkeypatch.setattr(launch_memory, "SMALL", 0.0)
     planner.found = {"ddp": takes(4096 * MIB), "fsdp": AnygaugeError("no\nway")}
     planner.found |= {"zero": takes(2048 * MIB)}
-    intent = read_intent(auto(tmp_path, monkeypatch), [], {}, need_device=False)
-    chosen, _, found = prepared(intent)
+    request = read_request(auto(tmp_path, monkeypatch), [], {}, need_device=False)
+    chosen, _, found = prepared(request)
     why = "ddp would need 6.2 GiB of 5.0 GiB; fsdp cannot: no"
     assert found.lines == (
         f"strategy: zero (auto: {why})",
@@ -244,9 +244,9 @@ NAMES = (
 
 def test_auto_tries_what_the_run_can_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def names(path: Path, ranks: int) -> tuple[str, ...]:
-        intent = read_intent(path, [], {"launch.devices": ranks}, need_device=False)
-        backend = intent.registry.create_backend("cpu")
-        found = candidates(intent.run, intent.registry, backend, ranks, ranks_run_here=True)
+        request = read_request(path, [], {"launch.devices": ranks}, need_device=False)
+        backend = request.registry.create_backend("cpu")
+        found = candidates(request.run, request.registry, backend, ranks, ranks_run_here=True)
         return tuple(map(in_words, found))
 
     assert names(auto(tmp_path, monkeypatch), 2) == NAMES
@@ -260,8 +260,8 @@ def test_auto_that_fits_whole_is_checked_once(
     tmp_path: Path, planner: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch_memory, "SMALL", 0.0)
-    intent = read_intent(auto(tmp_path, monkeypatch), [], {}, need_device=False)
-    chosen, _, found = prepared(intent)
+    request = read_request(auto(tmp_path, monkeypatch), [], {}, need_device=False)
+    chosen, _, found = prepared(request)
     assert found.form == 0 and len(planner.requests) == 1
     assert chosen.job.strategy_why == "auto: the whole model fits each device"
 
@@ -283,8 +283,8 @@ def test_a_run_keeps_what_auto_became_and_why(
 def test_auto_of_a_small_run_starts_no_process(tmp_path: Path, planner: StandIn) -> None:
     for ranks, name in ((1, "single"), (2, "ddp")):
         path = run_file(tmp_path, launch={"devices": ranks})
-        intent = read_intent(path, [], {}, need_device=False)
-        chosen, _, found = prepared(intent)
+        request = read_request(path, [], {}, need_device=False)
+        chosen, _, found = prepared(request)
         assert chosen.run.strategy.name == chosen.job.strategy == name
         assert found.form == 0 and planner.requests == []
 
@@ -295,16 +295,16 @@ def test_the_ranks_decide_where_the_command_cannot(
 ) -> None:
     monkeypatch.setattr(launch_memory, "SMALL", 0.0)
     path = auto(tmp_path, monkeypatch)
-    intent = read_intent(path, [], {"backend": "hpu"}, need_device=False)
-    assert intent.run.strategy.name == "auto" and intent.job.strategy_why == UNDECIDED
-    alone = read_intent(path, [], {"backend": "hpu", "launch.devices": 1}, need_device=False)
+    request = read_request(path, [], {"backend": "hpu"}, need_device=False)
+    assert request.run.strategy.name == "auto" and request.job.strategy_why == UNDECIDED
+    alone = read_request(path, [], {"backend": "hpu", "launch.devices": 1}, need_device=False)
     assert (alone.job.strategy, alone.job.strategy_why) == ("single", "auto: there is one rank")
     remote = {"launch.launcher": "ssh", "launch.options": {"hosts": ["a"]}}
-    assert read_intent(path, [], remote, need_device=False).run.strategy.name == "auto"
+    assert read_request(path, [], remote, need_device=False).run.strategy.name == "auto"
     planner.found = AnygaugeError("no plan")
-    intent = read_intent(path, [], {}, need_device=False)
+    request = read_request(path, [], {}, need_device=False)
     for plan in (None, False):
-        chosen, _, _ = prepared(intent, plan=plan)
+        chosen, _, _ = prepared(request, plan=plan)
         assert chosen.run.strategy.name == chosen.job.strategy == "auto"
         assert chosen.job.strategy_why == UNDECIDED
 

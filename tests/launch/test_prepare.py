@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from anygauge.cli import run as command
-from anygauge.cli.intent import prepared, read_intent
 from anygauge.config.schema import ModelSection
 from anygauge.interface import AnygaugeError, DataError, ModelError, RunFileError
 from anygauge.launch import prepare
 from anygauge.launch.memory import Expectation, PlanQuestion
 from anygauge.launch.prepare_process import Answer, Request
 from anygauge.launch.rank_process import ProcessSample
+from anygauge.launch.request import prepared, read_request
 from anygauge.models.hub import wanted
 from anygauge.models.hub_errors import HubUnreachableError
 from anygauge.training.checks import Findings, Question
@@ -31,9 +31,9 @@ from tests.helpers.runs import TINY, run_file
 CHECK = Request(check=Question(run="{}", backend="cpu", world_size=1))
 
 
-def unchecked(intent: Any, **_: Any) -> tuple[Any, Findings, Expectation]:
+def unchecked(request: Any, **_: Any) -> tuple[Any, Findings, Expectation]:
     """In place of `prepared`."""
-    return intent, Findings(settings=[]), Expectation()
+    return request, Findings(settings=[]), Expectation()
 
 
 def test_a_dry_run_shows_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,8 +69,8 @@ def test_more_ranks_than_cores_are_one_line(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
     path = run_file(tmp_path, train={"micro_batch_size": 1})
     for devices, lines in ((2, 0), (4, 1)):
-        intent = read_intent(path, [], {"launch.devices": devices}, need_device=False)
-        notes = prepared(intent)[1].notes
+        request = read_request(path, [], {"launch.devices": devices}, need_device=False)
+        notes = prepared(request)[1].notes
         assert [" share 3 processor cores " in note for note in notes] == [True] * lines
 
 
@@ -96,13 +96,13 @@ def test_a_dry_run_notes_what_a_hub_that_is_switched_off_would_refuse(
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     path = run_file(tmp_path, model={"name": "nobody/no-such-model"})
-    intent = read_intent(path, [], {}, need_device=False)
-    _, found, _ = prepared(intent, engine=True, plan=False)
+    request = read_request(path, [], {}, need_device=False)
+    _, found, _ = prepared(request, engine=True, plan=False)
     refusal = "model.name: 'nobody/no-such-model' is not a folder here"
     assert found.notes[0].startswith(f"the run would be refused: {refusal}")
     assert "nobody/no-such-model is neither a folder on this machine" in found.notes[1]
     with pytest.raises(ModelError, match=f"^{refusal}"):
-        prepared(intent)
+        prepared(request)
 
 
 RENDERING = {"event": "rendering", "template": "the chat template of t", "row": "x.jsonl:7"}
@@ -253,8 +253,8 @@ def test_what_a_check_could_not_do_is_told_and_the_run_goes_on(
 ) -> None:
     answer = Answer(unchecked="torch is not installed here")
     monkeypatch.setattr(prepare, "prepare", lambda *_, **__: answer)
-    intent = read_intent(run_file(tmp_path), [], {}, need_device=False)
-    _, found, expected = prepared(intent, plan=True)
+    request = read_request(run_file(tmp_path), [], {}, need_device=False)
+    _, found, expected = prepared(request, plan=True)
     assert found.notes == ["only the ranks will check model and rows: torch is not installed here"]
     assert expected.note == "memory was not planned: torch is not installed here"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from anygauge.cli import run as command
-from anygauge.cli.intent import read_intent
 from anygauge.interface import ATTEMPTS, AnygaugeError
 from anygauge.interface.job import Job
+from anygauge.launch.request import read_request
 from anygauge.launch.run_directory import (
     choose_run_directory,
     claim,
@@ -148,7 +148,7 @@ def test_after_a_start_that_failed_the_next_run_has_its_name(
     """A checkpoint of which one bit has turned: ranks alone sum its files."""
     single = {"strategy": {"name": "single"}}
     file = run_file(tmp_path, train={"steps": 1}, **single)
-    identity = identity_of_file(read_intent(file, [], {}, need_device=False).run)
+    identity = identity_of_file(read_request(file, [], {}, need_device=False).run)
     monkeypatch.setitem(RECORD, "identity", identity)
     turned = write(tmp_path / "old/checkpoints/step-00000003")
     content = bytearray((turned / "state-00001.safetensors").read_bytes())

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from anygauge.cli.intent import read_intent
 from anygauge.config.load import load_run_file
 from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.config.sections import QuantiseSection
 from anygauge.interface import AnygaugeError, ModelError, UnsupportedError
+from anygauge.launch.request import read_request
 from anygauge.models.factory import dtype_name
 from anygauge.models.formats import refuse_format
 from anygauge.models.generate import load_for_inference
@@ -239,7 +239,7 @@ def test_refused_before_ranks_start(
     changes = {"strategy": {"name": "ddp"}, **changes}
     path = run_file(tmp_path, model=fields(tmp_path, model, quantise), **changes)
     with pytest.raises(AnygaugeError, match=said):
-        read_intent(path, [], {"launch.devices": 2}, need_device=True)
+        read_request(path, [], {"launch.devices": 2}, need_device=True)
 
 
 def test_a_device_without_it_says_why(model: Path, tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from anygauge.cli.intent import read_intent
 from anygauge.interface import RunFileError, UnsupportedError
+from anygauge.launch.request import read_request
 from anygauge.registry import Registry
 from tests.architecture.repository import ROOT
 from tests.helpers.runs import Run, run_file, trained_here
@@ -94,4 +94,4 @@ def test_what_it_cannot_do_is_refused_when_the_run_is_read(
 ) -> None:
     path = run_file(tmp_path, strategy=strategy)
     with pytest.raises((RunFileError, UnsupportedError), match=told):
-        read_intent(path, [override] if override else [], {}, need_device=False)
+        read_request(path, [override] if override else [], {}, need_device=False)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.cli.intent import read_intent
 from anygauge.interface import STOPPED
+from anygauge.launch.request import read_request
 from anygauge.launch.run_directory import claim, write_run
 from anygauge.util.files import write_text
 from tests.helpers.runs import run_file
@@ -28,12 +28,12 @@ def test_a_rank_ends_at_once_with_its_status(tmp_path: Path, end: str, status: i
         train={"steps": 2 if end == "finished" else 100_000},
         **({"data": {"max_length": 4}} if end == "refused" else {}),
     )
-    intent = read_intent(path, [], {}, need_device=True)
-    folder = Path(intent.job.run_directory)
+    request = read_request(path, [], {}, need_device=True)
+    folder = Path(request.job.run_directory)
     numbers = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     with claim(folder):
-        write_run(Path(intent.job.run_file), intent.run)
-        write_text(folder / "job.json", intent.job.dump())
+        write_run(Path(request.job.run_file), request.run)
+        write_text(folder / "job.json", request.job.dump())
         if end == "crashed":
             (folder / "metrics.jsonl").mkdir()
         asked = str(folder / "metrics.jsonl") if end == "stopped" else "-"

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anygauge.interface import Job, LaunchProfile, RunFileError
+from anygauge.interface import Job, LaunchProfile, RunFileError, UsageError
+from anygauge.launch.foreign import ALONE
 
 if TYPE_CHECKING:
     from anygauge.config.load import LoadedRun
     from anygauge.config.schema import RunFile
-    from anygauge.interface import Backend, Plan
+    from anygauge.interface import Backend, LauncherSpec, Plan
     from anygauge.launch.foreign import ForeignLaunch
     from anygauge.launch.memory import Expectation
     from anygauge.registry import Registry, Selection
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Intent:
+class RunRequest:
     """What the user asked for, checked and with a backend chosen.
 
     Attributes:
@@ -45,19 +46,24 @@ class Intent:
         """The run file."""
         return self.loaded.run
 
-    def decided(self, run: RunFile, job: Job) -> Intent:
+    @property
+    def launcher(self) -> LauncherSpec:
+        """Who starts its ranks."""
+        return self.registry.find_launcher(self.run.launch.launcher).spec
+
+    def decided(self, run: RunFile, job: Job) -> RunRequest:
         """With the strategy that `auto` became, and what was planned."""
         return replace(self, job=job, loaded=replace(self.loaded, run=run))
 
 
-def read_intent(
+def read_request(
     path: Path,
     overrides: Sequence[str] | None,
     flags: Mapping[str, Any],
     *,
     need_device: bool,
     foreign: ForeignLaunch | None = None,
-) -> Intent:
+) -> RunRequest:
     """Read the run file, choose the backend, and describe the job.
 
     Args:
@@ -81,9 +87,7 @@ def read_intent(
 
     loaded = load_run_file(path, list(overrides or ()), dict(flags))
     if foreign is not None:
-        from anygauge.launch.join import as_launched
-
-        loaded = as_launched(loaded, foreign)
+        loaded = _as_launched(loaded, foreign)
     run = loaded.run
     registry = Registry.load()
     provided = registry.find_launcher(run.launch.launcher)
@@ -142,7 +146,7 @@ def read_intent(
         environment=run.environment,
         backend_options=run.backend_options,
     )
-    return Intent(
+    return RunRequest(
         loaded=loaded,
         registry=registry,
         selection=selection,
@@ -153,13 +157,54 @@ def read_intent(
     )
 
 
-def prepared(intent: Intent, **options: Any) -> tuple[Intent, Findings, Expectation]:
+def _as_launched(loaded: LoadedRun, foreign: ForeignLaunch) -> LoadedRun:
+    """A run with the ranks that there are.
+
+    Raises:
+        RunFileError, UsageError: it asks for other ranks, or for what only anygauge's own launchers
+            do.
+    """
+    launch, by = loaded.run.launch, foreign.launcher
+    for name, there in (("devices", foreign.devices), ("nodes", foreign.nodes)):
+        asked = getattr(launch, name)
+        if f"launch.{name}" in loaded.sources and asked != there:
+            raise loaded.error(
+                f"launch.{name}",
+                f"{asked}, but {by} started {foreign.world_size} ranks, {foreign.devices} on each "
+                f"of {foreign.nodes} machines: leave the field out, or set it to {there}. To have "
+                f"anygauge start the ranks itself: {ALONE}",
+            )
+    where = loaded.sources.get("launch.launcher")
+    if where is not None and (launch.launcher != "local" or where.label.startswith("--launcher")):
+        raise loaded.error(
+            "launch.launcher",
+            f"{launch.launcher} would start ranks, but {by} has already started them: leave the "
+            "field out (if the run file sets it: --set launch.launcher=local). To have anygauge "
+            f"start the ranks itself: {ALONE}",
+        )
+    if launch.max_restarts:
+        raise loaded.error(
+            "launch.max_restarts",
+            f"{launch.max_restarts}, but {by} started the ranks, so only {by} can restart them "
+            "(torchrun --max-restarts, with --resume auto): set launch.max_restarts to 0",
+        )
+    if foreign.restarts and loaded.run.checkpoint.resume != "auto":
+        raise UsageError(
+            f"{by} restarts the ranks after a failure (up to {foreign.restarts} times), and a "
+            "restarted run resumes in its own folder only with --resume auto: add it"
+        )
+    changed = {"launcher": "local", "devices": foreign.devices, "nodes": foreign.nodes}
+    run = loaded.run.model_copy(update={"launch": launch.model_copy(update=changed)})
+    return replace(loaded, run=run)
+
+
+def prepared(request: RunRequest, **options: Any) -> tuple[RunRequest, Findings, Expectation]:
     """A run whose ranks may start; see `prepare_run`."""
     from anygauge.launch.prepare import prepare_run
 
-    about = (intent.registry, intent.selection, intent.backend, intent.forms)
-    run, job, found, expected = prepare_run(intent.run, intent.job, *about, **options)
-    return intent.decided(run, job), found, expected
+    about = (request.registry, request.selection, request.backend, request.forms)
+    run, job, found, expected = prepare_run(request.run, request.job, *about, **options)
+    return request.decided(run, job), found, expected
 
 
 def refuse_secrets(run: Any) -> None:
@@ -183,7 +228,7 @@ def refuse_secrets(run: Any) -> None:
             )
 
 
-def rendered(intent: Intent) -> Plan:
+def rendered(request: RunRequest) -> Plan:
     """What the launcher would do.
 
     Raises:
@@ -193,14 +238,14 @@ def rendered(intent: Intent) -> Plan:
     from anygauge.config.load import check_folders
     from anygauge.registry.registry import read_options
 
-    run = intent.run
-    provided = intent.registry.find_launcher(run.launch.launcher)
-    launcher = intent.registry.launcher(run.launch.launcher)()
-    with intent.loaded.placed():
+    run = request.run
+    provided = request.registry.find_launcher(run.launch.launcher)
+    launcher = request.registry.launcher(run.launch.launcher)()
+    with request.loaded.placed():
         options = read_options(provided, run.launch.options)
-        plan = launcher.render(intent.job, options, intent.profile)
+        plan = launcher.render(request.job, options, request.profile)
     if plan.folders:
-        check_folders(intent.loaded, plan.folders, _ADVICE)
+        check_folders(request.loaded, plan.folders, _ADVICE)
     return plan
 
 
