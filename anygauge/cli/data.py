@@ -40,8 +40,8 @@ def data(
     from anygauge.config.resolved import run_json
     from anygauge.data import Layout, TokenizedRows, accumulation, advice, peek
     from anygauge.data import prepare as read_rows
-    from anygauge.launch.prepare import prepare
-    from anygauge.launch.prepare_process import Request, RowsQuestion
+    from anygauge.launch.prepare_call import prepare
+    from anygauge.launch.prepare_process import PrepareRequest, RowsQuestion
     from anygauge.models.hub import wanted
     from anygauge.models.quiet import quiet_libraries
     from anygauge.models.tokenizer import load_tokenizer
@@ -67,7 +67,7 @@ def data(
     start = secrets.token_hex(8)
     rows_wanted = RowsQuestion(run=run_json(run), id=start, first=first)
     fetch = tuple(wanted(run.model, model=False))
-    steps = prepare(Request(fetch=fetch, rows=rows_wanted)).steps
+    steps = prepare(PrepareRequest(fetch=fetch, rows=rows_wanted)).steps
     tokenizer = load_tokenizer(run.model)
     prepared = read_rows(section, tokenizer, run.train.seed, run=start, first=first)
     trained = prepared.train

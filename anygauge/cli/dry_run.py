@@ -18,8 +18,9 @@ from anygauge.data import accumulation
 from anygauge.data.cache import cache_folder
 from anygauge.interface import ABILITIES, NotAvailableError
 from anygauge.kernels.choose import kernels_of_run
+from anygauge.launch.prepare import prepare_run
 from anygauge.launch.rank_process import rank_numbers
-from anygauge.launch.request import RunRequest, prepared, rendered
+from anygauge.launch.request import RunRequest, rendered
 from anygauge.launch.submit import resume_target
 from anygauge.training.auto import AUTO
 from anygauge.training.schedule import learning_rate, warmup_steps
@@ -51,7 +52,7 @@ def show(request: RunRequest, *, plan: bool | None = None, force: bool = False) 
     if finished is not None:
         console.print(finished.describe())
         return
-    request, found, expected = prepared(request, engine=True, plan=plan, force=force)
+    request, found, expected = prepare_run(request, engine=True, plan=plan, force=force)
     job, run = request.job, request.run
     why = f" ({job.strategy_why})" if job.strategy_why else ""
     console.print(f"Run {job.name}: would write {job.run_directory}", style="bold")

@@ -23,7 +23,8 @@ from anygauge.cli.options import (
     SetOption,
 )
 from anygauge.interface import AnygaugeError, UsageError
-from anygauge.launch.request import RunRequest, prepared, read_request, rendered
+from anygauge.launch.prepare import prepare_run
+from anygauge.launch.request import RunRequest, read_request, rendered
 from anygauge.util.text import fitted
 
 
@@ -106,11 +107,9 @@ def launch(
     request = read_request(run_file, set_, flags, need_device=not described)
     if render is not None:
         from anygauge.cli.render import write_plan
-        from anygauge.launch.memory import decided_without_a_plan
+        from anygauge.launch.prepare import without_checks
 
-        about = (request.registry, request.selection, request.forms)
-        run, job = decided_without_a_plan(request.run, request.job, *about)
-        write_plan(request.decided(run, job), render)
+        write_plan(without_checks(request), render)
     elif dry_run:
         from anygauge.cli.dry_run import show
 
@@ -189,7 +188,7 @@ def start(
     if resuming:
         request = replace(request, job=request.job.as_attempt())
     rendered(request)  # what a launcher refuses is refused before the checks, which take longer
-    request, found, expected = prepared(request, quiet=quiet, plan=plan_memory, force=force)
+    request, found, expected = prepare_run(request, quiet=quiet, plan=plan_memory, force=force)
     plan = rendered(request)
     for note in (*plan.notes, *found.notes, *filter(None, [expected.note])):
         typer.echo(fitted(f"note: {note}", sys.stderr), err=True)

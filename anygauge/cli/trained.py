@@ -227,17 +227,17 @@ def fetch_wanted(section: ModelSection) -> None:
     Raises:
         ModelError: it cannot be had.
     """
-    from anygauge.launch.prepare import prepare
-    from anygauge.launch.prepare_process import Request
+    from anygauge.launch.prepare_call import prepare
+    from anygauge.launch.prepare_process import PrepareRequest
     from anygauge.models.hub import wanted
 
     names = {"model.name": "MODEL", "model.tokenizer": "--tokenizer"}
     found = [replace(want, field=names[want.field]) for want in wanted(section)]
-    prepare(Request(fetch=tuple(found)))
+    prepare(PrepareRequest(fetch=tuple(found)))
 
 
 def _refuse_no_folder(model: str) -> None:
-    """Answer at once where a path is meant; a name such as ``owner/name`` may be on the hub.
+    """PrepareAnswer at once where a path is meant; a name such as ``owner/name`` may be on the hub.
 
     Raises:
         UsageError: names what is there instead.

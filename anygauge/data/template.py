@@ -122,7 +122,7 @@ class ChatTemplate:
     """A tokenizer's chat template, or one given instead, as `read_template` returns it.
 
     The library renders it in a sandbox, so it reads and runs nothing. Time and memory are bounded
-    by whoever starts the process that renders: see `anygauge.launch.prepare`.
+    by whoever starts the process that renders: see `anygauge.launch.prepare_call`.
 
     Attributes:
         row: what is rendered next, in words.

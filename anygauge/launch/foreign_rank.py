@@ -264,7 +264,7 @@ def _fetch_with_others(
 
 
 def _fetch(store: dist.Store, key: str, launch: ForeignLaunch, job: Job, quiet: bool) -> None:
-    from anygauge.launch.prepare import fetch_here
+    from anygauge.launch.prepare_call import fetch_here
 
     beaten = -_BEAT_S
 

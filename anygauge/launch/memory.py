@@ -160,15 +160,6 @@ def without_a_plan(
     return None
 
 
-def decided_without_a_plan(
-    run: RunFile, job: Job, registry: Registry, selection: Selection, forms: Sequence[RunFile]
-) -> tuple[RunFile, Job]:
-    """Run and job as they are where nothing is planned."""
-    expected = without_a_plan(run, job, registry, selection, asked=False)
-    assert expected is not None
-    return expected.applied_to(run, job, forms)
-
-
 def not_planned(why: str) -> Expectation:
     """What is known where a plan could not be made."""
     first = why.partition("\n")[0]

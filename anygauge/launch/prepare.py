@@ -1,131 +1,81 @@
-"""What is prepared before ranks start: a process of its own fetches, checks, plans and tokenises.
+"""What is prepared before ranks start: model and rows are checked, memory is planned.
 
-The process (`anygauge.launch.prepare_process`) is bounded in silence and memory, by stage, and what
-it imports is gone with it. It also runs the chat templates for commands without a run: a template
-comes with a model, and may go on for ever. Here it is started, its progress is passed on, and what
-it died of is said.
+Settings are checked here, all else in a process of its own; nothing of the run is written yet.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import select
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from anygauge.interface import AnygaugeError, DataError
-from anygauge.launch.rank_process import sample_process
+from anygauge.launch.prepare_call import prepare
 from anygauge.models.hub_errors import HubUnreachableError
-from anygauge.util import errors
-from anygauge.util.processes import describe_exit, parent_environment
-from anygauge.util.text import size
 
 if TYPE_CHECKING:
     from anygauge.config.schema import DataSection, ModelSection, RunFile
-    from anygauge.interface import Backend, Job
     from anygauge.launch.memory import Expectation
-    from anygauge.launch.prepare_process import Answer, Request
-    from anygauge.registry import Registry, Selection
+    from anygauge.launch.request import RunRequest
     from anygauge.training.checks import Findings
-
-LIMITS_S = {"fetch": 300.0, "model": 120.0, "data": 1800.0, "plan": 30.0}
-"""Silence after which a stage counts as hung. The hub's library itself tries again for a minute.
-Tokenising reports from time to time; a digest of a large file, or the wait for another run that
-tokenises the same rows, does not. A plan reports nothing: the run starts without it."""
-AUTO_LIMIT_S = 120.0
-"""For a plan of several strategies."""
-RENDERING_LIMIT_S = 60.0
-"""For one rendering of a chat template, which takes milliseconds; a second for a thousand turns."""
-
-ENVIRONMENT = {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "OMP_NUM_THREADS": "1"}
-"""No threads are made for work that is not there."""
-
-_TURN_S = 0.1
-_PROGRESS_S = 30.0
-_FROZEN_S = 2.0
-_TAIL = 2000
-_END_S = 10.0
-
-Show = Callable[[Mapping[str, Any]], None]
-"""Takes the events ``message`` (`text`) and ``fetching`` (`name`, `done` and `total` bytes, about
-once a second)."""
-
-
-def always() -> bool:
-    """Nothing else to do meanwhile."""
-    return True
 
 
 def prepare_run(
-    run: RunFile,
-    job: Job,
-    registry: Registry,
-    selection: Selection,
-    backend: Backend,
-    forms: Sequence[RunFile] = (),
+    request: RunRequest,
     *,
     quiet: bool = False,
     plan: bool | None = None,
     force: bool = False,
     engine: bool = False,
-) -> tuple[RunFile, Job, Findings, Expectation]:
+) -> tuple[RunRequest, Findings, Expectation]:
     """Check a run as far as this machine can without a device, and plan it; writes nothing of it.
 
     Args:
-        forms: of strategy `auto`, the fastest first, which the run has; see `forms_of_auto`.
         plan: True: also where that is not needed; False: never.
         force: refuse nothing because of a plan.
         engine: for a dry run: also have the engine's settings, and fetch no weights.
 
     Returns:
-        Run and job with the strategy that `auto` became; what the checks found; what was planned.
+        The run with the strategy that `auto` became; what the checks found; what was planned.
 
     Raises:
         AnygaugeError: what ranks would refuse, or the run cannot fit.
     """
     from anygauge.config.resolved import run_json
     from anygauge.launch.memory import PlanQuestion, not_planned, without_a_plan
-    from anygauge.launch.prepare_process import Request
+    from anygauge.launch.prepare_process import PrepareRequest
     from anygauge.models.hub import readable_size, wanted
     from anygauge.training.checks import Question, check_settings
 
-    spec = registry.find_launcher(run.launch.launcher).spec
-    here = selection.probe.available and not spec.remote
-    check_settings(run, backend, registry, ranks_run_here=here)
+    run, job, registry = request.run, request.job, request.registry
+    remote = request.launcher.remote
+    here = request.selection.probe.available and not remote
+    check_settings(run, request.backend, registry, ranks_run_here=here)
     text = run_json(run.model_copy(update={"environment": {}}))
     question = Question(
         run=text,
         backend=job.backend,
         world_size=job.world_size,
         id=job.id,
-        has_files=spec.shared_filesystem,
+        has_files=request.launcher.shared_filesystem,
         engine=engine,
     )
-    expected = without_a_plan(run, job, registry, selection, plan)
     planned = PlanQuestion(
         run=text,
-        strategies=tuple(form.strategy.model_dump(exclude_unset=True) for form in forms),
+        strategies=tuple(form.strategy.model_dump(exclude_unset=True) for form in request.forms),
         backend=job.backend,
-        cards=None if spec.remote else tuple(selection.probe.cards),
+        cards=None if remote else tuple(request.selection.probe.cards),
         force=force,
     )
-    request = Request(
+    expected = without_a_plan(run, job, registry, request.selection, plan)
+    asked = PrepareRequest(
         # Where ranks run on other machines, the agents there fetch.
-        fetch=() if spec.remote else tuple(wanted(run.model, weights=not engine)),
+        fetch=() if remote else tuple(wanted(run.model, weights=not engine)),
         unreachable_refuses=not engine,
         check=question,
         plan=planned if expected is None else None,
     )
     # As ranks have it: what the user has set wins over the run file.
-    answer = prepare(request, {**run.environment, **os.environ}, quiet=quiet)
+    answer = prepare(asked, {**run.environment, **os.environ}, quiet=quiet)
     expected = expected or answer.expected or not_planned(answer.unchecked)
     notes = []
     if answer.unreachable:
@@ -134,16 +84,25 @@ def prepare_run(
         first = f"a run would first fetch them, {readable_size(answer.left)}"
         notes.append(f"the weights were not checked: {first}")
     devices, cores = job.launch.devices, len(os.sched_getaffinity(0))
-    if devices > cores and not spec.remote:
+    if devices > cores and not remote:
         notes.append(
             f"--devices {devices}: these ranks share {cores} processor cores and wait for each "
             f"other; {cores} or fewer are usually faster"
         )
     if answer.unchecked:
         notes.append(f"only the ranks will check model and rows: {answer.unchecked}")
-    run, job = expected.applied_to(run, job, forms)
     found = replace(answer.found, notes=[*notes, *answer.found.notes])
-    return run, job, found, expected
+    return request.decided(*expected.applied_to(run, job, request.forms)), found, expected
+
+
+def without_checks(request: RunRequest) -> RunRequest:
+    """A run of which nothing is checked or planned, with the strategy that `auto` is then."""
+    from anygauge.launch.memory import without_a_plan
+
+    run, job = request.run, request.job
+    expected = without_a_plan(run, job, request.registry, request.selection, asked=False)
+    assert expected is not None
+    return request.decided(*expected.applied_to(run, job, request.forms))
 
 
 def fetch_configuration(run: RunFile) -> None:
@@ -152,51 +111,15 @@ def fetch_configuration(run: RunFile) -> None:
     Raises:
         ModelError: what cannot be had, why, and what to do.
     """
-    from anygauge.launch.prepare_process import Request
+    from anygauge.launch.prepare_process import PrepareRequest
     from anygauge.models.hub import CONFIG, copy_of, wanted_for_plan
 
-    request = Request(fetch=tuple(wanted_for_plan(run.model)), unreachable_refuses=False)
+    request = PrepareRequest(fetch=tuple(wanted_for_plan(run.model)), unreachable_refuses=False)
     answer = prepare(request, {**run.environment, **os.environ}, quiet=True)
     if answer.unreachable:
         copy = copy_of(run.model.name or "", run.model.revision)
         if copy is None or not (copy / CONFIG).is_file():
             raise HubUnreachableError(answer.unreachable)
-
-
-def fetch_here(
-    run_file: str,
-    environment: Mapping[str, str],
-    where: str,
-    log: Callable[[str], None],
-    turn: Callable[[], bool],
-) -> None:
-    """Fetch the model of a resolved run.
-
-    Args:
-        where: a prefix for each line.
-        log: takes lines: what is fetched, and from time to time how much of it.
-        turn: called again and again meanwhile; False ends the fetch.
-
-    Raises:
-        ModelError: the model cannot be fetched.
-    """
-    from anygauge.launch.prepare_process import Request
-
-    logged = time.monotonic()
-
-    def show(event: Mapping[str, Any]) -> None:
-        nonlocal logged
-        if event["event"] == "message":
-            log(where + event["text"])
-        elif time.monotonic() - logged > _PROGRESS_S:
-            logged = time.monotonic()
-            share = event["done"] / max(1, event["total"])
-            log(f"{where}{event['name']}: {share:.0%} of {event['total'] / 1e9:.1f} GB")
-
-    try:
-        prepare(Request(fetch_for=Path(run_file)), environment, show=show, turn=turn)
-    except AnygaugeError as error:
-        raise type(error)(f"{where}{error}") from None
 
 
 def render(
@@ -211,277 +134,11 @@ def render(
     Raises:
         AnygaugeError: there is no template, or it does not take the prompt; or it was ended.
     """
-    from anygauge.launch.prepare_process import PromptQuestion, Request
+    from anygauge.launch.prepare_process import PrepareRequest, PromptQuestion
 
     of_run = {"chat_template", "chat_template_kwargs"}
     template = {} if data is None else data.model_dump(include=of_run)
-    answer = prepare(Request(render=PromptQuestion(model=section, prompt=prompt, **template)))
-    return answer.ids, answer.stop_ids
-
-
-def prepare(
-    request: Request,
-    environ: Mapping[str, str] | None = None,
-    *,
-    quiet: bool = False,
-    show: Show | None = None,
-    turn: Callable[[], bool] = always,
-) -> Answer:
-    """Have a process of its own do what is asked; it is gone afterwards, whatever happens.
-
-    Args:
-        environ: of the process; None: this one's.
-        quiet: show no progress.
-        show: takes progress; None: the terminal.
-        turn: called ten times a second meanwhile; False gives up.
-
-    Returns:
-        What was found, until this one gave up. Where a plan takes too long, or its process ends,
-        the answer says so.
-
-    Raises:
-        HubUnreachableError: no answer of the hub could be had.
-        AnygaugeError: what the process refuses; or it hung or was killed.
-    """
-    from anygauge.launch.memory import not_planned
-    from anygauge.launch.prepare_process import Answer
-
-    if request.is_empty:
-        return Answer()
-    work = _Work(request)
-    fields: dict[str, Any] = {}
-    with (
-        tempfile.TemporaryFile() as output,
-        _on_terminal(quiet) if show is None else contextlib.nullcontext(show) as shown,
-        _started(request, os.environ if environ is None else environ, output) as process,
-    ):
-        ending: AnygaugeError | None = None
-        try:
-            for event in _events(process, work, turn):
-                match event["event"]:
-                    case "message" | "fetching":
-                        shown(event)
-                    case "found":
-                        fields |= event["fields"]
-                    case "refused":
-                        raise _ERRORS.get(event["error"], AnygaugeError)(event["message"])
-                    case "out_of_memory":
-                        ending = work.out_of_memory(event["limit"])
-                        break
-                    case "done":
-                        break
-            else:
-                if turn():
-                    ending = work.broken(_ended(process), output)
-        except TimeoutError:
-            ending = work.hung()
-    if ending is not None and work.stage != "plan":
-        raise ending
-    if ending is not None:
-        fields["expected"] = not_planned(str(ending))
-    answer = Answer(**fields)
-    if answer.unchecked and request.check is None:
-        raise AnygaugeError(f"{answer.unchecked}, and this tokenizer needs it")
-    return answer
-
-
-@contextlib.contextmanager
-def _on_terminal(quiet: bool) -> Iterator[Show]:
-    """Lines on standard error, and one bar for all files that are fetched."""
-    from rich import progress
-
-    from anygauge.util.console import Console
-
-    console = Console(stderr=True)
-    columns = (
-        progress.TextColumn("{task.description}", markup=False),
-        progress.BarColumn(bar_width=None),
-        progress.DownloadColumn(),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
+    answer = prepare(
+        PrepareRequest(render=PromptQuestion(model=section, prompt=prompt, **template))
     )
-    bar = progress.Progress(*columns, console=console, transient=True, expand=True)
-    with contextlib.ExitStack() as drawn:
-        task = bar.add_task("", total=None)
-
-        def show(event: Mapping[str, Any]) -> None:
-            if quiet:
-                return
-            if event["event"] == "message":
-                console.print(event["text"])
-            elif console.draws:
-                if not bar.live.is_started:
-                    drawn.enter_context(bar)
-                name, done, total = event["name"], event["done"], event["total"]
-                bar.update(task, description=name, completed=done, total=total)
-
-        yield show
-
-
-_ERRORS = {**vars(errors), "HubUnreachableError": HubUnreachableError}
-
-
-@contextlib.contextmanager
-def _started(
-    request: Request, environ: Mapping[str, str], output: IO[bytes]
-) -> Iterator[subprocess.Popen[bytes]]:
-    """The process, which is gone afterwards, whatever happens."""
-    with tempfile.TemporaryFile() as question:
-        question.write(request.model_dump_json().encode())
-        question.seek(0)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "anygauge.launch.prepare_process"],
-            stdin=question,
-            stdout=subprocess.PIPE,
-            stderr=output,
-            env={**environ, **ENVIRONMENT, **parent_environment()},
-        )
-    assert process.stdout is not None
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
-def _events(
-    process: subprocess.Popen[bytes], work: _Work, turn: Callable[[], bool]
-) -> Iterator[dict[str, Any]]:
-    """What the process reports, until it closes its end or this one gives up.
-
-    Raises:
-        TimeoutError: nothing came for longer than the limit of its stage.
-    """
-    assert process.stdout is not None
-    descriptor, text, silence = process.stdout.fileno(), b"", _Silence(process.pid)
-    while turn():
-        if select.select([descriptor], [], [], _TURN_S)[0]:
-            new = os.read(descriptor, 2**16)
-            if not new:
-                return
-            silence = _Silence(process.pid)
-            *lines, text = (text + new).split(b"\n")
-            for line in lines:
-                event = json.loads(line)
-                work.note(event)
-                yield event
-        elif silence.seconds() > work.limit_s:
-            raise TimeoutError
-
-
-class _Silence:
-    """How long a process has reported nothing; what it waited for a busy processor, and what this
-    one was stopped for, does not count."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid, self._seconds = pid, 0.0
-        self._at, self._sample = time.monotonic(), sample_process(pid)
-
-    def seconds(self) -> float:
-        """Call it several times a second."""
-        now, sample = time.monotonic(), sample_process(self._pid)
-        passed = min(now - self._at, _FROZEN_S)
-        if sample is not None and self._sample is not None and sample.state == "R":
-            passed = min(passed, sample.cpu_s - self._sample.cpu_s)
-        self._at, self._sample = now, sample
-        self._seconds += passed
-        return self._seconds
-
-
-def _ended(process: subprocess.Popen[bytes]) -> int:
-    """How a process ended that has nothing more to say; one that does not end is killed."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.wait(timeout=_END_S)
-    process.kill()
-    return process.wait()
-
-
-class _Work:
-    """What the process is at; and what to say of one that was ended there.
-
-    Attributes:
-        stage: see `anygauge.launch.prepare_process.Stages`.
-    """
-
-    def __init__(self, request: Request) -> None:
-        self.stage = "fetch" if request.fetches else "model"
-        self._request = request
-        self._template = self._row = ""  # what is being rendered
-
-    @property
-    def limit_s(self) -> float:
-        """Of silence."""
-        if self._row:
-            return RENDERING_LIMIT_S
-        plan = self._request.plan
-        several = self.stage == "plan" and plan is not None and len(plan.strategies) > 1
-        return AUTO_LIMIT_S if several else LIMITS_S[self.stage]
-
-    def note(self, event: Mapping[str, Any]) -> None:
-        """Follow the process by its events."""
-        if event["event"] == "stage":
-            self.stage = event["name"]
-        elif event["event"] == "rendering":
-            self._template, self._row = event["template"], event["row"]
-
-    def hung(self) -> AnygaugeError:
-        """Nothing came for longer than it may."""
-        limit = f"{self.limit_s:.0f} s"
-        if self._row:
-            return self._ended_rendering(
-                f"has not rendered {self._row} within {limit}, and may loop for ever"
-            )
-        if self.stage == "fetch":
-            return HubUnreachableError(
-                f"nothing arrived from the hub for {limit}: check the network and the disk of "
-                "HF_HOME; complete files are kept"
-            )
-        if self.stage == "plan":
-            return AnygaugeError(
-                f"a plan takes longer than {limit}; `anygauge plan RUN.yaml` waits for it"
-            )
-        if self._request.render is not None:
-            return AnygaugeError(
-                f"the tokenizer has not been loaded within {limit}. Look at the disk that holds it"
-            )
-        return AnygaugeError(
-            f"the checks before the run have hung: no progress for {limit} on the run file's "
-            f"'{self.stage}' section. Look at that section, at regular expressions for names of "
-            "layers or weights, and at the disks that hold the paths in it"
-        )
-
-    def out_of_memory(self, limit: int) -> AnygaugeError:
-        """It needed more than so many bytes."""
-        if self._row:
-            return self._ended_rendering(f"took more than {size(limit)} to render {self._row}")
-        return AnygaugeError(f"out of memory: the process may have {size(limit)}")
-
-    def broken(self, code: int, output: IO[bytes]) -> AnygaugeError:
-        """It ended without an answer; `output` is what it printed."""
-        output.seek(0, os.SEEK_END)
-        output.seek(max(0, output.tell() - _TAIL))
-        lines = output.read().decode(errors="replace").strip().splitlines()
-        how = f"ended with {describe_exit(code)}" + (f": {lines[-1].strip()}" if lines else "")
-        if self._row:
-            return self._ended_rendering(
-                f"was to render {self._row}, and its process {how}. There may be too little memory"
-            )
-        if self.stage == "fetch":
-            return HubUnreachableError(f"fetching the model {how}")
-        what = f"checks the run file's '{self.stage}' section before the run"
-        advice = "; the run would fail in the same way"
-        if self.stage == "plan":
-            what = "plans"
-            advice = "; a smaller data.max_length or train.micro_batch_size needs less"
-        elif self._request.render is not None:
-            what, advice = "loads the tokenizer", ""
-        return AnygaugeError(
-            f"the process that {what} {how}. There may be too little memory{advice}"
-        )
-
-    def _ended_rendering(self, what: str) -> DataError:
-        way_out = "or the row, or give another data.chat_template"
-        if self._request.render is not None:
-            way_out = "or give another --tokenizer (`generate --raw` asks without a template)"
-        return DataError(f"{self._template} {what}. Correct the template {way_out}")
+    return answer.ids, answer.stop_ids

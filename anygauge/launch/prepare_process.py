@@ -1,10 +1,10 @@
 """The process that prepares a run before its ranks start:
 ``python -m anygauge.launch.prepare_process``.
 
-It reads a `Request` from standard input and answers with events on standard output;
-`anygauge.launch.prepare` starts it and says what it died of. Its stages are fetch (a model of the
-hub), check (model and rows; these are then in the cache), plan (memory), and for commands without
-a run rows and render: chat templates are run nowhere else. No device is opened.
+It reads a `PrepareRequest` from standard input and answers with events on standard output;
+`anygauge.launch.prepare_call` starts it and says what it died of. Its stages are fetch (a model of
+the hub), check (model and rows; these are then in the cache), plan (memory), and for commands
+without a run rows and render: chat templates are run nowhere else. No device is opened.
 
 The stage fetch alone has the network, and rows of other machines. What asks no network must know
 it before the hub's library is imported, so after a fetch the process executes itself again.
@@ -24,16 +24,15 @@ import tempfile
 import traceback
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NoReturn
 
 from anygauge.config.paths import is_remote
-from anygauge.config.resolved import parse_run, read_run, run_json
+from anygauge.config.resolved import parse_run, run_json
 from anygauge.config.schema import ModelSection
 from anygauge.data.rows import share_of_memory
 from anygauge.interface import AnygaugeError
 from anygauge.launch.memory import Expectation, PlanQuestion, planned
-from anygauge.models.hub import Wanted, fetch, readable_size, wanted
+from anygauge.models.hub import Wanted, fetch, readable_size
 from anygauge.models.hub_errors import HubUnreachableError
 from anygauge.models.quiet import quiet_libraries
 from anygauge.models.tokenizer import load_tokenizer
@@ -84,18 +83,16 @@ class PromptQuestion(Section):
     prompt: str | None = None
 
 
-class Request(Section):
+class PrepareRequest(Section):
     """What the process does: all that is not empty, in this order.
 
     Attributes:
         fetch: what is brought from the hub.
-        fetch_for: a resolved run; its model is fetched, too.
         unreachable_refuses: a hub that does not answer is a refusal, not a fact of the answer.
         with_torch: hide nothing.
     """
 
     fetch: tuple[Wanted, ...] = ()
-    fetch_for: Path | None = None
     unreachable_refuses: bool = True
     check: Question | None = None
     plan: PlanQuestion | None = None
@@ -106,20 +103,15 @@ class Request(Section):
     @property
     def has_network(self) -> bool:
         """Whether its next stage may use it: a fetch, or rows of other machines."""
-        return self.fetches or (self.rows is not None and self.rows.are_remote)
-
-    @property
-    def fetches(self) -> bool:
-        """Whether the hub is asked."""
-        return bool(self.fetch or self.fetch_for)
+        return bool(self.fetch) or (self.rows is not None and self.rows.are_remote)
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is asked."""
-        return not (self.fetches or self.check or self.plan or self.rows or self.render)
+        return not (self.fetch or self.check or self.plan or self.rows or self.render)
 
 
-class Answer(Section):
+class PrepareAnswer(Section):
     """What became of a request.
 
     Attributes:
@@ -149,7 +141,7 @@ class Stages:
         limit: bytes that this process may have.
     """
 
-    def __init__(self, request: Request, events: EventWriter) -> None:
+    def __init__(self, request: PrepareRequest, events: EventWriter) -> None:
         self._request, self._events = request, events
         self.stage, self.limit = "", 0
         plain = request.with_torch or request.plan is not None
@@ -166,11 +158,8 @@ class Stages:
     def fetch(self) -> None:
         """Bring what is wanted of the hub to this machine."""
         self.enter("fetch")
-        asked = [*self._request.fetch]
-        if self._request.fetch_for is not None:
-            asked += wanted(read_run(self._request.fetch_for).model)
         left = 0
-        for want in asked:
+        for want in self._request.fetch:
 
             def show(done: int, total: int, name: str = want.name) -> None:
                 self._events.send("fetching", name=name, done=done, total=total)
@@ -262,7 +251,7 @@ class Stages:
         self._events.send("rendering", template=template, row=row)
 
     def _found(self, **fields: Any) -> None:
-        answer = Answer(**fields).model_dump(mode="json", include=set(fields))
+        answer = PrepareAnswer(**fields).model_dump(mode="json", include=set(fields))
         self._events.send("found", fields=answer)
 
 
@@ -303,7 +292,7 @@ def failed(error: Exception, stage: str) -> dict[str, Any]:
     return {"event": "refused", "error": kind, "message": f"{what}: {describe(error)}"}
 
 
-def begin_again(request: Request, answers: int) -> NoReturn:
+def begin_again(request: PrepareRequest, answers: int) -> NoReturn:
     """Replace this process by one that has another request.
 
     Args:
@@ -318,10 +307,10 @@ def begin_again(request: Request, answers: int) -> NoReturn:
 
 
 def main() -> int:
-    """Answer one request; returns the exit status, which is 0 if an answer was given."""
+    """PrepareAnswer one request; returns the exit status, which is 0 if an answer was given."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
-    request = Request.model_validate_json(sys.stdin.buffer.read())
+    request = PrepareRequest.model_validate_json(sys.stdin.buffer.read())
     # What libraries print must not stand among the events.
     answers = os.dup(1)
     events = EventWriter(answers)
@@ -330,9 +319,9 @@ def main() -> int:
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     stages = Stages(request, events)
     try:
-        if request.fetches:
+        if request.fetch:
             stages.fetch()
-            rest = request.model_copy(update={"fetch": (), "fetch_for": None})
+            rest = request.model_copy(update={"fetch": ()})
             if not rest.is_empty:
                 begin_again(rest, answers)
         stages.run()

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from anygauge.config.schema import RunFile
     from anygauge.interface import Backend, LauncherSpec, Plan
     from anygauge.launch.foreign import ForeignLaunch
-    from anygauge.launch.memory import Expectation
     from anygauge.registry import Registry, Selection
-    from anygauge.training.checks import Findings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,15 +194,6 @@ def _as_launched(loaded: LoadedRun, foreign: ForeignLaunch) -> LoadedRun:
     changed = {"launcher": "local", "devices": foreign.devices, "nodes": foreign.nodes}
     run = loaded.run.model_copy(update={"launch": launch.model_copy(update=changed)})
     return replace(loaded, run=run)
-
-
-def prepared(request: RunRequest, **options: Any) -> tuple[RunRequest, Findings, Expectation]:
-    """A run whose ranks may start; see `prepare_run`."""
-    from anygauge.launch.prepare import prepare_run
-
-    about = (request.registry, request.selection, request.backend, request.forms)
-    run, job, found, expected = prepare_run(request.run, request.job, *about, **options)
-    return request.decided(run, job), found, expected
 
 
 def refuse_secrets(run: Any) -> None:

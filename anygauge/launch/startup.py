@@ -19,7 +19,7 @@ from pathlib import Path
 
 from anygauge.interface import AnygaugeError, Job
 from anygauge.launch.nodes import Instruction, Nodes
-from anygauge.launch.prepare import fetch_here
+from anygauge.launch.prepare_call import fetch_here
 from anygauge.util.files import write_text
 
 OWNER = "job.sha256"

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from anygauge.cli.env import rank_environments
+from anygauge.launch.prepare import prepare_run
 from anygauge.launch.rank_process import rank_numbers
-from anygauge.launch.request import RunRequest, prepared, read_request
+from anygauge.launch.request import RunRequest, read_request
 from tests.gaudi_stack import needs_optimum_habana
 from tests.helpers.gaudi import standin_environment, standin_site
 from tests.helpers.runs import FIXTURES, anygauge
@@ -133,7 +134,7 @@ def assert_documented(
 def test_the_engine_is_configured_alike(request: RunRequest, tmp_path: Path) -> None:
     filled = flat(json.loads(theirs("config", tmp_path).read_text(encoding="utf-8")))
     assert filled["train_batch_size"] == 80 and filled["zero_optimization.stage"] == 3
-    _, found, _ = prepared(request, engine=True, plan=False)
+    _, found, _ = prepare_run(request, engine=True, plan=False)
     assert found.settings and not found.engine_note
     # Whose code drives the device is not a setting of DeepSpeed's configuration.
     ours = {s.name: s.value for s in found.settings if s.name != "accelerator"}
@@ -175,7 +176,7 @@ def test_the_dry_run_shows_what_was_compared(
     assert done.returncode == 0, done.stderr
     (file,) = tmp_path.glob("*.json")
     assert str(file) in done.stdout
-    found = prepared(request, engine=True, plan=False)[1].settings or ()
+    found = prepare_run(request, engine=True, plan=False)[1].settings or ()
     shown = {name: one["value"] for name, one in json.loads(file.read_text()).items()}
     assert shown == {setting.name: setting.value for setting in found}
     for setting in rank_environments(request.registry, request.job, range(8))[7]:

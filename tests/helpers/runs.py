@@ -19,12 +19,12 @@ from unittest import mock
 import pytest
 import yaml
 
-from anygauge.launch.prepare import prepare
+from anygauge.launch.prepare_call import prepare
 from tests.helpers.tokenizer import FIXTURES, make_tokenizer
 from tests.helpers.zygote import Fork, is_early, run_forks
 
 if TYPE_CHECKING:
-    from anygauge.launch.prepare_process import Answer, Request
+    from anygauge.launch.prepare_process import PrepareAnswer, PrepareRequest
 
 TINY = {
     "model_type": "llama",
@@ -172,8 +172,8 @@ def anygauge(
 
 
 def prepare_here(
-    request: Request, environ: Mapping[str, str] | None = None, **options: Any
-) -> Answer:
+    request: PrepareRequest, environ: Mapping[str, str] | None = None, **options: Any
+) -> PrepareAnswer:
     """In place of the process that checks model and rows, which imports all that for seconds.
 
     Not for a dry run of strategy `zero`, whose settings need DeepSpeed.

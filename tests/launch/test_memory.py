@@ -15,8 +15,9 @@ from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, Precision, RunFileError
 from anygauge.launch import memory as launch_memory
 from anygauge.launch.memory import UNDECIDED, Expectation, planned
-from anygauge.launch.prepare_process import Answer, Request
-from anygauge.launch.request import prepared, read_request
+from anygauge.launch.prepare import prepare_run
+from anygauge.launch.prepare_process import PrepareAnswer, PrepareRequest
+from anygauge.launch.request import read_request
 from anygauge.planning.memory import PHASES, Peak, RunMemory, Work
 from anygauge.training.auto import candidates, in_words
 from anygauge.training.checks import Findings
@@ -38,10 +39,10 @@ class StandIn:
     def __init__(self) -> None:
         self.found: RunMemory | AnygaugeError | Mapping[str, RunMemory | AnygaugeError]
         self.found = takes(MIB)
-        self.requests: list[Request] = []
+        self.requests: list[PrepareRequest] = []
 
-    def prepare(self, request: Request, *_: Any, **__: Any) -> Answer:
-        answer = Answer(found=Findings(settings=[]))
+    def prepare(self, request: PrepareRequest, *_: Any, **__: Any) -> PrepareAnswer:
+        answer = PrepareAnswer(found=Findings(settings=[]))
         if request.plan is None:
             return answer
         self.requests.append(request)
@@ -92,7 +93,7 @@ def wide(folder: Path, capacity: int, monkeypatch: pytest.MonkeyPatch, **changes
 
 def expected(path: Path, *, plan: bool | None = None, **options: Any) -> Expectation:
     request = read_request(path, [], options, need_device=False)
-    return prepared(request, plan=plan)[2]
+    return prepare_run(request, plan=plan)[2]
 
 
 def test_what_cannot_fit_is_refused_and_leaves_no_folder(
@@ -214,7 +215,7 @@ def test_auto_becomes_the_first_that_fits_and_says_why(
     planner.found = {"ddp": takes(4096 * MIB), "fsdp": AnygaugeError("no\nway")}
     planner.found |= {"zero": takes(2048 * MIB)}
     request = read_request(auto(tmp_path, monkeypatch), [], {}, need_device=False)
-    chosen, _, found = prepared(request)
+    chosen, _, found = prepare_run(request)
     why = "ddp would need 6.2 GiB of 5.0 GiB; fsdp cannot: no"
     assert found.lines == (
         f"strategy: zero (auto: {why})",
@@ -261,7 +262,7 @@ def test_auto_that_fits_whole_is_checked_once(
 ) -> None:
     monkeypatch.setattr(launch_memory, "SMALL", 0.0)
     request = read_request(auto(tmp_path, monkeypatch), [], {}, need_device=False)
-    chosen, _, found = prepared(request)
+    chosen, _, found = prepare_run(request)
     assert found.form == 0 and len(planner.requests) == 1
     assert chosen.job.strategy_why == "auto: the whole model fits each device"
 
@@ -284,7 +285,7 @@ def test_auto_of_a_small_run_starts_no_process(tmp_path: Path, planner: StandIn)
     for ranks, name in ((1, "single"), (2, "ddp")):
         path = run_file(tmp_path, launch={"devices": ranks})
         request = read_request(path, [], {}, need_device=False)
-        chosen, _, found = prepared(request)
+        chosen, _, found = prepare_run(request)
         assert chosen.run.strategy.name == chosen.job.strategy == name
         assert found.form == 0 and planner.requests == []
 
@@ -299,12 +300,14 @@ def test_the_ranks_decide_where_the_command_cannot(
     assert request.run.strategy.name == "auto" and request.job.strategy_why == UNDECIDED
     alone = read_request(path, [], {"backend": "hpu", "launch.devices": 1}, need_device=False)
     assert (alone.job.strategy, alone.job.strategy_why) == ("single", "auto: there is one rank")
-    remote = {"launch.launcher": "ssh", "launch.options": {"hosts": ["a"]}}
-    assert read_request(path, [], remote, need_device=False).run.strategy.name == "auto"
+    ssh = {"launcher": "ssh", "devices": 2, "options": {"hosts": ["a"]}}
+    path = auto(tmp_path, monkeypatch, launch=ssh)
+    assert read_request(path, [], {}, need_device=False).run.strategy.name == "auto"
+    path = auto(tmp_path, monkeypatch)
     planner.found = AnygaugeError("no plan")
     request = read_request(path, [], {}, need_device=False)
     for plan in (None, False):
-        chosen, _, _ = prepared(request, plan=plan)
+        chosen, _, _ = prepare_run(request, plan=plan)
         assert chosen.run.strategy.name == chosen.job.strategy == "auto"
         assert chosen.job.strategy_why == UNDECIDED
 

@@ -17,22 +17,23 @@ import pytest
 from anygauge.cli import run as command
 from anygauge.config.schema import ModelSection
 from anygauge.interface import AnygaugeError, DataError, ModelError, RunFileError
-from anygauge.launch import prepare
+from anygauge.launch import prepare, prepare_call
 from anygauge.launch.memory import Expectation, PlanQuestion
-from anygauge.launch.prepare_process import Answer, Request
+from anygauge.launch.prepare import prepare_run
+from anygauge.launch.prepare_process import PrepareAnswer, PrepareRequest
 from anygauge.launch.rank_process import ProcessSample
-from anygauge.launch.request import prepared, read_request
+from anygauge.launch.request import read_request
 from anygauge.models.hub import wanted
 from anygauge.models.hub_errors import HubUnreachableError
 from anygauge.training.checks import Findings, Question
 from tests.helpers.gaudi import without_driver
 from tests.helpers.runs import TINY, run_file
 
-CHECK = Request(check=Question(run="{}", backend="cpu", world_size=1))
+CHECK = PrepareRequest(check=Question(run="{}", backend="cpu", world_size=1))
 
 
 def unchecked(request: Any, **_: Any) -> tuple[Any, Findings, Expectation]:
-    """In place of `prepared`."""
+    """In place of `prepare_run`."""
     return request, Findings(settings=[]), Expectation()
 
 
@@ -65,12 +66,12 @@ def test_an_output_without_permission_is_named(tmp_path: Path) -> None:
 def test_more_ranks_than_cores_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "prepare", lambda *_, **__: Answer())
+    monkeypatch.setattr(prepare, "prepare", lambda *_, **__: PrepareAnswer())
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
     path = run_file(tmp_path, train={"micro_batch_size": 1})
     for devices, lines in ((2, 0), (4, 1)):
         request = read_request(path, [], {"launch.devices": devices}, need_device=False)
-        notes = prepared(request)[1].notes
+        notes = prepare_run(request)[1].notes
         assert [" share 3 processor cores " in note for note in notes] == [True] * lines
 
 
@@ -80,7 +81,7 @@ def test_a_device_that_is_not_here_is_told_by_a_dry_run(
 ) -> None:
     from anygauge.cli import dry_run
 
-    monkeypatch.setattr(dry_run, "prepared", unchecked)
+    monkeypatch.setattr(dry_run, "prepare_run", unchecked)
     path = str(run_file(tmp_path))
     assert command(["train", path, "--dry-run", "--backend", "hpu"]) == 0
     shown = capsys.readouterr().out
@@ -97,12 +98,12 @@ def test_a_dry_run_notes_what_a_hub_that_is_switched_off_would_refuse(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     path = run_file(tmp_path, model={"name": "nobody/no-such-model"})
     request = read_request(path, [], {}, need_device=False)
-    _, found, _ = prepared(request, engine=True, plan=False)
+    _, found, _ = prepare_run(request, engine=True, plan=False)
     refusal = "model.name: 'nobody/no-such-model' is not a folder here"
     assert found.notes[0].startswith(f"the run would be refused: {refusal}")
     assert "nobody/no-such-model is neither a folder on this machine" in found.notes[1]
     with pytest.raises(ModelError, match=f"^{refusal}"):
-        prepared(request)
+        prepare_run(request)
 
 
 RENDERING = {"event": "rendering", "template": "the chat template of t", "row": "x.jsonl:7"}
@@ -147,39 +148,39 @@ ENDINGS: dict[str, tuple[list[dict[str, Any]], str, type[Exception], str]] = {
 
 
 @pytest.fixture
-def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answer]:
+def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PrepareAnswer]:
     """Asks a shell script in the place of the process."""
 
     def asked(
         *events: dict[str, Any],
         then: str = "",
         limit_s: float | None = None,
-        request: Request = CHECK,
+        request: PrepareRequest = CHECK,
         **options: Any,
-    ) -> Answer:
+    ) -> PrepareAnswer:
         if limit_s is not None:
             for stage in ("fetch", "data", "plan"):
-                monkeypatch.setitem(prepare.LIMITS_S, stage, limit_s)
-            monkeypatch.setattr(prepare, "RENDERING_LIMIT_S", limit_s)
-            monkeypatch.setattr(prepare, "_END_S", limit_s)
+                monkeypatch.setitem(prepare_call.LIMITS_S, stage, limit_s)
+            monkeypatch.setattr(prepare_call, "RENDERING_LIMIT_S", limit_s)
+            monkeypatch.setattr(prepare_call, "_END_S", limit_s)
         program = tmp_path / "python"
         lines = [f"echo '{json.dumps(event)}'" for event in events]
         program.write_text("\n".join(["#!/bin/sh", "cat > /dev/null", *lines, then, ""]))
         program.chmod(0o755)
-        monkeypatch.setattr(prepare, "sys", SimpleNamespace(executable=str(program)))
-        return prepare.prepare(request, {"PATH": "/usr/bin:/bin"}, **options)
+        monkeypatch.setattr(prepare_call, "sys", SimpleNamespace(executable=str(program)))
+        return prepare_call.prepare(request, {"PATH": "/usr/bin:/bin"}, **options)
 
     return asked
 
 
 @pytest.mark.parametrize("case", ENDINGS)
-def test_a_check_that(case: str, ask: Callable[..., Answer]) -> None:
+def test_a_check_that(case: str, ask: Callable[..., PrepareAnswer]) -> None:
     events, then, error, said = ENDINGS[case]
     with pytest.raises(error, match=said):
         ask(*events, then=then, limit_s=0.2 if then.endswith(HANGS) else None)
 
 
-FETCH = Request(fetch=tuple(wanted(ModelSection(name="somebody/model"))))
+FETCH = PrepareRequest(fetch=tuple(wanted(ModelSection(name="somebody/model"))))
 
 
 @pytest.mark.parametrize(
@@ -190,14 +191,14 @@ FETCH = Request(fetch=tuple(wanted(ModelSection(name="somebody/model"))))
     ],
     ids=["hangs", "is killed"],
 )
-def test_a_fetch_that(then: str, said: str, ask: Callable[..., Answer]) -> None:
+def test_a_fetch_that(then: str, said: str, ask: Callable[..., PrepareAnswer]) -> None:
     with pytest.raises(HubUnreachableError, match=said):
         ask(then=then, limit_s=0.2, request=FETCH)
 
 
-def test_one_that_nobody_waits_for_any_more_is_ended(ask: Callable[..., Answer]) -> None:
+def test_one_that_nobody_waits_for_any_more_is_ended(ask: Callable[..., PrepareAnswer]) -> None:
     turns = iter([True, True, False, False])
-    assert ask(then=HANGS, request=FETCH, turn=lambda: next(turns)) == Answer()
+    assert ask(then=HANGS, request=FETCH, turn=lambda: next(turns)) == PrepareAnswer()
 
 
 PLAN = PlanQuestion(run="{}", backend="cpu", cards=None)
@@ -218,9 +219,13 @@ FOUND = {"event": "found", "fields": {"found": {"data": "40 rows"}}}
     ids=["takes long", "of several forms takes long", "is killed"],
 )  # fmt: skip
 def test_a_plan_that_stops_no_run(
-    then: str, forms: int, said: str, ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
+    then: str,
+    forms: int,
+    said: str,
+    ask: Callable[..., PrepareAnswer],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prepare, "AUTO_LIMIT_S", 1.0)
+    monkeypatch.setattr(prepare_call, "AUTO_LIMIT_S", 1.0)
     plan = PLAN.model_copy(update={"strategies": ({"name": "ddp"},) * forms})
     request = CHECK.model_copy(update={"plan": plan})
     stage = {"event": "stage", "name": "plan"}
@@ -229,7 +234,7 @@ def test_a_plan_that_stops_no_run(
     assert answer.expected == Expectation(note=f"memory was not planned: {said}", form=None)
 
 
-def test_what_follows_a_rendering_has_not_its_limit(ask: Callable[..., Answer]) -> None:
+def test_what_follows_a_rendering_has_not_its_limit(ask: Callable[..., PrepareAnswer]) -> None:
     then = f"sleep 2; echo '{json.dumps(FOUND)}'; echo '{json.dumps(DONE)}'"
     assert ask(RENDERING, RENDERED, then=then, limit_s=1.5).found == Findings(data="40 rows")
 
@@ -240,21 +245,21 @@ DONE = {"event": "done"}
 def test_a_busy_processor_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a process waits for it does not count, nor time that this one was stopped for."""
     clock = iter([0.0, 1.0, 2.0, 3.0, 90.0])
-    monkeypatch.setattr(prepare, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(prepare_call, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     samples = iter([(5.0, "R"), (5.1, "R"), (6.1, "R"), (6.1, "S"), (6.1, "S")])
-    monkeypatch.setattr(prepare, "sample_process", lambda pid: ProcessSample(*next(samples)))
-    silence = prepare._Silence(1)
+    monkeypatch.setattr(prepare_call, "sample_process", lambda pid: ProcessSample(*next(samples)))
+    silence = prepare_call._Silence(1)
     found = [silence.seconds() for _ in range(4)]
-    assert found == pytest.approx([0.1, 1.1, 2.1, 2.1 + prepare._FROZEN_S])
+    assert found == pytest.approx([0.1, 1.1, 2.1, 2.1 + prepare_call._FROZEN_S])
 
 
 def test_what_a_check_could_not_do_is_told_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer = Answer(unchecked="torch is not installed here")
+    answer = PrepareAnswer(unchecked="torch is not installed here")
     monkeypatch.setattr(prepare, "prepare", lambda *_, **__: answer)
     request = read_request(run_file(tmp_path), [], {}, need_device=False)
-    _, found, expected = prepared(request, plan=True)
+    _, found, expected = prepare_run(request, plan=True)
     assert found.notes == ["only the ranks will check model and rows: torch is not installed here"]
     assert expected.note == "memory was not planned: torch is not installed here"
 
@@ -263,7 +268,7 @@ def test_what_a_check_could_not_do_is_told_and_the_run_goes_on(
 def test_an_expression_that_would_take_for_ever_is_such_a_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(prepare.LIMITS_S, "model", 20.0)
+    monkeypatch.setitem(prepare_call.LIMITS_S, "model", 20.0)
     path = run_file(tmp_path, adapter={"targets": "(.*.*.*.*.*.*.*)*x"})
     with pytest.raises(AnygaugeError, match=r"no progress for 20 s .* at regular expressions for"):
         command(["train", str(path)])
@@ -283,7 +288,7 @@ def test_a_dry_run_of_many_ranks_works_out_few_of_them(
         return resolve(registry, job, ranks)
 
     monkeypatch.setattr(dry_run, "rank_environments", noted)
-    monkeypatch.setattr(dry_run, "prepared", unchecked)
+    monkeypatch.setattr(dry_run, "prepare_run", unchecked)
     path = run_file(
         tmp_path, train={"global_batch_size": 8192}, model={"config": TINY, "tokenizer": "t"}
     )

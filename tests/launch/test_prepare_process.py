@@ -19,7 +19,7 @@ from anygauge.interface import ModelError
 from anygauge.launch import prepare_process
 from anygauge.launch.memory import PlanQuestion, planned
 from anygauge.launch.prepare import prepare
-from anygauge.launch.prepare_process import Request, Stages, failed, misses_torch
+from anygauge.launch.prepare_process import PrepareRequest, Stages, failed, misses_torch
 from anygauge.models.hub import wanted
 from anygauge.models.hub_errors import HubUnreachableError
 from anygauge.training.auto import in_words
@@ -34,7 +34,7 @@ def question(path: Path) -> Question:
     return Question(run=run_json(load_run_file(path).run), backend="cpu", world_size=1)
 
 
-def events_of(*arguments: str, request: Request) -> tuple[list[dict[str, Any]], str]:
+def events_of(*arguments: str, request: PrepareRequest) -> tuple[list[dict[str, Any]], str]:
     done = subprocess.run(
         [sys.executable, *arguments],
         input=request.model_dump_json(),
@@ -64,7 +64,7 @@ def test_only_a_missing_torch_leaves_the_checks_to_the_ranks(
 
 def test_the_usual_run_is_checked_without_torch(tmp_path: Path) -> None:
     """torch, and what the model library imports with it, would be most of the cost."""
-    request = Request(check=question(run_file(tmp_path)))
+    request = PrepareRequest(check=question(run_file(tmp_path)))
     module = ("-X", "importtime", "-m", "anygauge.launch.prepare_process")
     events, printed = events_of(*module, request=request)
     found, done = events[-2:]
@@ -95,7 +95,9 @@ def test_a_model_that_needs_torch_even_for_its_configuration_is_checked_with_it(
     tmp_path: Path,
 ) -> None:
     """What only the hidden torch explains is never a refusal: the process begins anew."""
-    events, printed = events_of("-c", IN_NEED, request=Request(check=question(run_file(tmp_path))))
+    events, printed = events_of(
+        "-c", IN_NEED, request=PrepareRequest(check=question(run_file(tmp_path)))
+    )
     names = [event["event"] for event in events]
     assert names == ["stage", "stage", "stage", "found", "done"], printed
 
@@ -130,13 +132,15 @@ def test_only_a_fetch_has_the_network(tmp_path: Path, hub: Hub) -> None:
     """The stage after it finds the copy, of which it may not ask whether it is the newest."""
     path = run_file(tmp_path, model={"name": NAME})
     shown: list[str] = []
-    request = Request(fetch=tuple(wanted(load_run_file(path).run.model)), check=question(path))
+    request = PrepareRequest(
+        fetch=tuple(wanted(load_run_file(path).run.model)), check=question(path)
+    )
     with pytest.raises(ModelError, match="cannot be read as weights"):
         prepare(request, show=lambda event: shown.append(event["event"]))
     assert hub.files() == sorted(FILES) and shown.count("message") == 2
     hub.requests.clear()
     with pytest.raises(ModelError, match="cannot be read as weights"):
-        prepare(Request(check=question(path)))
+        prepare(PrepareRequest(check=question(path)))
     assert hub.requests == []
 
 
@@ -144,7 +148,7 @@ def test_a_hub_that_does_not_answer_refuses_a_run_alone(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    request = Request(fetch=tuple(wanted(ModelSection(name=NAME))))
+    request = PrepareRequest(fetch=tuple(wanted(ModelSection(name=NAME))))
     with pytest.raises(HubUnreachableError, match="HF_HUB_OFFLINE is set") as refused:
         prepare(request)
     lenient = request.model_copy(update={"unreachable_refuses": False})
@@ -161,10 +165,10 @@ def small(length: int = 96) -> PlanQuestion:
 
 @pytest.mark.slow
 def test_a_plan_is_what_the_function_says() -> None:
-    there = prepare(Request(plan=small())).expected
+    there = prepare(PrepareRequest(plan=small())).expected
     assert there == planned(small())
     assert there is not None and there.form == 0 and there.memory
-    refused = prepare(Request(plan=small(512))).expected
+    refused = prepare(PrepareRequest(plan=small(512))).expected
     assert refused is not None and "was made for 256 positions" in refused.note
 
 
@@ -181,7 +185,7 @@ def test_a_run_that_becomes_another_form_is_checked_as_that(
     forms = ({"name": "ddp"}, {"name": "zero", "offload": "both"})
     plan = small().model_copy(update={"strategies": forms})
     first = run_json(plan.forms[0])
-    request = Request(check=Question(run=first, backend="cpu", world_size=1), plan=plan)
+    request = PrepareRequest(check=Question(run=first, backend="cpu", world_size=1), plan=plan)
     for form, others in ((0, []), (None, []), (1, ["zero"])):
         monkeypatch.setattr(Stages, "plan", lambda *_, form=form: form)
         checked.clear()
@@ -199,6 +203,6 @@ def test_it_is_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
         return process
 
     monkeypatch.setattr(subprocess, "Popen", started)
-    prepare(Request(plan=small()), turn=lambda: not seen)
+    prepare(PrepareRequest(plan=small()), turn=lambda: not seen)
     with pytest.raises(ProcessLookupError):
         os.kill(seen[0], 0)
