@@ -310,6 +310,18 @@ def test_a_run_that_fails_from_end_to_end(tmp_path: Path) -> None:
     assert err.endswith(f"logs: {tmp_path / 'a run' / 'logs'}\n")
 
 
+def test_a_terminal_that_takes_no_text_stops_nobody(tmp_path: Path) -> None:
+    steps = [sends("step", step=step, loss=1.0) for step in range(20_000)]  # more than a pipe holds
+    failed = sends("failed", error="E", message="too late", for_user=True)
+    command = command_line(tmp_path, {0: [*steps, ["touch", "sent"], failed, ["exit", 1]]}, "0.5")
+    until((tmp_path / "sent").exists, "the last step")
+    rank = read_pid(tmp_path / "pid0")
+    until(lambda: not alive(rank), "the end of the rank, with nobody reading")
+    out, err = command.communicate(timeout=PATIENCE_S)
+    assert command.returncode == 1 and "too late" in err, "failures are not dropped"
+    assert 0 < out.count("step ") < len(steps)
+
+
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_one_ctrl_c_ends_the_ranks_in_order(tmp_path: Path, signum: int, status: int) -> None:
     command = command_line(tmp_path, {0: [["touch", "up"], FOREVER]}, "30")
