@@ -70,7 +70,7 @@ class PlainEngine:
     def update(self, lr: float, max_norm: float) -> UpdateResult:
         """See `Engine.update`."""
         for total, (_, parameter) in zip(self._sums, self._trained, strict=True):
-            parameter.grad = total.to(parameter.dtype)
+            parameter.grad = total.to(parameter.dtype, copy=True)  # the sum is zeroed
             total.zero_()
         norm = self._clip([p for _, p in self._trained], max_norm if max_norm > 0 else torch.inf)
         set_learning_rate(self._optimizer, lr)
