@@ -52,6 +52,7 @@ _CHUNKS = 16
 _SIZE = struct.Struct("!I")
 _MESSAGE = TypeAdapter(dict[str, Any])
 _ACCEPTED_AT_ONCE = 16
+_CLOSING_S = 2.0
 _PAUSE_S = 0.05
 _NOTES = 100
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -177,9 +178,9 @@ class Channel:
         return message
 
 
-def close_all(channels: Sequence[Channel], timeout_s: float = 2.0) -> None:
-    """Send what is left, for at most `timeout_s` in all, and close."""
-    deadline = time.monotonic() + timeout_s
+def close_all(channels: Sequence[Channel]) -> None:
+    """Send what is left, for a short time, and close."""
+    deadline = time.monotonic() + _CLOSING_S
     while any(channel.waiting for channel in channels) and time.monotonic() < deadline:
         time.sleep(0.01)
         for channel in channels:
@@ -244,8 +245,9 @@ class Listener:
                 f"{error.strerror or error}. If another job uses it, give this one another "
                 "launch.port"
             ) from error
-        names = ", ".join(str(each.getsockname()[0]) for each in self._sockets)
-        self.where = f"{names.replace('0.0.0.0', 'every address')}, port {port}"
+        names = [str(each.getsockname()[0]) for each in self._sockets]
+        where = "every address" if names == ["0.0.0.0"] else ", ".join(names)
+        self.where = f"{where}, port {port}"
         print(f"waiting for the other nodes at {self.where} ({host})", file=sys.stderr)
         self._secret = secret
         self._most = MOST_UNKNOWN + nodes
@@ -269,14 +271,13 @@ class Listener:
                 selector.register(each, selectors.EVENT_READ)
             for one in self._unknown:
                 selector.register(one.channel, selectors.EVENT_READ)
-            ready = {key.fileobj for key, _ in selector.select(timeout_s)}
+            selector.select(timeout_s)
         for each in self._sockets:
-            if each in ready:
-                self._accept(each)
+            self._accept(each)
         found = []
         now = time.monotonic()
         for one in list(self._unknown):
-            join = self._advance(one) if one.channel in ready else None
+            join = self._advance(one)
             if join is not None:
                 self._unknown.remove(one)
                 found.append((one.channel, join))

@@ -326,14 +326,16 @@ class Nodes:
 
     def _read(self, rank: int, channel: Channel, now: float) -> None:
         """Take what has arrived from a node; a node of which nothing more can come is lost."""
-        unreadable = ""
+        unreadable, heard_before = "", channel.heard
         for message in channel.receive():
             try:
                 self._handle(rank, message)
             except ValueError as error:
                 unreadable = f"{shown(message['kind'])}: {error}"
                 channel.close(unreadable)
-        limit, silent_s = self._job.launch.silence_s, now - channel.heard
+        # Of one that is closed, the last message may have waited here since the turn before.
+        silent_s = now - (heard_before if channel.closed else channel.heard)
+        limit = self._job.launch.silence_s
         if rank not in self._awaited or not (channel.closed or silent_s > limit):
             return
         if unreadable:
