@@ -135,7 +135,7 @@ CLOUDS := azure-ai-ml==1.35.2 kubernetes-validate==1.37.0 kubeflow-trainer-api==
 	@touch $@
 
 # Not what reads no model: the command line's pages, run files, the build, the benchmarks.
-CORE := $(addprefix tests/,agent backends cli data gaudi_stack interface models planning strategies \
+CORE := $(addprefix tests/,launch backends cli data gaudi_stack interface models planning strategies \
     training util)
 
 test-core: $(BUILT)
