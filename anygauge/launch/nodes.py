@@ -175,7 +175,8 @@ class Nodes:
         self._reports: dict[int, NodeReport] = {}
         self._ready: set[int] = set()
         self._unsent: set[int] = set()  # nodes whose channels keep messages
-        self._heartbeat_at = -HEARTBEAT_S  # the first turn reads what came with the join
+        self._heartbeat_at = time.monotonic()
+        self._is_first_turn = True  # which reads what came with the join
         self._readable = selectors.DefaultSelector()
         for rank, channel in self._channels.items():
             # Those that joined early had nothing to send while they waited for the last.
@@ -206,8 +207,9 @@ class Nodes:
         # Something arrives from one of a thousand nodes at every turn. So only channels from which
         # something can be read are looked at, and all of them once a second.
         readable = [key.data for key, _ in self._readable.select(0)]
-        for rank in self._channels if due else readable:
+        for rank in self._channels if due or self._is_first_turn else readable:
             self._read(rank, self._channels[rank], now)
+        self._is_first_turn = False
         self._decide()
         if self.over:
             return []  # what came after the outcome is for the next attempt
