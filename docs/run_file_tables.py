@@ -15,8 +15,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from anygauge.config.describe import field_kind, meaning, sections
-from anygauge.config.strategies import StrategySection, named, registry
+from anygauge.config.strategies import StrategySection, named
 from anygauge.interface.plugins import PROJECT
+from anygauge.registry import installed_plugins
 from anygauge.util.schema import Section
 
 BEGIN = "<!-- fields: begin (written by python docs/run_file_tables.py) -->"
@@ -25,7 +26,7 @@ END = "<!-- fields: end -->"
 
 def reference_markdown() -> str:
     """Markdown: a heading and a table (field, type, default, meaning) for each section."""
-    others = {p.spec.name for p in registry().strategies if p.distribution != PROJECT}
+    others = {p.spec.name for p in installed_plugins().strategies if p.distribution != PROJECT}
     places: dict[type[Section], list[str]] = {}
     for path, section in sections():
         if not (issubclass(section, StrategySection) and named(section) in others):

@@ -24,8 +24,8 @@ from anygauge.launch.rank_process import RankArgv, rank_argv
 from anygauge.launch.startup import (
     StartAbortedError,
     claim_run_directory,
-    fetch_on_all,
     place_run_file,
+    prepare_on_all,
     read_coordinator,
     read_number,
     read_secrets,
@@ -147,8 +147,8 @@ class _Agent:
         if own and self._node_rank == 0 and job.launch.nodes > 1:
             text = f"network between machines: {own.fabric.name or 'any'} ({own.fabric.why})"
             nodes.send("message", level="info", text=text)
-        if job.fetch:
-            fetch_on_all(job, nodes, environment(0), self._host, self._requests.received)
+        if job.fetch or job.run_text:
+            prepare_on_all(job, nodes, environment(0), self._host, self._requests.received)
         return supervise(
             job,
             nodes,

@@ -44,6 +44,9 @@ _SEEN_S = 30.0
 _TURN_S = 0.05
 _BEAT_S = 1.0
 _HEARD_S = 30.0
+_NOTICED_S = 0.5
+"""In which a launcher notices that another rank has ended, before this one that missed it ends,
+too. torchrun looks ten times a second."""
 _SHOWN = 8
 
 
@@ -98,10 +101,11 @@ def take_over(handover: Handover) -> int:
 
         write_provenance(job, launch.node_rank, handover.provenance)
     os.chdir(job.working_directory)
-    refusal = _fetch_with_others(store, launch, job, quiet=handover.quiet)
+    refusal = _prepare_with_others(store, launch, job, quiet=handover.quiet)
     if refusal is not None:
-        launch.report(refusal)
-        return 1
+        status, text = refusal
+        launch.report(text)
+        return status
     with _terminal(handover, job) as terminal:
         status = reported(job, launch.rank, terminal.events, answer["lock"])
     terminal.conclude(handover, job)
@@ -231,40 +235,36 @@ def _job(handover: Handover, answer: Mapping[str, Any]) -> Job:
     return Job.load(path)
 
 
-def _fetch_with_others(
+def _prepare_with_others(
     store: dist.Store, launch: ForeignLaunch, job: Job, *, quiet: bool
-) -> str | None:
-    """Fetch the run's model, if it is of the hub, or wait for those who do.
+) -> tuple[int, str] | None:
+    """Prepare the run, as the first rank of a machine, or wait for those who do: each machine has
+    the model, and on the first, model and rows are checked.
 
     Returns:
-        Why it cannot be had, alike on all ranks; None where all machines have it.
+        Exit status and why it cannot run, alike on all ranks; None where all is well.
 
     Raises:
         AnygaugeError: a machine is not heard from any more.
     """
-    from anygauge.config.resolved import read_run
-    from anygauge.models.hub import wanted
-
-    if not wanted(read_run(job.resolved_run).model):
-        return None
-    keys = {node: f"anygauge/model/{job.id}/{node}" for node in range(launch.nodes)}
+    keys = {node: f"anygauge/prepared/{job.id}/{node}" for node in range(launch.nodes)}
     if launch.local_rank == 0:
-        _fetch(store, keys[launch.node_rank], launch, job, quiet)
+        _prepare(store, keys[launch.node_rank], launch, job, quiet)
     refusal = _wait(store, keys, job.launch.silence_s)
     if refusal is not None:
         if launch.rank == 0:
-            _refuse(refusal)
+            _refuse(refusal[1])
         # Who serves the store leaves last.
-        store.set(f"anygauge/model/{job.id}/heard/{launch.rank}", "")
-        heard = [f"anygauge/model/{job.id}/heard/{rank}" for rank in range(launch.world_size)]
+        store.set(f"anygauge/prepared/{job.id}/heard/{launch.rank}", "")
+        heard = [f"anygauge/prepared/{job.id}/heard/{rank}" for rank in range(launch.world_size)]
         deadline = time.monotonic() + _HEARD_S
         while launch.rank == 0 and not store.check(heard) and time.monotonic() < deadline:
             time.sleep(_TURN_S)
     return refusal
 
 
-def _fetch(store: dist.Store, key: str, launch: ForeignLaunch, job: Job, quiet: bool) -> None:
-    from anygauge.launch.prepare_call import fetch_here
+def _prepare(store: dist.Store, key: str, launch: ForeignLaunch, job: Job, quiet: bool) -> None:
+    from anygauge.launch.prepare_call import prepare_here
 
     beaten = -_BEAT_S
 
@@ -281,23 +281,24 @@ def _fetch(store: dist.Store, key: str, launch: ForeignLaunch, job: Job, quiet: 
 
     where = f"{socket.gethostname()}: " if launch.nodes > 1 else ""
     try:
-        fetch_here(str(job.resolved_run), os.environ, where, log, turn)
+        prepare_here(job, os.environ, where, log, turn, check=launch.rank == 0)
     except AnygaugeError as error:
-        store.set(key, str(error))
+        store.set(key, f"{error.exit_status} {error}")
     else:
         store.set(key, "")
 
 
-def _wait(store: dist.Store, keys: dict[int, str], limit_s: float) -> str | None:
-    """Until all machines have it, or the first says why not."""
+def _wait(store: dist.Store, keys: dict[int, str], limit_s: float) -> tuple[int, str] | None:
+    """Until all machines are ready, or the first says why not."""
     waiting = dict(keys)
     heard = dict.fromkeys(keys, (b"", time.monotonic()))
     while waiting:
         for node, key in list(waiting.items()):
             if store.check([key]):
                 del waiting[node]
-                if text := store.get(key).decode():
-                    return text
+                if refusal := store.get(key).decode():
+                    status, _, text = refusal.partition(" ")
+                    return int(status), text
                 continue
             at = store.get(f"{key}/at") if store.check([f"{key}/at"]) else b""
             before, when = heard[node]
@@ -305,7 +306,7 @@ def _wait(store: dist.Store, keys: dict[int, str], limit_s: float) -> str | None
                 heard[node] = (at, time.monotonic())
             elif time.monotonic() - when > limit_s:
                 raise AnygaugeError(
-                    f"node {node} is fetching the model, but has sent nothing for {limit_s:g} s "
+                    f"node {node} is preparing the run, but has sent nothing for {limit_s:g} s "
                     "(launch.lost_after_s). Its machine or the network to it may be down"
                 )
         if waiting:
@@ -369,6 +370,7 @@ class _Terminal:
                 # goes by who ended first.
                 launch.report(text, failure.time)
             if not failure.for_user and job.world_size > 1:
+                time.sleep(_NOTICED_S)
                 text += (
                     "\nIf another rank ended earlier, that may be the cause: see the output of "
                     f"{launch.launcher}, or that rank's log"

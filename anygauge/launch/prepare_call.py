@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from anygauge.interface import AnygaugeError, DataError
@@ -27,6 +26,7 @@ from anygauge.util.processes import describe_exit, parent_environment
 from anygauge.util.text import size
 
 if TYPE_CHECKING:
+    from anygauge.interface import Job
     from anygauge.launch.prepare_process import PrepareAnswer, PrepareRequest
 
 LIMITS_S = {"fetch": 300.0, "model": 120.0, "data": 1800.0, "plan": 30.0}
@@ -57,26 +57,31 @@ def always() -> bool:
     return True
 
 
-def fetch_here(
-    run_file: str,
+def prepare_here(
+    job: Job,
     environment: Mapping[str, str],
     where: str,
     log: Callable[[str], None],
     turn: Callable[[], bool],
+    *,
+    check: bool,
 ) -> None:
-    """Fetch the model of a resolved run.
+    """Fetch a run's model to this machine, where ranks will run.
 
     Args:
         where: a prefix for each line.
         log: takes lines: what is fetched, and from time to time how much of it.
-        turn: called again and again meanwhile; False ends the fetch.
+        turn: called again and again meanwhile; False gives up.
+        check: also check model and rows, which no command could, and put the rows' tokens in the
+            cache.
 
     Raises:
-        ModelError: the model cannot be fetched.
+        AnygaugeError: the model cannot be fetched, or what ranks would refuse.
     """
-    from anygauge.config.resolved import read_run
+    from anygauge.config.resolved import read_run, run_json
     from anygauge.launch.prepare_process import PrepareRequest
     from anygauge.models.hub import wanted
+    from anygauge.training.checks import Question
 
     logged = time.monotonic()
 
@@ -90,8 +95,17 @@ def fetch_here(
             log(f"{where}{event['name']}: {share:.0%} of {event['total'] / 1e9:.1f} GB")
 
     try:
-        fetch = tuple(wanted(read_run(Path(run_file)).model))
-        prepare(PrepareRequest(fetch=fetch), environment, show=show, turn=turn)
+        run = read_run(job.resolved_run)
+        question = Question(
+            run=run_json(run.model_copy(update={"environment": {}})),
+            backend=job.backend,
+            world_size=job.world_size,
+            id=job.id,
+        )
+        asked = PrepareRequest(fetch=tuple(wanted(run.model)), check=question if check else None)
+        answer = prepare(asked, environment, show=show, turn=turn)
+        for note in answer.found.notes:
+            log(f"{where}note: {note}")
     except AnygaugeError as error:
         raise type(error)(f"{where}{error}") from None
 

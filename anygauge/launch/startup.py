@@ -19,7 +19,7 @@ from pathlib import Path
 
 from anygauge.interface import AnygaugeError, Job
 from anygauge.launch.nodes import Instruction, Nodes
-from anygauge.launch.prepare_call import fetch_here
+from anygauge.launch.prepare_call import prepare_here
 from anygauge.util.files import write_text
 
 OWNER = "job.sha256"
@@ -244,24 +244,25 @@ def _is_taken(mark: Path, own: str, *, coordinator: bool) -> bool:
     return coordinator and any((mark.parent / name).exists() for name in left)
 
 
-def fetch_on_all(
+def prepare_on_all(
     job: Job,
     nodes: Nodes,
     environment: Mapping[str, str],
     host: str,
     requests: Sequence[object] = (),
 ) -> None:
-    """Fetch the run's model on this node, and wait until all nodes have it.
+    """Prepare the run on this node, and wait until all nodes have: its model is fetched, and where
+    the nodes see no files of the command's machine, model and rows are checked here.
 
     The nodes exchange messages meanwhile, so that a failure on one of them ends the others.
 
     Args:
-        environment: of the process that fetches.
+        environment: of the process that does it.
         requests: not empty once this agent is asked to end: then it returns at once, and the
             supervisor handles the request.
 
     Raises:
-        ModelError: the model cannot be fetched; names the node.
+        AnygaugeError: the model cannot be fetched, or what ranks would refuse; names the node.
         StartAbortedError: another node ends the job.
     """
 
@@ -274,7 +275,7 @@ def fetch_on_all(
         nodes.send("message", level="info", text=text)
 
     where = f"node {host}: " if job.launch.nodes > 1 else ""
-    fetch_here(str(job.resolved_run), environment, where, log, turn)
+    prepare_here(job, environment, where, log, turn, check=bool(job.run_text))
     if not requests:
         nodes.mark_ready()
     while not nodes.all_ready and turn():

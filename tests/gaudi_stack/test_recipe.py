@@ -78,7 +78,7 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def request(overrides: list[str]) -> RunRequest:
+def recipe(overrides: list[str]) -> RunRequest:
     return read_request(RECIPE, overrides, {}, need_device=False)
 
 
@@ -131,22 +131,22 @@ def assert_documented(
     assert seen == rows
 
 
-def test_the_engine_is_configured_alike(request: RunRequest, tmp_path: Path) -> None:
+def test_the_engine_is_configured_alike(recipe: RunRequest, tmp_path: Path) -> None:
     filled = flat(json.loads(theirs("config", tmp_path).read_text(encoding="utf-8")))
     assert filled["train_batch_size"] == 80 and filled["zero_optimization.stage"] == 3
-    _, found, _ = prepare_run(request, engine=True, plan=False)
+    _, found, _ = prepare_run(recipe, engine=True, plan=False)
     assert found.settings and not found.engine_note
     # Whose code drives the device is not a setting of DeepSpeed's configuration.
     ours = {s.name: s.value for s in found.settings if s.name != "accelerator"}
     assert_documented(differences(ours, filled), documented("DeepSpeed's configuration"))
 
 
-def test_eight_processes_see_the_same_variables(request: RunRequest, tmp_path: Path) -> None:
+def test_eight_processes_see_the_same_variables(recipe: RunRequest, tmp_path: Path) -> None:
     output = theirs("launch", tmp_path)
     given = json.loads((tmp_path / "given.json").read_text(encoding="utf-8"))
     rows = documented("Variables of a process")
-    settings = rank_environments(request.registry, request.job, range(8))
-    assert len(settings) == request.job.launch.devices == 8
+    settings = rank_environments(recipe.registry, recipe.job, range(8))
+    assert len(settings) == recipe.job.launch.devices == 8
     for rank in range(8):
         found = json.loads(Path(f"{output}.{rank}").read_text(encoding="utf-8"))
         assert found["argv"] == ["rank", str(output)], "the script alone, no number of the rank"
@@ -156,7 +156,7 @@ def test_eight_processes_see_the_same_variables(request: RunRequest, tmp_path: P
             if (name in TOOLS or given.get(name) != value) and not name.startswith(SIDE_EFFECTS)
         }
         ours = {s.name: s.value for s in settings[rank] if s.value is not None}
-        ours |= rank_numbers(request.job, 0, rank)
+        ours |= rank_numbers(recipe.job, 0, rank)
         expected = {
             name: tuple(cell.replace("RANK", str(rank)) for cell in pair)
             for name, pair in rows.items()
@@ -165,7 +165,7 @@ def test_eight_processes_see_the_same_variables(request: RunRequest, tmp_path: P
 
 
 def test_the_dry_run_shows_what_was_compared(
-    overrides: list[str], request: RunRequest, tmp_path: Path
+    overrides: list[str], recipe: RunRequest, tmp_path: Path
 ) -> None:
     values = [*overrides, f"data.cache={tmp_path}"]
     sets = [word for value in values for word in ("--set", value)]
@@ -176,10 +176,10 @@ def test_the_dry_run_shows_what_was_compared(
     assert done.returncode == 0, done.stderr
     (file,) = tmp_path.glob("*.json")
     assert str(file) in done.stdout
-    found = prepare_run(request, engine=True, plan=False)[1].settings or ()
+    found = prepare_run(recipe, engine=True, plan=False)[1].settings or ()
     shown = {name: one["value"] for name, one in json.loads(file.read_text()).items()}
     assert shown == {setting.name: setting.value for setting in found}
-    for setting in rank_environments(request.registry, request.job, range(8))[7]:
+    for setting in rank_environments(recipe.registry, recipe.job, range(8))[7]:
         assert setting.name in done.stdout
     assert "the command starts 8: python -m anygauge.launch.rank" in done.stdout
     assert "with RANK=0..7 LOCAL_RANK=0..7 WORLD_SIZE=8 LOCAL_WORLD_SIZE=8" in done.stdout
