@@ -141,4 +141,4 @@ def test_a_batch_script_without_srun_starts_ranks_as_ever(up: LaunchTarget) -> N
     assert status == 0, f"{out}\n{err}"
     until(lambda: log.exists() and "\nended " in log.read_text(), "the end of the job", PATIENCE_S)
     assert "ended 0" in log.read_text(), log.read_text()
-    assert (folder / "out" / "batch" / "logs" / "agent0.log").exists()
+    assert (folder / "out" / "batch" / "logs" / "supervisor.log").exists()
