@@ -282,7 +282,14 @@ def bound_memory(limit: int) -> int:
 def failed(error: Exception, stage: str) -> dict[str, Any]:
     """The event that an error comes to: a refusal, unless torch is not installed."""
     if isinstance(error, AnygaugeError):
-        return {"event": "refused", "error": type(error).__name__, "message": str(error)}
+        # The other end knows the kinds that all packages share, with their exit status.
+        shared = AnygaugeError.__module__
+        kind = next(
+            each.__name__
+            for each in type(error).__mro__
+            if each is HubUnreachableError or each.__module__ == shared
+        )
+        return {"event": "refused", "error": kind, "message": str(error)}
     if find_spec("torch") is None and misses_torch(error):
         return {"event": "found", "fields": {"unchecked": "torch is not installed here"}}
     traceback.print_exc()

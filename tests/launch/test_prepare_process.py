@@ -15,6 +15,7 @@ import pytest
 from anygauge.config.load import load_run_file
 from anygauge.config.resolved import run_json
 from anygauge.config.schema import ModelSection, RunFile
+from anygauge.data.formats import MissingColumnError
 from anygauge.interface import ModelError
 from anygauge.launch import prepare_process
 from anygauge.launch.memory import PlanQuestion, planned
@@ -60,6 +61,16 @@ def test_only_a_missing_torch_leaves_the_checks_to_the_ranks(
     assert (other["event"], other["error"]) == ("refused", "AnygaugeError")
     assert other["message"] == "the checks before the run failed: KeyError: 'layers'"
     assert failed(KeyError("x"), "fetch")["message"] == "fetching the model failed: KeyError: 'x'"
+
+
+def test_a_refusal_keeps_its_exit_status() -> None:
+    """Kinds of errors that only one package knows arrive as what they derive from."""
+    for error, kind in (
+        (MissingColumnError("no column"), "DataError"),
+        (HubUnreachableError("no answer"), "HubUnreachableError"),
+        (ModelError("no model"), "ModelError"),
+    ):
+        assert failed(error, "data")["error"] == kind
 
 
 def test_the_usual_run_is_checked_without_torch(tmp_path: Path) -> None:
