@@ -1,16 +1,15 @@
-"""The agent: one process on each node that starts the node's ranks and watches them.
+"""The way from a run file and options to ranks that train, in the order in which a run takes it.
 
-In the order in which a run passes through them:
-
-- `agent`: the command line, from the arguments to the exit status.
-- `startup`: what happens before ranks start.
+- `request`: run file and options become one checked object, with a backend and a job.
+- `prepare`, `prepare_call`, `prepare_process`, `memory`: one process fetches, checks and plans.
+- `submit`, `run_directory`, `submitted`: claim the folder, write the run, start the job, record it.
+- `local_run`: the ranks of this machine, supervised by a thread of the command.
+- `agent`, `startup`: on other machines, a process of its own does the same.
 - `environment`: what the machine shows, and the variables and cores of each rank.
-- `meeting`: how it meets the agents of the other nodes.
-- `channel`: the connection between two agents, and where node 0 admits the others.
-- `nodes`: the job's nodes, as node 0 and the others see them.
-- `supervisor`, `rank_process`: the ranks of this node.
-- `outcome`: which failure is the cause, and how the job ended.
+- `meeting`, `channel`, `nodes`: how the agents of a job meet, and what they tell each other.
+- `supervisor`, `rank_process`, `outcome`: the ranks of a machine, and why a job ended.
+- `rank`: what every rank runs. `foreign`, `join`, `foreign_rank`: ranks that others started.
+- `follow`, `event_format`: what the one who waits sees.
 
-Outside of that order: `foreign` (ranks that another launcher started), `local_job` (a short job on
-this machine), `doctor` (checks of this machine).
+Outside of that order: `local_job` (a short job on this machine), `doctor`, `calibration`.
 """
