@@ -15,8 +15,7 @@ import pytest
 from anygauge.config.load import load_run_file
 from anygauge.config.resolved import run_json
 from anygauge.config.schema import ModelSection, RunFile
-from anygauge.data.formats import MissingColumnError
-from anygauge.interface import ModelError
+from anygauge.interface import DataError, ModelError
 from anygauge.launch import prepare_process
 from anygauge.launch.memory import PlanQuestion, planned
 from anygauge.launch.prepare import prepare
@@ -65,8 +64,12 @@ def test_only_a_missing_torch_leaves_the_checks_to_the_ranks(
 
 def test_a_refusal_keeps_its_exit_status() -> None:
     """Kinds of errors that only one package knows arrive as what they derive from."""
+
+    class NoColumnError(DataError):
+        pass
+
     for error, kind in (
-        (MissingColumnError("no column"), "DataError"),
+        (NoColumnError("no column"), "DataError"),
         (HubUnreachableError("no answer"), "HubUnreachableError"),
         (ModelError("no model"), "ModelError"),
     ):
