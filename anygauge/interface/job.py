@@ -106,16 +106,17 @@ class Job:
             Those of several machines meet where the agents agree.
         working_directory: absolute path that relative ones in the run file start from; every node
             sees it. Empty: that of the agent.
-        id: tells this start of the run from others, in what they share: the cache of rows.
+        id: tells this start of the run from others, in what they share: the cache of rows, and the
+            run directory (`as_attempt`). It begins with the time, so names are in that order.
         token: by which the agents and the ranks of a job know each other; a secret.
         stop_grace_s: seconds that ranks get to end a step and write a checkpoint when the job is
             asked to end.
         resume: continue from the newest checkpoint, whatever the run file says: another attempt.
         takes_over: it may continue in a run directory that another job has left.
         run_text: the resolved run, for machines that do not see this one's files: the agents
-            write it to `run_file`. Empty where it is there already.
+            write it to `run_file`, and check model and rows. Empty where it is there already.
         fetch: the agents fetch the run's model of the hub before ranks start; where ranks run on
-            the machine of the command, that has done so.
+            the machine of the command, that has had it done.
         expected_memory: phase -> the most bytes that the first rank's tensors take of its device,
             by the plan of the run; empty where there is none.
         expected_step_s: seconds of a step, by the same; None: not known.
@@ -150,7 +151,7 @@ class Job:
     @property
     def collectives_record(self) -> str:
         """Beginning of a path, which a rank's number follows: where a device's collectives may
-        write what they were doing when they failed. The agent names the file in the failure."""
+        write what they were doing when they failed; the message of the failure names the file."""
         return f"{self.run_directory}/logs/flight_rank_"
 
     @property

@@ -47,7 +47,7 @@ class LaunchProfile:
         capabilities: what containers must be allowed, such as ``IPC_LOCK``.
         network_resource: what a container must ask a cluster for to have the network that
             ``launch.fabric`` names; see `Backend.launch_profile`, which alone fills it in.
-        binding: how agents bind ranks: ``cores`` gives each an equal share of whole cores; or
+        binding: how ranks are bound: ``cores`` gives each an equal share of whole cores; or
             ``none``.
     """
 

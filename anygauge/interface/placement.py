@@ -164,8 +164,8 @@ class Placement:
 
     def event(self) -> Any:
         """Where `works_ahead`: a new event that measures time, as ``torch.cuda.Event`` does, with
-        `record`, `synchronize` and `elapsed_time`. A wait for it should block, not spin: the agent
-        takes a busy processor for progress."""
+        `record`, `synchronize` and `elapsed_time`. A wait for it should block, not spin: the
+        supervisor takes a busy processor for progress."""
         return self._module().Event(enable_timing=True)
 
     # -- memory ----------------------------------------------------------------------------

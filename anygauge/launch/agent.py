@@ -55,7 +55,7 @@ def main(
 
     Args:
         argv: command line; None for this process's own.
-        argv_of_rank: see `supervise`; None for the training worker's.
+        argv_of_rank: see `supervise`; None for that of `rank_argv`.
         rank_environment: the environment of each rank; None for that of the job's backend.
 
     Returns:

@@ -83,7 +83,7 @@ class LocalRun:
             lock: descriptor that holds the claim of the run directory; the ranks inherit it, so the
                 folder is free when the last of them is gone.
             grace_s: seconds from the end of a rank's peers to SIGKILL.
-            argv_of_rank: None for the training worker's.
+            argv_of_rank: None for that of `rank_argv`.
             environment: of the ranks; None: as backend, site, run file and user decide.
 
         Raises:
@@ -102,7 +102,6 @@ class LocalRun:
             write_text(path, job.dump(), 0o600)
             write_provenance(job, 0, own.record())
             log.parent.mkdir(parents=True, exist_ok=True)
-            # Kept open: the file may be put in its place meanwhile.
             self._log = log.open("a", encoding="utf-8")
         except OSError as error:
             raise AnygaugeError(

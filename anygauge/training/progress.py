@@ -1,4 +1,4 @@
-"""What a rank is in, reported to its agent: by a thread of its own, once a second at most.
+"""What a rank is in, reported to its supervisor: by a thread of its own, once a second at most.
 
 The loop only notes where it is, which costs nothing. The thread reports it when it has changed; in
 long work that is not the same on all ranks (loading, saving), it reports again and again.
@@ -57,7 +57,7 @@ class Progress:
         """Work that may take any time: reported again and again while it lasts."""
         self.at(place)
         self._long += 1
-        # At once, too: from here on the agent judges this rank by what it reports.
+        # At once, too: from here on the supervisor judges this rank by what it reports.
         self._report()
         try:
             yield

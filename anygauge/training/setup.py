@@ -104,7 +104,7 @@ class PreparedRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rank:
-    """Which process of the run this is, and how it speaks to the user and its agent.
+    """Which process of the run this is, and how it speaks to the user and its supervisor.
 
     Attributes:
         listener: descriptor of the socket on which the ranks' store listens, where it is this

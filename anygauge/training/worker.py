@@ -131,7 +131,7 @@ def run_rank(
             for library in backend.collectives.limit(limit):
                 rank.warn(
                     f"launch.collective_timeout_s: {library} cannot change the limit of its "
-                    "existing groups; if a rank hangs in one of them, only its agent ends it"
+                    "existing groups; if a rank hangs in one of them, only its supervisor ends it"
                 )
             opened.callback(prepared.engine.close)
             # Until the end: a request that comes while the result is saved comes too late.

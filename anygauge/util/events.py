@@ -1,9 +1,9 @@
-"""What ranks and agents report while a job runs: one JSON object per line.
+"""What ranks and their supervisors report while a job runs: one JSON object per line.
 
-A rank writes to the pipe whose number is in `EVENTS_FD`; its agent forwards every line to its own
-standard output and adds its own events. Whoever follows the job reads a single stream of lines,
-whatever the launcher. Fields common to all: ``event``, ``time`` (seconds since the epoch) and, from
-ranks, ``rank``.
+A rank writes to the pipe whose number is in `EVENTS_FD`; its supervisor passes every line on and
+adds its own events; an agent writes both to its standard output. Whoever follows the job reads a
+single stream, whatever the launcher. Fields common to all: ``event``, ``time`` (seconds since the
+epoch) and, from ranks, ``rank``.
 
 ====================  =============================================================================
 ``message``           ``text``, ``level`` (``info`` or ``warning``): a line for the terminal
@@ -13,14 +13,14 @@ ranks, ``rank``.
 ``step``              ``step`` (1-based), ``steps`` and the metrics of one optimizer step
 ``evaluation``        ``step``, ``name`` and ``eval_loss`` (nats per token)
 ``progress``          ``doing``: what a rank is in, in words; again and again in long work of its
-                      own, so that its agent knows that it is not stuck; it is not forwarded
+                      own, so that its supervisor knows that it is not stuck; it is not forwarded
 ``finished``          the rank has done all its work; rank 0 adds ``summary`` (name: value)
 ``stopped``           asked to end, the rank has done so; rank 0 adds ``step`` and ``checkpoint``
 ``failed``            ``error`` (class name), ``message``, ``for_user`` (shown without traceback),
                       ``exit_status``; sent before the rank closes its connections, so that it
                       precedes the failures which it causes in others
-``rank_exited``       from the agent: ``rank``, ``code`` (negative: signal), ``log`` (path)
-``ended``             from the agent, last: ``state`` (``ok``, ``failed``, ``cancelled``,
+``rank_exited``       from the supervisor: ``rank``, ``code`` (negative: signal), ``log`` (path)
+``ended``             from the supervisor, last: ``state`` (``ok``, ``failed``, ``cancelled``,
                       ``stopped``), ``exit_status``, ``cause`` (the earliest failure, in words)
 ====================  =============================================================================
 """
@@ -63,7 +63,7 @@ class EventWriter:
 
     @classmethod
     def of_rank(cls, rank: int) -> EventWriter:
-        """The writer of a rank that an agent started."""
+        """The writer of a rank that a supervisor started."""
         descriptor = os.environ.get(EVENTS_FD)
         return cls(int(descriptor) if descriptor else None, rank)
 

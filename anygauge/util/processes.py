@@ -1,6 +1,6 @@
 """Processes that end with the process that started them, even if that one is killed outright.
 
-The chain of a run is: command line, agent, ranks, helper processes of a rank. A parent that ends
+The chain of a run is: command or agent, ranks, helper processes of a rank. A parent that ends
 in an orderly way ends its children itself; `die_with_parent` covers the other ways.
 
 ``python -m anygauge.util.processes PROGRAM ...`` runs a program that would not end so by itself,
@@ -21,7 +21,7 @@ PARENT_PID = "ANYGAUGE_PARENT_PID"
 """Environment variable: process id of the parent that the child must not outlive."""
 
 END_AT_ONCE = signal.SIGUSR2
-"""What an agent sends to ranks whose peers have failed. SIGTERM is a request that a rank answers
+"""What a supervisor sends to ranks whose peers failed. SIGTERM is a request that a rank answers
 when its step is done, and one that waits for a dead peer never would; nothing catches this one."""
 
 REPEATED_SIGNAL_S = 0.5

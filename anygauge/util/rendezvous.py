@@ -24,7 +24,7 @@ _FILE, _TCP, _SERVED = "file://", "tcp://", "served://"
 _ATTEMPT_S, _PAUSE_S = 5.0, 0.1
 
 STORE_FD = "ANYGAUGE_STORE_FD"
-"""Environment variable of rank 0: the socket on which its store listens, if its agent opened it."""
+"""Environment variable of rank 0: the socket on which its store listens, if an agent opened it."""
 
 
 def file_of(rendezvous: str) -> str | None:
