@@ -382,6 +382,7 @@ class Workload:
         micro_batch: sequences per forward of a rank.
         accumulation: micro-batches of a rank in one step.
         length: places for tokens in each sequence, padding among them.
+        adapter: as `StrategyRun.adapter`.
         state_bytes: what the optimizer keeps for each trained number, in bytes.
         update_bytes: what its update makes meanwhile for each trained number, in bytes.
         updated_at_once: for how many numbers at once, or for one tensor that has more; 0: for all.
@@ -398,6 +399,7 @@ class Workload:
     length: int
     max_norm: float
     activations: Activations
+    adapter: str = ""
     state_bytes: float = 8.0
     update_bytes: float = 0.0
     updated_at_once: int = 0

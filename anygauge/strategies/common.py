@@ -59,9 +59,9 @@ def logits_of(model: nn.Module, backend: Backend, batch: DeviceBatch) -> Tensor:
     return logits
 
 
-def prepare(model: nn.Module, context: BuildContext) -> None:
+def prepare(model: nn.Module, context: BuildContext, *, reentrant: bool = False) -> None:
     """Have layers recompute their activations, mark their graphs and be compiled, as asked for."""
-    context.factory.checkpoint_activations(model)
+    context.factory.checkpoint_activations(model, reentrant=reentrant)
     mark_recomputation(model, context.workload.backend.graph)
     compile_regions(model, context.workload.backend)
 

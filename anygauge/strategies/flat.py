@@ -50,10 +50,18 @@ class FlatLayers:
     Args:
         model: on meta; its frozen parameters are of one type. Those of its layers become real.
         group: ranks that together hold each piece once.
+        otherwise: the ``strategy.gather`` of a model that computes outside of its layers' forward.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        otherwise: str,
+    ) -> None:
+        self._group, self._otherwise = group, otherwise
         self._rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         layers = list(decoder_layers(model))
         frozen = [_frozen(layer) for layer in layers]
@@ -172,8 +180,8 @@ class FlatLayers:
             if not here or not (self._backward or index in self._inside):
                 raise UnsupportedError(
                     f"this model computes with {name} outside of the forward of its layer, whose "
-                    "weights are not gathered then. Set strategy.gather: step, or use "
-                    "strategy.name: zero or ddp"
+                    f"weights are not gathered then. Set strategy.gather: {self._otherwise}, or "
+                    "use strategy.name: ddp"
                 )
 
         return hook
@@ -214,18 +222,53 @@ def flat_layers_fit(model: nn.Module) -> bool:
     )
 
 
-def flat_lengths(model: nn.Module, ranks: int) -> list[int]:
-    """Elements of each layer's frozen weights, as all ranks hold them together."""
-    return [ranks * _piece(_frozen(layer), ranks) for layer in decoder_layers(model)]
+@dataclass(frozen=True, slots=True)
+class FlatSizes:
+    """What a model's flat layers come to, in elements.
 
-
-def gathered_in_a_turn(lengths: Sequence[int]) -> int:
-    """Of these, what a forward and a backward gather, once there was a turn before them.
-
-    The first layers are there from the backward before, the last ones from the forward.
+    Attributes:
+        lengths: of each layer's frozen weights, as all ranks hold them together.
+        ranks: that do.
     """
-    kept = min(BUFFERS, len(lengths))
-    return sum(lengths[kept:]) + sum(lengths[: len(lengths) - kept])
+
+    lengths: Sequence[int]
+    ranks: int
+
+    @classmethod
+    def of(cls, model: nn.Module, ranks: int) -> FlatSizes:
+        """Those of a model, real or on the meta device."""
+        pieces = [_piece(_frozen(layer), ranks) for layer in decoder_layers(model)]
+        return cls([ranks * piece for piece in pieces], ranks)
+
+    @property
+    def pieces(self) -> int:
+        """That a rank holds."""
+        return sum(self.lengths) // self.ranks
+
+    @property
+    def buffers(self) -> int:
+        """In which layers come together."""
+        return BUFFERS * max(self.lengths)
+
+    @property
+    def gathers(self) -> int:
+        """In a forward and a backward, once there was a turn before them.
+
+        The first layers are there from the backward before, the last ones from the forward.
+        """
+        return 2 * max(0, len(self.lengths) - BUFFERS)
+
+    @property
+    def gathered(self) -> int:
+        """By these."""
+        kept = min(BUFFERS, len(self.lengths))
+        return sum(self.lengths[kept:]) + sum(self.lengths[: len(self.lengths) - kept])
+
+
+def not_flat(model: nn.Module) -> list[nn.Parameter]:
+    """Frozen parameters outside of layers, which stay whole on each rank."""
+    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
+    return [p for p in model.parameters() if id(p) not in inside and not p.requires_grad]
 
 
 def _frozen(layer: nn.Module) -> list[nn.Parameter]:

@@ -139,7 +139,7 @@ def check_average(group: dist.ProcessGroup, device: torch.device) -> None:
 
 def is_flat(options: FsdpOptions, model: nn.Module, workload: Workload) -> bool:
     """Whether frozen layers are gathered by `FlatLayers`, and FSDP2 has the trained weights."""
-    usual = options.tp == 1 and options.offload == "none" and options.gather == "layer"
+    usual = options.tp == 1 and options.offload == "none" and options.gather in ("auto", "flat")
     # A compiled layer takes the hooks that gather for a part of itself.
     compiled = workload.backend.graph.compiler is not None
     fits = usual and not compiled and _IGNORES and flat_layers_fit(model)
@@ -179,7 +179,7 @@ class Fsdp(DividedStrategy):
             parallel = divide_layers(model, self.options, mesh.get_group("tp"), device)
         flat = None
         if is_flat(self.options, model, context.workload):
-            flat = FlatLayers(model, mesh.get_group("dp_shard"), device)
+            flat = FlatLayers(model, mesh.get_group("dp_shard"), device, otherwise="step")
             setattr(model, FLAT, flat)
         self._shard(model, mesh, context, flat)
         host = torch.device(HOST_DEVICE)
@@ -242,7 +242,7 @@ class Fsdp(DividedStrategy):
             frozen = {p for p in model.parameters() if not p.requires_grad}
             sharded(model, reshard_after_forward=False, ignored_params=frozen)
             return
-        again = self.options.gather == "layer"
+        again = self.options.gather != "step"
         for layer in decoder_layers(model):
             sharded(layer, reshard_after_forward=again, offload_policy=offload)
         sharded(model, reshard_after_forward=False, offload_policy=offload)

@@ -9,7 +9,7 @@ from torch import nn
 
 from anygauge.interface import strategy as at
 from anygauge.interface.strategy import MemoryEstimate, Traffic
-from anygauge.strategies.flat import BUFFERS, flat_lengths, gathered_in_a_turn
+from anygauge.strategies.flat import FlatSizes, not_flat
 from anygauge.strategies.footprint import (
     Kinds,
     Sizes,
@@ -71,8 +71,8 @@ class _Shards:
     Attributes:
         ranks: that hold the model together.
         root: what is outside of layers.
-        flat: numbers of each layer's frozen weights, where `FlatLayers` has them, and FSDP2 what is
-            trained, as one group.
+        flat: layers' frozen weights, where `FlatLayers` has them, and FSDP2 what is trained, as
+            one group.
     """
 
     options: FsdpOptions
@@ -80,7 +80,7 @@ class _Shards:
     ranks: int
     layers: list[_Group]
     root: _Group
-    flat: list[int]
+    flat: FlatSizes | None
 
     @property
     def on_host(self) -> bool:
@@ -99,14 +99,10 @@ class _Shards:
     @property
     def weights(self) -> int:
         """Bytes of a rank's weights."""
-        if not self.flat:
+        if self.flat is None:
             return self.part + self.root.frozen + sum(one.frozen for one in self.layers)
-        inside = {id(p) for layer in decoder_layers(self.size.model) for p in layer.parameters()}
-        dtype = self.size.workload.precision.param_dtype
-        every = self.size.model.parameters()
-        outside = (p for p in every if id(p) not in inside and not p.requires_grad)
-        pieces = sum(self.flat) // self.ranks * self.size.compute
-        return self.part + pieces + weight_bytes(outside, dtype)
+        whole = weight_bytes(not_flat(self.size.model), self.size.workload.precision.param_dtype)
+        return self.part + self.flat.pieces * self.size.compute + whole
 
     def in_step(self) -> dict[str, Kinds]:
         """What is there beside what is always held.
@@ -192,10 +188,10 @@ class _Shards:
         if self.options.gather == "step":
             gathered = sum(one.whole for one in (*layers, root))
             gathers = len(layers) + 1
-        elif self.flat:
+        elif self.flat is not None:
             trained = _Group.of(size.parameters, self.ranks, size).whole
-            gathered = turns * (gathered_in_a_turn(self.flat) * size.compute + trained)
-            gathers = turns * (2 * max(0, len(layers) - BUFFERS) + 1)
+            gathered = turns * (self.flat.gathered * size.compute + trained)
+            gathers = turns * (self.flat.gathers + 1)
             groups = 1
         reductions = turns if self.every_time else 1
         reduced = reductions * sum(one.reduced for one in (*layers, root))
@@ -235,14 +231,14 @@ def fsdp_memory(options: FsdpOptions, ranks: int, size: Sizes, *, flat: bool) ->
         ranks,
         [_Group.of(layer.parameters(), ranks, size) for layer in layers],
         _Group.of((p for p in model.parameters() if id(p) not in inside), ranks, size),
-        flat_lengths(model, ranks) if flat else [],
+        FlatSizes.of(model, ranks) if flat else None,
     )
     count = shards.part // size.master
     own = {at.WEIGHTS: shards.weights, at.OPTIMIZER: round(count * workload.state_bytes)}
     held = {at.WEIGHTS: scale_bytes(model)}
     moments = shards.in_step()
-    if flat:
-        held[at.GATHERED] = BUFFERS * max(shards.flat) * size.compute
+    if shards.flat is not None:
+        held[at.GATHERED] = shards.flat.buffers * size.compute
         moments = shards.in_flat_step()
     saved = {at.SAVED: SAVED_WHOLES * size.largest * size.master}
     made = update_made(workload, (rows_of(p, ranks) for p in size.parameters))

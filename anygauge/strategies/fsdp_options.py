@@ -18,9 +18,11 @@ class FsdpOptions(Degrees):
     dp_shard: Annotated[int, Field(ge=-1)] = Field(
         -1, description="The model is sharded over dp_shard x cp ranks; -1: over all that are left."
     )
-    gather: Literal["layer", "step"] = Field(
-        "layer",
-        description="Weights are gathered for each layer's forward and backward, or once a step.",
+    gather: Literal["auto", "flat", "layer", "step"] = Field(
+        "auto",
+        description="How weights are gathered. flat: frozen ones of each decoder layer from flat "
+        "pieces, in place; layer: by FSDP2, for each layer's forward and backward; step: once a "
+        "step; auto: flat where it can be, else layer.",
     )
     offload: Literal["none", "both"] = Field(
         "none", description="both: weights and optimizer lie in the host's memory between uses."

@@ -69,7 +69,7 @@ def part_of(parameter: Tensor, cut: Cut | None = None) -> tuple[slice, ...]:
 
 
 def sharded_later(
-    context: BuildContext, *, masters: bool = False
+    context: BuildContext, *, masters: bool = False, reentrant: bool = False
 ) -> tuple[nn.Module, Mapping[str, str]]:
     """A model before it has values, whose layers recompute and are compiled as the run asks for.
 
@@ -77,6 +77,7 @@ def sharded_later(
 
     Args:
         masters: trained parameters have the optimizer's, and are converted when they are gathered.
+        reentrant: layers recompute by torch's reentrant form.
 
     Returns:
         As `ModelFactory.adapted_on_meta`.
@@ -86,7 +87,7 @@ def sharded_later(
     for parameter in floating(model):
         own = precision.master_dtype if masters and parameter.requires_grad else None
         parameter.data = parameter.data.to(torch_dtype(own or precision.param_dtype))
-    prepare(model, context)
+    prepare(model, context, reentrant=reentrant)
     return model, names
 
 

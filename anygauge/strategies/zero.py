@@ -1,7 +1,8 @@
 """The `zero` strategy: DeepSpeed's ZeRO stages 0 to 3 over all ranks.
 
-Stage 3 never holds the model whole: rank 0 reads one unit at a time, DeepSpeed broadcasts and
-shards it before the next is read.
+Stage 3 never holds the model whole. Where frozen layers are flat (`zero_flat`), each rank reads its
+own part of them; else rank 0 reads one unit at a time, and DeepSpeed broadcasts and shards it
+before the next is read.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from anygauge.interface import HOST_DEVICE, Phase, Setting, Support
@@ -38,9 +40,12 @@ from anygauge.strategies.common import (
     trained_parameters,
 )
 from anygauge.strategies.finite import FiniteSteps, scaled
+from anygauge.strategies.flat import FLAT, FlatLayers
 from anygauge.strategies.footprint import EstimatedStrategy, footprint_of
 from anygauge.strategies.fp8 import PLAIN, Fp8Contexts, fp8_contexts
 from anygauge.strategies.materialise import buffers_of, materialise, restore_buffers
+from anygauge.strategies.shards import fill, sharded_later
+from anygauge.strategies.zero_flat import ModelSizes, stage_of
 from anygauge.strategies.zero_nvme import folder_of_rank, load_operator
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_runtime import (
@@ -56,7 +61,7 @@ from anygauge.strategies.zero_runtime import (
     share_buffers,
     synchronise_before_release,
 )
-from anygauge.strategies.zero_settings import ModelSizes, as_config, zero_settings
+from anygauge.strategies.zero_settings import as_config, zero_settings
 from anygauge.strategies.zero_sharded import zero_memory
 from anygauge.strategies.zero_state import ZeroState, whole_shape
 from anygauge.strategies.zero_versions import needs_reentrant_checkpointing, skips_non_finite
@@ -230,7 +235,43 @@ class Zero(EstimatedStrategy):
             swapped = folder_of_rank(self.options.nvme, 2 * found.masters + found.optimizer)
             config["zero_optimization"]["offload_optimizer"]["nvme_path"] = swapped.name
 
-        device = context.workload.backend.placement.device
+        stage = stage_of(self.options, context.workload, ModelSizes.of(skeleton))
+        if stage != self.options.stage:
+            model, fp8 = self._flat(context)
+        else:
+            model, fp8 = self._by_deepspeed(deepspeed, context, config)
+        buffers = buffers_of(model)
+        trained = trained_parameters(model)
+        shapes = {name: whole_shape(p) for name, p in trained}
+        if self.options.offload in ("optimizer", "both"):
+            optimizer = on_the_host(context.optimizer, trained, shapes)
+        else:
+            optimizer = context.optimizer(trained, shapes)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        restore_buffers(buffers)
+        return ZeroEngine(engine, stage, context, swapped, fp8)
+
+    def _flat(self, context: BuildContext) -> tuple[nn.Module, Fp8Contexts]:
+        """A model whose frozen layers are flat, and whose other weights are whole on each rank."""
+        factory, device = context.factory, context.workload.backend.placement.device
+        model, names = sharded_later(context, reentrant=self.options.reentrant)
+        fp8 = fp8_contexts(model, context, reentrant=self.options.reentrant)
+        group = dist.group.WORLD
+        assert group is not None, "DeepSpeed has made it"
+        flat = FlatLayers(model, group, device, otherwise="module")
+        setattr(model, FLAT, flat)
+        fill(model, names, factory, device, flat=flat)
+        for parameter in model.parameters():
+            if parameter in flat:
+                # By this name DeepSpeed knows what ranks hold in parts, and gives them no copies.
+                parameter.ds_optim_param = True  # type: ignore[attr-defined]
+        return model, fp8
+
+    def _by_deepspeed(
+        self, deepspeed: Any, context: BuildContext, config: Mapping[str, Any]
+    ) -> tuple[nn.Module, Fp8Contexts]:
+        """A model that is whole on each rank, or that DeepSpeed has sharded."""
+        factory, device = context.factory, context.workload.backend.placement.device
 
         def shard(unit: nn.Module) -> None:
             share_buffers(unit, device)
@@ -256,19 +297,10 @@ class Zero(EstimatedStrategy):
         for reader, parameter in factory.external_parameters(model) if sharded else ():
             # DeepSpeed gathers what a module owns; the rest must be registered with it.
             deepspeed.zero.register_external_parameter(reader, parameter)
-        if sharded and self.options.gather == "layer":
+        if sharded and self.options.gather != "module":
             gather_by_block(model)
         compile_regions(model, context.workload.backend)
-        buffers = buffers_of(model)
-        trained = trained_parameters(model)
-        shapes = {name: whole_shape(p) for name, p in trained}
-        if self.options.offload in ("optimizer", "both"):
-            optimizer = on_the_host(context.optimizer, trained, shapes)
-        else:
-            optimizer = context.optimizer(trained, shapes)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        restore_buffers(buffers)
-        return ZeroEngine(engine, self.options.stage, context, swapped, fp8)
+        return model, fp8
 
 
 def on_the_host(

@@ -13,6 +13,7 @@ from typing import Any
 
 from anygauge.interface import strategy as at
 from anygauge.interface.strategy import MemoryEstimate, Workload
+from anygauge.strategies.flat import FlatSizes, not_flat
 from anygauge.strategies.footprint import (
     Kinds,
     Sizes,
@@ -22,8 +23,9 @@ from anygauge.strategies.footprint import (
     update_made,
     weight_bytes,
 )
+from anygauge.strategies.zero_flat import ModelSizes, stage_of
 from anygauge.strategies.zero_options import ZeroOptions
-from anygauge.strategies.zero_settings import DEFAULT_BUCKET, ModelSizes, as_config, zero_settings
+from anygauge.strategies.zero_settings import DEFAULT_BUCKET, as_config, zero_settings
 
 COPIED_BEFORE = 4
 """Bytes of the copy of each number in `Workload.update_bytes`, for optimizers that are stepped by
@@ -37,6 +39,8 @@ class Terms:
     """What the estimates of all stages are made of.
 
     Attributes:
+        stage: that DeepSpeed has.
+        flat: layers' frozen weights, where `FlatLayers` has them.
         zero: DeepSpeed's ``zero_optimization``.
         bucket: numbers that DeepSpeed reduces at once.
         part: numbers that a rank updates.
@@ -44,6 +48,8 @@ class Terms:
 
     options: ZeroOptions
     size: Sizes
+    stage: int
+    flat: FlatSizes | None
     zero: Mapping[str, Any]
     bucket: int
     part: int
@@ -52,15 +58,19 @@ class Terms:
     def of(cls, options: ZeroOptions, workload: Workload) -> Terms:
         """Those of a run."""
         size = Sizes.of(workload)
-        settings = zero_settings(options, workload, ModelSizes.of(size.model))
+        sizes = ModelSizes.of(size.model)
+        settings = zero_settings(options, workload, sizes)
+        stage = stage_of(options, workload, sizes)
         zero, ranks = as_config(settings)["zero_optimization"], workload.world_size
         parts = {0: size.trained, 3: sum(of_ranks(p.numel(), ranks) for p in size.parameters)}
         return cls(
             options=options,
             size=size,
+            stage=stage,
+            flat=None if stage == options.stage else FlatSizes.of(size.model, ranks),
             zero=zero,
             bucket=int(zero.get("reduce_bucket_size", DEFAULT_BUCKET)),
-            part=parts.get(options.stage, of_ranks(size.trained, ranks)),
+            part=parts.get(stage, of_ranks(size.trained, ranks)),
         )
 
     @property
@@ -71,7 +81,7 @@ class Terms:
     @property
     def plain(self) -> bool:
         """Whether torch's own optimizer is handed through: stage 0 in the masters' type."""
-        return self.options.stage == 0 and self.size.compute == self.size.master
+        return self.stage == 0 and self.size.compute == self.size.master
 
     @property
     def masters(self) -> int:
@@ -115,7 +125,7 @@ class Terms:
         sizes = [p.numel() for p in self.size.parameters]
         most = max((a + b for a, b in zip((0, *sizes), sizes, strict=False)), default=0)
         part = of_ranks(self.size.largest, self.size.workload.world_size) if self.on_host else 0
-        return {at.SAVED: (most + part) * self.size.master if self.options.stage else 0}
+        return {at.SAVED: (most + part) * self.size.master if self.stage else 0}
 
     @property
     def updated(self) -> float:
@@ -163,7 +173,7 @@ class _Gradients:
 
 
 def _gradients(terms: Terms) -> _Gradients:
-    size, part, stage = terms.size, terms.part, terms.options.stage
+    size, part, stage = terms.size, terms.part, terms.stage
     compute, reduce, widened = size.compute, size.reduce, terms.widened
     precision = size.workload.precision
     if stage == 0:
@@ -212,15 +222,20 @@ def _gradients(terms: Terms) -> _Gradients:
 
 def replicated_memory(terms: Terms) -> MemoryEstimate:
     """Of a run with stage 0, 1 or 2."""
-    size, stage, part = terms.size, terms.options.stage, terms.part
+    size, stage, part = terms.size, terms.stage, terms.part
     workload, found = size.workload, _gradients(terms)
     turns = workload.accumulation
     optimizer = terms.masters + terms.state
     # ``temp_grad_buffer_for_gpu_offload``
     copied = size.largest * size.compute if terms.on_host else 0
-    weights = weight_bytes(size.model.parameters(), workload.precision.param_dtype)
+    flat, dtype = terms.flat, workload.precision.param_dtype
+    weights = weight_bytes(size.model.parameters(), dtype)
+    if flat is not None:
+        weights = weight_bytes((*size.parameters, *not_flat(size.model)), dtype)
+        weights += flat.pieces * size.compute
     held = {
         at.WEIGHTS: weights + scale_bytes(size.model),
+        at.GATHERED: 0 if flat is None else flat.buffers * size.compute,
         at.OPTIMIZER: 0 if terms.on_host else optimizer,
         at.BUFFERS: found.always + copied,
     }
@@ -262,13 +277,17 @@ def replicated_memory(terms: Terms) -> MemoryEstimate:
     summed = size.trained * size.reduce
     group = range(workload.world_size)
     buckets = times * of_ranks(size.trained, terms.bucket)
+    gathers, gathered = 1, size.trained * size.compute
+    if flat is not None:
+        gathers += turns * flat.gathers
+        gathered += turns * flat.gathered * size.compute
     added = turns * size.trained * (size.compute + 2.0 * size.reduce)
     return MemoryEstimate(
         device=by_moment(held, 0 if terms.on_host else terms.masters, step, more),
         host=host,
         traffic=(
             *sent("all_reduce", group, buckets, times * summed),
-            *(sent("all_gather", group, 1, size.trained * size.compute) if stage else ()),
+            *(sent("all_gather", group, gathers, gathered) if stage else ()),
         ),
         host_bytes=terms.updated if terms.on_host else 0.0,
         copied_bytes=part * (size.compute + size.master) if terms.on_host else 0.0,

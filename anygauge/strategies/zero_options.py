@@ -17,8 +17,11 @@ class ZeroOptions(Options):
         description="What is sharded. 0: nothing; 1: optimizer state; 2: also gradients; 3: also "
         "weights.",
     )
-    gather: Literal["layer", "module"] = Field(
-        "layer", description="Stage 3: weights are gathered a decoder layer at a time, or a module."
+    gather: Literal["auto", "flat", "layer", "module"] = Field(
+        "auto",
+        description="Stage 3: how frozen weights are gathered. flat: each decoder layer from flat "
+        "pieces, in place; layer or module: by DeepSpeed, a decoder layer or a module at a time; "
+        "auto: flat where it can be, else layer.",
     )
     offload: Literal["none", "optimizer", "parameters", "both"] = Field(
         "none",

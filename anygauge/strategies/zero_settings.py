@@ -7,52 +7,19 @@ frozen weight that gradient checkpointing gathers for recomputation is kept unti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
-
-from torch import nn
 
 from anygauge.interface import HOST_DEVICE, Setting
 from anygauge.interface.strategy import Workload
-from anygauge.strategies.common import trained_parameters
-from anygauge.strategies.materialise import decoder_layers
+from anygauge.strategies.zero_flat import PERSISTENCE, ModelSizes, stage_of, why_not_flat
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_spec import check_stage_types
 from anygauge.strategies.zero_versions import ENGINE
 
-DEFAULT_PERSISTENCE = 100_000
 DEFAULT_LIVE = 1_000_000_000
 PREFETCH = 500_000_000
 DEFAULT_PREFETCH = 50_000_000
 DEFAULT_BUCKET = 500_000_000
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelSizes:
-    """What the settings depend on, in elements.
-
-    Attributes:
-        trained: of all trained tensors.
-        largest_factor: of an adapter's trained factors; 0 without an adapter.
-        largest_block: parameters of the largest decoder layer.
-    """
-
-    trained: int
-    largest_factor: int
-    largest_block: int
-
-    @classmethod
-    def of(cls, adapted: nn.Module) -> ModelSizes:
-        """Measure an adapted model, real or on the meta device."""
-        trained = [p.numel() for _, p in trained_parameters(adapted)]
-        # peft's names; other weights may be trained too, far too large to stay resident.
-        factors = [p.numel() for name, p in trained_parameters(adapted) if ".lora_" in name]
-        blocks = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(adapted)]
-        return cls(
-            trained=sum(trained),
-            largest_factor=max(factors, default=0),
-            largest_block=max(blocks, default=0),
-        )
 
 
 def zero_settings(
@@ -66,7 +33,7 @@ def zero_settings(
     Raises:
         UnsupportedError: DeepSpeed has no such combination of stage and types.
     """
-    stage, precision = options.stage, workload.precision
+    stage, precision = stage_of(options, workload, sizes), workload.precision
     source = "DeepSpeed configuration reference"
     found: list[Setting] = []
 
@@ -87,7 +54,7 @@ def zero_settings(
     add("data_types.grad_accum_dtype", short[precision.reduce_dtype], "precision.reduce_dtype")
     if stage > 0:
         add("communication_data_type", short[precision.reduce_dtype], "precision.reduce_dtype")
-    add("zero_optimization.stage", stage, "strategy.stage")
+    add("zero_optimization.stage", stage, _about_stage(options, workload, sizes))
     if stage > 0 and sizes is not None and 0 < sizes.trained < DEFAULT_BUCKET:
         add(
             "zero_optimization.reduce_bucket_size",
@@ -137,14 +104,27 @@ def zero_settings(
     return found
 
 
+def _about_stage(options: ZeroOptions, workload: Workload, sizes: ModelSizes | None) -> str:
+    """Why DeepSpeed has the stage that it has, and who gathers weights."""
+    if options.stage < 3 or sizes is None:
+        return "strategy.stage"
+    why = why_not_flat(options, workload, sizes)
+    if why:
+        return f"strategy.stage; DeepSpeed gathers frozen weights, since {why}"
+    return (
+        "strategy.stage is 3: anygauge shards frozen layers and gathers them in place; DeepSpeed "
+        "shards what is trained"
+    )
+
+
 def _add_lora_settings(add: Any, sizes: ModelSizes) -> None:
-    threshold = max(DEFAULT_PERSISTENCE, sizes.largest_factor)
+    threshold = max(PERSISTENCE, sizes.largest_factor)
     add(
         "zero_optimization.stage3_param_persistence_threshold",
         threshold,
         f"the largest trained factor has {sizes.largest_factor:,} elements: factors stay resident "
         "and cost one gather a step"
-        if sizes.largest_factor > DEFAULT_PERSISTENCE
+        if sizes.largest_factor > PERSISTENCE
         else "DeepSpeed's default: at or above the largest trained factor",
         "DeepSpeed issue 5047",
     )

@@ -24,9 +24,10 @@ from anygauge.strategies.footprint import (
     unique,
 )
 from anygauge.strategies.materialise import decoder_layers
+from anygauge.strategies.zero_flat import PERSISTENCE
 from anygauge.strategies.zero_memory import NORM, Terms, of_ranks, replicated_memory
 from anygauge.strategies.zero_options import ZeroOptions
-from anygauge.strategies.zero_settings import DEFAULT_LIVE, DEFAULT_PERSISTENCE
+from anygauge.strategies.zero_settings import DEFAULT_LIVE
 
 SUB_GROUP = 1_000_000_000
 """Default of ``sub_group_size``: numbers of a rank's part that are updated at once."""
@@ -63,7 +64,7 @@ class _Weights:
     def of(cls, terms: Terms) -> _Weights:
         model: Any = terms.size.model
         workload, zero = terms.size.workload, terms.zero
-        below = int(zero.get("stage3_param_persistence_threshold", DEFAULT_PERSISTENCE))
+        below = int(zero.get("stage3_param_persistence_threshold", PERSISTENCE))
         live = int(zero.get("stage3_max_live_parameters", DEFAULT_LIVE))
         layers = list(decoder_layers(model))
 
@@ -82,7 +83,7 @@ class _Weights:
         resident = part(model.parameters(), resident=True)
         others = part(model.parameters(), resident=False)
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        by_layer = terms.options.gather == "layer"  # all of it at once, as a "leaf module"
+        by_layer = terms.options.gather != "module"  # all of it at once, as a "leaf module"
         modules = [module for layer in layers for module in layer.modules()]
         fetching = layers if by_layer else modules
         return cls(
@@ -106,7 +107,7 @@ class _Weights:
 def zero_memory(options: ZeroOptions, workload: Workload) -> MemoryEstimate:
     """What the workload's rank holds and sends, in any stage."""
     terms = Terms.of(options, workload)
-    return sharded_memory(terms) if options.stage == 3 else replicated_memory(terms)
+    return sharded_memory(terms) if terms.stage == 3 else replicated_memory(terms)
 
 
 def sharded_memory(terms: Terms) -> MemoryEstimate:

@@ -366,6 +366,7 @@ def workload_of(
         length=run.data.max_length,
         max_norm=run.train.max_grad_norm,
         activations=run.train.activations,
+        adapter=_adapter_kind(run.adapter),
         state_bytes=STATE_BYTES[name],
         update_bytes=0.0 if fused else UPDATE_BYTES,
         updated_at_once=UPDATED_AT_ONCE,

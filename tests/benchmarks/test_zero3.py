@@ -11,7 +11,8 @@ import pytest
 from anygauge.config.schema import PrecisionSection, resolve_precision
 from anygauge.interface import Activations
 from anygauge.strategies.zero_options import ZeroOptions
-from anygauge.strategies.zero_settings import ModelSizes, as_config, zero_settings
+from anygauge.strategies.zero_flat import ModelSizes
+from anygauge.strategies.zero_settings import as_config, zero_settings
 from anygauge_cpu.backend import CpuBackend
 from benchmarks.contenders.loops import zero3_by_hand
 from benchmarks.plan import Dtype
@@ -36,7 +37,7 @@ def test_settings_by_hand_are_those_of_a_dry_run(
     precision = resolve_precision(PrecisionSection(param_dtype=dtype), backend.support)
     ours: dict[str, Any] = as_config(
         zero_settings(
-            ZeroOptions(),
+            ZeroOptions(gather="layer"),
             a_workload(
                 backend,
                 precision,

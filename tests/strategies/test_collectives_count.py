@@ -124,9 +124,29 @@ def ours() -> dict[str, Any]:
     return count("anygauge")
 
 
+@pytest.fixture(scope="module")
+def flat() -> dict[str, Any]:
+    return count("anygauge", gather="auto")
+
+
 def test_a_frozen_weight_is_gathered_twice_at_most(ours: dict[str, Any]) -> None:
     # Forward, and recomputation kept through backward; some stay from one to the other.
     assert 1.0 < gathered(ours) <= 2.0
+
+
+def test_flat_layers_are_gathered_in_place_and_factors_once_a_step(
+    ours: dict[str, Any], flat: dict[str, Any]
+) -> None:
+    # Of four layers two are there from the backward before, and two from the forward.
+    *layers, factors = flat["gathers"]
+    assert len(layers) == 4
+    assert len(set(layers)) == 1
+    assert factors < layers[0]
+    # Gradients, and their norm.
+    assert flat["calls"]["all_reduce"] == 2
+    assert "reduce_scatter" not in flat["calls"]
+    assert len(flat["gathers after an evaluation"]) == 4 + 2 + 1
+    assert flat["losses"] == pytest.approx(ours["losses"], rel=1e-6)
 
 
 def test_gathered_by_module_it_is_gathered_twice_too(ours: dict[str, Any]) -> None:

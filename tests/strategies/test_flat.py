@@ -18,9 +18,8 @@ from anygauge.interface import UnsupportedError
 from anygauge.strategies import flat as flat_module
 from anygauge.strategies.flat import (
     FlatLayers,
+    FlatSizes,
     flat_layers_fit,
-    flat_lengths,
-    gathered_in_a_turn,
 )
 
 WIDTH = 5
@@ -77,7 +76,7 @@ class RanksInTurn:
         values = {name: p.detach().clone() for name, p in model.named_parameters()}
         models = [copy.deepcopy(model) for _ in range(self._world)]
         for self.rank, one in enumerate(models):
-            flat = FlatLayers(one, None, CPU)  # type: ignore[arg-type]
+            flat = FlatLayers(one, None, CPU, otherwise="step")  # type: ignore[arg-type]
             self._flats.append(flat)
             for name, parameter in one.named_parameters():
                 if parameter in flat:
@@ -154,8 +153,9 @@ def test_what_is_there_is_not_gathered_again(
     step(model)
     found = of.gathered()
     assert found == [2, 3, 1, 0]
-    lengths = flat_lengths(OddModel(4), 2)
-    assert gathered_in_a_turn(lengths) == sum(lengths[index] for index in found)
+    sizes = FlatSizes.of(OddModel(4), 2)
+    assert sizes.gathered == sum(sizes.lengths[index] for index in found)
+    assert sizes.gathers == len(found)
     with torch.no_grad():  # an evaluation between two steps
         model(torch.zeros(1, WIDTH))
     assert of.gathered() == [2, 3]

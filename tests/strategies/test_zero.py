@@ -32,7 +32,8 @@ from anygauge.strategies.zero_runtime import (
     leave_as_a_step_does,
     refuse_unserved_type,
 )
-from anygauge.strategies.zero_settings import ModelSizes, as_config, zero_settings
+from anygauge.strategies.zero_flat import ModelSizes
+from anygauge.strategies.zero_settings import as_config, zero_settings
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.build import a_workload, batch_of, build_context, model_factory
 from tests.helpers.ranks import on_ranks
@@ -243,7 +244,8 @@ class UnmarkedBackend(Backend):
 
 
 def config(sizes: ModelSizes | None = None, **changes: Any) -> dict[str, Any]:
-    options = {name: changes.pop(name) for name in ("stage", "options") if name in changes}
+    names = ("stage", "options", "gather", "offload", "nvme")
+    options = {"gather": "layer", **{n: changes.pop(n) for n in names if n in changes}}
     half = Precision(param_dtype="bfloat16", reduce_dtype="float32")
     workload = a_workload(UnmarkedBackend(), changes.pop("precision", half), **changes)
     return as_config(zero_settings(ZeroOptions(**options), workload, sizes))
