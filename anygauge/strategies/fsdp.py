@@ -138,12 +138,22 @@ def check_average(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def is_flat(options: FsdpOptions, model: nn.Module, workload: Workload) -> bool:
-    """Whether frozen layers are gathered by `FlatLayers`, and FSDP2 has the trained weights."""
+    """Whether frozen layers are gathered by `FlatLayers`, and FSDP2 has the trained weights.
+
+    Raises:
+        UnsupportedError: they are to be, and cannot.
+    """
     usual = options.tp == 1 and options.offload == "none" and options.gather in ("auto", "flat")
     # A compiled layer takes the hooks that gather for a part of itself.
     compiled = workload.backend.graph.compiler is not None
     fits = usual and not compiled and _IGNORES and flat_layers_fit(model)
-    return fits and shards(options, workload.world_size) > 1
+    flat = fits and shards(options, workload.world_size) > 1
+    if options.gather == "flat" and not flat:
+        raise UnsupportedError(
+            "strategy.gather: flat: this takes several ranks, a frozen base with an adapter, torch "
+            "2.7 or later, and neither tp nor offload nor a graph compiler. Leave it out"
+        )
+    return flat
 
 
 class Fsdp(DividedStrategy):

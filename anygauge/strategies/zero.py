@@ -195,6 +195,9 @@ class ZeroEngine:
             self._swapped.cleanup()
 
 
+_FLAT = "; frozen layers sharded by anygauge, the rest by DeepSpeed"
+
+
 class Zero(EstimatedStrategy):
     """DeepSpeed over all ranks."""
 
@@ -204,6 +207,14 @@ class Zero(EstimatedStrategy):
         offload = "" if options.offload == "none" else f", {options.offload} offloaded{where}"
         self.description = f"zero, stage {options.stage}{offload}"
 
+    def _stage(self, workload: Workload) -> int:
+        """Which DeepSpeed has for a model; the description says who shards what from here on."""
+        assert workload.skeleton is not None
+        stage = stage_of(self.options, workload, ModelSizes.of(workload.skeleton))
+        if stage != self.options.stage and not self.description.endswith(_FLAT):
+            self.description += _FLAT
+        return stage
+
     def settings(self, workload: Workload) -> Sequence[Setting]:
         """See `Strategy.settings`."""
         skeleton = workload.skeleton
@@ -212,6 +223,7 @@ class Zero(EstimatedStrategy):
 
     def memory(self, workload: Workload) -> MemoryEstimate:
         """See `StrategyPlanner.memory`."""
+        self._stage(workload)
         return zero_memory(self.options, workload)
 
     def build(self, context: BuildContext) -> ZeroEngine:
@@ -224,18 +236,18 @@ class Zero(EstimatedStrategy):
     def _built(self, deepspeed: Any, context: BuildContext) -> ZeroEngine:
         factory = context.factory
         skeleton = factory.adapt(factory.skeleton())
-        config = as_config(self.settings(dataclasses.replace(context.workload, skeleton=skeleton)))
+        workload = dataclasses.replace(context.workload, skeleton=skeleton)
+        config = as_config(self.settings(workload))
         deepspeed.init_distributed()
         swapped = None
         if self.options.nvme is not None:
-            workload = dataclasses.replace(context.workload, skeleton=skeleton)
             found = footprint_of(self.memory(workload))
             load_operator()
             # A gradient in the masters' type stands beside each master.
             swapped = folder_of_rank(self.options.nvme, 2 * found.masters + found.optimizer)
             config["zero_optimization"]["offload_optimizer"]["nvme_path"] = swapped.name
 
-        stage = stage_of(self.options, context.workload, ModelSizes.of(skeleton))
+        stage = self._stage(workload)
         if stage != self.options.stage:
             model, fp8 = self._flat(context)
         else:

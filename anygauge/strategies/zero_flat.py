@@ -62,8 +62,12 @@ class ModelSizes:
         )
 
 
-def why_not_flat(options: ZeroOptions, workload: Workload, sizes: ModelSizes) -> str:
-    """What keeps a run of stage 3 from gathering frozen layers flat; "" where they are."""
+def why_not_flat(options: ZeroOptions, workload: Workload, sizes: ModelSizes | None) -> str:
+    """What keeps a run of stage 3 from gathering frozen layers flat; "" where they are.
+
+    Args:
+        sizes: None before the model is known, which may keep it as well.
+    """
     graph = workload.backend.graph
     reasons = {
         f"strategy.gather is {options.gather}": options.gather in ("layer", "module"),
@@ -80,7 +84,8 @@ def why_not_flat(options: ZeroOptions, workload: Workload, sizes: ModelSizes) ->
         "layers are compiled": graph.compiler is not None,
         "it was not tried on a device that accumulates a graph": graph.accumulates,
     }
-    return next((reason for reason, holds in reasons.items() if holds), sizes.why_not_flat)
+    of_model = "" if sizes is None else sizes.why_not_flat
+    return next((reason for reason, holds in reasons.items() if holds), of_model)
 
 
 def stage_of(options: ZeroOptions, workload: Workload, sizes: ModelSizes | None) -> int:

@@ -106,11 +106,16 @@ def zero_settings(
 
 def _about_stage(options: ZeroOptions, workload: Workload, sizes: ModelSizes | None) -> str:
     """Why DeepSpeed has the stage that it has, and who gathers weights."""
-    if options.stage < 3 or sizes is None:
+    if options.stage < 3:
         return "strategy.stage"
     why = why_not_flat(options, workload, sizes)
     if why:
         return f"strategy.stage; DeepSpeed gathers frozen weights, since {why}"
+    if sizes is None:
+        return (
+            "strategy.stage; 1 for a model whose decoder layers are frozen, beside an adapter: "
+            "there anygauge shards and gathers them"
+        )
     return (
         "strategy.stage is 3: anygauge shards frozen layers and gathers them in place; DeepSpeed "
         "shards what is trained"

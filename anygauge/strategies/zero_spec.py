@@ -51,6 +51,11 @@ def check(run: StrategyRun) -> None:
                 "it out, and set strategy.offload: optimizer, parameters or both, and "
                 "strategy.nvme for a disk"
             )
+    if options.gather == "flat" and options.stage < 3:
+        raise UnsupportedError(
+            f"strategy.gather: flat: stage {options.stage} keeps all weights on every device. Set "
+            "strategy.stage: 3, or leave it out"
+        )
     if options.offload != "none" and options.stage == 0:
         raise UnsupportedError(
             f"strategy.offload: {options.offload}: DeepSpeed's stage 0 offloads nothing. Set "

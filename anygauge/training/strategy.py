@@ -146,7 +146,7 @@ def check_strategy(
             world_size=world_size,
             optimizer=run.train.optimizer.name,
             activations=run.train.activations,
-            adapter=_adapter_kind(run.adapter),
+            adapter=adapter_kind(run.adapter),
             micro_batches=_micro_batches(run, registry, world_size),
             precision=precision,
             router_aux_loss=run.train.router_aux_loss_coef > 0,
@@ -163,7 +163,7 @@ def check_strategy(
     check_quantised(run, backend, ranks_run_here=ranks_run_here)
 
 
-def _adapter_kind(adapter: AdapterSection | None) -> str:
+def adapter_kind(adapter: AdapterSection | None) -> str:
     """See `StrategyRun.adapter`."""
     if adapter is None:
         return ""
@@ -366,7 +366,7 @@ def workload_of(
         length=run.data.max_length,
         max_norm=run.train.max_grad_norm,
         activations=run.train.activations,
-        adapter=_adapter_kind(run.adapter),
+        adapter=adapter_kind(run.adapter),
         state_bytes=STATE_BYTES[name],
         update_bytes=0.0 if fused else UPDATE_BYTES,
         updated_at_once=UPDATED_AT_ONCE,

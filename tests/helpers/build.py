@@ -29,6 +29,7 @@ from anygauge.registry import Registry
 from anygauge.registry.registry import load_factory, load_options
 from anygauge.strategies.materialise import materialise
 from anygauge.training.optimizer import optimizer_factory
+from anygauge.training.strategy import adapter_kind
 
 FLOAT32 = Precision(param_dtype="float32", reduce_dtype="float32")
 
@@ -142,6 +143,7 @@ def build_context(
             length=length,
             max_norm=max_norm,
             activations=dataclasses.replace(factory.activations, offload=offload),
+            adapter=adapter_kind(getattr(factory, "adapter", None)),
         ),
         **{"clip_grad_norm": nn.utils.clip_grad_norm_, **more},
     )

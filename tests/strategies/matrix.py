@@ -78,8 +78,14 @@ TWO = [
         ParityCase(strategy="zero", options={"stage": 2, "offload": "optimizer"}, **ALL, **SGD)
         for _ in range(offloads_gradients())
     ),
+    *(
+        ParityCase(strategy="zero", options={"offload": "optimizer"}, recomputed=True, **SGD)
+        for _ in range(offloads_gradients())
+    ),
+    ParityCase(strategy="zero", recomputed=True, dtype="bfloat16"),
     ParityCase(strategy="zero", options={"stage": 3, "offload": "both"}),
     ParityCase(strategy="zero", options=STAGE3, **EVERY_SECOND, **SGD),
+    ParityCase(strategy="zero", options={"gather": "layer"}, recomputed=True, **SGD),
     ParityCase(strategy="ddp", options=PIPELINE, recomputed=True, **ALL, **SGD),
     ParityCase(**FUSED, recomputed=True, adapter=ON_HEAD),
     ParityCase(**FUSED, **ALL, model=TIED),

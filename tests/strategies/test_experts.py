@@ -86,6 +86,7 @@ def of(model: dict[str, Any], strategy: str, **more: Any) -> ParityCase:
 FEW = [
     of(MIXTRAL, "fsdp"),
     of(MIXTRAL, "zero", options=STAGE3, recomputed=True),
+    of(MIXTRAL, "zero", recomputed=True),
     of(GPT_OSS, "zero", options=STAGE3),
     of(DEEPSEEK, "fsdp", recomputed=True),
     of(DEEPSEEK, "ddp", options=GATHERED, attention="sdpa"),

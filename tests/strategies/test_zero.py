@@ -25,6 +25,7 @@ from anygauge.kernels.loss import model_loss
 from anygauge.strategies import zero_versions
 from anygauge.strategies.materialise import decoder_layers
 from anygauge.strategies.zero import Zero, on_the_host
+from anygauge.strategies.zero_flat import ModelSizes
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_runtime import (
     _differentiable_input_first,
@@ -32,7 +33,6 @@ from anygauge.strategies.zero_runtime import (
     leave_as_a_step_does,
     refuse_unserved_type,
 )
-from anygauge.strategies.zero_flat import ModelSizes
 from anygauge.strategies.zero_settings import as_config, zero_settings
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.build import a_workload, batch_of, build_context, model_factory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from anygauge.config.schema import AdapterSection
@@ -61,10 +62,29 @@ def test_what_is_fetched_ahead_is_whole_as_well_until_the_most_that_may_be() -> 
     assert estimate(options=NOTHING_RESIDENT).device[of.LOSS][GATHERED] == 2 * NUMBERS
 
 
+FACTORS = 4 * sum(a + b for a, b in 4 * [(64, 64)] + 3 * [(64, 128)]) * LAYERS
+
+
+def test_flat_layers_are_pieces_and_two_buffers_and_the_rest_is_stage_1() -> None:
+    found, offloaded = (estimate(r=4, turns=3, offload=o) for o in ("none", "optimizer"))
+    # Two tables and the last norm are whole.
+    weights = 2 * (LAYERS * LAYER // 2 + 2 * TABLE + WIDTH + FACTORS)
+    for one in (found, offloaded):
+        assert one.device[FORWARD][GATHERED] == 2 * 2 * LAYER
+        assert one.device[FORWARD][WEIGHTS] == pytest.approx(weights, rel=0.01)  # aligned
+    assert found.device[FORWARD][OPTIMIZER] == (4 + 8) * FACTORS // 2
+    assert offloaded.device[FORWARD][OPTIMIZER] == 0
+    sent = {one.operation: one for one in found.traffic}
+    # Of four layers two are there from the turn before, each way.
+    assert sent["all_gather"].times == 3 * 4 + 1
+    assert sent["all_gather"].bytes == pytest.approx(2 * (3 * 4 * LAYER + FACTORS), rel=0.01)
+    assert sent["all_reduce"].bytes == 4 * FACTORS
+
+
 def test_resident_weights_are_whole_always_and_gathered_once_a_step() -> None:
-    found = estimate(r=4, turns=3)
-    factors = sum(2 * 4 * (a + b) for a, b in 4 * [(64, 64)] + 3 * [(64, 128)]) * LAYERS
-    assert estimate(r=4).device[FORWARD][GATHERED] == 0
+    found = estimate(r=4, turns=3, gather="layer")
+    factors = 2 * FACTORS
+    assert estimate(r=4, gather="layer").device[FORWARD][GATHERED] == 0
     # The second micro-batch gathers them with the others, before an update has made state.
     state = found.device[FORWARD][OPTIMIZER] - factors
     assert found.device[FORWARD][GATHERED] == 2 * NUMBERS + factors - state
