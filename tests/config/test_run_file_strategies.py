@@ -9,7 +9,7 @@ def test_the_default_and_its_fields(folder, minimal):
     strategy = folder.load(minimal).run.strategy
     assert strategy.model_dump() == {"name": "auto"}
     zero = folder.load(minimal, "strategy=zero", "strategy.stage=2").run.strategy
-    assert (zero.stage, zero.gather) == (2, "layer")
+    assert (zero.stage, zero.gather) == (2, "auto")
     for null in ("{name: null}", "null"):
         assert folder.load(minimal + f"strategy: {null}").run.strategy.name == "auto"
 

@@ -332,3 +332,64 @@ def test_an_offloaded_optimizer_is_the_hosts_fused_one() -> None:
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     for group, (_, parameter) in zip(groups, meta, strict=True):
         assert group["params"][0] is parameter
+
+
+# -- who gathers frozen weights ----------------------------------------------------------------
+
+FLAT = {
+    "of itself": ({}, {}, 1),
+    "optimizer on the host": ({"offload": "optimizer"}, {}, 2),
+    "layer": ({"gather": "layer"}, {}, "strategy.gather is layer"),
+    "module": ({"gather": "module"}, {}, "strategy.gather is module"),
+    "fields": ({"options": {"overlap_comm": True}}, {}, "strategy.options sets fields"),
+    "hpZ": ({"options": {"zero_hpz_partition_size": 2}}, {}, "strategy.options sets fields"),
+    "disk": ({"offload": "optimizer", "nvme": "/fast"}, {}, "strategy.nvme needs"),
+    "weights on the host": ({"offload": "parameters"}, {}, "keeps weights on the host"),
+    "all on the host": ({"offload": "both"}, {}, "keeps weights on the host"),
+    "one rank": ({}, {"world_size": 1}, "there is one rank"),
+    "dora": ({}, {"adapter": "dora"}, "values that whole weights give"),
+    "pissa": ({}, {"adapter": "taken"}, "values that whole weights give"),
+    "compiled": ({}, {"compiler": object()}, "layers are compiled"),
+    "accumulates": ({}, {"accumulates": True}, "a device that accumulates a graph"),
+    "all weights": ({}, {"trains": "all"}, "layers are not frozen weights of their own"),
+    "embedding": ({}, {"trains": "embedding"}, "weights that are larger than an adapter's"),
+}
+
+
+@pytest.mark.parametrize("case", FLAT)
+def test_layers_are_flat_unless_something_is_named_that_keeps_them(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, changes, wanted = FLAT[case]
+    monkeypatch.setattr("anygauge.strategies.zero_flat.offloads_gradients", lambda: True)
+    changes, backend = dict(changes), UnmarkedBackend()
+    for name in ("compiler", "accumulates"):
+        if name in changes:
+            monkeypatch.setattr(Graph, name, changes.pop(name), raising=False)
+    trains = changes.pop("trains", "adapter")
+    factory = model_factory({**TINY, "vocab_size": 4096}, AdapterSection(r=4))
+    model = factory.skeleton() if trains == "all" else factory.adapt(factory.skeleton())
+    if trains == "embedding":
+        model.get_input_embeddings().requires_grad_(True)
+    workload = a_workload(backend, Precision(param_dtype="float32", reduce_dtype="float32"),
+                          skeleton=model, **changes)  # fmt: skip
+    strategy = Zero(ZeroOptions(**options))
+    stage = next(s for s in strategy.settings(workload) if s.name == "zero_optimization.stage")
+    if isinstance(wanted, int):
+        assert stage.value == wanted
+        assert "anygauge shards frozen layers" in stage.reason
+        return
+    assert stage.value == 3
+    assert wanted in stage.reason
+    demanded = Zero(ZeroOptions(**{**options, "gather": "flat"}))
+    if "gather" not in options:
+        with pytest.raises(UnsupportedError, match=wanted):
+            demanded.settings(workload)
+
+
+def test_offloading_is_deepspeeds_where_its_stage_2_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("anygauge.strategies.zero_flat.offloads_gradients", lambda: False)
+    sizes = ModelSizes(trained=1, largest_factor=1, largest_block=9)
+    assert config(sizes, gather="auto", offload="optimizer")["zero_optimization"]["stage"] == 3
