@@ -115,11 +115,16 @@ class Job:
         takes_over: it may continue in a run directory that another job has left.
         run_text: the resolved run, for machines that do not see this one's files: the agents
             write it to `run_file`, and check model and rows. Empty where it is there already.
-        fetch: the agents fetch the run's model of the hub before ranks start; where ranks run on
-            the machine of the command, that has had it done.
+        prepare: the agents prepare the run before ranks start: each fetches its model of the hub,
+            and the first plans it; where ranks run on the machine of the command, that has had it
+            done.
+        plan: True: memory is planned also where that is not needed; False: never.
+        force: nothing is refused because of a plan.
         expected_memory: phase -> the most bytes that the first rank's tensors take of its device,
             by the plan of the run; empty where there is none.
         expected_step_s: seconds of a step, by the same; None: not known.
+        auto_form: which form of strategy ``auto`` the run is, where that is decided and the
+            resolved run does not say it: see `anygauge.training.auto.forms_of`.
         strategy_why: why it is this strategy, where the run file did not name it: what ``auto``
             found, or which default is not installed. Empty where it is the named one, the first
             default, or ``auto`` that decides when the devices are open.
@@ -141,11 +146,14 @@ class Job:
     token: str = ""
     takes_over: bool = False
     run_text: str = ""
-    fetch: bool = False
+    prepare: bool = False
+    plan: bool | None = None
+    force: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     backend_options: Mapping[str, Any] = field(default_factory=dict)
     expected_memory: Mapping[str, int] = field(default_factory=dict)
     expected_step_s: float | None = None
+    auto_form: int | None = None
     strategy_why: str = ""
 
     @property

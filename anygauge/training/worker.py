@@ -89,7 +89,7 @@ def run_rank(
         run = read_run(job.resolved_run)
         hiding = unused_hidden(few_bits=run.has_few_bits, trackers=run.trackers)
         importing.enter_context(hiding)
-        from anygauge.training.auto import decided
+        from anygauge.training.auto import decided, decided_before
         from anygauge.training.checkpoints.identity import REPORT, FinishedError, settings_of
         from anygauge.training.checkpoints.manager import checkpoint_folder
         from anygauge.training.save import save, versions
@@ -111,6 +111,7 @@ def run_rank(
             )
         began = time.monotonic()
         registry = installed_plugins()
+        run = decided_before(run, job, registry)
         backend = open_device(job, rank, run, registry)
         run, why = decided(run, registry, backend, rank.index, rank.world_size)
         if why:
