@@ -17,7 +17,7 @@ from anygauge.interface import (
     UnsupportedError,
 )
 from anygauge.registry import Provided, Registry
-from anygauge.registry.registry import load_factory, why_missing
+from anygauge.registry.specs import load_factory, why_missing
 from anygauge.util.text import did_you_mean, listed
 
 ATTENTION = "attention"

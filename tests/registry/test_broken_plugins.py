@@ -10,7 +10,7 @@ import pytest
 
 from anygauge.cli import run
 from anygauge.interface import AnygaugeError
-from anygauge.registry import Registry, registry, select_backend
+from anygauge.registry import Registry, select_backend, specs
 
 OF_OLD = """
 from anygauge.interface import LauncherSpec, hookimpl
@@ -60,7 +60,7 @@ def strings(report: Any) -> str:
 @pytest.fixture
 def put(install: Any, backend_source: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """Installs the plugin with one fault, beside what is installed here; returns its name."""
-    monkeypatch.setattr(registry, "PROBE_LIMIT_S", 0.2)
+    monkeypatch.setattr(specs, "PROBE_LIMIT_S", 0.2)
 
     def putting(fault: str) -> str:
         settings = {"name": "bad", "module": "fake_bad", "priority": -5, **BROKEN[fault]}

@@ -37,14 +37,14 @@ def test_sound_plugin_loads_with_its_origin(install, backend_source, load):
     assert provided.spec.name == "good"
     assert (provided.distribution, provided.version) == ("good-dist", "1.2")
     assert provided.entry_point == "entry"
-    assert registry.failures == ()
+    assert not registry.failures
 
 
 @pytest.mark.parametrize("block", ["bad", "bad-dist", "Bad_Dist", " bad "])
 def test_blocked_plugin_is_recorded_and_never_imported(good, install, load, block):
     install("bad-dist", "0.3", {"bad": "fake_bad"}, fake_bad="raise RuntimeError('imported')")
     registry = load(block)
-    assert registry.failures == ()
+    assert not registry.failures
     (blocked,) = [b for b in registry.blocked if b.distribution not in SHIPPED]
     assert (blocked.distribution, blocked.version) == ("bad-dist", "0.3")
     assert blocked.entry_point == "bad"
@@ -53,7 +53,7 @@ def test_blocked_plugin_is_recorded_and_never_imported(good, install, load, bloc
 
 def test_block_without_a_plugin_is_reported(good, load):
     registry = load("goood")
-    assert registry.unmatched_blocks == ("goood",)
+    assert registry.unmatched_blocks == ["goood"]
     assert names(registry) == ["good"]
 
 
@@ -165,4 +165,4 @@ def test_first_distribution_of_a_name_on_the_path_counts(
     monkeypatch.setattr(sys, "path", [*sys.path, str(later)])
     registry = load()
     assert [p.version for p in registry.backends] == ["1.2"]
-    assert registry.duplicates == ()
+    assert not registry.duplicates

@@ -6,7 +6,7 @@ import pytest
 
 from anygauge.interface import NotAvailableError, PluginError, RunFileError
 from anygauge.registry import select_backend
-from anygauge.registry.registry import load_factory, refuse_if_missing
+from anygauge.registry.specs import load_factory, refuse_if_missing
 
 # -- by name -------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from anygauge.interface import PluginError
-from anygauge.registry.registry import load_options
+from anygauge.registry.specs import load_options
 
 
 def source(name: str, **fields: object) -> str:
