@@ -129,7 +129,7 @@ UNDECIDED = EnvironmentRule(
 )  # fmt: skip
 
 
-class Undecided(BareBackend):
+class DecidesNothing(BareBackend):
     environment_rules = (UNDECIDED,)
 
 
@@ -142,7 +142,7 @@ class Undecided(BareBackend):
         ("return [setting('A=B', '1')]", backend_with(), "site-dist 1.0: 'A=B' is not the name"),
         ("", backend_with(setting("A", 1)), "backend 'plain': A has a value of type int"),
         ("", backend_with(KeyError("no")), r"backend 'plain': environment\(\) raised KeyError"),
-        ("", Undecided(), "backend 'plain' gave None .* must give Setting"),
+        ("", DecidesNothing(), "backend 'plain' gave None .* must give Setting"),
     ],
 )
 def test_broken_site_hook_or_backend_is_named(site, load, body, backend, told):
