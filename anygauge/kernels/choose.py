@@ -141,23 +141,19 @@ def _choose(
             f"{backend.name} backend: {why_not}; "
             f"those that can: {listed(name for name in valid if not problem(name))}"
         )
-    if preferred is not None:
-        reason = f"preferred by the {backend.name} backend"
-        why_not = problem(preferred)
-        if why_not is None:
-            return choice(preferred, reason)
-        rejected.append((preferred, f"{reason}, but {why_not}"))
+    candidates = (
+        [] if preferred is None else [(preferred, f"preferred by the {backend.name} backend")]
+    )
     # One made for this device knows it better than one made for all.
     for provided in sorted(by_name.values(), key=lambda p: (not p.spec.device_types, p.spec.name)):
-        name = provided.spec.name
-        if not provided.spec.default or name in (preferred, REFERENCE):
-            continue
-        if not serves(provided.spec, backend):
-            continue
+        spec = provided.spec
+        if spec.default and spec.name not in (preferred, REFERENCE) and serves(spec, backend):
+            candidates.append((spec.name, f"default for {backend.device_type!r} devices"))
+    for name, reason in candidates:
         why_not = problem(name)
         if why_not is None:
-            return choice(name, f"default for {backend.device_type!r} devices")
-        rejected.append((name, why_not))
+            return choice(name, reason)
+        rejected.append((name, f"{reason}, but {why_not}"))
     rejected += doubled.items()
     if operation == ATTENTION and REFERENCE not in by_name:
         reason = f"the model library's {backend.attention}: {backend.attention_why}"
