@@ -13,7 +13,7 @@ from rich.table import Table
 
 import anygauge.cli
 from anygauge.cli import EscapedStream
-from anygauge.launch.follow import View, fail
+from anygauge.launch.view import View, fail
 from anygauge.util.console import Console
 from anygauge.util.text import escaped
 from tests.helpers.runs import called

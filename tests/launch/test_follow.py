@@ -16,10 +16,11 @@ from unittest import mock
 
 import pytest
 
-from anygauge.interface import STOPPED
-from anygauge.launch.event_format import evaluation_line, size, step_line, summary_lines
-from anygauge.launch.follow import follow
+from anygauge.interface import STOPPED, JobState
+from anygauge.launch.follow import Signals, follow
+from anygauge.launch.view import evaluation_line, step_line, summary_lines
 from anygauge.util.console import Console
+from anygauge.util.text import size
 from tests.helpers.processes import PATIENCE_S, alive, as_in_a_terminal, until
 from tests.launch.fakes import FAKE_CLI, FOREVER, read_pid, sends, write_script
 
@@ -49,8 +50,8 @@ class Played:
     def events(self) -> Iterator[Mapping[str, Any]]:
         return iter(self._events)
 
-    def status(self) -> str:
-        return "played"
+    def state(self) -> JobState:
+        return JobState(phase="running", text="played")
 
     def cancel(self) -> None:
         raise AssertionError("nobody asked for the end")
@@ -383,7 +384,9 @@ def test_ctrl_c_promises_what_comes(
 
 def test_a_signal_that_came_while_the_job_was_submitted_has_its_answer() -> None:
     cancelled = {"event": "ended", "state": "cancelled", "exit_status": 143, "cause": "SIGTERM"}
-    status, out, err = play(cancelled, status=143, asked=[signal.SIGINT])
+    signals = Signals()
+    signals.received.append(signal.SIGINT)
+    status, out, err = play(cancelled, status=143, signals=signals)
     assert status == 130 and "nothing to save" in out
     assert "ended on request before the first step" in err
 
