@@ -220,7 +220,7 @@ def test_a_signal_during_submission_waits_until_the_job_is_known(
     client.answer("get", "pods", out={"items": []})
     client.answer("get", "jobset", out=RUNS)
     client.answer("delete", "--cascade=foreground")
-    client.slow("json", 2.0)
+    client.slow("json", 1.0)
     shell = {"PATH": client.path}
     process = begin("launch", there(tmp_path), environment=shell, start_new_session=True)
     try:
