@@ -86,7 +86,7 @@ def read_request(
     from anygauge.launch.memory import forms_of_auto
     from anygauge.launch.run_directory import RENDEZVOUS, RESOLVED, choose_run_directory
     from anygauge.registry import installed_plugins, select_backend
-    from anygauge.registry.registry import read_options
+    from anygauge.registry.specs import read_options
     from anygauge.training.auto import AUTO
     from anygauge.training.checks import check_optimizer
     from anygauge.training.strategy import check_batch, check_strategy
@@ -236,7 +236,7 @@ def rendered(request: RunRequest) -> Plan:
             the machines of the job.
     """
     from anygauge.config.load import check_folders
-    from anygauge.registry.registry import read_options
+    from anygauge.registry.specs import read_options
 
     run = request.run
     provided = request.registry.find_launcher(run.launch.launcher)
