@@ -11,7 +11,7 @@ import enum
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from anygauge.interface.collectives import Collectives
 from anygauge.interface.environment import (
@@ -45,9 +45,7 @@ __all__ = [
     "Finding",
     "Level",
     "Outcome",
-    "Presence",
     "Probe",
-    "Requirement",
     "Support",
 ]
 
@@ -92,45 +90,36 @@ class Support:
 FULL = Support(Level.FULL)
 
 
-class Presence(enum.Enum):
-    """The answer to one question. ``NOT_NEEDED``: this backend has nothing to find there."""
-
-    YES = "yes"
-    NO = "no"
-    NOT_NEEDED = "not needed"
-
-    def __bool__(self) -> bool:
-        return self is not Presence.NO
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
-    """One question's answer.
+    """One question's answer; true unless it is "no".
 
     Attributes:
-        presence: whether it is there.
         detail: what was seen or missed, in words.
         looked_at: the paths, modules or files that were examined.
     """
 
-    presence: Presence
+    presence: Literal["yes", "no", "not needed"]
     detail: str
     looked_at: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.presence != "no"
 
     @classmethod
     def yes(cls, detail: str, *looked_at: str) -> Finding:
         """It is there."""
-        return cls(presence=Presence.YES, detail=detail, looked_at=looked_at)
+        return cls("yes", detail, looked_at)
 
     @classmethod
     def no(cls, detail: str, *looked_at: str) -> Finding:
         """It is not there."""
-        return cls(presence=Presence.NO, detail=detail, looked_at=looked_at)
+        return cls("no", detail, looked_at)
 
     @classmethod
     def not_needed(cls, detail: str = "nothing to look for") -> Finding:
         """The backend has no use for it."""
-        return cls(presence=Presence.NOT_NEEDED, detail=detail)
+        return cls("not needed", detail)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,20 +150,20 @@ class Probe:
     @property
     def available(self) -> bool:
         """True if all three questions are answered yes, or need no answer."""
-        return all(finding.presence for _, finding in self.questions)
+        return all(finding for _, finding in self.questions)
 
     @property
     def has_hardware(self) -> bool:
         """True if the vendor's devices were really seen (whatever the driver and software say)."""
-        return self.devices.presence is Presence.YES
+        return self.devices.presence == "yes"
 
     @property
     def reason(self) -> str:
         """One line: why it is available, or everything that is missing."""
-        missing = [f"{title}: {f.detail}" for title, f in self.questions if not f.presence]
+        missing = [f"{title}: {f.detail}" for title, f in self.questions if not f]
         if missing:
             return "; ".join(missing)
-        found = [f.detail for _, f in self.questions if f.presence is Presence.YES]
+        found = [f.detail for _, f in self.questions if f.presence == "yes"]
         return "; ".join(found) or "always there"
 
 
@@ -441,11 +430,3 @@ class Backend:
     def diagnostics(self) -> Sequence[Check]:
         """The checks that ``doctor`` runs for this device."""
         return ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Requirement:
-    """Something a strategy or run needs of a backend."""
-
-    capability: str
-    because: str

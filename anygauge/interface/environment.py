@@ -32,7 +32,6 @@ __all__ = [
     "detected_by",
     "main_interface",
     "meeting_rule",
-    "missing_fabric",
 ]
 
 
@@ -95,14 +94,19 @@ class ChosenFabric:
     Attributes:
         name: empty where there is nothing to choose or the library chooses.
         requested: by the user, rather than detected.
+        missing: why this machine cannot have it; empty where it may.
     """
 
     name: str
     why: str
     requested: bool = False
+    missing: str = ""
 
 
-NO_FABRIC = ChosenFabric(name="", why="all ranks are on one machine")
+ONE_NODE = "all ranks are on one machine"
+"""Why a rule about the network between machines leaves its variable."""
+
+NO_FABRIC = ChosenFabric(name="", why=ONE_NODE)
 
 
 def choose_fabric(fabrics: Sequence[Fabric], job: Job, node: Node) -> ChosenFabric:
@@ -115,7 +119,14 @@ def choose_fabric(fabrics: Sequence[Fabric], job: Job, node: Node) -> ChosenFabr
         return NO_FABRIC
     named = named_fabric(fabrics, job.launch.fabric)
     if named is not None:
-        return ChosenFabric(name=named.name, why="launch.fabric", requested=True)
+        missing = ""
+        if named.detect is not None and named.detect(node) is None:
+            found = ", ".join(f"{d.name} ({d.driver}, {d.link_layer})" for d in node.rdma_devices)
+            missing = (
+                f"launch.fabric: {named.name}: {node.hostname} does not show {named.what}; its "
+                f"RDMA devices: {found or 'none'}. Another fabric, or auto, does without"
+            )
+        return ChosenFabric(name=named.name, why="launch.fabric", requested=True, missing=missing)
     for fabric in fabrics:
         detected = fabric.detect(node) if fabric.detect else None
         if detected is not None:
@@ -136,20 +147,6 @@ def named_fabric(fabrics: Sequence[Fabric], name: str) -> Fabric | None:
         known = ", ".join((AUTO, *(fabric.name for fabric in fabrics)))
         raise RunFileError(f"launch.fabric: {name!r}: this backend has {known}")
     return found
-
-
-def missing_fabric(fabrics: Sequence[Fabric], job: Job, node: Node) -> str | None:
-    """Why this machine cannot have the network that was asked for; None where it may."""
-    if job.launch.nodes == 1:
-        return None
-    fabric = named_fabric(fabrics, job.launch.fabric)
-    if fabric is None or fabric.detect is None or fabric.detect(node) is not None:
-        return None
-    devices = ", ".join(f"{d.name} ({d.driver}, {d.link_layer})" for d in node.rdma_devices)
-    return (
-        f"launch.fabric: {fabric.name}: {node.hostname} does not show {fabric.what}; its RDMA "
-        f"devices: {devices or 'none'}. Another fabric, or auto, does without"
-    )
 
 
 def _ethernet(node: Node) -> str | None:
@@ -235,10 +232,6 @@ class RuleContext:
         major, _, rest = self.node.libraries.get(library, "").partition(".")
         minor = rest.partition(".")[0]
         return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
-
-
-ONE_NODE = "all ranks are on one machine"
-"""Why a rule about the network between machines leaves its variable."""
 
 
 def main_interface(context: RuleContext, only_one: str, *, exactly: str = "") -> Setting | Skip:

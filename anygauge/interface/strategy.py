@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from anygauge.interface.backend import FULL, Backend, Level, Requirement, Support
+from anygauge.interface.backend import FULL, Backend, Level, Support
 from anygauge.interface.environment import Setting
 
 if TYPE_CHECKING:
@@ -55,17 +55,17 @@ PARAMETER = "parameter"
 class Precision:
     """Names of torch types: one policy for every strategy, so that two of them can be compared.
 
+    The optimizer's copy of trained weights, and its state, are float32.
+
     Attributes:
         param_dtype: weights and adapter in memory, and arithmetic.
         reduce_dtype: accumulation and reduction of gradients.
-        master_dtype: the optimizer's copy of trained weights, and its state.
         why: how `param_dtype` was settled, in words.
         fp8: linear layers multiply in FP8 while they train; see `Backend.fp8_products`.
     """
 
     param_dtype: str
     reduce_dtype: str
-    master_dtype: str = "float32"
     why: str = "asked for"
     fp8: bool = False
 
@@ -639,10 +639,9 @@ class StrategySpec:
         reference: the conformance kit compares a strategy that shards with it, on one rank.
         tolerance: largest relative difference of a loss from the reference's that it makes by
             design, such as by compressing what ranks exchange; 0 where rounding explains all.
-        world_sizes: the numbers of ranks that it runs on; empty: any.
-        needs_process_group: whether ranks must have joined one before `Strategy.build`; a rank
-            that is alone joins one, too.
-        needs: what it asks of a device, with reasons; on one rank as well.
+        single_process: it runs on one rank, which joins no process group. Of all others each rank
+            has joined one before `Strategy.build`, also one that is alone.
+        needs: capability that it asks of a device, on one rank as well -> because.
         engine: a name by which `Backend.unsupported_engines` may refuse it; empty: none may.
         distributions: packages that it needs beside those of anygauge, by the names that pip has;
             their versions are recorded.
@@ -669,9 +668,8 @@ class StrategySpec:
     options: str = ""
     reference: bool = False
     tolerance: float = 0.0
-    world_sizes: tuple[int, ...] = ()
-    needs_process_group: bool = True
-    needs: tuple[Requirement, ...] = ()
+    single_process: bool = False
+    needs: Mapping[str, str] = field(default_factory=dict, hash=False)
     engine: str = ""
     distributions: tuple[str, ...] = ()
     install: str = ""

@@ -10,7 +10,6 @@ from anygauge.interface import (
     AutoForm,
     Level,
     PlannerHints,
-    Requirement,
     StrategyRun,
     StrategySpec,
     Support,
@@ -61,7 +60,7 @@ DDP = StrategySpec(
     api_version=API_VERSION,
     summary="torch's DDP: the whole model on every rank, gradients summed over ranks.",
     options="anygauge.strategies.degrees:Degrees",
-    needs=(Requirement(capability="collectives", because="DDP sums gradients"),),
+    needs={"collectives": "DDP sums gradients"},
     share=share,
     takes_clip_kernel=takes_clip_kernel,
     shorthands={

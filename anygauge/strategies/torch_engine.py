@@ -74,12 +74,12 @@ class TorchEngine:
         self._layout = layout or Whole(context.clip_grad_norm)
         self._fp8 = fp8_contexts(model, context)
         self._trained = trained_parameters(model)
-        dtype = torch_dtype(context.workload.precision.master_dtype)
         held = [self._layout.local(p) for _, p in self._trained]
         self._held, self._group_sums = held, sums
-        # A parameter already stored in the master type is its own master.
+        # A parameter that is already stored in float32 is its own master.
         self._masters = [
-            part if part.dtype is dtype else nn.Parameter(part.detach().to(dtype)) for part in held
+            part if part.dtype is torch.float32 else nn.Parameter(part.detach().float())
+            for part in held
         ]
         self._copies = [
             (part, master)

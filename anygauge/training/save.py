@@ -200,7 +200,7 @@ def facts(prepared: PreparedRun, rank: Rank, summary: dict[str, Any]) -> card.Fa
         strategy=summary["strategy"],
         ranks=rank.world_size,
         precision=f"{prepared.precision.param_dtype}, gradients {prepared.precision.reduce_dtype}, "
-        f"masters {prepared.precision.master_dtype}",
+        "masters float32",
         data=summary["data"],
         steps=summary["steps"],
         tokens=summary["tokens"],

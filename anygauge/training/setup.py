@@ -140,7 +140,7 @@ def open_device(job: Job, rank: Rank, run: RunFile, registry: Registry) -> Backe
     backend = registry.create_backend(job.backend, job.backend_options)
     check_strategy(run, registry, backend, rank.world_size)
     device = backend.open(rank.local)
-    if registry.find_strategy(run.strategy.name).spec.needs_process_group:
+    if not registry.find_strategy(run.strategy.name).spec.single_process:
         backend.collectives.open(
             rendezvous=job.rendezvous,
             rank=rank.index,

@@ -63,21 +63,14 @@ def check_ranks(spec: StrategySpec, world_size: int, registry: Registry) -> None
     """Refuse a number of ranks that a strategy does not run on.
 
     Raises:
-        RunFileError: names numbers, and strategies, that would do.
+        RunFileError: names strategies that would do.
     """
-    if not spec.world_sizes or world_size in spec.world_sizes:
+    if world_size == 1 or not spec.single_process:
         return
-    others = [
-        each.spec.name
-        for each in registry.strategies
-        if not each.spec.world_sizes or world_size in each.spec.world_sizes
-    ]
-    sizes = " or ".join(map(str, spec.world_sizes))
-    alone = spec.world_sizes == (1,)
+    others = [each.spec.name for each in registry.strategies if not each.spec.single_process]
     raise RunFileError(
-        f"strategy.name: {spec.name!r} trains in {'one process' if alone else f'{sizes} ranks'}, "
-        f"but the run has {world_size} ranks; "
-        + ("use --devices 1 and --nodes 1" if alone else f"make --devices times --nodes {sizes}")
+        f"strategy.name: {spec.name!r} trains in one process, but the run has {world_size} ranks; "
+        "use --devices 1 and --nodes 1"
         + (f", or strategy.name: {' or '.join(others)}" if others else "")
     )
 
@@ -102,12 +95,12 @@ def check_backend(spec: StrategySpec, backend: Backend) -> None:
     Raises:
         UnsupportedError: quotes the backend's reason.
     """
-    for need in spec.needs:
-        support = backend.support(need.capability)
+    for capability, because in spec.needs.items():
+        support = backend.support(capability)
         if not support:
             raise UnsupportedError(
-                f"backend {backend.name!r} lacks {need.capability!r}, needed because "
-                f"{need.because}: {support}"
+                f"backend {backend.name!r} lacks {capability!r}, needed because {because}: "
+                f"{support}"
             )
     if spec.engine in backend.unsupported_engines:
         raise UnsupportedError(
