@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from anygauge.config.schema import AdapterSection, ModelSection, RunFile
 from anygauge.config.sections import CheckpointingSection, recomputation
-from anygauge.interface import Activations, ModelError, UnsupportedError
-from anygauge.interface.strategy import PartFunction
+from anygauge.interface import Activations, ModelError, PartFunction, UnsupportedError
 from anygauge.kernels.install import ModelKernels, install
 from anygauge.models.adapter import add_adapter, external_parameters, saved_modules
 from anygauge.models.conversion import Value, Weights, in_published_form, stored_buffers

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from anygauge.interface import API_VERSION, FULL, Setting, StrategySpec
-from anygauge.interface.strategy import BuildContext, Engine, Workload
+from anygauge.interface import (
+    API_VERSION,
+    FULL,
+    BuildContext,
+    Engine,
+    Setting,
+    StrategySpec,
+    Workload,
+)
 
 AUTO = StrategySpec(
     name="auto",

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anygauge.interface import Backend, Graph, Phase
-from anygauge.interface.strategy import BuildContext, DeviceBatch, LossFunction
+from anygauge.interface import Backend, BuildContext, DeviceBatch, Graph, LossFunction, Phase
 from anygauge.strategies.materialise import decoder_layers
 
 

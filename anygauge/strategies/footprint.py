@@ -14,15 +14,8 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import nn
 
-from anygauge.interface import Setting
-from anygauge.interface import strategy as at
-from anygauge.interface.strategy import (
-    MemoryEstimate,
-    Strategy,
-    StrategyPlanner,
-    Traffic,
-    Workload,
-)
+from anygauge.interface import MemoryEstimate, Setting, Strategy, StrategyPlanner, Traffic, Workload
+from anygauge.interface import estimate as at
 from anygauge.strategies.common import torch_dtype
 from anygauge.strategies.materialise import decoder_layers
 

@@ -16,12 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from anygauge.interface import HOST_DEVICE, Phase
-from anygauge.interface.strategy import (
-    BuildContext,
-    DeviceBatch,
-    LossFunction,
-)
+from anygauge.interface import HOST_DEVICE, BuildContext, DeviceBatch, LossFunction, Phase
 from anygauge.strategies.common import torch_dtype, trained_parameters
 from anygauge.strategies.degrees import Degrees
 from anygauge.strategies.finite import scaled

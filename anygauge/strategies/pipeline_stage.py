@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anygauge.interface import UnsupportedError
-from anygauge.interface.strategy import DeviceBatch
+from anygauge.interface import DeviceBatch, UnsupportedError
 from anygauge.strategies.materialise import decoder_layers
 from anygauge.strategies.pipeline_cut import StagePart
 from anygauge.strategies.tensor_division import causal_of, decoder_of

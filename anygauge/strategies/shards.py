@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from anygauge.interface.strategy import BuildContext, ModelFactory
+from anygauge.interface import BuildContext, ModelFactory
 from anygauge.strategies.common import floating, prepare, torch_dtype
 from anygauge.strategies.flat import FlatLayers
 from anygauge.strategies.layout import GroupLayout

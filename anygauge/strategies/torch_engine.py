@@ -15,13 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from anygauge.interface import FULL, HOST_DEVICE, Phase, Support
-from anygauge.interface.strategy import (
+from anygauge.interface import (
+    FULL,
+    HOST_DEVICE,
     PARAMETER,
     BuildContext,
     Counters,
     DeviceBatch,
     LossFunction,
+    Phase,
+    Support,
     TrainedState,
     UpdateResult,
 )

@@ -16,14 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anygauge.interface import HOST_DEVICE, Phase, Setting, Support
-from anygauge.interface.strategy import (
+from anygauge.interface import (
+    HOST_DEVICE,
     BuildContext,
     Counters,
     DeviceBatch,
     LossFunction,
     MemoryEstimate,
     OptimizerFactory,
+    Phase,
+    Setting,
+    Support,
     TrainedState,
     UpdateResult,
     Workload,

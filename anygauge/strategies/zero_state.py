@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anygauge.interface import FULL, HOST_DEVICE, Level, Support
-from anygauge.interface.strategy import PARAMETER, Counters, TrainedState
+from anygauge.interface import FULL, HOST_DEVICE, PARAMETER, Counters, Level, Support, TrainedState
 from anygauge.strategies.quantised import is_packed, pack, unpacked
 from anygauge.strategies.state import (
     export_plain,

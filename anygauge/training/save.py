@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from anygauge.data import IGNORED, MicroBatch, described
-from anygauge.interface import HOST_DEVICE, Job
-from anygauge.interface.strategy import StrategySpec
+from anygauge.interface import HOST_DEVICE, Job, StrategySpec
 from anygauge.models import card
 from anygauge.models.adapter import load_adapter
 from anygauge.models.curve import loss_curve

@@ -27,19 +27,17 @@ from anygauge.interface import (
     ACCEPTED,
     AnygaugeError,
     Backend,
-    Job,
-    Level,
-    Placement,
-    UnsupportedError,
-)
-from anygauge.interface.strategy import (
     BuildContext,
     Engine,
+    Job,
+    Level,
     ModelFactory,
+    Placement,
     Precision,
     Share,
     Strategy,
     StrategySpec,
+    UnsupportedError,
 )
 from anygauge.kernels.choose import kernels_of_run
 from anygauge.kernels.loss import model_loss

@@ -13,13 +13,15 @@ from torch import Tensor, nn
 
 from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.config.sections import OptimizerSection
-from anygauge.interface import Backend, Precision, Share
-from anygauge.interface.strategy import (
+from anygauge.interface import (
     Activations,
+    Backend,
     BuildContext,
     DeviceBatch,
     ModelFactory,
     OptimizerFactory,
+    Precision,
+    Share,
     Strategy,
     Workload,
 )

@@ -17,8 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.config.sections import CheckpointingSection, OptimizerSection
 from anygauge.data import MicroBatch
-from anygauge.interface import Backend, Precision, Share
-from anygauge.interface.strategy import DeviceBatch, Engine
+from anygauge.interface import Backend, DeviceBatch, Engine, Precision, Share
 from anygauge.kernels.install import ModelKernels
 from anygauge.kernels.loss import logits_rule, model_loss
 from anygauge.models.factory import CausalModelFactory

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from anygauge.config.sections import CheckpointingSection
-from anygauge.interface import Activations, Backend, Share, UnsupportedError
-from anygauge.interface.strategy import Engine
+from anygauge.interface import Activations, Backend, Engine, Share, UnsupportedError
 from anygauge.kernels.loss import model_loss
 from anygauge.models.recompute import recompute
 from anygauge.registry import Registry

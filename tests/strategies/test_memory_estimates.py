@@ -8,7 +8,7 @@ import pytest
 
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import Precision, Share
-from anygauge.interface import strategy as at
+from anygauge.interface import estimate as at
 from anygauge.strategies.footprint import memory_of, update_made
 from anygauge.strategies.materialise import decoder_layers
 from anygauge_cpu.backend import CpuBackend

@@ -18,8 +18,7 @@ import safetensors.torch
 from torch import Tensor
 
 from anygauge.config.schema import CheckpointSection
-from anygauge.interface import AnygaugeError, Backend, Collectives
-from anygauge.interface.strategy import Engine
+from anygauge.interface import AnygaugeError, Backend, Collectives, Engine
 from anygauge.training.checkpoints.files import Checkpoint, write_checkpoint
 from anygauge.training.checkpoints.identity import (
     Finished,
