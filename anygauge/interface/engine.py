@@ -33,17 +33,10 @@ LossFunction: TypeAlias = "Callable[[Any], Tensor]"
 """Outputs of the model -> loss summed over tokens, (); made of its input ``shift_labels``."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceBatch:
-    """One micro-batch on the device.
-
-    Attributes:
-        inputs: keyword arguments of the model's forward, ``shift_labels`` among them where it is
-            to return its loss: (B, T) int64, the token that each position is to predict; -100
-            where there is none. They are shifted already, so that a sequence can be cut anywhere.
-    """
-
-    inputs: Mapping[str, Any]
+DeviceBatch: TypeAlias = "Mapping[str, Any]"
+"""One micro-batch on the device: keyword arguments of the model's forward, ``shift_labels`` among
+them where it is to return its loss: (B, T) int64, the token that each position is to predict; -100
+where there is none. They are shifted already, so that a sequence can be cut anywhere."""
 
 
 @dataclass(frozen=True, slots=True)

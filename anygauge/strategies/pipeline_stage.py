@@ -217,7 +217,7 @@ class Stage(nn.Module):
         turn: (1,), which of the step's micro-batches it is.
         """
         number = int(turn)
-        inputs = self._take(number, self.part).inputs
+        inputs = self._take(number, self.part)
         hidden = None if self.part.begins else x
         if self._starts:
             # A stage's backward needs a way, also where nothing is trained before.

@@ -110,7 +110,7 @@ class TorchEngine:
         for index in range(len(batches)):
             with self._gradients.during(last=index == len(batches) - 1):
                 with self._fp8.forward():
-                    outputs = self._call(**batches[index].inputs)
+                    outputs = self._call(**batches[index])
                 self._graph.mark_step(Phase.FORWARD)
                 loss = loss_function(outputs)
                 with self._fp8.backward():

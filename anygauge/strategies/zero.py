@@ -112,7 +112,7 @@ class ZeroEngine:
         for index, batch in enumerate(batches):
             self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
             with self._fp8.forward():
-                outputs = self._engine(**batch.inputs)
+                outputs = self._engine(**batch)
             self._backend.graph.mark_step(Phase.FORWARD)
             loss = loss_function(outputs)
             with self._fp8.backward():

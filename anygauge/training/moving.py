@@ -84,7 +84,7 @@ class ToDevice:
             state_loss_rows(labels, placement.to_device(batch.loss_rows))
         if self.routed:
             inputs["tokens"] = moved.attention_mask
-        return DeviceBatch(inputs={**inputs, "shift_labels": labels})
+        return {**inputs, "shift_labels": labels}
 
     def _own(self, labels: Tensor) -> Tensor:
         """Labels of the positions that this rank computes."""

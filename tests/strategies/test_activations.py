@@ -45,7 +45,7 @@ def forward(engine: Engine, device: str = "cpu") -> Tensor:
     alone = ParityCase(strategy="single")
     batch = placed(alone, ids[:MICRO], labels[:MICRO], Share(0, 1), torch.device(device))
     engine.model.train()
-    return model_loss(engine.model(**batch.inputs))
+    return model_loss(engine.model(**batch))
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ class PlainEngine:
         self.model.train()
         losses = []
         for batch in batches:
-            outputs = self.model(**batch.inputs)
+            outputs = self.model(**batch)
             self._graph.mark_step(Phase.FORWARD)
             loss = loss_function(outputs)
             scaled(loss, 1 / normalizer).backward()
