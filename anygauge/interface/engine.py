@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from anygauge.interface.support import Support
-
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -84,9 +82,15 @@ class TrainedState(Protocol):
 
 
 class Engine(Protocol):
-    """A built model with its optimizer."""
+    """A built model with its optimizer.
+
+    Attributes:
+        refuses_checkpoints: why `export_state`, `counters` and `import_state` cannot be called;
+            empty: they can.
+    """
 
     model: nn.Module
+    refuses_checkpoints: str
 
     def run_step(
         self, batches: Sequence[DeviceBatch], loss_function: LossFunction, normalizer: int
@@ -136,9 +140,6 @@ class Engine(Protocol):
 
         Every rank must call it; only rank 0 gets values, others an empty mapping.
         """
-
-    def checkpoint_support(self) -> Support:
-        """Whether the next three can be called; the reason if not."""
 
     def export_state(self) -> Iterator[tuple[str, str, Tensor | None]]:
         """(parameter name, key, whole float32 tensor on the host), one after another.

@@ -17,7 +17,6 @@ from anygauge.interface.model import (
     OptimizerFactory,
     Precision,
 )
-from anygauge.interface.support import FULL, Level, Support
 
 if TYPE_CHECKING:
     from torch import nn
@@ -195,9 +194,7 @@ class StrategyRun:
     reentrant_only: str = ""
 
 
-NO_FP8 = Support(
-    Level.NOT_WRITTEN_YET, "nobody has tried products in FP8 with its engine, which does not ask"
-)
+NO_FP8 = "nobody has tried products in FP8 with its engine, which does not ask"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,12 +249,11 @@ class StrategySpec:
         install: the command that installs them; empty: ``pip install`` and their names.
         share: (options, rank, world size) -> which rows that rank reads, of its own unless it says
             otherwise; pure. Called for other ranks, too.
-        takes_clip_kernel: options -> whether gradients are whole and on the device when they are
-            clipped, so that a device's own kernel can do it; the reason if not.
-        takes_update_kernel: options -> whether what the optimizer updates are plain tensors on the
-            device, whole or parts, so that a device's own kernel of an elementwise update can.
-        takes_fp8: options -> whether its engine trains in the contexts that `Backend.fp8_products`
-            makes; the reason if not.
+        unused_kernels: options -> operation -> why its engine calls no kernel of it:
+            ``clip_grad_norm``, which takes whole gradients on the device; ``adamw``, which takes
+            plain tensors on the device, whole or parts.
+        refuses_fp8: options -> why its engine does not train in the contexts that
+            `Backend.fp8_products` makes; empty: it does.
         shorthands: word -> (nodes, devices of each) -> fields of `options`: what a run file may
             write in place of the whole section, for layouts that have a name of their own.
         check: refuses what the options cannot do, by raising an `AnygaugeError`; cheap and pure.
@@ -278,9 +274,8 @@ class StrategySpec:
     distributions: tuple[str, ...] = ()
     install: str = ""
     share: Callable[[Any, int, int], Share] = lambda options, rank, ranks: Share(rank, ranks)
-    takes_clip_kernel: Callable[[Any], Support] = lambda options: FULL
-    takes_update_kernel: Callable[[Any], Support] = lambda options: FULL
-    takes_fp8: Callable[[Any], Support] = lambda options: NO_FP8
+    unused_kernels: Callable[[Any], Mapping[str, str]] = lambda options: {}
+    refuses_fp8: Callable[[Any], str] = lambda options: NO_FP8
     shorthands: Mapping[str, Callable[[int, int], Mapping[str, Any]]] = field(
         default_factory=dict, hash=False
     )

@@ -7,7 +7,6 @@ from typing import Any
 
 from anygauge.interface import (
     API_VERSION,
-    FULL,
     BuildContext,
     Engine,
     Setting,
@@ -21,7 +20,7 @@ AUTO = StrategySpec(
     api_version=API_VERSION,
     summary="The default: a whole model on each device where that fits, else the first of fsdp, "
     "zero and their offloading that fits.",
-    takes_fp8=lambda options: FULL,
+    refuses_fp8=lambda options: "",
 )
 
 

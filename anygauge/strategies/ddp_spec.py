@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from anygauge.interface import (
     API_VERSION,
-    FULL,
     AutoForm,
-    Level,
     PlannerHints,
     StrategyRun,
     StrategySpec,
-    Support,
 )
 from anygauge.strategies.degrees import (
     check_adapter,
@@ -26,7 +21,7 @@ from anygauge.strategies.degrees import (
     share,
 )
 
-IN_PARTS = Support(Level.NOT_WRITTEN_YET, "each rank has only a part of the gradients")
+IN_PARTS = {"clip_grad_norm": "each rank has only a part of the gradients"}
 
 
 def check(run: StrategyRun) -> None:
@@ -49,11 +44,6 @@ def check(run: StrategyRun) -> None:
     check_codes(run)
 
 
-def takes_clip_kernel(options: Any) -> Support:
-    """See `StrategySpec.takes_clip_kernel`."""
-    return FULL if options.tp == options.pp == 1 else IN_PARTS
-
-
 DDP = StrategySpec(
     name="ddp",
     factory="anygauge.strategies.ddp:Ddp",
@@ -62,7 +52,7 @@ DDP = StrategySpec(
     options="anygauge.strategies.degrees:Degrees",
     needs={"collectives": "DDP sums gradients"},
     share=share,
-    takes_clip_kernel=takes_clip_kernel,
+    unused_kernels=lambda options: {} if options.tp == options.pp == 1 else IN_PARTS,
     shorthands={
         "tensor": lambda nodes, devices: {"tp": nodes * devices},
         "pipeline": lambda nodes, devices: {"pp": nodes * devices},

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from anygauge.interface import (
-    FULL,
     HOST_DEVICE,
     PARAMETER,
     BuildContext,
@@ -24,7 +23,6 @@ from anygauge.interface import (
     DeviceBatch,
     LossFunction,
     Phase,
-    Support,
     TrainedState,
     UpdateResult,
 )
@@ -56,6 +54,8 @@ class TorchEngine:
             message each.
         join_logits: puts together the logits of positions that several ranks have.
     """
+
+    refuses_checkpoints = ""
 
     def __init__(
         self,
@@ -164,10 +164,6 @@ class TorchEngine:
             if self._writes:
                 found[name] = whole.to(HOST_DEVICE, copy=True)
         return found
-
-    def checkpoint_support(self) -> Support:
-        """See `Engine.checkpoint_support`."""
-        return FULL
 
     def export_state(self) -> Iterator[tuple[str, str, Tensor | None]]:
         """See `Engine.export_state`."""

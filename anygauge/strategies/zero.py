@@ -26,7 +26,6 @@ from anygauge.interface import (
     OptimizerFactory,
     Phase,
     Setting,
-    Support,
     TrainedState,
     UpdateResult,
     Workload,
@@ -86,6 +85,7 @@ class ZeroEngine:
         self._scales_loss = context.workload.precision.scales_loss
         self._trained = trained_parameters(self.model)
         self._state = ZeroState(engine, stage, self._trained, writes=context.workload.rank == 0)
+        self.refuses_checkpoints = self._state.refusal
         self._swapped = swapped
         self._fp8 = fp8
         self._steps = (
@@ -168,10 +168,6 @@ class ZeroEngine:
     def export_trained(self) -> Mapping[str, Tensor]:
         """See `Engine.export_trained`; one tensor is whole at a time on other ranks."""
         return {name: whole for name, whole in self._state.masters() if whole is not None}
-
-    def checkpoint_support(self) -> Support:
-        """See `Engine.checkpoint_support`."""
-        return self._state.support()
 
     def export_state(self) -> Iterator[tuple[str, str, Tensor | None]]:
         """See `Engine.export_state`."""

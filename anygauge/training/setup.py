@@ -248,9 +248,8 @@ def prepare_run(
         offload_activations(engine.model, backend.placement)
     seed_dropout(backend, run.train.seed, rank, share, start)
     wanted = run.checkpoint.every or run.checkpoint.keep_best or start is not None
-    supported = engine.checkpoint_support()
-    if wanted and not supported:
-        raise UnsupportedError(f"checkpoints: {supported}")
+    if wanted and engine.refuses_checkpoints:
+        raise UnsupportedError(f"checkpoints: {engine.refuses_checkpoints}")
     if start is not None:
         engine.import_state(start)
     total, trained = parameter_counts(engine)
@@ -347,7 +346,9 @@ def prepare_run(
             backend.collectives,
             then_limit_s=job.launch.collective_timeout_s,
         ),
-        by_default=run.checkpoint.every is None and run.adapter is not None and bool(supported),
+        by_default=run.checkpoint.every is None
+        and run.adapter is not None
+        and not engine.refuses_checkpoints,
     )
     manager.scan()
     done = 0 if start is None else start.step

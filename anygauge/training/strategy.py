@@ -229,10 +229,9 @@ def check_fp8(run: RunFile, spec: StrategySpec, backend: Backend) -> None:
             f"precision.fp8: backend {backend.name!r} lacks {FP8!r}: {support}. With "
             "precision.fp8: false, linear layers multiply in precision.param_dtype"
         )
-    taken = spec.takes_fp8(run.strategy)
-    if not taken:
+    if why := spec.refuses_fp8(run.strategy):
         raise UnsupportedError(
-            f"precision.fp8: strategy {spec.name!r}: {taken}. Use strategy.name: zero without "
+            f"precision.fp8: strategy {spec.name!r}: {why}. Use strategy.name: zero without "
             "offload, or single; or set precision.fp8: false"
         )
     for field, used, why in (

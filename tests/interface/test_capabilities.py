@@ -15,9 +15,3 @@ def test_each_is_asked_for_and_no_other() -> None:
     of_precision = set(AUTO_ORDER) - {"float32"}
     of_sections = {*QUANTISED.values(), PAGED, EIGHT_BIT, FUSED_ADAMW, FP8}
     assert of_strategies | of_precision | of_sections == set(CAPABILITIES)
-
-
-def test_no_strategy_is_one() -> None:
-    names = {provided.spec.name for provided in Registry.load().strategies}
-    assert {"single", "zero"} <= names
-    assert not set(CAPABILITIES) & names
