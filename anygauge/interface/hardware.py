@@ -292,12 +292,11 @@ class _Reader:
         valid = [one.name for one in fields(kind) if one.name in (*figures, *_OTHERS)]
         given = self.table(table, place, valid)
         values: dict[str, Any] = {}
-        for key in filter(given.__contains__, valid):
-            below, value = f"{place}.{key}", given[key]
+        for key, value in given.items():
+            below = f"{place}.{key}"
             if key in BY_TYPE:
-                by_type = self.table(value, below, FLOPS_TYPES)
-                types = filter(by_type.__contains__, FLOPS_TYPES)
-                value = {one: self._figure(by_type[one], f"{below}.{one}") for one in types}
+                by_type = self.table(value, below, FLOPS_TYPES).items()
+                value = {one: self._figure(rate, f"{below}.{one}") for one, rate in by_type}
             elif key == "ranks":
                 ranks = self.table(value, below).items()
                 value = {n: self._values(Rates, rates, f"{below}.{n}") for n, rates in ranks}

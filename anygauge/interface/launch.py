@@ -75,7 +75,6 @@ class PlannedProcess:
     Attributes:
         argv: never through a shell here.
         host: where; None is this machine.
-        environment: variables by value, in addition to inherited ones.
         arguments: of an agent that reads them from standard input (``--stdin``), where a shell on
             the way to it must not see them.
     """
@@ -84,7 +83,6 @@ class PlannedProcess:
     argv: tuple[str, ...]
     host: str | None = None
     arguments: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

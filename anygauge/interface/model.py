@@ -74,10 +74,6 @@ class ModelFactory(Protocol):
     `fill_buffers` and `values` take a model of `skeleton` that was not adapted yet.
     """
 
-    @property
-    def activations(self) -> Activations:
-        """What `checkpoint_activations` does of it: what the run asks for, without `offload`."""
-
     def skeleton(self) -> nn.Module:
         """The architecture: parameters on the meta device, buffers real and in their own types."""
 
