@@ -94,7 +94,6 @@ class Workload:
         length: places for tokens in each sequence, padding among them.
         state_bytes: what the optimizer keeps for each trained number, in bytes.
         update_bytes: what its update makes meanwhile for each trained number, in bytes.
-        updated_at_once: for how many numbers at once, or for one tensor that has more; 0: for all.
     """
 
     backend: Backend
@@ -110,7 +109,6 @@ class Workload:
     activations: Activations
     state_bytes: float = 8.0
     update_bytes: float = 0.0
-    updated_at_once: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,7 @@ from torch import nn
 from anygauge.interface import MemoryEstimate, Setting, Strategy, StrategyPlanner, Traffic, Workload
 from anygauge.interface import estimate as at
 from anygauge.strategies.common import torch_dtype
+from anygauge.strategies.finite import UPDATED_AT_ONCE
 from anygauge.strategies.materialise import decoder_layers
 
 Kinds: TypeAlias = "Mapping[str, int]"
@@ -162,7 +163,7 @@ def update_made(workload: Workload, sizes: Iterable[int]) -> int:
     """
     most = at_once = 0
     for size in sizes:
-        if at_once + size > workload.updated_at_once > 0:
+        if at_once + size > UPDATED_AT_ONCE:
             at_once = 0
         at_once += size
         most = max(most, at_once)

@@ -51,10 +51,6 @@ UPDATE_BYTES = 8.0
 a copy from before, for `anygauge.training.undo`, and what the optimizer's step makes, or afterwards
 a copy of what it changed. torch's fused AdamW makes neither."""
 
-UPDATED_AT_ONCE = 2**23
-"""Numbers that are copied before a step of an optimizer that cannot leave it out by itself: 32 MiB
-in float32."""
-
 FUSED_ADAMW = "fused_adamw"
 """The capability of a device that has a kernel for torch's fused AdamW, which makes nothing."""
 
@@ -360,5 +356,4 @@ def workload_of(
         activations=run.train.activations,
         state_bytes=STATE_BYTES[name],
         update_bytes=0.0 if fused else UPDATE_BYTES,
-        updated_at_once=UPDATED_AT_ONCE,
     )
