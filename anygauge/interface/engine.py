@@ -23,7 +23,6 @@ __all__ = [
     "UpdateResult",
 ]
 
-
 PARAMETER = "parameter"
 """The key of a trained tensor itself; other keys are the optimizer's, such as ``exp_avg``."""
 

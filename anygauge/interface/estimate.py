@@ -8,11 +8,8 @@ from typing import TypeAlias
 
 __all__ = ["HeldLayers", "MemoryEstimate", "Traffic"]
 
-
 WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER = "weights", "gathered weights", "gradients", "optimizer"
-
 ACTIVATIONS, LOGITS, BUFFERS, SAVED = "activations", "logits and loss", "buffers", "saved"
-
 KINDS = (WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, BUFFERS, SAVED)
 """What memory is for: a rank's part of the weights, an adapter's among them; weights put together
 from ranks for a while; gradients and their sums; masters, the optimizer's state and what an update
@@ -20,11 +17,8 @@ takes; what forward keeps and backward makes; logits and the loss; buffers of en
 collectives; copies to be saved."""
 
 LOAD, BEGIN, GATHER, FORWARD, LOSS = "load", "begin", "gather", "forward", "loss"
-
 REDUCE, BACKWARD, END, EMBEDDING = "reduce", "backward", "end", "embedding"
-
 COLLECT, UPDATE, EVALUATION, SAVE = "collect", "update", "evaluation", "save"
-
 MOMENTS = (
     *(LOAD, BEGIN, GATHER, FORWARD, LOSS, REDUCE),
     *(BACKWARD, END, EMBEDDING, COLLECT, UPDATE, EVALUATION, SAVE),

@@ -14,7 +14,6 @@ from anygauge.util.errors import RunFileError
 
 __all__ = ["ETHERNET", "ONE_NODE", "ChosenFabric", "Fabric", "choose_fabric", "detected_by"]
 
-
 AUTO = "auto"
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 __all__ = ["REPOSITORY_VARIABLE", "ImageRelease", "own_image", "read_releases", "tagged"]
 
-
 REPOSITORY_VARIABLE = "ANYGAUGE_REPOSITORY"
 """Where the images that you built are, such as ``registry.example.com/team/anygauge``."""
 
