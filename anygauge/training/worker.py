@@ -136,7 +136,7 @@ def run_rank(
                 )
             opened.callback(prepared.engine.close)
             # Until the end: a request that comes while the result is saved comes too late.
-            if prepared.engine.checkpoint_support():
+            if not prepared.engine.refuses_checkpoints:
                 opened.enter_context(prepared.loop.stop.listening())
             if index == 0:
                 say_that_it_started(job, rank, prepared)
@@ -180,7 +180,7 @@ def say_that_it_started(job: Job, rank: Any, prepared: Any) -> None:
         world_size=rank.world_size,
         device=str(prepared.loop.backend.placement.device),
         done=prepared.loop.start,
-        stops=bool(prepared.engine.checkpoint_support()),
+        stops=not prepared.engine.refuses_checkpoints,
         lines=[
             f"training: {steps} steps on {rank.world_size} "
             f"{'rank' if rank.world_size == 1 else 'ranks'}, backend {job.backend}, "
