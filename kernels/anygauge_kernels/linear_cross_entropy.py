@@ -18,7 +18,6 @@ class LossOptions:
     """What the loss of one chunk depends on, in addition to tensors; see `linear_cross_entropy`."""
 
     ignore_index: int = -100
-    smoothing: float = 0.0
     softcap: float | None = None
     scale: float = 1.0
 
@@ -53,7 +52,6 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     low_rank: tuple[Tensor, Tensor] | None = None,
     ignore_index: int = -100,
-    label_smoothing: float = 0.0,
     softcap: float | None = None,
     scale: float = 1.0,
     skip_ignored: bool = False,
@@ -74,8 +72,6 @@ def linear_cross_entropy(
         bias: (V,), type of `hidden`.
         low_rank: (N, R) and (V, R), whose product is added to the logits: an adapter of the output
             layer.
-        label_smoothing: share of each target that is spread over all V classes, as in
-            `torch.nn.functional.cross_entropy`.
         softcap: logits become softcap * tanh(logits / softcap).
         scale: factor of the logits, before the cap.
         skip_ignored: leave out rows that do not count, before anything is computed. How many are
@@ -88,7 +84,7 @@ def linear_cross_entropy(
     Returns:
         () float32, or float64 for float64.
     """
-    options = LossOptions(ignore_index, label_smoothing, softcap, scale)
+    options = LossOptions(ignore_index, softcap, scale)
     least = max(1, chunk_bytes // (4 * weight.shape[0]))
     rows = least if mark_step is None else COMPILED * least
     if weight.requires_grad and torch.is_grad_enabled():
@@ -295,18 +291,13 @@ def plain_chunk(
         slope = 1 - capped.square() if with_gradient else None
         logits = capped.mul_(options.softcap)
     normaliser = logits.logsumexp(1, keepdim=True)
-    share = options.smoothing / logits.shape[1]
-    losses = normaliser - (1 - options.smoothing) * logits.gather(1, targets)
-    if options.smoothing:
-        losses -= share * logits.sum(1, keepdim=True)
+    losses = normaliser - logits.gather(1, targets)
     total = losses.squeeze(1).where(counts, losses.new_zeros(())).sum()
     if not with_gradient:
         return total, None
     gradient = logits.sub_(normaliser).exp_()
-    if options.smoothing:
-        gradient.sub_(share)
     # Not added by `scatter_add_`, whose deterministic form may sort: a row has one target.
-    gradient.scatter_(1, targets, gradient.gather(1, targets) - (1 - options.smoothing))
+    gradient.scatter_(1, targets, gradient.gather(1, targets) - 1)
     gradient.mul_(counts.unsqueeze(1))
     if slope is not None:
         gradient.mul_(slope)
