@@ -20,7 +20,8 @@ from anygauge.data import MicroBatch
 from anygauge.interface import Backend, Precision, Share
 from anygauge.interface.strategy import DeviceBatch, Engine
 from anygauge.kernels.install import ModelKernels
-from anygauge.kernels.loss import logits_rule, model_loss
+from anygauge.kernels.logits_rule import logits_rule
+from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.inputs import model_inputs, positions, shift_labels
 from anygauge.models.masks import MaskPlan
