@@ -19,7 +19,8 @@ from anygauge.config.sections import CheckpointingSection, OptimizerSection
 from anygauge.data import MicroBatch
 from anygauge.interface import Backend, DeviceBatch, Engine, Precision, Share
 from anygauge.kernels.install import ModelKernels
-from anygauge.kernels.loss import logits_rule, model_loss
+from anygauge.kernels.logits_rule import logits_rule
+from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.inputs import model_inputs, positions, shift_labels
 from anygauge.models.masks import MaskPlan
