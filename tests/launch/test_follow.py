@@ -43,9 +43,8 @@ class Played:
 
     record: Mapping[str, Any] | None = None
 
-    def __init__(self, events: list[Mapping[str, Any]], status: int = 0) -> None:
+    def __init__(self, *events: Mapping[str, Any]) -> None:
         self._events = events
-        self._status = status
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         return iter(self._events)
@@ -56,20 +55,16 @@ class Played:
     def cancel(self) -> None:
         raise AssertionError("nobody asked for the end")
 
-    def wait(self) -> int:
-        return self._status
-
 
 def play(
     *events: Mapping[str, Any],
     terminal: bool = False,
     width: int = 120,
-    status: int = 0,
     **options: Any,
 ) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
     found = follow(
-        Played(list(events), status),
+        Played(*events),
         run_directory="/runs/one",
         console=Console(file=out, force_terminal=terminal, width=width, color_system=None),
         errors=Console(file=err, width=40, color_system=None),
@@ -205,7 +200,7 @@ def test_an_error_of_the_launcher_is_not_swallowed() -> None:
             raise LookupError("gone")
 
     with pytest.raises(LookupError, match="gone"):
-        follow(Broken([]), run_directory="/runs/one", console=Console(file=io.StringIO()))
+        follow(Broken(), run_directory="/runs/one", console=Console(file=io.StringIO()))
 
 
 class Signalled(Played):
@@ -215,7 +210,7 @@ class Signalled(Played):
     def __init__(
         self, signum: int, out: io.StringIO, *reported: Mapping[str, Any], times: int = 1
     ) -> None:
-        super().__init__([*reported], STOPPED)
+        super().__init__(*reported)
         self.signum, self.out, self.times = signum, out, times
         self.cancelled = 0
 
@@ -345,7 +340,7 @@ def test_a_signal_that_came_while_the_job_was_submitted_has_its_answer() -> None
     cancelled = {"event": "ended", "state": "cancelled", "exit_status": 143, "cause": "SIGTERM"}
     signals = Signals()
     signals.received.append(signal.SIGINT)
-    status, out, err = play(cancelled, status=143, signals=signals)
+    status, out, err = play(cancelled, signals=signals)
     assert status == 130 and "nothing to save" in out
     assert "ended on request before the first step" in err
 
