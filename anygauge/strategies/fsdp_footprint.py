@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from anygauge.interface import strategy as at
-from anygauge.interface.strategy import MemoryEstimate, Traffic
+from anygauge.interface import MemoryEstimate, Traffic
+from anygauge.interface import estimate as at
 from anygauge.strategies.flat import FlatSizes, not_flat
 from anygauge.strategies.footprint import (
     Kinds,

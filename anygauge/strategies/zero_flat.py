@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from anygauge.interface import UnsupportedError
-from anygauge.interface.strategy import Workload
+from anygauge.interface import UnsupportedError, Workload
 from anygauge.strategies.common import trained_parameters
 from anygauge.strategies.flat import flat_layers_fit
 from anygauge.strategies.materialise import decoder_layers

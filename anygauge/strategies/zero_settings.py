@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from anygauge.interface import HOST_DEVICE, Setting
-from anygauge.interface.strategy import Workload
+from anygauge.interface import HOST_DEVICE, Setting, Workload
 from anygauge.strategies.zero_flat import PERSISTENCE, ModelSizes, stage_of, why_not_flat
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_spec import check_stage_types

@@ -10,6 +10,7 @@ import pytest
 
 from anygauge.interface import LOST
 from anygauge.launch.channel import Channel
+from anygauge.launch.decision import Decision
 from anygauge.launch.nodes import Instruction, Nodes, WorkerNode
 from anygauge.launch.outcome import JobFailure, JobOutcome, NodeReport
 from tests.helpers.processes import until
@@ -79,8 +80,8 @@ def instructions_of(nodes: Nodes) -> list[Instruction]:
         *(("event", {"line": line}, "'line'") for line in NO_LINES),
         ("event", {}, "'line' is missing"),
         *(("stop", {"signum": number}, "'signum'") for number in NO_SIGNALS),
-        *(("report", {"report": report}, "not a mapping") for report in NO_REPORTS),
-        ("report", {}, "not a mapping"),
+        *(("report", {"report": report}, "Input should be a dictionary") for report in NO_REPORTS),
+        ("report", {}, "Input should be a dictionary"),
         ("report", {"report": {}}, "'node_rank' is missing"),
         ("report", {"report": {**REPORT, HALF: 1}}, "'?' is unknown"),
         ("report", {"report": {**REPORT, "node_rank": 0}}, "it is of node 0"),
@@ -94,7 +95,7 @@ def instructions_of(nodes: Nodes) -> list[Instruction]:
         ),
         ("report", {"report": {**REPORT, "stopped": {"step": [[]]}}}, "'stopped.step'"),
         ("report", {"report": {**REPORT, "stopped": {"checkpoint": {}}}}, "stopped.check"),
-        ("report", {"report": {**REPORT, "failures": [5]}}, "'failures.0' has"),
+        ("report", {"report": {**REPORT, "failures": [5]}}, "'failures.0': Input"),
         *(
             ("report", {"report": {**REPORT, "failures": [{**FAILURE, name: value}]}}, f".{name}'")
             for name, value in (
@@ -182,7 +183,7 @@ def test_only_channels_that_have_something_are_read_at_a_turn(
     for _ in range(5):
         coordinator.poll()
     assert read == []
-    worker.mark_ready()
+    worker.mark_ready(Decision())
     until(lambda: coordinator.poll() or coordinator._ready == {1}, "the message")
     assert read == ["node 1 (host1)"]
     coordinator._heartbeat_at = 0.0
