@@ -41,7 +41,7 @@ def data(
     from anygauge.data import Layout, TokenizedRows, accumulation, addresses, advice, peek
     from anygauge.data import prepare as read_rows
     from anygauge.launch.prepare_call import prepare
-    from anygauge.launch.prepare_process import PrepareRequest
+    from anygauge.launch.prepare_request import PrepareRequest
     from anygauge.models.hub import wanted
     from anygauge.models.quiet import quiet_libraries
     from anygauge.models.tokenizer import load_tokenizer

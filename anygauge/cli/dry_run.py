@@ -30,7 +30,7 @@ from anygauge.util.files import write_text
 
 if TYPE_CHECKING:
     from anygauge.launch.decision import Decision
-    from anygauge.training.run_checks import Findings
+    from anygauge.training.checks import Findings
 
 
 SHOWN_PROCESSES = 32

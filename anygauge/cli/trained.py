@@ -228,7 +228,7 @@ def fetch_wanted(section: ModelSection) -> None:
         ModelError: it cannot be had.
     """
     from anygauge.launch.prepare_call import prepare
-    from anygauge.launch.prepare_process import PrepareRequest
+    from anygauge.launch.prepare_request import PrepareRequest
     from anygauge.models.hub import wanted
 
     names = {"model.name": "MODEL", "model.tokenizer": "--tokenizer"}

@@ -1,7 +1,9 @@
 """The way from a run file and options to ranks that train, in the order in which a run takes it.
 
 - `request`: run file and options become one checked object, with a backend and a job.
-- `prepare`, `prepare_call`, `prepare_process`, `memory`: one process fetches, checks and plans.
+- `prepare`, `prepare_request`, `prepare_call`, `prepare_endings`: one process fetches, checks and
+  plans, and what it died of is said. `prepare_process`, `prepare_stages`, `memory`: that process.
+- `decision`: what it decides for all ranks.
 - `submit`, `run_directory`: claim the folder, write the run, start the job, record it.
 - `local_run`: the ranks of this machine, supervised by a thread of the command.
 - `agent`, `startup`: on other machines, a process of its own does the same.

@@ -17,7 +17,7 @@ from anygauge.cli.trained import model_origin, question_ids
 from anygauge.config.schema import ModelSection
 from anygauge.data.encode import Encoded
 from anygauge.interface import DataError, RunFileError
-from anygauge.launch import prepare, prepare_call
+from anygauge.launch import prepare, prepare_endings
 from tests.helpers.chats import make_chat_tokenizer
 from tests.helpers.runs import check_here, run_file
 from tests.helpers.tokenizer import FIXTURES
@@ -175,7 +175,7 @@ def test_a_template_that_goes_on_for_ever_is_ended_and_its_row_named(
 ) -> None:
     """Also a row of a stream that is read only to count packs."""
     monkeypatch.setattr("anygauge.cli.data.STREAMED_ROWS", 5)
-    monkeypatch.setattr(prepare_call, "RENDERING_LIMIT_S", 4.0)
+    monkeypatch.setattr(prepare_endings, "RENDERING_LIMIT_S", 4.0)
     path = chats.parent / "loop.jinja"
     path.write_text(FOR_EVER + CHATML.read_text())
     said = r"^data\.chat_template has not rendered .*chats\.jsonl:7 within 4 s, and may loop for"

@@ -23,7 +23,7 @@ from anygauge.data.remote import open_remote, remote_identity
 from anygauge.data.sources import Source, first_records, open_source
 from anygauge.interface import DataAccessError, DataError
 from anygauge.launch.prepare_call import prepare as prepare_run
-from anygauge.launch.prepare_process import PrepareRequest
+from anygauge.launch.prepare_request import PrepareRequest
 from anygauge.models.tokenizer import load_tokenizer
 from tests.data.conftest import content, read
 from tests.helpers.runs import run_file

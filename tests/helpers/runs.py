@@ -24,7 +24,7 @@ from tests.helpers.tokenizer import FIXTURES, make_tokenizer
 from tests.helpers.zygote import Fork, is_early, run_forks
 
 if TYPE_CHECKING:
-    from anygauge.launch.prepare_process import PrepareAnswer, PrepareRequest
+    from anygauge.launch.prepare_request import PrepareAnswer, PrepareRequest
 
 TINY = {
     "model_type": "llama",

@@ -18,12 +18,12 @@ from anygauge.launch import memory as launch_memory
 from anygauge.launch.decision import UNDECIDED, Decision
 from anygauge.launch.memory import planned
 from anygauge.launch.prepare import prepare_run
-from anygauge.launch.prepare_process import PrepareAnswer, PrepareRequest
+from anygauge.launch.prepare_request import PrepareAnswer, PrepareRequest
 from anygauge.launch.request import read_request
 from anygauge.planning.memory import PHASES, Peak, RunMemory, Work
 from anygauge.registry import installed_plugins
 from anygauge.training.auto import candidates, forms_of, in_words
-from anygauge.training.run_checks import Findings
+from anygauge.training.checks import Findings
 from tests.helpers.gaudi import without_driver
 from tests.helpers.runs import TINY, run_file, trained
 

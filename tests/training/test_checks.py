@@ -18,7 +18,8 @@ from anygauge.interface import ModelError
 from anygauge.models.files import check_weights
 from anygauge.models.targets import surely_match
 from anygauge.models.tokenizer import load_tokenizer
-from anygauge.training.run_checks import Findings, RunChecks
+from anygauge.training.checks import Findings
+from anygauge.training.run_checks import RunChecks
 from tests.helpers.runs import TINY, run_file, save_tiny, trained_here
 
 
