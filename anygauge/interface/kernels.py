@@ -43,10 +43,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "AttentionKernel",
-    "LoraKernel",
-]
+__all__ = ["AttentionKernel", "LoraKernel"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
