@@ -18,7 +18,7 @@ import pytest
 
 from anygauge.interface import STOPPED, AnygaugeError
 from anygauge.launch.foreign import ForeignLaunch
-from anygauge.launch.foreign_rank import _agreed
+from anygauge.launch.foreign_meeting import agree
 from tests.helpers.forked import RunPart, finished
 from tests.helpers.processes import alive, as_in_a_terminal, begin, end, free_port, until
 from tests.helpers.runs import Run, called, run_file, train
@@ -176,12 +176,12 @@ def test_what_an_earlier_attempt_left_in_the_launchers_store_answers_nobody(
 ) -> None:
     import torch.distributed as dist
 
-    def agree(run: str) -> list[object]:
+    def together(run: str) -> list[object]:
         heard: list[object] = [None] * 3
 
         def ask(rank: int) -> None:
             own = dist.FileStore(str(tmp_path / "store"), -1)
-            heard[rank] = _agreed(own, launch_of(rank, 3), {"id": run} if rank == 0 else None, 30)
+            heard[rank] = agree(own, launch_of(rank, 3), {"id": run} if rank == 0 else {}, 30)
 
         threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(3)]
         for thread in threads:
@@ -190,8 +190,8 @@ def test_what_an_earlier_attempt_left_in_the_launchers_store_answers_nobody(
             thread.join(60)
         return heard
 
-    assert agree("first") == [{"id": "first"}] * 3
-    assert agree("second") == [{"id": "second"}] * 3
+    assert together("first") == [{"id": "first"}] * 3
+    assert together("second") == [{"id": "second"}] * 3
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "nowhere.invalid"])
@@ -221,7 +221,7 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
     with pytest.raises(
         AnygaugeError, match=r"of 3 ranks, 1, 2 did not connect to .* within 0\.2 s"
     ):
-        _agreed(store, launch_of(0, 3), {"id": "x"}, 0.2)
+        agree(store, launch_of(0, 3), {"id": "x"}, 0.2)
 
 
 @pytest.mark.slow
