@@ -26,7 +26,6 @@ from anygauge.interface import (
     RdmaDevice,
     Scope,
     choose_fabric,
-    missing_fabric,
 )
 from anygauge.registry import (
     Registry,
@@ -71,10 +70,9 @@ class NodeEnvironment:
             chosen = (loaded, loaded.create_backend(job.backend, job.backend_options))
         registry, backend = chosen
         node = inspect_node(backend, inherited, rank=node_rank)
-        missing = missing_fabric(backend.fabrics, job, node)
-        if missing is not None:
-            raise NotAvailableError(missing)
         self.fabric = choose_fabric(backend.fabrics, job, node)
+        if self.fabric.missing:
+            raise NotAvailableError(self.fabric.missing)
         self.cores = cores_of_ranks(job, backend.launch, node)
         self._inherited = inherited
         self._by_rank = {

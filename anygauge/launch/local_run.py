@@ -107,7 +107,7 @@ class LocalRun:
                 f"cannot start the run in {job.run_directory}: {error}. Check that the folder can "
                 "be written and that the disk is not full."
             ) from error
-        found = argv_of_rank or partial(rank_argv, str(path), identity_of(lock))
+        found = argv_of_rank or partial(rank_argv, str(path), identity_of(lock), None)
         arguments = (own, found, grace_s)
         self._thread = threading.Thread(
             target=self._supervise, args=arguments, name="supervisor", daemon=True

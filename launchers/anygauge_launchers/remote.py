@@ -242,7 +242,6 @@ class _Connection:
                 env={
                     **os.environ,
                     **passed,
-                    **planned.environment,
                     # For `python -m anygauge.util.processes`. An agent whose standard input ends
                     # with this process needs none, and nobody on the way to it would remove it.
                     **({} if self._writes else parent_environment()),
@@ -255,10 +254,7 @@ class _Connection:
                 start_new_session=True,
             )
         if self._writes:
-            given = {
-                "arguments": planned.arguments,
-                "environment": {**passed, **planned.environment},
-            }
+            given = {"arguments": planned.arguments, "environment": passed}
             self._write(json.dumps(given))
 
     @property
