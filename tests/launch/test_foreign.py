@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from anygauge.interface import UsageError
-from anygauge.launch.foreign import ForeignLaunch, find_launch, first_host
+from anygauge.launch.foreign import ForeignLaunch, find_launch
 
 # Each as the launcher itself sets it, two ranks on each of two machines: the third of them.
 TORCHRUN = {
@@ -130,4 +130,4 @@ def test_what_does_not_fit_is_refused(environ: dict[str, str], says: str) -> Non
     ],
 )
 def test_the_first_of_slurms_nodes(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+    assert found({**SRUN, "SLURM_STEP_NODELIST": nodes}).host == first
