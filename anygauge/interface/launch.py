@@ -159,16 +159,14 @@ class RunningJob(Protocol):
         """For `Launcher.attach`, plain values; None where the job ends with this process."""
 
     def events(self) -> Iterator[Mapping[str, Any]]:
-        """Everything the agents report, until the job ends."""
+        """Everything the agents report, until the job has ended. Last comes how: ``ended``, with
+        the fields ``state``, ``exit_status`` and ``cause``."""
 
     def state(self) -> JobState:
         """How it fares now."""
 
     def cancel(self) -> None:
         """Ask every agent to end its ranks, a second time to kill them; does not wait."""
-
-    def wait(self) -> int:
-        """Exit status of the job."""
 
 
 class Launcher(Protocol):
