@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from anygauge.config.load import LoadedRun, load_run_file
+from anygauge.config.load import load_run_file
+from anygauge.config.schema import RunFile
 from anygauge.interface import RunFileError
 
 MINIMAL = "model: {name: some/model}\ndata: {train: {path: rows.jsonl}}\n"
@@ -29,7 +30,7 @@ class Folder:
 
     def load(
         self, text: str, *overrides: str, flags: Mapping[str, Any] | None = None, **environ: str
-    ) -> LoadedRun:
+    ) -> RunFile:
         """Loads `text` as run.yaml."""
         self.write("run.yaml", text)
         return load_run_file("run.yaml", overrides, flags, environ=environ)
@@ -61,10 +62,10 @@ def minimal() -> str:
 
 
 @pytest.fixture
-def reload(tmp_path: Path) -> Callable[..., LoadedRun]:
+def reload(tmp_path: Path) -> Callable[..., RunFile]:
     """Loads a text as a run file, for tests of many examples that share one folder."""
 
-    def load(text: str, overrides: Sequence[str] = (), cwd: Path | None = None) -> LoadedRun:
+    def load(text: str, overrides: Sequence[str] = (), cwd: Path | None = None) -> RunFile:
         target = tmp_path / "again.yaml"
         target.write_text(text, encoding="utf-8")
         return load_run_file(target, overrides, environ={}, cwd=cwd or tmp_path)

@@ -25,11 +25,11 @@ def test_a_name_is_no_path(folder, name):
     folder.write("rows.jsonl", "{}\n")
     folder.write(name, "another template")
     loaded = folder.load(text(chat_template=name))
-    assert loaded.run.data.chat_template == name
+    assert loaded.data.chat_template == name
     check_paths(loaded)
-    folder.write("again/run.yaml", dump_run(loaded.run))
+    folder.write("again/run.yaml", dump_run(loaded))
     again = load_run_file(folder.path / "again/run.yaml", environ={})
-    assert again.run.data.chat_template == name
+    assert again.data.chat_template == name
     check_folders(loaded, [str(folder.path)], "")
 
 
@@ -47,7 +47,7 @@ def test_a_name_is_no_path(folder, name):
 def test_what_is_a_path(folder, written, meant):
     here = str(folder.path)
     loaded = folder.load(text(chat_template=written))
-    assert loaded.run.data.chat_template == meant.replace("{here}", here)
+    assert loaded.data.chat_template == meant.replace("{here}", here)
 
 
 def test_a_misspelt_name_is_told_the_nearest(folder):
@@ -64,7 +64,7 @@ def test_variables_are_kept_as_they_are(folder):
     run = folder.load(
         text(chat_template_kwargs="{enable_thinking: false, depth: 2, gone: null}"),
         "data.chat_template_kwargs.sign=x",
-    ).run
+    )
     expected = {"enable_thinking": False, "depth": 2, "sign": "x"}
     assert run.data.chat_template_kwargs == expected
     assert parse_run(run_json(run)) == run

@@ -13,26 +13,26 @@ from anygauge.interface import AnygaugeError
 
 
 def test_a_number_without_an_end_stays_one(folder, minimal) -> None:
-    run = folder.load(minimal + "launch: {options: {a: .inf, b: [-.inf, .nan]}}").run
+    run = folder.load(minimal + "launch: {options: {a: .inf, b: [-.inf, .nan]}}")
     again = parse_run(run_json(run)).launch.options
     assert again["a"] == math.inf and again["b"][0] == -math.inf and math.isnan(again["b"][1])
 
 
 def test_fields_that_an_adapter_decides_are_left_to_it(folder, minimal) -> None:
     (folder.path / "a").mkdir()
-    run = folder.load(minimal + "adapter: {start_from: a, alpha: 32}").run
+    run = folder.load(minimal + "adapter: {start_from: a, alpha: 32}")
     again = parse_run(run_json(run)).adapter
     assert again is not None and again.given == {"alpha"}
 
 
 def test_another_versions_run_is_refused(folder, minimal, tmp_path: Path) -> None:
-    values = json.loads(run_json(folder.load(minimal).run))
+    values = json.loads(run_json(folder.load(minimal)))
     path = tmp_path / "run.json"
     path.write_text(json.dumps({**values, "train": {**values["train"], "clip": 1.0}}))
     with pytest.raises(AnygaugeError) as caught:
         read_run(path)
     assert str(caught.value).startswith(
-        f"{path}: this is not a resolved run of the installed version of anygauge (train.clip: "
+        f"{path}: this is not a resolved run of the installed version of anygauge ('train.clip' "
     )
     assert str(caught.value).endswith("the same version?")
 

@@ -13,7 +13,7 @@ from anygauge.interface import RunFileError
 
 def test_aliases_are_of_use_all_the_same(folder, minimal):
     text = "strategy: {name: zero, options: &o {a: [1, 2]}}\nbackend_options: {b: *o, c: *o}"
-    run = folder.load(minimal + text).run
+    run = folder.load(minimal + text)
     assert run.backend_options == {"b": {"a": [1, 2]}, "c": {"a": [1, 2]}}
 
 

@@ -11,9 +11,9 @@ from tests.helpers.processes import printed
 
 def test_a_minimal_file_gets_all_defaults(folder, minimal):
     loaded = folder.load(minimal)
-    assert loaded.run.model.name == "some/model"
-    assert loaded.run.train.optimizer.lr == 2e-4
-    assert loaded.run.adapter is None
+    assert loaded.model.name == "some/model"
+    assert loaded.train.optimizer.lr == 2e-4
+    assert loaded.adapter is None
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def test_a_minimal_file_gets_all_defaults(folder, minimal):
     [("2e-4", 2e-4), ("1e5", 1e5), ("1E+2", 100.0), ("1.5e3", 1500.0), (".5", 0.5), ("3", 3.0)],
 )
 def test_floats_are_read_as_people_write_them(folder, minimal, written, value):
-    assert folder.load(f"{minimal}train: {{epochs: {written}}}").run.train.epochs == value
+    assert folder.load(f"{minimal}train: {{epochs: {written}}}").train.epochs == value
 
 
 @pytest.mark.parametrize(
@@ -29,12 +29,12 @@ def test_floats_are_read_as_people_write_them(folder, minimal, written, value):
 )
 def test_what_is_no_number_stays_text(folder, minimal, written):
     loaded = folder.load(f"{minimal}launch: {{options: {{it: {written}}}}}")
-    assert loaded.run.launch.options == {"it": written}
+    assert loaded.launch.options == {"it": written}
 
 
 def test_other_scalars_are_those_of_safe_yaml(folder, minimal):
     text = "launch: {options: {a: yes, b: [~], c: 0x10, d: 1_000, e: '5', f: [1, {g: off}]}}"
-    assert folder.load(minimal + text).run.launch.options == {
+    assert folder.load(minimal + text).launch.options == {
         "a": True,
         "b": [None],
         "c": 16,
@@ -50,7 +50,7 @@ def test_anchors_and_merge_keys(folder, minimal):
       name: zero
       options: {base: &b {x: 1, y: 2}, one: {y: 3, <<: *b}, two: {<<: [{x: 5}, *b]}}
     """
-    options = folder.load(minimal + text.replace("\n    ", "\n")).run.strategy.options
+    options = folder.load(minimal + text.replace("\n    ", "\n")).strategy.options
     assert options["one"] == {"x": 1, "y": 3}
     assert options["two"] == {"x": 5, "y": 2}
 
@@ -73,7 +73,7 @@ def test_extends_merges_mappings_replaces_lists_and_null_resets(folder):
         train: {steps: null, max_grad_norm: null, optimizer: {lr: 1e-4}}
         trackers: [z]
         """
-    ).run
+    )
     assert (run.adapter.r, run.adapter.targets, run.trackers) == (4, ["c"], ["z"])
     assert (run.train.steps, run.train.max_grad_norm) == (None, 1.0)
     assert (run.train.optimizer.lr, run.train.optimizer.eps) == (1e-4, 1e-6)
@@ -82,8 +82,8 @@ def test_extends_merges_mappings_replaces_lists_and_null_resets(folder):
 def test_null_takes_a_section_away_and_a_later_file_starts_it_anew(folder, minimal):
     folder.write("a.yaml", minimal + "adapter: {r: 4, alpha: 7}\n")
     folder.write("b.yaml", "extends: a.yaml\nadapter: null\n")
-    assert folder.load("extends: b.yaml").run.adapter is None
-    adapter = folder.load("extends: b.yaml\nadapter: {r: 2}").run.adapter
+    assert folder.load("extends: b.yaml").adapter is None
+    adapter = folder.load("extends: b.yaml\nadapter: {r: 2}").adapter
     assert (adapter.r, adapter.alpha) == (2, 32)
 
 
@@ -93,7 +93,7 @@ def test_null_in_a_free_mapping_is_a_value(folder):
         "model: {config: {model_type: llama, rope: 1}, tokenizer: a/b}\n"
         "data: {train: {path: x.txt}}\n",
     )
-    config = folder.load("extends: a.yaml\nmodel: {config: {rope: null}}").run.model.config
+    config = folder.load("extends: a.yaml\nmodel: {config: {rope: null}}").model.config
     assert config == {"model_type": "llama", "rope": None}
 
 
@@ -102,7 +102,7 @@ def test_null_removes_an_option_of_the_base(folder, minimal):
     given = "".join(f"{name}: {{A: x, b: y}}\n" for name in names)
     folder.write("a.yaml", f"{minimal}{given}launch: {{options: {{A: x, b: y}}}}\n")
     nulls = "".join(f"{name}: {{A: null}}\n" for name in names)
-    run = folder.load(f"extends: a.yaml\n{nulls}launch: {{options: {{A: null}}}}\n").run
+    run = folder.load(f"extends: a.yaml\n{nulls}launch: {{options: {{A: null}}}}\n")
     left = [*(getattr(run, name) for name in names), run.launch.options]
     assert left == [{"b": "y"}] * 4
 
@@ -113,7 +113,7 @@ def test_a_list_of_bases_and_a_base_reached_twice(folder, minimal):
     )
     folder.write("a.yaml", "extends: root.yaml\nname: a\ntrain: {steps: 2, seed: 2}\n")
     folder.write("b.yaml", "name: b\ntrain: {seed: 3}\n")
-    run = folder.load("extends: [a.yaml, b.yaml]\ntrain: {max_grad_norm: 4}").run
+    run = folder.load("extends: [a.yaml, b.yaml]\ntrain: {max_grad_norm: 4}")
     assert (run.name, run.train.seed, run.train.steps, run.train.max_grad_norm) == ("b", 3, 2, 4)
 
 
@@ -124,13 +124,13 @@ def test_every_value_knows_where_it_was_written(folder, minimal):
         "train.seed=3",
         flags={"launch.devices": 2},
     )
-    assert str(loaded.source("train.steps")) == "run.yaml:4"
-    assert str(loaded.source("train.max_grad_norm")) == "sub/base.yaml:5"
-    assert str(loaded.source("train.seed")) == "--set train.seed=3"
-    assert str(loaded.source("launch.devices")) == "--devices"
-    assert "train.micro_batch_size" not in loaded.sources
-    assert str(loaded.source("train.micro_batch_size")) == "run.yaml:3"
-    assert str(loaded.source("strategy.name")) == "run.yaml"
+    assert str(loaded.origin("train.steps")) == "run.yaml:4"
+    assert str(loaded.origin("train.max_grad_norm")) == "sub/base.yaml:5"
+    assert str(loaded.origin("train.seed")) == "--set train.seed=3"
+    assert str(loaded.origin("launch.devices")) == "--devices"
+    assert not loaded.sets("train.micro_batch_size")
+    assert str(loaded.origin("train.micro_batch_size")) == "run.yaml:3"
+    assert str(loaded.origin("strategy.name")) == "run.yaml"
     assert str(loaded.error("train.max_grad_norm", "too large")) == (
         "run.yaml: 1 problem\n  sub/base.yaml:5: train.max_grad_norm: too large"
     )
@@ -258,7 +258,7 @@ def test_reading_a_run_file_needs_no_torch(folder, minimal):
         "import sys\n"
         "from anygauge.config.load import load_run_file\n"
         "from anygauge.config.resolved import dump_run\n"
-        "dump_run(load_run_file('run.yaml').run)\n"
+        "dump_run(load_run_file('run.yaml'))\n"
         "print('torch' in sys.modules)"
     )
     assert printed(code) == ["False"]

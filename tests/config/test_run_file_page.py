@@ -73,14 +73,14 @@ def test_rows_say_type_default_and_meaning():
 
 
 def test_the_examples_load(examples):
-    assert load_run_file("minimal.yaml", environ={}).run == RunFile.model_validate(
+    assert load_run_file("minimal.yaml", environ={}) == RunFile.model_validate(
         {
             "model": {"name": "Qwen/Qwen2.5-0.5B"},
             "data": {"train": {"path": str(examples.path / "data/train.jsonl")}},
             "output": str(examples.path / "runs"),
         }
     )
-    run = load_run_file("wide.yaml", environ={"DATA": "/d"}).run
+    run = load_run_file("wide.yaml", environ={"DATA": "/d"})
     assert (run.name, run.adapter.r, len(run.adapter.targets)) == ("wide", 64, 4)
     assert (run.train.steps, run.train.epochs, run.train.optimizer.lr) == (None, 3, 2e-4)
 
@@ -90,7 +90,7 @@ def test_the_command_lines_of_the_page_are_sound(examples):
     for line in "".join(blocks("sh")).splitlines():
         program, _, file, *rest = shlex.split(line)
         assert (program, set(rest[::2])) == ("anygauge", {"--set"})
-        runs.append(load_run_file(file, rest[1::2], environ={"DATA": "/d"}).run)
+        runs.append(load_run_file(file, rest[1::2], environ={"DATA": "/d"}))
     first, second = runs
     assert (first.train.steps, first.adapter) == (10, None)
     assert (second.adapter.targets, second.train.optimizer.lr) == (["q_proj", "v_proj"], 1e-5)

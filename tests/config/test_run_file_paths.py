@@ -22,7 +22,7 @@ def test_paths_are_relative_to_the_file_that_they_are_written_in(folder):
         """,
     )
     here = folder.path
-    run = folder.load("extends: bases/base.yaml\ndata: {eval: {path: mine.jsonl}}").run
+    run = folder.load("extends: bases/base.yaml\ndata: {eval: {path: mine.jsonl}}")
     assert run.data.train.path == str(here / "bases/rows.jsonl")
     assert run.data.eval.path == str(here / "mine.jsonl")
     assert run.model.name == str(here / "models/small")
@@ -38,11 +38,11 @@ def test_paths_of_the_command_line_and_output_are_relative_to_the_current_direct
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     overrides = ["data.train.path=a.jsonl", "model.name=./m"]
-    run = load_run_file("../configs/run.yaml", overrides, environ={}).run
+    run = load_run_file("../configs/run.yaml", overrides, environ={})
     assert run.data.train.path == str(elsewhere / "a.jsonl")
     assert run.model.name == str(elsewhere / "m")
     assert run.output == str(elsewhere / "runs")
-    assert load_run_file(folder.path / "configs/run.yaml").run.data.train.path == str(
+    assert load_run_file(folder.path / "configs/run.yaml").data.train.path == str(
         folder.path / "configs/rows.jsonl"
     )
 
@@ -51,7 +51,7 @@ def test_home_and_variables_are_expanded(folder, minimal):
     text = "model: {name: ~/m, tokenizer: $MODELS}\noutput: a$$b/$A${B}\ndata: {train: {path: "
     run = folder.load(
         text + "'${DATA}/x.jsonl'}}", HOME="/home/me", MODELS="/m", DATA="/d", A="1", B="2"
-    ).run
+    )
     assert (run.model.name, run.model.tokenizer) == ("/home/me/m", "/m")
     assert run.data.train.path == "/d/x.jsonl"
     assert run.output == str(folder.path / "a$b/12")
@@ -59,8 +59,8 @@ def test_home_and_variables_are_expanded(folder, minimal):
 
 def test_a_dollar_sign_elsewhere_is_left_alone(folder, minimal):
     run = folder.load(minimal + "environment: {A: $B}\noutput: 'a$/b'")
-    assert run.run.environment == {"A": "$B"}
-    assert run.run.output == str(folder.path / "a$/b")
+    assert run.environment == {"A": "$B"}
+    assert run.output == str(folder.path / "a$/b")
 
 
 def test_a_model_is_a_folder_if_there_is_one_and_else_a_name_on_the_hub(folder):
@@ -72,9 +72,9 @@ def test_a_model_is_a_folder_if_there_is_one_and_else_a_name_on_the_hub(folder):
         "./org/remote": str(folder.path / "org/remote"),
         "/abs/model": "/abs/model",
     }.items():
-        run = folder.load(f"model: {{name: {written}, tokenizer: {written}}}\n{DATA}").run
+        run = folder.load(f"model: {{name: {written}, tokenizer: {written}}}\n{DATA}")
         assert (run.model.name, run.model.tokenizer) == (meant, meant)
-    run = folder.load(f"model: {{name: a/b, tokenizer: tok.json}}\n{DATA}").run
+    run = folder.load(f"model: {{name: a/b, tokenizer: tok.json}}\n{DATA}")
     assert run.model.tokenizer == str(folder.path / "tok.json")
 
 
@@ -83,7 +83,7 @@ def test_dots_behind_a_link_to_elsewhere_are_kept(folder, minimal):
     (folder.path / "link").symlink_to("real/deep")
     folder.write("real/rows.jsonl", "{}")
     loaded = folder.load(minimal, "data.train.path=link/../rows.jsonl")
-    assert Path(loaded.run.data.train.path).samefile(folder.path / "real/rows.jsonl")
+    assert Path(loaded.data.train.path).samefile(folder.path / "real/rows.jsonl")
     check_paths(loaded)
 
 

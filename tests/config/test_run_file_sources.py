@@ -24,7 +24,7 @@ data:
 
 def test_a_list_of_sources(folder):
     loaded = folder.load(LIST, D="deep")
-    data = loaded.run.data
+    data = loaded.data
     here = str(folder.path)
     assert [source.path for source in data.train_sources] == [f"{here}/a.jsonl", "owner/name"]
     assert [source.weight for source in data.train_sources] == [2.0, 1.0]
@@ -59,16 +59,16 @@ def test_each_missing_file_of_a_list_is_named_with_its_line(folder):
 )
 def test_what_is_a_file_and_what_a_name_on_the_hub(folder, written, meant):
     folder.write("rows", "")
-    path = folder.load(f"{MODEL}data: {{train: {{path: '{written}'}}}}").run.data.train.path
+    path = folder.load(f"{MODEL}data: {{train: {{path: '{written}'}}}}").data.train.path
     assert path == meant.format(here=folder.path)
 
 
 @pytest.mark.parametrize("written", ["off", "'off'", "false"])
 def test_the_cache_is_switched_off_by_a_bare_word(folder, written):
     loaded = folder.load(f"{MODEL}data: {{train: {{path: a.jsonl}}, cache: {written}}}")
-    assert loaded.run.data.cache == "off"
+    assert loaded.data.cache == "off"
 
 
 def test_a_template_may_be_written_in_the_run_file(folder):
     text = f"{MODEL}data: {{train: {{path: a.jsonl}}, chat_template: '{{{{ x }}}} $y'}}"
-    assert folder.load(text).run.data.chat_template == "{{ x }} $y"
+    assert folder.load(text).data.chat_template == "{{ x }} $y"

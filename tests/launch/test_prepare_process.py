@@ -31,7 +31,7 @@ from tests.standins.hub import Hub, Repository
 
 
 def question(path: Path) -> Question:
-    return Question(run=run_json(load_run_file(path).run), backend="cpu", world_size=1)
+    return Question(run=run_json(load_run_file(path)), backend="cpu", world_size=1)
 
 
 def events_of(*arguments: str, request: PrepareRequest) -> tuple[list[dict[str, Any]], str]:
@@ -146,9 +146,7 @@ def test_only_a_fetch_has_the_network(tmp_path: Path, hub: Hub) -> None:
     """The stage after it finds the copy, of which it may not ask whether it is the newest."""
     path = run_file(tmp_path, model={"name": NAME})
     shown: list[str] = []
-    request = PrepareRequest(
-        fetch=tuple(wanted(load_run_file(path).run.model)), check=question(path)
-    )
+    request = PrepareRequest(fetch=tuple(wanted(load_run_file(path).model)), check=question(path))
     with pytest.raises(ModelError, match="cannot be read as weights"):
         prepare(request, show=lambda event: shown.append(event["event"]))
     assert hub.files() == sorted(FILES) and shown.count("message") == 2
