@@ -70,7 +70,8 @@ def load_run_file(
     fields = {**dict(found), "output": locate(OUTPUT, found.output, cwd)}
     places = {dotted(place): node.origin for place, node in root.nodes()}
     run = RunFile.model_construct(found.model_fields_set, **fields)
-    return run.with_origins(Origins(name, places))
+    run._origins = Origins(name, places)
+    return run
 
 
 def check_paths(run: RunFile) -> None:

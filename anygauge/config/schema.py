@@ -352,12 +352,6 @@ class RunFile(Section):
             )
         return self
 
-    def with_origins(self, origins: Origins) -> RunFile:
-        """The same run, whose values were written there."""
-        run = self.model_copy()
-        run._origins = origins
-        return run
-
     @property
     def file(self) -> str:
         """The run file as the user named it."""
