@@ -30,15 +30,12 @@ def test_values_are_yaml_and_win_over_the_file(folder, minimal):
     assert run.launch.options == {"time": "12:30:00", "account": "a=b"}
 
 
-def test_null_resets_and_a_path_below_nothing_begins_a_section(folder, minimal):
+def test_null_resets_a_path_below_nothing_begins_a_section_and_the_last_wins(folder, minimal):
     text = minimal + "adapter: {r: 4}\ntrain: {seed: 4}\n"
     run = folder.load(text, "adapter=null", "train.seed=null")
     assert (run.adapter, run.train.seed) == (None, 0)
     assert folder.load(minimal, "adapter={}").adapter.r == 16
     assert folder.load(minimal, "adapter.r=2").adapter.r == 2
-
-
-def test_the_last_override_of_a_field_wins(folder, minimal):
     assert folder.load(minimal, "train.seed=1", "train.seed=2").train.seed == 2
 
 
