@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anygauge.interface import Job, LaunchProfile, RunFileError, UsageError
+from anygauge.interface import Job, RunFileError, UsageError
 from anygauge.launch.foreign import ALONE
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ class RunRequest:
     """What the user asked for, checked and with a backend chosen.
 
     Attributes:
-        profile: what containers need for the backend and the network.
         forms: what strategy ``auto`` may become, the fastest first, which the run has until it is
             known to fit; empty where a strategy is named, or the ranks decide.
     """
@@ -35,7 +34,6 @@ class RunRequest:
     selection: Selection
     backend: Backend
     job: Job
-    profile: LaunchProfile
     forms: tuple[RunFile, ...] = ()
 
     @property
@@ -65,7 +63,10 @@ def read_request(
             alone chooses the run directory; the others' is a guess.
     """
     from anygauge.config.load import load_run_file
+    from anygauge.launch.memory import forms_of_auto
     from anygauge.registry import installed_plugins, select_backend
+    from anygauge.training.auto import AUTO
+    from anygauge.training.strategy import check_batch, check_strategy
 
     run = load_run_file(path, list(overrides or ()), flags)
     if foreign is not None:
@@ -77,29 +78,31 @@ def read_request(
     selection = select_backend(registry, run.backend, need_device=need_device)
     with run.placed():
         backend = registry.create_backend(selection.spec.name, run.backend_options)
-    ranks_run_here = selection.probe.available and not remote
-    forms, why = _forms(run, registry, backend, selection, ranks_run_here, foreign is not None)
-    run = forms[0] if forms else run
+    forms: tuple[RunFile, ...] = ()
+    why = ""
+    if run.strategy.name == AUTO:
+        forms, why = forms_of_auto(run, registry, backend, selection, joined=foreign is not None)
+    if forms:
+        run = forms[0]  # each of these was checked
+    else:
+        ranks, here = run.launch.nodes * run.launch.devices, selection.probe.available
+        check_strategy(run, registry, backend, ranks, ranks_run_here=here and not remote)
+        check_batch(run, registry, ranks)
     return RunRequest(
         run=run,
         registry=registry,
         selection=selection,
         backend=backend,
         job=_job(run, registry, selection.spec.name, foreign, why),
-        profile=backend.launch_profile(run.launch.fabric),
         forms=forms,
     )
 
 
 def _check_without_backend(run: RunFile, registry: Registry, *, need_device: bool) -> None:
-    """What needs no backend to be told: a wrong option need not wait for the model.
-
-    Raises:
-        AnygaugeError: an option, a path, the data, a secret, the optimizer or a tracker is wrong.
-    """
+    """What needs no backend to be told: options, paths, data, secrets, optimizer, trackers."""
     from anygauge.config.load import check_paths
     from anygauge.data import peek
-    from anygauge.registry.registry import read_options
+    from anygauge.registry.specs import read_options
     from anygauge.training.checks import check_optimizer
     from anygauge.training.trackers.group import check_trackers
 
@@ -121,38 +124,10 @@ def _check_without_backend(run: RunFile, registry: Registry, *, need_device: boo
         check_trackers(registry, run, {**os.environ, **run.environment} if need_device else None)
 
 
-def _forms(
-    run: RunFile,
-    registry: Registry,
-    backend: Backend,
-    selection: Selection,
-    ranks_run_here: bool,
-    joined: bool,
-) -> tuple[tuple[RunFile, ...], str]:
-    """What strategy `auto` may become, each checked, and why; of a named one none: it is checked.
-
-    Args:
-        joined: another launcher has started this process.
-    """
-    from anygauge.launch.memory import forms_of_auto
-    from anygauge.training.auto import AUTO
-    from anygauge.training.strategy import check_batch, check_strategy
-
-    forms: tuple[RunFile, ...] = ()
-    why = ""
-    if run.strategy.name == AUTO:
-        forms, why = forms_of_auto(run, registry, backend, selection, joined=joined)
-    if not forms:
-        ranks = run.launch.nodes * run.launch.devices
-        check_strategy(run, registry, backend, ranks, ranks_run_here=ranks_run_here)
-        check_batch(run, registry, ranks)
-    return forms, why
-
-
 def _job(
     run: RunFile, registry: Registry, backend: str, foreign: ForeignLaunch | None, why: str
 ) -> Job:
-    """The job of a run on a backend of this name; `why` it has its strategy."""
+    """The run's job; `why` says why it has its strategy."""
     from anygauge.config.resolved import run_json
     from anygauge.launch.run_directory import RENDEZVOUS, RESOLVED, choose_run_directory
     from anygauge.models.hub import wanted
@@ -257,9 +232,10 @@ def rendered(request: RunRequest) -> Plan:
     run = request.run
     provided = request.registry.find_launcher(run.launch.launcher)
     launcher = request.registry.launcher(run.launch.launcher)()
+    profile = request.backend.launch_profile(run.launch.fabric)
     with run.placed():
         options = read_options(provided, run.launch.options)
-        plan = launcher.render(request.job, options, request.profile)
+        plan = launcher.render(request.job, options, profile)
     if plan.folders:
         check_folders(run, plan.folders, _ADVICE)
     return plan
