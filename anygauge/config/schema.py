@@ -23,8 +23,14 @@ from anygauge.config.paths import is_remote
 from anygauge.config.sections import AdapterSection, CheckpointSection, ModelSection, TrainSection
 from anygauge.config.strategies import AnyStrategySection, default_section
 from anygauge.config.tree import Origin, Problem, run_file_error
-from anygauge.interface import LaunchSettings, Level, RunFileError, Support, UnsupportedError
-from anygauge.interface.strategy import Precision
+from anygauge.interface import (
+    LaunchSettings,
+    Level,
+    Precision,
+    RunFileError,
+    Support,
+    UnsupportedError,
+)
 from anygauge.util.schema import (
     LARGEST,
     NULLS_REMOVED,

@@ -107,7 +107,7 @@ class LocalRun:
                 f"cannot start the run in {job.run_directory}: {error}. Check that the folder can "
                 "be written and that the disk is not full."
             ) from error
-        found = argv_of_rank or partial(rank_argv, str(path), identity_of(lock))
+        found = argv_of_rank or partial(rank_argv, str(path), identity_of(lock), None)
         arguments = (own, found, grace_s)
         self._thread = threading.Thread(
             target=self._supervise, args=arguments, name="supervisor", daemon=True
@@ -116,13 +116,14 @@ class LocalRun:
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         """What the ranks report, until all have ended; how the run ended comes last."""
-        return iter(self._events)
+        yield from self._events
+        self._thread.join()
 
     def state(self) -> JobState:
         """Whether ranks run."""
         if self._thread.is_alive():
             return JobState(phase="running", text="running")
-        return JobState(phase="done", text="ended")
+        return JobState(phase="failed" if self._status else "done", text="ended")
 
     def cancel(self) -> None:
         """End the ranks in order; the second call ends them at once."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge.interface import Job, RunFileError, UsageError
+from anygauge.launch.decision import UNDECIDED, Decision
 from anygauge.launch.foreign import ALONE
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class RunRequest:
 
     Attributes:
         forms: what strategy ``auto`` may become, the fastest first, which the run has until it is
-            known to fit; empty where a strategy is named, or the ranks decide.
+            known to fit; empty where a strategy is named, or this process does not decide.
     """
 
     run: RunFile
@@ -41,9 +42,18 @@ class RunRequest:
         """Who starts its ranks."""
         return self.registry.find_launcher(self.run.launch.launcher).spec
 
-    def decided(self, run: RunFile, job: Job) -> RunRequest:
+    def decided(self, found: Decision) -> RunRequest:
         """With the strategy that `auto` became, and what was planned."""
-        return replace(self, run=run, job=job)
+        from anygauge.config.strategies import default_section
+        from anygauge.training.auto import decided_before
+
+        if not self.forms:
+            return replace(self, job=found.applied_to(self.job))
+        run = self.run.model_copy(update={"strategy": default_section()})
+        job = replace(self.job, strategy=run.strategy.name, strategy_why=UNDECIDED)
+        job = found.applied_to(job)
+        run = decided_before(run, job, self.registry)
+        return replace(self, job=job, run=run)
 
 
 def read_request(
@@ -78,10 +88,12 @@ def read_request(
     selection = select_backend(registry, run.backend, need_device=need_device)
     with run.placed():
         backend = registry.create_backend(selection.spec.name, run.backend_options)
-    forms: tuple[RunFile, ...] = ()
+    forms: list[RunFile] = []
     why = ""
     if run.strategy.name == AUTO:
-        forms, why = forms_of_auto(run, registry, backend, selection, joined=foreign is not None)
+        why = UNDECIDED
+        if not remote and foreign is None:
+            forms, why = forms_of_auto(run, registry, backend, selection)
     if forms:
         run = forms[0]  # each of these was checked
     else:
@@ -94,7 +106,7 @@ def read_request(
         selection=selection,
         backend=backend,
         job=_job(run, registry, selection.spec.name, foreign, why),
-        forms=forms,
+        forms=tuple(forms),
     )
 
 
@@ -130,7 +142,6 @@ def _job(
     """The run's job; `why` says why it has its strategy."""
     from anygauge.config.resolved import run_json
     from anygauge.launch.run_directory import RENDEZVOUS, RESOLVED, choose_run_directory
-    from anygauge.models.hub import wanted
 
     launcher = registry.find_launcher(run.launch.launcher).spec
     shared, resumes = launcher.shared_filesystem, run.checkpoint.resume == "auto"
@@ -152,7 +163,7 @@ def _job(
         token=secrets.token_hex(16),
         takes_over=resumes,
         run_text="" if shared else run_json(run.model_copy(update={"backend": backend})),
-        fetch=launcher.remote and bool(wanted(run.model)),
+        prepare=launcher.remote,
         environment=run.environment,
         backend_options=run.backend_options,
     )
