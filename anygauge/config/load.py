@@ -70,17 +70,26 @@ def load_run_file(
     fields = {**dict(found), "output": locate(OUTPUT, found.output, cwd)}
     places = {dotted(place): node.origin for place, node in root.nodes()}
     run = RunFile.model_construct(found.model_fields_set, **fields)
-    run._origins = Origins(name, places)
+    run._origins = Origins(places)
     return run
 
 
-def check_paths(run: RunFile) -> None:
+def check_paths(run: RunFile, complaint: Callable[[Place, str], str] = complaint_about) -> None:
     """Looks for the data files, and for the model and tokenizer where they are local.
+
+    Args:
+        complaint: what is wrong with a path at a place; "" for nothing.
 
     Raises:
         RunFileError: "FILE:LINE: data.train.path: no such file: /abs/path", a line for each.
     """
-    _check(run, complaint_about)
+    problems = [
+        Problem(run.origin(dotted(place)), dotted(place), text)
+        for place, path in paths_in(run.model_dump())
+        if (text := complaint(place, path))
+    ]
+    if problems:
+        raise run_file_error(run.file, problems)
 
 
 def check_folders(run: RunFile, folders: Sequence[str], advice: str) -> None:
@@ -92,25 +101,14 @@ def check_folders(run: RunFile, folders: Sequence[str], advice: str) -> None:
     Raises:
         RunFileError: as of `check_paths`.
     """
-    roots = [Path(folder) for folder in folders]
 
     def complaint(place: Place, text: str) -> str:
         target = Path(text)
         if place in (OUTPUT, CACHE) or not target.is_absolute():
             return ""
-        if any(target == root or root in target.parents for root in roots):
+        if any(target.is_relative_to(folder) for folder in folders):
             return ""
         have = ", ".join(folders)
         return f"{text} is not on the job's machines, which have only {have}{advice}"
 
-    _check(run, complaint)
-
-
-def _check(run: RunFile, complaint: Callable[[Place, str], str]) -> None:
-    problems = [
-        Problem(run.origin(dotted(place)), dotted(place), text)
-        for place, path in paths_in(run.model_dump())
-        if (text := complaint(place, path))
-    ]
-    if problems:
-        raise run_file_error(run.file, problems)
+    check_paths(run, complaint)

@@ -288,20 +288,16 @@ class Origins:
     """Where a run's values were written, which is no part of what it is: any two are equal.
 
     Attributes:
-        file: the run file as the user named it.
-        places: dotted path -> where it was written; a value left at its default has no entry.
+        places: dotted path -> where; "" is the run file, and a default has no entry.
     """
 
-    file: str = field(default="run file", compare=False)
-    places: Mapping[str, Origin] = field(
-        default_factory=lambda: {"": Origin("run file", None, Path())}, compare=False
-    )
+    places: Mapping[str, Origin] = field(compare=False)
 
 
 class RunFile(Section):
     """One run."""
 
-    _origins: Origins = PrivateAttr(default_factory=Origins)
+    _origins = PrivateAttr(default=Origins({"": Origin("run file", None, Path())}))
 
     name: str = Field(
         "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128, description="Short name."
@@ -361,7 +357,7 @@ class RunFile(Section):
     @property
     def file(self) -> str:
         """The run file as the user named it."""
-        return self._origins.file
+        return self._origins.places[""].label
 
     def sets(self, path: str) -> bool:
         """Whether the run file or the command line has a value for a dotted path."""
