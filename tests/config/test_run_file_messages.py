@@ -69,11 +69,6 @@ def test_names_of_other_tools_point_at_fields_that_exist(name, target):
     assert run.at((name,)) is None
 
 
-def test_a_word_that_is_no_field_of_a_section_is_not_suggested(folder, minimal):
-    (complaint,) = folder.refuse(minimal, "adapter=qlora")
-    assert "write" not in complaint
-
-
 def test_missing_sections_say_what_they_are_for(folder):
     assert folder.refuse("name: x") == [
         f"run.yaml: model: missing: {ModelSection.__doc__}",
