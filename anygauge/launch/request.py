@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anygauge.interface import Job, RunFileError, UsageError
+from anygauge.interface import Job, UsageError
 from anygauge.launch.decision import UNDECIDED, Decision
 from anygauge.launch.foreign import ALONE
 
@@ -52,8 +52,7 @@ class RunRequest:
         run = self.run.model_copy(update={"strategy": default_section()})
         job = replace(self.job, strategy=run.strategy.name, strategy_why=UNDECIDED)
         job = found.applied_to(job)
-        run = decided_before(run, job, self.registry)
-        return replace(self, job=job, run=run)
+        return replace(self, job=job, run=decided_before(run, job, self.registry))
 
 
 def read_request(
@@ -125,11 +124,12 @@ def _check_without_backend(run: RunFile, registry: Registry, *, need_device: boo
         check_paths(run)
         peek(run.data, run.train)
     else:
-        refuse_secrets(run)
+        _refuse_secrets(run)
     if launcher.spec.remote and run.backend == "auto":
-        raise RunFileError(
-            f"backend: auto looks at this machine, but the {run.launch.launcher} launcher starts "
-            "ranks on other machines. Name the backend (--backend)"
+        raise run.error(
+            "backend",
+            f"auto looks at this machine, but the {run.launch.launcher} launcher starts ranks on "
+            "other machines. Name the backend (--backend)",
         )
     check_optimizer(run, need_software=need_device)
     with run.placed():
@@ -170,11 +170,8 @@ def _job(
 
 
 def _as_launched(run: RunFile, foreign: ForeignLaunch) -> RunFile:
-    """A run with the ranks that there are.
-
-    Raises:
-        RunFileError, UsageError: it asks for other ranks, or for what only anygauge's own launchers
-            do.
+    """The run with the ranks that there are; one that asks for others, or for what only anygauge's
+    own launchers do, is refused.
     """
     launch, by = run.launch, foreign.launcher
     for name, there in (("devices", foreign.devices), ("nodes", foreign.nodes)):
@@ -209,12 +206,8 @@ def _as_launched(run: RunFile, foreign: ForeignLaunch) -> RunFile:
     return run.model_copy(update={"launch": launch.model_copy(update=changed)})
 
 
-def refuse_secrets(run: RunFile) -> None:
-    """A job that is handed to a cluster's service must not carry secrets by value.
-
-    Raises:
-        RunFileError: a variable with a secret's name, or a value that holds one, is in it.
-    """
+def _refuse_secrets(run: RunFile) -> None:
+    """A job that is handed to a cluster's service must not carry secrets by value."""
     from anygauge.util.hiding import holds_secret, is_secret
 
     held = {n for n, value in run.environment.items() if is_secret(n) or holds_secret(value)}
@@ -223,10 +216,11 @@ def refuse_secrets(run: RunFile) -> None:
         ("launch.pass_environment", [n for n in run.launch.pass_environment if is_secret(n)]),
     ):
         if names:
-            raise RunFileError(
-                f"{where}: {names[0]} looks like a secret, but the {run.launch.launcher} launcher "
-                "would pass its value to the cluster. Say in launch.options.secrets where the "
-                "cluster keeps it"
+            raise run.error(
+                where,
+                f"{names[0]} looks like a secret, but the {run.launch.launcher} launcher would "
+                "pass its value to the cluster. Say in launch.options.secrets where the cluster "
+                "keeps it",
             )
 
 
@@ -248,11 +242,9 @@ def rendered(request: RunRequest) -> Plan:
         options = read_options(provided, run.launch.options)
         plan = launcher.render(request.job, options, profile)
     if plan.folders:
-        check_folders(run, plan.folders, _ADVICE)
+        advice = (
+            " and what is in their image. Mount it (launch.options), or, if the image has it, list "
+            "its folder in launch.options.in_image"
+        )
+        check_folders(run, plan.folders, advice)
     return plan
-
-
-_ADVICE = (
-    " and what is in their image. Mount it (launch.options), or, if the image has it, list its "
-    "folder in launch.options.in_image"
-)
