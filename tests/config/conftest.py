@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -59,15 +59,3 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
 @pytest.fixture
 def minimal() -> str:
     return MINIMAL
-
-
-@pytest.fixture
-def reload(tmp_path: Path) -> Callable[..., RunFile]:
-    """Loads a text as a run file, for tests of many examples that share one folder."""
-
-    def load(text: str, overrides: Sequence[str] = (), cwd: Path | None = None) -> RunFile:
-        target = tmp_path / "again.yaml"
-        target.write_text(text, encoding="utf-8")
-        return load_run_file(target, overrides, environ={}, cwd=cwd or tmp_path)
-
-    return load
