@@ -21,7 +21,7 @@ from anygauge.config.paths import (
     resolve_paths,
 )
 from anygauge.config.problems import empty_sections, explain
-from anygauge.config.schema import Origins, RunFile
+from anygauge.config.schema import RunFile
 from anygauge.config.strategies import spell_out
 from anygauge.config.tree import Problem, dotted, merge, run_file_error
 
@@ -68,10 +68,8 @@ def load_run_file(
     if problems:
         raise run_file_error(name, problems)
     fields = {**dict(found), "output": locate(OUTPUT, found.output, cwd)}
-    places = {dotted(place): node.origin for place, node in root.nodes()}
     run = RunFile.model_construct(found.model_fields_set, **fields)
-    run._origins = Origins(places)
-    return run
+    return run.written_at({dotted(place): node.origin for place, node in root.nodes()})
 
 
 def check_paths(run: RunFile, complaint: Callable[[Place, str], str] = complaint_about) -> None:

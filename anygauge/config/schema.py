@@ -354,6 +354,12 @@ class RunFile(Section):
             )
         return self
 
+    def written_at(self, places: Mapping[str, Origin]) -> RunFile:
+        """The same run, whose values come from there; see `Origins`."""
+        run = self.model_copy()
+        run._origins = Origins(places)
+        return run
+
     @property
     def file(self) -> str:
         """The run file as the user named it."""
