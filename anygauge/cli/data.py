@@ -47,9 +47,8 @@ def data(
     from anygauge.models.tokenizer import load_tokenizer
     from anygauge.registry import Registry, select_backend
 
-    loaded = load_run_file(run_file, list(set_ or ()), {"backend": backend})
-    run = loaded.run
-    check_paths(loaded)
+    run = load_run_file(run_file, list(set_ or ()), {"backend": backend})
+    check_paths(run)
     peek(run.data)
     ranks = run.launch.nodes * run.launch.devices
     registry = Registry.load()
