@@ -3,7 +3,8 @@
 - `request`: run file and options become one checked object, with a backend and a job.
 - `prepare`, `prepare_request`, `prepare_call`, `prepare_endings`: one process fetches, checks and
   plans, and what it died of is said. `prepare_process`, `prepare_stages`, `memory`: that process.
-- `decision`: what it decides for all ranks.
+- `prepare_here`: the same where ranks run and the command does not.
+- `decision`: what is decided there for all ranks.
 - `submit`, `run_directory`: claim the folder, write the run, start the job, record it.
 - `local_run`: the ranks of this machine, supervised by a thread of the command.
 - `agent`, `startup`: on other machines, a process of its own does the same.

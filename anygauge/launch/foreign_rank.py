@@ -157,7 +157,7 @@ def _prepare_with_others(
 
 def _prepare(launch: ForeignLaunch, job: Job, quiet: bool) -> str:
     """What this machine, the first for all, has decided; or exit status and why it refuses."""
-    from anygauge.launch.prepare import prepare_here
+    from anygauge.launch.prepare_here import prepare_here
 
     def log(text: str) -> None:
         if not quiet:

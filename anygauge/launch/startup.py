@@ -20,7 +20,7 @@ from pathlib import Path
 from anygauge.interface import AnygaugeError, Job
 from anygauge.launch.decision import Decision
 from anygauge.launch.nodes import Instruction, Nodes
-from anygauge.launch.prepare import prepare_here
+from anygauge.launch.prepare_here import prepare_here
 from anygauge.util.files import write_text
 
 OWNER = "job.sha256"
