@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import IO, TYPE_CHECKING, Any
 
 from anygauge.interface import AnygaugeError
-from anygauge.launch.prepare_endings import Work
+from anygauge.launch.prepare_endings import PrepareWork
 from anygauge.launch.prepare_request import PrepareAnswer
 from anygauge.launch.rank_process import sample_process
 from anygauge.models.hub_errors import HubUnreachableError
@@ -74,7 +74,7 @@ def prepare(
 
     if not (request.fetches or request.stages):
         return PrepareAnswer()
-    work = Work(request)
+    work = PrepareWork(request)
     fields: dict[str, Any] = {}
     with (
         tempfile.TemporaryFile() as output,
@@ -172,7 +172,7 @@ def _started(
 
 
 def _events(
-    process: subprocess.Popen[bytes], work: Work, turn: Callable[[], bool]
+    process: subprocess.Popen[bytes], work: PrepareWork, turn: Callable[[], bool]
 ) -> Iterator[dict[str, Any]]:
     """What the process reports, until it closes its end or this one gives up.
 

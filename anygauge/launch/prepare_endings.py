@@ -24,7 +24,7 @@ RENDERING_LIMIT_S = 60.0
 _TAIL = 2000
 
 
-class Work:
+class PrepareWork:
     """What the process is at; and what to say of one that was ended there.
 
     Attributes:
