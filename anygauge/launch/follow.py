@@ -18,10 +18,10 @@ from typing import Any
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from anygauge.interface import STOPPED, RunningJob
+from anygauge.launch.attempt import SIGNALS
 from anygauge.launch.event_format import evaluation_line, step_line, step_metrics, summary_lines
 from anygauge.launch.run_directory import logs_of
 from anygauge.launch.submitted import LAUNCHED
-from anygauge.launch.supervisor import SIGNALS
 from anygauge.util.console import Console
 from anygauge.util.processes import REPEATED_SIGNAL_S
 

@@ -25,10 +25,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from anygauge.interface import ATTEMPTS, AnygaugeError, Job
+from anygauge.launch.attempt import SIGNALS
 from anygauge.launch.follow import View, fail, show_stopped, show_where_logs_are
 from anygauge.launch.join import Handover, digest
 from anygauge.launch.run_directory import remove_unaccepted
-from anygauge.launch.supervisor import SIGNALS
 from anygauge.util.console import Console
 from anygauge.util.events import EventWriter
 from anygauge.util.processes import tie_to_parent
@@ -353,23 +353,25 @@ class _Terminal:
 
     def conclude(self, handover: Handover, job: Job) -> None:
         """How it ended: by rank 0 for all, or why this rank failed."""
-        from anygauge.launch.outcome import Failure, stopped_text
+        from anygauge.launch.outcome import stopped_text
+        from anygauge.launch.rank_failure import located, reported_failure
 
         launch, ending = handover.launch, self.events.ending
         kind = ending.get("event")
         if kind == "failed":
-            failure = Failure.from_event(launch.rank, ending, time.time())
-            text = failure.cause(
+            failure = located(
+                reported_failure(launch.rank, ending, time.time()),
                 host=socket.gethostname(),
                 world_size=job.world_size,
                 log=self.log,
                 log_offset=self.log_offset,
             )
-            if failure.for_user:
+            text = failure.text
+            if failure.final:
                 # Not a connection that broke because another rank was killed: there the launcher
                 # goes by who ended first.
                 launch.report(text, failure.time)
-            if not failure.for_user and job.world_size > 1:
+            if not failure.final and job.world_size > 1:
                 time.sleep(_NOTICED_S)
                 text += (
                     "\nIf another rank ended earlier, that may be the cause: see the output of "

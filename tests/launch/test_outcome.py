@@ -10,34 +10,30 @@ from pathlib import Path
 from anygauge.interface import LOST
 from anygauge.launch.outcome import (
     REPORT,
-    Failure,
     JobFailure,
     NodeReport,
     read_record,
     resolve_outcome,
-    tail,
 )
+from anygauge.launch.rank_failure import exit_failure, located, reported_failure, tail
 
 FINE = [NodeReport(node_rank=rank, host=f"h{rank}", ok=True) for rank in range(3)]
 
 
-def exit_of(rank: int, code: int, *, last_alive: float, observed: float) -> Failure:
-    return Failure.from_exit(rank, code, finished=False, last_alive=last_alive, observed=observed)
+def exit_of(rank: int, code: int, *, last_alive: float, observed: float) -> JobFailure:
+    return exit_failure(rank, code, finished=False, last_alive=last_alive, observed=observed)
 
 
-def report(rank: int, time: float) -> Failure:
+def report(rank: int, time: float) -> JobFailure:
     event = {"error": "RuntimeError", "message": "Connection closed by peer", "time": time}
-    return Failure.from_event(rank, event, received=time)
+    return reported_failure(rank, event, received=time)
 
 
-def earliest(failures: list[Failure]) -> Failure:
-    reported = tuple(
-        JobFailure(time=f.time, rank=f.rank, by_signal=f.by_signal, text=str(index))
-        for index, f in enumerate(failures)
-    )
-    outcome = resolve_outcome([NodeReport(node_rank=0, host="h", failures=reported)])
-    assert outcome.state == "failed" and outcome.cause is not None
-    return failures[int(outcome.cause)]
+def earliest(failures: list[JobFailure]) -> JobFailure:
+    outcome = resolve_outcome([NodeReport(node_rank=0, host="h", failures=tuple(failures))])
+    assert outcome.state == "failed"
+    (found,) = (failure for failure in failures if failure.text == outcome.cause)
+    return found
 
 
 def test_a_record_of_the_collectives_is_named_where_there_is_one(tmp_path: Path) -> None:
@@ -46,7 +42,7 @@ def test_a_record_of_the_collectives_is_named_where_there_is_one(tmp_path: Path)
 
     def cause() -> str:
         log = tmp_path / "rank3.log"
-        return failure.cause(host="h", world_size=4, log=log, log_offset=0, record=record)
+        return located(failure, host="h", world_size=4, log=log, log_offset=0, record=record).text
 
     assert str(record) not in cause()
     record.write_bytes(b"pickled")
@@ -66,9 +62,7 @@ def test_a_death_by_signal_precedes_an_exit_seen_in_the_same_moment() -> None:
 
 
 def test_a_report_without_a_usable_time_or_status_gets_those_of_its_arrival() -> None:
-    failure = Failure.from_event(
-        2, {"error": "E", "message": "m", "exit_status": 999}, received=5.0
-    )
+    failure = reported_failure(2, {"error": "E", "message": "m", "exit_status": 999}, received=5.0)
     assert (failure.time, failure.exit_status) == (5.0, 1)
 
 
