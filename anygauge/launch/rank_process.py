@@ -146,13 +146,12 @@ class RankProcess:
 
     def abandon(self) -> None:
         """Kill the group of a rank that still runs, and reap it if it exits soon."""
-        if not self.running:
-            return
-        self.signal(signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.code = self._process.wait(timeout=5)
-            self.observed_exit = time.time()
-        self._close()
+        if self.running:
+            self.signal(signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.code = self._process.wait(timeout=5)
+                self.observed_exit = time.time()
+            self._close()
 
     def write_result(self, outcome: str, host: str) -> None:
         """Record how it ended in ``ranks/rankN.json``.
@@ -160,20 +159,19 @@ class RankProcess:
         Args:
             outcome: the state of the job.
         """
-        if self.ok:
-            state = "ok"
-        elif self.running:
-            state = "stuck"
-        elif self.stopped_cleanly or outcome == "cancelled":
-            state = "stopped" if self.stopped_cleanly else "cancelled"
-        else:
-            state = "failed" if self.failure else "stopped"
+        states = {
+            "ok": self.ok,
+            "stopped": self.stopped_cleanly,
+            "stuck": self.running,
+            "cancelled": outcome == "cancelled",
+            "failed": self.failure is not None,
+        }
         record = {
             "rank": self.rank,
             "local_rank": self.local_rank,
             "host": host,
             "pid": self.pid,
-            "state": state,
+            "state": next((state for state, holds in states.items() if holds), "stopped"),
             "code": self.code,
             "signal": -self.code if self.code is not None and self.code < 0 else None,
             "started": self.started,
@@ -192,11 +190,10 @@ class RankProcess:
             return []
         self.events_closed = not chunk
         *lines, self._pending = (self._pending + chunk).split(b"\n")
-        events = [(read_event(line), line + b"\n") for line in lines]
+        events = [(event, line + b"\n") for line in lines if (event := read_event(line))]
         for event, _ in events:
-            if event is not None:
-                self._take(event)
-        return [(event, line) for event, line in events if event is not None]
+            self._take(event)
+        return events
 
     def _reap(self) -> None:
         """Kill what is left of its group, reap it, and judge its exit.
