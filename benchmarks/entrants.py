@@ -13,7 +13,7 @@ import typer
 import yaml
 
 from benchmarks.plan import ContenderPlan, Layout
-from benchmarks.processes import SHARED, Processes, identities
+from benchmarks.processes import SHARED, Processes, identities, settings_of_accelerate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,12 +126,20 @@ def processes(entrant: Entrant, plan: ContenderPlan, environment: Mapping[str, s
         return Processes(argv=argv, environments=[dict(environment)], logs=logs)
     path = output / "plan.json"
     plan.save(path)
+    script = ["-m", entrant.module, str(path), entrant.name]
+    if plan.launched:
+        own = {**environment, **settings_of_accelerate(plan)}
+        torchrun = [*_TORCHRUN, str(plan.ranks), *script]
+        return Processes(argv=torchrun, environments=[own], logs=[output / "rank0.log"])
     return Processes(
-        argv=[sys.executable, "-m", entrant.module, str(path), entrant.name],
+        argv=[sys.executable, *script],
         environments=[{**environment, **identity} for identity in identities(plan)],
         logs=[output / f"rank{rank}.log" for rank in range(plan.ranks)],
         bound=True,
     )
+
+
+_TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 def run_file(plan: ContenderPlan, strategy: Mapping[str, Any]) -> dict[str, Any]:

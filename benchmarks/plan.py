@@ -45,6 +45,8 @@ class ContenderPlan:
         hostfile: of the machines where they are several, for anygauge's own launcher; else empty.
         nodes: machines, each with an equal part of `ranks`.
         data: folder with the files of workloads; empty: there is none.
+        launched: torchrun starts the ranks of peers, as their users do; otherwise they are started
+            here, with nothing in between.
     """
 
     model: str = ""
@@ -85,6 +87,7 @@ class ContenderPlan:
     hostfile: str = ""
     nodes: int = 1
     data: str = ""
+    launched: bool = False
     rounds: int = 1
     timeout_s: float = 600
 

@@ -82,9 +82,6 @@ def identities(plan: ContenderPlan) -> list[dict[str, str]]:
     """The variables by which launchers tell ranks of one machine who they are."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]  # nobody listens on it
-    # Never "use the CPU", which Accelerate's own launcher says: it then leaves DeepSpeed out. The
-    # device is named instead, and contenders name the process group.
-    named = {"ACCELERATE_TORCH_DEVICE": "cpu"} if plan.device == "cpu" else {}
     return [
         {
             "RANK": str(rank),
@@ -93,11 +90,18 @@ def identities(plan: ContenderPlan) -> list[dict[str, str]]:
             "LOCAL_WORLD_SIZE": str(plan.ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            "ACCELERATE_USE_DEEPSPEED": str(plan.deepspeed).lower(),
-            **named,
+            **settings_of_accelerate(plan),
         }
         for rank in range(plan.ranks)
     ]
+
+
+def settings_of_accelerate(plan: ContenderPlan) -> dict[str, str]:
+    """What its own launcher would say to each rank of a peer."""
+    # Never "use the CPU", which it says too: Accelerate then leaves DeepSpeed out. The device is
+    # named instead, and contenders name the process group.
+    named = {"ACCELERATE_TORCH_DEVICE": "cpu"} if plan.device == "cpu" else {}
+    return {"ACCELERATE_USE_DEEPSPEED": str(plan.deepspeed).lower(), **named}
 
 
 def run(processes: Processes, timeout_s: float) -> Ended:

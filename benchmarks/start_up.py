@@ -3,8 +3,9 @@
     python -m benchmarks.start_up --rounds 5 --before ../older --output runs/start_up
 
 `--before` names a checkout of an older commit, whose code runs in this environment. The model is
-tiny and there are two steps: what is measured is what happens before them. CPU seconds and imported
-modules are those of rank 0 from its start to its end.
+tiny and there are two steps: what is measured is what happens before them. torchrun starts the
+ranks of peers, as their documentation says. CPU seconds and imported modules are those of rank 0
+from its start to its end.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def main(
     entrants = chosen(names, before)
     plan = session.planned(
         context, steps=2, layers=2, hidden=64, intermediate=172, heads=2, vocabulary=512, length=64,
-        max_length=64, micro_batch=2,
+        max_length=64, micro_batch=2, launched=True,
     )  # fmt: skip
     with session.command(output):
         rows, plan, _ = session.prepare("full", plan)

@@ -196,9 +196,9 @@ def start(
         typer.echo(f"run: {folder}")
         for line in expected.lines:
             typer.echo(fitted(line, sys.stdout))
-    with submitted(request, plan, resuming=resuming) as (running, asked):
-        if not detach or asked:
-            return follow(running, run_directory=folder, quiet=quiet, asked=asked)
+    with submitted(request, plan, resuming=resuming) as (running, signals):
+        if not detach or signals.received:
+            return follow(running, run_directory=folder, quiet=quiet, signals=signals)
         if not quiet:
-            typer.echo(f"{running.status()}; to follow it: anygauge job follow {folder}")
+            typer.echo(f"{running.state().text}; to follow it: anygauge job follow {folder}")
     return 0

@@ -16,6 +16,7 @@ __all__ = [
     "REPOSITORY_VARIABLE",
     "BatchFile",
     "ImageRelease",
+    "JobState",
     "LaunchProfile",
     "Launcher",
     "LauncherSpec",
@@ -203,6 +204,26 @@ class Plan:
     grace_s: float = 5.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobState:
+    """What is known of a submitted job.
+
+    Attributes:
+        phase: ``waiting`` for machines or images, ``running``, or how it ended; ``gone``: whoever
+            ran it does not know it (any more), and it left no report of its end; ``silent``:
+            nobody answered.
+        text: the same in a line, in the words of whoever runs it.
+    """
+
+    phase: Literal["waiting", "running", "done", "failed", "stopped", "gone", "silent"]
+    text: str
+
+    @property
+    def over(self) -> bool:
+        """Whether it is sure that it neither waits nor runs."""
+        return self.phase not in ("waiting", "running", "silent")
+
+
 class RunningJob(Protocol):
     """A job that was submitted."""
 
@@ -213,18 +234,8 @@ class RunningJob(Protocol):
     def events(self) -> Iterator[Mapping[str, Any]]:
         """Everything the agents report, until the job ends."""
 
-    def status(self) -> str:
-        """How it fares, in a line."""
-
-    @property
-    def alive(self) -> bool | None:
-        """Whether it waits or runs; None where nobody answers."""
-
-    @property
-    def found(self) -> Literal["known", "gone", "silent"]:
-        """What the last `status` came to; ``gone``: whoever ran it does not know it (any more), and
-        it left no report of its end; ``silent``: nobody answered.
-        """
+    def state(self) -> JobState:
+        """How it fares now."""
 
     def cancel(self) -> None:
         """Ask every agent to end its ranks, a second time to kill them; does not wait."""

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 from anygauge.interface import ATTEMPTS, AnygaugeError, Job
 from anygauge.launch.attempt import SIGNALS
-from anygauge.launch.follow import View, fail, show_stopped, show_where_logs_are
 from anygauge.launch.join import Handover, digest
 from anygauge.launch.run_directory import remove_unaccepted
+from anygauge.launch.view import View, fail, show_stopped, show_where_logs_are
 from anygauge.util.console import Console
 from anygauge.util.events import EventWriter
 from anygauge.util.processes import tie_to_parent

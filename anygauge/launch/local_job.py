@@ -65,7 +65,7 @@ def run(module: str, backend: str, ranks: int, timeout_s: float) -> dict[str, An
             running = LocalRun(job, lock=lock.fileno(), argv_of_rank=lambda *_: command)
             try:
                 running.wait(timeout_s)
-                late = running.alive
+                late = running.state().phase == "running"
             finally:
                 running.cancel()
                 running.wait()

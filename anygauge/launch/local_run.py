@@ -10,9 +10,9 @@ import traceback
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from anygauge.interface import AnygaugeError, Job
+from anygauge.interface import AnygaugeError, Job, JobState
 from anygauge.launch.attempt import Requests
 from anygauge.launch.environment import NodeEnvironment, write_provenance
 from anygauge.launch.foreign import scrub
@@ -64,7 +64,6 @@ class LocalRun:
     """
 
     record = None
-    found: Literal["known"] = "known"
 
     def __init__(
         self,
@@ -124,14 +123,11 @@ class LocalRun:
         """What the ranks report, until all have ended; how the run ended comes last."""
         return iter(self._events)
 
-    def status(self) -> str:
+    def state(self) -> JobState:
         """Whether ranks run."""
-        return "running" if self.alive else "ended"
-
-    @property
-    def alive(self) -> bool:
-        """Whether ranks run."""
-        return self._thread.is_alive()
+        if self._thread.is_alive():
+            return JobState(phase="running", text="running")
+        return JobState(phase="done", text="ended")
 
     def cancel(self) -> None:
         """End the ranks in order; the second call ends them at once."""

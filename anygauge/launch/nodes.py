@@ -38,9 +38,9 @@ from anygauge.launch.outcome import (
     field_of,
     read_record,
     resolve_outcome,
-    shown,
 )
 from anygauge.util.rendezvous import listen_at, tcp_address
+from anygauge.util.text import short
 
 HEARTBEAT_S = 1.0
 OUTBOX_CAPACITY = 100_000
@@ -331,7 +331,7 @@ class Nodes:
             try:
                 self._handle(rank, message)
             except ValueError as error:
-                unreadable = f"{shown(message['kind'])}: {error}"
+                unreadable = f"{short(repr(message['kind']))}: {error}"
                 channel.close(unreadable)
         # Of one that is closed, the last message may have waited here since the turn before.
         silent_s = now - (heard_before if channel.closed else channel.heard)

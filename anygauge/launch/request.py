@@ -77,7 +77,7 @@ def read_request(
     from anygauge.launch.run_directory import RENDEZVOUS, RESOLVED, choose_run_directory
     from anygauge.models.hub import wanted
     from anygauge.registry import installed_plugins, select_backend
-    from anygauge.registry.registry import read_options
+    from anygauge.registry.specs import read_options
     from anygauge.training.auto import AUTO
     from anygauge.training.checks import check_optimizer
     from anygauge.training.strategy import check_batch, check_strategy
@@ -225,7 +225,7 @@ def rendered(request: RunRequest) -> Plan:
             the machines of the job.
     """
     from anygauge.config.load import check_folders
-    from anygauge.registry.registry import read_options
+    from anygauge.registry.specs import read_options
 
     run = request.run
     provided = request.registry.find_launcher(run.launch.launcher)

@@ -18,7 +18,7 @@ from anygauge.interface import AnygaugeError, StrategySpec
 from anygauge.kernels.choose import LOSS, REFERENCE
 from anygauge.planning.trials import Target, Trial, Trials, changed
 from anygauge.registry import Provided, Registry
-from anygauge.registry.registry import load_options
+from anygauge.registry.specs import load_options
 from anygauge.training.auto import AUTO
 from anygauge.training.strategy import share_of
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from anygauge.interface import BackendSpec, NotAvailableError, Probe
 from anygauge.registry.plugins import AUTO, Provided
-from anygauge.registry.registry import Registry, guarded_probe
+from anygauge.registry.registry import Registry
+from anygauge.registry.specs import guarded_probe
 from anygauge.util.text import listed
 
 

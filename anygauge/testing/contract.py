@@ -21,7 +21,7 @@ import pytest
 
 from anygauge.interface import StrategySpec
 from anygauge.registry import Registry
-from anygauge.registry.registry import guarded_probe
+from anygauge.registry.specs import guarded_probe
 from anygauge.testing.check import (
     CHECKS,
     CHOSEN,

@@ -13,7 +13,7 @@ from anygauge.interface import HOST_DEVICE
 from anygauge.kernels.rope import rotated
 from anygauge.models.masks import FORMS, MaskPlan, visible
 from anygauge.registry import Registry
-from anygauge.registry.registry import load_factory
+from anygauge.registry.specs import load_factory
 from anygauge.testing.check import TOLERANCE, Opened
 
 

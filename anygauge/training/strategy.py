@@ -23,7 +23,7 @@ from anygauge.models.initial import changes_base
 from anygauge.models.quantisation import quantisation
 from anygauge.models.start import whole_modules
 from anygauge.registry import Registry, missing_of
-from anygauge.registry.registry import load_factory
+from anygauge.registry.specs import load_factory
 
 PAGED = "paged_memory"
 """The capability that ``train.optimizer.paged`` needs."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,6 @@ def run_rank(
     with progress.long("start-up"):
         from anygauge.config.resolved import read_run
         from anygauge.registry import installed_plugins
-        from anygauge.util.imports import unused_hidden
 
         run = read_run(job.resolved_run)
         hiding = unused_hidden(few_bits=run.has_few_bits, trackers=run.trackers)
@@ -204,3 +204,23 @@ def out_of_memory_advice(backend: Backend) -> Iterator[None]:
             "data.max_length, switch train.gradient_checkpointing or activation_offloading on, or "
             "shard over more --devices"
         ) from error
+
+
+@contextlib.contextmanager
+def unused_hidden(*, few_bits: bool, trackers: Collection[str]) -> Iterator[None]:
+    """Within it, libraries do not find what a run does not use; afterwards all can be imported.
+
+    Args:
+        few_bits: the run's weights or its optimizer's state are quantised. Otherwise bitsandbytes
+            is hidden, which PEFT imports, and with it torch's compiler.
+        trackers: any of which may use mlflow. DeepSpeed's tuner does the same with that.
+    """
+    names = [n for n, used in (("bitsandbytes", few_bits), ("mlflow", trackers)) if not used]
+    for name in names:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for name in names:
+            if sys.modules.get(name, name) is None:
+                del sys.modules[name]

@@ -17,12 +17,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from anygauge.interface import (
     LOST,
     AnygaugeError,
     Job,
+    JobState,
     Plan,
     PlannedFile,
     PlannedProcess,
@@ -99,7 +100,6 @@ class RemoteJob:
     """Agents that end with this process: it holds their standard input, or they get a signal."""
 
     record = None
-    found: Literal["known"] = "known"
 
     def __init__(
         self, connections: list[_Connection], lock_holder: subprocess.Popen[bytes] | None = None
@@ -188,15 +188,11 @@ class RemoteJob:
         self._status = int(str(final["exit_status"]))
         yield final
 
-    def status(self) -> str:
+    def state(self) -> JobState:
         """How many of its connections are open."""
         count = sum(connection.running for connection in self._connections)
-        return f"{count} of {len(self._connections)} nodes connected"
-
-    @property
-    def alive(self) -> bool:
-        """Whether any of its connections is open."""
-        return any(connection.running for connection in self._connections)
+        text = f"{count} of {len(self._connections)} nodes connected"
+        return JobState(phase="running" if count else "done", text=text)
 
     def cancel(self) -> None:
         """Ask the coordinator to end all ranks; again: to kill them; a third time, kill all

@@ -195,7 +195,7 @@ def test_a_job_is_submitted_and_found_again(aws: Client, tmp_path: Path) -> None
     assert path.stat().st_mode & 0o777 == 0o600
     aws.answer("describe-training-job", running.record["name"], out=state("InProgress", "Starting"))
     again = Sagemaker().attach(json.loads(json.dumps(running.record)), path.parent)
-    assert again.status().endswith(": Starting")
+    assert again.state().text.endswith(": Starting")
     aws.answer("stop-training-job", running.record["name"])
     again.cancel()
     assert aws.asked[-1][0][1] == "stop-training-job"

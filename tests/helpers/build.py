@@ -26,7 +26,7 @@ from anygauge.interface.strategy import (
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.inputs import shift_labels
 from anygauge.registry import Registry
-from anygauge.registry.registry import load_factory, load_options
+from anygauge.registry.specs import load_factory, load_options
 from anygauge.strategies.materialise import materialise
 from anygauge.training.optimizer import optimizer_factory
 

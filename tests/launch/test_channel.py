@@ -79,8 +79,8 @@ def instructions_of(nodes: Nodes) -> list[Instruction]:
         *(("event", {"line": line}, "'line'") for line in NO_LINES),
         ("event", {}, "'line' is missing"),
         *(("stop", {"signum": number}, "'signum'") for number in NO_SIGNALS),
-        *(("report", {"report": report}, "not a mapping") for report in NO_REPORTS),
-        ("report", {}, "not a mapping"),
+        *(("report", {"report": report}, "Input should be a dictionary") for report in NO_REPORTS),
+        ("report", {}, "Input should be a dictionary"),
         ("report", {"report": {}}, "'node_rank' is missing"),
         ("report", {"report": {**REPORT, HALF: 1}}, "'?' is unknown"),
         ("report", {"report": {**REPORT, "node_rank": 0}}, "it is of node 0"),
@@ -92,7 +92,7 @@ def instructions_of(nodes: Nodes) -> list[Instruction]:
                 *(("signalled_at", HUGE), ("signalled_at", NAN), ("signum", 4711)),
             )
         ),
-        ("report", {"report": {**REPORT, "failures": [5]}}, "'failures.0' has"),
+        ("report", {"report": {**REPORT, "failures": [5]}}, "'failures.0': Input"),
         *(
             ("report", {"report": {**REPORT, "failures": [{**FAILURE, name: value}]}}, f".{name}'")
             for name, value in (
