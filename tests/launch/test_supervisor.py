@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from anygauge.launch.attempt import Requests
-from anygauge.launch.nodes import Nodes, Outbox
+from anygauge.launch.local_run import EventQueue
+from anygauge.launch.nodes import Nodes
 from anygauge.launch.supervisor import Supervisor
 from anygauge.util.processes import END_AT_ONCE
 from tests.helpers.jobs import make_job
@@ -129,20 +130,15 @@ def test_an_invalid_job_file_is_reported_as_an_event(cluster: Cluster) -> None:
 
 
 def test_a_request_that_came_before_the_ranks_starts_none(tmp_path: Path) -> None:
-    reader, writer = os.pipe()
-    job = make_job(run_directory=tmp_path, devices=2)
-    outbox = Outbox(writer)
-    asked = Requests()
+    job, events, asked = make_job(run_directory=tmp_path, devices=2), EventQueue(), Requests()
     asked.add(signal.SIGTERM)
     supervisor = Supervisor(
         job,
-        Nodes(job, outbox),
+        Nodes(job, events),
         rank_argv=lambda *_: ("/nowhere/program",),
         rank_environment=lambda local_rank: {},
         requests=asked,
     )
     assert supervisor.run() == 128 + signal.SIGTERM
-    outbox.close()
-    os.close(writer)
-    with os.fdopen(reader) as events:
-        assert [json.loads(line)["state"] for line in events] == ["cancelled"]
+    events.close()
+    assert [event["state"] for event in events] == ["cancelled"]
