@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,7 +64,8 @@ def train(
                         f"{foreign.world_size}, and `anygauge train` would take its place: run it "
                         "in a process of its own (subprocess.run)"
                     )
-                join(request, foreign, quiet=quiet)
+                job = replace(request.job, plan=plan, force=force)
+                join(replace(request, job=job), foreign, quiet=quiet)
             except AnygaugeError as error:
                 foreign.report(str(error))
                 raise
@@ -169,8 +171,6 @@ def start(
         plan_memory: always, or never; None: where it may be short.
         force: start it even where it cannot fit.
     """
-    from dataclasses import replace
-
     from anygauge.launch.follow import follow
     from anygauge.launch.submit import resume_target, submitted
 

@@ -217,10 +217,8 @@ def _unused(run: RunFile, strategy: StrategySpec, operation: str) -> str:
     """Why a run would not call an operation; empty if it does."""
     if operation == LORA:
         return "" if run.adapter is not None else "there is no adapter"
-    asked = strategy.takes_update_kernel if operation == ADAMW else strategy.takes_clip_kernel
-    support = asked(run.strategy)
-    if not support:
-        return support.reason
+    if why := strategy.unused_kernels(run.strategy).get(operation):
+        return why
     if operation == ADAMW:
         name = run.train.optimizer.name
         return "" if name == "adamw" else f"train.optimizer.name is {name}"

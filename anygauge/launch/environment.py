@@ -1,7 +1,7 @@
 """The environment of one node's ranks: what the machine shows, variables and cores of each rank.
 
-The backend, the site's plugins, the run file and the user's variables decide; `inspect_node` shows
-them the machine. Backends decide from the `Node` that it returns and from nothing else.
+The backend, the site's plugins, the run file and the user's variables decide. Of the machine,
+backends see the `Node` that `inspect_node` returns and nothing else.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from typing import Any
 from anygauge.interface import (
     Backend,
     Job,
-    LaunchProfile,
     NetworkInterface,
     Node,
     NotAvailableError,
     RdmaDevice,
     Scope,
     choose_fabric,
-    missing_fabric,
 )
 from anygauge.registry import (
     Registry,
@@ -71,11 +69,10 @@ class NodeEnvironment:
             chosen = (loaded, loaded.create_backend(job.backend, job.backend_options))
         registry, backend = chosen
         node = inspect_node(backend, inherited, rank=node_rank)
-        missing = missing_fabric(backend.fabrics, job, node)
-        if missing is not None:
-            raise NotAvailableError(missing)
         self.fabric = choose_fabric(backend.fabrics, job, node)
-        self.cores = cores_of_ranks(job, backend.launch, node)
+        if self.fabric.missing:
+            raise NotAvailableError(self.fabric.missing)
+        self.cores = cores_of_ranks(job, backend.launch.binding, node)
         self._inherited = inherited
         self._by_rank = {
             rank: resolve_environment(registry, backend, job, node, rank, inherited)
@@ -83,19 +80,14 @@ class NodeEnvironment:
         }
 
     def record(self) -> dict[str, Any]:
-        """Local rank -> each of its variables, who set it, why, and whom that overruled.
-
-        Secrets, and values that the run file sets, are hidden.
-        """
+        """Local rank -> each of its variables, who set it, why, and whom that overruled; secrets,
+        and values that the run file sets, are hidden."""
         return {str(rank): [one.record() for one in found] for rank, found in self._by_rank.items()}
 
     def overruled(self, local_rank: int) -> list[ResolvedSetting]:
         """Variables of the starting process that won over a different value from elsewhere."""
-        return [
-            one
-            for one in self._by_rank[local_rank]
-            if one.origin == USER and any(value != one.value for _, value in one.overruled)
-        ]
+        own = (one for one in self._by_rank[local_rank] if one.origin == USER)
+        return [one for one in own if any(value != one.value for _, value in one.overruled)]
 
     def of_rank(self, local_rank: int) -> dict[str, str]:
         """All variables of a rank, except for those of its numbers."""
@@ -116,8 +108,8 @@ def write_provenance(job: Job, node_rank: int, records: Mapping[str, Any]) -> No
     write_text(path, json.dumps(records, indent=2) + "\n", 0o600)
 
 
-def cores_of_ranks(job: Job, profile: LaunchProfile, node: Node) -> dict[int, tuple[int, ...]]:
-    """Local rank -> logical processors that it is bound to; ranks that are not bound are left out.
+def cores_of_ranks(job: Job, binding: str, node: Node) -> dict[int, tuple[int, ...]]:
+    """Local rank -> logical processors that it is bound to, if it is; `binding` is the backend's.
 
     Ranks get equal shares of whole cores, package by package, as ``mpirun --bind-to core --map-by
     slot:PE=N`` gives them. A machine with fewer cores than ranks binds none.
@@ -125,11 +117,10 @@ def cores_of_ranks(job: Job, profile: LaunchProfile, node: Node) -> dict[int, tu
     Raises:
         NotAvailableError: the run demands binding, and this machine has too few cores.
     """
-    wanted = profile.binding if job.launch.binding == "auto" else job.launch.binding
+    wanted = binding if job.launch.binding == "auto" else job.launch.binding
     count = job.launch.devices
-    if wanted != "cores" or count == 1:
-        return {}
-    shares = {rank: node.cores_of_rank(rank, count) for rank in range(count)}
+    bound = range(count) if wanted == "cores" and count > 1 else ()
+    shares = {rank: node.cores_of_rank(rank, count) for rank in bound}
     if all(shares.values()):
         return shares
     if job.launch.binding == "cores":
@@ -189,8 +180,6 @@ def _ordered_cores(root: Path) -> list[tuple[tuple[int, ...], int]]:
 
 
 def _interfaces(root: Path) -> tuple[NetworkInterface, ...]:
-    """Ethernet first, in the kernel's order."""
-
     def order(folder: Path) -> tuple[bool, int, str]:
         index = _number(folder / "ifindex") or 0
         return _number(folder / "type") != _ETHERNET, index, folder.name

@@ -104,7 +104,6 @@ def follow(
         if ended is None:
             console.print(f"to follow it again: anygauge job follow {run_directory}")
             return 0
-        status = running.wait()
     state = ended.get("state")
     if taken.received and state in ("cancelled", None):
         when = "" if view.began else " before the first step; there was nothing to save"
@@ -113,7 +112,7 @@ def follow(
         return 128 + taken.received[0]
     if not ended:
         log = logs_of(Path(run_directory)) / "agent0.log"
-        fail(errors, f"the agent died before it could report (exit status {status}); see {log}")
+        fail(errors, f"the agent died before it could report; see {log}")
         return 1
     if state == "stopped":
         show_stopped(errors, str(ended.get("cause")))
@@ -156,7 +155,6 @@ def _watch(running: RunningJob, view: View, signals: list[int]) -> Event | None:
                 running.cancel()
             for _ in stream:  # its ranks end in order, with nobody to tell
                 pass
-            running.wait()
         raise
     return ended
 

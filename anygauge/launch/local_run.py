@@ -106,7 +106,7 @@ class LocalRun:
         self._supervisor = Supervisor(
             job,
             Nodes(job, self._events),
-            rank_argv=argv_of_rank or partial(rank_argv, str(path), identity_of(lock)),
+            rank_argv=argv_of_rank or partial(rank_argv, str(path), identity_of(lock), None),
             rank_environment=own.of_rank,
             requests=self._requests,
             grace_s=grace_s,
@@ -121,13 +121,14 @@ class LocalRun:
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         """What the ranks report, until all have ended; how the run ended comes last."""
-        return iter(self._events)
+        yield from self._events
+        self._thread.join()
 
     def state(self) -> JobState:
         """Whether ranks run."""
         if self._thread.is_alive():
             return JobState(phase="running", text="running")
-        return JobState(phase="done", text="ended")
+        return JobState(phase="failed" if self._status else "done", text="ended")
 
     def cancel(self) -> None:
         """End the ranks in order; the second call ends them at once."""

@@ -27,6 +27,7 @@ from pydantic import Field, Strict, TypeAdapter
 
 from anygauge.interface import LOST, Job
 from anygauge.launch.channel import Channel, close_all
+from anygauge.launch.decision import DECISION, Decision
 from anygauge.launch.outcome import (
     OUTCOME,
     REPORT,
@@ -140,6 +141,7 @@ class Nodes:
         outcome: how the attempt ended, once it has.
         restarts: attempts that failed and were followed by another.
         all_ready: each node has what its ranks need.
+        decided: by node 0 for all, once they are ready.
     """
 
     def __init__(
@@ -161,6 +163,7 @@ class Nodes:
         self.signum: int | None = None
         self.restarts = 0
         self.all_ready = False
+        self.decided = Decision()
         self._job = job
         self._outbox = outbox
         self._channels = dict(channels or {})
@@ -246,8 +249,9 @@ class Nodes:
         self._reports[report.node_rank] = report
         self._decide()
 
-    def mark_ready(self) -> None:
-        """Report that this node has what its ranks need."""
+    def mark_ready(self, decided: Decision) -> None:
+        """Report that this node has what its ranks need; what node 0 has decided counts."""
+        self.decided = decided
         self._mark_ready(0)
 
     @property
@@ -368,7 +372,7 @@ class Nodes:
         self._ready.add(rank)
         if len(self._ready) == self._job.launch.nodes:
             self.all_ready = True
-            self._send_all("ready")
+            self._send_all("ready", decided=asdict(self.decided))
 
     def _next_rendezvous(self) -> str:
         if not self._address:
@@ -409,7 +413,7 @@ class WorkerNode(Nodes):
     def full(self) -> bool:  # noqa: D102
         return self._channels[0].waiting > _MOST_WAITING
 
-    def mark_ready(self) -> None:  # noqa: D102
+    def mark_ready(self, decided: Decision) -> None:  # noqa: D102
         self._send_all("ready")
 
     def report(self, report: NodeReport) -> None:  # noqa: D102
@@ -431,6 +435,7 @@ class WorkerNode(Nodes):
             self._awaited.discard(rank)
             self._conclude(outcome)
         elif kind == "ready":
+            self.decided = read_record(DECISION, message.get("decided"))
             self.all_ready = True
         elif kind in INSTRUCTIONS:
             self._take_instruction(message)

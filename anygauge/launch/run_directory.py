@@ -34,9 +34,9 @@ _METRICS_BYTES = 1 << 20
 """More than evaluations and samples before the first step come to."""
 
 _FILES = re.compile(
-    r"\.lock|run\.(yaml|json)|job\.json|variables\.json|versions\.json|launched\.json|events\.jsonl|slurm\.sh"
-    r"|metrics\.jsonl|environment-node[0-9]+\.json|(wandb|mlflow)-run\.json|cancelled"
-    r"|rendezvous(-[0-9]+)?"
+    r"\.lock|run\.(yaml|json)|job\.json|variables\.json|versions\.json|launched\.json|cancelled"
+    r"|metrics\.jsonl|events\.jsonl|environment-node[0-9]+\.json|(wandb|mlflow)-run\.json"
+    r"|rendezvous(-[0-9]+)?|slurm\.sh"
 )
 _FOLDERS = ("logs", "ranks", "tensorboard", "wandb", ATTEMPTS)
 
@@ -153,7 +153,7 @@ def took_no_step(folder: Path, *, locked: bool = False) -> bool:
     """
     try:
         return (
-            all(map(_is_of_a_start, os.scandir(folder)))
+            all(map(_is_of_a_start, list(os.scandir(folder))))
             and not _has_steps(folder / METRICS)
             and (locked or not _in_use(folder))
             and not _may_run(folder)

@@ -161,7 +161,7 @@ def submitted(
         if signals.received:
             running.cancel()
         yield running, signals
-        if resuming and running.state().over and running.wait() == 0:
+        if resuming and running.state().phase == "done":
             remove_unaccepted(folder)  # the run was done before
 
 

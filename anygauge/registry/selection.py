@@ -133,7 +133,7 @@ def _findings(probe: Probe) -> str:
     lines = []
     for question, finding in probe.questions:
         looked = f" (looked at {', '.join(finding.looked_at)})" if finding.looked_at else ""
-        lines.append(f"  {question}: {finding.presence.value}: {finding.detail}{looked}")
+        lines.append(f"  {question}: {finding.presence}: {finding.detail}{looked}")
     return "\n".join(lines)
 
 

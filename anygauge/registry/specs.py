@@ -18,7 +18,6 @@ from anygauge.interface import (
     NotAvailableError,
     Options,
     PluginError,
-    Presence,
     Probe,
     RunFileError,
 )
@@ -175,7 +174,7 @@ def guarded_probe(provided: Provided[BackendSpec]) -> Probe:
             return answer
         is_error = isinstance(answer, BaseException)
         why = f"raised {describe(answer)}" if is_error else f"gave {answer!r}, which is not a Probe"
-    skipped = Finding(presence=Presence.NOT_NEEDED, detail="not looked for: the probe failed")
+    skipped = Finding.not_needed("not looked for: the probe failed")
     return Probe(
         devices=Finding.no(f"the probe {why}; this is a fault of {provided.origin}"),
         driver=skipped,

@@ -89,7 +89,7 @@ def run_rank(
         run = read_run(job.resolved_run)
         hiding = unused_hidden(few_bits=run.has_few_bits, trackers=run.trackers)
         importing.enter_context(hiding)
-        from anygauge.training.auto import decided
+        from anygauge.training.auto import decided, decided_before
         from anygauge.training.checkpoints.identity import REPORT, FinishedError, settings_of
         from anygauge.training.checkpoints.manager import checkpoint_folder
         from anygauge.training.save import save, versions
@@ -111,6 +111,7 @@ def run_rank(
             )
         began = time.monotonic()
         registry = installed_plugins()
+        run = decided_before(run, job, registry)
         backend = open_device(job, rank, run, registry)
         run, why = decided(run, registry, backend, rank.index, rank.world_size)
         if why:
@@ -135,7 +136,7 @@ def run_rank(
                 )
             opened.callback(prepared.engine.close)
             # Until the end: a request that comes while the result is saved comes too late.
-            if prepared.engine.checkpoint_support():
+            if not prepared.engine.refuses_checkpoints:
                 opened.enter_context(prepared.loop.stop.listening())
             if index == 0:
                 say_that_it_started(job, rank, prepared)
@@ -179,7 +180,7 @@ def say_that_it_started(job: Job, rank: Any, prepared: Any) -> None:
         world_size=rank.world_size,
         device=str(prepared.loop.backend.placement.device),
         done=prepared.loop.start,
-        stops=bool(prepared.engine.checkpoint_support()),
+        stops=not prepared.engine.refuses_checkpoints,
         lines=[
             f"training: {steps} steps on {rank.world_size} "
             f"{'rank' if rank.world_size == 1 else 'ranks'}, backend {job.backend}, "

@@ -122,7 +122,6 @@ class ServiceJob:
         self._complaints: set[str] = set()
         self._followed = False
         self._cancellations = 0
-        self._status = 1
 
     @property
     def record(self) -> Mapping[str, Any]:
@@ -169,9 +168,7 @@ class ServiceJob:
                         for line in self._service.whole_log(self._folder).splitlines(True):
                             self._lines.put(line)
                     elif ended is not None or fetched:
-                        final = self._final(state, ended)
-                        self._status = int(str(final["exit_status"]))
-                        yield final
+                        yield self._final(state, ended)
                         return
                 time.sleep(_READ_S)
         finally:
@@ -198,10 +195,6 @@ class ServiceJob:
             if not self._followed:  # the caller must know; a follower reports it as a warning
                 raise
             self._warnings.put(str(error))
-
-    def wait(self) -> int:
-        """Exit status of the job, once its events have ended."""
-        return self._status
 
     def _ask(self) -> None:
         """Get the job's state, and the command for its log where nobody reads that."""

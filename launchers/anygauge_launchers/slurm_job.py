@@ -52,7 +52,6 @@ class SlurmJob:
         self._offset = offset
         self._pending = b""
         self._cancellations = 0
-        self._status = 1
 
     @classmethod
     def start(cls, plan: Plan) -> SlurmJob:
@@ -121,9 +120,7 @@ class SlurmJob:
                 else:
                     gone_at = gone_at or now
                     if ended is not None or now - gone_at > _LOG_DELAY_S:
-                        final = ended or self._ended_without_report(state, reason)
-                        self._status = int(str(final["exit_status"]))
-                        yield final
+                        yield ended or self._ended_without_report(state, reason)
                         return
             time.sleep(_READ_S)
 
@@ -136,7 +133,9 @@ class SlurmJob:
             text = f"{name}: {state.lower()}{why}"
             if state == _UNREACHABLE:
                 return JobState(phase="silent", text=text)
-            return JobState(phase="running" if state in _LIVE else "done", text=text)
+            if state in _LIVE:
+                return JobState(phase="running", text=text)
+            return JobState(phase="done" if state == "COMPLETED" else "failed", text=text)
         ended = self._ended()
         if ended is not None:
             word = ended.get("state")
@@ -152,10 +151,6 @@ class SlurmJob:
             run_client(("scancel", "--signal=INT", self.number))
         else:
             run_client(("scancel", self.number))
-
-    def wait(self) -> int:
-        """Exit status of the job, once its events have ended."""
-        return self._status
 
     def _ended(self) -> Event | None:
         """The last event in the file, if it is the job's end."""

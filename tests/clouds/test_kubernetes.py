@@ -278,7 +278,7 @@ def test_a_job_is_followed_from_the_queue_to_its_end(
     assert texts[-1] == f"JobSet train/{NAME} is complete"
     # The log is read again after each end of its stream, and nothing of it is told twice.
     assert [event["event"] for event in events if event["event"] != "message"] == ["step", "ended"]
-    assert running.wait() == 0
+    assert events[-1]["exit_status"] == 0
     assert (tmp_path / "Tiny_Run.1/logs/coordinator.log").read_text() == "a greeting of the image\n"
 
 

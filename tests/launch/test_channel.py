@@ -10,6 +10,7 @@ import pytest
 
 from anygauge.interface import LOST
 from anygauge.launch.channel import Channel
+from anygauge.launch.decision import Decision
 from anygauge.launch.nodes import Instruction, Nodes, WorkerNode
 from anygauge.launch.outcome import JobFailure, JobOutcome, NodeReport
 from tests.helpers.processes import until
@@ -180,7 +181,7 @@ def test_only_channels_that_have_something_are_read_at_a_turn(
     for _ in range(5):
         coordinator.poll()
     assert read == []
-    worker.mark_ready()
+    worker.mark_ready(Decision())
     until(lambda: coordinator.poll() or coordinator._ready == {1}, "the message")
     assert read == ["node 1 (host1)"]
     coordinator._heartbeat_at = 0.0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.interface import Job, LaunchProfile, NetworkInterface, Node, RdmaDevice
+from anygauge.interface import Job, NetworkInterface, Node, RdmaDevice
 from anygauge.launch.environment import cores_of_ranks, inspect_node
 from anygauge_cpu.backend import CpuBackend
 from anygauge_hpu.backend import HpuBackend
@@ -121,7 +121,7 @@ def job(ranks: int, **fields: Any) -> Job:
 
 
 def test_a_gaudi_server_gives_each_rank_whole_cores_of_one_package() -> None:
-    shares = cores_of_ranks(job(4), HpuBackend.launch, SERVER)
+    shares = cores_of_ranks(job(4), HpuBackend.launch.binding, SERVER)
     assert shares == {0: (0, 8, 1, 9), 1: (2, 10, 3, 11), 2: (4, 12, 5, 13), 3: (6, 14, 7, 15)}
 
 
@@ -136,5 +136,5 @@ def test_a_gaudi_server_gives_each_rank_whole_cores_of_one_package() -> None:
     ],
 )
 def test_who_is_bound(ranks: int, asked: str, profile: str, count: int) -> None:
-    found = cores_of_ranks(job(ranks, binding=asked), LaunchProfile(binding=profile), SERVER)
+    found = cores_of_ranks(job(ranks, binding=asked), profile, SERVER)
     assert len(found) == count

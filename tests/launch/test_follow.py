@@ -43,9 +43,8 @@ class Played:
 
     record: Mapping[str, Any] | None = None
 
-    def __init__(self, events: list[Mapping[str, Any]], status: int = 0) -> None:
+    def __init__(self, *events: Mapping[str, Any]) -> None:
         self._events = events
-        self._status = status
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         return iter(self._events)
@@ -56,20 +55,16 @@ class Played:
     def cancel(self) -> None:
         raise AssertionError("nobody asked for the end")
 
-    def wait(self) -> int:
-        return self._status
-
 
 def play(
     *events: Mapping[str, Any],
     terminal: bool = False,
     width: int = 120,
-    status: int = 0,
     **options: Any,
 ) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
     found = follow(
-        Played(list(events), status),
+        Played(*events),
         run_directory="/runs/one",
         console=Console(file=out, force_terminal=terminal, width=width, color_system=None),
         errors=Console(file=err, width=40, color_system=None),
@@ -205,26 +200,36 @@ def test_an_error_of_the_launcher_is_not_swallowed() -> None:
             raise LookupError("gone")
 
     with pytest.raises(LookupError, match="gone"):
-        follow(Broken([]), run_directory="/runs/one", console=Console(file=io.StringIO()))
+        follow(Broken(), run_directory="/runs/one", console=Console(file=io.StringIO()))
 
 
-class Elsewhere(Played):
-    """A job that continues by itself, and ends only if it is asked to."""
+class Signalled(Played):
+    """A job whose follower gets signals once something is shown, by a wrapper twice each; it ends
+    because it is cancelled, or by itself a while later."""
 
-    record = {"job": 7}
-
-    def __init__(self, signum: int) -> None:
-        super().__init__([], STOPPED)
-        self.signum = signum
+    def __init__(
+        self, signum: int, out: io.StringIO, *reported: Mapping[str, Any], times: int = 1
+    ) -> None:
+        super().__init__(*reported)
+        self.signum, self.out, self.times = signum, out, times
         self.cancelled = 0
 
     def events(self) -> Iterator[Mapping[str, Any]]:
-        os.kill(os.getpid(), self.signum)
-        deadline = time.monotonic() + 1.5
+        yield from self._events
+        if self._events:
+            until(self.out.getvalue, "what was reported")
+        for _ in range(self.times):
+            os.kill(os.getpid(), self.signum)
+            time.sleep(0.3)  # the loop looks at signals meanwhile
+        deadline = time.monotonic() + 1.2
         while not self.cancelled and time.monotonic() < deadline:
             time.sleep(0.02)
-        state = {"state": "stopped", "exit_status": STOPPED, "cause": "stopped at request"}
-        yield {"event": "ended", **(state if self.cancelled else {"state": "ok"})}
+        if not self.cancelled:
+            yield ENDED
+        elif self.record is None:
+            yield {"event": "ended", "state": "cancelled", "exit_status": 143, "cause": ""}
+        else:
+            yield {"event": "ended", "state": "stopped", "exit_status": STOPPED, "cause": "asked"}
 
     def cancel(self) -> None:
         self.cancelled += 1
@@ -254,8 +259,9 @@ def test_a_job_elsewhere_is_left_or_cancelled(
         terminal = mock.Mock(wraps=typed, isatty=lambda: answer is not None)
         terminal.fileno = lambda: reader
         monkeypatch.setattr("sys.stdin", terminal)
-        running = Elsewhere(signum)
         out = io.StringIO()
+        running = Signalled(signum, out)
+        running.record = {"job": 7}
         found = follow(
             running,
             run_directory="/runs/one",
@@ -305,49 +311,28 @@ def test_one_ctrl_c_ends_the_ranks_in_order(tmp_path: Path, signum: int, status:
     assert not alive(read_pid(tmp_path / "pid0"))
 
 
-class Interrupted(Played):
-    """A job of this machine that has reported something when Ctrl-C comes, twice by a wrapper."""
-
-    def __init__(self, reported: list[Mapping[str, Any]], times: int, out: io.StringIO) -> None:
-        super().__init__(reported, 143)
-        self.times, self.out = times, out
-        self.cancelled = 0
-
-    def events(self) -> Iterator[Mapping[str, Any]]:
-        yield from self._events
-        if self._events:
-            until(self.out.getvalue, "what was reported")
-        for _ in range(self.times):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.3)  # the loop looks at signals meanwhile
-        yield {"event": "ended", "state": "cancelled", "exit_status": 143, "cause": ""}
-
-    def cancel(self) -> None:
-        self.cancelled += 1
-
-
 @pytest.mark.parametrize(
     ("reported", "promised"),
     [
-        ([], "no step has been taken, so there is nothing to save"),
-        ([{"event": "message", "text": "loading"}], "no step has been taken"),
-        ([{"event": "started", "lines": ["tiny"], "stops": True}], "writing a checkpoint"),
-        ([{"event": "started", "lines": ["tiny"], "stops": False}], "cannot write checkpoints"),
+        (None, "no step has been taken, so there is nothing to save"),
+        ({"event": "message", "text": "loading"}, "no step has been taken"),
+        ({"event": "started", "lines": ["tiny"], "stops": True}, "writing a checkpoint"),
+        ({"event": "started", "lines": ["tiny"], "stops": False}, "cannot write checkpoints"),
     ],
 )
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_promises_what_comes(
-    times: int, reported: list[Mapping[str, Any]], promised: str
+    times: int, reported: Mapping[str, Any] | None, promised: str
 ) -> None:
     out, err = io.StringIO(), io.StringIO()
-    running = Interrupted(reported, times, out)
+    running = Signalled(signal.SIGINT, out, *filter(None, [reported]), times=times)
     consoles = {"console": Console(file=out, width=120), "errors": Console(file=err, width=120)}
     assert follow(running, run_directory="/runs/one", **consoles) == 130
     assert running.cancelled == 1
     shown = out.getvalue()
     assert promised in shown and "killing" not in shown and shown.count("Ctrl-C again to kill") == 1
     assert ("writing a checkpoint" in shown) is (promised == "writing a checkpoint")
-    begun = bool(reported) and "stops" in reported[0]
+    begun = "stops" in (reported or {})
     assert ("before the first step; there was nothing to save" in err.getvalue()) is not begun
 
 
@@ -355,7 +340,7 @@ def test_a_signal_that_came_while_the_job_was_submitted_has_its_answer() -> None
     cancelled = {"event": "ended", "state": "cancelled", "exit_status": 143, "cause": "SIGTERM"}
     signals = Signals()
     signals.received.append(signal.SIGINT)
-    status, out, err = play(cancelled, status=143, signals=signals)
+    status, out, err = play(cancelled, signals=signals)
     assert status == 130 and "nothing to save" in out
     assert "ended on request before the first step" in err
 

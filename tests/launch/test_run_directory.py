@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from anygauge.cli import run as command
-from anygauge.interface import ATTEMPTS, AnygaugeError
-from anygauge.interface.job import Job
+from anygauge.interface import ATTEMPTS, AnygaugeError, Job
 from anygauge.launch.request import read_request
 from anygauge.launch.run_directory import (
     choose_run_directory,
