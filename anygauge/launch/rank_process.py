@@ -38,6 +38,7 @@ class RankProcess:
         finished_at: when its ``finished`` event arrived.
         stopped: its ``stopped`` event, if it ended on request.
         failure: how it failed, unless it ended because its supervisor ended it.
+        error: class and message as it reported them, if it did.
         events_closed: nothing more can be read from `pipe`.
         watchdog: how long it has been idle, and what it was doing.
     """
@@ -82,6 +83,7 @@ class RankProcess:
         self.finished_at: float | None = None
         self.stopped: Mapping[str, Any] | None = None
         self.failure: JobFailure | None = None
+        self.error: Mapping[str, Any] | None = None
         self.events_closed = False
         self._pending = b""
         self._signalled: set[int] = set()
@@ -179,6 +181,7 @@ class RankProcess:
             "ended": self.observed_exit,
             "failed": self.failure and self.failure.time,
             "what": self.failure and self.failure.text,
+            "error": self.error,
             "log": str(self.log),
         }
         write_text(self.result, json.dumps(record, indent=2) + "\n")
@@ -228,6 +231,7 @@ class RankProcess:
             self.stopped = event
         elif event["event"] == "failed" and self.failure is None:
             self.failure = reported_failure(self.rank, event, time.time())
+            self.error = {"class": event.get("error"), "message": event.get("message")}
 
     def _ended_by_supervisor(self, code: int) -> bool:
         if code == -signal.SIGKILL:

@@ -82,13 +82,10 @@ def test_the_installed_packages_are_those_that_were_tested() -> None:
 
 
 def test_hidden_devices() -> None:
-    for environ, outcome in (
-        ({}, "pass"),
-        ({"VISIBLE": "0,1"}, "pass"),
-        ({"VISIBLE": " "}, "fail"),
-    ):
-        assert doctor.visibility(CARDS, environ).outcome == outcome
-        assert doctor.visibility(LaunchProfile(), environ).outcome == Outcome.PASS
+    assert doctor.visibility(LaunchProfile(), {"VISIBLE": " "}).outcome == Outcome.PASS
+    assert doctor.visibility(CARDS, {}).outcome == Outcome.PASS
+    assert doctor.visibility(CARDS, {"VISIBLE": "0,1"}).outcome == Outcome.PASS
+    assert doctor.visibility(CARDS, {"VISIBLE": " "}).outcome == Outcome.FAIL
 
 
 UNLIMITED = resource.RLIM_INFINITY
