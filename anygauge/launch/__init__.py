@@ -9,7 +9,8 @@
 - `meeting`, `channel`, `nodes`: how the agents of a job meet, and what they tell each other.
 - `supervisor`, `attempt`, `rank_process`, `rank_start`, `watchdog`: the ranks of a machine.
 - `outcome`, `rank_failure`: why a rank failed, and why a job ended.
-- `rank`: what every rank runs. `foreign`, `join`, `foreign_rank`: ranks that others started.
+- `rank`: what every rank runs.
+- `foreign`, `join`, `foreign_meeting`, `foreign_rank`: ranks that others started.
 - `follow`, `view`: what the one who waits sees.
 
 Outside of that order: `doctor`, and short jobs on this machine (`local_job`): `round_trip`,
