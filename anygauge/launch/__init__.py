@@ -8,7 +8,8 @@
 - `environment`: what the machine shows, and the variables and cores of each rank.
 - `meeting`, `channel`, `nodes`: how the agents of a job meet, and what they tell each other.
 - `supervisor`, `rank_process`, `outcome`: the ranks of a machine, and why a job ended.
-- `rank`: what every rank runs. `foreign`, `join`, `foreign_rank`: ranks that others started.
+- `rank`: what every rank runs.
+- `foreign`, `join`, `foreign_meeting`, `foreign_rank`: ranks that others started.
 - `follow`, `view`: what the one who waits sees.
 
 Outside of that order: `local_job` (a short job on this machine), `doctor`, `calibration`.

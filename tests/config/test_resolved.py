@@ -29,12 +29,11 @@ def test_another_versions_run_is_refused(folder, minimal, tmp_path: Path) -> Non
     values = json.loads(run_json(folder.load(minimal).run))
     path = tmp_path / "run.json"
     path.write_text(json.dumps({**values, "train": {**values["train"], "clip": 1.0}}))
-    with pytest.raises(AnygaugeError) as caught:
-        read_run(path)
-    assert str(caught.value).startswith(
-        f"{path}: this is not a resolved run of the installed version of anygauge (train.clip: "
+    told = (
+        r"run.json: this is not a resolved run .* \('train.clip' is unknown\). .* same version\?$"
     )
-    assert str(caught.value).endswith("the same version?")
+    with pytest.raises(AnygaugeError, match=told):
+        read_run(path)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "name: t\n", '{"name": 3}'])
