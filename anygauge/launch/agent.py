@@ -15,13 +15,14 @@ from functools import partial
 from pathlib import Path
 
 from anygauge.interface import LOST, AnygaugeError, Job
+from anygauge.launch.attempt import Requests
 from anygauge.launch.decision import Decision
 from anygauge.launch.environment import NodeEnvironment, write_provenance
 from anygauge.launch.foreign import scrub
 from anygauge.launch.meeting import CancelledError, Hello, meet
 from anygauge.launch.nodes import Instruction, Nodes, Outbox
 from anygauge.launch.outcome import JobFailure, NodeReport
-from anygauge.launch.rank_process import RankArgv, rank_argv
+from anygauge.launch.rank_start import RankArgv, rank_argv
 from anygauge.launch.startup import (
     StartAbortedError,
     claim_run_directory,
@@ -33,7 +34,7 @@ from anygauge.launch.startup import (
     read_standard_input,
     read_variables,
 )
-from anygauge.launch.supervisor import GRACE_S, Requests, supervise
+from anygauge.launch.supervisor import GRACE_S, Supervisor
 from anygauge.util.processes import die_with_parent, tie_to_parent
 from anygauge.util.run_lock import identity_of, open_lock
 
@@ -56,7 +57,7 @@ def main(
 
     Args:
         argv: command line; None for this process's own.
-        argv_of_rank: see `supervise`; None for that of `rank_argv`.
+        argv_of_rank: see `Supervisor.rank_argv`; None for that of `rank_argv`.
         rank_environment: the environment of each rank; None for that of the job's backend.
 
     Returns:
@@ -153,11 +154,10 @@ class _Agent:
             decided = prepare_on_all(
                 job, nodes, environment(0), self._node_rank, self._host, self._requests.received
             )
-        return supervise(
+        return Supervisor(
             job,
             nodes,
             node_rank=self._node_rank,
-            hostname=self._host,
             rank_argv=self._argv_of_rank or partial(rank_argv, arguments.job, lock, decided),
             rank_environment=environment,
             requests=self._requests,
@@ -165,7 +165,7 @@ class _Agent:
             cores=own.cores if own else {},
             lock=lock,
             resume=resume,
-        )
+        ).run()
 
     def _meet(self, job: Job, coordinator: str, own: NodeEnvironment | None) -> Nodes:
         """Meet the agents of the job's other nodes, if it has any.

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from anygauge.interface import AnygaugeError, Job
 from anygauge.launch.decision import Decision
-from anygauge.launch.nodes import Instruction, Nodes
+from anygauge.launch.nodes import Nodes
 from anygauge.launch.prepare_here import prepare_here
 from anygauge.util.files import write_text
 
@@ -272,7 +272,7 @@ def prepare_on_all(
     """
 
     def turn() -> bool:
-        if set(nodes.poll()) - {Instruction.FINISH}:
+        if nodes.poll():
             raise StartAbortedError("no rank was started here")
         return not requests
 

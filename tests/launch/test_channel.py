@@ -93,8 +93,6 @@ def instructions_of(nodes: Nodes) -> list[Instruction]:
                 *(("signalled_at", HUGE), ("signalled_at", NAN), ("signum", 4711)),
             )
         ),
-        ("report", {"report": {**REPORT, "stopped": {"step": [[]]}}}, "'stopped.step'"),
-        ("report", {"report": {**REPORT, "stopped": {"checkpoint": {}}}}, "stopped.check"),
         ("report", {"report": {**REPORT, "failures": [5]}}, "'failures.0': Input"),
         *(
             ("report", {"report": {**REPORT, "failures": [{**FAILURE, name: value}]}}, f".{name}'")
