@@ -203,7 +203,7 @@ def _job(handover: Handover, answer: Mapping[str, Any]) -> Job:
     Raises:
         AnygaugeError: it is not seen here, belongs to another run, or this machine does not fit.
     """
-    from anygauge.launch.meeting import HELLO, Hello, check_hello
+    from anygauge.launch.hello import HELLO, Hello, check_hello
     from anygauge.launch.outcome import read_record
 
     path, wanted = Path(answer["job"]), Path(handover.run_directory)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import signal
 import socket
 import threading
@@ -18,6 +17,7 @@ from anygauge.interface import AnygaugeError, Job
 from anygauge.launch.environment import NodeEnvironment, write_provenance
 from anygauge.launch.foreign import scrub
 from anygauge.launch.nodes import Nodes
+from anygauge.launch.outbox import Outbox
 from anygauge.launch.rank_process import RankArgv, rank_argv
 from anygauge.launch.supervisor import GRACE_S, Requests, dated, supervise
 from anygauge.util.events import read_event
@@ -26,36 +26,6 @@ from anygauge.util.run_lock import identity_of
 
 LOG = "supervisor.log"
 """Among the run's logs: when and how each rank began and ended."""
-
-
-class EventQueue:
-    """Where a supervisor sends what happens, for `LocalRun.events`; see `Outbox`.
-
-    Attributes:
-        shared, full: never.
-    """
-
-    shared = full = False
-
-    def __init__(self) -> None:
-        self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-
-    def forward(self, line: bytes) -> None:
-        """Add a rank's line as it is."""
-        self._events.put(read_event(line))
-
-    def send(self, event: str, **fields: Any) -> None:
-        """Add an event of the supervisor's own."""
-        self._events.put({"event": event, **fields})
-
-    def close(self) -> None:
-        """Nothing more comes."""
-        self._events.put(None)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Each event, until it is closed."""
-        while (event := self._events.get()) is not None:
-            yield event
 
 
 class LocalRun:
@@ -93,7 +63,7 @@ class LocalRun:
         self._job = job
         self._lock = lock
         self._requests = Requests()
-        self._events = EventQueue()
+        self._events = Outbox()
         self._status = 1
         own = environment or NodeEnvironment(job, 0, scrub(os.environ))
         path = Path(job.run_file).with_name("job.json")
@@ -117,7 +87,7 @@ class LocalRun:
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         """What the ranks report, until all have ended; how the run ended comes last."""
-        return iter(self._events)
+        return filter(None, map(read_event, self._events))
 
     def status(self) -> str:
         """Whether ranks run."""

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from anygauge.launch.nodes import Nodes, Outbox
+from anygauge.launch.nodes import Nodes
+from anygauge.launch.outbox import Outbox
 from anygauge.launch.supervisor import SIGNALS, Requests, Supervisor
 from anygauge.util.processes import END_AT_ONCE
 from tests.helpers.jobs import make_job
