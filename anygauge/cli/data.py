@@ -41,7 +41,7 @@ def data(
     from anygauge.data import Layout, TokenizedRows, accumulation, advice, peek
     from anygauge.data import prepare as read_rows
     from anygauge.launch.prepare_call import prepare
-    from anygauge.launch.prepare_process import PrepareRequest, RowsQuestion
+    from anygauge.launch.prepare_process import PrepareRequest
     from anygauge.models.hub import wanted
     from anygauge.models.quiet import quiet_libraries
     from anygauge.models.tokenizer import load_tokenizer
@@ -65,9 +65,11 @@ def data(
         console.print(f"streamed: the first {STREAMED_ROWS:,} rows of each source\n", style="dim")
         first = STREAMED_ROWS
     start = secrets.token_hex(8)
-    rows_wanted = RowsQuestion(run=run_json(run), id=start, first=first)
     fetch = tuple(wanted(run.model, model=False))
-    steps = prepare(PrepareRequest(fetch=fetch, rows=rows_wanted)).steps
+    request = PrepareRequest(
+        fetch=fetch, stages=("rows",), run=run_json(run), id=start, first=first
+    )
+    steps = prepare(request).found.steps
     tokenizer = load_tokenizer(run.model)
     prepared = read_rows(section, tokenizer, run.train.seed, run=start, first=first)
     trained = prepared.train

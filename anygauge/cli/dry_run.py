@@ -29,8 +29,8 @@ from anygauge.util.console import Console
 from anygauge.util.files import write_text
 
 if TYPE_CHECKING:
-    from anygauge.launch.memory import Expectation
-    from anygauge.training.checks import Findings
+    from anygauge.launch.decision import Decision
+    from anygauge.training.run_checks import Findings
 
 
 SHOWN_PROCESSES = 32
@@ -142,7 +142,7 @@ def _show_kernels(console: Console, request: RunRequest) -> None:
             console.print(f"    not {name}: {reason}")
 
 
-def _show_checks(console: Console, found: Findings, expected: Expectation) -> None:
+def _show_checks(console: Console, found: Findings, expected: Decision) -> None:
     console.print("\n[bold]Checks[/bold] before ranks start", markup=True)
     if found.data:
         console.print(f"  data: {found.data}")

@@ -127,7 +127,7 @@ def rank_environments(
     """The settings of local ranks of this machine."""
     backend = registry.create_backend(job.backend, job.backend_options)
     environ = scrub(os.environ)
-    node = inspect_node(backend=backend, environ=environ)
+    node = inspect_node(backend, environ)
     return {
         rank: resolve_environment(registry, backend, job, node, rank, environ) for rank in ranks
     }
@@ -172,7 +172,7 @@ def _shell(one: ResolvedSetting, *, values: bool) -> str:
 def _explain(registry: Registry, job: Job, local_rank: int) -> dict[str, Any]:
     """The backend's networks between machines, and its rules with what each decides here."""
     backend = registry.create_backend(job.backend, job.backend_options)
-    node = inspect_node(backend=backend, environ=scrub(os.environ))
+    node = inspect_node(backend, scrub(os.environ))
     chosen = choose_fabric(backend.fabrics, job, node)
     known = {
         fabric.name: {"what": fabric.what, "seen": fabric.detect(node) if fabric.detect else None}

@@ -9,8 +9,13 @@ from typing import Annotated
 import typer
 
 from anygauge.interface import UsageError
-from anygauge.launch.run_directory import CANCELLED, logs_of
-from anygauge.launch.submitted import LAUNCHED, find_job, read_record
+from anygauge.launch.run_directory import (
+    CANCELLED,
+    LAUNCHED,
+    find_job,
+    logs_of,
+    read_record,
+)
 
 
 class Action(enum.StrEnum):
@@ -52,14 +57,15 @@ def job(
             )
         )
     elif action is Action.STATUS:
-        typer.echo(running.status())
-        if running.found == "gone":
+        state = running.state()
+        typer.echo(state.text)
+        if state.phase == "gone":
             typer.echo(
                 "no agent reported how the job ended; to see what it printed: anygauge job logs "
                 f"{run_directory}",
                 err=True,
             )
-        if running.found != "known":
+        if state.phase in ("gone", "silent"):
             raise typer.Exit(1)
     else:
         from anygauge.launch.follow import follow

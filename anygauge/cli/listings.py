@@ -54,10 +54,7 @@ def backends(json_: JsonOption = False) -> None:
                 "reason": probe.reason,
                 "device_count": probe.device_count,
                 "notes": probe.notes,
-                "findings": {
-                    question: asdict(finding) | {"presence": finding.presence.value}
-                    for question, finding in probe.questions
-                },
+                "findings": {question: asdict(finding) for question, finding in probe.questions},
             }
             for provided in ranked
             for probe in [probes[provided.spec.name]]
@@ -243,9 +240,9 @@ def _describe_strategy(
         "default": spec.name == DEFAULT,
         "summary": spec.summary,
         "distribution": provided.distribution,
-        "ranks": " or ".join(map(str, spec.world_sizes)) or "any number",
+        "ranks": "1" if spec.single_process else "any number",
         "fields": [name for name in fields if name != "name"],
-        "needs": [{"capability": need.capability, "because": need.because} for need in spec.needs],
+        "needs": [{"capability": c, "because": because} for c, because in spec.needs.items()],
         "packages": {name: installed_version(name) for name in spec.distributions},
         "refused": refused,
     }

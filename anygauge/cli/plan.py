@@ -29,7 +29,7 @@ from anygauge.cli.options import (
 from anygauge.config.load import load_run_file
 from anygauge.config.schema import RunFile
 from anygauge.interface import Card, RunFileError, UsageError
-from anygauge.interface.strategy import KINDS
+from anygauge.interface.estimate import KINDS
 from anygauge.launch.prepare import fetch_configuration
 from anygauge.planning import changes
 from anygauge.planning.changes import Choice

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,7 +64,8 @@ def train(
                         f"{foreign.world_size}, and `anygauge train` would take its place: run it "
                         "in a process of its own (subprocess.run)"
                     )
-                join(request, foreign, quiet=quiet)
+                job = replace(request.job, plan=plan, force=force)
+                join(replace(request, job=job), foreign, quiet=quiet)
             except AnygaugeError as error:
                 foreign.report(str(error))
                 raise
@@ -169,8 +171,6 @@ def start(
         plan_memory: always, or never; None: where it may be short.
         force: start it even where it cannot fit.
     """
-    from dataclasses import replace
-
     from anygauge.launch.follow import follow
     from anygauge.launch.submit import resume_target, submitted
 
@@ -196,9 +196,9 @@ def start(
         typer.echo(f"run: {folder}")
         for line in expected.lines:
             typer.echo(fitted(line, sys.stdout))
-    with submitted(request, plan, resuming=resuming) as (running, asked):
-        if not detach or asked:
-            return follow(running, run_directory=folder, quiet=quiet, asked=asked)
+    with submitted(request, plan, resuming=resuming) as (running, signals):
+        if not detach or signals.received:
+            return follow(running, run_directory=folder, quiet=quiet, signals=signals)
         if not quiet:
-            typer.echo(f"{running.status()}; to follow it: anygauge job follow {folder}")
+            typer.echo(f"{running.state().text}; to follow it: anygauge job follow {folder}")
     return 0

@@ -18,8 +18,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from anygauge.config.paths import is_remote
 from anygauge.config.sections import AdapterSection, CheckpointSection, ModelSection, TrainSection
 from anygauge.config.strategies import AnyStrategySection, default_section
-from anygauge.interface import LaunchSettings, Level, Support, UnsupportedError
-from anygauge.interface.strategy import Precision
+from anygauge.interface import LaunchSettings, Level, Precision, Support, UnsupportedError
 from anygauge.util.schema import (
     LARGEST,
     NULLS_REMOVED,

@@ -14,7 +14,7 @@ from pydantic.functional_validators import ModelWrapValidatorHandler
 from anygauge.config.tree import YamlNode
 from anygauge.interface import PluginError, StrategySpec
 from anygauge.registry import Provided, installed_plugins
-from anygauge.registry.registry import load_options
+from anygauge.registry.specs import load_options
 from anygauge.util.schema import Section
 
 DEFAULT = "auto"

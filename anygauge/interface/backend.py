@@ -1,261 +1,30 @@
-"""The contract of a device: `BackendSpec` to be found, `Backend` to be used.
-
-What a backend finds on a machine is a `Probe`, as three separate questions. A probe is cheap and
-pure: it looks at device files, version files and `importlib.util.find_spec`, imports nothing heavy
-and changes nothing.
-"""
+"""The contract of a device; a `BackendSpec` announces it."""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from anygauge.interface.collectives import Collectives
-from anygauge.interface.environment import (
-    ETHERNET,
-    EnvironmentRule,
-    Fabric,
-    RuleContext,
-    Scope,
-    Setting,
-    Skip,
-    choose_fabric,
-    named_fabric,
-)
-from anygauge.interface.job import Job, Node
+from anygauge.interface.environment import EnvironmentRule, RuleContext, Scope, Setting, Skip
+from anygauge.interface.fabric import ETHERNET, Fabric, choose_fabric, named_fabric
+from anygauge.interface.graph import Graph
+from anygauge.interface.job import Job
 from anygauge.interface.launch import LaunchProfile
+from anygauge.interface.node import Node
 from anygauge.interface.options import Options
-from anygauge.interface.placement import Graph, Placement
+from anygauge.interface.placement import Placement
+from anygauge.interface.probe import Check
+from anygauge.interface.support import Level, Support
 from anygauge.util.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = [
-    "API_VERSION",
-    "CAPABILITIES",
-    "FULL",
-    "Backend",
-    "BackendSpec",
-    "Check",
-    "Finding",
-    "Level",
-    "Outcome",
-    "Presence",
-    "Probe",
-    "Requirement",
-    "Support",
-]
-
-
-class Level(enum.Enum):
-    """How far a capability reaches. The last four are refusals for different causes.
-
-    ``PARTIAL`` works at a price, so that ``auto`` leaves it alone. ``DEPENDS`` is for a device that
-    is not open yet, where opening settles it.
-    """
-
-    FULL = "full"
-    PARTIAL = "partial"
-    DEPENDS = "depends on the device that is opened"
-    UNSUPPORTED_BY_HARDWARE = "unsupported by the hardware"
-    UNSUPPORTED_BY_VERSION = "unsupported by this version"
-    NOT_WRITTEN_YET = "not written yet"
-    SWITCHED_OFF = "switched off"
-
-    def __bool__(self) -> bool:
-        return self in (Level.FULL, Level.PARTIAL, Level.DEPENDS)
-
-
-@dataclass(frozen=True, slots=True)
-class Support:
-    """One capability's level and its reason; anything short of full must give one."""
-
-    level: Level
-    reason: str = ""
-
-    def __post_init__(self) -> None:
-        if self.level is not Level.FULL and not self.reason:
-            raise ValueError(f"Support({self.level.name}) needs a reason")
-
-    def __bool__(self) -> bool:
-        return bool(self.level)
-
-    def __str__(self) -> str:
-        return self.level.value + (f" ({self.reason})" if self.reason else "")
-
-
-FULL = Support(Level.FULL)
-
-
-class Presence(enum.Enum):
-    """The answer to one question. ``NOT_NEEDED``: this backend has nothing to find there."""
-
-    YES = "yes"
-    NO = "no"
-    NOT_NEEDED = "not needed"
-
-    def __bool__(self) -> bool:
-        return self is not Presence.NO
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """One question's answer.
-
-    Attributes:
-        presence: whether it is there.
-        detail: what was seen or missed, in words.
-        looked_at: the paths, modules or files that were examined.
-    """
-
-    presence: Presence
-    detail: str
-    looked_at: tuple[str, ...] = ()
-
-    @classmethod
-    def yes(cls, detail: str, *looked_at: str) -> Finding:
-        """It is there."""
-        return cls(presence=Presence.YES, detail=detail, looked_at=looked_at)
-
-    @classmethod
-    def no(cls, detail: str, *looked_at: str) -> Finding:
-        """It is not there."""
-        return cls(presence=Presence.NO, detail=detail, looked_at=looked_at)
-
-    @classmethod
-    def not_needed(cls, detail: str = "nothing to look for") -> Finding:
-        """The backend has no use for it."""
-        return cls(presence=Presence.NOT_NEEDED, detail=detail)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Probe:
-    """What one backend found.
-
-    Attributes:
-        devices: are there devices of this vendor (not merely a device file of that name)?
-        driver: is the kernel driver loaded?
-        software: is the software that drives it installed?
-        device_count: how many devices, or None where that cannot be known without opening them.
-        cards: their names as the driver has them, by which descriptions of hardware are found; a
-            name stands once. Empty where it does not tell.
-    """
-
-    devices: Finding
-    driver: Finding
-    software: Finding
-    device_count: int | None = None
-    notes: tuple[str, ...] = field(default=())
-    cards: tuple[str, ...] = ()
-
-    @property
-    def questions(self) -> tuple[tuple[str, Finding], ...]:
-        """The three questions by name, in the order in which they are asked."""
-        return (("device", self.devices), ("driver", self.driver), ("software", self.software))
-
-    @property
-    def available(self) -> bool:
-        """True if all three questions are answered yes, or need no answer."""
-        return all(finding.presence for _, finding in self.questions)
-
-    @property
-    def has_hardware(self) -> bool:
-        """True if the vendor's devices were really seen (whatever the driver and software say)."""
-        return self.devices.presence is Presence.YES
-
-    @property
-    def reason(self) -> str:
-        """One line: why it is available, or everything that is missing."""
-        missing = [f"{title}: {f.detail}" for title, f in self.questions if not f.presence]
-        if missing:
-            return "; ".join(missing)
-        found = [f.detail for _, f in self.questions if f.presence is Presence.YES]
-        return "; ".join(found) or "always there"
-
-
-API_VERSION = 1
-"""Version of this contract: one more with each change that a plugin has to follow. A plugin
-written for another is refused."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BackendSpec:
-    """How a backend announces itself; making one imports nothing heavy.
-
-    Attributes:
-        name: what users write after ``--backend``.
-        factory: ``"package.module:Class"``, imported only when the backend is selected.
-        probe: cheap and pure; imports no torch.
-        api_version: the contract's version that it was written for.
-        priority: orders ``--backend auto``; higher is tried first, 0 and below are never
-            chosen while another vendor's devices are present.
-        drives: the devices in a few words, for lists: ``processors of this machine``.
-        hardware: descriptions of its cards, ``"package:file.toml"``; "" where it brings none. The
-            package is that of the plugin or lies within it.
-        this_machine: figure of its cards -> number, where a description leaves it to the machine
-            at hand. Called when such a card is looked up; cheap and pure; imports no torch.
-        options: ``"package.module:Class"``: derives from `Options`; what the run file may say in
-            ``backend_options``. Empty: nothing.
-    """
-
-    name: str
-    factory: str
-    probe: Callable[[], Probe]
-    api_version: int
-    priority: int = 0
-    drives: str = ""
-    hardware: str = ""
-    this_machine: Callable[[], Mapping[str, float]] = dict
-    options: str = ""
-
-
-class Outcome:
-    """Results of a diagnostic check; ``SKIP``: it could not be made, which is not a result."""
-
-    PASS = "pass"
-    SKIP = "skip"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One line of ``doctor``: what was seen, and what to do about it."""
-
-    name: str
-    outcome: str
-    seen: str
-    remedy: str = ""
-
-    @classmethod
-    def of(cls, name: str, passed: bool, seen: str, remedy: str) -> Check:
-        """One that passed, or else failed and has a remedy."""
-        return cls(name, Outcome.PASS, seen) if passed else cls(name, Outcome.FAIL, seen, remedy)
-
-
-CAPABILITIES: Mapping[str, str] = {
-    "bfloat16": "compute in bfloat16; `auto` chooses it where it is full",
-    "float16": "compute in float16, with loss scaling; `auto` chooses it where it alone is full",
-    "collectives": "more than one process",
-    "quantised_base": "products with weights of 4 bits (nf4) by bitsandbytes",
-    "quantised_base_int8": "products with weights of 8 bits by bitsandbytes",
-    "paged_memory": "bitsandbytes' memory that moves between the device and the host by itself",
-    "fused_adamw": "torch's fused AdamW by a kernel of the device's own; without it, torch's plain "
-    "one updates",
-    "adamw_8bit": "bitsandbytes' AdamW with 8-bit state, by a kernel of the device's own",
-    "fp8_products": "linear layers that multiply in FP8 while they train: `Backend.fp8_products`",
-}
-"""Names of the capabilities that the core asks about, and what each means.
-
-A backend answers, not a trial: where a device hands to the host what it has no kernel for, a trial
-passes, and every update copies its tensors there and back. All else is read off the facets: what
-`Graph.limit`, `Graph.compiler` or `Placement.peak_flops` has not got is None.
-"""
+__all__ = ["Backend"]
 
 
 class Backend:
@@ -441,11 +210,3 @@ class Backend:
     def diagnostics(self) -> Sequence[Check]:
         """The checks that ``doctor`` runs for this device."""
         return ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Requirement:
-    """Something a strategy or run needs of a backend."""
-
-    capability: str
-    because: str

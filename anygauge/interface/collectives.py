@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-__all__ = [
-    "Collectives",
-]
+__all__ = ["Collectives"]
 
 
 class Collectives:

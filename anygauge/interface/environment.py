@@ -1,38 +1,29 @@
-"""Variables of a run: settings, the rules that make them, and the network between machines.
+"""Variables of a run: settings, and the rules that make them.
 
 A backend states its rules as a table. What a run gets, what ``anygauge env --explain`` shows and
 what the documentation lists are all made from it.
-
-Networks belong to no launcher: the same machines have the same ones, however agents are started
-there.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from anygauge.interface.job import Job, Node, RdmaDevice
-from anygauge.util.errors import RunFileError
+from anygauge.interface.fabric import NO_FABRIC, ONE_NODE, ChosenFabric
+from anygauge.interface.job import Job
+from anygauge.interface.node import Node
 
 __all__ = [
-    "ETHERNET",
-    "ONE_NODE",
     "THREADS",
-    "ChosenFabric",
     "EnvironmentRule",
-    "Fabric",
     "RuleContext",
     "Scope",
     "Setting",
     "Skip",
-    "choose_fabric",
-    "detected_by",
     "main_interface",
     "meeting_rule",
-    "missing_fabric",
 ]
 
 
@@ -63,114 +54,6 @@ class Setting:
     reason: str
     source: str
     secret: bool = False
-
-
-AUTO = "auto"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fabric:
-    """One kind of network.
-
-    Attributes:
-        name: what users write as ``launch.fabric``.
-        what: the network, in words.
-        detect: pure; what on a machine shows that it has this network, None where nothing does.
-            Without it, nothing ever does, and the network is never chosen by itself.
-        resource: what a container must ask a cluster for, such as ``vpc.amazonaws.com/efa``.
-        capabilities: what a container must be allowed.
-    """
-
-    name: str
-    what: str
-    detect: Callable[[Node], str | None] | None = None
-    resource: str | None = None
-    capabilities: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChosenFabric:
-    """What a job uses between machines.
-
-    Attributes:
-        name: empty where there is nothing to choose or the library chooses.
-        requested: by the user, rather than detected.
-    """
-
-    name: str
-    why: str
-    requested: bool = False
-
-
-NO_FABRIC = ChosenFabric(name="", why="all ranks are on one machine")
-
-
-def choose_fabric(fabrics: Sequence[Fabric], job: Job, node: Node) -> ChosenFabric:
-    """The network between the machines of a job, as this one shows it.
-
-    Raises:
-        RunFileError: the one that was asked for is none of the backend's.
-    """
-    if job.launch.nodes == 1:
-        return NO_FABRIC
-    named = named_fabric(fabrics, job.launch.fabric)
-    if named is not None:
-        return ChosenFabric(name=named.name, why="launch.fabric", requested=True)
-    for fabric in fabrics:
-        detected = fabric.detect(node) if fabric.detect else None
-        if detected is not None:
-            return ChosenFabric(name=fabric.name, why=detected)
-    return ChosenFabric(name="", why="nothing shows which: the library chooses")
-
-
-def named_fabric(fabrics: Sequence[Fabric], name: str) -> Fabric | None:
-    """The one of a name; None for ``auto``.
-
-    Raises:
-        RunFileError: there is none; lists them.
-    """
-    if name == AUTO:
-        return None
-    found = next((fabric for fabric in fabrics if fabric.name == name), None)
-    if found is None:
-        known = ", ".join((AUTO, *(fabric.name for fabric in fabrics)))
-        raise RunFileError(f"launch.fabric: {name!r}: this backend has {known}")
-    return found
-
-
-def missing_fabric(fabrics: Sequence[Fabric], job: Job, node: Node) -> str | None:
-    """Why this machine cannot have the network that was asked for; None where it may."""
-    if job.launch.nodes == 1:
-        return None
-    fabric = named_fabric(fabrics, job.launch.fabric)
-    if fabric is None or fabric.detect is None or fabric.detect(node) is not None:
-        return None
-    devices = ", ".join(f"{d.name} ({d.driver}, {d.link_layer})" for d in node.rdma_devices)
-    return (
-        f"launch.fabric: {fabric.name}: {node.hostname} does not show {fabric.what}; its RDMA "
-        f"devices: {devices or 'none'}. Another fabric, or auto, does without"
-    )
-
-
-def _ethernet(node: Node) -> str | None:
-    found = node.main_interface or next(iter(node.outward), None)
-    return None if found is None else f"interface {found.name}, and no better network"
-
-
-def detected_by(wanted: Callable[[RdmaDevice], bool]) -> Callable[[Node], str | None]:
-    """Detected by the RDMA devices of a kind."""
-
-    def detect(node: Node) -> str | None:
-        names = [device.name for device in node.rdma_devices if wanted(device)]
-        return f"RDMA devices {', '.join(names)}" if names else None
-
-    return detect
-
-
-ETHERNET = Fabric(
-    name="ethernet", what="TCP over the machine's network interfaces", detect=_ethernet
-)
-"""What every machine has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,10 +118,6 @@ class RuleContext:
         major, _, rest = self.node.libraries.get(library, "").partition(".")
         minor = rest.partition(".")[0]
         return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
-
-
-ONE_NODE = "all ranks are on one machine"
-"""Why a rule about the network between machines leaves its variable."""
 
 
 def main_interface(context: RuleContext, only_one: str, *, exactly: str = "") -> Setting | Skip:

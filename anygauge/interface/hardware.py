@@ -98,7 +98,17 @@ _ByType = Mapping[str, Annotated[float, figure(_FLOPS, asked=False)]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What each of several ranks was measured to reach that share one card; see `Card`."""
+    """What a card, or each of several ranks that share one, was measured to reach.
+
+    Attributes:
+        copy: what large copies within its memory read and write, bytes per second.
+        exchange: what leaves each card where all of a machine gather large tensors, bytes per
+            second.
+        call: what a collective takes that sends next to nothing, seconds.
+        issue: what an operation takes its host, in seconds, beside what it computes and moves.
+        matmul: type, such as ``bfloat16``, -> what large matrix products reach, operations per
+            second.
+    """
 
     copy: Rate = None
     exchange: Rate = None
@@ -108,7 +118,7 @@ class Rates:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Card:
+class Card(Rates):
     """One device as a process sees it. A figure that nobody has published is None.
 
     Attributes:
@@ -123,15 +133,8 @@ class Card:
         link: to the other cards of its machine, bytes per second, one direction, all links of one
             card together; 0 where cards cannot reach each other.
         host_link: to the memory of its host, bytes per second, one direction.
-        copy: what large copies within its memory were measured to read and write, bytes per second.
-        exchange: what was measured to leave each card where all of a machine gather large tensors,
-            bytes per second.
-        call: what a collective was measured to take that sends next to nothing, seconds.
-        issue: what an operation was measured to take its host, in seconds, beside what it computes
-            and moves.
-        flops: type, such as ``bfloat16``, -> dense peak, operations per second, without sparsity;
-            ``float32`` without any shorter type inside.
-        matmul: type -> what large matrix products were measured to reach, operations per second.
+        flops: type -> dense peak, operations per second, without sparsity; ``float32`` without any
+            shorter type inside.
         ranks: ranks of a machine -> what each reaches where so many share it.
         sources: figure -> where it is from; ``flops.bfloat16`` for one of `flops`, and so `matmul`.
         origin: the plugin or file that describes it.
@@ -146,12 +149,7 @@ class Card:
     bandwidth: Rate = None
     link: Link = None
     host_link: Rate = None
-    copy: Rate = None
-    exchange: Rate = None
-    call: _Time = None
-    issue: _Time = None
     flops: _ByType = field(default_factory=dict)
-    matmul: _ByType = field(default_factory=dict)
     ranks: Mapping[Annotated[int, PlainValidator(_count)], Rates] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
     origin: str = ""
@@ -294,12 +292,11 @@ class _Reader:
         valid = [one.name for one in fields(kind) if one.name in (*figures, *_OTHERS)]
         given = self.table(table, place, valid)
         values: dict[str, Any] = {}
-        for key in filter(given.__contains__, valid):
-            below, value = f"{place}.{key}", given[key]
+        for key, value in given.items():
+            below = f"{place}.{key}"
             if key in BY_TYPE:
-                by_type = self.table(value, below, FLOPS_TYPES)
-                types = filter(by_type.__contains__, FLOPS_TYPES)
-                value = {one: self._figure(by_type[one], f"{below}.{one}") for one in types}
+                by_type = self.table(value, below, FLOPS_TYPES).items()
+                value = {one: self._figure(rate, f"{below}.{one}") for one, rate in by_type}
             elif key == "ranks":
                 ranks = self.table(value, below).items()
                 value = {n: self._values(Rates, rates, f"{below}.{n}") for n, rates in ranks}

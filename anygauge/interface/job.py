@@ -21,15 +21,7 @@ from anygauge.util.schema import (
     first_complaint,
 )
 
-__all__ = [
-    "ACCEPTED",
-    "ATTEMPTS",
-    "Job",
-    "LaunchSettings",
-    "NetworkInterface",
-    "Node",
-    "RdmaDevice",
-]
+__all__ = ["ACCEPTED", "ATTEMPTS", "Job", "LaunchSettings"]
 
 ATTEMPTS = "attempts"
 """In a run directory: a folder for each start that resumed the run, with its resolved run, job
@@ -115,11 +107,16 @@ class Job:
         takes_over: it may continue in a run directory that another job has left.
         run_text: the resolved run, for machines that do not see this one's files: the agents
             write it to `run_file`, and check model and rows. Empty where it is there already.
-        fetch: the agents fetch the run's model of the hub before ranks start; where ranks run on
-            the machine of the command, that has had it done.
+        prepare: the agents prepare the run before ranks start: each fetches its model of the hub,
+            and the first plans it; where ranks run on the machine of the command, that has had it
+            done.
+        plan: True: memory is planned also where that is not needed; False: never.
+        force: nothing is refused because of a plan.
         expected_memory: phase -> the most bytes that the first rank's tensors take of its device,
             by the plan of the run; empty where there is none.
         expected_step_s: seconds of a step, by the same; None: not known.
+        auto_form: which form of strategy ``auto`` the run is, where that is decided and the
+            resolved run does not say it: see `anygauge.training.auto.forms_of`.
         strategy_why: why it is this strategy, where the run file did not name it: what ``auto``
             found, or which default is not installed. Empty where it is the named one, the first
             default, or ``auto`` that decides when the devices are open.
@@ -141,11 +138,14 @@ class Job:
     token: str = ""
     takes_over: bool = False
     run_text: str = ""
-    fetch: bool = False
+    prepare: bool = False
+    plan: bool | None = None
+    force: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     backend_options: Mapping[str, Any] = field(default_factory=dict)
     expected_memory: Mapping[str, int] = field(default_factory=dict)
     expected_step_s: float | None = None
+    auto_form: int | None = None
     strategy_why: str = ""
 
     @property
@@ -198,103 +198,3 @@ class Job:
 @functools.cache
 def _job_file() -> TypeAdapter[Job]:
     return TypeAdapter(Job)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NetworkInterface:
-    """One network interface as the kernel shows it (``/sys/class/net``).
-
-    Attributes:
-        up: switched on, and not without a carrier.
-        physical: a device stands behind it (bridges, tunnels and container ends have none).
-        loopback: reaches this machine only.
-    """
-
-    name: str
-    up: bool
-    physical: bool
-    loopback: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Node:
-    """What one machine shows of itself; `anygauge.launch.environment.inspect_node` fills it.
-
-    Backends read it and nothing else, so that their environment is a pure function.
-
-    Attributes:
-        rank: which machine of the job this is, from 0.
-        cores: logical processors this process may use (the affinity mask), ordered by package and
-            physical core, so that the threads of one core are neighbours.
-        physical_cores: distinct cores among them.
-        interfaces: network interfaces; Ethernet first, then in the order the kernel made them.
-        libraries: versions of the installed packages that settings depend on: ``torch`` and those
-            of `Backend.libraries`.
-        variables: what the user has set of `Backend.variables`.
-        files: as asked for -> path, of those of `Backend.files` that are here.
-        texts: path -> text of the files that fit `Backend.readings`; "" of one that is no regular
-            file, such as a device's.
-    """
-
-    rank: int = 0
-    hostname: str = "localhost"
-    cores: tuple[int, ...] = (0,)
-    physical_cores: int = 1
-    interfaces: tuple[NetworkInterface, ...] = ()
-    rdma_devices: tuple[RdmaDevice, ...] = ()
-    libraries: Mapping[str, str] = field(default_factory=dict)
-    variables: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, str] = field(default_factory=dict)
-    texts: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def loopback(self) -> NetworkInterface | None:
-        """The interface that ranks of a single machine can always meet on, if it is up."""
-        return next((i for i in self.interfaces if i.up and i.loopback), None)
-
-    @property
-    def outward(self) -> tuple[NetworkInterface, ...]:
-        """Interfaces that are up and may reach other machines; physical ones come first."""
-        found = [i for i in self.interfaces if i.up and not i.loopback]
-        return tuple(sorted(found, key=lambda i: not i.physical))
-
-    @property
-    def main_interface(self) -> NetworkInterface | None:
-        """The one to reach other machines by: the first physical one, or the only one there is.
-
-        None where that would be a guess (several, all virtual).
-        """
-        outward = self.outward
-        if outward and (outward[0].physical or len(outward) == 1):
-            return outward[0]
-        return None
-
-    def threads_per_rank(self, ranks: int) -> int:
-        """Physical cores for each of `ranks` ranks on this machine, at least 1."""
-        return max(1, self.physical_cores // ranks)
-
-    def cores_of_rank(self, local_rank: int, ranks: int) -> tuple[int, ...]:
-        """Logical processors for one rank alone; empty where ranks must share physical cores.
-
-        Every rank gets equally many whole cores, so that none of them waits for a slower one;
-        cores that are left over serve the system.
-        """
-        threads_per_core, uneven = divmod(len(self.cores), max(1, self.physical_cores))
-        if uneven or self.physical_cores < ranks:
-            return ()
-        width = self.physical_cores // ranks * threads_per_core
-        return self.cores[local_rank * width : (local_rank + 1) * width]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RdmaDevice:
-    """One device of ``/sys/class/infiniband``.
-
-    Attributes:
-        driver: such as ``mlx5_core`` or ``efa``.
-        link_layer: ``InfiniBand`` or ``Ethernet``.
-    """
-
-    name: str
-    driver: str
-    link_layer: str

@@ -21,7 +21,7 @@ the halves along D, is (-b, a).
 
 ``linear_cross_entropy``: sum of the cross entropies of hidden (N, D) @ weight.T (V, D) for targets
 (N,) int64, () float32, without holding N x V logits. By keyword, all with defaults: bias (V,);
-low_rank ((N, R), (V, R)), whose product is added; ignore_index -100; label_smoothing;
+low_rank ((N, R), (V, R)), whose product is added; ignore_index -100;
 logits = softcap * tanh(scale * logits / softcap); skip_ignored, that rows which do not count may be
 left out where shapes can follow values. A kernel that also takes mark_step is given, on devices
 that compile each shape anew, a function without arguments that ends a graph: called between
@@ -43,10 +43,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "AttentionKernel",
-    "LoraKernel",
-]
+__all__ = ["AttentionKernel", "LoraKernel"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,21 +1,19 @@
-"""Launchers: what they announce and plan, and what they need to know of a device and its images."""
+"""Launchers: what they announce and plan, and what they need to know of a device."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from anygauge.interface.image import ImageRelease
 from anygauge.interface.job import Job
 
 __all__ = [
     "ABILITIES",
-    "REPOSITORY_VARIABLE",
     "BatchFile",
-    "ImageRelease",
+    "JobState",
     "LaunchProfile",
     "Launcher",
     "LauncherSpec",
@@ -23,9 +21,6 @@ __all__ = [
     "PlannedFile",
     "PlannedProcess",
     "RunningJob",
-    "own_image",
-    "read_releases",
-    "tagged",
 ]
 
 
@@ -64,71 +59,6 @@ class LaunchProfile:
     binding: str = "none"
 
 
-REPOSITORY_VARIABLE = "ANYGAUGE_REPOSITORY"
-"""Where the images that you built are, such as ``registry.example.com/team/anygauge``."""
-
-_REPOSITORY = "anygauge"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ImageRelease:
-    """One set of versions that go together, and the image that is made of it.
-
-    Attributes:
-        name: the end of the image's tag, such as a vendor's release.
-        base: the image it is built on, with its tag.
-        built: whether there is an image of it; else `note` says why not.
-        image: its whole name, where it is not built from anygauge's sources.
-        versions: what is in it, package -> version.
-        goes_with: what its maker also names, which the image may lack, package -> version.
-        source: where these facts are from.
-        note: what is left out, or why there is no image.
-    """
-
-    name: str
-    base: str
-    built: bool = True
-    image: str | None = None
-    versions: Mapping[str, str] = field(default_factory=dict)
-    goes_with: Mapping[str, str] = field(default_factory=dict)
-    source: str = ""
-    note: str = ""
-
-
-def read_releases(file: Path) -> tuple[ImageRelease, ...]:
-    """A backend's table of releases, oldest first, as docker's bake reads it, too.
-
-    Args:
-        file: JSON with one entry under ``variable``, whose ``default`` is the list of rows: the
-            fields of `ImageRelease`, some under bake's names, and ``arguments`` for bake alone.
-    """
-    (table,) = json.loads(file.read_text(encoding="utf-8-sig"))["variable"].values()
-    ours = {"release": "name", "image": "built"}
-    return tuple(
-        ImageRelease(**{ours.get(key, key): row[key] for key in row if key != "arguments"})
-        for row in table["default"]
-    )
-
-
-def own_image(backend: str, releases: tuple[ImageRelease, ...]) -> str:
-    """The name of a backend's newest image that is built from anygauge's sources."""
-    return tagged(backend, [one for one in releases if one.built][-1])
-
-
-def tagged(backend: str, release: ImageRelease) -> str:
-    """The name of a release's image, such as ``anygauge:0.2.0-cpu-torch-2.13``."""
-    if release.image is not None:
-        return release.image
-    repository = os.environ.get(REPOSITORY_VARIABLE) or _REPOSITORY
-    from importlib.metadata import PackageNotFoundError, version  # longer than all the rest
-
-    try:
-        own = version("anygauge")
-    except PackageNotFoundError:  # run from sources that are not installed
-        own = "dev"
-    return f"{repository}:{own}-{backend}-{release.name}"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedFile:
     """A file that a launcher writes before it starts anything."""
@@ -145,7 +75,6 @@ class PlannedProcess:
     Attributes:
         argv: never through a shell here.
         host: where; None is this machine.
-        environment: variables by value, in addition to inherited ones.
         arguments: of an agent that reads them from standard input (``--stdin``), where a shell on
             the way to it must not see them.
     """
@@ -154,7 +83,6 @@ class PlannedProcess:
     argv: tuple[str, ...]
     host: str | None = None
     arguments: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,6 +131,26 @@ class Plan:
     grace_s: float = 5.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobState:
+    """What is known of a submitted job.
+
+    Attributes:
+        phase: ``waiting`` for machines or images, ``running``, or how it ended; ``gone``: whoever
+            ran it does not know it (any more), and it left no report of its end; ``silent``:
+            nobody answered.
+        text: the same in a line, in the words of whoever runs it.
+    """
+
+    phase: Literal["waiting", "running", "done", "failed", "stopped", "gone", "silent"]
+    text: str
+
+    @property
+    def over(self) -> bool:
+        """Whether it is sure that it neither waits nor runs."""
+        return self.phase not in ("waiting", "running", "silent")
+
+
 class RunningJob(Protocol):
     """A job that was submitted."""
 
@@ -211,26 +159,14 @@ class RunningJob(Protocol):
         """For `Launcher.attach`, plain values; None where the job ends with this process."""
 
     def events(self) -> Iterator[Mapping[str, Any]]:
-        """Everything the agents report, until the job ends."""
+        """Everything the agents report, until the job has ended. Last comes how: ``ended``, with
+        the fields ``state``, ``exit_status`` and ``cause``."""
 
-    def status(self) -> str:
-        """How it fares, in a line."""
-
-    @property
-    def alive(self) -> bool | None:
-        """Whether it waits or runs; None where nobody answers."""
-
-    @property
-    def found(self) -> Literal["known", "gone", "silent"]:
-        """What the last `status` came to; ``gone``: whoever ran it does not know it (any more), and
-        it left no report of its end; ``silent``: nobody answered.
-        """
+    def state(self) -> JobState:
+        """How it fares now."""
 
     def cancel(self) -> None:
         """Ask every agent to end its ranks, a second time to kill them; does not wait."""
-
-    def wait(self) -> int:
-        """Exit status of the job."""
 
 
 class Launcher(Protocol):

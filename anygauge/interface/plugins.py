@@ -20,21 +20,16 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import pluggy
 
 from anygauge.interface.environment import Setting
-from anygauge.interface.job import Job, Node
+from anygauge.interface.job import Job
+from anygauge.interface.node import Node
 
 if TYPE_CHECKING:
-    from anygauge.interface.backend import Backend, BackendSpec
+    from anygauge.interface.backend import Backend
     from anygauge.interface.launch import LauncherSpec
+    from anygauge.interface.probe import BackendSpec
     from anygauge.interface.strategy import StrategySpec
 
-__all__ = [
-    "KernelSpec",
-    "RunStatus",
-    "Tracker",
-    "TrackerContext",
-    "TrackerSpec",
-    "hookimpl",
-]
+__all__ = ["KernelSpec", "RunStatus", "Tracker", "TrackerContext", "TrackerSpec", "hookimpl"]
 
 PROJECT = "anygauge"
 ENTRY_POINT_GROUP = "anygauge"

@@ -17,7 +17,7 @@ from anygauge.interface import (
     UnsupportedError,
 )
 from anygauge.registry import Provided, Registry
-from anygauge.registry.registry import load_factory, why_missing
+from anygauge.registry.specs import load_factory, why_missing
 from anygauge.util.text import did_you_mean, listed
 
 ATTENTION = "attention"
@@ -80,9 +80,7 @@ def choose_kernels(
         UnknownNameError: `requested` names an operation or kernel that does not exist.
         NotAvailableError: a requested kernel cannot run on this backend or machine.
     """
-    claimed = {
-        p.spec.operation for d in registry.duplicates if d.kind == "kernel" for p in d.providers
-    }
+    claimed = {d.name.partition("/")[0] for d in registry.duplicates if d.kind == "kernel"}
     preferred = {**backend.kernels, **(backend.packed_kernels if packing else {})}
     known = claimed | {p.spec.operation for p in registry.kernels} | set(preferred)
     for operation in requested:
@@ -106,7 +104,7 @@ def _choose(
     doubled = {
         d.providers[0].spec.name: d.reason
         for d in registry.duplicates
-        if d.kind == "kernel" and d.providers[0].spec.operation == operation
+        if d.kind == "kernel" and d.name.startswith(f"{operation}/")
     }
 
     def problem(name: str) -> str | None:
@@ -116,53 +114,47 @@ def _choose(
             return unfit(by_name[name].spec, backend)
         return doubled.get(name, "no installed plugin provides it")
 
-    def choice(name: str, reason: str) -> KernelChoice:
-        return KernelChoice(
-            operation=operation,
-            name=name,
-            reason=reason,
-            provided=by_name.get(name),
-            rejected=tuple(rejected),
-        )
-
-    rejected: list[tuple[str, str]] = []
+    candidates: list[tuple[str, str]] = []
     if asked is not None:
         why_not = problem(asked)
-        if why_not is None:
-            return choice(asked, "asked for by name")
         valid = {*by_name, REFERENCE}
-        if asked not in by_name:
+        if why_not is not None and asked not in by_name:
             raise UnknownNameError(
                 f"kernels: {operation}: {asked!r}: {why_not}{did_you_mean(asked, valid) or ';'} "
                 f"valid names: {listed(valid)}"
             )
-        raise NotAvailableError(
-            f"kernels: {operation}: {asked!r} ({by_name[asked].origin}) cannot run on the "
-            f"{backend.name} backend: {why_not}; "
-            f"those that can: {listed(name for name in valid if not problem(name))}"
-        )
+        if why_not is not None:
+            raise NotAvailableError(
+                f"kernels: {operation}: {asked!r} ({by_name[asked].origin}) cannot run on the "
+                f"{backend.name} backend: {why_not}; "
+                f"those that can: {listed(name for name in valid if not problem(name))}"
+            )
+        candidates.append((asked, "asked for by name"))
     if preferred is not None:
-        reason = f"preferred by the {backend.name} backend"
-        why_not = problem(preferred)
-        if why_not is None:
-            return choice(preferred, reason)
-        rejected.append((preferred, f"{reason}, but {why_not}"))
+        candidates.append((preferred, f"preferred by the {backend.name} backend"))
     # One made for this device knows it better than one made for all.
     for provided in sorted(by_name.values(), key=lambda p: (not p.spec.device_types, p.spec.name)):
-        name = provided.spec.name
-        if not provided.spec.default or name in (preferred, REFERENCE):
-            continue
-        if not serves(provided.spec, backend):
-            continue
+        spec = provided.spec
+        if spec.default and spec.name not in (preferred, REFERENCE) and serves(spec, backend):
+            candidates.append((spec.name, f"default for {backend.device_type!r} devices"))
+    rejected: list[tuple[str, str]] = []
+    for name, reason in candidates:
         why_not = problem(name)
         if why_not is None:
-            return choice(name, f"default for {backend.device_type!r} devices")
-        rejected.append((name, why_not))
-    rejected += doubled.items()
-    if operation == ATTENTION and REFERENCE not in by_name:
-        reason = f"the model library's {backend.attention}: {backend.attention_why}"
-        return choice(REFERENCE, reason)
-    return choice(REFERENCE, "no other kernel is preferred or default here")
+            break
+        rejected.append((name, f"{reason}, but {why_not}"))
+    else:
+        rejected += doubled.items()
+        name, reason = REFERENCE, "no other kernel is preferred or default here"
+        if operation == ATTENTION and REFERENCE not in by_name:
+            reason = f"the model library's {backend.attention}: {backend.attention_why}"
+    return KernelChoice(
+        operation=operation,
+        name=name,
+        reason=reason,
+        provided=by_name.get(name),
+        rejected=tuple(rejected),
+    )
 
 
 def serves(spec: KernelSpec, backend: Backend) -> bool:
@@ -225,10 +217,8 @@ def _unused(run: RunFile, strategy: StrategySpec, operation: str) -> str:
     """Why a run would not call an operation; empty if it does."""
     if operation == LORA:
         return "" if run.adapter is not None else "there is no adapter"
-    asked = strategy.takes_update_kernel if operation == ADAMW else strategy.takes_clip_kernel
-    support = asked(run.strategy)
-    if not support:
-        return support.reason
+    if why := strategy.unused_kernels(run.strategy).get(operation):
+        return why
     if operation == ADAMW:
         name = run.train.optimizer.name
         return "" if name == "adamw" else f"train.optimizer.name is {name}"

@@ -41,7 +41,8 @@ from anygauge.kernels.choose import (
     load_kernel,
 )
 from anygauge.kernels.install import ModelKernels, plain_lora, plain_norms
-from anygauge.kernels.loss import LossKernel, base_of, logits_rule
+from anygauge.kernels.logits_rule import logits_rule
+from anygauge.kernels.loss import LossKernel, base_of
 from anygauge.kernels.rope import plain_rotations
 
 

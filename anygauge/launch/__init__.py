@@ -2,14 +2,14 @@
 
 - `request`: run file and options become one checked object, with a backend and a job.
 - `prepare`, `prepare_call`, `prepare_process`, `memory`: one process fetches, checks and plans.
-- `submit`, `run_directory`, `submitted`: claim the folder, write the run, start the job, record it.
+- `submit`, `run_directory`: claim the folder, write the run, start the job, record it.
 - `local_run`: the ranks of this machine, supervised by a thread of the command.
 - `agent`, `startup`: on other machines, a process of its own does the same.
 - `environment`: what the machine shows, and the variables and cores of each rank.
 - `meeting`, `channel`, `nodes`: how the agents of a job meet, and what they tell each other.
 - `supervisor`, `rank_process`, `outcome`: the ranks of a machine, and why a job ended.
 - `rank`: what every rank runs. `foreign`, `join`, `foreign_rank`: ranks that others started.
-- `follow`, `event_format`: what the one who waits sees.
+- `follow`, `view`: what the one who waits sees.
 
 Outside of that order: `local_job` (a short job on this machine), `doctor`, `calibration`.
 """

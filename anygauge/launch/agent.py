@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from anygauge.interface import LOST, AnygaugeError, Job
+from anygauge.launch.decision import Decision
 from anygauge.launch.environment import NodeEnvironment, write_provenance
 from anygauge.launch.foreign import scrub
 from anygauge.launch.hello import Hello
@@ -128,14 +129,17 @@ class _Agent:
         if self._node_rank == 0 and job.launch.nodes > 1:
             text = f"network between machines: {own.fabric.name or 'any'} ({own.fabric.why})"
             nodes.send("message", level="info", text=text)
-        if job.fetch or job.run_text:
-            prepare_on_all(job, nodes, own.of_rank(0), self._host, self._requests.received)
+        decided: Decision | None = None
+        if job.prepare or job.run_text:
+            decided = prepare_on_all(
+                job, nodes, own.of_rank(0), self._node_rank, self._host, self._requests.received
+            )
         return supervise(
             job,
             nodes,
             node_rank=self._node_rank,
             hostname=self._host,
-            rank_argv=self._argv_of_rank or partial(rank_argv, arguments.job, lock),
+            rank_argv=self._argv_of_rank or partial(rank_argv, arguments.job, lock, decided),
             rank_environment=own.of_rank,
             requests=self._requests,
             grace_s=arguments.grace,

@@ -46,7 +46,7 @@ def run_checks(backend: Backend, output: Path, *, hub: bool, ranks: int | None) 
         ranks: of a `round_trip`; None: none is made.
     """
     environ = scrub(os.environ)
-    node = inspect_node(backend=backend, environ=environ)
+    node = inspect_node(backend, environ)
     found = [
         *_own_checks(backend),
         packages(backend=backend.name),

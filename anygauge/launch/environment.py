@@ -1,14 +1,16 @@
 """The environment of one node's ranks: what the machine shows, variables and cores of each rank.
 
-The backend, the site's plugins, the run file and the user's variables decide; `inspect_node` shows
-them the machine. Backends decide from the `Node` that it returns and from nothing else.
+The backend, the site's plugins, the run file and the user's variables decide. Of the machine,
+backends see the `Node` that `inspect_node` returns and nothing else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import socket
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,14 +19,12 @@ from typing import Any
 from anygauge.interface import (
     Backend,
     Job,
-    LaunchProfile,
     NetworkInterface,
     Node,
     NotAvailableError,
     RdmaDevice,
     Scope,
     choose_fabric,
-    missing_fabric,
 )
 from anygauge.registry import (
     Registry,
@@ -36,10 +36,6 @@ from anygauge.registry import (
 )
 from anygauge.registry.environment import USER
 from anygauge.util.files import write_text
-
-LIBRARIES = ("torch",)
-"""Distributions whose version any backend's settings may depend on; a backend names others in
-`Backend.libraries`."""
 
 _ETHERNET = 1  # ARPHRD_ETHER, <linux/if_arp.h>
 _LOOPBACK = 772  # ARPHRD_LOOPBACK
@@ -72,12 +68,11 @@ class NodeEnvironment:
             loaded = installed_plugins()
             chosen = (loaded, loaded.create_backend(job.backend, job.backend_options))
         registry, backend = chosen
-        node = inspect_node(rank=node_rank, backend=backend, environ=inherited)
-        missing = missing_fabric(backend.fabrics, job, node)
-        if missing is not None:
-            raise NotAvailableError(missing)
+        node = inspect_node(backend, inherited, rank=node_rank)
         self.fabric = choose_fabric(backend.fabrics, job, node)
-        self.cores = cores_of_ranks(job, backend.launch, node)
+        if self.fabric.missing:
+            raise NotAvailableError(self.fabric.missing)
+        self.cores = cores_of_ranks(job, backend.launch.binding, node)
         self._inherited = inherited
         self._by_rank = {
             rank: resolve_environment(registry, backend, job, node, rank, inherited)
@@ -85,19 +80,14 @@ class NodeEnvironment:
         }
 
     def record(self) -> dict[str, Any]:
-        """Local rank -> each of its variables, who set it, why, and whom that overruled.
-
-        Secrets, and values that the run file sets, are hidden.
-        """
+        """Local rank -> each of its variables, who set it, why, and whom that overruled; secrets,
+        and values that the run file sets, are hidden."""
         return {str(rank): [one.record() for one in found] for rank, found in self._by_rank.items()}
 
     def overruled(self, local_rank: int) -> list[ResolvedSetting]:
         """Variables of the starting process that won over a different value from elsewhere."""
-        return [
-            one
-            for one in self._by_rank[local_rank]
-            if one.origin == USER and any(value != one.value for _, value in one.overruled)
-        ]
+        own = (one for one in self._by_rank[local_rank] if one.origin == USER)
+        return [one for one in own if any(value != one.value for _, value in one.overruled)]
 
     def of_rank(self, local_rank: int) -> dict[str, str]:
         """All variables of a rank, except for those of its numbers."""
@@ -118,8 +108,8 @@ def write_provenance(job: Job, node_rank: int, records: Mapping[str, Any]) -> No
     write_text(path, json.dumps(records, indent=2) + "\n", 0o600)
 
 
-def cores_of_ranks(job: Job, profile: LaunchProfile, node: Node) -> dict[int, tuple[int, ...]]:
-    """Local rank -> logical processors that it is bound to; ranks that are not bound are left out.
+def cores_of_ranks(job: Job, binding: str, node: Node) -> dict[int, tuple[int, ...]]:
+    """Local rank -> logical processors that it is bound to, if it is; `binding` is the backend's.
 
     Ranks get equal shares of whole cores, package by package, as ``mpirun --bind-to core --map-by
     slot:PE=N`` gives them. A machine with fewer cores than ranks binds none.
@@ -127,11 +117,10 @@ def cores_of_ranks(job: Job, profile: LaunchProfile, node: Node) -> dict[int, tu
     Raises:
         NotAvailableError: the run demands binding, and this machine has too few cores.
     """
-    wanted = profile.binding if job.launch.binding == "auto" else job.launch.binding
+    wanted = binding if job.launch.binding == "auto" else job.launch.binding
     count = job.launch.devices
-    if wanted != "cores" or count == 1:
-        return {}
-    shares = {rank: node.cores_of_rank(rank, count) for rank in range(count)}
+    bound = range(count) if wanted == "cores" and count > 1 else ()
+    shares = {rank: node.cores_of_rank(rank, count) for rank in bound}
     if all(shares.values()):
         return shares
     if job.launch.binding == "cores":
@@ -144,11 +133,7 @@ def cores_of_ranks(job: Job, profile: LaunchProfile, node: Node) -> dict[int, tu
 
 
 def inspect_node(
-    rank: int = 0,
-    root: Path = Path("/"),
-    *,
-    backend: Backend | None = None,
-    environ: Mapping[str, str] | None = None,
+    backend: Backend, environ: Mapping[str, str], *, rank: int = 0, root: Path = Path("/")
 ) -> Node:
     """What this machine shows of itself in /proc and /sys; a field that it does not show keeps
     `Node`'s default.
@@ -156,47 +141,34 @@ def inspect_node(
     Nothing is opened on a device, changed or imported: this runs before torch is loaded.
 
     Args:
+        backend: its libraries, variables, files and readings are looked at too.
+        environ: the user's variables.
         rank: which machine of the job this is, from 0.
         root: the folder of /proc and /sys.
-        backend: its libraries, variables, files and readings are looked at too.
-        environ: the user's variables; None: this process's.
     """
-    environ = os.environ if environ is None else environ
     order = _ordered_cores(root)
-    libraries = (*LIBRARIES, *(backend.libraries if backend else ()))
+    libraries = (
+        "torch",
+        *backend.libraries,
+    )  # any backend's settings may depend on torch's version
     return Node(
         rank=rank,
-        hostname=file_text(root / "proc/sys/kernel/hostname") or "localhost",
-        cores=tuple(core for _, core in order) or (0,),
-        physical_cores=len({place for place, _ in order}) or 1,
+        hostname=socket.gethostname(),
+        cores=tuple(core for _, core in order),
+        physical_cores=len({place for place, _ in order}),
         interfaces=_interfaces(root),
         rdma_devices=_rdma_devices(root),
         libraries={name: found for name in libraries if (found := installed_version(name))},
-        variables={
-            name: environ[name]
-            for name in (backend.variables if backend else ())
-            if name in environ
-        },
-        files=_files(root, backend.files if backend else ()),
-        texts=_texts(root, backend.readings if backend else ()),
+        variables={name: environ[name] for name in backend.variables if name in environ},
+        files=_files(root, backend.files),
+        texts=_texts(root, backend.readings),
     )
-
-
-def parse_core_list(text: str) -> tuple[int, ...]:
-    """The kernel's list format: ``"0-2,5"`` is ``(0, 1, 2, 5)``."""
-    cores: list[int] = []
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        if first:
-            cores.extend(range(int(first), int(last or first) + 1))
-    return tuple(cores)
 
 
 def _ordered_cores(root: Path) -> list[tuple[tuple[int, ...], int]]:
     """(package, die and number of the core, logical processor) of those we may run on, sorted."""
-    allowed = _field(root / "proc/self/status", "Cpus_allowed_list")
     found = []
-    for core in parse_core_list(allowed):
+    for core in os.sched_getaffinity(0):
         topology = root / f"sys/devices/system/cpu/cpu{core}/topology"
         package, die, number = (
             _number(topology / name) for name in ("physical_package_id", "die_id", "core_id")
@@ -208,35 +180,33 @@ def _ordered_cores(root: Path) -> list[tuple[tuple[int, ...], int]]:
 
 
 def _interfaces(root: Path) -> tuple[NetworkInterface, ...]:
-    found = []
-    for folder in _folders(root / "sys/class/net"):
-        kind = _number(folder / "type")
-        flags = _number(folder / "flags") or 0
-        # Drivers that report no state, such as the loopback's, show "unknown".
-        state = file_text(folder / "operstate")
-        interface = NetworkInterface(
+    def order(folder: Path) -> tuple[bool, int, str]:
+        index = _number(folder / "ifindex") or 0
+        return _number(folder / "type") != _ETHERNET, index, folder.name
+
+    return tuple(
+        NetworkInterface(
             name=folder.name,
-            up=bool(flags & _UP) and state in ("up", "unknown", ""),
+            # Drivers that report no state, such as the loopback's, show "unknown".
+            up=bool((_number(folder / "flags") or 0) & _UP)
+            and file_text(folder / "operstate") in ("up", "unknown", ""),
             physical=(folder / "device").exists(),
-            loopback=kind == _LOOPBACK,
+            loopback=_number(folder / "type") == _LOOPBACK,
         )
-        order = (kind != _ETHERNET, _number(folder / "ifindex") or 0, folder.name)
-        found.append((order, interface))
-    return tuple(interface for _, interface in sorted(found, key=lambda pair: pair[0]))
+        for folder in sorted(root.glob("sys/class/net/*/"), key=order)
+    )
 
 
 def _rdma_devices(root: Path) -> tuple[RdmaDevice, ...]:
-    found = []
-    for folder in _folders(root / "sys/class/infiniband"):
-        driver = folder / "device/driver"
-        found.append(
-            RdmaDevice(
-                name=folder.name,
-                driver=driver.resolve().name if driver.exists() else "unknown",
-                link_layer=file_text(folder / "ports/1/link_layer") or "unknown",
-            )
+    return tuple(
+        RdmaDevice(
+            name=folder.name,
+            driver=driver.resolve().name if driver.exists() else "unknown",
+            link_layer=file_text(folder / "ports/1/link_layer") or "unknown",
         )
-    return tuple(found)
+        for folder in sorted(root.glob("sys/class/infiniband/*/"))
+        for driver in [folder / "device/driver"]
+    )
 
 
 def _files(root: Path, names: Iterable[str]) -> dict[str, str]:
@@ -248,13 +218,11 @@ def _files(root: Path, names: Iterable[str]) -> dict[str, str]:
     ]
     found = {}
     for name in names:
-        absolute = name.startswith("/")
-        folders = [root] if absolute else linked
-        path = next(
-            (f / name.lstrip("/") for f in folders if (f / name.lstrip("/")).is_file()), None
-        )
-        if path is not None:
-            found[name] = name if absolute else str(path)
+        if name.startswith("/"):
+            if (root / name[1:]).is_file():
+                found[name] = name
+        elif path := next((f / name for f in linked if (f / name).is_file()), None):
+            found[name] = str(path)
     return found
 
 
@@ -267,10 +235,6 @@ def _texts(root: Path, patterns: Iterable[str]) -> dict[str, str]:
     }
 
 
-def _folders(parent: Path) -> Iterable[Path]:
-    return sorted(path for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else ()
-
-
 def file_text(path: Path) -> str:
     """A file's text, or "": a driver may refuse to be read (EINVAL while a link is down)."""
     try:
@@ -280,17 +244,6 @@ def file_text(path: Path) -> str:
 
 
 def _number(path: Path) -> int | None:
-    text = file_text(path)
-    try:
-        return int(text, 0)
-    except ValueError:
-        return None
-
-
-def _field(path: Path, name: str) -> str:
-    """The value after ``name:`` in a file of such lines."""
-    for line in file_text(path).splitlines():
-        key, _, value = line.partition(":")
-        if key == name:
-            return value.strip()
-    return ""
+    with contextlib.suppress(ValueError):
+        return int(file_text(path), 0)
+    return None

@@ -4,29 +4,69 @@ from __future__ import annotations
 
 import math
 import queue
-import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Any
-
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from typing import Any, Self
 
 from anygauge.interface import STOPPED, RunningJob
-from anygauge.launch.event_format import evaluation_line, step_line, step_metrics, summary_lines
 from anygauge.launch.run_directory import logs_of
-from anygauge.launch.submitted import LAUNCHED
 from anygauge.launch.supervisor import SIGNALS
+from anygauge.launch.view import GLANCE_S, View, fail, show_stopped, show_where_logs_are
 from anygauge.util.console import Console
 from anygauge.util.processes import REPEATED_SIGNAL_S
 
 Event = Mapping[str, Any]
-Handler = Callable[[int, FrameType | None], Any]
+
+_MOST_WAITING = 10_000
+"""Events that are kept for a terminal, beyond which steps are not."""
+
+
+class Signals:
+    """Takes Ctrl-C and what else asks for the end, while it is entered; in the main thread, which
+    alone gets signals.
+
+    Attributes:
+        received: those that count, in their order: one that follows another too soon is the same.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._job: RunningJob | None = None
+        self._counted = -math.inf
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                # Under nohup, the end of the terminal does not ask for anything.
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._take)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def end_with(self, running: RunningJob) -> None:
+        """From now on, each cancels the job, unless it can run on by itself: then whoever follows
+        it is asked what is meant."""
+        if running.record is None:
+            self._job = running
+
+    def _take(self, signum: int, frame: FrameType | None) -> None:
+        # Later than the supervisor's own limit, so that it counts whatever is counted here.
+        if time.monotonic() - self._counted < 2 * REPEATED_SIGNAL_S:
+            return
+        self._counted = time.monotonic()
+        self.received.append(signum)
+        if self._job is not None:
+            self._job.cancel()
 
 
 def follow(
@@ -36,7 +76,7 @@ def follow(
     quiet: bool = False,
     console: Console | None = None,
     errors: Console | None = None,
-    asked: Sequence[int] = (),
+    signals: Signals | None = None,
 ) -> int:
     """Show a job until it ends. Ctrl-C ends its ranks in order, a second time kills them.
 
@@ -49,114 +89,74 @@ def follow(
         quiet: only warnings and how it ended.
         console: where the run is shown; None for standard output, with a bar on a terminal.
         errors: where failures are shown; None for standard error.
-        asked: signals that came before, for which the job was asked to end.
+        signals: entered; for those that it has received, the job was asked to end.
 
     Returns:
         The exit status: that of the job (`STOPPED` where it wrote a checkpoint at the user's
         request), or 128 + the signal by which the user ended it.
     """
     console = console or Console(force_terminal=sys.stdout.isatty())
-    errors = errors or Console(stderr=True)
     view = View(console, quiet)
-    endings: list[Event] = []
-    handled = len(asked)
-    stream = _stream(running)
-    with _interruptible(running, asked) as signals:
-        try:
-            with view.live():
-                if handled:
-                    view.line(view.ending, "notice")
-                for event in stream:
-                    if len(signals) > handled:
-                        if running.record is not None and _leave(running, signals, view):
-                            console.print(
-                                f"to follow it again: anygauge job follow {run_directory}"
-                            )
-                            return 0
-                        handled = len(signals)
-                        if handled:
-                            view.line(view.ending if handled == 1 else _KILLING, "notice")
-                    if event is None:
-                        continue
-                    if event["event"] == "ended":
-                        endings.append(event)
-                    else:
-                        view.show(event)
-        except OSError:  # the terminal was closed, or the reader of a pipe has gone
-            if running.record is None:
-                if not signals:
-                    running.cancel()
-                for _ in stream:  # its ranks end in order, with nobody to tell
-                    pass
-                running.wait()
-            raise
-        status = running.wait()
-    if signals and all(event.get("state") == "cancelled" for event in endings):
+    errors = errors or Console(stderr=True)
+    with nullcontext(signals) if signals else Signals() as taken:
+        taken.end_with(running)
+        ended = _watch(running, view, taken.received)
+        if ended is None:
+            console.print(f"to follow it again: anygauge job follow {run_directory}")
+            return 0
+    state = ended.get("state")
+    if taken.received and state in ("cancelled", None):
         when = "" if view.began else " before the first step; there was nothing to save"
         errors.print(f"ended on request{when}; the ranks have ended")
         show_where_logs_are(errors, run_directory)
-        return 128 + signals[0]
-    if not endings:
+        return 128 + taken.received[0]
+    if not ended:
         log = logs_of(Path(run_directory)) / "agent0.log"
-        fail(errors, f"the agent died before it could report (exit status {status}); see {log}")
+        fail(errors, f"the agent died before it could report; see {log}")
         return 1
-    stopped = next((event for event in endings if event.get("state") == "stopped"), None)
-    if stopped is not None and all(e.get("state") == "stopped" for e in endings):
-        show_stopped(errors, str(stopped.get("cause")))
+    if state == "stopped":
+        show_stopped(errors, str(ended.get("cause")))
         return STOPPED
-    worst = next((event for event in endings if event.get("state") != "ok"), endings[-1])
-    if worst.get("state") == "ok":
+    if state == "ok":
         view.summary()
         return 0
-    fail(errors, str(worst.get("cause") or "the run ended early, and no cause was reported"))
+    fail(errors, str(ended.get("cause") or "the run ended early, and no cause was reported"))
     show_where_logs_are(errors, run_directory)
-    return int(worst.get("exit_status") or 1)
+    return int(ended.get("exit_status") or 1)
 
 
-@contextmanager
-def handling(interrupt: Handler, terminate: Handler) -> Iterator[None]:
-    """Handle Ctrl-C in one way meanwhile, and what else asks for the end in another; for the main
-    thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals go to the main thread, which has its own plans
-        return
-    wanted = {signal.SIGINT: interrupt}
-    for number in SIGNALS:
-        # Under nohup, the end of the terminal does not ask for anything.
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            wanted.setdefault(number, terminate)
-    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
+def _watch(running: RunningJob, view: View, signals: list[int]) -> Event | None:
+    """Show what happens; returns how the job ended, empty where nobody reported that, None where it
+    was left to itself."""
+    ended: Event = {}
+    handled = len(signals)
+    stream = _stream(running)
     try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def deferred() -> Iterator[list[int]]:
-    """Let Ctrl-C and SIGTERM wait until something is whole; yields those that came meanwhile."""
-    received: list[int] = []
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        received.append(signum)
-
-    with handling(note, note):
-        yield received
-
-
-_ENDING = "ending: finishing the current step and writing a checkpoint (Ctrl-C again to kill)"
-_NOTHING_YET = "ending: no step has been taken, so there is nothing to save (Ctrl-C again to kill)"
-_NO_CHECKPOINT = (
-    "ending: this run cannot write checkpoints; nothing is saved (Ctrl-C again to kill)"
-)
-_KILLING = "killing the ranks"
-ROOM, METRIC = 33, 14
-"""Columns for the step, a bar and the remaining time, which a narrow terminal has too; and for a
-metric."""
-_MOST_WAITING = 10_000
-"""Events that are kept for a terminal, beyond which steps are not."""
-_GLANCE_S = 0.1  # how soon a Ctrl-C is answered while no event arrives
+        with view.live():
+            if handled:
+                view.line(view.ending, "notice")
+            for event in stream:
+                if len(signals) > handled:
+                    if running.record is not None and _leave(running, signals, view):
+                        return None
+                    handled = len(signals)
+                    if handled:
+                        text = view.ending if handled == 1 else "killing the ranks"
+                        view.line(text, "notice")
+                if event is None:
+                    continue
+                if event["event"] == "ended":
+                    ended = event
+                else:
+                    view.show(event)
+    except OSError:  # the terminal was closed, or the reader of a pipe has gone
+        if running.record is None:
+            if not signals:
+                running.cancel()
+            for _ in stream:  # its ranks end in order, with nobody to tell
+                pass
+        raise
+    return ended
 
 
 def _leave(running: RunningJob, signals: list[int], view: View) -> bool:
@@ -165,124 +165,13 @@ def _leave(running: RunningJob, signals: list[int], view: View) -> bool:
         return True
     answer = "c"
     if len(signals) == 1 and sys.stdin.isatty():
-        answer = view.ask(
-            "d to detach (the job runs on), c to cancel it, Enter to keep following: "
-        )
-    if answer == "d":
-        return True
+        question = "d to detach (the job runs on), c to cancel it, Enter to keep following: "
+        answer = view.ask(question, signals)
     if answer == "c":
         running.cancel()
-    else:
+    elif answer != "d":
         signals.clear()
-    return False
-
-
-def _end_of_input(signum: int, frame: FrameType | None) -> None:
-    raise EOFError
-
-
-class View:
-    """Turns events into lines, and on a terminal into a bar below them.
-
-    Attributes:
-        began: ranks train, or have trained.
-        stops: asked to end, they would finish a step and write a checkpoint.
-    """
-
-    def __init__(self, console: Console, quiet: bool) -> None:
-        self.began = self.stops = False
-        self._console = console
-        self._quiet = quiet
-        self._summary: Any = None
-        self._drawn = console.draws and not quiet
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[metrics]}"),
-            TextColumn("eta"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            expand=True,
-        )
-        self._task = self._bar.add_task("", total=None, metrics="", visible=False)
-
-    @property
-    def ending(self) -> str:
-        """What a request to end comes to now."""
-        if not self.began:
-            return _NOTHING_YET
-        return _ENDING if self.stops else _NO_CHECKPOINT
-
-    def live(self) -> AbstractContextManager[Any]:
-        """Draw the bar for as long as the run lasts."""
-        return self._bar if self._drawn else nullcontext()
-
-    def line(self, text: str, level: str = "info") -> None:
-        """One line of text, above the bar; ``info`` is what quiet leaves out."""
-        if level == "info" and self._quiet:
-            return
-        if level == "warning":
-            text = f"warning: {text}"
-        self._console.print(text, style="" if level == "info" else "yellow")
-
-    def ask(self, question: str) -> str:
-        """A letter from the terminal; another Ctrl-C is c, SIGTERM and the end of input are d."""
-        if self._drawn:
-            self._bar.stop()
-        try:
-            with handling(signal.default_int_handler, _end_of_input):
-                print(question, end="", flush=True)
-                # A signal just before the terminal is read would otherwise wait for a line.
-                while not select.select([sys.stdin], [], [], _GLANCE_S)[0]:
-                    pass
-                line = sys.stdin.readline()
-            return line.strip().lower()[:1] if line else "d"
-        except KeyboardInterrupt:
-            return "c"
-        except EOFError:
-            return "d"
-        finally:
-            if self._drawn:
-                self._bar.start()
-
-    def show(self, event: Event) -> None:
-        """What one event has to say; rank 0 speaks for all but in messages."""
-        kind, rank = event["event"], event.get("rank") or 0
-        if kind in ("started", "step") and not self.began:
-            self.began, self.stops = True, bool(event.get("stops", True))
-        if kind == "message":
-            prefix = f"rank {rank}: " if rank else ""
-            self.line(prefix + str(event.get("text", "")), str(event.get("level", "info")))
-        elif rank:
-            return
-        elif kind == "started":
-            for text in event.get("lines") or ():
-                self.line(str(text))
-            self._advance(int(event.get("done", 0)), event.get("steps"), "")
-        elif kind == "step":
-            if not self._drawn:
-                self.line(step_line(event))
-            else:
-                # As many in each step, however long a figure is: the bar keeps its width.
-                count = max(1, (self._console.width - ROOM) // METRIC)
-                metrics = step_metrics(event)[:count]
-                self._advance(int(event.get("step", 0)), event.get("steps"), "  ".join(metrics))
-        elif kind == "evaluation":
-            self.line(evaluation_line(event))
-        elif kind == "finished":
-            self._summary = event.get("summary")
-
-    def summary(self) -> None:
-        """What rank 0 said of the whole run."""
-        for text in summary_lines(self._summary):
-            self.line(text)
-
-    def _advance(self, step: int, steps: int | None, metrics: str) -> None:
-        self._bar.update(self._task, total=steps, visible=True)
-        total = self._bar.tasks[0].total
-        description = f"step {step}/{total:.0f}" if total is not None else f"step {step}"
-        self._bar.update(self._task, completed=step, description=description, metrics=metrics)
+    return answer == "d"
 
 
 def _stream(running: RunningJob) -> Iterator[Event | None]:
@@ -305,7 +194,7 @@ def _stream(running: RunningJob) -> Iterator[Event | None]:
     threading.Thread(target=read, name="events", daemon=True).start()
     while True:
         try:
-            item = arrived.get(timeout=_GLANCE_S)
+            item = arrived.get(timeout=GLANCE_S)
         except queue.Empty:
             yield None
             continue
@@ -314,47 +203,3 @@ def _stream(running: RunningJob) -> Iterator[Event | None]:
         if isinstance(item, BaseException):
             raise item
         yield item
-
-
-@contextmanager
-def _interruptible(running: RunningJob, asked: Sequence[int]) -> Iterator[list[int]]:
-    """Answer Ctrl-C and SIGTERM by cancelling the job; yields the signals received so far.
-
-    Args:
-        asked: those that were answered before.
-    """
-    received = list(asked)
-    counted = -math.inf
-
-    def cancel(signum: int, frame: FrameType | None) -> None:
-        nonlocal counted
-        # Later than the agent's own limit, so that the agent counts whatever is counted here.
-        if time.monotonic() - counted < 2 * REPEATED_SIGNAL_S:
-            return
-        counted = time.monotonic()
-        received.append(signum)
-        if running.record is None:
-            running.cancel()
-
-    with handling(cancel, cancel):
-        yield received
-
-
-def show_stopped(errors: Console, how: str) -> None:
-    """Show where a run stopped at request, and how to resume it."""
-    errors.print(how, style="yellow")
-    errors.print("to resume: the same command with --resume auto")
-
-
-def fail(errors: Console, text: str) -> None:
-    """Show why a run failed."""
-    errors.print(f"error: {text}", style="red")
-
-
-def show_where_logs_are(errors: Console, run_directory: str | Path) -> None:
-    """Name the folder of a run's logs, or what would show them."""
-    home = Path(run_directory)
-    folder = logs_of(home)
-    remote = (home / LAUNCHED).exists() and not any(folder.glob("rank*.log"))
-    where = f"anygauge job logs {run_directory}" if remote else folder
-    errors.print(f"logs: {where}", soft_wrap=True)

@@ -31,17 +31,12 @@ _LOCALHOST = "127.0.0.1"
 _FIRST_PORT, _PORTS = 20_000, 10_000
 """Derived ports: below those that systems give to connections (32768 and up on Linux)."""
 
-_IDENTITY = frozenset(
-    {
-        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK", "CROSS_RANK"),
-        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-        *("LOCAL_SIZE", "CROSS_SIZE", "ROLE_NAME"),
-        *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS"),
-        *("SLURM_GTIDS", "SLURM_TASK_PID"),
-        *(EVENTS_FD, PARENT_PID, STORE_FD),
-    }
+_IDENTITY = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_|NODE_|CROSS_)?RANK|((LOCAL_|GROUP_|ROLE_)?WORLD|LOCAL|CROSS)_SIZE"
+    r"|ROLE_NAME|(MASTER|TORCHELASTIC|PET|OMPI_COMM|PMI|PMIX)_.*"
+    r"|SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|GTIDS|TASK_PID)"
+    rf"|{EVENTS_FD}|{PARENT_PID}|{STORE_FD})"
 )
-_IDENTITY_PREFIXES = ("MASTER_", "TORCHELASTIC_", "PET_", "OMPI_COMM_", "PMI_", "PMIX_")
 
 ALONE = "start it without that launcher, or unset RANK, WORLD_SIZE and MASTER_ADDR"
 """How to have anygauge start the ranks instead."""
@@ -107,13 +102,27 @@ def find_launch(environ: Mapping[str, str]) -> ForeignLaunch | None:
             numbers of ranks.
     """
     if all(environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
-        found = _of_torch(environ)
+        launcher = "torchrun" if environ.get("TORCHELASTIC_RUN_ID") else "another launcher"
+        told = _of_torch(environ)
     elif _count(environ, "SLURM_STEP_NUM_TASKS") > 1 and environ.get("SLURM_PROCID"):
-        found = _of_slurm(environ)
+        launcher, told = "srun", _of_slurm(environ)
     elif _count(environ, "OMPI_COMM_WORLD_SIZE") > 1:
-        found = _of_open_mpi(environ)
+        launcher, told = "mpirun", _of_open_mpi(environ)
     else:
         return None
+    found = ForeignLaunch(
+        launcher=launcher,
+        rank=_number(told, "RANK"),
+        world_size=_number(told, "WORLD_SIZE"),
+        local_rank=_number(told, "LOCAL_RANK"),
+        devices=_number(told, "LOCAL_WORLD_SIZE"),
+        host=told["MASTER_ADDR"],
+        port=_number(told, "MASTER_PORT"),
+        served=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        tied=launcher != "another launcher",
+        restarts=_count(environ, "TORCHELASTIC_MAX_RESTARTS"),
+        error_file=environ.get("TORCHELASTIC_ERROR_FILE", ""),
+    )
     _check(found)
     return found
 
@@ -123,83 +132,64 @@ def scrub(environ: Mapping[str, str]) -> dict[str, str]:
 
     Libraries inside a rank would believe them over those of the agent.
     """
-    return {
-        name: value
-        for name, value in environ.items()
-        if name not in _IDENTITY and not name.startswith(_IDENTITY_PREFIXES)
-    }
+    return {name: value for name, value in environ.items() if not _IDENTITY.fullmatch(name)}
 
 
-def first_host(nodes: str) -> str:
-    """The first host of Slurm's list: ``gpu[01-04,07],login`` begins with ``gpu01``."""
-    return re.sub(r"\[(\d*)[^\]]*\]?", r"\1", nodes).partition(",")[0]
-
-
-def _of_torch(environ: Mapping[str, str]) -> ForeignLaunch:
-    elastic = bool(environ.get("TORCHELASTIC_RUN_ID"))
-    alone = environ["WORLD_SIZE"] == "1"
-    local = environ.get("LOCAL_RANK") or ("0" if alone else "")
+def _of_torch(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The launch in the variables of torchrun, as the two below."""
+    one = environ["WORLD_SIZE"] == "1"
+    local = environ.get("LOCAL_RANK") or ("0" if one else "")
     # torch's name, and that of DeepSpeed's launcher
-    devices = environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or ("1" if alone else "")
+    devices = environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or ("1" if one else "")
     if not local or not devices:
         raise UsageError(
             "RANK, WORLD_SIZE and MASTER_ADDR are set, so this process is a rank that another "
             "launcher started; but LOCAL_RANK and LOCAL_WORLD_SIZE, which choose its device on "
             f"this machine, are not both set. Set them, as torchrun does; {_OR_UNSET}"
         )
-    known = {**environ, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": devices}
-    return ForeignLaunch(
-        launcher="torchrun" if elastic else "another launcher",
-        rank=_number(known, "RANK"),
-        world_size=_number(known, "WORLD_SIZE"),
-        local_rank=_number(known, "LOCAL_RANK"),
-        devices=_number(known, "LOCAL_WORLD_SIZE"),
-        host=environ["MASTER_ADDR"],
-        port=_number(known, "MASTER_PORT"),
-        served=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        tied=elastic,
-        restarts=_count(environ, "TORCHELASTIC_MAX_RESTARTS"),
-        error_file=environ.get("TORCHELASTIC_ERROR_FILE", ""),
-    )
+    return {**environ, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": devices}
 
 
-def _of_slurm(environ: Mapping[str, str]) -> ForeignLaunch:
-    world_size = _number(environ, "SLURM_STEP_NUM_TASKS")
+def _of_slurm(environ: Mapping[str, str]) -> Mapping[str, str]:
+    tasks = _number(environ, "SLURM_STEP_NUM_TASKS")
     nodes = max(1, _count(environ, "SLURM_STEP_NUM_NODES"))
-    first = first_host(environ.get("SLURM_STEP_NODELIST", "")) if nodes > 1 else _LOCALHOST
+    # gpu[01-04,07],login begins with gpu01
+    listed = re.sub(r"\[(\d*)[^\]]*\]?", r"\1", environ.get("SLURM_STEP_NODELIST", ""))
+    first = listed.partition(",")[0] if nodes > 1 else _LOCALHOST
     step = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
-    return ForeignLaunch(
-        launcher="srun",
-        rank=_number(environ, "SLURM_PROCID"),
-        world_size=world_size,
-        local_rank=_number(environ, "SLURM_LOCALID"),
-        devices=world_size // nodes if world_size % nodes == 0 else world_size,
-        host=environ.get("MASTER_ADDR") or first,
-        port=_port(environ, step),
-        tied=True,
-    )
+    return {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": environ.get("SLURM_LOCALID", ""),
+        "LOCAL_WORLD_SIZE": str(tasks // nodes if tasks % nodes == 0 else tasks),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or first,
+        "MASTER_PORT": environ.get("MASTER_PORT") or _port_of(step),
+    }
 
 
-def _of_open_mpi(environ: Mapping[str, str]) -> ForeignLaunch:
-    world_size = _number(environ, "OMPI_COMM_WORLD_SIZE")
-    devices = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
-    host = environ.get("MASTER_ADDR", "")
-    if not host and world_size != devices:
+def _of_open_mpi(environ: Mapping[str, str]) -> Mapping[str, str]:
+    told = {
+        "RANK": environ.get("OMPI_COMM_WORLD_RANK", ""),
+        "WORLD_SIZE": environ["OMPI_COMM_WORLD_SIZE"],
+        "LOCAL_RANK": environ.get("OMPI_COMM_WORLD_LOCAL_RANK", ""),
+        "LOCAL_WORLD_SIZE": environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", ""),
+    }
+    if not environ.get("MASTER_ADDR") and told["WORLD_SIZE"] != told["LOCAL_WORLD_SIZE"]:
         raise UsageError(
-            f"mpirun started {world_size} ranks on several machines, but did not tell them the "
-            "address of rank 0. Pass it with mpirun -x MASTER_ADDR=HOST, where HOST is the first "
-            "machine"
+            f"mpirun started {told['WORLD_SIZE']} ranks on several machines, but did not tell them "
+            "the address of rank 0. Pass it with mpirun -x MASTER_ADDR=HOST, where HOST is the "
+            "first machine"
         )
-    return ForeignLaunch(
-        launcher="mpirun",
-        rank=_number(environ, "OMPI_COMM_WORLD_RANK"),
-        world_size=world_size,
-        local_rank=_number(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        devices=devices,
-        host=host or _LOCALHOST,
-        port=_port(environ, environ.get("PMIX_NAMESPACE", "")),
-        tied=True,
-    )
+    return {
+        **told,
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or _LOCALHOST,
+        "MASTER_PORT": environ.get("MASTER_PORT") or _port_of(environ.get("PMIX_NAMESPACE", "")),
+    }
+
+
+def _port_of(launch: str) -> str:
+    """A port that all ranks derive from the launch in the same way."""
+    return str(_FIRST_PORT + zlib.crc32(launch.encode()) % _PORTS)
 
 
 def _check(found: ForeignLaunch) -> None:
@@ -221,13 +211,6 @@ def _check(found: ForeignLaunch) -> None:
             "neighbouring ranks on the same machine, and the same number on each machine (srun "
             "--distribution=block, mpirun --map-by ppr:N:node)"
         )
-
-
-def _port(environ: Mapping[str, str], of: str) -> int:
-    """The user's ``MASTER_PORT``, or one that all ranks derive from the launch in the same way."""
-    if environ.get("MASTER_PORT"):
-        return _number(environ, "MASTER_PORT")
-    return _FIRST_PORT + zlib.crc32(of.encode()) % _PORTS
 
 
 def _count(environ: Mapping[str, str], name: str) -> int:

@@ -25,10 +25,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from anygauge.interface import ATTEMPTS, AnygaugeError, Job
-from anygauge.launch.follow import View, fail, show_stopped, show_where_logs_are
+from anygauge.launch.decision import Decision
 from anygauge.launch.join import Handover, digest
 from anygauge.launch.run_directory import remove_unaccepted
 from anygauge.launch.supervisor import SIGNALS
+from anygauge.launch.view import View, fail, show_stopped, show_where_logs_are
 from anygauge.util.console import Console
 from anygauge.util.events import EventWriter
 from anygauge.util.processes import tie_to_parent
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 _SEEN_S = 30.0
 """Until a file that rank 0 has written is seen on other machines."""
 _TURN_S = 0.05
-_BEAT_S = 1.0
 _HEARD_S = 30.0
 _NOTICED_S = 0.5
 """In which a launcher notices that another rank has ended, before this one that missed it ends,
@@ -101,11 +101,12 @@ def take_over(handover: Handover) -> int:
 
         write_provenance(job, launch.node_rank, handover.provenance)
     os.chdir(job.working_directory)
-    refusal = _prepare_with_others(store, launch, job, quiet=handover.quiet)
-    if refusal is not None:
-        status, text = refusal
+    decided = _prepare_with_others(store, launch, job, quiet=handover.quiet)
+    if not isinstance(decided, Decision):
+        status, text = decided
         launch.report(text)
         return status
+    job = decided.applied_to(job)
     with _terminal(handover, job) as terminal:
         status = reported(job, launch.rank, terminal.events, answer["lock"])
     terminal.conclude(handover, job)
@@ -237,81 +238,55 @@ def _job(handover: Handover, answer: Mapping[str, Any]) -> Job:
 
 def _prepare_with_others(
     store: dist.Store, launch: ForeignLaunch, job: Job, *, quiet: bool
-) -> tuple[int, str] | None:
+) -> Decision | tuple[int, str]:
     """Prepare the run, as the first rank of a machine, or wait for those who do: each machine has
-    the model, and on the first, model and rows are checked.
+    the model, and on the first, model and rows are checked, and memory is planned.
+
+    Nobody watches who prepares but its launcher, which ends all ranks with one.
 
     Returns:
-        Exit status and why it cannot run, alike on all ranks; None where all is well.
-
-    Raises:
-        AnygaugeError: a machine is not heard from any more.
+        What rank 0 has decided; or exit status and why the run cannot start, alike on all ranks.
     """
-    keys = {node: f"anygauge/prepared/{job.id}/{node}" for node in range(launch.nodes)}
+    found: dict[int, str] = {}
+    mine = f"anygauge/prepared/{job.id}/"
     if launch.local_rank == 0:
-        _prepare(store, keys[launch.node_rank], launch, job, quiet)
-    refusal = _wait(store, keys, job.launch.silence_s)
-    if refusal is not None:
-        if launch.rank == 0:
-            _refuse(refusal[1])
-        # Who serves the store leaves last.
-        store.set(f"anygauge/prepared/{job.id}/heard/{launch.rank}", "")
-        heard = [f"anygauge/prepared/{job.id}/heard/{rank}" for rank in range(launch.world_size)]
-        deadline = time.monotonic() + _HEARD_S
-        while launch.rank == 0 and not store.check(heard) and time.monotonic() < deadline:
-            time.sleep(_TURN_S)
-    return refusal
+        store.set(f"{mine}{launch.node_rank}", _prepare(launch, job, quiet))
+    while len(found) < launch.nodes:
+        for node in set(range(launch.nodes)) - set(found):
+            if store.check([f"{mine}{node}"]):
+                found[node] = store.get(f"{mine}{node}").decode()
+        refusal = next((text for text in found.values() if not text.startswith("{")), None)
+        if refusal is not None:
+            break
+        time.sleep(_TURN_S)
+    else:
+        return Decision.load(found[0])
+    status, _, why = refusal.partition(" ")
+    if launch.rank == 0:
+        _refuse(why)
+    # Who serves the store leaves last.
+    store.set(f"{mine}heard/{launch.rank}", "")
+    heard = [f"{mine}heard/{rank}" for rank in range(launch.world_size)]
+    deadline = time.monotonic() + _HEARD_S
+    while launch.rank == 0 and not store.check(heard) and time.monotonic() < deadline:
+        time.sleep(_TURN_S)
+    return int(status), why
 
 
-def _prepare(store: dist.Store, key: str, launch: ForeignLaunch, job: Job, quiet: bool) -> None:
+def _prepare(launch: ForeignLaunch, job: Job, quiet: bool) -> str:
+    """What this machine, the first for all, has decided; or exit status and why it refuses."""
     from anygauge.launch.prepare_call import prepare_here
-
-    beaten = -_BEAT_S
-
-    def turn() -> bool:
-        nonlocal beaten
-        if time.monotonic() - beaten >= _BEAT_S:
-            beaten = time.monotonic()
-            store.set(f"{key}/at", str(time.time()))
-        return True
 
     def log(text: str) -> None:
         if not quiet:
             print(escaped(text), file=sys.stderr)
 
     where = f"{socket.gethostname()}: " if launch.nodes > 1 else ""
+    first = launch.rank == 0
     try:
-        prepare_here(job, os.environ, where, log, turn, check=launch.rank == 0)
+        return prepare_here(job, os.environ, where, log, check=first, plan=first).dump()
     except AnygaugeError as error:
-        store.set(key, f"{error.exit_status} {error}")
-    else:
-        store.set(key, "")
-
-
-def _wait(store: dist.Store, keys: dict[int, str], limit_s: float) -> tuple[int, str] | None:
-    """Until all machines are ready, or the first says why not."""
-    waiting = dict(keys)
-    heard = dict.fromkeys(keys, (b"", time.monotonic()))
-    while waiting:
-        for node, key in list(waiting.items()):
-            if store.check([key]):
-                del waiting[node]
-                if refusal := store.get(key).decode():
-                    status, _, text = refusal.partition(" ")
-                    return int(status), text
-                continue
-            at = store.get(f"{key}/at") if store.check([f"{key}/at"]) else b""
-            before, when = heard[node]
-            if at != before:
-                heard[node] = (at, time.monotonic())
-            elif time.monotonic() - when > limit_s:
-                raise AnygaugeError(
-                    f"node {node} is preparing the run, but has sent nothing for {limit_s:g} s "
-                    "(launch.lost_after_s). Its machine or the network to it may be down"
-                )
-        if waiting:
-            time.sleep(_TURN_S)
-    return None
+        return f"{error.exit_status} {error}"
 
 
 class _EventDisplay(EventWriter):

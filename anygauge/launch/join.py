@@ -111,8 +111,7 @@ def _answer(
 ) -> dict[str, Any]:
     """What rank 0 tells all: the job, that it is done already, or why there is none."""
     from anygauge.launch.run_directory import claim, clear_for_start, write_run
-    from anygauge.launch.submit import resume_target
-    from anygauge.launch.submitted import refuse_second
+    from anygauge.launch.submit import refuse_second, resume_target
     from anygauge.util.files import write_text
     from anygauge.util.rendezvous import served_address
     from anygauge.util.run_lock import identity_of

@@ -11,9 +11,9 @@ import traceback
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from anygauge.interface import AnygaugeError, Job
+from anygauge.interface import AnygaugeError, Job, JobState
 from anygauge.launch.environment import NodeEnvironment, write_provenance
 from anygauge.launch.foreign import scrub
 from anygauge.launch.nodes import Nodes
@@ -36,7 +36,6 @@ class LocalRun:
     """
 
     record = None
-    found: Literal["known"] = "known"
 
     def __init__(
         self,
@@ -78,7 +77,7 @@ class LocalRun:
                 f"cannot start the run in {job.run_directory}: {error}. Check that the folder can "
                 "be written and that the disk is not full."
             ) from error
-        found = argv_of_rank or partial(rank_argv, str(path), identity_of(lock))
+        found = argv_of_rank or partial(rank_argv, str(path), identity_of(lock), None)
         arguments = (own, found, grace_s)
         self._thread = threading.Thread(
             target=self._supervise, args=arguments, name="supervisor", daemon=True
@@ -87,16 +86,14 @@ class LocalRun:
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         """What the ranks report, until all have ended; how the run ended comes last."""
-        return filter(None, map(read_event, self._events))
+        yield from filter(None, map(read_event, self._events))
+        self._thread.join()
 
-    def status(self) -> str:
+    def state(self) -> JobState:
         """Whether ranks run."""
-        return "running" if self.alive else "ended"
-
-    @property
-    def alive(self) -> bool:
-        """Whether ranks run."""
-        return self._thread.is_alive()
+        if self._thread.is_alive():
+            return JobState(phase="running", text="running")
+        return JobState(phase="failed" if self._status else "done", text="ended")
 
     def cancel(self) -> None:
         """End the ranks in order; the second call ends them at once."""

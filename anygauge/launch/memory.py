@@ -7,117 +7,52 @@ What only a plan needs is imported by functions: the process that checks a run i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from anygauge.config.resolved import parse_run
-from anygauge.config.strategies import default_section, section_of
 from anygauge.interface import AnygaugeError, RunFileError
-from anygauge.registry import Registry, installed_plugins
-from anygauge.training.auto import AUTO, candidates, in_words
+from anygauge.launch.decision import UNDECIDED, Decision
+from anygauge.registry import Registry, select_backend
+from anygauge.training.auto import AUTO, candidates, forms_of, in_words
 from anygauge.training.strategy import share_of
-from anygauge.util.schema import Section
 from anygauge.util.text import size
 
 if TYPE_CHECKING:
     from anygauge.config.schema import RunFile
-    from anygauge.interface import Backend, Card, Job
+    from anygauge.interface import Backend, Card
     from anygauge.planning.fit import Fit
     from anygauge.planning.memory import RunMemory
     from anygauge.planning.trials import Trial
     from anygauge.registry import Selection
 
-UNDECIDED = "the ranks decide once their devices are open"
 SMALL = 0.25
 """Part of a device's memory below which nothing is planned."""
 _ASK = "`anygauge plan RUN.yaml --machine NAME` plans for a machine that you name"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Expectation:
-    """What is known of a run's memory before it starts.
-
-    Attributes:
-        lines: for whoever starts it.
-        note: what should be looked at; "" for nothing.
-        memory: phase -> planned bytes of tensors; empty where there was no plan.
-        step_s: planned seconds of a step; None: not known.
-        form: which of the forms of `auto` it is; None: the ranks decide.
-        why: why that one, if it is not the first.
-    """
-
-    lines: tuple[str, ...] = ()
-    note: str = ""
-    memory: Mapping[str, int] = field(default_factory=dict)
-    step_s: float | None = None
-    form: int | None = 0
-    why: str = ""
-
-    def applied_to(self, run: RunFile, job: Job, forms: Sequence[RunFile]) -> tuple[RunFile, Job]:
-        """Run and job with what was found.
-
-        Args:
-            run: the first of `forms`, where there are any.
-        """
-        job = replace(job, expected_memory=dict(self.memory), expected_step_s=self.step_s)
-        if not forms or self.form == 0:
-            return run, job
-        if self.form is None:
-            run, why = run.model_copy(update={"strategy": default_section()}), UNDECIDED
-        else:
-            run, why = forms[self.form], self.why
-        return run, replace(job, strategy=run.strategy.name, strategy_why=why)
-
-
-class PlanQuestion(Section):
-    """What is planned.
-
-    Attributes:
-        run: as `run_json` gives it.
-        strategies: fields that the strategy of each form of `auto` sets; empty where it is named.
-        backend: name of the chosen one.
-        cards: what this machine's devices are called; None where ranks run on others.
-        force: refuse nothing.
-    """
-
-    run: str
-    strategies: tuple[dict[str, Any], ...] = ()
-    backend: str
-    cards: tuple[str, ...] | None
-    force: bool = False
-
-    @property
-    def forms(self) -> list[RunFile]:
-        """Of the run, the fastest first."""
-        run = parse_run(self.run)
-        sections = [section_of(each["name"]).model_validate(each) for each in self.strategies]
-        return [run.model_copy(update={"strategy": each}) for each in sections] or [run]
-
-
 def forms_of_auto(
-    run: RunFile, registry: Registry, backend: Backend, selection: Selection, *, joined: bool
-) -> tuple[tuple[RunFile, ...], str]:
-    """What a run's strategy `auto` may be, the fastest first, and why it is that until it is known
-    not to fit; no strategy where the ranks must decide.
-
-    Args:
-        joined: another launcher has started this process, which plans nothing.
+    run: RunFile, registry: Registry, backend: Backend, selection: Selection
+) -> tuple[list[RunFile], str]:
+    """What a run's strategy `auto` may be on this machine's devices, the fastest first, and why it
+    is that until it is known not to fit; no strategy where the ranks must decide.
 
     Raises:
         AnygaugeError: no strategy can train it.
     """
-    launch = run.launch
-    ranks = launch.nodes * launch.devices
-    if registry.find_launcher(launch.launcher).spec.remote:
-        return (), UNDECIDED
+    ranks = run.launch.nodes * run.launch.devices
     forms = candidates(run, registry, backend, ranks, ranks_run_here=selection.probe.available)
-    memory = memory_of_rank(_described(registry, selection), launch.devices)
-    if memory is None:
-        return (tuple(forms[:1]), "auto: there is one rank") if ranks == 1 else ((), UNDECIDED)
-    if joined and surely_small(forms[0], registry, memory) is None:
-        return (), UNDECIDED
-    return tuple(forms), "auto: the whole model fits each device"
+    card = _described(registry, selection.probe.cards)
+    if memory_of_rank(card, run.launch.devices) is None:
+        return (forms[:1], "auto: there is one rank") if ranks == 1 else ([], UNDECIDED)
+    return forms, "auto: the whole model fits each device"
+
+
+def form_taken(form: RunFile, registry: Registry, why: str) -> Decision:
+    """That strategy `auto` is this one."""
+    forms = forms_of(form, registry, form.launch.nodes * form.launch.devices)
+    return Decision(form=forms.index(form), strategy=form.strategy.name, why=why)
 
 
 def surely_small(run: RunFile, registry: Registry, memory: int | None) -> int | None:
@@ -137,66 +72,108 @@ def memory_of_rank(card: Card | None, devices: int) -> int | None:
 
 
 def without_a_plan(
-    run: RunFile, job: Job, registry: Registry, selection: Selection, asked: bool | None
-) -> Expectation | None:
+    run: RunFile,
+    forms: Sequence[RunFile],
+    why: str,
+    registry: Registry,
+    selection: Selection,
+    asked: bool | None,
+) -> Decision | None:
     """What is known where no plan is needed, or none can be made; None: make one.
 
     Args:
+        run: as the first form that `auto` may be.
+        forms, why: see `forms_of_auto`; none where its strategy is named.
         asked: True: plan also where that is not needed; False: never.
     """
-    remote = registry.find_launcher(run.launch.launcher).spec.remote
-    card = None if remote else _described(registry, selection)
-    memory = memory_of_rank(card, job.launch.devices)
+    first = form_taken(forms[0], registry, why) if forms else Decision()
+    memory = memory_of_rank(_described(registry, selection.probe.cards), run.launch.devices)
     most = None if asked else surely_small(run, registry, memory)
     if asked is False:
-        return Expectation(form=0 if most is not None else None)
+        return first if most is not None else Decision()
     if memory is None and (not asked or run.strategy.name == AUTO):
-        seen = " and ".join(selection.probe.cards) or f"the devices of {job.backend}"
-        why = "ranks run on other machines" if remote else f"no description covers {seen}"
-        return Expectation(lines=(f"memory: not planned, since {why}; {_ASK}",))
+        seen = " and ".join(selection.probe.cards) or f"the devices of {selection.spec.name}"
+        line = f"memory: not planned, since no description covers {seen}; {_ASK}"
+        return replace(first, lines=(line,))
     if most is not None and memory is not None:
         line = f"memory: needs at most {size(most)} of {size(memory)}, so no plan was made"
-        return Expectation(lines=(line,))
+        return replace(first, lines=(line,))
     return None
 
 
-def not_planned(why: str) -> Expectation:
+def not_planned(why: str) -> Decision:
     """What is known where a plan could not be made."""
     first = why.partition("\n")[0]
-    return Expectation(note=f"memory was not planned: {first}", form=None)
+    return Decision(note=f"memory was not planned: {first}")
 
 
-def planned(question: PlanQuestion) -> Expectation:
+def looked_at(
+    run: RunFile, registry: Registry, backend: str, asked: bool | None
+) -> tuple[list[RunFile], tuple[str, ...], Decision | None]:
+    """Look on the job's first machine, where the command runs on another: what strategy `auto` may
+    be, what the devices are called, and what is known without a plan.
+
+    Raises:
+        AnygaugeError: it has no such devices, or no strategy can train the run.
+    """
+    selection = select_backend(registry, backend)
+    forms: list[RunFile] = []
+    why = ""
+    if run.strategy.name == AUTO:
+        made = registry.create_backend(backend, run.backend_options)
+        forms, why = forms_of_auto(run, registry, made, selection)
+    first = forms[0] if forms else run
+    return (
+        forms,
+        selection.probe.cards,
+        without_a_plan(first, forms, why, registry, selection, asked),
+    )
+
+
+def planned(
+    run: RunFile,
+    forms: Sequence[RunFile],
+    registry: Registry,
+    backend: str,
+    cards: Sequence[str],
+    *,
+    force: bool = False,
+    begin: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+) -> Decision:
     """Plan the first form of a run that fits, and say what that means for it.
+
+    Args:
+        forms: that `auto` may be; none where the strategy is named.
+        cards: what this machine's devices are called; none where ranks run on others.
+        force: refuse nothing.
+        begin: told of each form.
 
     Raises:
         RunFileError: the run cannot fit.
     """
-    from anygauge.planning.machines import Hardware, measured_files
     from anygauge.planning.trials import Target, Trials
 
-    registry = installed_plugins()
-    card = None
-    if question.cards is not None:
-        card = Hardware.load(registry, measured_files()).of_devices(question.cards)
-    forms = question.forms
+    card = _described(registry, cards)
+    target = Target(backend=backend, card=card)
     try:
-        trial = Trials(registry).first_that_fits(forms, Target(backend=question.backend, card=card))
+        trial = Trials(registry, begin).first_that_fits(forms or [run], target)
     except AnygaugeError as error:
         return not_planned(str(error))
-    form, why = forms.index(trial.run), ""
+    known = Decision()
     lines: tuple[str, ...] = ()
-    if form:
-        reasons = [_why_not(passed, found) for passed, found in trial.passed_over]
-        if not trial.fits:
-            reasons = ["no strategy fits, and this one needs least", *reasons]
-        why = f"auto: {'; '.join(reasons)}"
-        lines = (f"strategy: {in_words(trial.run)} ({why})",)
-    known = Expectation(
+    if forms:
+        why = "auto: the whole model fits each device"
+        if trial.run != forms[0]:
+            reasons = [_why_not(passed, found) for passed, found in trial.passed_over]
+            if not trial.fits:
+                reasons = ["no strategy fits, and this one needs least", *reasons]
+            why = f"auto: {'; '.join(reasons)}"
+            lines = (f"strategy: {in_words(trial.run)} ({why})",)
+        known = form_taken(trial.run, registry, why)
+    known = replace(
+        known,
         memory={phase: peak.total for phase, peak in trial.memory.device.items()},
         step_s=None if trial.time is None else trial.time.step,
-        form=form,
-        why=why,
     )
     fit = trial.fit
     if card is None or fit is None:
@@ -211,20 +188,20 @@ def planned(question: PlanQuestion) -> Expectation:
     # What is surely too much: tensors alone, without the estimates on top of them.
     if fit.tensors + (card.reserved or 0) <= fit.memory:
         return replace(known, note=f"the run may not fit: {words}", lines=lines)
-    if question.force:
+    if force:
         return replace(known, note=f"the run cannot fit: {words}", lines=lines)
-    chosen = f", with strategy {in_words(trial.run)}, which needs least" if form else ""
+    chosen = f", with strategy {in_words(trial.run)}, which needs least" if lines else ""
     raise RunFileError(
         f"the run cannot fit{chosen}: {words}. `anygauge plan RUN.yaml` says what to change; "
         "--force starts the run anyway"
     )
 
 
-def _described(registry: Registry, selection: Selection) -> Card | None:
-    """What this machine's devices are."""
+def _described(registry: Registry, cards: Sequence[str]) -> Card | None:
+    """What a machine's devices are."""
     from anygauge.planning.machines import Hardware, measured_files
 
-    return Hardware.load(registry, measured_files()).of_devices(selection.probe.cards)
+    return Hardware.load(registry, measured_files()).of_devices(cards)
 
 
 def _why_not(form: RunFile, found: Trial | AnygaugeError) -> str:

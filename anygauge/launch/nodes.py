@@ -21,6 +21,7 @@ from typing import Any
 
 from anygauge.interface import Job
 from anygauge.launch.channel import Channel, close_all
+from anygauge.launch.decision import Decision
 from anygauge.launch.outbox import Outbox
 from anygauge.launch.outcome import (
     SIGNAL_OR_NONE,
@@ -28,8 +29,8 @@ from anygauge.launch.outcome import (
     NodeReport,
     field_of,
     resolve_outcome,
-    shown,
 )
+from anygauge.util.text import short
 
 HEARTBEAT_S = 1.0
 
@@ -59,6 +60,7 @@ class Nodes:
         outcome: how the attempt ended, once it has.
         restarts: attempts that failed and were followed by another.
         all_ready: each node has what its ranks need.
+        decided: by node 0 for all, once they are ready.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Nodes:
         self.signum: int | None = None
         self.restarts = 0
         self.all_ready = False
+        self.decided = Decision()
         self._job = job
         self._outbox = outbox
         self._channels = channels or {}
@@ -140,8 +143,9 @@ class Nodes:
         self._reports[report.node_rank] = report
         self._decide()
 
-    def mark_ready(self) -> None:
-        """Report that this node has what its ranks need."""
+    def mark_ready(self, decided: Decision) -> None:
+        """Report that this node has what its ranks need; what node 0 has decided counts."""
+        self.decided = decided
         self.all_ready = True
 
     @property
@@ -205,7 +209,7 @@ class Nodes:
             try:
                 self._handle(rank, message)
             except ValueError as error:
-                unreadable = f"{shown(message['kind'])}: {error}"
+                unreadable = f"{short(repr(message['kind']))}: {error}"
                 channel.close(unreadable)
         # Of one that is closed, the last message may have waited here since the turn before.
         silent_s = now - (heard_before if channel.closed else channel.heard)

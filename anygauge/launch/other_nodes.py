@@ -14,6 +14,7 @@ from pydantic import Field, Strict, TypeAdapter
 
 from anygauge.interface import LOST, Job
 from anygauge.launch.channel import Channel
+from anygauge.launch.decision import DECISION, Decision
 from anygauge.launch.nodes import INSTRUCTIONS, Instruction, Nodes
 from anygauge.launch.outbox import Outbox
 from anygauge.launch.outcome import (
@@ -64,7 +65,8 @@ class Coordinator(Nodes):
         found, self._store = self._store, None
         return found
 
-    def mark_ready(self) -> None:  # noqa: D102
+    def mark_ready(self, decided: Decision) -> None:  # noqa: D102
+        self.decided = decided
         self._mark_ready(0)
 
     def close(self) -> None:  # noqa: D102
@@ -102,7 +104,7 @@ class Coordinator(Nodes):
         self._ready.add(rank)
         if len(self._ready) == self._job.launch.nodes:
             self.all_ready = True
-            self._send_all("ready")
+            self._send_all("ready", decided=asdict(self.decided))
 
     def _next_rendezvous(self) -> str:
         self._close_store()
@@ -143,7 +145,7 @@ class Worker(Nodes):
     def full(self) -> bool:  # noqa: D102
         return self._coordinator_full or self._coordinator.waiting > _MOST_WAITING
 
-    def mark_ready(self) -> None:  # noqa: D102
+    def mark_ready(self, decided: Decision) -> None:  # noqa: D102
         self._coordinator.send("ready")
 
     def report(self, report: NodeReport) -> None:  # noqa: D102
@@ -167,6 +169,7 @@ class Worker(Nodes):
             self._awaited.discard(rank)
             self._conclude(outcome)
         elif kind == "ready":
+            self.decided = read_record(DECISION, message.get("decided"))
             self.all_ready = True
         else:
             super()._handle(rank, message)

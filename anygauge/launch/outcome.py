@@ -39,7 +39,7 @@ from pydantic import (
 
 from anygauge.interface import LOST, STOPPED
 from anygauge.util.processes import describe_exit
-from anygauge.util.schema import Count, Flag, Text, first_fault
+from anygauge.util.schema import Count, Flag, Text, first_complaint
 
 LAST_LINES = 15
 _TAIL_BYTES = 64 * 1024
@@ -298,43 +298,29 @@ def _order(failure: JobFailure) -> tuple[float, bool, int]:
 RecordT = TypeVar("RecordT")
 
 
-def shown(value: object) -> str:
-    """A value for a message, shortened; never the contents of a list or mapping."""
-    if isinstance(value, list | dict):
-        return "a list" if isinstance(value, list) else "a mapping"
-    return repr(value)[:40]
-
-
 def field_of(message: Mapping[str, Any], name: str, kind: TypeAdapter[RecordT]) -> RecordT:
     """One field; None where it is missing and may be.
 
     Raises:
         ValueError: it is not what it must be; names it.
     """
-    value = message.get(name)
     try:
-        return kind.validate_python(value)
-    except ValidationError:
-        problem = f"has an impossible value: {shown(value)}" if name in message else "is missing"
-        raise ValueError(f"{name!r} {problem}") from None
+        return kind.validate_python(message.get(name))
+    except ValidationError as error:
+        problem = f": {first_complaint(error)}" if name in message else " is missing"
+        raise ValueError(f"{name!r}{problem}") from None
 
 
 def read_record(kind: TypeAdapter[RecordT], record: object) -> RecordT:
     """A record that another node sent: its fields and no others.
 
     Raises:
-        ValueError: a field is missing, unknown, or has an impossible value; names it.
+        ValueError: a field is missing, unknown, or not what it must be; names it.
     """
-    if not isinstance(record, dict):
-        raise ValueError(f"{shown(record)} is not a mapping of fields")
     try:
         return kind.validate_python(record)
     except ValidationError as error:
-        place, fault, value = first_fault(error)
-        if not place:  # a name that is not text
-            raise ValueError(f"{shown(value)} is unknown") from None
-        wrong = f"has an impossible value: {shown(value)}"
-        raise ValueError(f"{place!r} {wrong if fault == 'wrong' else f'is {fault}'}") from None
+        raise ValueError(first_complaint(error)) from None
 
 
 REPORT = TypeAdapter(NodeReport)

@@ -9,14 +9,16 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from anygauge.launch.decision import Decision
 from anygauge.launch.prepare_call import prepare
 from anygauge.models.hub_errors import HubUnreachableError
 
 if TYPE_CHECKING:
     from anygauge.config.schema import DataSection, ModelSection, RunFile
-    from anygauge.launch.memory import Expectation
     from anygauge.launch.request import RunRequest
-    from anygauge.training.checks import Findings
+    from anygauge.training.run_checks import Findings
+
+_PLANNED_THERE = "memory: the job's first machine plans it before ranks start"
 
 
 def prepare_run(
@@ -26,7 +28,7 @@ def prepare_run(
     plan: bool | None = None,
     force: bool = False,
     engine: bool = False,
-) -> tuple[RunRequest, Findings, Expectation]:
+) -> tuple[RunRequest, Findings, Decision]:
     """Check a run as far as this machine can without a device, and plan it; writes nothing of it.
 
     Args:
@@ -41,42 +43,42 @@ def prepare_run(
         AnygaugeError: what ranks would refuse, or the run cannot fit.
     """
     from anygauge.config.resolved import run_json
-    from anygauge.launch.memory import PlanQuestion, not_planned, without_a_plan
+    from anygauge.launch.memory import not_planned, without_a_plan
     from anygauge.launch.prepare_process import PrepareRequest
     from anygauge.models.hub import readable_size, wanted
-    from anygauge.training.checks import Question, check_settings
+    from anygauge.training.auto import forms_of
+    from anygauge.training.checks import check_settings
 
-    run, job, registry = request.run, request.job, request.registry
+    run, job, registry, forms = request.run, request.job, request.registry, request.forms
     remote = request.launcher.remote
-    here = request.selection.probe.available and not remote
+    selection = request.selection
+    here = selection.probe.available and not remote
     check_settings(run, request.backend, registry, ranks_run_here=here)
-    text = run_json(run.model_copy(update={"environment": {}}))
-    question = Question(
-        run=text,
-        backend=job.backend,
-        world_size=job.world_size,
-        id=job.id,
-        has_files=request.launcher.shared_filesystem,
-        engine=engine,
-    )
-    planned = PlanQuestion(
-        run=text,
-        strategies=tuple(form.strategy.model_dump(exclude_unset=True) for form in request.forms),
-        backend=job.backend,
-        cards=None if remote else tuple(request.selection.probe.cards),
-        force=force,
-    )
-    expected = without_a_plan(run, job, registry, request.selection, plan)
+    decided: Decision | None
+    if remote:
+        job = replace(job, plan=plan, force=force)
+        request = replace(request, job=job)
+        decided = Decision(lines=() if plan is False else (_PLANNED_THERE,))
+    else:
+        decided = without_a_plan(run, forms, job.strategy_why, registry, selection, plan)
+    every = forms_of(run, registry, job.world_size) if forms else []
     asked = PrepareRequest(
         # Where ranks run on other machines, the agents there fetch.
         fetch=() if remote else tuple(wanted(run.model, weights=not engine)),
         unreachable_refuses=not engine,
-        check=question,
-        plan=planned if expected is None else None,
+        stages=("check", "plan") if decided is None else ("check",),
+        run=run_json(run.model_copy(update={"environment": {}})),
+        backend=job.backend,
+        id=job.id,
+        has_files=request.launcher.shared_filesystem,
+        engine=engine,
+        forms=tuple(every.index(form) for form in forms),
+        cards=selection.probe.cards,
+        force=force,
     )
     # As ranks have it: what the user has set wins over the run file.
     answer = prepare(asked, {**run.environment, **os.environ}, quiet=quiet)
-    expected = expected or answer.expected or not_planned(answer.unchecked)
+    decided = decided or answer.decided or not_planned(answer.unchecked)
     notes = []
     if answer.unreachable:
         notes.append(f"the run would be refused: {answer.unreachable}")
@@ -92,17 +94,19 @@ def prepare_run(
     if answer.unchecked:
         notes.append(f"only the ranks will check model and rows: {answer.unchecked}")
     found = replace(answer.found, notes=[*notes, *answer.found.notes])
-    return request.decided(*expected.applied_to(run, job, request.forms)), found, expected
+    return request.decided(decided), found, decided
 
 
 def without_checks(request: RunRequest) -> RunRequest:
     """A run of which nothing is checked or planned, with the strategy that `auto` is then."""
     from anygauge.launch.memory import without_a_plan
 
-    run, job = request.run, request.job
-    expected = without_a_plan(run, job, request.registry, request.selection, asked=False)
-    assert expected is not None
-    return request.decided(*expected.applied_to(run, job, request.forms))
+    if request.launcher.remote:
+        return request
+    run, why, selection = request.run, request.job.strategy_why, request.selection
+    found = without_a_plan(run, request.forms, why, request.registry, selection, asked=False)
+    assert found is not None
+    return request.decided(found)
 
 
 def fetch_configuration(run: RunFile) -> None:
@@ -129,16 +133,14 @@ def render(
 
     Args:
         data: of the run, with its chat template; None: the tokenizer's.
-        prompt: see `PromptQuestion`.
+        prompt: see `PrepareRequest`.
 
     Raises:
         AnygaugeError: there is no template, or it does not take the prompt; or it was ended.
     """
-    from anygauge.launch.prepare_process import PrepareRequest, PromptQuestion
+    from anygauge.launch.prepare_process import PrepareRequest
 
     of_run = {"chat_template", "chat_template_kwargs"}
     template = {} if data is None else data.model_dump(include=of_run)
-    answer = prepare(
-        PrepareRequest(render=PromptQuestion(model=section, prompt=prompt, **template))
-    )
+    answer = prepare(PrepareRequest(stages=("render",), model=section, prompt=prompt, **template))
     return answer.ids, answer.stop_ids

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import IO, TYPE_CHECKING, Any
 
 from anygauge.interface import AnygaugeError, DataError
+from anygauge.launch.decision import Decision
 from anygauge.launch.rank_process import sample_process
 from anygauge.models.hub_errors import HubUnreachableError
 from anygauge.util import errors
@@ -32,9 +33,7 @@ if TYPE_CHECKING:
 LIMITS_S = {"fetch": 300.0, "model": 120.0, "data": 1800.0, "plan": 30.0}
 """Silence after which a stage counts as hung. The hub's library itself tries again for a minute.
 Tokenising reports from time to time; a digest of a large file, or the wait for another run that
-tokenises the same rows, does not. A plan reports nothing: the run starts without it."""
-AUTO_LIMIT_S = 120.0
-"""For a plan of several strategies."""
+tokenises the same rows, does not. Without a plan the run starts all the same."""
 RENDERING_LIMIT_S = 60.0
 """For one rendering of a chat template, which takes milliseconds; a second for a thousand turns."""
 
@@ -62,18 +61,19 @@ def prepare_here(
     environment: Mapping[str, str],
     where: str,
     log: Callable[[str], None],
-    turn: Callable[[], bool],
+    turn: Callable[[], bool] = always,
     *,
     check: bool,
-) -> None:
-    """Fetch a run's model to this machine, where ranks will run.
+    plan: bool,
+) -> Decision:
+    """Prepare a run on this machine, where ranks will run: fetch its model.
 
     Args:
         where: a prefix for each line.
         log: takes lines: what is fetched, and from time to time how much of it.
         turn: called again and again meanwhile; False gives up.
-        check: also check model and rows, which no command could, and put the rows' tokens in the
-            cache.
+        check: also check model and rows, and put the rows' tokens in the cache.
+        plan: also decide for all machines what strategy `auto` is, and plan memory.
 
     Raises:
         AnygaugeError: the model cannot be fetched, or what ranks would refuse.
@@ -81,7 +81,6 @@ def prepare_here(
     from anygauge.config.resolved import read_run, run_json
     from anygauge.launch.prepare_process import PrepareRequest
     from anygauge.models.hub import wanted
-    from anygauge.training.checks import Question
 
     logged = time.monotonic()
 
@@ -96,18 +95,24 @@ def prepare_here(
 
     try:
         run = read_run(job.resolved_run)
-        question = Question(
+        request = PrepareRequest(
+            fetch=tuple(wanted(run.model)),
+            stages=(*(("check",) if check else ()), *(("plan",) if plan else ())),
             run=run_json(run.model_copy(update={"environment": {}})),
             backend=job.backend,
-            world_size=job.world_size,
             id=job.id,
+            asked=job.plan,
+            force=job.force,
         )
-        asked = PrepareRequest(fetch=tuple(wanted(run.model)), check=question if check else None)
-        answer = prepare(asked, environment, show=show, turn=turn)
-        for note in answer.found.notes:
-            log(f"{where}note: {note}")
+        answer = prepare(request, environment, show=show, turn=turn)
     except AnygaugeError as error:
         raise type(error)(f"{where}{error}") from None
+    decided = answer.decided or Decision()
+    for note in (*answer.found.notes, *filter(None, [decided.note])):
+        log(f"{where}note: {note}")
+    for line in decided.lines:
+        log(line)
+    return decided
 
 
 def prepare(
@@ -137,7 +142,7 @@ def prepare(
     from anygauge.launch.memory import not_planned
     from anygauge.launch.prepare_process import PrepareAnswer
 
-    if request.is_empty:
+    if not (request.fetch or request.stages):
         return PrepareAnswer()
     work = _Work(request)
     fields: dict[str, Any] = {}
@@ -169,9 +174,9 @@ def prepare(
     if ending is not None and work.stage != "plan":
         raise ending
     if ending is not None:
-        fields["expected"] = not_planned(str(ending))
+        fields["decided"] = not_planned(str(ending))
     answer = PrepareAnswer(**fields)
-    if answer.unchecked and request.check is None:
+    if answer.unchecked and not {"check", "plan"} & {*request.stages}:
         raise AnygaugeError(f"{answer.unchecked}, and this tokenizer needs it")
     return answer
 
@@ -305,9 +310,7 @@ class _Work:
         """Of silence."""
         if self._row:
             return RENDERING_LIMIT_S
-        plan = self._request.plan
-        several = self.stage == "plan" and plan is not None and len(plan.strategies) > 1
-        return AUTO_LIMIT_S if several else LIMITS_S[self.stage]
+        return LIMITS_S[self.stage]
 
     def note(self, event: Mapping[str, Any]) -> None:
         """Follow the process by its events."""
@@ -332,7 +335,7 @@ class _Work:
             return AnygaugeError(
                 f"a plan takes longer than {limit}; `anygauge plan RUN.yaml` waits for it"
             )
-        if self._request.render is not None:
+        if "render" in self._request.stages:
             return AnygaugeError(
                 f"the tokenizer has not been loaded within {limit}. Look at the disk that holds it"
             )
@@ -365,7 +368,7 @@ class _Work:
         if self.stage == "plan":
             what = "plans"
             advice = "; a smaller data.max_length or train.micro_batch_size needs less"
-        elif self._request.render is not None:
+        elif "render" in self._request.stages:
             what, advice = "loads the tokenizer", ""
         return AnygaugeError(
             f"the process that {what} {how}. There may be too little memory{advice}"
@@ -373,6 +376,6 @@ class _Work:
 
     def _ended_rendering(self, what: str) -> DataError:
         way_out = "or the row, or give another data.chat_template"
-        if self._request.render is not None:
+        if "render" in self._request.stages:
             way_out = "or give another --tokenizer (`generate --raw` asks without a template)"
         return DataError(f"{self._template} {what}. Correct the template {way_out}")

@@ -16,30 +16,35 @@ plan is made; where only that explains an error, the process executes itself aga
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
 import sys
 import tempfile
 import traceback
-from dataclasses import replace
+from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from anygauge.config.paths import is_remote
-from anygauge.config.resolved import parse_run, run_json
-from anygauge.config.schema import ModelSection
+from anygauge.config.resolved import parse_run
+from anygauge.config.schema import ModelSection, RunFile
 from anygauge.data.rows import share_of_memory
 from anygauge.interface import AnygaugeError
-from anygauge.launch.memory import Expectation, PlanQuestion, planned
+from anygauge.launch.decision import Decision
+from anygauge.launch.memory import looked_at, planned
 from anygauge.models.hub import Wanted, fetch, readable_size
 from anygauge.models.hub_errors import HubUnreachableError
 from anygauge.models.quiet import quiet_libraries
 from anygauge.models.tokenizer import load_tokenizer
-from anygauge.training.checks import Findings, Question, check_run, nothing
+from anygauge.registry import installed_plugins
+from anygauge.training.auto import forms_of
+from anygauge.training.run_checks import Findings, RunChecks, nothing
 from anygauge.util.events import EventWriter
 from anygauge.util.processes import die_with_parent
-from anygauge.util.schema import Section
+from anygauge.util.schema import Count, Section
 from anygauge.util.text import describe
 
 GIB = 2**30
@@ -49,66 +54,54 @@ PLAN_LIMIT = 8 * GIB
 """A plan that needs more has met something that it should not."""
 
 
-class RowsQuestion(Section):
-    """Rows to put in the cache.
-
-    Attributes:
-        run: as `run_json` gives it.
-        id, first: see `anygauge.data.prepare`.
-    """
-
-    run: str
-    id: str
-    first: int | None = None
-
-    @property
-    def are_remote(self) -> bool:
-        """Whether some are read over the network."""
-        data = parse_run(self.run).data
-        return any(is_remote(each.path) for each in (*data.train_sources, *data.eval_sources))
-
-
-class PromptQuestion(Section):
-    """A prompt to put in its chat template.
-
-    Attributes:
-        chat_template, chat_template_kwargs: of the data section; None: the tokenizer's.
-        prompt: None asks only for the tokens that end an answer, of which there are none without a
-            template.
-    """
-
-    model: ModelSection
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] = {}
-    prompt: str | None = None
-
-
 class PrepareRequest(Section):
-    """What the process does: all that is not empty, in this order.
+    """What the process does: what is fetched, and each stage that is asked, in this order.
 
     Attributes:
         fetch: what is brought from the hub.
         unreachable_refuses: a hub that does not answer is a refusal, not a fact of the answer.
+        stages: others than ``fetch``, as `Stages` has them.
+        run: as `run_json` gives it, without its variables, which this process has.
+        backend: name of the chosen one.
+        id: of this start; see `anygauge.data.prepare`.
+        has_files: this machine has the files that the run file names.
+        engine: also tell the engine's settings and the run's steps, for a dry run.
+        forms: which of `anygauge.training.auto.forms_of` the run may be, if not the one it names.
+        cards: what this machine's devices are called; None: nobody has looked yet.
+        asked: True: plan also where that is not needed; False: never.
+        force: refuse nothing because of a plan.
+        first: put so many rows of each source in the cache; None: all.
+        model, chat_template, chat_template_kwargs, prompt: what is rendered. Without a prompt, only
+            the tokens that end an answer are asked for, of which there are none without a template.
         with_torch: hide nothing.
     """
 
     fetch: tuple[Wanted, ...] = ()
     unreachable_refuses: bool = True
-    check: Question | None = None
-    plan: PlanQuestion | None = None
-    rows: RowsQuestion | None = None
-    render: PromptQuestion | None = None
+    stages: tuple[Literal["check", "plan", "rows", "render"], ...] = ()
+    run: str = ""
+    backend: str = ""
+    id: str = ""
+    has_files: bool = True
+    engine: bool = False
+    forms: tuple[Count, ...] = ()
+    cards: tuple[str, ...] | None = None
+    asked: bool | None = None
+    force: bool = False
+    first: int | None = None
+    model: ModelSection | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    prompt: str | None = None
     with_torch: bool = False
 
     @property
     def has_network(self) -> bool:
-        """Whether its next stage may use it: a fetch, or rows of other machines."""
-        return bool(self.fetch) or (self.rows is not None and self.rows.are_remote)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is asked."""
-        return not (self.fetch or self.check or self.plan or self.rows or self.render)
+        """Whether its next stage may use it: a fetch, or the rows of a stream."""
+        if self.fetch or "rows" not in self.stages:
+            return bool(self.fetch)
+        data = parse_run(self.run).data
+        return any(is_remote(each.path) for each in (*data.train_sources, *data.eval_sources))
 
 
 class PrepareAnswer(Section):
@@ -118,7 +111,6 @@ class PrepareAnswer(Section):
         left: bytes of weights whose index alone was wanted, and that are not here.
         unreachable: why the hub could not be asked, if that refuses nothing.
         unchecked: why nothing could be checked here, and only ranks will.
-        steps: of a run whose rows are streamed.
         ids: the tokens of the prompt.
         stop_ids: the tokens that end an answer.
     """
@@ -127,8 +119,7 @@ class PrepareAnswer(Section):
     unreachable: str = ""
     unchecked: str = ""
     found: Findings = Findings()
-    expected: Expectation | None = None
-    steps: int | None = None
+    decided: Decision | None = None
     ids: list[int] = []
     stop_ids: list[int] = []
 
@@ -144,8 +135,7 @@ class Stages:
     def __init__(self, request: PrepareRequest, events: EventWriter) -> None:
         self._request, self._events = request, events
         self.stage, self.limit = "", 0
-        plain = request.with_torch or request.plan is not None
-        self._hide = nothing if plain else hide_torch
+        self._hide = nothing if request.with_torch else hide_torch
 
     def enter(self, stage: str) -> None:
         """Begin a stage, with its own limit of memory."""
@@ -178,67 +168,103 @@ class Stages:
             left += found.left
         self._found(left=left)
 
-    def check(self, question: Question) -> None:
-        """Check model and rows."""
-        run, events = parse_run(question.run), self._events
-        found = check_run(question, run, events.message, self.enter, self._hide, self._rendering)
-        self._found(found=found)
+    def run(self) -> None:
+        """All that is asked, after a fetch."""
+        stages = self._request.stages
+        if "check" in stages or "plan" in stages:
+            self._check_and_plan(parse_run(self._request.run))
+        if "rows" in stages:
+            self._rows(parse_run(self._request.run))
+        if "render" in stages:
+            self._render()
 
-    def plan(self, question: PlanQuestion) -> int | None:
-        """Plan the first form that fits; returns which it is."""
-        self.enter("plan")
-        expected = planned(question)
-        self._found(expected=expected)
-        return expected.form
+    def _check_and_plan(self, run: RunFile) -> None:
+        """Check model and rows, plan the first form of the run that fits, and check it as that."""
+        request, registry = self._request, installed_plugins()
+        every = forms_of(run, registry, run.launch.nodes * run.launch.devices)
+        forms = [every[number] for number in request.forms]
+        cards, decided = request.cards, None
+        plans, checks = "plan" in request.stages, "check" in request.stages
+        if plans and cards is None:
+            forms, cards, decided = looked_at(run, registry, request.backend, request.asked)
+        if plans and decided is None:
+            self._hide = nothing
+        run = forms[0] if forms else run
+        if checks:
+            self._check(run)
+        if plans and decided is None:
+            self.enter("plan")
+            decided = planned(
+                run,
+                forms,
+                registry,
+                request.backend,
+                cards or (),
+                force=request.force,
+                begin=self._plan,
+            )
+        if decided is None:
+            return
+        self._found(decided=decided)
+        if checks and decided.form is not None and every[decided.form] != run:
+            self._check(every[decided.form])
 
-    def rows(self, question: RowsQuestion) -> None:
+    @contextlib.contextmanager
+    def _plan(self, subject: str) -> Iterator[None]:
+        """No silence, though each form takes its time."""
+        self._events.send("planning", subject=subject)
+        yield
+
+    def _check(self, run: RunFile) -> None:
+        request = self._request
+        checks = RunChecks(
+            run=run,
+            backend=request.backend,
+            id=request.id,
+            has_files=request.has_files,
+            engine=request.engine,
+            log=self._events.message,
+            enter=self.enter,
+            hide=self._hide,
+            rendering=self._rendering,
+        )
+        self._found(found=checks.check())
+
+    def _rows(self, run: RunFile) -> None:
         """Put a run's rows in the cache."""
         from anygauge.data import Layout, prepare, training_batches
 
-        run, log = parse_run(question.run), self._events.message
-        section, seed = run.data, run.train.seed
-        tokenizer = self._tokenizer(run.model)
+        section, tokenizer, seed = run.data, self._tokenizer(run.model), run.train.seed
         self.enter("data")
-        prepare(
+        reading = partial(
+            prepare,
             section,
             tokenizer,
             seed,
-            log=log,
-            run=question.id,
-            first=question.first,
+            log=self._events.message,
             rendering=self._rendering,
         )
-        if run.data.streaming:
-            streamed = prepare(section, tokenizer, seed, log=log, rendering=self._rendering).train
+        reading(run=self._request.id, first=self._request.first)
+        if section.streaming:
+            streamed = reading().train
             layout = Layout(micro_batch=1, max_length=section.max_length, pad_id=0)
-            self._found(steps=training_batches(streamed, section, run.train, layout).steps)
+            steps = training_batches(streamed, section, run.train, layout).steps
+            self._found(found=Findings(steps=steps))
 
-    def render(self, question: PromptQuestion) -> None:
+    def _render(self) -> None:
         """Put a prompt in its chat template."""
         from anygauge.data.template import ChatTemplate, end_of_turn_ids, read_template
 
-        tokenizer = self._tokenizer(question.model)
-        given, kwargs = read_template(question.chat_template), question.chat_template_kwargs
-        if question.prompt is None:
+        request = self._request
+        assert request.model is not None
+        tokenizer = self._tokenizer(request.model)
+        given, kwargs = read_template(request.chat_template), request.chat_template_kwargs
+        if request.prompt is None:
             ends = end_of_turn_ids(tokenizer, given, self._rendering, kwargs=kwargs)
             return self._found(stop_ids=ends)
         template = ChatTemplate(tokenizer, given, self._rendering, kwargs=kwargs)
         template.row = "the prompt"
-        self._found(ids=template.question_ids(question.prompt), stop_ids=template.stop_ids())
-
-    def run(self) -> None:
-        """All that is asked, after a fetch."""
-        request = self._request
-        if request.check is not None:
-            self.check(request.check)
-        if request.plan is not None:
-            form = self.plan(request.plan)
-            if form and request.check is not None:  # the run was checked as its first form
-                self.check(replace(request.check, run=run_json(request.plan.forms[form])))
-        if request.rows is not None:
-            self.rows(request.rows)
-        if request.render is not None:
-            self.render(request.render)
+        self._found(ids=template.question_ids(request.prompt), stop_ids=template.stop_ids())
 
     def _tokenizer(self, section: ModelSection) -> Any:
         self.enter("model")
@@ -329,7 +355,7 @@ def main() -> int:
         if request.fetch:
             stages.fetch()
             rest = request.model_copy(update={"fetch": ()})
-            if not rest.is_empty:
+            if rest.stages:
                 begin_again(rest, answers)
         stages.run()
     except MemoryError:

@@ -24,6 +24,7 @@ def main() -> int:
     start.add_argument("--handover", type=int, help="descriptor of what the process was before")
     parser.add_argument("--rendezvous", help="where ranks meet; by default as the job says")
     parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
+    parser.add_argument("--decided", help="what the first machine has decided, as JSON")
     parser.add_argument("--lock", help="of the run directory: DEVICE:INODE, held by who started it")
     arguments = parser.parse_args()
     if arguments.handover is not None:
@@ -43,6 +44,10 @@ def main() -> int:
         rendezvous=arguments.rendezvous or job.rendezvous,
         resume=arguments.resume or job.resume,
     )
+    if arguments.decided is not None:
+        from anygauge.launch.decision import Decision
+
+        job = Decision.load(arguments.decided).applied_to(job)
     index = int(os.environ["RANK"])
     return reported(job, index, EventWriter.of_rank(index), arguments.lock)
 

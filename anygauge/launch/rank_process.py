@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from anygauge.interface import STOPPED, Job
+from anygauge.launch.decision import Decision
 from anygauge.launch.outcome import Failure
 from anygauge.util.events import EVENTS_FD, read_event
 from anygauge.util.files import write_text
@@ -49,15 +50,19 @@ RankArgv = Callable[[str, bool], Sequence[str]]
 """Where ranks meet, and whether they resume from the newest checkpoint -> the command of a rank."""
 
 
-def rank_argv(job_file: str, lock: str, rendezvous: str, resume: bool) -> tuple[str, ...]:
+def rank_argv(
+    job_file: str, lock: str, decided: Decision | None, rendezvous: str, resume: bool
+) -> tuple[str, ...]:
     """The command of a rank.
 
     Args:
         lock: of the run directory (`identity_of`).
+        decided: None: what the job file says.
     """
     return (
         *(sys.executable, "-m", "anygauge.launch.rank", "--job", job_file),
         *("--lock", lock, "--rendezvous", rendezvous, *(("--resume",) if resume else ())),
+        *(() if decided is None else ("--decided", decided.dump())),
     )
 
 

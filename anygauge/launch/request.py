@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge.interface import Job, LaunchProfile, RunFileError, UsageError
+from anygauge.launch.decision import UNDECIDED, Decision
 from anygauge.launch.foreign import ALONE
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class RunRequest:
     Attributes:
         profile: what containers need for the backend and the network.
         forms: what strategy ``auto`` may become, the fastest first, which the run has until it is
-            known to fit; empty where a strategy is named, or the ranks decide.
+            known to fit; empty where a strategy is named, or this process does not decide.
     """
 
     loaded: LoadedRun
@@ -49,8 +50,17 @@ class RunRequest:
         """Who starts its ranks."""
         return self.registry.find_launcher(self.run.launch.launcher).spec
 
-    def decided(self, run: RunFile, job: Job) -> RunRequest:
+    def decided(self, found: Decision) -> RunRequest:
         """With the strategy that `auto` became, and what was planned."""
+        from anygauge.config.strategies import default_section
+        from anygauge.training.auto import decided_before
+
+        if not self.forms:
+            return replace(self, job=found.applied_to(self.job))
+        run = self.run.model_copy(update={"strategy": default_section()})
+        job = replace(self.job, strategy=run.strategy.name, strategy_why=UNDECIDED)
+        job = found.applied_to(job)
+        run = decided_before(run, job, self.registry)
         return replace(self, job=job, loaded=replace(self.loaded, run=run))
 
 
@@ -75,9 +85,8 @@ def read_request(
     from anygauge.data import peek
     from anygauge.launch.memory import forms_of_auto
     from anygauge.launch.run_directory import RENDEZVOUS, RESOLVED, choose_run_directory
-    from anygauge.models.hub import wanted
     from anygauge.registry import installed_plugins, select_backend
-    from anygauge.registry.registry import read_options
+    from anygauge.registry.specs import read_options
     from anygauge.training.auto import AUTO
     from anygauge.training.checks import check_optimizer
     from anygauge.training.strategy import check_batch, check_strategy
@@ -111,10 +120,12 @@ def read_request(
     with loaded.placed():
         backend = registry.create_backend(selection.spec.name, run.backend_options)
     here = selection.probe.available and not launcher.remote
-    forms: tuple[RunFile, ...] = ()
+    forms: list[RunFile] = []
     why = ""
     if run.strategy.name == AUTO:
-        forms, why = forms_of_auto(run, registry, backend, selection, joined=foreign is not None)
+        why = UNDECIDED
+        if not launcher.remote and foreign is None:
+            forms, why = forms_of_auto(run, registry, backend, selection)
         run = forms[0] if forms else run
         loaded = replace(loaded, run=run)
     if not forms:  # each of those was checked
@@ -140,7 +151,7 @@ def read_request(
         run_text=""
         if launcher.shared_filesystem
         else run_json(run.model_copy(update={"backend": selection.spec.name})),
-        fetch=launcher.remote and bool(wanted(run.model)),
+        prepare=launcher.remote,
         environment=run.environment,
         backend_options=run.backend_options,
     )
@@ -151,7 +162,7 @@ def read_request(
         backend=backend,
         job=job,
         profile=backend.launch_profile(run.launch.fabric),
-        forms=forms,
+        forms=tuple(forms),
     )
 
 
@@ -225,7 +236,7 @@ def rendered(request: RunRequest) -> Plan:
             the machines of the job.
     """
     from anygauge.config.load import check_folders
-    from anygauge.registry.registry import read_options
+    from anygauge.registry.specs import read_options
 
     run = request.run
     provided = request.registry.find_launcher(run.launch.launcher)

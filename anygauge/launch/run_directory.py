@@ -12,19 +12,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anygauge.interface import ACCEPTED, ATTEMPTS, AnygaugeError, Job
-from anygauge.launch.submitted import LAUNCHED, find_job
-from anygauge.util.files import part_of, read_text, write_text
+from anygauge.interface import ACCEPTED, ATTEMPTS, AnygaugeError, Job, RunningJob, UsageError
+from anygauge.util.files import part_of, read_json, read_text, write_text
 from anygauge.util.run_lock import LOCK, open_lock
 
 if TYPE_CHECKING:
     from anygauge.config.schema import RunFile
-    from anygauge.training.checkpoints.identity import Finished
 
 RUN_FILE = "run.yaml"
 """For people and for commands; ranks and their agents read `Job.run_file`."""
 RESOLVED = "run.json"
 RENDEZVOUS = "rendezvous"
+LAUNCHED = "launched.json"
+"""Of a job that runs without the command that started it: which launcher has it, and how that finds
+it again."""
 CANCELLED = "cancelled"
 """There since the job of `LAUNCHED` was asked to end."""
 
@@ -33,31 +34,23 @@ _METRICS_BYTES = 1 << 20
 """More than evaluations and samples before the first step come to."""
 
 _FILES = re.compile(
-    r"run\.(yaml|json)|job\.json|variables\.json|versions\.json|launched\.json|events\.jsonl|slurm\.sh"
-    r"|metrics\.jsonl|environment-node[0-9]+\.json|(wandb|mlflow)-run\.json|cancelled"
-    r"|rendezvous(-[0-9]+)?"
+    r"\.lock|run\.(yaml|json)|job\.json|variables\.json|versions\.json|launched\.json|cancelled"
+    r"|metrics\.jsonl|events\.jsonl|environment-node[0-9]+\.json|(wandb|mlflow)-run\.json"
+    r"|rendezvous(-[0-9]+)?|slurm\.sh"
 )
 _FOLDERS = ("logs", "ranks", "tensorboard", "wandb", ATTEMPTS)
 
-_DECIDE = ("model", "adapter", "data", "train")
-"""Sections that decide what is trained, and for how long."""
-
 
 def choose_run_directory(wanted: Path, *, resume: bool) -> Path:
-    """Where a run writes, absolute.
+    """Where a run writes, absolute: `wanted`, or the first of ``wanted-2``, ``wanted-3``, ... that
+    is not a run's already. A start that never took a step has no claim to its name.
 
     Args:
         resume: continue in `wanted` if a run was there before.
     """
     wanted = wanted.absolute()
-    return wanted if resume and (wanted / RUN_FILE).is_file() else _free(wanted)
-
-
-def _free(wanted: Path) -> Path:
-    """`wanted`, or the first of ``wanted-2``, ``wanted-3``, ... that is not a run's already.
-
-    A start that never took a step has no claim to its name.
-    """
+    if resume and (wanted / RUN_FILE).is_file():
+        return wanted
     number, folder = 1, wanted
     while folder.exists() and not (folder.is_dir() and took_no_step(folder)):
         number += 1
@@ -75,11 +68,6 @@ def write_run(resolved: Path, run: RunFile) -> None:
 
     write_text(resolved, run_json(run), 0o600)
     write_text(resolved.with_name(RUN_FILE), dump_run(run), 0o600)
-
-
-def goes_on(folder: Path) -> bool:
-    """Whether a folder holds a run that took steps, or one that is about to."""
-    return (folder / RUN_FILE).is_file() and not took_no_step(folder)
 
 
 def logs_of(folder: Path) -> Path:
@@ -100,13 +88,17 @@ def clear_for_start(folder: Path, resuming: Job | None = None) -> None:
     if resuming is not None:
         remove_unaccepted(folder)
         Path(resuming.run_file).parent.mkdir(parents=True)
-    elif took_no_step(folder, locked=True):
-        clear(folder)
-    else:
+        return
+    if not took_no_step(folder, locked=True):
         raise AnygaugeError(
             f"{folder} has just been taken by another run; repeat the command, or choose another "
             "'name'"
         )
+    for entry in os.scandir(folder):
+        if entry.is_dir():
+            shutil.rmtree(entry.path)
+        elif entry.name != LOCK:
+            Path(entry.path).unlink()
 
 
 def remove_unaccepted(folder: Path) -> None:
@@ -150,9 +142,6 @@ def claim(folder: Path) -> Iterator[int]:
         os.close(lock)
 
 
-# -- starts that came to nothing take no name from a later run -------------------------------------
-
-
 def took_no_step(folder: Path, *, locked: bool = False) -> bool:
     """Whether a folder holds nothing but a start that came to nothing, or nothing at all.
 
@@ -163,114 +152,90 @@ def took_no_step(folder: Path, *, locked: bool = False) -> bool:
             its first step.
     """
     try:
-        entries = [entry for entry in os.scandir(folder) if entry.name != LOCK]
-        ours = all(
-            entry.name in _FOLDERS
-            if entry.is_dir(follow_symlinks=False)
-            else entry.is_file(follow_symlinks=False) and _FILES.fullmatch(entry.name)
-            for entry in entries
-        )
-        names = {entry.name for entry in entries}
         return (
-            ours
-            and not (METRICS in names and _steps_in(folder / METRICS))
+            all(map(_is_of_a_start, list(os.scandir(folder))))
+            and not _has_steps(folder / METRICS)
             and (locked or not _in_use(folder))
-            and not (LAUNCHED in names and _may_run(folder))
+            and not _may_run(folder)
         )
     except OSError:
         return False
 
 
-def clear(folder: Path) -> None:
-    """Remove what `took_no_step` found; for whoever holds the folder's lock."""
-    for entry in os.scandir(folder):
-        if entry.name in _FOLDERS and entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
-        elif _FILES.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False):
-            Path(entry.path).unlink()
+def _is_of_a_start(entry: os.DirEntry[str]) -> bool:
+    if entry.is_dir(follow_symlinks=False):
+        return entry.name in _FOLDERS
+    return entry.is_file(follow_symlinks=False) and bool(_FILES.fullmatch(entry.name))
 
 
-def _steps_in(metrics: Path) -> bool:
+def _has_steps(metrics: Path) -> bool:
     """Whether a step was taken, or that cannot be known."""
     try:
-        for line in read_text(metrics, _METRICS_BYTES).splitlines():
-            step = json.loads(line).get("step")
-            if step is not None and step != 0:
-                return True
+        text = read_text(metrics, _METRICS_BYTES)
+        return any(json.loads(line).get("step") for line in text.splitlines())
+    except FileNotFoundError:
+        return False
     except (OSError, ValueError, AttributeError, RecursionError):
         return True
-    return False
 
 
 def _in_use(folder: Path) -> bool:
     """Whether a run holds the folder's lock now."""
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDONLY)
+        with (folder / LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    finally:
-        os.close(descriptor)
     return False
 
 
 def _may_run(folder: Path) -> bool:
     """Whether a job may still wait or run, or was handed to machines whose files are not here."""
-    with contextlib.suppress(AnygaugeError, OSError, ValueError, RecursionError):
-        launched = json.loads(read_text(folder / LAUNCHED, _METRICS_BYTES))
-        return "logs" in launched or find_job(folder).alive is not False
-    return True
+    if not (folder / LAUNCHED).exists():
+        return False
+    try:
+        return "logs" in read_record(folder) or not find_job(folder).state().over
+    except AnygaugeError:
+        return True
 
 
-# -- runs that are to be resumed: what can be said before a rank is started -----------------------
-
-
-def check_named(run: Any, checkpoint: Path) -> None:
-    """What ranks would refuse of ``--resume FOLDER``, but for the contents of its large files."""
-    from anygauge.training.checkpoints.identity import check_same_run, identity_of_file
-    from anygauge.training.checkpoints.sound import read_record, refusal_of
-
-    refusal = refusal_of(checkpoint, contents=False)
-    if refusal is not None:
-        raise AnygaugeError(refusal)
-    check_same_run(checkpoint, read_record(checkpoint)["identity"], identity_of_file(run))
-
-
-def finished_before(run: Any, folder: Path) -> Finished | None:
-    """The run of a folder, if it is done and just this was asked for; reads records, no tensors.
-
-    Where sections differ, the ranks decide: they know the data and the number of steps.
+def find_job(folder: Path) -> RunningJob:
+    """The job of a run.
 
     Raises:
-        RunFileError: what the folder holds belongs to another run.
+        UsageError: there is no record of one.
+        AnygaugeError: it cannot be read.
     """
-    from anygauge.training.checkpoints.identity import (
-        check_same_run,
-        finished_run,
-        identity_of_file,
-    )
-    from anygauge.training.checkpoints.sound import checkpoints_in, complaint_about, read_record
+    from anygauge.registry import installed_plugins
 
-    finished = finished_run(folder)
-    kept, where = (finished.identity if finished else {}), folder
-    if not kept:
-        sound = (p for p in checkpoints_in(folder) if complaint_about(p, contents=False) is None)
-        newest = next(sound, None)
-        if newest is not None:
-            kept, where = read_record(newest)["identity"], newest
-    if kept:
-        check_same_run(where, kept, identity_of_file(run))
-    return finished if finished and _asks_the_same(run, folder) else None
+    launched = read_record(folder)
+    launcher = installed_plugins().launcher(str(launched["launcher"]))()
+    job: RunningJob = launcher.attach(launched["record"], folder.absolute())
+    return job
 
 
-def _asks_the_same(run: Any, folder: Path) -> bool:
-    from anygauge.config.load import load_run_file
+def read_record(folder: Path) -> dict[str, Any]:
+    """What `LAUNCHED` says: ``launcher``, ``record`` and, of a job whose files are elsewhere,
+    ``logs``: what shows them.
 
+    Raises:
+        UsageError: there is none.
+        AnygaugeError: it cannot be read.
+    """
     try:
-        before = load_run_file(folder / RUN_FILE).run
-    except AnygaugeError:
-        return False
-    return all(getattr(before, name) == getattr(run, name) for name in _DECIDE)
+        launched = dict(read_json(folder / LAUNCHED))
+        launched["launcher"], launched["record"]
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if not folder.is_dir():
+            raise UsageError(
+                f"{folder} is not a folder; name the run's folder, such as runs/NAME"
+            ) from error
+        raise UsageError(
+            f"{folder} has no {LAUNCHED}, so no job was submitted from there. `anygauge job` "
+            "serves jobs that run without the command that started them"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise AnygaugeError(f"{folder / LAUNCHED} cannot be read: {error}") from error
+    return launched

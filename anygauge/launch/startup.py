@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from anygauge.interface import AnygaugeError, Job
+from anygauge.launch.decision import Decision
 from anygauge.launch.nodes import Instruction, Nodes
 from anygauge.launch.prepare_call import prepare_here
 from anygauge.launch.run_directory import RUN_FILE, write_run
@@ -191,11 +192,12 @@ def prepare_on_all(
     job: Job,
     nodes: Nodes,
     environment: Mapping[str, str],
+    node_rank: int,
     host: str,
     requests: Sequence[object] = (),
-) -> None:
-    """Prepare the run on this node, and wait until all nodes have: its model is fetched, and where
-    the nodes see no files of the command's machine, model and rows are checked here.
+) -> Decision:
+    """Prepare the run on this node, and wait until all nodes have: its model is fetched; where the
+    nodes see no files of the command's machine, model and rows are checked here; node 0 plans.
 
     The nodes exchange messages meanwhile, so that a failure on one of them ends the others.
 
@@ -203,6 +205,9 @@ def prepare_on_all(
         environment: of the process that does it.
         requests: not empty once this agent is asked to end: then it returns at once, and the
             supervisor handles the request.
+
+    Returns:
+        What node 0 has decided for all.
 
     Raises:
         AnygaugeError: the model cannot be fetched, or what ranks would refuse; names the node.
@@ -218,8 +223,10 @@ def prepare_on_all(
         nodes.send("message", level="info", text=text)
 
     where = f"node {host}: " if job.launch.nodes > 1 else ""
-    prepare_here(job, environment, where, log, turn, check=bool(job.run_text))
+    check, plan = bool(job.run_text), node_rank == 0
+    decided = prepare_here(job, environment, where, log, turn, check=check, plan=plan)
     if not requests:
-        nodes.mark_ready()
+        nodes.mark_ready(decided)
     while not nodes.all_ready and turn():
         time.sleep(_TURN_S)
+    return nodes.decided

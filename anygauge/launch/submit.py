@@ -11,32 +11,35 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anygauge.interface import AnygaugeError, Plan, RunFileError, RunningJob
 from anygauge.launch.environment import NodeEnvironment
-from anygauge.launch.follow import deferred
+from anygauge.launch.follow import Signals
 from anygauge.launch.foreign import scrub
 from anygauge.launch.local_run import LocalRun
 from anygauge.launch.run_directory import (
+    LAUNCHED,
     RUN_FILE,
-    check_named,
     claim,
     clear_for_start,
-    finished_before,
-    goes_on,
+    find_job,
     remove_unaccepted,
+    took_no_step,
     write_run,
 )
-from anygauge.launch.submitted import LAUNCHED, refuse_second
 from anygauge.util.files import why_no_folder, write_text
 
 if TYPE_CHECKING:
+    from anygauge.config.schema import RunFile
     from anygauge.launch.request import RunRequest
     from anygauge.training.checkpoints.identity import Finished
+
+_DECIDE = ("model", "adapter", "data", "train")
+"""Sections that decide what is trained, and for how long."""
 
 
 def resume_target(request: RunRequest) -> tuple[bool, Finished | None]:
@@ -59,20 +62,73 @@ def resume_target(request: RunRequest) -> tuple[bool, Finished | None]:
     if resume == "never":
         return False, None
     if resume != "auto":
-        check_named(run, Path(resume))
+        _check_named(run, Path(resume))
         return False, None
-    if not goes_on(folder):
+    if not (folder / RUN_FILE).is_file() or took_no_step(folder):
         return False, None
-    return True, finished_before(run, folder)
+    return True, _finished_before(run, folder)
+
+
+def _check_named(run: RunFile, checkpoint: Path) -> None:
+    """What ranks would refuse of ``--resume FOLDER``, but for the contents of its large files."""
+    from anygauge.training.checkpoints.identity import check_same_run, identity_of_file
+    from anygauge.training.checkpoints.sound import read_record, refusal_of
+
+    refusal = refusal_of(checkpoint, contents=False)
+    if refusal is not None:
+        raise AnygaugeError(refusal)
+    check_same_run(checkpoint, read_record(checkpoint)["identity"], identity_of_file(run))
+
+
+def _finished_before(run: RunFile, folder: Path) -> Finished | None:
+    """The run of a folder, if it is done and just this was asked for; reads records, no tensors.
+
+    Where sections differ, the ranks decide: they know the data and the number of steps.
+
+    Raises:
+        RunFileError: what the folder holds belongs to another run.
+    """
+    from anygauge.config.load import load_run_file
+    from anygauge.training.checkpoints import identity, sound
+
+    finished = identity.finished_run(folder)
+    kept, where = (finished.identity if finished else {}), folder
+    if not kept:
+        for checkpoint in sound.checkpoints_in(folder):
+            if sound.complaint_about(checkpoint, contents=False) is None:
+                kept, where = sound.read_record(checkpoint)["identity"], checkpoint
+                break
+    if kept:
+        identity.check_same_run(where, kept, identity.identity_of_file(run))
+    try:
+        before = load_run_file(folder / RUN_FILE).run
+    except AnygaugeError:
+        return None
+    same = all(getattr(before, name) == getattr(run, name) for name in _DECIDE)
+    return finished if same else None
+
+
+def refuse_second(folder: Path) -> None:
+    """A run that is still going must not have two jobs.
+
+    Raises:
+        AnygaugeError: an earlier job still waits or runs.
+    """
+    if (folder / LAUNCHED).exists() and not (state := find_job(folder).state()).over:
+        raise AnygaugeError(
+            f"{folder} has a job already: {state.text}. To follow it: anygauge job follow "
+            f"{folder}; to end it: anygauge job cancel {folder}"
+        )
 
 
 @contextlib.contextmanager
 def submitted(
     request: RunRequest, plan: Plan, *, resuming: bool
-) -> Iterator[tuple[RunningJob, Sequence[int]]]:
+) -> Iterator[tuple[RunningJob, Signals]]:
     """The job, and the signals that came before it was whole: it was asked to end for them.
 
-    Signals wait meanwhile. This process holds the claim of the run directory until it is left.
+    Signals wait meanwhile, and are taken to the end; so long this process holds the claim of the
+    run directory.
 
     Args:
         plan: what the launcher would do.
@@ -85,27 +141,27 @@ def submitted(
     job, spec, folder = request.job, request.launcher, Path(request.job.run_directory)
     unused = not folder.exists() or not any(folder.iterdir())
     refuse_second(folder)
-    with claim(folder) as lock:
-        with deferred() as asked:
-            if spec.shared_filesystem or not (folder / RUN_FILE).exists():
-                clear_for_start(folder, job if resuming else None)
-            chosen = request.run.model_copy(update={"backend": job.backend})
-            write_run(Path(job.run_file), chosen)
-            try:
-                running = _started(request, plan, lock)
-            except AnygaugeError:
-                if unused and "detach" in spec.can:
-                    shutil.rmtree(folder, ignore_errors=True)  # nothing was started
-                raise
-            if running.record is not None:
-                record = {"launcher": spec.name, "record": dict(running.record)}
-                if not spec.shared_filesystem:
-                    record["logs"] = shlex.join(plan.operations["logs"])
-                write_text(folder / LAUNCHED, json.dumps(record, indent=2) + "\n")
-            if asked:
-                running.cancel()
-        yield running, asked
-        if resuming and running.alive is False and running.wait() == 0:
+    with claim(folder) as lock, Signals() as signals:
+        if spec.shared_filesystem or not (folder / RUN_FILE).exists():
+            clear_for_start(folder, job if resuming else None)
+        chosen = request.run.model_copy(update={"backend": job.backend})
+        write_run(Path(job.run_file), chosen)
+        try:
+            running = _started(request, plan, lock)
+        except AnygaugeError:
+            if unused and "detach" in spec.can:
+                shutil.rmtree(folder, ignore_errors=True)  # nothing was started
+            raise
+        if running.record is not None:
+            record = {"launcher": spec.name, "record": dict(running.record)}
+            if not spec.shared_filesystem:
+                record["logs"] = shlex.join(plan.operations["logs"])
+            write_text(folder / LAUNCHED, json.dumps(record, indent=2) + "\n")
+        signals.end_with(running)
+        if signals.received:
+            running.cancel()
+        yield running, signals
+        if resuming and running.state().phase == "done":
             remove_unaccepted(folder)  # the run was done before
 
 

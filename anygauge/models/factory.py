@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from anygauge.config.schema import AdapterSection, ModelSection, RunFile
 from anygauge.config.sections import CheckpointingSection, recomputation
-from anygauge.interface import Activations, ModelError, UnsupportedError
-from anygauge.interface.strategy import PartFunction
+from anygauge.interface import ModelError, PartFunction, UnsupportedError
 from anygauge.kernels.install import ModelKernels, install
 from anygauge.models.adapter import add_adapter, external_parameters, saved_modules
 from anygauge.models.conversion import Value, Weights, in_published_form, stored_buffers
@@ -73,7 +72,7 @@ class CausalModelFactory:
         self._kernels = kernels
         self._seed = seed
         self.freezing = freezing
-        self._activations = recomputation(gradient_checkpointing)
+        self.activations = recomputation(gradient_checkpointing)
         self._router_aux_loss_coef = router_aux_loss_coef
         self._weights: Weights | None = None
         self.first_factors: Mapping[str, Tensor] = {}
@@ -97,11 +96,6 @@ class CausalModelFactory:
         other = copy.copy(self)
         other._attention, other._kernels = attention, kernels
         return other
-
-    @property
-    def activations(self) -> Activations:
-        """See `ModelFactory.activations`."""
-        return self._activations
 
     def skeleton(self) -> nn.Module:
         """See `ModelFactory.skeleton`; buffers are float32, as the architecture computes them."""
@@ -335,9 +329,9 @@ class CausalModelFactory:
 
     def checkpoint_activations(self, model: nn.Module, *, reentrant: bool = False) -> None:
         """See `ModelFactory.checkpoint_activations`."""
-        recompute(model, self._activations, reentrant=reentrant)
+        recompute(model, self.activations, reentrant=reentrant)
         frozen = self.adapter is not None or self.freezing is not None
-        if reentrant and self._activations.every and frozen:
+        if reentrant and self.activations.every and frozen:
             # A reentrant region passes no gradient unless an input of it asks for one.
             adapted: Any = model
             adapted.enable_input_require_grads()

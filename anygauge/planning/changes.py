@@ -18,7 +18,7 @@ from anygauge.interface import AnygaugeError, StrategySpec
 from anygauge.kernels.choose import LOSS, REFERENCE
 from anygauge.planning.trials import Target, Trial, Trials, changed
 from anygauge.registry import Provided, Registry
-from anygauge.registry.registry import load_options
+from anygauge.registry.specs import load_options
 from anygauge.training.auto import AUTO
 from anygauge.training.strategy import share_of
 
@@ -286,7 +286,7 @@ def _layouts(registry: Registry, ranks: int, devices: int) -> Iterator[Choice]:
     choices |= {"dp_replicate": [one for one in degrees if one < ranks], **CHOICES}
     for provided in registry.strategies:
         spec = provided.spec
-        if spec.name == AUTO or (spec.world_sizes and ranks not in spec.world_sizes):
+        if spec.name == AUTO or (spec.single_process and ranks > 1):
             continue
         yield Choice(spec.name, {"strategy": {"name": spec.name}})
         options = load_options(provided)

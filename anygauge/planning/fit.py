@@ -14,7 +14,7 @@ from typing import Any
 
 from anygauge.config.schema import RunFile
 from anygauge.interface import Card
-from anygauge.interface.strategy import SAVED
+from anygauge.interface.estimate import SAVED
 from anygauge.models.hub import CONFIG, copy_of
 from anygauge.planning.machines import Machine
 from anygauge.planning.memory import Peak, RunMemory

@@ -6,17 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from anygauge.interface.strategy import (
-    BACKWARD,
-    EVALUATION,
-    FORWARD,
-    LOAD,
-    LOSS,
-    SAVE,
-    UPDATE,
-    Precision,
-    Traffic,
-)
+from anygauge.interface import Precision, Traffic
+from anygauge.interface.estimate import BACKWARD, EVALUATION, FORWARD, LOAD, LOSS, SAVE, UPDATE
 
 PHASES = (LOAD, FORWARD, LOSS, BACKWARD, UPDATE, EVALUATION, SAVE)
 

@@ -15,10 +15,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from anygauge.config.schema import RunFile, resolve_precision
-from anygauge.interface import HOST_DEVICE, Backend, Graph, SequencePart, UnsupportedError
-from anygauge.interface import strategy as at
-from anygauge.interface.placement import HeldAtOnce
-from anygauge.interface.strategy import HeldLayers, MemoryEstimate, Strategy, Workload
+from anygauge.interface import (
+    HOST_DEVICE,
+    Backend,
+    Graph,
+    HeldAtOnce,
+    HeldLayers,
+    MemoryEstimate,
+    SequencePart,
+    Strategy,
+    UnsupportedError,
+    Workload,
+)
+from anygauge.interface import estimate as at
 from anygauge.kernels.attention import register_attention
 from anygauge.kernels.choose import ATTENTION, CALLED, REFERENCE, kernels_of_run
 from anygauge.kernels.plan import KernelPlan, plan_kernels

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from anygauge.interface import AttentionKernel
-from anygauge.interface.strategy import BACKWARD, BEGIN, END, FORWARD, LOSS
+from anygauge.interface.estimate import BACKWARD, BEGIN, END, FORWARD, LOSS
 from anygauge.kernels.loss import model_loss
 from anygauge.planning.memory import Work
 from anygauge.strategies.materialise import decoder_layers

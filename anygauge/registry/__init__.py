@@ -1,31 +1,13 @@
 """Finds plugins, chooses among them and explains the choice; imports no torch."""
 
-from anygauge.registry.environment import (
-    ResolvedSetting,
-    applied,
-    resolve_environment,
-)
-from anygauge.registry.plugins import (
-    AUTO,
-    BLOCK_VARIABLE,
-    BlockedPlugin,
-    Duplicate,
-    PluginFailure,
-    Provided,
-)
-from anygauge.registry.registry import (
-    Registry,
-    installed_plugins,
-    installed_version,
-    missing_of,
-)
+from anygauge.registry.environment import ResolvedSetting, applied, resolve_environment
+from anygauge.registry.plugins import AUTO, BLOCK_VARIABLE, PluginFailure, Provided
+from anygauge.registry.registry import Registry, installed_plugins, installed_version, missing_of
 from anygauge.registry.selection import Selection, select_backend
 
 __all__ = [
     "AUTO",
     "BLOCK_VARIABLE",
-    "BlockedPlugin",
-    "Duplicate",
     "PluginFailure",
     "Provided",
     "Registry",

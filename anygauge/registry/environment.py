@@ -5,7 +5,7 @@ Precedence: the user's own variable, the run file, a site's hook, the backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -110,57 +110,45 @@ def resolve_environment(
             disagree.
         RunFileError: the backend cannot work with the outcome.
     """
-    proposals: dict[str, list[tuple[str, Setting]]] = {}
-
-    def propose(origin: str, settings: Iterable[Setting]) -> None:
-        for setting in settings:
-            # Each source overrules those before it, so the strongest comes first.
-            proposals.setdefault(setting.name, []).insert(0, (origin, setting))
-
     titles = [p.title for p in registry.backends if p.spec.name == backend.name]
     own = _proposed(
         titles[0] if titles else f"backend {backend.name!r}",
         "environment()",
         lambda: [backend.environment(job, node, local_rank)],
     )
-    propose(BACKEND, own)
     sites = _ask_sites(registry, backend=backend, job=job, node=node, settings=tuple(own))
-    propose(SITE_HOOK, sites)
-    propose(
-        RUN_FILE,
-        (
-            Setting(name=name, value=value, reason="asked for", source="run file: environment")
-            for name, value in job.environment.items()
-        ),
-    )
-    propose(
-        USER,
-        (
-            Setting(
-                name=name,
-                value=user_environ[name],
-                scope=proposals[name][0][1].scope,
-                reason="already set by the user",
-                source="the user's environment",
-            )
-            for name in list(proposals)
-            if name in user_environ
-        ),
-    )
-    resolved = [_decide(offers) for offers in proposals.values()]
+    asked = [
+        Setting(name=name, value=value, reason="asked for", source="run file: environment")
+        for name, value in job.environment.items()
+    ]
+    offers: dict[str, list[tuple[str, Setting]]] = {}
+    for origin, settings in ((BACKEND, own), (SITE_HOOK, sites), (RUN_FILE, asked)):
+        for setting in settings:
+            # Each source overrules those before it, so the strongest comes first.
+            offers.setdefault(setting.name, []).insert(0, (origin, setting))
+    for name in offers.keys() & user_environ.keys():
+        setting = Setting(
+            name=name,
+            value=user_environ[name],
+            scope=offers[name][0][1].scope,
+            reason="already set by the user",
+            source="the user's environment",
+        )
+        offers[name].insert(0, (USER, setting))
+    resolved = [_decide(*each) for each in offers.values()]
     backend.check_environment(applied(resolved, user_environ))
     return resolved
 
 
-def _decide(offers: Sequence[tuple[str, Setting]]) -> ResolvedSetting:
-    origin, setting = offers[0]
+def _decide(winner: tuple[str, Setting], *others: tuple[str, Setting]) -> ResolvedSetting:
+    origin, setting = winner
     return ResolvedSetting(
         setting=setting,
         value=setting.value,
         origin=origin,
-        overruled=tuple((other, proposal.value) for other, proposal in offers[1:]),
-        secret=is_secret(setting.name) or any(proposal.secret for _, proposal in offers),
-        private=any(other == RUN_FILE for other, _ in offers),
+        overruled=tuple((other, proposal.value) for other, proposal in others),
+        secret=is_secret(setting.name) or any(s.secret for _, s in (winner, *others)),
+        private=any(other == RUN_FILE for other, _ in (winner, *others)),
     )
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from anygauge.interface import BackendSpec, NotAvailableError, Probe
 from anygauge.registry.plugins import AUTO, Provided
-from anygauge.registry.registry import Registry, guarded_probe
+from anygauge.registry.registry import Registry
+from anygauge.registry.specs import guarded_probe
 from anygauge.util.text import listed
 
 
@@ -132,7 +133,7 @@ def _findings(probe: Probe) -> str:
     lines = []
     for question, finding in probe.questions:
         looked = f" (looked at {', '.join(finding.looked_at)})" if finding.looked_at else ""
-        lines.append(f"  {question}: {finding.presence.value}: {finding.detail}{looked}")
+        lines.append(f"  {question}: {finding.presence}: {finding.detail}{looked}")
     return "\n".join(lines)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from anygauge.interface import API_VERSION, FULL, AutoForm, PlannerHints, StrategySpec, hookimpl
+from anygauge.interface import API_VERSION, AutoForm, PlannerHints, StrategySpec, hookimpl
 from anygauge.strategies.auto import AUTO
 from anygauge.strategies.ddp_spec import DDP
 from anygauge.strategies.fsdp_spec import FSDP
@@ -29,9 +29,8 @@ def anygauge_provide_strategies() -> Iterable[StrategySpec]:
             api_version=API_VERSION,
             summary="One process, one device, plain torch.",
             reference=True,
-            world_sizes=(1,),
-            needs_process_group=False,
-            takes_fp8=lambda options: FULL,
+            single_process=True,
+            refuses_fp8=lambda options: "",
             hints=PlannerHints(auto=(AutoForm(place=10),)),
         ),
     ]

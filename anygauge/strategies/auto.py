@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from anygauge.interface import API_VERSION, FULL, Setting, StrategySpec
-from anygauge.interface.strategy import BuildContext, Engine, Workload
+from anygauge.interface import (
+    API_VERSION,
+    BuildContext,
+    Engine,
+    Setting,
+    StrategySpec,
+    Workload,
+)
 
 AUTO = StrategySpec(
     name="auto",
@@ -14,7 +20,7 @@ AUTO = StrategySpec(
     api_version=API_VERSION,
     summary="The default: a whole model on each device where that fits, else the first of fsdp, "
     "zero and their offloading that fits.",
-    takes_fp8=lambda options: FULL,
+    refuses_fp8=lambda options: "",
 )
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anygauge.interface import Backend, Graph, Phase
-from anygauge.interface.strategy import BuildContext, DeviceBatch, LossFunction
+from anygauge.interface import Backend, BuildContext, DeviceBatch, Graph, LossFunction, Phase
 from anygauge.strategies.materialise import decoder_layers
 
 
@@ -44,7 +43,7 @@ def summed_losses(
     sums = []
     with torch.no_grad():
         for batch in batches:
-            sums.append(loss_function(model(**batch.inputs)))
+            sums.append(loss_function(model(**batch)))
             backend.graph.mark_step(Phase.FORWARD)
     return sums
 
@@ -52,7 +51,7 @@ def summed_losses(
 def logits_of(model: nn.Module, backend: Backend, batch: DeviceBatch) -> Tensor:
     """Logits of a model for all positions of a batch that it is given, on the device."""
     model.eval()
-    inputs = {name: value for name, value in batch.inputs.items() if name != "shift_labels"}
+    inputs = {name: value for name, value in batch.items() if name != "shift_labels"}
     with torch.no_grad():
         logits: Tensor = model(**inputs).logits
     backend.graph.mark_step(Phase.FORWARD)

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from anygauge.interface import UnsupportedError
-from anygauge.interface.strategy import BuildContext, MemoryEstimate, Workload
+from anygauge.interface import BuildContext, MemoryEstimate, UnsupportedError, Workload
 from anygauge.strategies.degrees import ContextParallel
 from anygauge.strategies.exchanges import (
     EXCHANGE,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from anygauge.interface.strategy import BuildContext, MemoryEstimate, Workload
+from anygauge.interface import BuildContext, MemoryEstimate, Workload
 from anygauge.strategies.common import torch_dtype
 from anygauge.strategies.context_parallel import divide_sequences, joined, with_attention
 from anygauge.strategies.degrees import Degrees, in_words

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from anygauge.interface import (
     API_VERSION,
-    FULL,
     AutoForm,
-    Level,
     PlannerHints,
-    Requirement,
     StrategyRun,
     StrategySpec,
-    Support,
 )
 from anygauge.strategies.degrees import (
     check_adapter,
@@ -27,7 +21,7 @@ from anygauge.strategies.degrees import (
     share,
 )
 
-IN_PARTS = Support(Level.NOT_WRITTEN_YET, "each rank has only a part of the gradients")
+IN_PARTS = {"clip_grad_norm": "each rank has only a part of the gradients"}
 
 
 def check(run: StrategyRun) -> None:
@@ -50,20 +44,15 @@ def check(run: StrategyRun) -> None:
     check_codes(run)
 
 
-def takes_clip_kernel(options: Any) -> Support:
-    """See `StrategySpec.takes_clip_kernel`."""
-    return FULL if options.tp == options.pp == 1 else IN_PARTS
-
-
 DDP = StrategySpec(
     name="ddp",
     factory="anygauge.strategies.ddp:Ddp",
     api_version=API_VERSION,
     summary="torch's DDP: the whole model on every rank, gradients summed over ranks.",
     options="anygauge.strategies.degrees:Degrees",
-    needs=(Requirement(capability="collectives", because="DDP sums gradients"),),
+    needs={"collectives": "DDP sums gradients"},
     share=share,
-    takes_clip_kernel=takes_clip_kernel,
+    unused_kernels=lambda options: {} if options.tp == options.pp == 1 else IN_PARTS,
     shorthands={
         "tensor": lambda nodes, devices: {"tp": nodes * devices},
         "pipeline": lambda nodes, devices: {"pp": nodes * devices},

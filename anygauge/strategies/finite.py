@@ -18,6 +18,10 @@ TAKES_FOUND_INF = "_step_supports_amp_scaling"
 """How torch's optimizers state that where their attribute ``found_inf``, () float32, is 1, a step
 changes nothing; torch's GradScaler reads it."""
 
+UPDATED_AT_ONCE = 2**23
+"""Numbers that are copied before a step of an optimizer that does not take it: 32 MiB in float32.
+One tensor may have more."""
+
 
 def scaled(loss: Tensor, factor: float) -> Tensor:
     """`loss * factor`, (); its gradient is not finite where the loss is not.

@@ -9,21 +9,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import nn
 
-from anygauge.interface import Setting
-from anygauge.interface import strategy as at
-from anygauge.interface.strategy import (
-    MemoryEstimate,
-    Strategy,
-    StrategyPlanner,
-    Traffic,
-    Workload,
-)
+from anygauge.interface import MemoryEstimate, Setting, Strategy, StrategyPlanner, Traffic, Workload
+from anygauge.interface import estimate as at
 from anygauge.strategies.common import torch_dtype
+from anygauge.strategies.finite import UPDATED_AT_ONCE
 from anygauge.strategies.materialise import decoder_layers
 
 Kinds: TypeAlias = "Mapping[str, int]"
@@ -77,7 +71,7 @@ class Sizes:
     """What estimates are made of.
 
     Attributes:
-        compute, reduce, master: bytes of a number, of each type of `Precision`.
+        compute, reduce, master: bytes of a number, of the types of `Precision` and of float32.
         parameters: that are trained, each once, in the model's order.
         head: numbers of those of which backward has the gradients first, of the output layer and
             the last norm.
@@ -90,7 +84,7 @@ class Sizes:
     model: nn.Module
     compute: int
     reduce: int
-    master: int
+    master: ClassVar[int] = 4
     parameters: tuple[nn.Parameter, ...]
     head: int
     layer: int
@@ -117,7 +111,6 @@ class Sizes:
             model=model,
             compute=item_bytes(precision.param_dtype),
             reduce=item_bytes(precision.reduce_dtype),
-            master=item_bytes(precision.master_dtype),
             parameters=tuple(trained),
             head=numbers(trained) - in_layers - embedding,
             layer=sum(last) - max(last, default=0),
@@ -170,7 +163,7 @@ def update_made(workload: Workload, sizes: Iterable[int]) -> int:
     """
     most = at_once = 0
     for size in sizes:
-        if at_once + size > workload.updated_at_once > 0:
+        if at_once + size > UPDATED_AT_ONCE:
             at_once = 0
         at_once += size
         most = max(most, at_once)
@@ -300,7 +293,7 @@ class EstimatedStrategy:
 def whole_model(workload: Workload) -> Footprint:
     """Of a rank that holds the whole model and sends nothing."""
     size, precision = Sizes.of(workload), workload.precision
-    own_masters = precision.master_dtype != precision.param_dtype
+    own_masters = precision.param_dtype != "float32"
     return Footprint(
         weights=weight_bytes(size.model.parameters(), precision.param_dtype)
         + scale_bytes(size.model),

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from anygauge.interface.strategy import BuildContext
+from anygauge.interface import BuildContext
 from anygauge.strategies.tensor_division import causal_of
 
 

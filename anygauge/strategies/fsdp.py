@@ -25,8 +25,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from anygauge.interface import HOST_DEVICE, UnsupportedError
-from anygauge.interface.strategy import BuildContext, MemoryEstimate, Workload
+from anygauge.interface import HOST_DEVICE, BuildContext, MemoryEstimate, UnsupportedError, Workload
 from anygauge.strategies.common import torch_dtype
 from anygauge.strategies.context_parallel import divide_sequences, joined, with_attention
 from anygauge.strategies.degrees import in_words

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from anygauge.interface import strategy as at
-from anygauge.interface.strategy import MemoryEstimate, Traffic
+from anygauge.interface import MemoryEstimate, Traffic
+from anygauge.interface import estimate as at
 from anygauge.strategies.flat import BUFFERS, flat_lengths, gathered_in_a_turn
 from anygauge.strategies.footprint import (
     Kinds,

@@ -6,15 +6,11 @@ from typing import Any
 
 from anygauge.interface import (
     API_VERSION,
-    FULL,
     AutoForm,
-    Level,
     PlannerHints,
-    Requirement,
     RunFileError,
     StrategyRun,
     StrategySpec,
-    Support,
 )
 from anygauge.strategies.degrees import (
     check_adapter,
@@ -26,10 +22,8 @@ from anygauge.strategies.degrees import (
     share,
 )
 
-IN_PARTS = Support(Level.NOT_WRITTEN_YET, "each rank has only a part of the gradients")
-ON_THE_HOST = Support(
-    Level.NOT_WRITTEN_YET, "strategy.offload: the optimizer's tensors lie in the host's memory"
-)
+IN_PARTS = {"clip_grad_norm": "each rank has only a part of the gradients"}
+ON_THE_HOST = {"adamw": "strategy.offload: the optimizer's tensors lie in the host's memory"}
 
 
 def shards(options: Any, world_size: int) -> int:
@@ -83,11 +77,10 @@ FSDP = StrategySpec(
     api_version=API_VERSION,
     summary="torch's FSDP2 shards weights, gradients and optimizer; HSDP with dp_replicate.",
     options="anygauge.strategies.fsdp_options:FsdpOptions",
-    needs=(Requirement(capability="collectives", because="FSDP gathers weights from all ranks"),),
+    needs={"collectives": "FSDP gathers weights from all ranks"},
     engine="fsdp2",
     share=share,
-    takes_clip_kernel=lambda options: IN_PARTS,
-    takes_update_kernel=lambda options: FULL if options.offload == "none" else ON_THE_HOST,
+    unused_kernels=lambda o: IN_PARTS if o.offload == "none" else IN_PARTS | ON_THE_HOST,
     # The layout of DeepSpeed's MiCS, which DeepSpeed no longer has: each machine holds the model.
     shorthands={"mics": lambda nodes, devices: {"dp_replicate": nodes}},
     check=check,

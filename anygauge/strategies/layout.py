@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from anygauge.interface.strategy import ClipFunction
+from anygauge.interface import ClipFunction
 
 
 class TensorLayout:

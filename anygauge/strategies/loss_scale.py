@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from anygauge.interface.strategy import Counters
+from anygauge.interface import Counters
 
 FIRST = 2.0**16
 INTERVAL = 2000

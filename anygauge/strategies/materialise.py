@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from anygauge.interface.strategy import ModelFactory
+from anygauge.interface import ModelFactory
 
 
 def units(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -16,12 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from anygauge.interface import HOST_DEVICE, Phase
-from anygauge.interface.strategy import (
-    BuildContext,
-    DeviceBatch,
-    LossFunction,
-)
+from anygauge.interface import HOST_DEVICE, BuildContext, DeviceBatch, LossFunction, Phase
 from anygauge.strategies.common import torch_dtype, trained_parameters
 from anygauge.strategies.degrees import Degrees
 from anygauge.strategies.finite import scaled
@@ -83,7 +78,7 @@ class PipelineEngine(TorchEngine):
         self._batches, self._loss_function, self._sums = batches, loss_function, {}
         self._factor = self._scale.factor / normalizer
         turns = torch.arange(len(batches))
-        schedule = self._schedule(self._take(0, None).inputs["input_ids"].shape, len(batches))
+        schedule = self._schedule(self._take(0, None)["input_ids"].shape, len(batches))
         first, last = self._stages[0] in self._mine, self._stages[-1] in self._mine
         schedule.step(
             *((turns,) if first else ()),
@@ -112,8 +107,8 @@ class PipelineEngine(TorchEngine):
     @torch.no_grad()
     def logits(self, batch: DeviceBatch) -> Tensor | None:
         """See `Engine.logits`."""
-        inputs = {name: value for name, value in batch.inputs.items() if name != "shift_labels"}
-        outputs = self._forward(DeviceBatch(inputs))
+        inputs = {name: value for name, value in batch.items() if name != "shift_labels"}
+        outputs = self._forward(inputs)
         last = self._ranks[-1]
         logits: Tensor | None = None if outputs is None else outputs.logits.float().contiguous()
         if last == 0:
@@ -123,21 +118,21 @@ class PipelineEngine(TorchEngine):
         if self._place != 0:
             return None
         vocabulary = self._pipeline.causal.get_output_embeddings().weight.shape[0]
-        shape = (*batch.inputs["input_ids"].shape, vocabulary)
+        shape = (*batch["input_ids"].shape, vocabulary)
         found = receive(torch.empty(shape, device=self._device), self._group, last)
         return found.to(HOST_DEVICE)
 
     def _forward(self, batch: DeviceBatch) -> Any:
         """What the model returns of a batch, on the rank of the last stage; None on others."""
         self.model.eval()
-        shape = (*batch.inputs["input_ids"].shape, self._hidden)
+        shape = (*batch["input_ids"].shape, self._hidden)
         given: Any = None
         for part in self._mine:
             before = self._ranks[part.index - 1]
             if not part.begins and before != self._place:
                 given = torch.empty(shape, dtype=self._dtype, device=self._device)
                 receive(given, self._group, before)
-            given = self._pipeline.call(part, None if part.begins else given, batch.inputs)
+            given = self._pipeline.call(part, None if part.begins else given, batch)
             if not part.ends and (after := self._ranks[part.index + 1]) != self._place:
                 send(given, self._group, after)
         self._graph.mark_step(Phase.FORWARD)

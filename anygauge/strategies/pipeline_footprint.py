@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from anygauge.interface import strategy as at
-from anygauge.interface.strategy import HeldLayers, MemoryEstimate, Workload
+from anygauge.interface import HeldLayers, MemoryEstimate, Workload
+from anygauge.interface import estimate as at
 from anygauge.strategies.degrees import WIDTH, Degrees
 from anygauge.strategies.footprint import (
     Sizes,

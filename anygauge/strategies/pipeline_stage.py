@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anygauge.interface import UnsupportedError
-from anygauge.interface.strategy import DeviceBatch
+from anygauge.interface import DeviceBatch, UnsupportedError
 from anygauge.strategies.materialise import decoder_layers
 from anygauge.strategies.pipeline_cut import StagePart
 from anygauge.strategies.tensor_division import causal_of, decoder_of
@@ -218,7 +217,7 @@ class Stage(nn.Module):
         turn: (1,), which of the step's micro-batches it is.
         """
         number = int(turn)
-        inputs = self._take(number, self.part).inputs
+        inputs = self._take(number, self.part)
         hidden = None if self.part.begins else x
         if self._starts:
             # A stage's backward needs a way, also where nothing is trained before.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from anygauge.interface.strategy import BuildContext, ModelFactory
+from anygauge.interface import BuildContext, ModelFactory
 from anygauge.strategies.common import floating, prepare, torch_dtype
 from anygauge.strategies.flat import FlatLayers
 from anygauge.strategies.layout import GroupLayout
@@ -81,11 +81,11 @@ def sharded_later(
     Returns:
         As `ModelFactory.adapted_on_meta`.
     """
-    precision = context.workload.precision
+    dtype = torch_dtype(context.workload.precision.param_dtype)
     model, names = context.factory.adapted_on_meta()
     for parameter in floating(model):
-        own = precision.master_dtype if masters and parameter.requires_grad else None
-        parameter.data = parameter.data.to(torch_dtype(own or precision.param_dtype))
+        is_master = masters and parameter.requires_grad
+        parameter.data = parameter.data.to(torch.float32 if is_master else dtype)
     prepare(model, context)
     return model, names
 

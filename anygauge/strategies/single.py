@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from anygauge.interface.strategy import BuildContext
+from anygauge.interface import BuildContext
 from anygauge.strategies.common import prepare, torch_dtype
 from anygauge.strategies.footprint import EstimatedStrategy
 from anygauge.strategies.materialise import materialise

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anygauge.interface.strategy import PARAMETER, TrainedState
+from anygauge.interface import PARAMETER, TrainedState
 from anygauge.strategies.quantised import is_auxiliary, pack, unpacked
 
 _STEP = "step"

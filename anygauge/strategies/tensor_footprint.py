@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from anygauge.interface import strategy as at
-from anygauge.interface.strategy import MemoryEstimate, Workload
+from anygauge.interface import MemoryEstimate, Workload
+from anygauge.interface import estimate as at
 from anygauge.strategies.common import trained_parameters
 from anygauge.strategies.context_parallel import neighbours
 from anygauge.strategies.degrees import Degrees

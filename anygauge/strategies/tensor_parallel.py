@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from anygauge.interface.strategy import Workload
+from anygauge.interface import Workload
 from anygauge.strategies.common import trained_parameters
 from anygauge.strategies.context_parallel import attend_in_parts
 from anygauge.strategies.degrees import Degrees

@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from anygauge.interface import FULL, HOST_DEVICE, Phase, Support
-from anygauge.interface.strategy import (
+from anygauge.interface import (
+    HOST_DEVICE,
     PARAMETER,
     BuildContext,
     Counters,
     DeviceBatch,
     LossFunction,
+    Phase,
     TrainedState,
     UpdateResult,
 )
@@ -54,6 +55,8 @@ class TorchEngine:
         join_logits: puts together the logits of positions that several ranks have.
     """
 
+    refuses_checkpoints = ""
+
     def __init__(
         self,
         model: nn.Module,
@@ -74,12 +77,12 @@ class TorchEngine:
         self._layout = layout or Whole(context.clip_grad_norm)
         self._fp8 = fp8_contexts(model, context)
         self._trained = trained_parameters(model)
-        dtype = torch_dtype(context.workload.precision.master_dtype)
         held = [self._layout.local(p) for _, p in self._trained]
         self._held, self._group_sums = held, sums
-        # A parameter already stored in the master type is its own master.
+        # A parameter that is already stored in float32 is its own master.
         self._masters = [
-            part if part.dtype is dtype else nn.Parameter(part.detach().to(dtype)) for part in held
+            part if part.dtype is torch.float32 else nn.Parameter(part.detach().float())
+            for part in held
         ]
         self._copies = [
             (part, master)
@@ -107,7 +110,7 @@ class TorchEngine:
         for index in range(len(batches)):
             with self._gradients.during(last=index == len(batches) - 1):
                 with self._fp8.forward():
-                    outputs = self._call(**batches[index].inputs)
+                    outputs = self._call(**batches[index])
                 self._graph.mark_step(Phase.FORWARD)
                 loss = loss_function(outputs)
                 with self._fp8.backward():
@@ -161,10 +164,6 @@ class TorchEngine:
             if self._writes:
                 found[name] = whole.to(HOST_DEVICE, copy=True)
         return found
-
-    def checkpoint_support(self) -> Support:
-        """See `Engine.checkpoint_support`."""
-        return FULL
 
     def export_state(self) -> Iterator[tuple[str, str, Tensor | None]]:
         """See `Engine.export_state`."""

@@ -16,14 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anygauge.interface import HOST_DEVICE, Phase, Setting, Support
-from anygauge.interface.strategy import (
+from anygauge.interface import (
+    HOST_DEVICE,
     BuildContext,
     Counters,
     DeviceBatch,
     LossFunction,
     MemoryEstimate,
     OptimizerFactory,
+    Phase,
+    Setting,
     TrainedState,
     UpdateResult,
     Workload,
@@ -83,6 +85,7 @@ class ZeroEngine:
         self._scales_loss = context.workload.precision.scales_loss
         self._trained = trained_parameters(self.model)
         self._state = ZeroState(engine, stage, self._trained, writes=context.workload.rank == 0)
+        self.refuses_checkpoints = self._state.refusal
         self._swapped = swapped
         self._fp8 = fp8
         self._steps = (
@@ -109,7 +112,7 @@ class ZeroEngine:
         for index, batch in enumerate(batches):
             self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
             with self._fp8.forward():
-                outputs = self._engine(**batch.inputs)
+                outputs = self._engine(**batch)
             self._backend.graph.mark_step(Phase.FORWARD)
             loss = loss_function(outputs)
             with self._fp8.backward():
@@ -165,10 +168,6 @@ class ZeroEngine:
     def export_trained(self) -> Mapping[str, Tensor]:
         """See `Engine.export_trained`; one tensor is whole at a time on other ranks."""
         return {name: whole for name, whole in self._state.masters() if whole is not None}
-
-    def checkpoint_support(self) -> Support:
-        """See `Engine.checkpoint_support`."""
-        return self._state.support()
 
     def export_state(self) -> Iterator[tuple[str, str, Tensor | None]]:
         """See `Engine.export_state`."""

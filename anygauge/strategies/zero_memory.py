@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from anygauge.interface import strategy as at
-from anygauge.interface.strategy import MemoryEstimate, Workload
+from anygauge.interface import MemoryEstimate, Workload
+from anygauge.interface import estimate as at
 from anygauge.strategies.footprint import (
     Kinds,
     Sizes,

@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from anygauge.interface import HOST_DEVICE, Setting
-from anygauge.interface.strategy import Workload
+from anygauge.interface import HOST_DEVICE, Setting, Workload
 from anygauge.strategies.common import trained_parameters
 from anygauge.strategies.materialise import decoder_layers
 from anygauge.strategies.zero_options import ZeroOptions

@@ -12,9 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from anygauge.interface import HOST_DEVICE
-from anygauge.interface import strategy as at
-from anygauge.interface.strategy import MemoryEstimate, Workload
+from anygauge.interface import HOST_DEVICE, MemoryEstimate, Workload
+from anygauge.interface import estimate as at
 from anygauge.strategies.footprint import (
     Kinds,
     by_moment,

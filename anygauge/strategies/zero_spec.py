@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import ast
 import os
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
 from anygauge.interface import (
     API_VERSION,
-    FULL,
     AutoForm,
-    Level,
     PlannerHints,
     Precision,
-    Requirement,
     RunFileError,
     StrategyRun,
     StrategySpec,
-    Support,
     UnsupportedError,
 )
 from anygauge.strategies.zero_nvme import check_nvme
@@ -96,34 +93,25 @@ def check(run: StrategyRun) -> None:
         check_stage_types(options.stage, run.precision)
 
 
-_CLIPS = Support(Level.NOT_WRITTEN_YET, "DeepSpeed clips flattened parts of gradients itself")
-
-
-def takes_update_kernel(options: Any) -> Support:
-    """See `StrategySpec.takes_update_kernel`: DeepSpeed steps the optimizer that it is given.
+def unused_kernels(options: Any) -> Mapping[str, str]:
+    """See `StrategySpec.unused_kernels`: DeepSpeed steps the optimizer that it is given.
 
     In stages 1 to 3 on flat float32 parts, one after another in stage 3.
     """
+    unused = {"clip_grad_norm": "DeepSpeed clips flattened parts of gradients itself"}
     if options.offload != "none":
-        return Support(
-            Level.NOT_WRITTEN_YET,
-            "strategy.offload: the optimizer's tensors lie in the host's memory",
+        unused["adamw"] = "strategy.offload: the optimizer's tensors lie in the host's memory"
+    elif options.stage == 0:
+        unused["adamw"] = (
+            "strategy zero, stage 0: kernels were tested with the flat parts of other stages alone"
         )
-    if options.stage == 0:
-        return Support(
-            Level.NOT_WRITTEN_YET,
-            "strategy zero, stage 0: kernels were tested with the flat parts of other stages alone",
-        )
-    return FULL
+    return unused
 
 
-def takes_fp8(options: Any) -> Support:
-    """See `StrategySpec.takes_fp8`: in all stages, with everything on the device."""
-    if options.offload != "none":
-        return Support(
-            Level.NOT_WRITTEN_YET, "strategy.offload: not tried with weights or state on the host"
-        )
-    return FULL
+def refuses_fp8(options: Any) -> str:
+    """See `StrategySpec.refuses_fp8`: in all stages, with everything on the device."""
+    on_device = options.offload == "none"
+    return "" if on_device else "strategy.offload: not tried with weights or state on the host"
 
 
 ZERO = StrategySpec(
@@ -132,13 +120,12 @@ ZERO = StrategySpec(
     api_version=API_VERSION,
     summary="DeepSpeed's ZeRO, stages 0 to 3, over all ranks.",
     options="anygauge.strategies.zero_options:ZeroOptions",
-    needs=(Requirement(capability="collectives", because="ZeRO shards over ranks"),),
+    needs={"collectives": "ZeRO shards over ranks"},
     engine=ENGINE,
     distributions=(ENGINE,),
     install="pip install 'anygauge[zero]'",
-    takes_clip_kernel=lambda options: _CLIPS,
-    takes_update_kernel=takes_update_kernel,
-    takes_fp8=takes_fp8,
+    unused_kernels=unused_kernels,
+    refuses_fp8=refuses_fp8,
     check=check,
     hints=PlannerHints(
         lighter=(

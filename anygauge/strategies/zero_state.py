@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anygauge.interface import FULL, HOST_DEVICE, Level, Support
-from anygauge.interface.strategy import PARAMETER, Counters, TrainedState
+from anygauge.interface import HOST_DEVICE, PARAMETER, Counters, TrainedState
 from anygauge.strategies.quantised import is_packed, pack, unpacked
 from anygauge.strategies.state import (
     export_plain,
@@ -44,15 +43,15 @@ class ZeroState:
         self._named = named
         self._writes = writes
 
-    def support(self) -> Support:
-        """Whether the state can be read and written whole."""
-        if self._stage == 0 and not self._plain:
-            return Support(
-                Level.UNSUPPORTED_BY_VERSION,
-                "strategy zero, stage 0, in 16 bits: DeepSpeed keeps no float32 masters there; set "
-                "strategy.stage: 1, or precision.param_dtype: float32",
-            )
-        return FULL
+    @property
+    def refusal(self) -> str:
+        """Why the state cannot be read and written whole; empty: it can."""
+        if self._stage != 0 or self._plain:
+            return ""
+        return (
+            "strategy zero, stage 0, in 16 bits: DeepSpeed keeps no float32 masters there; set "
+            "strategy.stage: 1, or precision.param_dtype: float32"
+        )
 
     def export(self) -> Iterator[tuple[str, str, Tensor | None]]:
         """(name, key, whole float32 tensor on the host, or None where this rank wants none).

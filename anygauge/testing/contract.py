@@ -21,7 +21,7 @@ import pytest
 
 from anygauge.interface import StrategySpec
 from anygauge.registry import Registry
-from anygauge.registry.registry import guarded_probe
+from anygauge.registry.specs import guarded_probe
 from anygauge.testing.check import (
     CHECKS,
     CHOSEN,
@@ -31,7 +31,7 @@ from anygauge.testing.check import (
     ConformanceCheck,
     worst,
 )
-from anygauge.testing.loop import EVALUATION, LoopTrials, ranks_of, strategies
+from anygauge.testing.loop import EVALUATION, LoopTrials, strategies
 from anygauge.testing.process import PARTS, PartVerdicts, Subject, ask, import_checks
 
 for _part in PARTS:
@@ -175,7 +175,7 @@ class BackendContract:
     ) -> None:
         """From a checkpoint of one rank, on two with another strategy: the same losses."""
         specs = self._on_ranks(2, subject, devices)
-        spec = next((spec for spec in specs if ranks_of(spec, 2) == 2), None)
+        spec = next((spec for spec in specs if not spec.single_process), None)
         if spec is None:
             pytest.skip(f"{DECLARED}: no strategy for two ranks")
         _hold(runs.trial("adapter", spec=spec, ranks=2, resumed=True))

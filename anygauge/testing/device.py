@@ -23,7 +23,7 @@ from anygauge.interface import (
     UnsupportedError,
 )
 from anygauge.registry import Registry
-from anygauge.registry.registry import guarded_probe
+from anygauge.registry.specs import guarded_probe
 from anygauge.testing.check import TOLERANCE, NotAsked, Opened, check
 from anygauge.testing.kernel_trials import KERNEL_TRIALS
 from anygauge.testing.process import answer_of

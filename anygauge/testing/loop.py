@@ -389,7 +389,7 @@ class LoopTrials:
         that say nothing of a device."""
         wrong = []
         for spec in specs:
-            why = self.trial("spread", spec=spec, ranks=ranks_of(spec, ranks))
+            why = self.trial("spread", spec=spec, ranks=1 if spec.single_process else ranks)
             if is_beside(spec):
                 figure = f"beside the verdict: strategy {spec.name} on {ranks}"
                 self.figures[figure] = why or "as one process"
@@ -419,13 +419,6 @@ class LoopTrials:
         )
 
 
-def ranks_of(spec: StrategySpec, ranks: int) -> int:
-    """The number of ranks that a strategy is tried on, of so many."""
-    if not spec.world_sizes or ranks in spec.world_sizes:
-        return ranks
-    return max((size for size in spec.world_sizes if size <= ranks), default=spec.world_sizes[0])
-
-
 def strategies(subject: Subject) -> tuple[list[StrategySpec], dict[str, str]]:
     """(Installed strategies whose needs the device meets, `sharding` first; why not the rest)."""
     backend, refused = subject.create(), {}
@@ -433,7 +426,7 @@ def strategies(subject: Subject) -> tuple[list[StrategySpec], dict[str, str]]:
     specs = [spec for spec in specs if not spec.reference and spec.name != AUTO]
     specs.sort(key=lambda spec: spec.name != sharding().name)
     for spec in specs:
-        lacking = [str(s) for s in (backend.support(n.capability) for n in spec.needs) if not s]
+        lacking = [str(s) for s in map(backend.support, spec.needs) if not s]
         whys = (*lacking, backend.unsupported_engines.get(spec.engine), missing_of(spec))
         if why := next(filter(None, whys), ""):
             refused[spec.name] = why

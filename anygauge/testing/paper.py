@@ -24,7 +24,6 @@ from anygauge.interface import (
     BackendSpec,
     LaunchProfile,
     Level,
-    Presence,
     Probe,
     Support,
 )
@@ -119,7 +118,7 @@ def probe_is_pure(paper: Paper) -> None:
         detail = getattr(probe, name).detail
         assert detail.strip() and "\n" not in detail, f"{name}: not a line of words: {detail!r}"
     count = probe.device_count
-    if probe.devices.presence is Presence.NO:
+    if probe.devices.presence == "no":
         assert not count, f"there are no devices ({probe.devices.detail}), and {count} of them"
     if probe.available:
         assert count is None or count > 0, f"it is available ({probe.reason}), with {count} devices"

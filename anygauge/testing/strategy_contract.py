@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from anygauge.interface import HOST_DEVICE, StrategySpec
 from anygauge.registry import Registry
 from anygauge.testing.check import CHOSEN_STRATEGY
-from anygauge.testing.loop import LoopTrials, ranks_of
+from anygauge.testing.loop import LoopTrials
 from anygauge.testing.process import Subject, run_ranks
 
 WEIGHTS = "weights"
@@ -46,7 +46,7 @@ class TestStrategy:
     @pytest.fixture
     def ranks(self, spec: StrategySpec) -> int:
         """Two, or what it runs on."""
-        return ranks_of(spec, 2)
+        return 1 if spec.single_process else 2
 
     def test_losses(self, spec: StrategySpec, runs: LoopTrials, ranks: int) -> None:
         """Losses, norms and evaluations are those of one process, within its tolerance."""

@@ -1,14 +1,14 @@
 """What strategy `auto` becomes: the first of the others' forms that fits, whole models first.
 
-The command decides where it knows the devices (`anygauge.launch.memory`), and the ranks decide
-where it does not. Imports no torch before a rank decides.
+Who prepares the run decides where it knows the devices (`anygauge.launch.memory`), and the ranks
+decide where nobody did. Imports no torch before a rank decides.
 """
 
 from __future__ import annotations
 
 from anygauge.config.schema import RunFile, resolve_precision
 from anygauge.config.strategies import section_of
-from anygauge.interface import AnygaugeError, Backend
+from anygauge.interface import AnygaugeError, Backend, Job
 from anygauge.registry import Registry
 from anygauge.training.checks import check_settings
 from anygauge.training.strategy import check_batch, check_strategy, create_strategy, workload_of
@@ -17,17 +17,9 @@ AUTO = "auto"
 GIB = 2**30
 
 
-def candidates(
-    run: RunFile, registry: Registry, backend: Backend, ranks: int, *, ranks_run_here: bool
-) -> list[RunFile]:
-    """The run with each of the strategies that it may have, the fastest first.
-
-    Args:
-        ranks_run_here: see `check_strategy`.
-
-    Raises:
-        AnygaugeError: it can have none; why it cannot have the first.
-    """
+def forms_of(run: RunFile, registry: Registry, ranks: int) -> list[RunFile]:
+    """The run with each form that `auto` may take, the fastest first: alike on all machines that
+    have the same plugins, whatever else they lack."""
     forms = [
         (form, provided.spec.name)
         for provided in registry.strategies
@@ -35,10 +27,43 @@ def candidates(
         if ranks > 1 or form.alone
     ]
     found = []
-    refused: list[AnygaugeError] = []
     for form, name in sorted(forms, key=lambda one: (one[0].place, one[1])):
         section = section_of(name).model_validate({**form.options, "name": name})
-        candidate = run.model_copy(update={"strategy": section})
+        found.append(run.model_copy(update={"strategy": section}))
+    return found
+
+
+def decided_before(run: RunFile, job: Job, registry: Registry) -> RunFile:
+    """A run with the strategy that the job's first machine has decided, if it has.
+
+    Raises:
+        AnygaugeError: it means nothing here.
+    """
+    if run.strategy.name != AUTO or job.auto_form is None:
+        return run
+    forms = forms_of(run, registry, job.world_size)[job.auto_form :]
+    if not forms or forms[0].strategy.name != job.strategy:
+        raise AnygaugeError(
+            f"the job's first machine has decided on strategy {job.strategy!r}, which is not the "
+            "same here. Do all machines have the same version of anygauge, and the same plugins?"
+        )
+    return forms[0]
+
+
+def candidates(
+    run: RunFile, registry: Registry, backend: Backend, ranks: int, *, ranks_run_here: bool
+) -> list[RunFile]:
+    """Those of `forms_of` that the run may have.
+
+    Args:
+        ranks_run_here: see `check_strategy`.
+
+    Raises:
+        AnygaugeError: it can have none; why it cannot have the first.
+    """
+    found = []
+    refused: list[AnygaugeError] = []
+    for candidate in forms_of(run, registry, ranks):
         try:
             check_strategy(candidate, registry, backend, ranks, ranks_run_here=ranks_run_here)
             check_batch(candidate, registry, ranks)

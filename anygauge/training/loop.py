@@ -17,8 +17,15 @@ import torch
 
 from anygauge.config.schema import TrainSection
 from anygauge.data import STEPS_AHEAD, Batches, MicroBatch, Prefetcher
-from anygauge.interface import Backend, DataAccessError, DataError
-from anygauge.interface.strategy import Engine, LossFunction, Share, UpdateResult
+from anygauge.interface import (
+    Backend,
+    DataAccessError,
+    DataError,
+    Engine,
+    LossFunction,
+    Share,
+    UpdateResult,
+)
 from anygauge.training.checkpoints.manager import CheckpointManager, StopRequest
 from anygauge.training.meter import MetricsLogger
 from anygauge.training.moving import HostBatch, ToDevice

@@ -9,8 +9,7 @@ from typing import overload
 from torch import Tensor
 
 from anygauge.data import MicroBatch
-from anygauge.interface import Backend, ShapeKind
-from anygauge.interface.strategy import DeviceBatch, Share
+from anygauge.interface import Backend, DeviceBatch, ShapeKind, Share
 from anygauge.kernels.loss import IGNORE, state_loss_rows
 from anygauge.models.inputs import model_inputs, padded, positions, shift_labels
 from anygauge.models.masks import MaskPlan
@@ -85,7 +84,7 @@ class ToDevice:
             state_loss_rows(labels, placement.to_device(batch.loss_rows))
         if self.routed:
             inputs["tokens"] = moved.attention_mask
-        return DeviceBatch(inputs={**inputs, "shift_labels": labels})
+        return {**inputs, "shift_labels": labels}
 
     def _own(self, labels: Tensor) -> Tensor:
         """Labels of the positions that this rank computes."""

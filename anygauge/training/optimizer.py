@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anygauge.config.sections import OptimizerSection
-from anygauge.interface import HOST_DEVICE, RunFileError, UnsupportedError
-from anygauge.interface.strategy import OptimizerFactory
+from anygauge.interface import HOST_DEVICE, OptimizerFactory, RunFileError, UnsupportedError
 from anygauge.training.strategy import FUSED_ADAMW as FUSED_ADAMW
 from anygauge.training.undo import undone
 

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anygauge.interface import HOST_DEVICE, Backend, Share
-from anygauge.interface.strategy import UpdateResult
+from anygauge.interface import HOST_DEVICE, Backend, Share, UpdateResult
 from anygauge.training.checkpoints.manager import CheckpointManager, StopRequest
 from anygauge.training.guard import check_finite
 from anygauge.training.meter import MetricsLogger

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from anygauge.data import IGNORED, MicroBatch, described
-from anygauge.interface import HOST_DEVICE, Job
-from anygauge.interface.strategy import StrategySpec
+from anygauge.interface import HOST_DEVICE, Job, StrategySpec
 from anygauge.models import card
 from anygauge.models.adapter import load_adapter
 from anygauge.models.curve import loss_curve
@@ -200,7 +199,7 @@ def facts(prepared: PreparedRun, rank: Rank, summary: dict[str, Any]) -> card.Fa
         strategy=summary["strategy"],
         ranks=rank.world_size,
         precision=f"{prepared.precision.param_dtype}, gradients {prepared.precision.reduce_dtype}, "
-        f"masters {prepared.precision.master_dtype}",
+        "masters float32",
         data=summary["data"],
         steps=summary["steps"],
         tokens=summary["tokens"],

@@ -27,19 +27,17 @@ from anygauge.interface import (
     ACCEPTED,
     AnygaugeError,
     Backend,
-    Job,
-    Level,
-    Placement,
-    UnsupportedError,
-)
-from anygauge.interface.strategy import (
     BuildContext,
     Engine,
+    Job,
+    Level,
     ModelFactory,
+    Placement,
     Precision,
     Share,
     Strategy,
     StrategySpec,
+    UnsupportedError,
 )
 from anygauge.kernels.choose import kernels_of_run
 from anygauge.kernels.loss import model_loss
@@ -140,7 +138,7 @@ def open_device(job: Job, rank: Rank, run: RunFile, registry: Registry) -> Backe
     backend = registry.create_backend(job.backend, job.backend_options)
     check_strategy(run, registry, backend, rank.world_size)
     device = backend.open(rank.local)
-    if registry.find_strategy(run.strategy.name).spec.needs_process_group:
+    if not registry.find_strategy(run.strategy.name).spec.single_process:
         backend.collectives.open(
             rendezvous=job.rendezvous,
             rank=rank.index,
@@ -250,9 +248,8 @@ def prepare_run(
         offload_activations(engine.model, backend.placement)
     seed_dropout(backend, run.train.seed, rank, share, start)
     wanted = run.checkpoint.every or run.checkpoint.keep_best or start is not None
-    supported = engine.checkpoint_support()
-    if wanted and not supported:
-        raise UnsupportedError(f"checkpoints: {supported}")
+    if wanted and engine.refuses_checkpoints:
+        raise UnsupportedError(f"checkpoints: {engine.refuses_checkpoints}")
     if start is not None:
         engine.import_state(start)
     total, trained = parameter_counts(engine)
@@ -349,7 +346,9 @@ def prepare_run(
             backend.collectives,
             then_limit_s=job.launch.collective_timeout_s,
         ),
-        by_default=run.checkpoint.every is None and run.adapter is not None and bool(supported),
+        by_default=run.checkpoint.every is None
+        and run.adapter is not None
+        and not engine.refuses_checkpoints,
     )
     manager.scan()
     done = 0 if start is None else start.step

@@ -23,7 +23,7 @@ from anygauge.models.initial import changes_base
 from anygauge.models.quantisation import quantisation
 from anygauge.models.start import whole_modules
 from anygauge.registry import Registry, missing_of
-from anygauge.registry.registry import load_factory
+from anygauge.registry.specs import load_factory
 
 PAGED = "paged_memory"
 """The capability that ``train.optimizer.paged`` needs."""
@@ -51,10 +51,6 @@ UPDATE_BYTES = 8.0
 a copy from before, for `anygauge.training.undo`, and what the optimizer's step makes, or afterwards
 a copy of what it changed. torch's fused AdamW makes neither."""
 
-UPDATED_AT_ONCE = 2**23
-"""Numbers that are copied before a step of an optimizer that cannot leave it out by itself: 32 MiB
-in float32."""
-
 FUSED_ADAMW = "fused_adamw"
 """The capability of a device that has a kernel for torch's fused AdamW, which makes nothing."""
 
@@ -63,21 +59,14 @@ def check_ranks(spec: StrategySpec, world_size: int, registry: Registry) -> None
     """Refuse a number of ranks that a strategy does not run on.
 
     Raises:
-        RunFileError: names numbers, and strategies, that would do.
+        RunFileError: names strategies that would do.
     """
-    if not spec.world_sizes or world_size in spec.world_sizes:
+    if world_size == 1 or not spec.single_process:
         return
-    others = [
-        each.spec.name
-        for each in registry.strategies
-        if not each.spec.world_sizes or world_size in each.spec.world_sizes
-    ]
-    sizes = " or ".join(map(str, spec.world_sizes))
-    alone = spec.world_sizes == (1,)
+    others = [each.spec.name for each in registry.strategies if not each.spec.single_process]
     raise RunFileError(
-        f"strategy.name: {spec.name!r} trains in {'one process' if alone else f'{sizes} ranks'}, "
-        f"but the run has {world_size} ranks; "
-        + ("use --devices 1 and --nodes 1" if alone else f"make --devices times --nodes {sizes}")
+        f"strategy.name: {spec.name!r} trains in one process, but the run has {world_size} ranks; "
+        "use --devices 1 and --nodes 1"
         + (f", or strategy.name: {' or '.join(others)}" if others else "")
     )
 
@@ -102,12 +91,12 @@ def check_backend(spec: StrategySpec, backend: Backend) -> None:
     Raises:
         UnsupportedError: quotes the backend's reason.
     """
-    for need in spec.needs:
-        support = backend.support(need.capability)
+    for capability, because in spec.needs.items():
+        support = backend.support(capability)
         if not support:
             raise UnsupportedError(
-                f"backend {backend.name!r} lacks {need.capability!r}, needed because "
-                f"{need.because}: {support}"
+                f"backend {backend.name!r} lacks {capability!r}, needed because {because}: "
+                f"{support}"
             )
     if spec.engine in backend.unsupported_engines:
         raise UnsupportedError(
@@ -236,10 +225,9 @@ def check_fp8(run: RunFile, spec: StrategySpec, backend: Backend) -> None:
             f"precision.fp8: backend {backend.name!r} lacks {FP8!r}: {support}. With "
             "precision.fp8: false, linear layers multiply in precision.param_dtype"
         )
-    taken = spec.takes_fp8(run.strategy)
-    if not taken:
+    if why := spec.refuses_fp8(run.strategy):
         raise UnsupportedError(
-            f"precision.fp8: strategy {spec.name!r}: {taken}. Use strategy.name: zero without "
+            f"precision.fp8: strategy {spec.name!r}: {why}. Use strategy.name: zero without "
             "offload, or single; or set precision.fp8: false"
         )
     for field, used, why in (
@@ -368,5 +356,4 @@ def workload_of(
         activations=run.train.activations,
         state_bytes=STATE_BYTES[name],
         update_bytes=0.0 if fused else UPDATE_BYTES,
-        updated_at_once=UPDATED_AT_ONCE,
     )

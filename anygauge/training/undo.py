@@ -15,11 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from anygauge.strategies.finite import TAKES_FOUND_INF
-from anygauge.training.strategy import UPDATED_AT_ONCE
-
-AT_ONCE = UPDATED_AT_ONCE
-"""Elements that are copied before a step."""
+from anygauge.strategies.finite import TAKES_FOUND_INF, UPDATED_AT_ONCE
 
 
 def undone(optimizer: Optimizer) -> Optimizer:
@@ -71,14 +67,14 @@ def shaped(vector: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def parts(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
-    """A group, and some of its parameters that have a gradient: `AT_ONCE` elements, or one."""
+    """A group, and some of its parameters with a gradient: `UPDATED_AT_ONCE` numbers, or one."""
     for group in groups:
         some: list[Tensor] = []
         size = 0
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
-            if some and size + parameter.numel() > AT_ONCE:
+            if some and size + parameter.numel() > UPDATED_AT_ONCE:
                 yield group, some
                 some, size = [], 0
             some.append(parameter)

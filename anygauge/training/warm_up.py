@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from anygauge.data import Batches, MicroBatch
-from anygauge.interface import Placement
-from anygauge.interface.strategy import DeviceBatch, Engine, LossFunction
+from anygauge.interface import DeviceBatch, Engine, LossFunction, Placement
 from anygauge.training.moving import HostBatch, LazyBatches, ToDevice
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -84,12 +85,11 @@ def run_rank(
     with progress.long("start-up"):
         from anygauge.config.resolved import read_run
         from anygauge.registry import installed_plugins
-        from anygauge.util.imports import unused_hidden
 
         run = read_run(job.resolved_run)
         hiding = unused_hidden(few_bits=run.has_few_bits, trackers=run.trackers)
         importing.enter_context(hiding)
-        from anygauge.training.auto import decided
+        from anygauge.training.auto import decided, decided_before
         from anygauge.training.checkpoints.identity import REPORT, FinishedError, settings_of
         from anygauge.training.checkpoints.manager import checkpoint_folder
         from anygauge.training.save import save, versions
@@ -111,6 +111,7 @@ def run_rank(
             )
         began = time.monotonic()
         registry = installed_plugins()
+        run = decided_before(run, job, registry)
         backend = open_device(job, rank, run, registry)
         run, why = decided(run, registry, backend, rank.index, rank.world_size)
         if why:
@@ -135,7 +136,7 @@ def run_rank(
                 )
             opened.callback(prepared.engine.close)
             # Until the end: a request that comes while the result is saved comes too late.
-            if prepared.engine.checkpoint_support():
+            if not prepared.engine.refuses_checkpoints:
                 opened.enter_context(prepared.loop.stop.listening())
             if index == 0:
                 say_that_it_started(job, rank, prepared)
@@ -179,7 +180,7 @@ def say_that_it_started(job: Job, rank: Any, prepared: Any) -> None:
         world_size=rank.world_size,
         device=str(prepared.loop.backend.placement.device),
         done=prepared.loop.start,
-        stops=bool(prepared.engine.checkpoint_support()),
+        stops=not prepared.engine.refuses_checkpoints,
         lines=[
             f"training: {steps} steps on {rank.world_size} "
             f"{'rank' if rank.world_size == 1 else 'ranks'}, backend {job.backend}, "
@@ -204,3 +205,23 @@ def out_of_memory_advice(backend: Backend) -> Iterator[None]:
             "data.max_length, switch train.gradient_checkpointing or activation_offloading on, or "
             "shard over more --devices"
         ) from error
+
+
+@contextlib.contextmanager
+def unused_hidden(*, few_bits: bool, trackers: Collection[str]) -> Iterator[None]:
+    """Within it, libraries do not find what a run does not use; afterwards all can be imported.
+
+    Args:
+        few_bits: the run's weights or its optimizer's state are quantised. Otherwise bitsandbytes
+            is hidden, which PEFT imports, and with it torch's compiler.
+        trackers: any of which may use mlflow. DeepSpeed's tuner does the same with that.
+    """
+    names = [n for n, used in (("bitsandbytes", few_bits), ("mlflow", trackers)) if not used]
+    for name in names:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for name in names:
+            if sys.modules.get(name, name) is None:
+                del sys.modules[name]

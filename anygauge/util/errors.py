@@ -7,11 +7,11 @@
     │   └── DataAccessError         the network or the cache failed, not the rows (1)
     ├── ModelError                  the model, tokenizer or adapter cannot be used (exit status 2)
     │   └── ResultError             what was trained or merged cannot be written as it is (1)
-    ├── PluginError                 a plugin is broken, misspelt, doubled or too old
+    ├── PluginError                 a plugin is broken, misspelt, doubled or too old: names it
     │   ├── UnknownNameError        no plugin provides what was named (exit status 2)
     │   └── NotAvailableError       the plugin is sound, but cannot run on this machine
-    ├── UnsupportedError            a device or strategy lacks what was asked of it
-    └── NonFiniteLossError          the loss or its gradient became inf or nan
+    ├── UnsupportedError            a device or strategy lacks what was asked of it: says why
+    └── NonFiniteLossError          the loss or its gradient became inf or nan: names the rows
 
 A message says what was received, where, what is valid, and what to do next.
 """
@@ -61,58 +61,40 @@ class AnygaugeError(Exception):
 
 
 class RunFileError(AnygaugeError):
-    """A run file or an override that cannot be used as it stands."""
-
     exit_status = 2
 
 
 class UsageError(AnygaugeError):
-    """An option or an argument of a command that cannot be used as it stands."""
-
     exit_status = 2
 
 
 class DataError(AnygaugeError):
-    """A data file or row that cannot be used."""
-
     exit_status = 2
 
 
 class DataAccessError(DataError):
-    """The network, a server or the cache's disk failed; the rows themselves may be right."""
-
     exit_status = 1
 
 
 class ModelError(AnygaugeError):
-    """A model, tokenizer or adapter that cannot be loaded or does not fit the run."""
-
     exit_status = 2
 
 
 class ResultError(ModelError):
-    """A trained or merged model that is wrong, or that cannot be written."""
-
     exit_status = 1
 
 
-class PluginError(AnygaugeError):
-    """A plugin that cannot be used: the message names its distribution and version."""
+class PluginError(AnygaugeError): ...
 
 
 class UnknownNameError(PluginError):
-    """A name that no plugin of this machine provides: misspelt, or its plugin is missing."""
-
     exit_status = 2
 
 
-class NotAvailableError(PluginError):
-    """A sound plugin whose device, driver or software this machine lacks."""
+class NotAvailableError(PluginError): ...
 
 
-class UnsupportedError(AnygaugeError):
-    """Something asked of a device or strategy that it cannot do; quotes the capability's reason."""
+class UnsupportedError(AnygaugeError): ...
 
 
-class NonFiniteLossError(AnygaugeError):
-    """The training loss became infinite or not a number; the message names the batch's rows."""
+class NonFiniteLossError(AnygaugeError): ...

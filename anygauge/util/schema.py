@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
 
+from anygauge.util.text import short
+
 LARGEST = 2**31 - 1
 """Of counts. It is not a setting that anyone wants: beyond it, products of two counts overflow."""
 
@@ -45,18 +47,15 @@ Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 
 
 def first_complaint(error: ValidationError) -> str:
-    """Where and what: ``launch.port: Input should be a valid integer``; no value is repeated."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    return ": ".join(part for part in (".".join(map(str, first["loc"])), first["msg"]) if part)
+    """Where and what, of a record that a program has written; a missing field comes before others.
 
-
-def first_fault(error: ValidationError) -> tuple[str, str, Any]:
-    """(where, what, value): the first fault of a record; a missing field comes before others.
-
-    What is ``missing``, ``unknown`` or ``wrong``.
+    ``'launch.port': Input should be a valid integer``; no value is repeated.
     """
-    found = error.errors(include_url=False, include_context=False)
+    found = error.errors(include_url=False, include_context=False, include_input=False)
     first = min(found, key=lambda one: one["type"] != "missing")
-    kinds = {"extra_forbidden": "unknown", "unexpected_keyword_argument": "unknown"}
-    kind = "missing" if first["type"] == "missing" else kinds.get(first["type"], "wrong")
-    return ".".join(map(str, first["loc"])), kind, first["input"]
+    place = repr(short(".".join(map(str, first["loc"]))))
+    if first["type"] == "missing":
+        return f"{place} is missing"
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"{place} is unknown"
+    return f"{place}: {first['msg']}" if first["loc"] else first["msg"]

@@ -15,11 +15,11 @@ def checks(root: Path = Path("/"), torch_folder: Path | None = None) -> Sequence
     """Look at files first, then ask torch, so that each step that fails has its own line."""
     found = probe(root, torch_folder)
     results = [
-        Check.of("GPUs", found.devices.presence.value == "yes", found.devices.detail, _NO_GPU),
-        Check.of("driver", bool(found.driver.presence), found.driver.detail, _NO_DRIVER),
-        Check.of("torch", bool(found.software.presence), found.software.detail, _NO_SOFTWARE),
+        Check.of("GPUs", found.has_hardware, found.devices.detail, _NO_GPU),
+        Check.of("driver", bool(found.driver), found.driver.detail, _NO_DRIVER),
+        Check.of("torch", bool(found.software), found.software.detail, _NO_SOFTWARE),
     ]
-    if found.software.presence:
+    if found.software:
         results += [_build(), _compatibility(driver_version(root)), _usable(found.device_count)]
         results += _surprises() if results[-1].outcome != Outcome.FAIL else ()
     else:

@@ -48,8 +48,8 @@ def checks(
         versions = {name: v for name in names if (v := installed_version(name))}
     found = probe(root, versions.get(PLUGIN))
     return [
-        Check.of("cards", found.devices.presence.value == "yes", found.devices.detail, _NO_CARD),
-        Check.of("driver", bool(found.driver.presence), found.driver.detail, _NO_DRIVER),
+        Check.of("cards", found.has_hardware, found.devices.detail, _NO_CARD),
+        Check.of("driver", bool(found.driver), found.driver.detail, _NO_DRIVER),
         Check.of("software", PLUGIN in versions, _stated(PLUGIN, versions), _NO_SOFTWARE),
         *(
             _versions(root, versions)

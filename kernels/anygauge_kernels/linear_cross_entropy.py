@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from anygauge_kernels.chunks import Copies, Views
 
 CHUNK_BYTES = 64 * 2**20
 """Of float32 logits that are held at once: many rows for a matrix product, few for the memory."""
@@ -18,7 +20,6 @@ class LossOptions:
     """What the loss of one chunk depends on, in addition to tensors; see `linear_cross_entropy`."""
 
     ignore_index: int = -100
-    smoothing: float = 0.0
     softcap: float | None = None
     scale: float = 1.0
 
@@ -53,7 +54,6 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     low_rank: tuple[Tensor, Tensor] | None = None,
     ignore_index: int = -100,
-    label_smoothing: float = 0.0,
     softcap: float | None = None,
     scale: float = 1.0,
     skip_ignored: bool = False,
@@ -74,8 +74,6 @@ def linear_cross_entropy(
         bias: (V,), type of `hidden`.
         low_rank: (N, R) and (V, R), whose product is added to the logits: an adapter of the output
             layer.
-        label_smoothing: share of each target that is spread over all V classes, as in
-            `torch.nn.functional.cross_entropy`.
         softcap: logits become softcap * tanh(logits / softcap).
         scale: factor of the logits, before the cap.
         skip_ignored: leave out rows that do not count, before anything is computed. How many are
@@ -88,7 +86,7 @@ def linear_cross_entropy(
     Returns:
         () float32, or float64 for float64.
     """
-    options = LossOptions(ignore_index, label_smoothing, softcap, scale)
+    options = LossOptions(ignore_index, softcap, scale)
     least = max(1, chunk_bytes // (4 * weight.shape[0]))
     rows = least if mark_step is None else COMPILED * least
     if weight.requires_grad and torch.is_grad_enabled():
@@ -111,94 +109,10 @@ def linear_cross_entropy(
         targets,
         chunk or plain_chunk,
         options,
-        _Views(count, rows)
-        if mark_step is None
-        else _Copies(count, rows, hidden.device, mark_step),
+        Views(count, rows) if mark_step is None else Copies(count, rows, hidden.device, mark_step),
         torch.is_grad_enabled(),
     )
     return total
-
-
-class _Views:
-    """Chunks of rows as views, which cost nothing where each operation runs as it comes.
-
-    The last may have fewer rows.
-    """
-
-    def __init__(self, count: int, rows: int) -> None:
-        self._count, self._rows = count, rows
-        self._part = slice(0)
-
-    def __iter__(self) -> Iterator[None]:
-        """Go from chunk to chunk; the other methods are about the one at hand."""
-        for start in range(0, self._count, self._rows):
-            self._part = slice(start, start + self._rows)
-            yield
-
-    def rows(self, tensor: Tensor) -> Tensor:
-        """A tensor's rows."""
-        return tensor[self._part]
-
-    def targets(self, tensor: Tensor, ignore_index: int) -> Tensor:
-        """Targets of the rows."""
-        return tensor[self._part]
-
-    def begin(self, like: Tensor) -> list[Tensor]:
-        """What keeps results of the size of `like`, chunk by chunk."""
-        return [torch.empty_like(like)]
-
-    def keep(self, results: list[Tensor], rows: Tensor) -> None:
-        """Add the results of this chunk."""
-        # Not by a product's `out`: what a view is given may be lost where tensors are lazy.
-        results[0][self._part] = rows
-
-    def whole(self, results: list[Tensor]) -> Tensor:
-        """The results of all chunks."""
-        return results[0]
-
-
-class _Copies(_Views):
-    """Chunks of equally many rows, copied by number: the same operations on the same shapes.
-
-    Where a view begins and ends would be part of a graph: each chunk's were another, and compiled.
-    The last chunk is filled up with copies of the last row, which do not count.
-    """
-
-    def __init__(
-        self, count: int, rows: int, device: torch.device, mark_step: Callable[[], None]
-    ) -> None:
-        super().__init__(count, rows)
-        self._mark_step = mark_step
-        self._numbers = torch.arange(rows, device=device)
-        self._even = count % rows == 0
-        self._last = count - 1
-
-    def __iter__(self) -> Iterator[None]:
-        for _ in range(0, self._count, self._rows):
-            self._mark_step()
-            yield
-            self._numbers = self._numbers + self._rows
-        self._mark_step()
-
-    def rows(self, tensor: Tensor) -> Tensor:
-        numbers = self._numbers if self._even else self._numbers.clamp(max=self._last)
-        return tensor.index_select(0, numbers)
-
-    def targets(self, tensor: Tensor, ignore_index: int) -> Tensor:
-        found = self.rows(tensor)
-        if self._even:
-            return found
-        return found.where(self._numbers <= self._last, found.new_full((), ignore_index))
-
-    def begin(self, like: Tensor) -> list[Tensor]:
-        return []
-
-    def keep(self, results: list[Tensor], rows: Tensor) -> None:
-        results.append(rows)
-
-    def whole(self, results: list[Tensor]) -> Tensor:
-        joined = torch.cat(results)
-        return joined if self._even else joined[: self._count]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -213,7 +127,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         chunk: ChunkLoss,
         options: LossOptions,
-        parts: _Views,
+        parts: Views,
         with_gradients: bool,
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -295,18 +209,13 @@ def plain_chunk(
         slope = 1 - capped.square() if with_gradient else None
         logits = capped.mul_(options.softcap)
     normaliser = logits.logsumexp(1, keepdim=True)
-    share = options.smoothing / logits.shape[1]
-    losses = normaliser - (1 - options.smoothing) * logits.gather(1, targets)
-    if options.smoothing:
-        losses -= share * logits.sum(1, keepdim=True)
+    losses = normaliser - logits.gather(1, targets)
     total = losses.squeeze(1).where(counts, losses.new_zeros(())).sum()
     if not with_gradient:
         return total, None
     gradient = logits.sub_(normaliser).exp_()
-    if options.smoothing:
-        gradient.sub_(share)
     # Not added by `scatter_add_`, whose deterministic form may sort: a row has one target.
-    gradient.scatter_(1, targets, gradient.gather(1, targets) - (1 - options.smoothing))
+    gradient.scatter_(1, targets, gradient.gather(1, targets) - 1)
     gradient.mul_(counts.unsqueeze(1))
     if slope is not None:
         gradient.mul_(slope)

@@ -44,7 +44,6 @@ def _chunk(
         losses,
         logits.shape[1],
         options.ignore_index,
-        options.smoothing,
         options.scale,
         options.softcap or 1.0,
         CAPPED=options.softcap is not None,
@@ -71,7 +70,7 @@ def _final(logits, place, inside, scale, softcap, CAPPED: tl.constexpr):
 
 @triton.jit
 def _rows(
-    logits, targets, losses, classes, ignore_index, smoothing, scale, softcap,
+    logits, targets, losses, classes, ignore_index, scale, softcap,
     CAPPED: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -80,7 +79,6 @@ def _rows(
     first = row * classes
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
-    plain = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, classes, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < classes
@@ -90,14 +88,12 @@ def _rows(
         base = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(largest - base) + tl.exp(x - base)
         largest = higher
-        plain += tl.where(inside, x, 0.0)
     top = tl.max(largest, axis=0)
     base = tl.where(largest == float("-inf"), top, largest)
     normaliser = top + tl.log(tl.sum(total * tl.exp(base - top), axis=0))
-    share = smoothing / classes
     place = first + tl.where(counts, target, 0)
     aimed = _final(logits, place, counts, scale, softcap, CAPPED)
-    loss = normaliser - (1.0 - smoothing) * aimed - share * tl.sum(plain, axis=0)
+    loss = normaliser - aimed
     tl.store(losses + row, tl.where(counts, loss, 0.0))
     if GRADIENT:
         # All must have read the target's logit before one writes over it.
@@ -106,8 +102,8 @@ def _rows(
             column = start + tl.arange(0, BLOCK)
             inside = column < classes
             x = _final(logits, first + column, inside, scale, softcap, CAPPED)
-            slope = tl.exp(x - normaliser) - share
-            slope = tl.where(column == target, slope - (1.0 - smoothing), slope)
+            slope = tl.exp(x - normaliser)
+            slope = tl.where(column == target, slope - 1.0, slope)
             if CAPPED:
                 slope = slope * (1.0 - (x / softcap) * (x / softcap))
             slope = tl.where(counts, slope * scale, 0.0)

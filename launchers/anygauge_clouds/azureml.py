@@ -19,6 +19,7 @@ from pydantic import AfterValidator, Field, StringConstraints, model_validator
 from anygauge.interface import (
     AnygaugeError,
     Job,
+    JobState,
     LaunchProfile,
     Options,
     Plan,
@@ -27,7 +28,7 @@ from anygauge.interface import (
     RunFileError,
 )
 from anygauge.util.clients import last_line, printed, run_client
-from anygauge_clouds.service_job import Service, ServiceJob, ServiceLauncher, ServiceState
+from anygauge_clouds.service_job import Service, ServiceJob, ServiceLauncher
 from anygauge_clouds.submission import (
     CloudOptions,
     Folder,
@@ -186,17 +187,15 @@ class AzureService(Service):
         """A command of the az client on this job."""
         return ("az", "ml", "job", action, "--name", self.name, *self.scope, *words)
 
-    def state(self) -> ServiceState:
+    def state(self) -> JobState:
         """See `Service.state`."""
         done = run_client(self.az("show", "--query", "status", "--output", "tsv"))
         if done.returncode:
             if re.search(r"ResourceNotFound|\(UserError\).* not found", done.stderr):
-                return ServiceState(phase="gone", text=f"{self.shown} is gone")
-            return ServiceState(
-                phase="silent", text=f"Azure does not answer: {last_line(done.stderr)}"
-            )
+                return JobState(phase="gone", text=f"{self.shown} is gone")
+            return JobState(phase="silent", text=f"Azure does not answer: {last_line(done.stderr)}")
         word = done.stdout.strip()
-        return ServiceState(phase=_PHASES.get(word, "waiting"), text=f"{self.shown}: {word}")
+        return JobState(phase=_PHASES.get(word, "waiting"), text=f"{self.shown}: {word}")
 
     def log_command(self) -> tuple[str, ...] | None:
         """See `Service.log_command`: the client streams the first machine's output."""

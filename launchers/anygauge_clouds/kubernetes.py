@@ -18,6 +18,7 @@ import yaml
 from anygauge.interface import (
     AnygaugeError,
     Job,
+    JobState,
     LaunchProfile,
     Plan,
     PlannedFile,
@@ -26,7 +27,7 @@ from anygauge.interface import (
 from anygauge.util.clients import last_line, printed, run_client
 from anygauge_clouds.kubernetes_manifest import SUBMISSION_LABEL, manifest_of, secret_of
 from anygauge_clouds.kubernetes_options import NAME_LIMIT, Kind, KubernetesOptions
-from anygauge_clouds.service_job import Service, ServiceJob, ServiceLauncher, ServiceState
+from anygauge_clouds.service_job import Service, ServiceJob, ServiceLauncher
 from anygauge_clouds.submission import relocate, service_name, variables_file, write_files
 
 MANIFEST = "manifest.yaml"
@@ -70,10 +71,10 @@ class KubernetesService(Service):
         context = () if self.context is None else ("--context", self.context)
         return ("kubectl", *context, "--namespace", self.namespace, *words)
 
-    def state(self) -> ServiceState:
+    def state(self) -> JobState:
         """See `Service.state`."""
         found = self._get(self.kind.lower(), self.name)
-        if isinstance(found, ServiceState):
+        if isinstance(found, JobState):
             return found
         conditions = {
             one.get("type"): one
@@ -83,15 +84,15 @@ class KubernetesService(Service):
         pod = self._coordinator_pod()
         if "Failed" in conditions:
             text = _reason(conditions["Failed"]) + (_cause_left(pod) if pod else "")
-            return ServiceState(phase="failed", text=f"{self.shown} failed{text}")
+            return JobState(phase="failed", text=f"{self.shown} failed{text}")
         if any(kind in conditions for kind in _DONE):
-            return ServiceState(phase="done", text=f"{self.shown} is complete")
+            return JobState(phase="done", text=f"{self.shown} is complete")
         phase = (pod or {}).get("status", {}).get("phase")
         if phase in ("Running", "Succeeded", "Failed"):
-            return ServiceState(phase="running", text=f"{self.shown} runs")
+            return JobState(phase="running", text=f"{self.shown} runs")
         if "Suspended" in conditions:
-            return ServiceState(phase="waiting", text=f"{self.shown} is suspended (in a queue)")
-        return ServiceState(phase="waiting", text=f"{self.shown} waits{_why_waiting(pod)}")
+            return JobState(phase="waiting", text=f"{self.shown} is suspended (in a queue)")
+        return JobState(phase="waiting", text=f"{self.shown} waits{_why_waiting(pod)}")
 
     def log_command(self) -> tuple[str, ...] | None:
         """See `Service.log_command`."""
@@ -120,21 +121,21 @@ class KubernetesService(Service):
 
     def _coordinator_pod(self) -> dict[str, Any] | None:
         found = self._get("pods", "-l", self.coordinator)
-        pods = [] if isinstance(found, ServiceState) else found.get("items", [])
+        pods = [] if isinstance(found, JobState) else found.get("items", [])
         made = [(pod["metadata"].get("creationTimestamp", ""), pod) for pod in pods]
         return max(made, key=lambda one: one[0])[1] if made else None
 
-    def _get(self, *words: str) -> dict[str, Any] | ServiceState:
+    def _get(self, *words: str) -> dict[str, Any] | JobState:
         done = run_client(self.kubectl("get", *words, "-o", "json", "--request-timeout=20s"))
         if done.returncode == 0:
             try:
                 return dict(json.loads(done.stdout))
             except ValueError:
-                return ServiceState(phase="silent", text="kubectl printed no JSON")
+                return JobState(phase="silent", text="kubectl printed no JSON")
         if _NOT_FOUND in done.stderr:
-            return ServiceState(phase="gone", text=f"{self.shown} is gone")
+            return JobState(phase="gone", text=f"{self.shown} is gone")
         why = last_line(done.stderr)
-        return ServiceState(phase="silent", text=f"the cluster does not answer: {why}")
+        return JobState(phase="silent", text=f"the cluster does not answer: {why}")
 
 
 class Kubernetes(ServiceLauncher):

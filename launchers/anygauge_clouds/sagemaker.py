@@ -30,6 +30,7 @@ from anygauge.interface import (
     REPOSITORY_VARIABLE,
     AnygaugeError,
     Job,
+    JobState,
     LaunchProfile,
     Options,
     Plan,
@@ -42,7 +43,7 @@ from anygauge.util.clients import last_line, printed, run_client
 from anygauge.util.files import write_text
 from anygauge.util.processes import tie_to_parent
 from anygauge_clouds.sagemaker_node import CHANNELS, PIECE, RUNS, packed
-from anygauge_clouds.service_job import Service, ServiceJob, ServiceLauncher, ServiceState
+from anygauge_clouds.service_job import Service, ServiceJob, ServiceLauncher
 from anygauge_clouds.submission import (
     CloudOptions,
     Variable,
@@ -329,29 +330,27 @@ class SagemakerService(Service):
             *(() if self.profile is None else ("--profile", self.profile)),
         )
 
-    def state(self) -> ServiceState:
+    def state(self) -> JobState:
         """See `Service.state`."""
         done = run_client(self.aws(*self.describe, "--output", "json"))
         if done.returncode:
             if re.search(r"ValidationException.*(not found|Could not find)", done.stderr, re.S):
-                return ServiceState(phase="gone", text=f"{self.shown} is gone")
-            return ServiceState(
-                phase="silent", text=f"AWS does not answer: {last_line(done.stderr)}"
-            )
+                return JobState(phase="gone", text=f"{self.shown} is gone")
+            return JobState(phase="silent", text=f"AWS does not answer: {last_line(done.stderr)}")
         try:
             found = json.loads(done.stdout)
             status, second = found["TrainingJobStatus"], found.get("SecondaryStatus", "")
         except (ValueError, KeyError, TypeError):
-            return ServiceState(phase="silent", text="the aws client printed no training job")
+            return JobState(phase="silent", text="the aws client printed no training job")
         if status == "Failed":
             reason = found.get("FailureReason", "no reason is given")
-            return ServiceState(phase="failed", text=f"{self.shown} failed: {reason}")
+            return JobState(phase="failed", text=f"{self.shown} failed: {reason}")
         if status == "Completed":
-            return ServiceState(phase="done", text=f"{self.shown} is complete")
+            return JobState(phase="done", text=f"{self.shown} is complete")
         if status == "Stopped":
-            return ServiceState(phase="stopped", text=f"{self.shown} was stopped ({second})")
+            return JobState(phase="stopped", text=f"{self.shown} was stopped ({second})")
         running = second == "Training"
-        return ServiceState(
+        return JobState(
             phase="running" if running else "waiting", text=f"{self.shown}: {second or status}"
         )
 

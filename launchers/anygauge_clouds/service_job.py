@@ -11,13 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from anygauge.interface import LOST, AnygaugeError, UnsupportedError
+from anygauge.interface import LOST, AnygaugeError, JobState, UnsupportedError
 from anygauge.util.clients import NotInstalledError, last_line
 from anygauge.util.events import message_event, read_event
 from anygauge.util.processes import parent_environment
@@ -30,21 +30,7 @@ _READ_S = 0.2
 """Seconds between two looks at what has arrived."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServiceState:
-    """What the service reports of a job.
-
-    Attributes:
-        phase: ``waiting`` for machines or images, ``running``, or how it ended; ``gone``: the
-            service does not know it (any more); ``silent``: the service does not answer.
-        text: the same in the service's own words, with its reason.
-    """
-
-    phase: Literal["waiting", "running", "done", "failed", "stopped", "gone", "silent"]
-    text: str
-
-
-_Answer = tuple[ServiceState, tuple[str, ...] | None]
+_Answer = tuple[JobState, tuple[str, ...] | None]
 
 
 class Service(abc.ABC):
@@ -66,7 +52,7 @@ class Service(abc.ABC):
         return asdict(self)
 
     @abc.abstractmethod
-    def state(self) -> ServiceState:
+    def state(self) -> JobState:
         """Ask the service about the job."""
 
     @abc.abstractmethod
@@ -136,8 +122,6 @@ class ServiceJob:
         self._complaints: set[str] = set()
         self._followed = False
         self._cancellations = 0
-        self._status = 1
-        self.found: Literal["known", "gone", "silent"] = "known"
 
     @property
     def record(self) -> Mapping[str, Any]:
@@ -151,7 +135,7 @@ class ServiceJob:
             AnygaugeError: this machine does not have the service's client.
         """
         reported, ended, over_at, fetched = "", None, None, False
-        state = ServiceState(phase="waiting", text="")
+        state = JobState(phase="waiting", text="")
         ask_at: float | None = time.monotonic()
         try:
             while True:
@@ -175,7 +159,7 @@ class ServiceJob:
                     if state.text != reported:
                         reported = state.text
                         yield message_event(reported)
-                if state.phase in ("waiting", "running", "silent"):
+                if not state.over:
                     over_at, fetched = None, False
                 else:
                     over_at = over_at or now
@@ -184,9 +168,7 @@ class ServiceJob:
                         for line in self._service.whole_log(self._folder).splitlines(True):
                             self._lines.put(line)
                     elif ended is not None or fetched:
-                        final = self._final(state, ended)
-                        self._status = int(str(final["exit_status"]))
-                        yield final
+                        yield self._final(state, ended)
                         return
                 time.sleep(_READ_S)
         finally:
@@ -194,17 +176,9 @@ class ServiceJob:
                 self._reader.kill()
                 self._reader.wait()
 
-    def status(self) -> str:
+    def state(self) -> JobState:
         """What the service reports of it."""
-        state = self._service.state()
-        self.found = state.phase if state.phase in ("gone", "silent") else "known"
-        return state.text
-
-    @property
-    def alive(self) -> bool | None:
-        """Whether it waits or runs; None where the service does not answer."""
-        phase = self._service.state().phase
-        return None if phase == "silent" else phase in ("waiting", "running")
+        return self._service.state()
 
     def cancel(self) -> None:
         """Ask the ranks to write a checkpoint and end; a second time, end the job.
@@ -212,8 +186,8 @@ class ServiceJob:
         Raises:
             AnygaugeError: the service refuses, and nobody follows the job, or it is over.
         """
-        if not self._followed and not self._cancellations and self.alive is False:
-            raise AnygaugeError(f"{self.status()}: there is nothing to end")
+        if not self._followed and not self._cancellations and (state := self.state()).over:
+            raise AnygaugeError(f"{state.text}: there is nothing to end")
         self._cancellations += 1
         try:
             self._service.stop(force=self._cancellations > 1)
@@ -221,10 +195,6 @@ class ServiceJob:
             if not self._followed:  # the caller must know; a follower reports it as a warning
                 raise
             self._warnings.put(str(error))
-
-    def wait(self) -> int:
-        """Exit status of the job, once its events have ended."""
-        return self._status
 
     def _ask(self) -> None:
         """Get the job's state, and the command for its log where nobody reads that."""
@@ -236,7 +206,7 @@ class ServiceJob:
         except AnygaugeError as error:
             self._answers.put(error)
 
-    def _answered(self, answer: _Answer | AnygaugeError) -> ServiceState:
+    def _answered(self, answer: _Answer | AnygaugeError) -> JobState:
         if not isinstance(answer, AnygaugeError):
             self._followed = True
             state, command = answer
@@ -245,7 +215,7 @@ class ServiceJob:
             return state
         if isinstance(answer, NotInstalledError):
             raise answer
-        return ServiceState(phase="silent", text=str(answer))
+        return JobState(phase="silent", text=str(answer))
 
     def _read(self, command: tuple[str, ...]) -> None:
         """Start reading; from the thread that follows, since for the kernel that is the parent."""
@@ -297,7 +267,7 @@ class ServiceJob:
                     with self._log.open("ab") as log:
                         log.write(line)
 
-    def _final(self, state: ServiceState, ended: Event | None) -> Event:
+    def _final(self, state: JobState, ended: Event | None) -> Event:
         if ended is not None and not (ended.get("state") == "ok" and state.phase == "failed"):
             return ended
         if self._cancellations:

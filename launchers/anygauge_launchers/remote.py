@@ -17,12 +17,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from anygauge.interface import (
     LOST,
     AnygaugeError,
     Job,
+    JobState,
     Plan,
     PlannedFile,
     PlannedProcess,
@@ -99,7 +100,6 @@ class RemoteJob:
     """Agents that end with this process: it holds their standard input, or they get a signal."""
 
     record = None
-    found: Literal["known"] = "known"
 
     def __init__(
         self, connections: list[_Connection], lock_holder: subprocess.Popen[bytes] | None = None
@@ -186,17 +186,19 @@ class RemoteJob:
             coordinator = None  # its connection was closed because another node had been lost
         final = coordinator or trouble or next(iter(endings.values()), _CANCELLED)
         self._status = int(str(final["exit_status"]))
+        if self._lock_holder is not None:
+            # The next command must find the folder free. A connection that lives on keeps it.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._lock_holder.wait(_HOLDER_ENDS_S)
         yield final
 
-    def status(self) -> str:
+    def state(self) -> JobState:
         """How many of its connections are open."""
         count = sum(connection.running for connection in self._connections)
-        return f"{count} of {len(self._connections)} nodes connected"
-
-    @property
-    def alive(self) -> bool:
-        """Whether any of its connections is open."""
-        return any(connection.running for connection in self._connections)
+        text = f"{count} of {len(self._connections)} nodes connected"
+        if count:
+            return JobState(phase="running", text=text)
+        return JobState(phase="failed" if self._status else "done", text=text)
 
     def cancel(self) -> None:
         """Ask the coordinator to end all ranks; again: to kill them; a third time, kill all
@@ -208,14 +210,6 @@ class RemoteJob:
                 connection.kill()
             elif connection is coordinator or not coordinator.running:
                 connection.ask_to_end()
-
-    def wait(self) -> int:
-        """Exit status of the job, once its events have ended."""
-        if self._lock_holder is not None:
-            # The next command must find the folder free. A connection that lives on keeps it.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._lock_holder.wait(_HOLDER_ENDS_S)
-        return self._status
 
     def _read(self, connection: _Connection) -> None:
         for event in connection.events():
@@ -246,7 +240,6 @@ class _Connection:
                 env={
                     **os.environ,
                     **passed,
-                    **planned.environment,
                     # For `python -m anygauge.util.processes`. An agent whose standard input ends
                     # with this process needs none, and nobody on the way to it would remove it.
                     **({} if self._writes else parent_environment()),
@@ -259,10 +252,7 @@ class _Connection:
                 start_new_session=True,
             )
         if self._writes:
-            given = {
-                "arguments": planned.arguments,
-                "environment": {**passed, **planned.environment},
-            }
+            given = {"arguments": planned.arguments, "environment": passed}
             self._write(json.dumps(given))
 
     @property

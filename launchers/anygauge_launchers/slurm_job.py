@@ -7,9 +7,9 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from anygauge.interface import LOST, AnygaugeError, Plan, UnsupportedError
+from anygauge.interface import LOST, AnygaugeError, JobState, Plan, UnsupportedError
 from anygauge.util.clients import last_line, run_client
 from anygauge.util.events import message_event, read_event
 from anygauge.util.files import write_text
@@ -47,13 +47,11 @@ class SlurmJob:
     def __init__(self, number: str, folder: Path, offset: int) -> None:
         self.number = number
         self.record: Mapping[str, Any] = {"job": number, "offset": offset}
-        self.found: Literal["known", "gone", "silent"] = "known"
         self._folder = folder
         self._events = folder / "events.jsonl"
         self._offset = offset
         self._pending = b""
         self._cancellations = 0
-        self._status = 1
 
     @classmethod
     def start(cls, plan: Plan) -> SlurmJob:
@@ -122,30 +120,27 @@ class SlurmJob:
                 else:
                     gone_at = gone_at or now
                     if ended is not None or now - gone_at > _LOG_DELAY_S:
-                        final = ended or self._ended_without_report(state, reason)
-                        self._status = int(str(final["exit_status"]))
-                        yield final
+                        yield ended or self._ended_without_report(state, reason)
                         return
             time.sleep(_READ_S)
 
-    def status(self) -> str:
+    def state(self) -> JobState:
         """The job's state in Slurm; where Slurm has forgotten it, the end that agents reported."""
         state, reason = self._state()
-        self.found = "silent" if state == _UNREACHABLE else "known"
-        why = f" ({reason})" if reason not in ("", "None") else ""
+        name = f"slurm job {self.number}"
         if state != _UNKNOWN:
-            return f"slurm job {self.number}: {state.lower()}{why}"
+            why = f" ({reason})" if reason not in ("", "None") else ""
+            text = f"{name}: {state.lower()}{why}"
+            if state == _UNREACHABLE:
+                return JobState(phase="silent", text=text)
+            if state in _LIVE:
+                return JobState(phase="running", text=text)
+            return JobState(phase="done" if state == "COMPLETED" else "failed", text=text)
         ended = self._ended()
         if ended is not None:
-            return f"slurm job {self.number}: ended ({ended.get('state')}); Slurm has forgotten it"
-        self.found = "gone"
-        return f"slurm job {self.number}: Slurm does not know it (any more)"
-
-    @property
-    def alive(self) -> bool | None:
-        """Whether Slurm has it in its queue or runs it; None where Slurm does not answer."""
-        state, _ = self._state()
-        return None if state == _UNREACHABLE else state in _LIVE
+            word = ended.get("state")
+            return JobState(phase="done", text=f"{name}: ended ({word}); Slurm has forgotten it")
+        return JobState(phase="gone", text=f"{name}: Slurm does not know it (any more)")
 
     def cancel(self) -> None:
         """Ask the ranks to write a checkpoint and end; a second time, end the job."""
@@ -156,10 +151,6 @@ class SlurmJob:
             run_client(("scancel", "--signal=INT", self.number))
         else:
             run_client(("scancel", self.number))
-
-    def wait(self) -> int:
-        """Exit status of the job, once its events have ended."""
-        return self._status
 
     def _ended(self) -> Event | None:
         """The last event in the file, if it is the job's end."""

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from anygauge.config.schema import PrecisionSection, resolve_precision
-from anygauge.interface import Level, Presence, Scope, UnsupportedError
+from anygauge.interface import Level, Scope, UnsupportedError
 from anygauge_cpu import memory
 from anygauge_cpu.backend import CpuBackend
 from anygauge_cpu.placement import hardware_dtypes
@@ -48,7 +48,7 @@ def test_processors_are_no_hardware_that_auto_must_respect() -> None:
     found = probe()
     assert found.available
     assert not found.has_hardware
-    assert found.devices.presence is Presence.NOT_NEEDED
+    assert found.devices.presence == "not needed"
 
 
 # -- environment -----------------------------------------------------------------------------

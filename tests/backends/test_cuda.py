@@ -204,7 +204,7 @@ def test_the_devices_of_a_machine_reach_the_rules(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "dev/dxg")
     write_tree(tmp_path, {MIG.lstrip("/"): "x", "proc/driver/nvidia/version": PROPRIETARY})
     backend = CudaBackend()
-    found = inspect_node(root=tmp_path, backend=backend, environ={}).texts
+    found = inspect_node(backend, {}, root=tmp_path).texts
     assert {"/dev/dxg", MIG, "/proc/driver/nvidia/version"} == set(found)
 
 

@@ -261,7 +261,7 @@ SILENT = dict.fromkeys((name for name in CONTAINER if name.endswith("module_id")
 def modules(root: Path, visible: str | None, ranks: int, devices: int = 8) -> list[Setting]:
     """The settings of the module of the first ranks of a machine."""
     environ = {} if visible is None else {"HABANA_VISIBLE_MODULES": visible}
-    node = inspect_node(root=root, backend=HpuBackend(), environ=environ)
+    node = inspect_node(HpuBackend(), environ, root=root)
     of_ranks = (HpuBackend().environment(job(devices=devices), node, r) for r in range(ranks))
     return [by_name(settings)["HLS_MODULE_ID"] for settings in of_ranks]
 
@@ -313,7 +313,7 @@ def test_a_loop_of_ones_own_takes_the_same_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = write_tree(tmp_path, CONTAINER)
-    node = inspect_node(root=root, backend=HpuBackend(), environ={})
+    node = inspect_node(HpuBackend(), {}, root=root)
     assert {name: text.strip() for name, text in look(root).items()} == node.texts
     monkeypatch.setattr("anygauge_hpu.placement.look", lambda: look(root))
     for rank, module in ((1, "3"), (2, "6")):

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from anygauge.interface import Job
+from anygauge.util.processes import REPEATED_SIGNAL_S
 from tests.clouds.helpers import Client, events_text
 from tests.helpers.processes import as_in_a_terminal, begin, end, running, until
 from tests.helpers.runs import called, run_file
@@ -219,7 +220,7 @@ def test_a_signal_during_submission_waits_until_the_job_is_known(
     client.answer("get", "pods", out={"items": []})
     client.answer("get", "jobset", out=RUNS)
     client.answer("delete", "--cascade=foreground")
-    client.slow("json", 2.0)
+    client.slow("json", 1.0)
     shell = {"PATH": client.path}
     process = begin("launch", there(tmp_path), environment=shell, start_new_session=True)
     try:
@@ -266,6 +267,7 @@ def test_at_the_question_another_ctrl_c_cancels_and_the_end_of_input_leaves(
             shown = read_until(primary, b"waits for its pods")
             os.write(primary, b"\x03")
             read_until(primary, b"Enter to keep following", shown)
+            time.sleep(2 * REPEATED_SIGNAL_S)  # one that comes sooner is the same
             os.write(primary, keys)
             if cancels:
                 until(lambda: client.has_asked("delete"), "the cancellation")

@@ -15,7 +15,7 @@ from anygauge.launch.environment import NodeEnvironment, write_provenance
 from anygauge.launch.startup import place_run_file
 from anygauge.util.files import write_text
 from tests.helpers.jobs import make_job
-from tests.helpers.runs import run_file
+from tests.helpers.runs import check_here, run_file
 
 VALUE = "hush-hush-hush"
 ADDRESS = f"http://ann:{VALUE}@proxy:3128"
@@ -51,6 +51,7 @@ def test_a_dry_run_hides_it(
 ) -> None:
     for part in ("_show_engine", "_show_kernels"):  # neither is about variables, both are slow
         monkeypatch.setattr(dry_run, part, lambda *_: None)
+    check_here(monkeypatch)
     assert run(["train", str(path), "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "GITHUB_PAT" in shown and VALUE not in shown

@@ -13,7 +13,7 @@ from rich.table import Table
 
 import anygauge.cli
 from anygauge.cli import EscapedStream
-from anygauge.launch.follow import View, fail
+from anygauge.launch.view import View, fail
 from anygauge.util.console import Console
 from anygauge.util.text import escaped
 from tests.helpers.runs import called
@@ -67,14 +67,26 @@ def test_what_is_printed_by_rich() -> None:
     assert escaped(text := re.sub(styles, "", written.getvalue())) == text
 
 
-@pytest.mark.parametrize("options", [{}, {"soft_wrap": False}, {"soft_wrap": True}])
-def test_lines_are_whole_in_a_file(
-    options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+PROSE = "  one two three-four, five [six] /a/path/of/some/length seven"
+WRAPPED = "  one two\n    three-four,\n    five [six]\n    /a/path/of/some/length\n    seven"
+
+
+@pytest.mark.parametrize(
+    ("terminal", "whole", "shown"),
+    [
+        (True, None, WRAPPED),
+        (True, True, PROSE),  # a command, to be copied
+        *((False, whole, PROSE) for whole in (None, False, True)),
+    ],
+)
+def test_prose_wraps_at_words_on_a_terminal_and_is_whole_in_a_file(
+    terminal: bool, whole: bool | None, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-    written, line = io.StringIO(), "a line of a file, " * 9 + "x" * 99
-    Console(file=written).print(line, **options)
-    assert written.getvalue() == f"{line}\n"
+    written = io.StringIO()
+    lines = Console(file=written, force_terminal=terminal, width=15, color_system=None)
+    lines.print(PROSE, soft_wrap=whole)
+    assert written.getvalue() == f"{shown}\n"
 
 
 def test_a_command(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def test_a_job_is_submitted_and_found_again(az: Client, tmp_path: Path) -> None:
     assert variables.stat().st_mode & 0o777 == 0o600
     az.answer("show", "calm_river_x1", out="Preparing\n")
     again = Azureml().attach(json.loads(json.dumps(running.record)), folder)
-    assert again.status() == "Azure ML job calm_river_x1: Preparing"
+    assert again.state().text == "Azure ML job calm_river_x1: Preparing"
 
 
 def test_a_job_is_followed_through_the_stream_of_its_first_machine(
@@ -211,7 +211,7 @@ def test_a_job_is_followed_through_the_stream_of_its_first_machine(
     texts = [event["text"] for event in events if event["event"] == "message"]
     assert [text.rpartition(" ")[2] for text in texts] == ["Queued", "Running", "Completed"]
     assert [event["event"] for event in events if event["event"] != "message"] == ["step", "ended"]
-    assert running.wait() == 0
+    assert events[-1]["exit_status"] == 0
 
 
 def test_a_job_that_azure_says_failed_is_failed(az: Client, tmp_path: Path) -> None:

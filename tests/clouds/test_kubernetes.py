@@ -278,7 +278,7 @@ def test_a_job_is_followed_from_the_queue_to_its_end(
     assert texts[-1] == f"JobSet train/{NAME} is complete"
     # The log is read again after each end of its stream, and nothing of it is told twice.
     assert [event["event"] for event in events if event["event"] != "message"] == ["step", "ended"]
-    assert running.wait() == 0
+    assert events[-1]["exit_status"] == 0
     assert (tmp_path / "Tiny_Run.1/logs/coordinator.log").read_text() == "a greeting of the image\n"
 
 
@@ -306,7 +306,7 @@ def test_an_image_that_cannot_be_pulled_is_named_while_it_waits(
     kubectl.answer("get", "pods", out={"items": [
         pod("Pending", containerStatuses=[{"name": "node", "state": waiting}])
     ]})  # fmt: skip
-    assert running.status() == (
+    assert running.state().text == (
         f"JobSet train/{NAME} waits (ImagePullBackOff: Back-off pulling x:1)"
     )
 
@@ -334,7 +334,7 @@ def test_a_client_that_lacks_something_is_no_end_of_the_job(
     kubectl: Client, running: ServiceJob
 ) -> None:
     kubectl.answer("get", status=1, err="exec: executable auth-plugin not found")
-    assert "does not answer: exec: executable auth-plugin not found" in running.status()
+    assert "does not answer: exec: executable auth-plugin not found" in running.state().text
 
 
 def test_a_job_that_someone_else_removed_is_lost(kubectl: Client, running: ServiceJob) -> None:
@@ -362,7 +362,7 @@ def test_a_cancellation_that_fails_while_following_is_told_and_goes_on(
 
 def test_a_cluster_that_does_not_answer_is_no_end(kubectl: Client, running: ServiceJob) -> None:
     kubectl.answer("get", status=1, err="Unable to connect to the server: timeout")
-    assert running.status() == (
+    assert running.state().text == (
         "the cluster does not answer: Unable to connect to the server: timeout"
     )
     kubectl.forget()

@@ -197,11 +197,11 @@ class TestRealAwsClient:
         assert len(found["HyperParameters"]) >= 1
         events = [event for event in running.events() if event["event"] != "message"]
         assert [(event["event"], event.get("time")) for event in events] == [("ended", 1.0)]
-        assert running.status() == f"SageMaker training job {name} is complete"
+        assert running.state().text == f"SageMaker training job {name} is complete"
 
     def test_a_refusal_and_an_unknown_job_are_told(self, service: None, tmp_path: Path) -> None:
         gone = Sagemaker().attach({"name": "nobodys", "region": "eu-west-1"}, tmp_path)
-        assert gone.status() == "SageMaker training job nobodys is gone"
+        assert gone.state().text == "SageMaker training job nobodys is gone"
 
     def test_secrets_are_read_with_the_real_library(self, service: None, tmp_path: Path) -> None:
         made = json.loads(

@@ -195,7 +195,7 @@ def test_a_job_is_submitted_and_found_again(aws: Client, tmp_path: Path) -> None
     assert path.stat().st_mode & 0o777 == 0o600
     aws.answer("describe-training-job", running.record["name"], out=state("InProgress", "Starting"))
     again = Sagemaker().attach(json.loads(json.dumps(running.record)), path.parent)
-    assert again.status().endswith(": Starting")
+    assert again.state().text.endswith(": Starting")
     aws.answer("stop-training-job", running.record["name"])
     again.cancel()
     assert aws.asked[-1][0][1] == "stop-training-job"
@@ -242,7 +242,7 @@ def test_a_job_is_followed_through_the_log_of_its_first_machine(
     assert [(event["event"], event.get("time")) for event in events] == [
         ("step", 1.0), ("ended", 2.0),
     ]  # fmt: skip
-    assert running.wait() == 0
+    assert events[-1]["exit_status"] == 0
 
 
 def test_the_log_is_asked_again_and_nothing_is_told_twice(aws: Client, tmp_path: Path) -> None:

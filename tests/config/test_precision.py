@@ -29,7 +29,7 @@ def resolve(fast: set[str], slow: set[str], **fields: str) -> Precision:
 def test_auto(fast: set[str], chosen: str, scales: bool) -> None:
     found = resolve(fast, set())
     assert (found.param_dtype, found.scales_loss) == (chosen, scales)
-    assert (found.reduce_dtype, found.master_dtype) == ("float32", "float32")
+    assert found.reduce_dtype == "float32"
 
 
 def test_asked_for_and_slow_is_granted_asked_for_and_unsupported_is_refused() -> None:

@@ -13,20 +13,22 @@ from torch import Tensor, nn
 
 from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.config.sections import OptimizerSection
-from anygauge.interface import Backend, Precision, Share
-from anygauge.interface.strategy import (
+from anygauge.interface import (
     Activations,
+    Backend,
     BuildContext,
     DeviceBatch,
     ModelFactory,
     OptimizerFactory,
+    Precision,
+    Share,
     Strategy,
     Workload,
 )
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.inputs import shift_labels
 from anygauge.registry import Registry
-from anygauge.registry.registry import load_factory, load_options
+from anygauge.registry.specs import load_factory, load_options
 from anygauge.strategies.materialise import materialise
 from anygauge.training.optimizer import optimizer_factory
 
@@ -150,4 +152,4 @@ def build_context(
 def batch_of(ids: Tensor, labels: Tensor | None = None, **inputs: Any) -> DeviceBatch:
     """A micro-batch of (B, T) tokens, all of them loss tokens unless `labels` says otherwise."""
     targets = shift_labels(ids if labels is None else labels)
-    return DeviceBatch({"input_ids": ids, "shift_labels": targets, "use_cache": False, **inputs})
+    return {"input_ids": ids, "shift_labels": targets, "use_cache": False, **inputs}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anygauge.interface.strategy import PARAMETER
+from anygauge.interface import PARAMETER
 from anygauge.training.checkpoints.files import write_checkpoint
 
 HISTORY = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from anygauge.interface import Job, LaunchProfile, Plan
 from anygauge.registry import Registry
-from anygauge.registry.registry import read_options
+from anygauge.registry.specs import read_options
 
 
 @cache

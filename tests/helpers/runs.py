@@ -179,13 +179,20 @@ def prepare_here(
     Not for a dry run of strategy `zero`, whose settings need DeepSpeed.
     """
     from anygauge.config.resolved import parse_run
-    from anygauge.training.checks import check_run
+    from anygauge.training.run_checks import RunChecks
 
-    rest = prepare(request.model_copy(update={"check": None}), environ, **options)
-    if request.check is None:
+    others = tuple(stage for stage in request.stages if stage != "check")
+    rest = prepare(request.model_copy(update={"stages": others}), environ, **options)
+    if others == request.stages:
         return rest
-    found = check_run(request.check, parse_run(request.check.run))
-    return rest.model_copy(update={"found": found})
+    checks = RunChecks(
+        run=parse_run(request.run),
+        backend=request.backend,
+        id=request.id,
+        has_files=request.has_files,
+        engine=request.engine,
+    )
+    return rest.model_copy(update={"found": checks.check()})
 
 
 def check_here(monkeypatch: pytest.MonkeyPatch) -> None:

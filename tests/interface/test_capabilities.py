@@ -11,13 +11,7 @@ from anygauge.training.strategy import EIGHT_BIT, FP8, PAGED, QUANTISED
 
 def test_each_is_asked_for_and_no_other() -> None:
     strategies = (provided.spec for provided in Registry.load().strategies)
-    of_strategies = {need.capability for spec in strategies for need in spec.needs}
+    of_strategies = {need for spec in strategies for need in spec.needs}
     of_precision = set(AUTO_ORDER) - {"float32"}
     of_sections = {*QUANTISED.values(), PAGED, EIGHT_BIT, FUSED_ADAMW, FP8}
     assert of_strategies | of_precision | of_sections == set(CAPABILITIES)
-
-
-def test_no_strategy_is_one() -> None:
-    names = {provided.spec.name for provided in Registry.load().strategies}
-    assert {"single", "zero"} <= names
-    assert not set(CAPABILITIES) & names

@@ -14,9 +14,8 @@ from anygauge.interface import (
     RdmaDevice,
     RunFileError,
     Skip,
-    missing_fabric,
+    choose_fabric,
 )
-from anygauge.interface.environment import choose_fabric
 from anygauge_cpu.backend import CpuBackend
 from anygauge_cuda.backend import CudaBackend
 from anygauge_hpu.backend import HpuBackend
@@ -26,7 +25,7 @@ ETH0 = NetworkInterface(name="eth0", up=True, physical=True)
 EFA = RdmaDevice(name="rdmap0", driver="efa", link_layer="Unspecified")
 INFINIBAND = RdmaDevice(name="mlx5_0", driver="mlx5_core", link_layer="InfiniBand")
 ROCE = RdmaDevice(name="mlx5_1", driver="mlx5_core", link_layer="Ethernet")
-ALL = CudaBackend.fabrics
+ALL, GAUDI = CudaBackend.fabrics, HpuBackend.fabrics
 
 
 def job(nodes: int = 2, **fields: Any) -> Job:
@@ -38,30 +37,33 @@ def machine(*found: RdmaDevice, interfaces: tuple[NetworkInterface, ...] = (ETH0
 
 
 @pytest.mark.parametrize(
-    ("found", "name", "why"),
+    ("fabrics", "asked", "here", "name", "why"),
     [
-        ((), "ethernet", "interface eth0, and no better network"),
-        ((ROCE,), "roce", "RDMA devices mlx5_1"),
-        ((ROCE, INFINIBAND), "infiniband", "RDMA devices mlx5_0"),
-        ((EFA, ROCE), "efa", "RDMA devices rdmap0"),
+        (ALL, job(), machine(), "ethernet", "interface eth0, and no better network"),
+        (ALL, job(), machine(ROCE), "roce", "RDMA devices mlx5_1"),
+        (ALL, job(), machine(ROCE, INFINIBAND), "infiniband", "RDMA devices mlx5_0"),
+        (ALL, job(), machine(EFA, ROCE), "efa", "RDMA devices rdmap0"),
+        (ALL, job(), machine(interfaces=()), "", "nothing shows which: the library chooses"),
+        (ALL, job(fabric="ethernet"), machine(EFA), "ethernet", "launch.fabric"),
+        (ALL, job(fabric="infiniband"), machine(INFINIBAND), "infiniband", "launch.fabric"),
+        (ALL, job(nodes=1, fabric="infiniband"), machine(), "", ONE_NODE),
+        # Gaudi's networks show in no file that is known: the library looks for them.
+        (GAUDI, job(), machine(EFA), "", "nothing shows which: the library chooses"),
+        (GAUDI, job(fabric="gaudi_nic"), machine(), "gaudi_nic", "launch.fabric"),
     ],
 )
-def test_the_best_that_a_machine_shows_is_chosen(
-    found: tuple[RdmaDevice, ...], name: str, why: str
+def test_the_one_asked_for_or_the_best_that_a_machine_shows_is_chosen(
+    fabrics: Any, asked: Job, here: Node, name: str, why: str
 ) -> None:
-    chosen = choose_fabric(ALL, job(), machine(*found))
-    assert (chosen.name, chosen.why, chosen.requested) == (name, why, False)
+    chosen = choose_fabric(fabrics, asked, here)
+    assert (chosen.name, chosen.why, chosen.missing) == (name, why, "")
+    assert chosen.requested is (why == "launch.fabric")
 
 
-def test_the_one_asked_for_comes_first_and_one_machine_has_none() -> None:
-    chosen = choose_fabric(ALL, job(fabric="ethernet"), machine(EFA))
-    assert (chosen.name, chosen.requested) == ("ethernet", True)
-    assert choose_fabric(ALL, job(nodes=1, fabric="efa"), machine()).name == ""
-    assert choose_fabric(ALL, job(), machine(interfaces=())).why == (
-        "nothing shows which: the library chooses"
-    )
-    # Gaudi's networks show in no file that is known: the library looks for them.
-    assert choose_fabric(HpuBackend.fabrics, job(), machine(EFA)).name == ""
+def test_a_machine_without_the_network_says_what_it_has() -> None:
+    missing = choose_fabric(ALL, job(fabric="infiniband"), machine(EFA)).missing
+    assert missing.startswith("launch.fabric: infiniband: a1 does not show InfiniBand")
+    assert "its RDMA devices: rdmap0 (efa, Unspecified)" in missing
 
 
 @pytest.mark.parametrize(
@@ -77,28 +79,24 @@ def test_a_network_that_the_backend_does_not_have_is_refused(backend: Any, known
         choose_fabric(backend.fabrics, job(fabric="myri"), machine())
 
 
-def test_a_machine_without_the_network_says_what_it_has() -> None:
-    said = missing_fabric(ALL, job(fabric="infiniband"), machine(EFA))
-    assert said is not None and said.startswith(
-        "launch.fabric: infiniband: a1 does not show InfiniBand"
-    )
-    assert "its RDMA devices: rdmap0 (efa, Unspecified)" in said
-    for asked, found in (("infiniband", INFINIBAND), ("auto", EFA)):
-        assert missing_fabric(ALL, job(fabric=asked), machine(found)) is None
-    assert missing_fabric(HpuBackend.fabrics, job(fabric="gaudi_nic"), machine()) is None
-    assert missing_fabric(ALL, job(nodes=1, fabric="infiniband"), machine()) is None
-
-
 @pytest.mark.parametrize(
-    ("fabric", "value"),
-    [("auto", None), ("ethernet", "Socket"), ("infiniband", "IB"), ("roce", "IB"), ("efa", None)],
+    ("fabric", "found", "variable", "value"),
+    [
+        ("auto", INFINIBAND, "NCCL_NET", None),
+        ("ethernet", INFINIBAND, "NCCL_NET", "Socket"),
+        ("infiniband", INFINIBAND, "NCCL_NET", "IB"),
+        ("roce", INFINIBAND, "NCCL_NET", "IB"),
+        ("efa", INFINIBAND, "NCCL_NET", None),
+        # It goes with the network, not with the device.
+        ("auto", EFA, "FI_EFA_USE_HUGE_PAGE", "0"),
+        ("ethernet", EFA, "FI_EFA_USE_HUGE_PAGE", None),
+    ],
 )
 def test_a_network_that_was_asked_for_is_not_left_in_silence(
-    fabric: str, value: str | None
+    fabric: str, found: RdmaDevice, variable: str, value: str | None
 ) -> None:
-    found = CudaBackend().environment(job(fabric=fabric), machine(INFINIBAND), None)
-    values = {setting.name: setting.value for setting in found}
-    assert values.get("NCCL_NET") == value
+    settings = CudaBackend().environment(job(fabric=fabric), machine(found), None)
+    assert {one.name: one.value for one in settings}.get(variable) == value
 
 
 def test_a_named_network_on_one_machine_is_said_to_have_no_use() -> None:
@@ -107,10 +105,3 @@ def test_a_named_network_on_one_machine_is_said_to_have_no_use() -> None:
     )
     (said,) = [found for rule, found in rules if rule.name == "NCCL_NET"]
     assert said == Skip(ONE_NODE)
-
-
-def test_settings_for_efa_go_with_the_network_and_not_with_the_device() -> None:
-    for fabric, expected in (("auto", "0"), ("ethernet", None)):
-        found = CudaBackend().environment(job(fabric=fabric), machine(EFA), None)
-        values = {setting.name: setting.value for setting in found}
-        assert values.get("FI_EFA_USE_HUGE_PAGE") == expected

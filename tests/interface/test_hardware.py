@@ -111,13 +111,12 @@ def test_what_cannot_be_is_refused_by_file_and_place(text: str, words: str) -> N
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("sourced", [True, False])
-def test_a_character_too_few_or_too_many_is_no_traceback(sourced: bool) -> None:
+def test_a_character_too_few_or_too_many_is_no_traceback() -> None:
     refused = 0
     for at in range(len(WHOLE)):
         for text in (WHOLE[:at] + WHOLE[at + 1 :], WHOLE[:at] + "[" + WHOLE[at:]):
             try:
-                read_cards(text, "a.toml", sourced=sourced)
+                read_cards(text, "a.toml")
             except UsageError as error:
                 refused += 1
                 assert str(error).startswith("a.toml: ")

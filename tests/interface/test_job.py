@@ -36,7 +36,6 @@ def test_a_job_file_brings_the_job_back(tmp_path: Path) -> None:
     "text",
     [
         "",
-        "[]",
         json.dumps({"name": "t"}),
         json.dumps({**json.loads(JOB.dump()), "launch": 2}),
         json.dumps({**json.loads(JOB.dump()), "nodes": 2}),

@@ -56,14 +56,13 @@ def test_memory_is_asked_for_once_a_step_and_its_limit_once() -> None:
         (True, {}, False),
     ],
 )
-def test_it_works_ahead_with_events_and_pinned_memory(
+def test_it_works_ahead_with_events_that_measure_time_and_pinned_memory(
     pinned: bool, module: dict[str, Any], wanted: bool
 ) -> None:
-    assert Queued(pinned, **module).works_ahead is wanted
-
-
-def test_an_event_measures_time() -> None:
-    assert Queued(True, Event=SimpleNamespace).event() == SimpleNamespace(enable_timing=True)
+    placement = Queued(pinned, **module)
+    assert placement.works_ahead is wanted
+    if wanted:
+        assert placement.event() == SimpleNamespace(enable_timing=True)
 
 
 def test_pinning_names_the_device_in_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,10 +73,5 @@ def test_pinning_names_the_device_in_each_thread(monkeypatch: pytest.MonkeyPatch
     assert found["ids"].tolist() == [1, 1] and found["more"]["mask"].tolist() == [2, 2]
     assert found["origin"] == "rows:1"
     assert placement.chosen == [torch.device("cpu")] * 2
-
-
-def test_nothing_is_pinned_where_the_placement_does_not() -> None:
-    placement = Queued(False)
-    batch = {"ids": torch.zeros(2)}
-    assert placement.pin(batch)["ids"] is batch["ids"]
-    assert not placement.chosen
+    unpinned = Queued(False)
+    assert unpinned.pin(batch)["ids"] is batch["ids"] and not unpinned.chosen

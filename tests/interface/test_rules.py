@@ -2,57 +2,56 @@
 
 from __future__ import annotations
 
-from anygauge.interface import Backend, EnvironmentRule, Node, Scope, Setting, Skip
+from collections.abc import Callable
+
+import pytest
+
+from anygauge.interface import (
+    Backend,
+    EnvironmentRule,
+    Node,
+    RuleContext,
+    Scope,
+    Setting,
+    Skip,
+)
 from tests.helpers.jobs import make_job
 
 JOB = make_job(backend="fake", run_directory="/r")
+Decision = Callable[[RuleContext], Setting | Skip]
 
 
-def rule(decide, *, name="A", scope=Scope.NODE):
-    return EnvironmentRule(
-        name=name,
-        value="in words",
-        scope=scope,
-        reason="in general",
-        source="a manual",
-        decide=decide,
+def backend_with(decide: Decision, scope: Scope = Scope.NODE) -> Backend:
+    rule = EnvironmentRule(
+        name="A", value="in words", scope=scope, reason="in general", source="page", decide=decide
     )
 
-
-def backend_with(*rules):
     class Fake(Backend):
         name = "fake"
         device_type = "meta"
-        environment_rules = rules
+        environment_rules = (rule,)
 
     return Fake()
 
 
-def test_what_a_rule_sets_is_a_setting_of_its_variable():
-    backend = backend_with(rule(lambda context: context.set_to("1", "here it is needed")))
+@pytest.mark.parametrize("value", ["1", None])
+def test_what_a_rule_sets_or_removes_is_a_setting_of_its_variable(value: str | None) -> None:
+    backend = backend_with(lambda context: context.set_to(value, "here it is needed"))
     wanted = Setting(
-        name="A", value="1", scope=Scope.NODE, reason="here it is needed", source="a manual"
+        name="A", value=value, scope=Scope.NODE, reason="here it is needed", source="page"
     )
     assert list(backend.environment(JOB, Node())) == [wanted]
-    ((_, explained),) = backend.explain_environment(JOB, Node())
-    assert explained == wanted
+    ((rule, explained),) = backend.explain_environment(JOB, Node())
+    assert (rule.name, explained) == ("A", wanted)
 
 
-def test_a_rule_may_remove_its_variable():
-    (setting,) = backend_with(rule(lambda c: c.set_to(None, "no"))).environment(JOB, Node())
-    assert setting.value is None
-
-
-def test_a_rule_that_skips_is_explained_but_sets_nothing():
-    backend = backend_with(rule(lambda context: Skip("not needed")))
+def test_a_rule_that_skips_is_explained_but_sets_nothing() -> None:
+    backend = backend_with(lambda context: Skip("not needed"))
     assert list(backend.environment(JOB, Node())) == []
-    ((explained, decision),) = backend.explain_environment(JOB, Node())
-    assert (explained.name, decision) == ("A", Skip("not needed"))
+    assert [found for _, found in backend.explain_environment(JOB, Node())] == [Skip("not needed")]
 
 
-def test_rules_of_ranks_are_asked_for_ranks_only():
-    backend = backend_with(
-        rule(lambda context: context.set_to(str(context.local_rank), "which"), scope=Scope.RANK)
-    )
+def test_rules_of_ranks_are_asked_for_ranks_only() -> None:
+    backend = backend_with(lambda c: c.set_to(str(c.local_rank), "which"), Scope.RANK)
     assert list(backend.environment(JOB, Node())) == []
     assert [one.value for one in backend.environment(JOB, Node(), 3)] == ["3"]

@@ -25,7 +25,7 @@ INTEGERS = {
     "count", "columns", "B", "C", "sa", "sb", "sc", "sd", "offset", "classes", "ignore_index",
     "parts", "span",
 }  # fmt: skip
-NUMBERS = {"scale", "smoothing", "softcap"}
+NUMBERS = {"scale", "softcap"}
 
 
 def cases() -> Iterator[tuple[Any, dict[str, Any], int]]:

@@ -36,7 +36,7 @@ def inputs(
     }
 
 
-def held(given: Any, *, softcap: float | None, scale: float, smoothing: float) -> Tensor:
+def held(given: Any, *, softcap: float | None, scale: float) -> Tensor:
     """The same by torch, with all logits."""
     logits = nn.functional.linear(given["hidden"], given["weight"], given["bias"])
     if given["low_rank"] is not None:
@@ -44,9 +44,7 @@ def held(given: Any, *, softcap: float | None, scale: float, smoothing: float) -
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    return nn.functional.cross_entropy(
-        logits, given["targets"], label_smoothing=smoothing, reduction="sum"
-    )
+    return nn.functional.cross_entropy(logits, given["targets"], reduction="sum")
 
 
 def gradients(loss: Tensor, given: Any) -> list[Tensor]:
@@ -55,14 +53,13 @@ def gradients(loss: Tensor, given: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("softcap", "scale", "smoothing", "bias", "low_rank", "skip"),
-    list(itertools.product((None, 5.0), (1.0, 0.25), (0.0, 0.1), *[(False, True)] * 3)),
+    ("softcap", "scale", "bias", "low_rank", "skip"),
+    list(itertools.product((None, 5.0), (1.0, 0.25), *[(False, True)] * 3)),
 )
 @pytest.mark.parametrize("rows", [1, 10, 1000])
 def test_value_and_gradients_are_torchs(
     softcap: float | None,
     scale: float,
-    smoothing: float,
     bias: bool,
     low_rank: bool,
     skip: bool,
@@ -73,11 +70,10 @@ def test_value_and_gradients_are_torchs(
         **given,
         softcap=softcap,
         scale=scale,
-        label_smoothing=smoothing,
         skip_ignored=skip,
         chunk_bytes=rows * CLASSES * 4,
     )
-    wanted = held(given, softcap=softcap, scale=scale, smoothing=smoothing)
+    wanted = held(given, softcap=softcap, scale=scale)
     torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
     for found, exact in zip(gradients(loss, given), gradients(wanted, given), strict=True):
         torch.testing.assert_close(found, exact, rtol=1e-11, atol=1e-12)
@@ -89,9 +85,9 @@ def test_lower_types_are_as_exact_as_with_all_logits(dtype: str, tolerance: floa
     exact = dict(given)
     for name in ("hidden", "weight"):
         exact[name] = given[name].detach().double().requires_grad_()
-    wanted = held(exact, softcap=None, scale=1.0, smoothing=0.0)
+    wanted = held(exact, softcap=None, scale=1.0)
     loss = linear_cross_entropy(**given, chunk_bytes=10 * CLASSES * 4)
-    plain = held(given, softcap=None, scale=1.0, smoothing=0.0)
+    plain = held(given, softcap=None, scale=1.0)
     assert loss.dtype is torch.float32
     assert abs(loss.item() - wanted.item()) <= max(
         1.5 * abs(plain.item() - wanted.item()), 1e-6 * wanted.item()
@@ -232,7 +228,7 @@ CASES = [
     {"trained": True, "bias": True},
     {"low_rank": True, "dtype": torch.bfloat16},
     {"learns": False},
-    {"label_smoothing": 0.1, "softcap": 5.0, "scale": 0.5},
+    {"softcap": 5.0, "scale": 0.5},
 ]
 
 
@@ -328,6 +324,6 @@ def test_no_product_writes_into_a_view(graphs: bool) -> None:
 def test_targets_are_subtracted_without_a_scattered_sum() -> None:
     """Its deterministic form costs a sort on some devices."""
     with Operations() as seen:
-        linear_cross_entropy(**inputs(), label_smoothing=0.1)
+        linear_cross_entropy(**inputs())
     assert not seen.names() & {"aten::scatter_add_", "aten::scatter_add", "aten::index_put_"}
     assert "aten::scatter_" in seen.names()

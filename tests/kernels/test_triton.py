@@ -103,23 +103,13 @@ def moved(given: dict[str, Any], to: Any = lambda value: value.to(DEVICE)) -> di
     return {name: there(value) for name, value in given.items()}
 
 
-COMBINATIONS = list(itertools.product((None, 5.0), (1.0, 0.25), (0.0, 0.1), *[(False, True)] * 2))
-PAIRS = [COMBINATIONS[n] for n in (0, 5, 10, 15, 19, 22, 25, 28)]
-"""Any two values of any two of the five stand together in one of these."""
-
-
-def test_the_pairs_hold_each_two_values() -> None:
-    for one, other in itertools.combinations(range(5), 2):
-        assert {(c[one], c[other]) for c in PAIRS} == {(c[one], c[other]) for c in COMBINATIONS}
-
-
 @pytest.mark.parametrize(
-    ("softcap", "scale", "smoothing", "bias", "low_rank"),
-    [pytest.param(*c, marks=() if c in PAIRS else pytest.mark.slow) for c in COMBINATIONS],
+    ("softcap", "scale", "bias", "low_rank"),
+    list(itertools.product((None, 5.0), (1.0, 0.25), *[(False, True)] * 2)),
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_loss_is_torchs(
-    softcap: float | None, scale: float, smoothing: float, bias: bool, low_rank: bool, dtype: str
+    softcap: float | None, scale: float, bias: bool, low_rank: bool, dtype: str
 ) -> None:
     given = inputs(getattr(torch, dtype), bias=bias, low_rank=low_rank)
     there = moved(given)
@@ -128,12 +118,11 @@ def test_the_loss_is_torchs(
             **there,
             softcap=softcap,
             scale=scale,
-            label_smoothing=smoothing,
             skip_ignored=skip,
             chunk_bytes=10 * CLASSES * 4,
         )
         true = moved(given, lambda value: value.double() if value.is_floating_point() else value)
-        wanted = held(true, softcap=softcap, scale=scale, smoothing=smoothing)
+        wanted = held(true, softcap=softcap, scale=scale)
         near = 1e-5 if dtype == "float32" else 2e-2
         assert loss.item() == pytest.approx(wanted.item(), rel=near)
         pairs = zip(gradients(loss, there), gradients(wanted, true), strict=True)

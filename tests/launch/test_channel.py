@@ -10,6 +10,7 @@ import pytest
 
 from anygauge.interface import LOST
 from anygauge.launch.channel import Channel
+from anygauge.launch.decision import Decision
 from anygauge.launch.nodes import Instruction, Nodes
 from anygauge.launch.outcome import JobFailure, JobOutcome, NodeReport
 from tests.helpers.processes import until
@@ -53,8 +54,8 @@ NONSENSE: list[tuple[int, str, dict[str, Any], str]] = [
     *((1, "event", {"line": line}, "'line'") for line in (None, 5, [[]])),
     (1, "event", {}, "'line' is missing"),
     *((n, "stop", {"signum": number}, "'signum'") for number in NO_SIGNALS for n in (0, 1)),
-    *((1, "report", {"report": report}, "not a mapping") for report in (None, [], HALF, HUGE)),
-    (1, "report", {}, "not a mapping"),
+    *((1, "report", {"report": report}, "Input should be a dictionary") for report in (None, [], HALF, HUGE)),
+    (1, "report", {}, "Input should be a dictionary"),
     (1, "report", {"report": {}}, "'node_rank' is missing"),
     (1, "report", {"report": {**REPORT, HALF: 1}}, "'?' is unknown"),
     (1, "report", {"report": {**REPORT, "node_rank": 0}}, "it is of node 0"),
@@ -68,7 +69,7 @@ NONSENSE: list[tuple[int, str, dict[str, Any], str]] = [
     ),
     (1, "report", {"report": {**REPORT, "stopped": {"step": [[]]}}}, "'stopped.step'"),
     (1, "report", {"report": {**REPORT, "stopped": {"checkpoint": {}}}}, "stopped.check"),
-    (1, "report", {"report": {**REPORT, "failures": [5]}}, "'failures.0' has"),
+    (1, "report", {"report": {**REPORT, "failures": [5]}}, "'failures.0': Input"),
     *(
         (1, "report", {"report": {**REPORT, "failures": [{**FAILURE, name: value}]}}, f".{name}'")
         for name, value in (
@@ -140,7 +141,7 @@ def test_only_channels_that_have_something_are_read_at_a_turn(
     for _ in range(5):
         coordinator.poll()
     assert read == []
-    worker.mark_ready()
+    worker.mark_ready(Decision())
     until(lambda: coordinator.poll() or coordinator._ready == {1}, "the message")
     assert read == ["node 1 (host1)"]
     coordinator._heartbeat_at = 0.0

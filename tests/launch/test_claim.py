@@ -26,9 +26,13 @@ def is_claimed(folder: Path) -> bool:
         return True
 
 
-def test_a_claim_ends_with_its_block(tmp_path: Path) -> None:
+def test_a_claim_ends_with_its_block_and_another_changes_nothing(tmp_path: Path) -> None:
     with claim(tmp_path):
+        marks = [tmp_path / name for name in ("cancelled", "rendezvous")]
+        for mark in marks:
+            mark.touch()
         assert is_claimed(tmp_path)
+        assert all(mark.exists() for mark in marks)
     assert not is_claimed(tmp_path)
 
 
@@ -41,26 +45,13 @@ def test_the_lock_is_its_owners_alone_and_is_not_truncated(tmp_path: Path) -> No
         assert lock.read_text() == "kept"
 
 
-def half_written(folder: Path, name: str) -> Path:
-    part = folder / f".{name}.part"
-    part.mkdir()
-    (part / "model.safetensors").write_bytes(b"half")
-    return part
-
-
 def test_a_start_removes_what_a_kill_left_of_a_result(tmp_path: Path) -> None:
-    left, other = half_written(tmp_path, "model"), half_written(tmp_path, "merged")
+    left, other = tmp_path / ".model.part", tmp_path / ".merged.part"
+    for part in (left, other):
+        part.mkdir()
+        (part / "model.safetensors").write_bytes(b"half")
     with claim(tmp_path):
         assert not left.exists() and other.exists()
-
-
-def test_a_refused_claim_leaves_the_marks_of_the_run_that_has_it(tmp_path: Path) -> None:
-    with claim(tmp_path):
-        marks = [tmp_path / name for name in ("cancelled", "rendezvous")]
-        for mark in marks:
-            mark.touch()
-        assert is_claimed(tmp_path)
-        assert all(mark.exists() for mark in marks)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGHUP])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from anygauge.interface import Job, LaunchProfile, NetworkInterface, Node, RdmaDevice
-from anygauge.launch.environment import cores_of_ranks, inspect_node, parse_core_list
+from anygauge.interface import Job, NetworkInterface, Node, RdmaDevice
+from anygauge.launch.environment import cores_of_ranks, inspect_node
+from anygauge_cpu.backend import CpuBackend
 from anygauge_hpu.backend import HpuBackend
 from tests.helpers.jobs import make_job
 from tests.helpers.tree import write_tree
@@ -18,53 +20,40 @@ from tests.helpers.tree import write_tree
 SERVER = Node(cores=(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15), physical_cores=8)
 
 
-def topology(core: int, number: int, package: int = 0) -> dict[str, str]:
-    base = f"sys/devices/system/cpu/cpu{core}/topology"
-    return {f"{base}/core_id": f"{number}\n", f"{base}/physical_package_id": f"{package}\n"}
-
-
 def interface(name: str, index: int, **files: str) -> dict[str, str]:
     shown = {"type": "1", "flags": "0x1003", "operstate": "up", "ifindex": str(index)} | files
     return {f"sys/class/net/{name}/{key}": f"{value}\n" for key, value in shown.items()}
 
 
+# As on common x86 servers: processors 4 to 7 are the second threads of cores 0 to 3.
+THREADS = {core: (core % 4 % 2, core % 4 // 2) for core in range(8)}
+
+
 @pytest.mark.parametrize(
-    ("text", "cores"),
-    [("0", (0,)), ("0-2,5", (0, 1, 2, 5)), ("8-9,0-1\n", (8, 9, 0, 1)), ("", ())],
+    ("allowed", "shown", "cores", "physical"),
+    [
+        (range(8), THREADS, (0, 4, 1, 5, 2, 6, 3, 7), 4),
+        ((1, 3), {core: (core // 2, 0) for core in range(4)}, (1, 3), 2),
+        (range(3), {}, (0, 1, 2), 3),
+    ],
+    ids=["threads of a core are neighbours", "only allowed cores count", "no topology"],
 )
-def test_core_lists_are_read_as_the_kernel_writes_them(text: str, cores: tuple[int, ...]) -> None:
-    assert parse_core_list(text) == cores
-
-
-def test_threads_of_a_core_are_neighbours(tmp_path: Path) -> None:
-    # As on common x86 servers: processors 4 to 7 are the second threads of cores 0 to 3.
-    files = {"proc/self/status": "Name:\tpython\nCpus_allowed_list:\t0-7\n"}
-    for core in range(8):
-        files |= topology(core, number=core % 4 % 2, package=core % 4 // 2)
-    node = inspect_node(root=write_tree(tmp_path, files))
-    assert node.cores == (0, 4, 1, 5, 2, 6, 3, 7)
-    assert node.physical_cores == 4
-    assert node.cores_of_rank(1, ranks=2) == (2, 6, 3, 7)
-
-
-def test_only_allowed_cores_count(tmp_path: Path) -> None:
-    files = {"proc/self/status": "Cpus_allowed_list:\t1,3\n"}
-    for core in range(4):
-        files |= topology(core, number=core // 2)
-    node = inspect_node(root=write_tree(tmp_path, files))
-    assert node.cores == (1, 3)
-    assert node.physical_cores == 2
-
-
-def test_without_a_topology_each_processor_is_a_core(tmp_path: Path) -> None:
-    node = inspect_node(root=write_tree(tmp_path, {"proc/self/status": "Cpus_allowed_list:\t0-2"}))
-    assert (node.cores, node.physical_cores) == ((0, 1, 2), 3)
-
-
-def test_number_and_name(tmp_path: Path) -> None:
-    root = write_tree(tmp_path, {"proc/sys/kernel/hostname": "node-7\n"})
-    node = inspect_node(rank=7, root=root)
-    assert (node.rank, node.hostname) == (7, "node-7")
+def test_cores_are_ordered(
+    allowed: Iterable[int],
+    shown: dict[int, tuple[int, int]],
+    cores: tuple[int, ...],
+    physical: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*allowed})
+    files: dict[str, str] = {}
+    for core, (number, package) in shown.items():
+        base = f"sys/devices/system/cpu/cpu{core}/topology"
+        files[f"{base}/core_id"] = f"{number}\n"
+        files[f"{base}/physical_package_id"] = f"{package}\n"
+    node = inspect_node(CpuBackend(), {}, root=write_tree(tmp_path, files))
+    assert (node.cores, node.physical_cores) == (cores, physical)
 
 
 def test_interfaces_are_distinguished(tmp_path: Path) -> None:
@@ -81,7 +70,7 @@ def test_interfaces_are_distinguished(tmp_path: Path) -> None:
         files[f"sys/class/net/{name}/device/vendor"] = "0x15b3\n"
     # A file that is not an interface lies there as well on machines with bonding.
     files["sys/class/net/bonding_masters"] = "\n"
-    node = inspect_node(root=write_tree(tmp_path, files))
+    node = inspect_node(CpuBackend(), {}, root=write_tree(tmp_path, files))
     assert node.interfaces == (
         NetworkInterface(name="enp1", up=True, physical=True),
         NetworkInterface(name="enp2", up=True, physical=True),
@@ -105,7 +94,7 @@ def test_rdma_devices(tmp_path: Path) -> None:
         "sys/class/infiniband/rdmap0/device/driver": "-> ../../../../bus/pci/drivers/efa",
         "sys/class/infiniband/odd/node_type": "1: CA\n",
     }
-    node = inspect_node(root=write_tree(tmp_path, files))
+    node = inspect_node(CpuBackend(), {}, root=write_tree(tmp_path, files))
     assert node.rdma_devices == (
         RdmaDevice(name="mlx5_0", driver="mlx5_core", link_layer="InfiniBand"),
         RdmaDevice(name="odd", driver="unknown", link_layer="unknown"),
@@ -114,19 +103,16 @@ def test_rdma_devices(tmp_path: Path) -> None:
 
 
 def test_a_machine_that_shows_nothing_is_modest(tmp_path: Path) -> None:
-    node = inspect_node(root=tmp_path)
-    assert (node.cores, node.physical_cores) == ((0,), 1)
+    node = inspect_node(CpuBackend(), {}, root=tmp_path)
     assert (node.interfaces, node.rdma_devices) == ((), ())
-    assert node.loopback is None
-    assert node.main_interface is None
+    assert node.loopback is None and node.main_interface is None
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_this_machine() -> None:
-    node = inspect_node()
+    node = inspect_node(CpuBackend(), {}, rank=7)
     assert set(node.cores) == os.sched_getaffinity(0)
     assert 1 <= node.physical_cores <= len(node.cores)
-    assert node.hostname == os.uname().nodename
+    assert (node.rank, node.hostname) == (7, os.uname().nodename)
     assert node.libraries["torch"]
 
 
@@ -135,7 +121,7 @@ def job(ranks: int, **fields: Any) -> Job:
 
 
 def test_a_gaudi_server_gives_each_rank_whole_cores_of_one_package() -> None:
-    shares = cores_of_ranks(job(4), HpuBackend.launch, SERVER)
+    shares = cores_of_ranks(job(4), HpuBackend.launch.binding, SERVER)
     assert shares == {0: (0, 8, 1, 9), 1: (2, 10, 3, 11), 2: (4, 12, 5, 13), 3: (6, 14, 7, 15)}
 
 
@@ -150,5 +136,5 @@ def test_a_gaudi_server_gives_each_rank_whole_cores_of_one_package() -> None:
     ],
 )
 def test_who_is_bound(ranks: int, asked: str, profile: str, count: int) -> None:
-    found = cores_of_ranks(job(ranks, binding=asked), LaunchProfile(binding=profile), SERVER)
+    found = cores_of_ranks(job(ranks, binding=asked), profile, SERVER)
     assert len(found) == count

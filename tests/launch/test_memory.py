@@ -11,16 +11,19 @@ import pytest
 
 from anygauge.cli import run as command
 from anygauge.config.load import load_run_file
+from anygauge.config.resolved import parse_run
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, Precision, RunFileError
 from anygauge.launch import memory as launch_memory
-from anygauge.launch.memory import UNDECIDED, Expectation, planned
+from anygauge.launch.decision import UNDECIDED, Decision
+from anygauge.launch.memory import planned
 from anygauge.launch.prepare import prepare_run
 from anygauge.launch.prepare_process import PrepareAnswer, PrepareRequest
 from anygauge.launch.request import read_request
 from anygauge.planning.memory import PHASES, Peak, RunMemory, Work
-from anygauge.training.auto import candidates, in_words
-from anygauge.training.checks import Findings
+from anygauge.registry import installed_plugins
+from anygauge.training.auto import candidates, forms_of, in_words
+from anygauge.training.run_checks import Findings
 from tests.helpers.gaudi import without_driver
 from tests.helpers.runs import TINY, run_file, trained
 
@@ -43,10 +46,15 @@ class StandIn:
 
     def prepare(self, request: PrepareRequest, *_: Any, **__: Any) -> PrepareAnswer:
         answer = PrepareAnswer(found=Findings(settings=[]))
-        if request.plan is None:
+        if "plan" not in request.stages:
             return answer
         self.requests.append(request)
-        return answer.model_copy(update={"expected": planned(request.plan)})
+        registry, run = installed_plugins(), parse_run(request.run)
+        every = forms_of(run, registry, run.launch.devices)
+        forms = [every[number] for number in request.forms]
+        cards, force = request.cards or (), request.force
+        decided = planned(run, forms, registry, request.backend, cards, force=force)
+        return answer.model_copy(update={"decided": decided})
 
     def plan(self, run: RunFile, registry: Any, backend: Any, world_size: int) -> RunMemory:
         found = self.found
@@ -91,7 +99,7 @@ def wide(folder: Path, capacity: int, monkeypatch: pytest.MonkeyPatch, **changes
     )
 
 
-def expected(path: Path, *, plan: bool | None = None, **options: Any) -> Expectation:
+def expected(path: Path, *, plan: bool | None = None, **options: Any) -> Decision:
     request = read_request(path, [], options, need_device=False)
     return prepare_run(request, plan=plan)[2]
 
@@ -156,7 +164,7 @@ def test_a_small_run_starts_no_process(
     assert expected(run_file(tmp_path), plan=True).memory == {"load": MIB}
     assert len(planner.requests) == 1
     path = wide(tmp_path, 100 * MIB, monkeypatch)
-    assert expected(path, plan=False) == Expectation(form=None) and len(planner.requests) == 1
+    assert expected(path, plan=False) == Decision() and len(planner.requests) == 1
 
 
 def test_ranks_of_one_host_share_its_memory(
@@ -221,7 +229,7 @@ def test_auto_becomes_the_first_that_fits_and_says_why(
         f"strategy: zero (auto: {why})",
         "memory: needs 2.0 GiB of tensors, 2.1 GiB on top; sim has 5.0 GiB per rank",
     )
-    assert found.form == 2, "the process then checks it as that form, too"
+    assert found.strategy == "zero", "the process then checks it as that form, too"
     assert chosen.run.strategy.name == chosen.job.strategy == "zero"
     assert chosen.job.strategy_why == f"auto: {why}"
     assert chosen.job.expected_memory == {"load": 2048 * MIB}
@@ -263,7 +271,7 @@ def test_auto_that_fits_whole_is_checked_once(
     monkeypatch.setattr(launch_memory, "SMALL", 0.0)
     request = read_request(auto(tmp_path, monkeypatch), [], {}, need_device=False)
     chosen, _, found = prepare_run(request)
-    assert found.form == 0 and len(planner.requests) == 1
+    assert found.strategy == "ddp" and len(planner.requests) == 1
     assert chosen.job.strategy_why == "auto: the whole model fits each device"
 
 
@@ -287,7 +295,7 @@ def test_auto_of_a_small_run_starts_no_process(tmp_path: Path, planner: StandIn)
         request = read_request(path, [], {}, need_device=False)
         chosen, _, found = prepare_run(request)
         assert chosen.run.strategy.name == chosen.job.strategy == name
-        assert found.form == 0 and planner.requests == []
+        assert found.strategy == name and planner.requests == []
 
 
 @without_driver

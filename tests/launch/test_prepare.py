@@ -18,23 +18,23 @@ from anygauge.cli import run as command
 from anygauge.config.schema import ModelSection
 from anygauge.interface import AnygaugeError, DataError, ModelError, RunFileError
 from anygauge.launch import prepare, prepare_call
-from anygauge.launch.memory import Expectation, PlanQuestion
+from anygauge.launch.decision import Decision
 from anygauge.launch.prepare import prepare_run
 from anygauge.launch.prepare_process import PrepareAnswer, PrepareRequest
 from anygauge.launch.rank_process import ProcessSample
 from anygauge.launch.request import read_request
 from anygauge.models.hub import wanted
 from anygauge.models.hub_errors import HubUnreachableError
-from anygauge.training.checks import Findings, Question
+from anygauge.training.run_checks import Findings
 from tests.helpers.gaudi import without_driver
 from tests.helpers.runs import TINY, run_file
 
-CHECK = PrepareRequest(check=Question(run="{}", backend="cpu", world_size=1))
+CHECK = PrepareRequest(stages=("check",))
 
 
-def unchecked(request: Any, **_: Any) -> tuple[Any, Findings, Expectation]:
+def unchecked(request: Any, **_: Any) -> tuple[Any, Findings, Decision]:
     """In place of `prepare_run`."""
-    return request, Findings(settings=[]), Expectation()
+    return request, Findings(settings=[]), Decision()
 
 
 def test_a_dry_run_shows_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,37 +201,27 @@ def test_one_that_nobody_waits_for_any_more_is_ended(ask: Callable[..., PrepareA
     assert ask(then=HANGS, request=FETCH, turn=lambda: next(turns)) == PrepareAnswer()
 
 
-PLAN = PlanQuestion(run="{}", backend="cpu", cards=None)
 FOUND = {"event": "found", "fields": {"found": {"data": "40 rows"}}}
 
 
 @pytest.mark.parametrize(
-    ("then", "forms", "said"),
+    ("then", "said"),
     [
-        (HANGS, 1, "a plan takes longer than 0 s; `anygauge plan RUN.yaml` waits for it"),
-        (HANGS, 2, "a plan takes longer than 1 s; `anygauge plan RUN.yaml` waits for it"),
+        (HANGS, "a plan takes longer than 0 s; `anygauge plan RUN.yaml` waits for it"),
         (
-            "echo no >&2; " + KILLED, 1,
+            "echo no >&2; " + KILLED,
             "the process that plans ended with signal 9, SIGKILL: no. There may be too little "
             "memory; a smaller data.max_length or train.micro_batch_size needs less",
         ),
     ],
-    ids=["takes long", "of several forms takes long", "is killed"],
+    ids=["takes long", "is killed"],
 )  # fmt: skip
-def test_a_plan_that_stops_no_run(
-    then: str,
-    forms: int,
-    said: str,
-    ask: Callable[..., PrepareAnswer],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(prepare_call, "AUTO_LIMIT_S", 1.0)
-    plan = PLAN.model_copy(update={"strategies": ({"name": "ddp"},) * forms})
-    request = CHECK.model_copy(update={"plan": plan})
+def test_a_plan_that_stops_no_run(then: str, said: str, ask: Callable[..., PrepareAnswer]) -> None:
+    request = PrepareRequest(stages=("check", "plan"))
     stage = {"event": "stage", "name": "plan"}
     answer = ask(FOUND, stage, then=then, limit_s=0.2, request=request)
     assert answer.found.data == "40 rows"
-    assert answer.expected == Expectation(note=f"memory was not planned: {said}", form=None)
+    assert answer.decided == Decision(note=f"memory was not planned: {said}")
 
 
 def test_what_follows_a_rendering_has_not_its_limit(ask: Callable[..., PrepareAnswer]) -> None:

@@ -13,25 +13,27 @@ from typing import Any
 import pytest
 
 from anygauge.config.load import load_run_file
-from anygauge.config.resolved import run_json
-from anygauge.config.schema import ModelSection, RunFile
+from anygauge.config.resolved import parse_run, run_json
+from anygauge.config.schema import ModelSection
 from anygauge.interface import DataError, ModelError
 from anygauge.launch import prepare_process
-from anygauge.launch.memory import PlanQuestion, planned
+from anygauge.launch.decision import Decision
+from anygauge.launch.memory import planned
 from anygauge.launch.prepare import prepare
 from anygauge.launch.prepare_process import PrepareRequest, Stages, failed, misses_torch
 from anygauge.models.hub import wanted
 from anygauge.models.hub_errors import HubUnreachableError
+from anygauge.registry import installed_plugins
 from anygauge.training.auto import in_words
-from anygauge.training.checks import Findings, Question
 from anygauge.util.events import EventWriter
 from tests.helpers.runs import run_file
 from tests.planning.standins import run
 from tests.standins.hub import Hub, Repository
 
 
-def question(path: Path) -> Question:
-    return Question(run=run_json(load_run_file(path).run), backend="cpu", world_size=1)
+def check_of(path: Path) -> PrepareRequest:
+    run = run_json(load_run_file(path).run)
+    return PrepareRequest(stages=("check",), run=run, backend="cpu")
 
 
 def events_of(*arguments: str, request: PrepareRequest) -> tuple[list[dict[str, Any]], str]:
@@ -78,7 +80,7 @@ def test_a_refusal_keeps_its_exit_status() -> None:
 
 def test_the_usual_run_is_checked_without_torch(tmp_path: Path) -> None:
     """torch, and what the model library imports with it, would be most of the cost."""
-    request = PrepareRequest(check=question(run_file(tmp_path)))
+    request = check_of(run_file(tmp_path))
     module = ("-X", "importtime", "-m", "anygauge.launch.prepare_process")
     events, printed = events_of(*module, request=request)
     found, done = events[-2:]
@@ -91,7 +93,7 @@ def test_the_usual_run_is_checked_without_torch(tmp_path: Path) -> None:
 IN_NEED = """
 from anygauge.interface import ModelError
 from anygauge.launch import prepare_process
-from anygauge.training import checks
+from anygauge.training import run_checks
 
 def load_config(section):
     try:
@@ -99,7 +101,7 @@ def load_config(section):
     except ImportError as error:
         raise ModelError("model.name: it needs PyTorch") from error
 
-checks.load_config = load_config
+run_checks.load_config = load_config
 prepare_process.main()
 """
 
@@ -109,9 +111,7 @@ def test_a_model_that_needs_torch_even_for_its_configuration_is_checked_with_it(
     tmp_path: Path,
 ) -> None:
     """What only the hidden torch explains is never a refusal: the process begins anew."""
-    events, printed = events_of(
-        "-c", IN_NEED, request=PrepareRequest(check=question(run_file(tmp_path)))
-    )
+    events, printed = events_of("-c", IN_NEED, request=check_of(run_file(tmp_path)))
     names = [event["event"] for event in events]
     assert names == ["stage", "stage", "stage", "found", "done"], printed
 
@@ -146,15 +146,14 @@ def test_only_a_fetch_has_the_network(tmp_path: Path, hub: Hub) -> None:
     """The stage after it finds the copy, of which it may not ask whether it is the newest."""
     path = run_file(tmp_path, model={"name": NAME})
     shown: list[str] = []
-    request = PrepareRequest(
-        fetch=tuple(wanted(load_run_file(path).run.model)), check=question(path)
-    )
+    fetch = tuple(wanted(load_run_file(path).run.model))
+    request = check_of(path).model_copy(update={"fetch": fetch})
     with pytest.raises(ModelError, match="cannot be read as weights"):
         prepare(request, show=lambda event: shown.append(event["event"]))
     assert hub.files() == sorted(FILES) and shown.count("message") == 2
     hub.requests.clear()
     with pytest.raises(ModelError, match="cannot be read as weights"):
-        prepare(PrepareRequest(check=question(path)))
+        prepare(check_of(path))
     assert hub.requests == []
 
 
@@ -172,17 +171,17 @@ def test_a_hub_that_does_not_answer_refuses_a_run_alone(
 # -- plans -----------------------------------------------------------------------------------------
 
 
-def small(length: int = 96) -> PlanQuestion:
+def small(length: int = 96) -> PrepareRequest:
     found = run(launch={"devices": 1}, strategy={"name": "single"}, data={"max_length": length})
-    return PlanQuestion(run=run_json(found), backend="cpu", cards=None)
+    return PrepareRequest(stages=("plan",), run=run_json(found), backend="cpu", cards=())
 
 
 @pytest.mark.slow
 def test_a_plan_is_what_the_function_says() -> None:
-    there = prepare(PrepareRequest(plan=small())).expected
-    assert there == planned(small())
-    assert there is not None and there.form == 0 and there.memory
-    refused = prepare(PrepareRequest(plan=small(512))).expected
+    there = prepare(small()).decided
+    assert there == planned(parse_run(small().run), [], installed_plugins(), "cpu", [])
+    assert there is not None and there.memory
+    refused = prepare(small(512)).decided
     assert refused is not None and "was made for 256 positions" in refused.note
 
 
@@ -190,21 +189,18 @@ def test_a_run_that_becomes_another_form_is_checked_as_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     checked: list[str] = []
-
-    def check(question: Question, run: RunFile, *_: Any) -> Findings:
-        checked.append(in_words(run))
-        return Findings()
-
-    monkeypatch.setattr(prepare_process, "check_run", check)
-    forms = ({"name": "ddp"}, {"name": "zero", "offload": "both"})
-    plan = small().model_copy(update={"strategies": forms})
-    first = run_json(plan.forms[0])
-    request = PrepareRequest(check=Question(run=first, backend="cpu", world_size=1), plan=plan)
-    for form, others in ((0, []), (None, []), (1, ["zero"])):
-        monkeypatch.setattr(Stages, "plan", lambda *_, form=form: form)
+    monkeypatch.setattr(Stages, "_check", lambda self, run: checked.append(in_words(run)))
+    monkeypatch.setattr(Stages, "enter", lambda self, stage: None)
+    found = run(launch={"devices": 2}, strategy={"name": "auto"})
+    request = small().model_copy(
+        update={"run": run_json(found), "stages": ("check", "plan"), "forms": (0, 3)}
+    )
+    for form, others in ((0, []), (None, []), (3, ["zero"])):
+        decided = Decision(form=form)
+        monkeypatch.setattr(prepare_process, "planned", lambda *_, found=decided, **__: found)
         checked.clear()
         Stages(request, EventWriter(None)).run()
-        assert [one.split()[0] for one in checked] == ["ddp", *others]
+        assert checked == ["ddp", *others]
 
 
 def test_it_is_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +213,6 @@ def test_it_is_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
         return process
 
     monkeypatch.setattr(subprocess, "Popen", started)
-    prepare(PrepareRequest(plan=small()), turn=lambda: not seen)
+    prepare(small(), turn=lambda: not seen)
     with pytest.raises(ProcessLookupError):
         os.kill(seen[0], 0)

@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 
 from anygauge.cli import run as command
-from anygauge.interface import ATTEMPTS, AnygaugeError
-from anygauge.interface.job import Job
+from anygauge.interface import ATTEMPTS, AnygaugeError, Job
 from anygauge.launch.request import read_request
 from anygauge.launch.run_directory import (
     choose_run_directory,
     claim,
-    clear,
     clear_for_start,
     logs_of,
     remove_unaccepted,
@@ -92,13 +90,6 @@ def test_a_run_that_is_starting_keeps_its_name(tmp_path: Path) -> None:
         assert choose_run_directory(folder, resume=False) == tmp_path / "my-run-2"
         assert took_no_step(folder, locked=True)
     assert choose_run_directory(folder, resume=False) == folder
-
-
-def test_clearing_removes_nothing_else(tmp_path: Path) -> None:
-    folder = failed_start(tmp_path / "my-run")
-    MORE["notes"](folder)
-    clear(folder)
-    assert sorted(path.name for path in folder.iterdir()) == [".lock", "notes.txt"]
 
 
 def resuming_job(folder: Path, number: int = 1) -> Job:

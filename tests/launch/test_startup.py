@@ -134,7 +134,7 @@ def hub() -> Iterator[Hub]:
 
 def prepare(cluster: Cluster, nodes: int) -> None:
     path = run_file(cluster.folder, model={"name": "somebody/model"})
-    cluster.prepare({rank: [FINISHED] for rank in range(nodes)}, nodes, fetch=True)
+    cluster.prepare({rank: [FINISHED] for rank in range(nodes)}, nodes, prepare=True)
     (cluster.directory / "run.yaml").write_text(run_json(load_run_file(path).run))
 
 

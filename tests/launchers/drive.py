@@ -21,7 +21,7 @@ def main() -> int:
     running = launcher.submit(plan)
     for event in running.events():
         print(json.dumps(event), flush=True)
-    return int(running.wait())
+    return int(event["exit_status"])
 
 
 if __name__ == "__main__":

@@ -78,4 +78,3 @@ def test_a_job_that_has_ended_leaves_the_folder_free(tmp_path: Path) -> None:
         with claim(tmp_path) as lock:
             job = started(plan(tmp_path, "", "", lock))
             assert [event["state"] for event in job.events()] == ["failed"]
-            job.wait()

@@ -39,8 +39,10 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return trained(path, "--devices", "2")
 
 
-def ended(up: LaunchTarget, path: Path, *prefix: object) -> tuple[int, str, str]:
-    process = up.start(*prefix, sys.executable, "-m", "anygauge.cli", "train", path)
+def ended(
+    up: LaunchTarget, path: Path, *options: str, prefix: tuple[object, ...] = ()
+) -> tuple[int, str, str]:
+    process = up.start(*prefix, sys.executable, "-m", "anygauge.cli", "train", path, *options)
     out, err = process.communicate(timeout=PATIENCE_S)
     return process.returncode, out, err
 
@@ -81,6 +83,28 @@ def test_an_error_of_the_user_is_told_once_and_whole(up: LaunchTarget) -> None:
     assert err.count("kernels.lora_linear: 'addmm' cannot serve this run") == 1, err
 
 
+def test_the_first_machine_decides_for_all(up: LaunchTarget) -> None:
+    """Its cards count, not those of the machine of the command; the others hear it and obey."""
+    if up.name != "ssh":
+        pytest.skip("alike for all launchers")
+    folder, launch = up.machines.folder, up.launch()
+    path = run_file(folder, name="auto", strategy={"name": "auto"}, launch=launch)
+    status, out, err = ended(up, path, "--plan")
+    assert status == 0, f"{out}\n{err}"
+    assert "strategy ddp (auto: the whole model fits each device)" in out
+    report = json.loads((folder / "out" / "auto" / "report.json").read_text())
+    assert report["choices"]["strategy"].endswith("(auto: the whole model fits each device)")
+    assert report["memory"]["predicted"]
+    small = {"ANYGAUGE_SIM_CAPACITY": str(2**16), "ANYGAUGE_SIM_LOCKS": str(folder / "locks")}
+    path = run_file(
+        folder, name="full", backend="sim", strategy={"name": "auto"}, launch=launch,
+        environment=small,
+    )  # fmt: skip
+    status, out, err = ended(up, path)
+    assert status == 2 and "node node1: the run cannot fit, with strategy " in err, f"{out}\n{err}"
+    assert not (folder / "out" / "full" / "metrics.jsonl").exists()
+
+
 def test_a_machine_that_cannot_be_reached_is_named(up: LaunchTarget) -> None:
     if up.name == "slurm":
         pytest.skip("Slurm chooses the machines")
@@ -106,7 +130,7 @@ class TestSlurm:
         folder = up.machines.folder
         path = run_file(folder, name="inside", strategy={"name": "zero"}, data=gsm8k(folder),
                         launch=up.launch())  # fmt: skip
-        status, out, err = ended(up, path, "salloc", "-N2")
+        status, out, err = ended(up, path, prefix=("salloc", "-N2"))
         assert status == 0, f"{out}\n{err}"
         assert losses(folder / "out" / "inside") == pytest.approx(here.steps("loss"), rel=1e-6)
 

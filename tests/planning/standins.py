@@ -8,7 +8,7 @@ from typing import Any
 
 from anygauge.config.schema import RunFile
 from anygauge.interface import Precision
-from anygauge.interface.strategy import BACKWARD
+from anygauge.interface.estimate import BACKWARD
 from anygauge.planning.machines import Hardware
 from anygauge.planning.memory import PHASES, Peak, RunMemory, Work
 from anygauge.planning.plan import plan_run

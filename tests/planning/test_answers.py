@@ -17,10 +17,10 @@ from anygauge import cli
 from anygauge.config.resolved import values_of
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, RunFileError, UnsupportedError
-from anygauge.launch import event_format as lines
 from anygauge.planning.fit import GIB
 from anygauge.planning.memory import Peak, RunMemory, Traffic, Work
 from anygauge.planning.trials import Plan, changed
+from anygauge.util import text as lines
 from tests.docs.pages import ROOT, section, table_names
 from tests.helpers.runs import TINY
 from tests.planning.standins import memory, run, values

@@ -13,7 +13,6 @@ import yaml
 from anygauge.interface import CARD_FIGURES, AnygaugeError, BackendSpec, Card, PluginError
 from anygauge.planning.machines import MACHINE_FIGURES, Hardware
 from anygauge.registry import BLOCK_VARIABLE, Provided, Registry
-from anygauge.registry.plugins import Discovery
 
 TABLES: dict[str, Any] = yaml.safe_load(
     (Path(__file__).parent / "machines.yaml").read_text(encoding="utf-8")
@@ -25,7 +24,7 @@ class Here:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.files = folder, list[Path]()
-        self.registry = Registry(Discovery())
+        self.registry = Registry()
         self.plugin("one", TABLES["card"])
 
     def plugin(self, name: str, text: str, place: str = "", says: Callable[[], Any] = dict) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.interface.strategy import ACTIVATIONS, LOGITS
+from anygauge.interface.estimate import ACTIVATIONS, LOGITS
 from anygauge.planning.memory import RunMemory
 from tests.helpers.runs import TINY
 from tests.planning.standins import REGISTRY, planned, run

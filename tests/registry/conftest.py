@@ -21,6 +21,46 @@ Install = Callable[..., None]
 SHIPPED = tuple(sorted({e.dist.name for e in metadata.entry_points(group="anygauge") if e.dist}))
 """Distributions with plugins that are installed here; these tests are about others."""
 
+BACKEND = """\
+from anygauge.interface import *
+from anygauge.interface import API_VERSION, hookimpl
+
+def probe():
+    {probe}
+
+class Fake(Backend):
+    name = {name!r}
+    device_type = "meta"
+    kernels = {{"softmax": "fast"}}
+
+class FakeOptions(Options):
+    threads: int = 1
+
+class Renamed(Backend):
+    name = "another"
+    device_type = "meta"
+
+class Promising(Backend):
+    name = "host"
+    device_type = "meta"
+    capabilities = {{"bfloat16": True}}
+
+def broken(options):
+    raise RuntimeError("no such card")
+
+@hookimpl
+def anygauge_provide_backends():
+    return [BackendSpec(
+        name={name!r},
+        factory="{factory}",
+        probe=probe,
+        api_version={api_version},
+        priority={priority},
+        options="{options}",
+    )]
+{more}
+"""
+
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
@@ -58,92 +98,28 @@ def load() -> Callable[..., Registry]:
 
 
 @pytest.fixture
-def backend_source() -> Callable[..., str]:
-    """Source of a plugin module with one backend; `devices`, ... are answers of its probe."""
+def have(install: Install) -> Callable[..., None]:
+    """``have("name", ...)`` installs one backend by that name, as version 1.0 of name-dist.
 
-    def source(
-        name: str,
-        *,
-        module: str | None = None,
-        priority: int = 10,
-        devices: str = "yes",
-        driver: str = "yes",
-        software: str = "yes",
-        probe: str | None = None,
-        api_version: str = "API_VERSION",
-        factory: str | None = None,
-        more: str = "",
-    ) -> str:
-        module = module or f"fake_{name}"
-        body = probe or (
-            f"return Probe(devices={finding(devices, 'card')}, "
-            f"driver={finding(driver, 'driver')}, software={finding(software, 'library')})"
-        )
-        return f"""\
-from anygauge.interface import *
-from anygauge.interface import API_VERSION, hookimpl
+    ``devices``, ``driver`` and ``software`` are answers of its probe: yes, no or not_needed.
+    """
 
-def probe():
-    {body}
-
-class Fake(Backend):
-    name = {name!r}
-    device_type = "meta"
-    kernels = {{"softmax": "fast"}}
-
-class FakeOptions(Options):
-    threads: int = 1
-
-class Impostor:
-    def __init__(self, options):
-        self.name = {name!r}
-
-class Renamed(Backend):
-    name = "another"
-    device_type = "meta"
-
-class Promising(Backend):
-    name = "host"
-    device_type = "meta"
-    capabilities = {{"bfloat16": True}}
-
-def broken(options):
-    raise RuntimeError("no such card")
-
-def impostor(options):
-    return Impostor(options)
-
-@hookimpl
-def anygauge_provide_backends():
-    return [BackendSpec(
-        name={name!r},
-        factory={(factory or module + ":Fake")!r},
-        probe=probe,
-        api_version={api_version},
-        priority={priority},
-        options={module + ":FakeOptions"!r},
-    )]
-{more}
-"""
-
-    return source
-
-
-@pytest.fixture
-def have(install: Install, backend_source: Callable[..., str]) -> Callable[..., None]:
-    """``have("name", ...)`` installs one backend by that name, as version 1.0 of name-dist."""
-
-    def put(name: str, plugin: str = "", version: str = "1.0", **answers: Any) -> None:
+    def put(name: str, plugin: str = "", version: str = "1.0", **fields: Any) -> None:
         plugin = plugin or name
         module = f"fake_{plugin}"
-        source = backend_source(name, module=module, **answers)
+        questions = {"devices": "card", "driver": "driver", "software": "library"}
+        found = [f"{q}={_finding(fields.pop(q, 'yes'), what)}" for q, what in questions.items()]
+        defaults = {
+            "name": name, "probe": f"return Probe({', '.join(found)})", "priority": 10,
+            "factory": f"{module}:Fake", "options": f"{module}:FakeOptions",
+            "api_version": "API_VERSION", "more": "",
+        }  # fmt: skip
+        source = BACKEND.format(**{**defaults, **fields})
         install(f"{plugin}-dist", version, {plugin: module}, **{module: source})
 
     return put
 
 
-def finding(answer: str, what: str) -> str:
-    """Source of a `Finding` of the answer yes, no or not_needed."""
-    if answer == "not_needed":
-        return "Finding.not_needed()"
-    return f"Finding.{answer}('{what} {answer}', '/fake/{what}')"
+def _finding(answer: str, what: str) -> str:
+    shown = "" if answer == "not_needed" else f"'{what} {answer}', '/fake/{what}'"
+    return f"Finding.{answer}({shown})"

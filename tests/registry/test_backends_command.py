@@ -83,11 +83,8 @@ def test_text_of_plugins_is_no_markup(have):
     assert "[bold]x[/bold]" in command(width=120)
 
 
-def test_a_description_of_hardware_that_cannot_be_read_is_shown(install, backend_source):
-    source = backend_source("fast").replace(
-        "priority=", 'hardware="fake_fast:cards.toml", priority='
-    )
-    install("fast-dist", "1.0", {"fast": "fake_fast"}, fake_fast=source)
+def test_a_description_of_hardware_that_cannot_be_read_is_shown(have):
+    have("fast", priority="10, hardware='fake_fast:cards.toml'")
     report = json.loads(command("--json"))
     (failure,) = report["failed_hardware"]
     assert failure["entry_point"] == "fake_fast:cards.toml" and not report["failed"]

@@ -8,7 +8,7 @@ from importlib import import_module
 
 from anygauge.interface import Backend, LaunchSettings, Node, TrackerContext, plugins
 from anygauge.registry import resolve_environment
-from anygauge.registry.registry import read_options
+from anygauge.registry.specs import read_options
 from tests.docs.pages import ROOT, blocks
 from tests.helpers.jobs import make_job
 

@@ -22,18 +22,20 @@ class Recording(Fake):
 """
 
 
-def test_open_backend_opens_and_closes(have, monkeypatch):
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
     monkeypatch.setenv("ANYGAUGE_BLOCK_PLUGINS", ",".join(SHIPPED))
+
+
+def test_open_backend_opens_and_closes(have):
     have("mine", factory="fake_mine:Recording", more=RECORDING)
     with anygauge.open_backend("auto", local_rank=3, options={"threads": 1}) as backend:
-        assert backend.name == "mine"
-        assert backend.options.threads == 1
+        assert (backend.name, backend.options.threads) == ("mine", 1)
         assert backend.events == [("open", 3)]
     assert backend.events == [("open", 3), "close"]
 
 
-def test_open_backend_needs_the_device(have, monkeypatch):
-    monkeypatch.setenv("ANYGAUGE_BLOCK_PLUGINS", ",".join(SHIPPED))
+def test_open_backend_needs_the_device(have):
     have("mine", devices="no")
     with pytest.raises(NotAvailableError, match="card no"):
         anygauge.open_backend("mine")
@@ -47,5 +49,6 @@ def test_version_and_unknown_attributes():
 
 def test_importing_it_imports_nothing_heavy():
     heavy = "{'torch', 'transformers', 'deepspeed', 'peft', 'pydantic', 'pluggy', 'rich'}"
-    code = f"import anygauge, sys; anygauge.__version__; assert not {heavy} & set(sys.modules)"
+    use = "import anygauge, sys; anygauge.__version__, anygauge.open_backend"
+    code = f"{use}; assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

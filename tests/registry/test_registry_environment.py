@@ -17,7 +17,10 @@ def setting(name, value, **more):
 def backend_with(*settings):
     class WithSettings(BareBackend):
         def environment(self, job, node, local_rank=None):
-            return settings
+            for one in settings:
+                if isinstance(one, Exception):
+                    raise one
+                yield one
 
     return WithSettings()
 
@@ -61,7 +64,6 @@ def test_all_four_in_order(site, load):
 
     (one,) = resolve(registry, backend, job(A="file"))
     assert (one.value, one.origin) == ("file", "run file")
-    assert one.overruled == (("site hook", "site"), ("backend", "backend"))
 
     (one,) = resolve(registry, backend)
     assert (one.value, one.origin) == ("site", "site hook")
@@ -102,23 +104,6 @@ def test_the_last_of_a_backends_own_values_counts(load):
     assert (one.value, one.overruled) == ("2", (("backend", "1"),))
 
 
-def test_a_rule_that_decides_nothing_is_refused_by_name(load):
-    class Undecided(BareBackend):
-        environment_rules = (
-            EnvironmentRule(
-                name="A",
-                value="in words",
-                scope=Scope.NODE,
-                reason="in general",
-                source="a manual",
-                decide=lambda context: None,
-            ),
-        )
-
-    with pytest.raises(PluginError, match=r"backend 'plain' gave None .* must give Setting"):
-        resolve(load(), Undecided())
-
-
 def test_secrets_are_not_shown(load):
     backend = backend_with(setting("PLAIN", "hush", secret=True), setting("HF_TOKEN", "old"))
     plain, token = resolve(load(), backend, PLAIN="hash", HF_TOKEN="new")
@@ -138,30 +123,30 @@ def test_two_sites_agree_or_are_both_named(site, load, southern):
     assert (one.value, one.overruled) == ("1", ())
 
 
+UNDECIDED = EnvironmentRule(
+    name="A", value="in words", scope=Scope.NODE, reason="in general", source="a manual",
+    decide=lambda context: None,
+)  # fmt: skip
+
+
+class DecidesNothing(BareBackend):
+    environment_rules = (UNDECIDED,)
+
+
 @pytest.mark.parametrize(
-    ("body", "reason"),
+    ("body", "backend", "told"),
     [
-        ("raise ValueError('bad site')", "raised ValueError: bad site"),
-        ("return [('A', '1')]", "it must give Setting"),
-        ("return [setting('A', 1)]", "A has a value of type int"),
-        ("return [setting('A=B', '1')]", "'A=B' is not the name"),
+        ("raise ValueError('bad site')", backend_with(), "site-dist 1.0: .* ValueError: bad site"),
+        ("return [('A', '1')]", backend_with(), "site-dist 1.0 gave .* it must give Setting"),
+        ("return [setting('A', 1)]", backend_with(), "site-dist 1.0: A has a value of type int"),
+        ("return [setting('A=B', '1')]", backend_with(), "site-dist 1.0: 'A=B' is not the name"),
+        ("", backend_with(setting("A", 1)), "backend 'plain': A has a value of type int"),
+        ("", backend_with(KeyError("no")), r"backend 'plain': environment\(\) raised KeyError"),
+        ("", DecidesNothing(), "backend 'plain' gave None .* must give Setting"),
     ],
 )
-def test_broken_site_hook_is_named(site, load, body, reason):
-    site(body)
-    with pytest.raises(PluginError) as caught:
-        resolve(load(), backend_with())
-    assert reason in str(caught.value)
-    assert "site-dist 1.0" in str(caught.value)
-
-
-def test_broken_backend_is_named(load):
-    with pytest.raises(PluginError, match="backend 'plain': A has a value of type int"):
-        resolve(load(), backend_with(setting("A", 1)))
-
-    class Raising(BareBackend):
-        def environment(self, job, node, local_rank=None):
-            raise KeyError("no interface")
-
-    with pytest.raises(PluginError, match=r"'plain': environment\(\) raised KeyError"):
-        resolve(load(), Raising())
+def test_broken_site_hook_or_backend_is_named(site, load, body, backend, told):
+    if body:
+        site(body)
+    with pytest.raises(PluginError, match=told):
+        resolve(load(), backend)

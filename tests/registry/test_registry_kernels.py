@@ -42,7 +42,7 @@ def anygauge_provide_kernels():
 """
         install(f"{plugin}-dist", "1.0", {plugin: f"fake_{plugin}"}, **{f"fake_{plugin}": source})
         registry = load()
-        assert registry.failures == ()
+        assert not registry.failures
         return registry
 
     return put

@@ -17,10 +17,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.config.sections import CheckpointingSection, OptimizerSection
 from anygauge.data import MicroBatch
-from anygauge.interface import Backend, Precision, Share
-from anygauge.interface.strategy import DeviceBatch, Engine
+from anygauge.interface import Backend, DeviceBatch, Engine, Precision, Share
 from anygauge.kernels.install import ModelKernels
-from anygauge.kernels.loss import logits_rule, model_loss
+from anygauge.kernels.logits_rule import logits_rule
+from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.inputs import model_inputs, positions, shift_labels
 from anygauge.models.masks import MaskPlan
@@ -185,7 +185,7 @@ def placed(
     if case.routers:
         inputs["tokens"] = batch.attention_mask
     mine = positions(share.sequence, ids.shape[1])
-    return DeviceBatch({**inputs, "shift_labels": batch.labels[:, mine]})
+    return {**inputs, "shift_labels": batch.labels[:, mine]}
 
 
 def micro_batches(
@@ -334,7 +334,7 @@ def draw_by_rows(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
 def num_loss_tokens(case: ParityCase, step: int) -> int:
     """Tokens to learn in a step."""
     whole = placed(case, *rows(step), Share(0, 1), torch.device("cpu"))
-    return int((whole.inputs["shift_labels"] != -100).sum())
+    return int((whole["shift_labels"] != -100).sum())
 
 
 def _local_bytes(parameter: torch.Tensor) -> int:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from anygauge.config.schema import AdapterSection
 from anygauge.config.sections import OptimizerSection
-from anygauge.interface import Backend
-from anygauge.interface.strategy import Counters, Engine, Precision, Strategy
+from anygauge.interface import Backend, Counters, Engine, Precision, Strategy
 from anygauge.kernels.loss import model_loss
 from anygauge.strategies.common import trained_parameters
 from anygauge.strategies.ddp import Ddp

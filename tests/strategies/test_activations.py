@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from anygauge.config.sections import CheckpointingSection
-from anygauge.interface import Activations, Backend, Share, UnsupportedError
-from anygauge.interface.strategy import Engine
+from anygauge.interface import Activations, Backend, Engine, Share, UnsupportedError
 from anygauge.kernels.loss import model_loss
 from anygauge.models.recompute import recompute
 from anygauge.registry import Registry
@@ -46,7 +45,7 @@ def forward(engine: Engine, device: str = "cpu") -> Tensor:
     alone = ParityCase(strategy="single")
     batch = placed(alone, ids[:MICRO], labels[:MICRO], Share(0, 1), torch.device(device))
     engine.model.train()
-    return model_loss(engine.model(**batch.inputs))
+    return model_loss(engine.model(**batch))
 
 
 @pytest.mark.parametrize(

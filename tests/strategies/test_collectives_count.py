@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from anygauge.config.schema import AdapterSection
-from anygauge.interface import Backend
-from anygauge.interface.strategy import BuildContext, Engine
+from anygauge.interface import Backend, BuildContext, Engine
 from anygauge.kernels.loss import model_loss
 from anygauge.strategies.common import trained_parameters
 from anygauge.strategies.materialise import materialise

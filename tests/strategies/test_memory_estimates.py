@@ -8,7 +8,8 @@ import pytest
 
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import Precision, Share
-from anygauge.interface import strategy as at
+from anygauge.interface import estimate as at
+from anygauge.strategies import footprint
 from anygauge.strategies.footprint import memory_of, update_made
 from anygauge.strategies.materialise import decoder_layers
 from anygauge_cpu.backend import CpuBackend
@@ -114,8 +115,11 @@ def test_replicas_sum_over_ranks_of_the_same_place_and_rank_0_saves_all_on_the_h
     assert 4 < estimate.host[at.SAVE][at.SAVED] / _numbers(False)[2] < 8
 
 
-@pytest.mark.parametrize(("at_once", "made"), [(0, 17), (5, 9), (9, 12)])
-def test_an_update_makes_something_for_so_many_numbers_at_once(at_once: int, made: int) -> None:
-    workload = a_workload(_Device(), MIXED, update_bytes=1.0, updated_at_once=at_once)
-    sizes = {0: [13, 4], 5: [2, 9, 2, 2, 2], 9: [4, 4, 12]}[at_once]
-    assert update_made(workload, sizes) == made
+@pytest.mark.parametrize(
+    ("at_once", "sizes", "made"), [(5, (2, 9, 2, 2, 2), 9), (9, (4, 4, 12), 12), (9, (4, 4, 4), 8)]
+)
+def test_an_update_makes_something_for_so_many_numbers_at_once(
+    monkeypatch: pytest.MonkeyPatch, at_once: int, sizes: tuple[int, ...], made: int
+) -> None:
+    monkeypatch.setattr(footprint, "UPDATED_AT_ONCE", at_once)
+    assert update_made(a_workload(_Device(), MIXED, update_bytes=1.0), sizes) == made

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from anygauge.interface import (
     AnygaugeError,
     Backend,
+    Engine,
     NotAvailableError,
     Precision,
     RunFileError,
@@ -22,7 +23,6 @@ from anygauge.interface import (
     StrategyRun,
     UnsupportedError,
 )
-from anygauge.interface.strategy import Engine
 from anygauge.kernels.loss import model_loss
 from anygauge.strategies import zero_nvme, zero_versions
 from anygauge.strategies.zero_nvme import (

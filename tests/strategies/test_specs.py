@@ -202,14 +202,12 @@ def test_options_and_checks_of_strategies_need_no_torch() -> None:
 
 def test_kernels_of_the_device_are_called_where_they_were_tried() -> None:
     for stage in (1, 2, 3):
-        assert ZERO.takes_update_kernel(ZeroOptions(stage=stage))
-    assert "stage 0" in ZERO.takes_update_kernel(ZeroOptions(stage=0)).reason
+        assert ZERO.unused_kernels(ZeroOptions(stage=stage)).keys() == {"clip_grad_norm"}
+    assert "stage 0" in ZERO.unused_kernels(ZeroOptions(stage=0))["adamw"]
     for options in (ZeroOptions(stage=2, offload="optimizer"), ZeroOptions(offload="both")):
-        assert "host" in ZERO.takes_update_kernel(options).reason
-    assert "clips" in ZERO.takes_clip_kernel(ZeroOptions()).reason
-    assert FSDP.takes_update_kernel(FsdpOptions())
-    assert "host" in FSDP.takes_update_kernel(FsdpOptions(offload="both")).reason
-    assert not FSDP.takes_clip_kernel(FsdpOptions())
+        assert "host" in ZERO.unused_kernels(options)["adamw"]
+    assert FSDP.unused_kernels(FsdpOptions()).keys() == {"clip_grad_norm"}
+    assert "host" in FSDP.unused_kernels(FsdpOptions(offload="both"))["adamw"]
 
 
 # -- models -----------------------------------------------------------------------------------

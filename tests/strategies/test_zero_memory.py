@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from anygauge.config.schema import AdapterSection
-from anygauge.interface import Backend, Precision
-from anygauge.interface import strategy as of
-from anygauge.interface.strategy import FORWARD, GATHERED, OPTIMIZER, WEIGHTS, MemoryEstimate
+from anygauge.interface import Backend, MemoryEstimate, Precision
+from anygauge.interface import estimate as of
+from anygauge.interface.estimate import FORWARD, GATHERED, OPTIMIZER, WEIGHTS
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_sharded import zero_memory
 from tests.helpers.build import a_workload, model_factory

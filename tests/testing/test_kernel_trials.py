@@ -183,7 +183,7 @@ WRONG = (
      "softmax wrong: torch.float32 of torch.bfloat16"),
     *(
         (f"loss without {name}", LOSS, deaf(linear_cross_entropy, name), f"{LOSS} wrong")
-        for name in ("bias", "low_rank", "softcap", "scale", "label_smoothing")
+        for name in ("bias", "low_rank", "softcap", "scale")
     ),
     ("all targets count", LOSS, all_count, f"{LOSS} wrong"),
     ("no scale", OURS, lora(up=lambda out, low, w, scale: up(out, low, w, 1.0)), SAID),

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from anygauge.config.schema import CheckpointSection
-from anygauge.interface import AnygaugeError, Collectives
-from anygauge.interface.strategy import Counters
+from anygauge.interface import AnygaugeError, Collectives, Counters
 from anygauge.training.checkpoints import manager as module
 from anygauge.training.checkpoints.files import Checkpoint, write_checkpoint
 from anygauge.training.checkpoints.manager import CheckpointManager, find_checkpoint

@@ -160,10 +160,12 @@ def test_a_field_that_is_missing_or_of_a_wrong_type(field: str, tmp_path: Path) 
         record = json.loads(text)
         inner = record[above[0]] if above else record
         inner[last] = value
-        said = f"checkpoint.json: {field} cannot be" if field in NUMBERS else "checkpoint.json"
+        said = (
+            f"checkpoint.json: '{field}': Input should" if field in NUMBERS else "checkpoint.json"
+        )
         if value is MISSING:
             del inner[last]
-            said = f"has no {field}" if field != "format" else "the format is None"
+            said = f"'{field}' is missing" if field != "format" else "the format is None"
         changed = json.dumps(record).replace("Infinity", "1e999")  # JSON, and yet infinite
         reseal(newest, "checkpoint.json", changed.encode())
         passed_over(tmp_path, said)

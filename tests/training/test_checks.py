@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import socket
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ import yaml
 from safetensors.torch import load_file, save
 
 from anygauge.config.load import load_run_file
-from anygauge.config.resolved import run_json
 from anygauge.data import described, prepare
 from anygauge.interface import ModelError
 from anygauge.models.files import check_weights
 from anygauge.models.targets import surely_match
 from anygauge.models.tokenizer import load_tokenizer
-from anygauge.training.checks import Findings, Question, check_run
+from anygauge.training.run_checks import Findings, RunChecks
 from tests.helpers.runs import TINY, run_file, save_tiny, trained_here
 
 
@@ -31,9 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def checked(path: Path, **changes: Any) -> Findings:
-    run = load_run_file(path).run
-    question = Question(run=run_json(run), backend="cpu", world_size=1)
-    return check_run(replace(question, **changes), run)
+    return RunChecks(run=load_run_file(path).run, backend="cpu", **changes).check()
 
 
 def of_folder(tmp_path: Path, folder: Path, **changes: Any) -> Path:

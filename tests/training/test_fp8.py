@@ -52,8 +52,8 @@ def test_a_device_without_it_says_why(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"strategy": {"name": "fsdp"}}, "'fsdp': not written yet.*Use strategy.name: zero"),
-        ({"strategy": {"name": "ddp"}}, "'ddp': not written yet"),
+        ({"strategy": {"name": "fsdp"}}, "'fsdp': nobody has tried.*Use strategy.name: zero"),
+        ({"strategy": {"name": "ddp"}}, "'ddp': nobody has tried"),
         ({"strategy": {"name": "zero", "offload": "optimizer"}}, "not tried with weights or state"),
         ({"adapter": {"r": 4, "dora": True}}, "and adapter.dora: DoRA.*Leave adapter.dora out"),
         ({"adapter": {"r": 4, "modules_to_save": ["lm_head"]}}, "and adapter.modules_to_save"),

@@ -53,7 +53,7 @@ def gradients(parameters: list[nn.Parameter], seed: int) -> None:
 def test_finite_steps_are_the_optimizers_own_until_one_is_not(
     make: Make, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(undo, "AT_ONCE", at_once)
+    monkeypatch.setattr(undo, "UPDATED_AT_ONCE", at_once)
     wanted, plain = trained(make)
     found, optimizer = trained(make)
     steps = FiniteSteps(undone(optimizer))

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed
 import torch.distributed.distributed_c10d as c10d
 
 from anygauge.interface import Collectives
 from anygauge.util.limits import limit_groups, release_groups
-from tests.helpers.processes import end
-
-RANK = Path(__file__).with_name("limits_rank.py")
-REPOSITORY = RANK.parents[2]
-HANGS_S = 120
-"""Torch's own default is 1800."""
+from tests.helpers.processes import printed
+from tests.util.meeting import HANGS_S, run_roles
 
 
 @pytest.mark.skipif(
@@ -28,25 +19,9 @@ HANGS_S = 120
     reason="this build of torch has no gloo",
 )
 def test_groups_of_other_libraries_take_the_limit_and_patience_suspends_it(tmp_path: Path) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(RANK), (tmp_path / "rendezvous").as_uri(), str(rank)],
-            cwd=REPOSITORY,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        out, err = ranks[0].communicate(timeout=HANGS_S)
-    finally:
-        end(*ranks)
-    assert ranks[0].returncode == 0, err
-    seen = json.loads(out.splitlines()[-1])
-    assert set(seen) == {"came through", "before", "after"}
+    at = (tmp_path / "rendezvous").as_uri()
+    (failed,) = run_roles("0", "1", at=at, folder=tmp_path, awaited=1)
+    assert set(failed) == {"before", "after"}, failed
 
 
 def test_torch_has_its_own_defaults_again() -> None:
@@ -89,19 +64,13 @@ def test_a_process_alone_is_patient_with_nobody() -> None:
 ALONE = """
 import sys
 from pathlib import Path
-
-import torch
-
-from anygauge.interface import Collectives
+from tests.util.meeting import opened
 
 def threads():
     tasks = Path("/proc/self/task").iterdir()
     return sum("gloo" in (task / "comm").read_text() for task in tasks)
 
-alone = Collectives("cpu")
-alone.open(
-    rendezvous=sys.argv[1], rank=0, world_size=1, timeout_s=60.0, device=torch.device("cpu")
-)
+alone = opened(sys.argv[1], 0, world=1)
 inside = threads()
 import torch.distributed.nn.functional  # as torch's optimizers do it
 alone.close()
@@ -111,10 +80,5 @@ print(inside > 0, threads())
 
 def test_no_thread_of_a_group_outlives_it(tmp_path: Path) -> None:
     """One that gives a tensor back while the interpreter ends aborts the process."""
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, (tmp_path / "meet").as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=HANGS_S,
-    )
-    assert (done.stdout, done.returncode) == ("True 0\n", 0), done.stderr
+    told = printed(ALONE, (tmp_path / "meet").as_uri(), timeout_s=HANGS_S)
+    assert told == ["True 0"]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
+import contextlib
+import datetime
 import queue
-import subprocess
-import sys
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,39 +13,22 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from anygauge.interface import AnygaugeError, Collectives
+from anygauge.interface import AnygaugeError
 from anygauge.util.exchange import LONGEST, SignedExchange, derived_key
 from anygauge.util.rendezvous import file_of, listen_at, open_store, tcp_address
-from tests.helpers.processes import end
+from tests.helpers.processes import free_port
+from tests.util.meeting import opened, run_roles
 
 needs_gloo = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(),
     reason="this build of torch has no gloo",
 )
-JOINING = Path(__file__).with_name("joining_rank.py")
 
 
 @needs_gloo
 def test_who_joins_without_the_secret_is_refused_and_runs_no_code(tmp_path: Path) -> None:
-    with listen_at("127.0.0.1") as found:
-        port = found.getsockname()[1]
-    environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": str(JOINING.parents[2]),
-    }  # fmt: skip
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(JOINING), each, str(port)],
-            cwd=tmp_path, env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for each in ("honest", "stranger")
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=120) for process in processes]
-    finally:
-        end(*processes)
-    said, other = (json.loads(out.splitlines()[-1]) if out else err for out, err in outputs)
+    at = tcp_address("127.0.0.1", free_port())
+    said, other = run_roles("honest", "stranger", at=at, folder=tmp_path)
     assert "what came from rank 1 (greeting) does not prove" in said, said
     assert other == "joined", other
     assert list(tmp_path.iterdir()) == []
@@ -136,27 +118,16 @@ def test_no_room_is_made_for_what_is_too_long(size: int) -> None:
 @needs_gloo
 @pytest.mark.parametrize("name", ["lr#1", "lr?2", "50%20", "é 'x'"])
 def test_ranks_meet_in_the_file_that_was_named(tmp_path: Path, name: str) -> None:
-    import torch
-
     folder = tmp_path / name
     folder.mkdir()
-    collectives = Collectives("cpu")
-    collectives.open(
-        rendezvous=f"file://{folder}/rendezvous", rank=0, world_size=1, timeout_s=30,
-        device=torch.device("cpu"),
-    )  # fmt: skip
-    try:
+    with contextlib.closing(opened(f"file://{folder}/rendezvous", 0, world=1)):
         assert [path.name for path in tmp_path.iterdir()] == [name]
         assert (folder / "rendezvous").is_file()
-    finally:
-        collectives.close()
 
 
-def store_of(where: str, secret: str = "s") -> Any:
-    import datetime
-
+def store_of(where: str, secret: str = "s", **more: Any) -> Any:
     timeout = datetime.timedelta(seconds=30)
-    return open_store(where, secret=secret, rank=0, world_size=1, timeout=timeout)
+    return open_store(where, secret=secret, rank=0, world_size=1, timeout=timeout, **more)
 
 
 def test_two_runs_whose_paths_part_at_a_mark_of_urls_do_not_meet(tmp_path: Path) -> None:
@@ -182,14 +153,7 @@ def test_keys_of_another_job_are_not_met(tmp_path: Path) -> None:
 def test_the_store_listens_at_its_address_alone() -> None:
     listener = listen_at("127.0.0.1")
     port = listener.getsockname()[1]
-    where = tcp_address("127.0.0.1", port)
-    import datetime
-    import socket
-
-    store = open_store(
-        where, secret="s", rank=0, world_size=1, timeout=datetime.timedelta(seconds=30),
-        listener=listener.detach(),
-    )  # fmt: skip
+    store = store_of(tcp_address("127.0.0.1", port), listener=listener.detach())
     store.set("a", "b")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), timeout=5)

@@ -26,10 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anygauge.interface import HOST_DEVICE, AnygaugeError, ModelError
-from anygauge.interface.strategy import (
+from anygauge.interface import (
+    HOST_DEVICE,
     PARAMETER,
+    AnygaugeError,
     Counters,
+    ModelError,
     ModelFactory,
     PartFunction,
     TrainedState,

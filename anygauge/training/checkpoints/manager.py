@@ -18,8 +18,7 @@ import safetensors.torch
 from torch import Tensor
 
 from anygauge.config.schema import CheckpointSection
-from anygauge.interface import AnygaugeError, Backend, Collectives
-from anygauge.interface.strategy import Engine
+from anygauge.interface import AnygaugeError, Backend, Collectives, Engine
 from anygauge.training.checkpoints.files import Checkpoint, write_checkpoint
 from anygauge.training.checkpoints.identity import (
     Finished,
@@ -122,7 +121,7 @@ class CheckpointManager:
 
     def save_before_error(self, step: int) -> None:
         """Keep what was trained where the step after `step` cannot be. All ranks call it alike."""
-        if step not in self.losses and self.engine.checkpoint_support():
+        if step not in self.losses and not self.engine.refuses_checkpoints:
             self.maybe_save(step, last=False, stop=True, losses={})
 
     def save(self, step: int, loss: float | None) -> None:

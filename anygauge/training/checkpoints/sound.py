@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from anygauge.interface import AnygaugeError
 from anygauge.util.files import read_json as read_any_json
-from anygauge.util.schema import Count, Number, Text, first_fault
+from anygauge.util.schema import Count, Number, Text, first_complaint
 from anygauge.util.text import short
 
 FORMAT = 1
@@ -131,12 +131,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     try:
         CheckpointRecord.model_validate(record)
     except ValidationError as error:
-        place, kind, value = first_fault(error)
-        if kind == "missing":
-            raise AnygaugeError(f"{path} has no {place}") from None
-        unknown = f"{short(place)} is unknown to this version of anygauge"
-        wrong = f"{short(place)} cannot be {_short(value)}"
-        raise AnygaugeError(f"{path}: {unknown if kind == 'unknown' else wrong}") from None
+        raise AnygaugeError(f"{path}: {first_complaint(error)}") from None
     named = step_of(folder)
     if named is not None and named != record["step"]:
         raise AnygaugeError(f"{path}: step is {record['step']}, and its folder is {folder.name}")

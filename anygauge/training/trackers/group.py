@@ -24,7 +24,7 @@ from anygauge.interface import (
     TrackerContext,
 )
 from anygauge.registry import Registry
-from anygauge.registry.registry import load_factory, read_options, refuse_if_missing
+from anygauge.registry.specs import load_factory, read_options, refuse_if_missing
 from anygauge.util.hiding import is_secret
 from anygauge.util.text import describe
 

@@ -26,8 +26,7 @@ def anygauge_provide_strategies() -> Iterable[StrategySpec]:
             options="anygauge_plain.options:PlainOptions",
             api_version=1,
             summary="The whole model in one process, in float32.",
-            world_sizes=(1,),
-            needs_process_group=False,
+            single_process=True,
             check=refuse_other_types,
         )
     ]

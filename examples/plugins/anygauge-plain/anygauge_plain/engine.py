@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from anygauge.interface import (
-    FULL,
     HOST_DEVICE,
     BuildContext,
     Counters,
@@ -17,7 +16,6 @@ from anygauge.interface import (
     LossFunction,
     MemoryEstimate,
     Phase,
-    Support,
     TrainedState,
     UpdateResult,
     Workload,
@@ -38,6 +36,8 @@ from anygauge_plain.options import PlainOptions
 class PlainEngine:
     """A whole model; its float32 parameters are their own masters."""
 
+    refuses_checkpoints = ""
+
     def __init__(self, model: nn.Module, context: BuildContext, sums: torch.dtype) -> None:
         self.model = model
         self._graph = context.workload.backend.graph
@@ -55,7 +55,7 @@ class PlainEngine:
         self.model.train()
         losses = []
         for batch in batches:
-            outputs = self.model(**batch.inputs)
+            outputs = self.model(**batch)
             self._graph.mark_step(Phase.FORWARD)
             loss = loss_function(outputs)
             scaled(loss, 1 / normalizer).backward()
@@ -96,10 +96,6 @@ class PlainEngine:
     def export_trained(self) -> Mapping[str, Tensor]:
         """See `Engine.export_trained`."""
         return {name: p.detach().to(HOST_DEVICE, copy=True) for name, p in self._trained}
-
-    def checkpoint_support(self) -> Support:
-        """See `Engine.checkpoint_support`."""
-        return FULL
 
     def export_state(self) -> Iterator[tuple[str, str, Tensor | None]]:
         """See `Engine.export_state`."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.util.imports import unused_hidden
+from anygauge.training.worker import unused_hidden
 
 COMPILER = "torch._inductor.compile_fx"
 
@@ -22,7 +22,7 @@ HIDING = (
 
 def modules(script: str) -> set[str]:
     """Of a new process that ran a script."""
-    script = f"from anygauge.util.imports import unused_hidden\n{script}"
+    script = f"from anygauge.training.worker import unused_hidden\n{script}"
     script += "import json, sys; print(json.dumps(list(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

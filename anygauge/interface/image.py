@@ -1,0 +1,75 @@
+"""Container images that a backend's table of releases describes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["REPOSITORY_VARIABLE", "ImageRelease", "own_image", "read_releases", "tagged"]
+
+REPOSITORY_VARIABLE = "ANYGAUGE_REPOSITORY"
+"""Where the images that you built are, such as ``registry.example.com/team/anygauge``."""
+
+_REPOSITORY = "anygauge"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageRelease:
+    """One set of versions that go together, and the image that is made of it.
+
+    Attributes:
+        name: the end of the image's tag, such as a vendor's release.
+        base: the image it is built on, with its tag.
+        built: whether there is an image of it; else `note` says why not.
+        image: its whole name, where it is not built from anygauge's sources.
+        versions: what is in it, package -> version.
+        goes_with: what its maker also names, which the image may lack, package -> version.
+        source: where these facts are from.
+        note: what is left out, or why there is no image.
+    """
+
+    name: str
+    base: str
+    built: bool = True
+    image: str | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    goes_with: Mapping[str, str] = field(default_factory=dict)
+    source: str = ""
+    note: str = ""
+
+
+def read_releases(file: Path) -> tuple[ImageRelease, ...]:
+    """A backend's table of releases, oldest first, as docker's bake reads it, too.
+
+    Args:
+        file: JSON with one entry under ``variable``, whose ``default`` is the list of rows: the
+            fields of `ImageRelease`, some under bake's names, and ``arguments`` for bake alone.
+    """
+    (table,) = json.loads(file.read_text(encoding="utf-8-sig"))["variable"].values()
+    ours = {"release": "name", "image": "built"}
+    return tuple(
+        ImageRelease(**{ours.get(key, key): row[key] for key in row if key != "arguments"})
+        for row in table["default"]
+    )
+
+
+def own_image(backend: str, releases: tuple[ImageRelease, ...]) -> str:
+    """The name of a backend's newest image that is built from anygauge's sources."""
+    return tagged(backend, [one for one in releases if one.built][-1])
+
+
+def tagged(backend: str, release: ImageRelease) -> str:
+    """The name of a release's image, such as ``anygauge:0.2.0-cpu-torch-2.13``."""
+    if release.image is not None:
+        return release.image
+    repository = os.environ.get(REPOSITORY_VARIABLE) or _REPOSITORY
+    from importlib.metadata import PackageNotFoundError, version  # longer than all the rest
+
+    try:
+        own = version("anygauge")
+    except PackageNotFoundError:  # run from sources that are not installed
+        own = "dev"
+    return f"{repository}:{own}-{backend}-{release.name}"
