@@ -54,7 +54,7 @@ NONSENSE: list[tuple[int, str, dict[str, Any], str]] = [
     *((1, "event", {"line": line}, "'line'") for line in (None, 5, [[]])),
     (1, "event", {}, "'line' is missing"),
     *((n, "stop", {"signum": number}, "'signum'") for number in NO_SIGNALS for n in (0, 1)),
-    *((1, "report", {"report": report}, "Input should be a dictionary") for report in (None, [], HALF, HUGE)),
+    *((1, "report", {"report": one}, "should be a dictionary") for one in (None, [], HALF, HUGE)),
     (1, "report", {}, "Input should be a dictionary"),
     (1, "report", {"report": {}}, "'node_rank' is missing"),
     (1, "report", {"report": {**REPORT, HALF: 1}}, "'?' is unknown"),
