@@ -6,7 +6,8 @@
 - `local_run`: the ranks of this machine, supervised by a thread of the command.
 - `agent`, `startup`: on other machines, a process of its own does the same.
 - `environment`: what the machine shows, and the variables and cores of each rank.
-- `meeting`, `channel`, `nodes`: how the agents of a job meet, and what they tell each other.
+- `hello`, `channel`, `listener`, `meeting`: how the agents of a job meet.
+- `nodes`, `other_nodes`, `outbox`: what they tell each other, and who follows the job.
 - `supervisor`, `rank_process`, `outcome`: the ranks of a machine, and why a job ended.
 - `rank`: what every rank runs. `foreign`, `join`, `foreign_rank`: ranks that others started.
 - `follow`, `view`: what the one who waits sees.

@@ -29,6 +29,7 @@ from anygauge.launch.startup import (
     StartAbortedError,
     claim_run_directory,
     expanded,
+    log_to,
     place_run_file,
     prepare_on_all,
     read_secrets,
@@ -91,10 +92,11 @@ class _Agent:
         if self._nodes is not None:
             self._nodes.close()
         self._outbox.close()
-        if arguments is not None and arguments.cause_file is not None and status:
-            self._write_cause(Path(arguments.cause_file))
-        if arguments is not None and arguments.parent_too and status == LOST:
-            _end_parent()
+        if arguments is not None and status:
+            if arguments.cause_file is not None:
+                self._write_cause(Path(arguments.cause_file))
+            if arguments.parent_too and status == LOST:
+                _end_parent()
         return status
 
     def _run(self, arguments: argparse.Namespace) -> int:
@@ -118,7 +120,7 @@ class _Agent:
         # makes. It is open until this process ends.
         lock = identity_of(open_lock(Path(job.run_directory)))
         if job.launch.nodes > 1:
-            _log_to(job.start_directory / "logs" / f"agent{self._node_rank}.log")
+            log_to(job.start_directory / "logs" / f"agent{self._node_rank}.log")
         if job.working_directory:
             os.chdir(job.working_directory)
         own = NodeEnvironment(job, self._node_rank, inherited)
@@ -217,19 +219,6 @@ def _end_parent() -> None:
         deadline = time.monotonic() + _PARENT_ENDS_S
         while os.getppid() == parent and time.monotonic() < deadline:
             time.sleep(0.05)
-
-
-def _log_to(path: Path) -> None:
-    """Send this process's standard error to a file that stays with the run."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as log:
-            os.dup2(log.fileno(), sys.stderr.fileno())
-    except OSError as error:
-        raise AnygaugeError(
-            f"{path} cannot be written on {socket.gethostname()}: {error.strerror}. The folder of "
-            "a run must be on storage that all its nodes share (--output)"
-        ) from error
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
+import resource
 import secrets
 import selectors
 import socket
@@ -13,7 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from anygauge.interface import AnygaugeError
+from anygauge.interface import AnygaugeError, LaunchSettings
 from anygauge.launch.channel import LONGEST, UNPROVEN, Channel, proof_of, proves
 from anygauge.util.rendezvous import listen_at, own_addresses
 
@@ -25,6 +26,7 @@ UNKNOWN_S = 10.0
 _ACCEPTED_AT_ONCE = 16
 _PAUSE_S = 0.05
 _NOTES = 100
+_FILES, _FILES_OF_A_RANK = 16, 4  # of the agent itself: logs, sockets, selectors, libraries
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -163,3 +165,24 @@ def _listen(host: str, port: int) -> list[socket.socket]:
     for each in found:
         each.setblocking(False)
     return found
+
+
+def allow_open_files(launch: LaunchSettings) -> None:
+    """Raise this process's limit of open files to what the connections of all nodes need.
+
+    Raises:
+        AnygaugeError: the hard limit is lower.
+    """
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (sys.maxsize if each == resource.RLIM_INFINITY else each for each in limits)
+    least = launch.nodes + _FILES + _FILES_OF_A_RANK * launch.devices
+    if hard < least:
+        raise AnygaugeError(
+            f"the agent of node 0 keeps a connection to each of the job's {launch.nodes} nodes and "
+            f"needs {least} open files, but its process may have {hard} at most. Raise the hard "
+            f"limit on {socket.gethostname()} (ulimit -Hn; LimitNOFILE= of a service; --ulimit "
+            "nofile= of a container)"
+        )
+    wanted = min(least + MOST_UNKNOWN, hard)
+    if wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, limits[1]))

@@ -5,20 +5,18 @@ The agent of node 0 is the coordinator; the others (workers) connect to it and t
 
 from __future__ import annotations
 
-import resource
 import secrets
 import signal
 import socket
-import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from anygauge.interface import AnygaugeError, Job, LaunchSettings
+from anygauge.interface import AnygaugeError, Job
 from anygauge.launch.channel import LONGEST, UNPROVEN, Channel, close_all, proof_of, proves
 from anygauge.launch.hello import HELLO, Hello, check_hello
-from anygauge.launch.listener import MOST_UNKNOWN, Listener
+from anygauge.launch.listener import Listener, allow_open_files
 from anygauge.launch.nodes import HEARTBEAT_S, Nodes
 from anygauge.launch.other_nodes import Coordinator, Worker, rendezvous_of
 from anygauge.launch.outbox import Outbox
@@ -28,7 +26,6 @@ _RETRY_S = 0.5
 _CONNECT_S = 5.0
 _PROOF_S = 10.0
 _TURN_S = 0.05
-_FILES, _FILES_OF_A_RANK = 16, 4  # of the agent itself: logs, sockets, selectors, libraries
 
 
 class CancelledError(AnygaugeError):
@@ -63,7 +60,7 @@ def meet(
     check_hello(own, own, {})
     if own.node_rank:
         return Worker(job, outbox, *_join(job, own, address, requests))
-    _allow_open_files(job.launch)
+    allow_open_files(job.launch)
     channels: dict[int, Channel] = {}
     try:
         return Coordinator(job, outbox, channels, *_gather(job, own, address, requests, channels))
@@ -160,27 +157,6 @@ def _missing(job: Job, listener: Listener, channels: Mapping[int, Channel]) -> s
         + ". Check in logs/agentN.log of each missing node whether its agent started; if it did, "
         f"it cannot reach this node, which listens at {listener.where}"
     )
-
-
-def _allow_open_files(launch: LaunchSettings) -> None:
-    """Raise this process's limit of open files to what the connections of all nodes need.
-
-    Raises:
-        AnygaugeError: the hard limit is lower.
-    """
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft, hard = (sys.maxsize if each == resource.RLIM_INFINITY else each for each in limits)
-    least = launch.nodes + _FILES + _FILES_OF_A_RANK * launch.devices
-    if hard < least:
-        raise AnygaugeError(
-            f"the agent of node 0 keeps a connection to each of the job's {launch.nodes} nodes and "
-            f"needs {least} open files, but its process may have {hard} at most. Raise the hard "
-            f"limit on {socket.gethostname()} (ulimit -Hn; LimitNOFILE= of a service; --ulimit "
-            "nofile= of a container)"
-        )
-    wanted = min(least + MOST_UNKNOWN, hard)
-    if wanted > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, limits[1]))
 
 
 # -- the other nodes -------------------------------------------------------------------------------

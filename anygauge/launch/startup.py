@@ -14,6 +14,8 @@ import json
 import os
 import re
 import signal
+import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -111,6 +113,19 @@ def read_secrets(folder: str) -> dict[str, str]:
         # A mounted volume keeps its versions in folders beside them.
         if file.is_file() and not file.name.startswith(".")
     }
+
+
+def log_to(path: Path) -> None:
+    """Send this process's standard error to a file that stays with the run."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as log:
+            os.dup2(log.fileno(), sys.stderr.fileno())
+    except OSError as error:
+        raise AnygaugeError(
+            f"{path} cannot be written on {socket.gethostname()}: {error.strerror}. The folder of "
+            "a run must be on storage that all its nodes share (--output)"
+        ) from error
 
 
 def claim_run_directory(job: Job, node_rank: int) -> None:
