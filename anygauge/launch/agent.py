@@ -181,7 +181,9 @@ class _Agent:
         """
         nodes = self._nodes
         state = "cancelled" if status == CancelledError.exit_status else "failed"
+        send = self._outbox.send
         if nodes is not None and not nodes.over:
+            send = nodes.send
             failure = JobFailure(time=time.time(), text=text, exit_status=status, final=True)
             failures = (failure,) if text else ()
             nodes.broadcast(Instruction.END)
@@ -193,7 +195,6 @@ class _Agent:
             if not text and nodes.outcome is not None:
                 state, status = nodes.outcome.state, nodes.outcome.exit_status
                 text = nodes.outcome.cause or ""
-        send = self._outbox.send if nodes is None else nodes.send
         send("ended", state=state, exit_status=status, cause=text, node_rank=self._node_rank)
         return status
 
