@@ -177,7 +177,7 @@ def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> Mod
     section = ModelSection(name=model)
     home = _run_directory(folder)
     if home is not None:
-        run = load_run_file(home / "run.yaml").run
+        run = load_run_file(home / "run.yaml")
         section, data = run.model, run.data
         if folder == home:
             folder = home / ("model" if run.adapter is None else "adapter")

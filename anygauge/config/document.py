@@ -1,23 +1,21 @@
-"""YAML as a tree of values that know the line they were written on.
+"""YAML read as a tree of values that know the line they were written on; and values as YAML text.
 
 PyYAML's safe types, with four differences that all prevent a wrong number or text: `2e-4` and `1e5`
 are numbers; `12:30:00` is text and not a count of seconds; `010` is text and not 8; a date is text.
-A key that is not text, or is written twice in one mapping, is an error, and so is a whole number
-beyond 64 bits.
+A key that is not text, or is written twice in one mapping, is an error.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from anygauge.config.tree import Origin, Problem, YamlNode, dotted, received
-from anygauge.config.yaml_text import TAG, add_numbers
 from anygauge.interface import RunFileError
 from anygauge.util.files import read_bounded
 from anygauge.util.text import near_file
@@ -25,11 +23,25 @@ from anygauge.util.text import near_file
 MOST_BYTES = 2**20
 """Of a run file. One with a chat template in it has some ten thousand."""
 
-_SCALARS = {f"{TAG}{kind}" for kind in ("null", "bool", "int", "float", "str")}
-_MERGE = f"{TAG}merge"
-_KEPT = {f"{TAG}null", f"{TAG}bool", _MERGE}
-_INT_BITS = 63
+_TAG = "tag:yaml.org,2002:"
+_SCALARS = {f"{_TAG}{kind}" for kind in ("null", "bool", "int", "float", "str")}
+_MERGE = f"{_TAG}merge"
+_KEPT = {f"{_TAG}null", f"{_TAG}bool", _MERGE}
 _HALF = re.compile("[\ud800-\udfff]")
+_INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$")
+_FLOAT = re.compile(
+    r"""[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?
+    |[0-9][0-9_]*[eE][-+]?[0-9]+
+    |\.(?:inf|Inf|INF))$
+    |\.(?:nan|NaN|NAN)$""",
+    re.VERBOSE,
+)
+
+
+def _add_numbers(class_: type[yaml.resolver.BaseResolver]) -> None:
+    """Make a loader or dumper take our words for numbers."""
+    class_.add_implicit_resolver(f"{_TAG}int", _INT, list("-+0123456789"))
+    class_.add_implicit_resolver(f"{_TAG}float", _FLOAT, list("-+.0123456789"))
 
 
 class _Loader(yaml.SafeLoader):
@@ -41,7 +53,7 @@ class _Loader(yaml.SafeLoader):
     }
 
 
-add_numbers(_Loader)
+_add_numbers(_Loader)
 
 
 class NotYaml(Exception):
@@ -68,7 +80,7 @@ def read_document(path: Path, shown: str, problems: list[Problem]) -> YamlNode:
     """
     try:
         text = read_bounded(path, MOST_BYTES).decode("utf-8-sig")
-        root = read_yaml(text, shown, path.parent, problems)
+        root = read_yaml(text, Origin(shown, 1, path.parent), problems)
     except FileNotFoundError:
         raise RunFileError(f"{shown}: no such file{near_file(path)}") from None
     except IsADirectoryError:
@@ -94,23 +106,15 @@ def read_document(path: Path, shown: str, problems: list[Problem]) -> YamlNode:
 
 
 def read_yaml(
-    text: str,
-    label: str,
-    folder: Path,
-    problems: list[Problem],
-    *,
-    lines: bool = True,
-    path: tuple[str, ...] = (),
+    text: str, start: Origin, problems: list[Problem], path: tuple[str, ...] = ()
 ) -> YamlNode | None:
     """The one document in `text`, or None where there is nothing but blanks and comments.
 
     Args:
         text: YAML.
-        label: what complaints name as the place.
-        folder: what relative paths in `text` are relative to.
+        start: where it begins; without a line, so are its values.
         problems: complaints that leave the rest readable (a key written twice, an odd tag) are
             added here.
-        lines: False for text without lines of its own, such as the value of an option.
         path: where the document will stand in the run file; for complaints.
 
     Raises:
@@ -123,7 +127,7 @@ def read_yaml(
         except (OverflowError, ValueError):  # of PyYAML's chr() and int()
             large = "a number is too large (an escape \\U has at most 0010FFFF)"
             raise NotYaml(large, loader.line + 1) from None
-        builder = _Builder(loader, label, folder, problems, lines)
+        builder = _Builder(loader, start, problems)
         return None if top is None else builder.node(top, builder.origin(top), path)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
@@ -144,36 +148,31 @@ class _Builder:
     """Turns PyYAML's nodes into ours."""
 
     loader: _Loader
-    label: str
-    folder: Path
+    start: Origin
     problems: list[Problem]
-    lines: bool
 
     def origin(self, raw: yaml.Node) -> Origin:
-        line = raw.start_mark.line + 1 if self.lines else None
-        return Origin(self.label, line, self.folder)
+        line = None if self.start.line is None else raw.start_mark.line + 1
+        return replace(self.start, line=line)
 
     def node(self, raw: yaml.Node, origin: Origin, path: tuple[object, ...]) -> YamlNode:
-        if isinstance(raw, yaml.MappingNode) and raw.tag == f"{TAG}map":
+        if isinstance(raw, yaml.MappingNode) and raw.tag == f"{_TAG}map":
             return YamlNode(self._mapping(raw, path), origin)
-        if isinstance(raw, yaml.SequenceNode) and raw.tag == f"{TAG}seq":
+        if isinstance(raw, yaml.SequenceNode) and raw.tag == f"{_TAG}seq":
             items = enumerate(raw.value)
             nodes = (self.node(item, self.origin(item), (*path, index)) for index, item in items)
             return YamlNode(tuple(nodes), origin)
         if isinstance(raw, yaml.ScalarNode) and raw.tag in _SCALARS:
             return self._scalar(raw, origin, path)
-        tag = raw.tag.replace(TAG, "!!")
+        tag = raw.tag.replace(_TAG, "!!")
         return self._refuse(origin, path, f"the tag {tag} means nothing here; write a plain value")
 
     def _scalar(self, raw: yaml.ScalarNode, origin: Origin, path: tuple[object, ...]) -> YamlNode:
         try:
             value = self.loader.construct_object(raw)
         except (ValueError, KeyError):
-            kind = raw.tag.removeprefix(TAG)
+            kind = raw.tag.removeprefix(_TAG)
             return self._refuse(origin, path, f"{raw.value[:60]!r} cannot be read as {kind}")
-        if isinstance(value, int) and value.bit_length() > _INT_BITS:
-            text = f"{raw.value[:60]} is a whole number beyond 64 bits; the largest is 2^63 - 1"
-            return self._refuse(origin, path, f"{text}, {2**_INT_BITS - 1}")
         if isinstance(value, str) and (odd := _HALF.search(value)):
             text = f"holds half of a surrogate pair (U+{ord(odd[0]):04X}), which is not a character"
             return self._refuse(origin, path, text)
@@ -203,7 +202,8 @@ class _Builder:
             if key in own:
                 first = own[key].origin
                 lines = f", on line {first.line} and on line {origin.line}; keep one of them"
-                self._refuse(origin, (*path, key), f"written twice{lines if self.lines else ''}")
+                text = f"written twice{lines if origin.line else ''}"
+                self._refuse(origin, (*path, key), text)
             own[key] = self.node(value_node, origin, (*path, key))
         return merged | own
 
@@ -222,3 +222,27 @@ class _Builder:
     def _refuse(self, origin: Origin, path: tuple[object, ...], text: str) -> YamlNode:
         self.problems.append(Problem(origin, dotted(path), text))
         return YamlNode(None, origin, "null")
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper; quotes all text that our reader or another's takes for a number."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write a value again wherever it stands, and no alias for it."""
+        return True
+
+
+_add_numbers(_Dumper)
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    # PyYAML writes a lone U+0085 in single quotes, and reads it back as a space.
+    return dumper.represent_scalar(f"{_TAG}str", text, None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def write_yaml(values: Mapping[str, Any]) -> str:
+    """YAML that `read_yaml` reads as equal values; in their order, and without aliases."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1_000_000)

@@ -9,7 +9,8 @@
 - `hello`, `channel`, `listener`, `meeting`: how the agents of a job meet.
 - `nodes`, `other_nodes`, `outbox`: what they tell each other, and who follows the job.
 - `supervisor`, `rank_process`, `outcome`: the ranks of a machine, and why a job ended.
-- `rank`: what every rank runs. `foreign`, `join`, `foreign_rank`: ranks that others started.
+- `rank`: what every rank runs.
+- `foreign`, `join`, `foreign_meeting`, `foreign_rank`: ranks that others started.
 - `follow`, `view`: what the one who waits sees.
 
 Outside of that order: `local_job` (a short job on this machine), `doctor`, `calibration`.

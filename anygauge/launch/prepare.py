@@ -43,6 +43,7 @@ def prepare_run(
         AnygaugeError: what ranks would refuse, or the run cannot fit.
     """
     from anygauge.config.resolved import run_json
+    from anygauge.data import addresses
     from anygauge.launch.memory import not_planned, without_a_plan
     from anygauge.launch.prepare_process import PrepareRequest
     from anygauge.models.hub import readable_size, wanted
@@ -65,6 +66,7 @@ def prepare_run(
     asked = PrepareRequest(
         # Where ranks run on other machines, the agents there fetch.
         fetch=() if remote else tuple(wanted(run.model, weights=not engine)),
+        copies=() if remote else tuple(addresses(run.data)),
         unreachable_refuses=not engine,
         stages=("check", "plan") if decided is None else ("check",),
         run=run_json(run.model_copy(update={"environment": {}})),

@@ -79,6 +79,7 @@ def prepare_here(
         AnygaugeError: the model cannot be fetched, or what ranks would refuse.
     """
     from anygauge.config.resolved import read_run, run_json
+    from anygauge.data import addresses
     from anygauge.launch.prepare_process import PrepareRequest
     from anygauge.models.hub import wanted
 
@@ -97,6 +98,7 @@ def prepare_here(
         run = read_run(job.resolved_run)
         request = PrepareRequest(
             fetch=tuple(wanted(run.model)),
+            copies=tuple(addresses(run.data)),
             stages=(*(("check",) if check else ()), *(("plan",) if plan else ())),
             run=run_json(run.model_copy(update={"environment": {}})),
             backend=job.backend,
@@ -142,7 +144,7 @@ def prepare(
     from anygauge.launch.memory import not_planned
     from anygauge.launch.prepare_process import PrepareAnswer
 
-    if not (request.fetch or request.stages):
+    if not (request.fetches or request.stages):
         return PrepareAnswer()
     work = _Work(request)
     fields: dict[str, Any] = {}
@@ -301,7 +303,7 @@ class _Work:
     """
 
     def __init__(self, request: PrepareRequest) -> None:
-        self.stage = "fetch" if request.fetch else "model"
+        self.stage = "fetch" if request.fetches else "model"
         self._request = request
         self._template = self._row = ""  # what is being rendered
 

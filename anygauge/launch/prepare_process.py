@@ -30,7 +30,7 @@ from typing import Any, Literal, NoReturn
 
 from anygauge.config.paths import is_remote
 from anygauge.config.resolved import parse_run
-from anygauge.config.schema import ModelSection, RunFile
+from anygauge.config.schema import DataSection, ModelSection, RunFile
 from anygauge.data.rows import share_of_memory
 from anygauge.interface import AnygaugeError
 from anygauge.launch.decision import Decision
@@ -59,6 +59,8 @@ class PrepareRequest(Section):
 
     Attributes:
         fetch: what is brought from the hub.
+        copies: addresses of rows that are copied into the cache (`anygauge.data.addresses`).
+        fetched: that is done.
         unreachable_refuses: a hub that does not answer is a refusal, not a fact of the answer.
         stages: others than ``fetch``, as `Stages` has them.
         run: as `run_json` gives it, without its variables, which this process has.
@@ -77,6 +79,8 @@ class PrepareRequest(Section):
     """
 
     fetch: tuple[Wanted, ...] = ()
+    copies: tuple[str, ...] = ()
+    fetched: bool = False
     unreachable_refuses: bool = True
     stages: tuple[Literal["check", "plan", "rows", "render"], ...] = ()
     run: str = ""
@@ -98,10 +102,16 @@ class PrepareRequest(Section):
     @property
     def has_network(self) -> bool:
         """Whether its next stage may use it: a fetch, or the rows of a stream."""
-        if self.fetch or "rows" not in self.stages:
-            return bool(self.fetch)
+        if self.fetches or "rows" not in self.stages:
+            return self.fetches
         data = parse_run(self.run).data
-        return any(is_remote(each.path) for each in (*data.train_sources, *data.eval_sources))
+        every = {each.path for each in (*data.train_sources, *data.eval_sources)}
+        return any(map(is_remote, every - {*self.copies}))
+
+    @property
+    def fetches(self) -> bool:
+        """Whether something is still to be fetched."""
+        return not self.fetched and bool(self.fetch or self.copies)
 
 
 class PrepareAnswer(Section):
@@ -160,13 +170,27 @@ class Stages:
                 if self._request.unreachable_refuses:
                     raise
                 self._found(unreachable=str(error))
-                return
+                break
             if found.new:
                 self._events.message(
                     f"fetched {want.name}: {readable_size(found.new)} in {found.folder}"
                 )
             left += found.left
-        self._found(left=left)
+        else:
+            self._found(left=left)
+        if self._request.copies:
+            self._copy(parse_run(self._request.run).data)
+
+    def _copy(self, section: DataSection) -> None:
+        """Bring rows of other machines to this one; another run may be at it, and is waited for."""
+        from anygauge.data import copy_addresses
+
+        self.enter("data")
+
+        def show(name: str, done: int, total: int) -> None:
+            self._events.send("fetching", name=name, done=done, total=total)
+
+        copy_addresses(section, self._request.id, show)
 
     def run(self) -> None:
         """All that is asked, after a fetch."""
@@ -222,6 +246,7 @@ class Stages:
             backend=request.backend,
             id=request.id,
             has_files=request.has_files,
+            copied=request.copies,
             engine=request.engine,
             log=self._events.message,
             enter=self.enter,
@@ -352,11 +377,10 @@ def main() -> int:
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     stages = Stages(request, events)
     try:
-        if request.fetch:
+        if request.fetches:
             stages.fetch()
-            rest = request.model_copy(update={"fetch": ()})
-            if rest.stages:
-                begin_again(rest, answers)
+            if request.stages:
+                begin_again(request.model_copy(update={"fetched": True}), answers)
         stages.run()
     except MemoryError:
         events.send("out_of_memory", limit=stages.limit)

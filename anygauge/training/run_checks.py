@@ -7,7 +7,7 @@ What ranks check, they check with the same functions. This reads model and rows,
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,7 @@ class RunChecks:
         backend: name of the chosen one.
         id: of the job.
         has_files: this machine has the files that the run file names.
+        copied: addresses of rows that are in the cache.
         engine: also tell the engine's settings and the run's steps, for a dry run.
         log: takes progress.
         enter: gets the part that begins: ``model`` or ``data``.
@@ -80,6 +81,7 @@ class RunChecks:
     backend: str
     id: str = ""
     has_files: bool = True
+    copied: Sequence[str] = ()
     engine: bool = False
     log: Callable[[str], None] = nothing
     enter: Callable[[str], None] = nothing
@@ -225,7 +227,7 @@ class RunChecks:
         if not self.has_files:
             found.notes.append("the ranks will read the rows, on the job's machines")
             return
-        if any(is_remote(source.path) for source in sources):
+        if {source.path for source in sources if is_remote(source.path)} - {*self.copied}:
             found.notes.append("the ranks will read the rows of the hub and of other machines")
             return
         data = prepare(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,19 +135,6 @@ def test_colours_show_what_is_learned(tmp_path: Path) -> None:
     with console.capture() as capture:
         console.print(plain)
     assert capture.get() == "ab[INST]⟦cd</s>⟧\n"
-
-
-def test_a_run_on_chats_is_asked_through_the_chat_template(chats: Path) -> None:
-    folder = chats.parent / "run"
-    (folder / "adapter").mkdir(parents=True)
-    (folder / "run.yaml").write_text(chats.read_text())
-    tokenizer: Any = make_chat_tokenizer(chats.parent / "other")
-    origin = model_origin(str(folder), None, str(chats.parent / "other"))
-    ids, stops = question_ids(origin, tokenizer, "What?")
-    assert tokenizer.decode(ids) == "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.convert_ids_to_tokens(stops) == ["<|im_end|>"]
-    ids, stops = question_ids(replace(origin, data=None), tokenizer, "What?")
-    assert (tokenizer.decode(ids), stops) == ("<s>What?", [])
 
 
 def test_other_runs_are_asked_through_their_template(tmp_path: Path) -> None:

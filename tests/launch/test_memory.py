@@ -286,7 +286,7 @@ def test_a_run_keeps_what_auto_became_and_why(
     report = json.loads((run.folder / "report.json").read_text())
     assert report["choices"]["strategy"] == line[9:-1]
     assert report["strategy"] == "ddp"
-    assert load_run_file(run.folder / "run.yaml", [], {}).run.strategy.name == "ddp"
+    assert load_run_file(run.folder / "run.yaml", [], {}).strategy.name == "ddp"
 
 
 def test_auto_of_a_small_run_starts_no_process(tmp_path: Path, planner: StandIn) -> None:

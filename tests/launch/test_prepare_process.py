@@ -32,7 +32,7 @@ from tests.standins.hub import Hub, Repository
 
 
 def check_of(path: Path) -> PrepareRequest:
-    run = run_json(load_run_file(path).run)
+    run = run_json(load_run_file(path))
     return PrepareRequest(stages=("check",), run=run, backend="cpu")
 
 
@@ -146,7 +146,7 @@ def test_only_a_fetch_has_the_network(tmp_path: Path, hub: Hub) -> None:
     """The stage after it finds the copy, of which it may not ask whether it is the newest."""
     path = run_file(tmp_path, model={"name": NAME})
     shown: list[str] = []
-    fetch = tuple(wanted(load_run_file(path).run.model))
+    fetch = tuple(wanted(load_run_file(path).model))
     request = check_of(path).model_copy(update={"fetch": fetch})
     with pytest.raises(ModelError, match="cannot be read as weights"):
         prepare(request, show=lambda event: shown.append(event["event"]))

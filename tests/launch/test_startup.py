@@ -43,7 +43,7 @@ def test_the_coordinator_claims_and_every_machine_has_the_run_file(tmp_path: Pat
     assert list((tmp_path / "run").iterdir()) == []
     claim_run_directory(job(tmp_path), 0)
     assert (tmp_path / "run" / "run.json").read_text() == OURS
-    assert load_run_file(tmp_path / "run" / "run.yaml").run.name == "ours", "for people, too"
+    assert load_run_file(tmp_path / "run" / "run.yaml").name == "ours", "for people, too"
     mark = (tmp_path / "run" / OWNER).read_text()
     assert len(mark.strip()) == 64 and "one" not in mark
     # Where the storage is not shared, the others bring their own.
@@ -130,7 +130,7 @@ def hub() -> Iterator[Hub]:
 def prepare(cluster: Cluster, nodes: int) -> None:
     path = run_file(cluster.folder, model={"name": "somebody/model"})
     cluster.prepare({rank: [FINISHED] for rank in range(nodes)}, nodes, prepare=True)
-    (cluster.directory / "run.yaml").write_text(run_json(load_run_file(path).run))
+    (cluster.directory / "run.yaml").write_text(run_json(load_run_file(path)))
 
 
 def start(cluster: Cluster, node: int, endpoint: str) -> None:
