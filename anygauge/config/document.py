@@ -1,4 +1,4 @@
-"""YAML read as a tree of values that know the line they were written on; and values as YAML text.
+"""YAML as a tree of values that know the line they were written on.
 
 PyYAML's safe types, with four differences that all prevent a wrong number or text: `2e-4` and `1e5`
 are numbers; `12:30:00` is text and not a count of seconds; `010` is text and not 8; a date is text.
@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from anygauge.config.tree import Origin, Problem, YamlNode, dotted, received
+from anygauge.config.yaml_text import TAG, add_numbers
 from anygauge.interface import RunFileError
 from anygauge.util.files import read_bounded
 from anygauge.util.text import near_file
@@ -23,25 +24,10 @@ from anygauge.util.text import near_file
 MOST_BYTES = 2**20
 """Of a run file. One with a chat template in it has some ten thousand."""
 
-_TAG = "tag:yaml.org,2002:"
-_SCALARS = {f"{_TAG}{kind}" for kind in ("null", "bool", "int", "float", "str")}
-_MERGE = f"{_TAG}merge"
-_KEPT = {f"{_TAG}null", f"{_TAG}bool", _MERGE}
+_SCALARS = {f"{TAG}{kind}" for kind in ("null", "bool", "int", "float", "str")}
+_MERGE = f"{TAG}merge"
+_KEPT = {f"{TAG}null", f"{TAG}bool", _MERGE}
 _HALF = re.compile("[\ud800-\udfff]")
-_INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$")
-_FLOAT = re.compile(
-    r"""[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?
-    |[0-9][0-9_]*[eE][-+]?[0-9]+
-    |\.(?:inf|Inf|INF))$
-    |\.(?:nan|NaN|NAN)$""",
-    re.VERBOSE,
-)
-
-
-def _add_numbers(class_: type[yaml.resolver.BaseResolver]) -> None:
-    """Make a loader or dumper take our words for numbers."""
-    class_.add_implicit_resolver(f"{_TAG}int", _INT, list("-+0123456789"))
-    class_.add_implicit_resolver(f"{_TAG}float", _FLOAT, list("-+.0123456789"))
 
 
 class _Loader(yaml.SafeLoader):
@@ -53,7 +39,7 @@ class _Loader(yaml.SafeLoader):
     }
 
 
-_add_numbers(_Loader)
+add_numbers(_Loader)
 
 
 class NotYaml(Exception):
@@ -156,22 +142,22 @@ class _Builder:
         return replace(self.start, line=line)
 
     def node(self, raw: yaml.Node, origin: Origin, path: tuple[object, ...]) -> YamlNode:
-        if isinstance(raw, yaml.MappingNode) and raw.tag == f"{_TAG}map":
+        if isinstance(raw, yaml.MappingNode) and raw.tag == f"{TAG}map":
             return YamlNode(self._mapping(raw, path), origin)
-        if isinstance(raw, yaml.SequenceNode) and raw.tag == f"{_TAG}seq":
+        if isinstance(raw, yaml.SequenceNode) and raw.tag == f"{TAG}seq":
             items = enumerate(raw.value)
             nodes = (self.node(item, self.origin(item), (*path, index)) for index, item in items)
             return YamlNode(tuple(nodes), origin)
         if isinstance(raw, yaml.ScalarNode) and raw.tag in _SCALARS:
             return self._scalar(raw, origin, path)
-        tag = raw.tag.replace(_TAG, "!!")
+        tag = raw.tag.replace(TAG, "!!")
         return self._refuse(origin, path, f"the tag {tag} means nothing here; write a plain value")
 
     def _scalar(self, raw: yaml.ScalarNode, origin: Origin, path: tuple[object, ...]) -> YamlNode:
         try:
             value = self.loader.construct_object(raw)
         except (ValueError, KeyError):
-            kind = raw.tag.removeprefix(_TAG)
+            kind = raw.tag.removeprefix(TAG)
             return self._refuse(origin, path, f"{raw.value[:60]!r} cannot be read as {kind}")
         if isinstance(value, str) and (odd := _HALF.search(value)):
             text = f"holds half of a surrogate pair (U+{ord(odd[0]):04X}), which is not a character"
@@ -222,27 +208,3 @@ class _Builder:
     def _refuse(self, origin: Origin, path: tuple[object, ...], text: str) -> YamlNode:
         self.problems.append(Problem(origin, dotted(path), text))
         return YamlNode(None, origin, "null")
-
-
-class _Dumper(yaml.SafeDumper):
-    """PyYAML's safe dumper; quotes all text that our reader or another's takes for a number."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        """Write a value again wherever it stands, and no alias for it."""
-        return True
-
-
-_add_numbers(_Dumper)
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    # PyYAML writes a lone U+0085 in single quotes, and reads it back as a space.
-    return dumper.represent_scalar(f"{_TAG}str", text, None if text.isprintable() else '"')
-
-
-_Dumper.add_representer(str, _represent_text)
-
-
-def write_yaml(values: Mapping[str, Any]) -> str:
-    """YAML that `read_yaml` reads as equal values; in their order, and without aliases."""
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1_000_000)

@@ -81,13 +81,9 @@ def check_paths(run: RunFile, complaint: Callable[[Place, str], str] = complaint
     Raises:
         RunFileError: "FILE:LINE: data.train.path: no such file: /abs/path", a line for each.
     """
-    problems = [
-        Problem(run.origin(dotted(place)), dotted(place), text)
-        for place, path in paths_in(run.model_dump())
-        if (text := complaint(place, path))
-    ]
-    if problems:
-        raise run_file_error(run.file, problems)
+    said = [(dotted(place), complaint(place, text)) for place, text in paths_in(run.model_dump())]
+    if wrong := [each for each in said if each[1]]:
+        raise run.errors(wrong)
 
 
 def check_folders(run: RunFile, folders: Sequence[str], advice: str) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from anygauge.config.document import write_yaml
 from anygauge.config.paths import locate, paths_in, value_at
 from anygauge.config.schema import RunFile
+from anygauge.config.yaml_text import write_yaml
 from anygauge.interface import AnygaugeError
 from anygauge.util.schema import first_complaint
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -360,11 +360,6 @@ class RunFile(Section):
         run._origins = Origins(places)
         return run
 
-    @property
-    def file(self) -> str:
-        """The run file as the user named it."""
-        return self._origins.places[""].label
-
     def sets(self, path: str) -> bool:
         """Whether the run file or the command line has a value for a dotted path."""
         return path in self._origins.places
@@ -377,7 +372,12 @@ class RunFile(Section):
 
     def error(self, path: str, text: str) -> RunFileError:
         """An error to raise about one field: "FILE:LINE: path: text"."""
-        return run_file_error(self.file, [Problem(self.origin(path), path, text)])
+        return self.errors([(path, text)])
+
+    def errors(self, said: Iterable[tuple[str, str]]) -> RunFileError:
+        """The same about several fields, each with its path and text."""
+        problems = [Problem(self.origin(path), path, text) for path, text in said]
+        return run_file_error(self._origins.places[""].label, problems)
 
     @contextlib.contextmanager
     def placed(self) -> Iterator[None]:
@@ -385,12 +385,10 @@ class RunFile(Section):
         try:
             yield
         except RunFileError as error:
-            lines = str(error).splitlines()
-            said = [found.groupdict() for line in lines if (found := _COMPLAINT.match(line))]
-            if len(said) < len(lines):
+            said = [_COMPLAINT.match(line) for line in str(error).splitlines()]
+            if None in said:
                 raise
-            problems = [Problem(self.origin(each["path"]), **each) for each in said]
-            raise run_file_error(self.file, problems) from None
+            raise self.errors((each["path"], each["text"]) for each in said if each) from None
 
     @property
     def has_few_bits(self) -> bool:

@@ -227,7 +227,7 @@ def test_without_streaming_a_remote_file_is_copied_once(name, server, tokenizer,
 def test_what_the_fetch_has_copied_nobody_of_this_start_asks_for_again(tmp_path, impatient):
     with FileServer({"rows.jsonl": File(body=LINES)}) as server:
         data = {"train": {"path": server.address("rows.jsonl")}}
-        run = load_run_file(run_file(tmp_path, data=data)).run
+        run = load_run_file(run_file(tmp_path, data=data))
         request = PrepareRequest(
             copies=tuple(addresses(run.data)),
             stages=("check",),
