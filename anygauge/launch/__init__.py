@@ -8,10 +8,12 @@
 - `environment`: what the machine shows, and the variables and cores of each rank.
 - `hello`, `channel`, `listener`, `meeting`: how the agents of a job meet.
 - `nodes`, `other_nodes`, `outbox`: what they tell each other, and who follows the job.
-- `supervisor`, `rank_process`, `outcome`: the ranks of a machine, and why a job ended.
+- `supervisor`, `attempt`, `rank_process`, `rank_start`, `watchdog`: the ranks of a machine.
+- `outcome`, `rank_failure`: why a rank failed, and why a job ended.
 - `rank`: what every rank runs.
 - `foreign`, `join`, `foreign_meeting`, `foreign_rank`: ranks that others started.
 - `follow`, `view`: what the one who waits sees.
 
-Outside of that order: `local_job` (a short job on this machine), `doctor`, `calibration`.
+Outside of that order: `doctor`, and short jobs on this machine (`local_job`): `round_trip`,
+`calibration`.
 """

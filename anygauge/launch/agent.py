@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from anygauge.interface import LOST, AnygaugeError, Job
+from anygauge.launch.attempt import Requests
 from anygauge.launch.decision import Decision
 from anygauge.launch.environment import NodeEnvironment, write_provenance
 from anygauge.launch.foreign import scrub
@@ -24,7 +25,7 @@ from anygauge.launch.meeting import CancelledError, meet
 from anygauge.launch.nodes import Instruction, Nodes
 from anygauge.launch.outbox import Outbox
 from anygauge.launch.outcome import JobFailure, NodeReport
-from anygauge.launch.rank_process import RankArgv, rank_argv
+from anygauge.launch.rank_start import RankArgv, rank_argv
 from anygauge.launch.startup import (
     StartAbortedError,
     claim_run_directory,
@@ -35,7 +36,7 @@ from anygauge.launch.startup import (
     read_secrets,
     read_standard_input,
 )
-from anygauge.launch.supervisor import GRACE_S, Requests, supervise
+from anygauge.launch.supervisor import GRACE_S, Supervisor
 from anygauge.util.processes import die_with_parent, tie_to_parent
 from anygauge.util.run_lock import identity_of, open_lock
 
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None, *, argv_of_rank: RankArgv | None = N
 
     Args:
         argv: command line; None for this process's own.
-        argv_of_rank: see `supervise`; None for that of `rank_argv`.
+        argv_of_rank: see `Supervisor.rank_argv`; None for that of `rank_argv`.
 
     Returns:
         The exit status of this node's part of the job.
@@ -136,11 +137,10 @@ class _Agent:
             decided = prepare_on_all(
                 job, nodes, own.of_rank(0), self._node_rank, self._host, self._requests.received
             )
-        return supervise(
+        return Supervisor(
             job,
             nodes,
             node_rank=self._node_rank,
-            hostname=self._host,
             rank_argv=self._argv_of_rank or partial(rank_argv, arguments.job, lock, decided),
             rank_environment=own.of_rank,
             requests=self._requests,
@@ -148,7 +148,7 @@ class _Agent:
             cores=own.cores,
             lock=lock,
             resume=resume,
-        )
+        ).run()
 
     def _meet(self, job: Job, coordinator: str, own: NodeEnvironment) -> Nodes:
         """Meet the agents of the job's other nodes, if it has any.

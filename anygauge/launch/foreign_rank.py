@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge.interface import AnygaugeError, Job
+from anygauge.launch.attempt import SIGNALS
 from anygauge.launch.decision import Decision
 from anygauge.launch.foreign import ForeignLaunch
 from anygauge.launch.foreign_meeting import TURN_S, agree, job_of, meeting_store
 from anygauge.launch.run_directory import remove_unaccepted
-from anygauge.launch.supervisor import SIGNALS
 from anygauge.launch.view import View, fail, show_stopped, show_where_logs_are
 from anygauge.util.console import Console
 from anygauge.util.events import EventWriter
@@ -197,7 +197,8 @@ def _train(launch: ForeignLaunch, job: Job, lock: str, quiet: bool) -> int:
 
     What libraries print goes to its log, as in any run.
     """
-    from anygauge.launch.outcome import Failure, stopped_text
+    from anygauge.launch.outcome import stopped_text
+    from anygauge.launch.rank_failure import located, reported_failure
     from anygauge.training.worker import reported
 
     out, err = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
@@ -214,11 +215,15 @@ def _train(launch: ForeignLaunch, job: Job, lock: str, quiet: bool) -> int:
     status = reported(job, launch.rank, events, lock)
     kind = events.ending["event"]
     if kind == "failed":
-        failure = Failure.from_event(launch.rank, events.ending, time.time())
-        text = failure.cause(
-            host=socket.gethostname(), world_size=job.world_size, log=log, log_offset=offset
+        failure = located(
+            reported_failure(launch.rank, events.ending, time.time()),
+            host=socket.gethostname(),
+            world_size=job.world_size,
+            log=log,
+            log_offset=offset,
         )
-        if failure.for_user:
+        text = failure.text
+        if failure.final:
             # Not a connection that broke because another rank was killed: there the launcher goes
             # by who ended first.
             launch.report(text, failure.time)

@@ -39,7 +39,7 @@ def join(request: RunRequest, foreign: ForeignLaunch, *, quiet: bool) -> NoRetur
     """
     from anygauge.launch.environment import NodeEnvironment
     from anygauge.launch.hello import Hello
-    from anygauge.launch.rank_process import rank_numbers
+    from anygauge.launch.rank_start import rank_numbers
     from anygauge.training.checks import check_settings
 
     job = request.job

@@ -44,8 +44,6 @@ class Instruction(enum.Enum):
     """Let the ranks write a checkpoint and end: the job was asked to."""
     KILL = "kill"
     """Kill the ranks: the job was asked twice."""
-    FINISH = "finish"
-    """Expect the ranks to finish soon: a rank of another node has finished, or saves."""
 
 
 INSTRUCTIONS = {each.value for each in Instruction}
@@ -133,8 +131,8 @@ class Nodes:
         return self._outbox.full
 
     def broadcast(self, instruction: Instruction, signum: int | None = None) -> None:
-        """Send an instruction to all other nodes, each but `Instruction.FINISH` once."""
-        if instruction not in self._sent or instruction is Instruction.FINISH:
+        """Send an instruction to all other nodes, each once."""
+        if instruction not in self._sent:
             self._sent.add(instruction)
             self._send_all(instruction.value, signum=signum)
 

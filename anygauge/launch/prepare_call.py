@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from anygauge.interface import AnygaugeError, DataError
 from anygauge.launch.decision import Decision
-from anygauge.launch.rank_process import sample_process
+from anygauge.launch.watchdog import sample_process
 from anygauge.models.hub_errors import HubUnreachableError
 from anygauge.util import errors
 from anygauge.util.processes import describe_exit, parent_environment

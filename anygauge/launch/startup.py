@@ -23,7 +23,7 @@ from pathlib import Path
 
 from anygauge.interface import AnygaugeError, Job
 from anygauge.launch.decision import Decision
-from anygauge.launch.nodes import Instruction, Nodes
+from anygauge.launch.nodes import Nodes
 from anygauge.launch.prepare_call import prepare_here
 from anygauge.launch.run_directory import RUN_FILE, write_run
 from anygauge.util.files import write_text
@@ -230,7 +230,7 @@ def prepare_on_all(
     """
 
     def turn() -> bool:
-        if set(nodes.poll()) - {Instruction.FINISH}:
+        if nodes.poll():
             raise StartAbortedError("no rank was started here")
         return not requests
 

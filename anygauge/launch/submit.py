@@ -100,6 +100,8 @@ def _finished_before(run: RunFile, folder: Path) -> Finished | None:
                 break
     if kept:
         identity.check_same_run(where, kept, identity.identity_of_file(run))
+    if finished is None:
+        return None
     try:
         before = load_run_file(folder / RUN_FILE)
     except AnygaugeError:

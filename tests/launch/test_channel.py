@@ -67,8 +67,6 @@ NONSENSE: list[tuple[int, str, dict[str, Any], str]] = [
             *(("signalled_at", HUGE), ("signalled_at", NAN), ("signum", 4711)),
         )
     ),
-    (1, "report", {"report": {**REPORT, "stopped": {"step": [[]]}}}, "'stopped.step'"),
-    (1, "report", {"report": {**REPORT, "stopped": {"checkpoint": {}}}}, "stopped.check"),
     (1, "report", {"report": {**REPORT, "failures": [5]}}, "'failures.0': Input"),
     *(
         (1, "report", {"report": {**REPORT, "failures": [{**FAILURE, name: value}]}}, f".{name}'")

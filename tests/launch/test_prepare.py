@@ -21,8 +21,8 @@ from anygauge.launch import prepare, prepare_call
 from anygauge.launch.decision import Decision
 from anygauge.launch.prepare import prepare_run
 from anygauge.launch.prepare_process import PrepareAnswer, PrepareRequest
-from anygauge.launch.rank_process import ProcessSample
 from anygauge.launch.request import read_request
+from anygauge.launch.watchdog import ProcessSample
 from anygauge.models.hub import wanted
 from anygauge.models.hub_errors import HubUnreachableError
 from anygauge.training.run_checks import Findings
