@@ -9,7 +9,8 @@
 - `local_run`: the ranks of this machine, supervised by a thread of the command.
 - `agent`, `startup`: on other machines, a process of its own does the same.
 - `environment`: what the machine shows, and the variables and cores of each rank.
-- `meeting`, `channel`, `nodes`: how the agents of a job meet, and what they tell each other.
+- `hello`, `channel`, `listener`, `meeting`: how the agents of a job meet.
+- `nodes`, `other_nodes`, `outbox`: what they tell each other, and who follows the job.
 - `supervisor`, `attempt`, `rank_process`, `rank_start`, `watchdog`: the ranks of a machine.
 - `outcome`, `rank_failure`: why a rank failed, and why a job ended.
 - `rank`: what every rank runs.

@@ -126,7 +126,7 @@ def job_of(launch: ForeignLaunch, known: Mapping[str, Any], answer: Mapping[str,
     Raises:
         AnygaugeError: it is not seen here, belongs to another run, or this machine does not fit.
     """
-    from anygauge.launch.meeting import HELLO, check_hello
+    from anygauge.launch.hello import HELLO, check_hello
     from anygauge.launch.outcome import read_record
 
     path = answer["job"]

@@ -38,7 +38,7 @@ def join(request: RunRequest, foreign: ForeignLaunch, *, quiet: bool) -> NoRetur
         AnygaugeError: what any rank would refuse.
     """
     from anygauge.launch.environment import NodeEnvironment
-    from anygauge.launch.meeting import Hello
+    from anygauge.launch.hello import Hello
     from anygauge.launch.rank_start import rank_numbers
     from anygauge.training.checks import check_settings
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import threading
 import traceback
@@ -17,6 +16,7 @@ from anygauge.launch.attempt import Requests
 from anygauge.launch.environment import NodeEnvironment, write_provenance
 from anygauge.launch.foreign import scrub
 from anygauge.launch.nodes import Nodes
+from anygauge.launch.outbox import Outbox
 from anygauge.launch.rank_start import RankArgv, rank_argv
 from anygauge.launch.supervisor import GRACE_S, Supervisor
 from anygauge.util.events import read_event
@@ -25,35 +25,6 @@ from anygauge.util.run_lock import identity_of
 
 LOG = "supervisor.log"
 """Among the run's logs: when and how each rank began and ended."""
-
-
-class EventQueue:
-    """Where a supervisor sends what happens, for `LocalRun.events`; see `Outbox`.
-
-    Attributes:
-        shared, full: never.
-    """
-
-    shared = full = False
-
-    def __init__(self) -> None:
-        self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-
-    def forward(self, line: bytes) -> None:
-        """Add a rank's line as it is."""
-        self._events.put(read_event(line))
-
-    def send(self, event: str, **fields: Any) -> None:
-        """Add an event of the supervisor's own."""
-        self._events.put({"event": event, **fields})
-
-    def close(self) -> None:
-        """Nothing more comes."""
-        self._events.put(None)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Each event, until it is closed."""
-        return iter(self._events.get, None)
 
 
 class LocalRun:
@@ -101,7 +72,7 @@ class LocalRun:
                 "be written and that the disk is not full."
             ) from error
         self._requests = Requests()
-        self._events = EventQueue()
+        self._events = Outbox()
         self._status = 1
         self._supervisor = Supervisor(
             job,
@@ -121,7 +92,7 @@ class LocalRun:
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         """What the ranks report, until all have ended; how the run ended comes last."""
-        yield from self._events
+        yield from filter(None, map(read_event, self._events))
         self._thread.join()
 
     def state(self) -> JobState:

@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from anygauge.interface import Job
-from anygauge.launch import attempt, channel, nodes, rank_process, supervisor
+from anygauge.launch import attempt, channel, nodes, other_nodes, rank_process, supervisor
 from anygauge.launch.watchdog import ProcessSample
 from anygauge.util.processes import END_AT_ONCE
 from tests.helpers.jobs import make_job
@@ -167,9 +167,10 @@ class Simulation:
         self._held = contextlib.ExitStack()
         self.clock = FakeClock()
         patch = self._held.enter_context
-        for module in (supervisor, attempt, nodes, channel, rank_process):
+        for module in (supervisor, attempt, nodes, other_nodes, channel, rank_process):
             patch(mock.patch.object(module, "time", self.clock))
         patch(mock.patch.object(supervisor, "RankProcess", FakeRank))
+        self.outboxes: dict[int, types.SimpleNamespace] = {}
         self.events: dict[int, list[dict[str, Any]]] = {node: [] for node in range(nodes_count)}
         job = make_job(
             **{"run_directory": "/nowhere", "nodes": nodes_count, "devices": devices},
@@ -182,7 +183,9 @@ class Simulation:
         def send(event: str, **fields: Any) -> None:
             self.events[node].append({"event": event, **fields})
 
-        return types.SimpleNamespace(full=False, shared=False, forward=bytes, send=send)
+        found = types.SimpleNamespace(full=False, shared=False, forward=bytes, send=send)
+        self.outboxes[node] = found
+        return found
 
     def _met(self, job: Job, every_s: float) -> list[nodes.Nodes]:
         """The nodes, which have joined one after the other."""
@@ -193,11 +196,12 @@ class Simulation:
             ends = [channel.Channel(end, "the coordinator") for end in socket.socketpair()]
             ends[0].peer = f"node {node} (host{node})"
             to_workers[node] = ends[0]
-            workers.append(nodes.WorkerNode(job, self._outbox(node), ends[1], "tcp://host0:1"))
+            workers.append(other_nodes.Worker(job, self._outbox(node), ends[1], "tcp://host0:1"))
         if not workers:
             return [nodes.Nodes(job, self._outbox(0))]
         hosts = {node: f"host{node}" for node in range(job.launch.nodes)}
-        return [nodes.Nodes(job, self._outbox(0), to_workers, hosts, "127.0.0.1"), *workers]
+        first = other_nodes.Coordinator(job, self._outbox(0), to_workers, hosts, "127.0.0.1")
+        return [first, *workers]
 
     @property
     def ranks(self) -> list[FakeRank]:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from anygauge.launch.attempt import Requests
-from anygauge.launch.local_run import EventQueue
 from anygauge.launch.nodes import Nodes
+from anygauge.launch.outbox import Outbox
 from anygauge.launch.supervisor import Supervisor
 from anygauge.util.processes import END_AT_ONCE
 from tests.helpers.jobs import make_job
@@ -130,7 +130,7 @@ def test_an_invalid_job_file_is_reported_as_an_event(cluster: Cluster) -> None:
 
 
 def test_a_request_that_came_before_the_ranks_starts_none(tmp_path: Path) -> None:
-    job, events, asked = make_job(run_directory=tmp_path, devices=2), EventQueue(), Requests()
+    job, events, asked = make_job(run_directory=tmp_path, devices=2), Outbox(), Requests()
     asked.add(signal.SIGTERM)
     supervisor = Supervisor(
         job,
@@ -141,4 +141,4 @@ def test_a_request_that_came_before_the_ranks_starts_none(tmp_path: Path) -> Non
     )
     assert supervisor.run() == 128 + signal.SIGTERM
     events.close()
-    assert [event["state"] for event in events] == ["cancelled"]
+    assert [json.loads(line)["state"] for line in events] == ["cancelled"]
