@@ -38,18 +38,17 @@ def data(
 
     from anygauge.config.load import check_paths, load_run_file
     from anygauge.config.resolved import run_json
-    from anygauge.data import Layout, TokenizedRows, accumulation, advice, peek
+    from anygauge.data import Layout, TokenizedRows, accumulation, addresses, advice, peek
     from anygauge.data import prepare as read_rows
     from anygauge.launch.prepare_call import prepare
-    from anygauge.launch.prepare_process import PrepareRequest
+    from anygauge.launch.prepare_request import PrepareRequest
     from anygauge.models.hub import wanted
     from anygauge.models.quiet import quiet_libraries
     from anygauge.models.tokenizer import load_tokenizer
     from anygauge.registry import Registry, select_backend
 
-    loaded = load_run_file(run_file, list(set_ or ()), {"backend": backend})
-    run = loaded.run
-    check_paths(loaded)
+    run = load_run_file(run_file, list(set_ or ()), {"backend": backend})
+    check_paths(run)
     peek(run.data)
     ranks = run.launch.nodes * run.launch.devices
     registry = Registry.load()
@@ -67,7 +66,12 @@ def data(
     start = secrets.token_hex(8)
     fetch = tuple(wanted(run.model, model=False))
     request = PrepareRequest(
-        fetch=fetch, stages=("rows",), run=run_json(run), id=start, first=first
+        fetch=fetch,
+        copies=tuple(addresses(run.data)),
+        stages=("rows",),
+        run=run_json(run),
+        id=start,
+        first=first,
     )
     steps = prepare(request).found.steps
     tokenizer = load_tokenizer(run.model)

@@ -19,7 +19,7 @@ from anygauge.data.cache import cache_folder
 from anygauge.interface import ABILITIES, NotAvailableError
 from anygauge.kernels.choose import kernels_of_run
 from anygauge.launch.prepare import prepare_run
-from anygauge.launch.rank_process import rank_numbers
+from anygauge.launch.rank_start import rank_numbers
 from anygauge.launch.request import RunRequest, rendered
 from anygauge.launch.submit import resume_target
 from anygauge.training.auto import AUTO
@@ -30,7 +30,7 @@ from anygauge.util.files import write_text
 
 if TYPE_CHECKING:
     from anygauge.launch.decision import Decision
-    from anygauge.training.run_checks import Findings
+    from anygauge.training.checks import Findings
 
 
 SHOWN_PROCESSES = 32

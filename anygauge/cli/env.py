@@ -99,7 +99,7 @@ def _job(
 ) -> Job:
     if run_file is not None:
         flags = {"backend": backend, "launch.devices": devices, "launch.nodes": nodes}
-        run = load_run_file(run_file, overrides, flags).run
+        run = load_run_file(run_file, overrides, flags)
         backend = run.backend
         fields: dict[str, Any] = {
             "name": run.name,

@@ -140,10 +140,10 @@ def _case(
         own = [f"{path}={value}" for path, value in usual.items() if flags.get(path) is None]
         overrides = [*own, *overrides]
     try:
-        run = load_run_file(run_file, overrides, flags).run
+        run = load_run_file(run_file, overrides, flags)
     except RunFileError as error:
         try:  # one that only lacks a tokenizer can be planned
-            run = load_run_file(run_file, [*overrides, "model.tokenizer=none"], flags).run
+            run = load_run_file(run_file, [*overrides, "model.tokenizer=none"], flags)
         except RunFileError:
             raise error from None
     if name is None:

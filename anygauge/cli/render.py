@@ -114,7 +114,7 @@ def _without_secrets(request: RunRequest) -> tuple[RunRequest, list[str]]:
     return (
         dataclasses.replace(
             request,
-            loaded=dataclasses.replace(request.loaded, run=run),
+            run=run,
             job=dataclasses.replace(job, environment=kept, launch=launch),
         ),
         secret,

@@ -177,7 +177,7 @@ def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> Mod
     section = ModelSection(name=model)
     home = _run_directory(folder)
     if home is not None:
-        run = load_run_file(home / "run.yaml").run
+        run = load_run_file(home / "run.yaml")
         section, data = run.model, run.data
         if folder == home:
             folder = home / ("model" if run.adapter is None else "adapter")
@@ -228,7 +228,7 @@ def fetch_wanted(section: ModelSection) -> None:
         ModelError: it cannot be had.
     """
     from anygauge.launch.prepare_call import prepare
-    from anygauge.launch.prepare_process import PrepareRequest
+    from anygauge.launch.prepare_request import PrepareRequest
     from anygauge.models.hub import wanted
 
     names = {"model.name": "MODEL", "model.tokenizer": "--tokenizer"}

@@ -2,15 +2,14 @@
 
 PyYAML's safe types, with four differences that all prevent a wrong number or text: `2e-4` and `1e5`
 are numbers; `12:30:00` is text and not a count of seconds; `010` is text and not 8; a date is text.
-A key that is not text, or is written twice in one mapping, is an error, and so is a whole number
-beyond 64 bits.
+A key that is not text, or is written twice in one mapping, is an error.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ MOST_BYTES = 2**20
 _SCALARS = {f"{TAG}{kind}" for kind in ("null", "bool", "int", "float", "str")}
 _MERGE = f"{TAG}merge"
 _KEPT = {f"{TAG}null", f"{TAG}bool", _MERGE}
-_INT_BITS = 63
 _HALF = re.compile("[\ud800-\udfff]")
 
 
@@ -68,7 +66,7 @@ def read_document(path: Path, shown: str, problems: list[Problem]) -> YamlNode:
     """
     try:
         text = read_bounded(path, MOST_BYTES).decode("utf-8-sig")
-        root = read_yaml(text, shown, path.parent, problems)
+        root = read_yaml(text, Origin(shown, 1, path.parent), problems)
     except FileNotFoundError:
         raise RunFileError(f"{shown}: no such file{near_file(path)}") from None
     except IsADirectoryError:
@@ -94,23 +92,15 @@ def read_document(path: Path, shown: str, problems: list[Problem]) -> YamlNode:
 
 
 def read_yaml(
-    text: str,
-    label: str,
-    folder: Path,
-    problems: list[Problem],
-    *,
-    lines: bool = True,
-    path: tuple[str, ...] = (),
+    text: str, start: Origin, problems: list[Problem], path: tuple[str, ...] = ()
 ) -> YamlNode | None:
     """The one document in `text`, or None where there is nothing but blanks and comments.
 
     Args:
         text: YAML.
-        label: what complaints name as the place.
-        folder: what relative paths in `text` are relative to.
+        start: where it begins; without a line, so are its values.
         problems: complaints that leave the rest readable (a key written twice, an odd tag) are
             added here.
-        lines: False for text without lines of its own, such as the value of an option.
         path: where the document will stand in the run file; for complaints.
 
     Raises:
@@ -123,7 +113,7 @@ def read_yaml(
         except (OverflowError, ValueError):  # of PyYAML's chr() and int()
             large = "a number is too large (an escape \\U has at most 0010FFFF)"
             raise NotYaml(large, loader.line + 1) from None
-        builder = _Builder(loader, label, folder, problems, lines)
+        builder = _Builder(loader, start, problems)
         return None if top is None else builder.node(top, builder.origin(top), path)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
@@ -144,14 +134,12 @@ class _Builder:
     """Turns PyYAML's nodes into ours."""
 
     loader: _Loader
-    label: str
-    folder: Path
+    start: Origin
     problems: list[Problem]
-    lines: bool
 
     def origin(self, raw: yaml.Node) -> Origin:
-        line = raw.start_mark.line + 1 if self.lines else None
-        return Origin(self.label, line, self.folder)
+        line = None if self.start.line is None else raw.start_mark.line + 1
+        return replace(self.start, line=line)
 
     def node(self, raw: yaml.Node, origin: Origin, path: tuple[object, ...]) -> YamlNode:
         if isinstance(raw, yaml.MappingNode) and raw.tag == f"{TAG}map":
@@ -171,9 +159,6 @@ class _Builder:
         except (ValueError, KeyError):
             kind = raw.tag.removeprefix(TAG)
             return self._refuse(origin, path, f"{raw.value[:60]!r} cannot be read as {kind}")
-        if isinstance(value, int) and value.bit_length() > _INT_BITS:
-            text = f"{raw.value[:60]} is a whole number beyond 64 bits; the largest is 2^63 - 1"
-            return self._refuse(origin, path, f"{text}, {2**_INT_BITS - 1}")
         if isinstance(value, str) and (odd := _HALF.search(value)):
             text = f"holds half of a surrogate pair (U+{ord(odd[0]):04X}), which is not a character"
             return self._refuse(origin, path, text)
@@ -203,7 +188,8 @@ class _Builder:
             if key in own:
                 first = own[key].origin
                 lines = f", on line {first.line} and on line {origin.line}; keep one of them"
-                self._refuse(origin, (*path, key), f"written twice{lines if self.lines else ''}")
+                text = f"written twice{lines if origin.line else ''}"
+                self._refuse(origin, (*path, key), text)
             own[key] = self.node(value_node, origin, (*path, key))
         return merged | own
 

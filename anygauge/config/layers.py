@@ -121,7 +121,7 @@ def _read_override(text: str, folder: Path, problems: list[Problem]) -> tuple[st
     else:
         where = path
         try:
-            node = read_yaml(value, origin.label, folder, problems, lines=False, path=parts)
+            node = read_yaml(value, origin, problems, parts)
             # A comment alone is not a value either.
             way_out = "quote a value that begins with '#'"
             if not value.strip():

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,48 +23,7 @@ from anygauge.config.paths import (
 from anygauge.config.problems import empty_sections, explain
 from anygauge.config.schema import RunFile
 from anygauge.config.strategies import spell_out
-from anygauge.config.tree import Origin, Problem, dotted, merge, run_file_error
-from anygauge.interface import RunFileError
-
-_FIELD = re.compile(r"(?P<path>[a-z_]+(\.[^\s:]+)?): (?P<text>.+)")
-
-
-@dataclass(frozen=True)
-class LoadedRun:
-    """A run file that passed every check, and where its values come from.
-
-    Attributes:
-        run: the run, with absolute paths and all defaults filled in.
-        sources: dotted path -> where it was written; a value left at its default has no entry.
-        file: the run file as the user named it.
-    """
-
-    run: RunFile
-    sources: Mapping[str, Origin]
-    file: str
-
-    def source(self, path: str) -> Origin:
-        """Where `path` was written, or else the section that it belongs to, or the file."""
-        while path and path not in self.sources:
-            path = path[: max(path.rfind("."), path.rfind("["), 0)]
-        return self.sources[path]
-
-    def error(self, path: str, text: str) -> RunFileError:
-        """An error to raise about one field: "FILE:LINE: path: text"."""
-        return run_file_error(self.file, [Problem(self.source(path), path, text)])
-
-    @contextlib.contextmanager
-    def placed(self) -> Iterator[None]:
-        """Add file and line to what a plugin says of its options: "path: text", a line each."""
-        try:
-            yield
-        except RunFileError as error:
-            lines = str(error).splitlines()
-            said = [found.groupdict() for line in lines if (found := _FIELD.match(line))]
-            if len(said) < len(lines):
-                raise
-            problems = [Problem(self.source(each["path"]), **each) for each in said]
-            raise run_file_error(self.file, problems) from None
+from anygauge.config.tree import Problem, dotted, merge, run_file_error
 
 
 def load_run_file(
@@ -77,7 +33,7 @@ def load_run_file(
     *,
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-) -> LoadedRun:
+) -> RunFile:
     """Reads and checks a run file; whether data and models exist is left to `check_paths`.
 
     What wins over what: `flags` and `overrides`, the file, what it extends, the schema's default.
@@ -113,20 +69,24 @@ def load_run_file(
         raise run_file_error(name, problems)
     fields = {**dict(found), "output": locate(OUTPUT, found.output, cwd)}
     run = RunFile.model_construct(found.model_fields_set, **fields)
-    sources = {dotted(place): node.origin for place, node in root.nodes()}
-    return LoadedRun(run, sources, name)
+    return run.written_at({dotted(place): node.origin for place, node in root.nodes()})
 
 
-def check_paths(loaded: LoadedRun) -> None:
+def check_paths(run: RunFile, complaint: Callable[[Place, str], str] = complaint_about) -> None:
     """Looks for the data files, and for the model and tokenizer where they are local.
+
+    Args:
+        complaint: what is wrong with a path at a place; "" for nothing.
 
     Raises:
         RunFileError: "FILE:LINE: data.train.path: no such file: /abs/path", a line for each.
     """
-    _check(loaded, complaint_about)
+    said = [(dotted(place), complaint(place, text)) for place, text in paths_in(run.model_dump())]
+    if wrong := [each for each in said if each[1]]:
+        raise run.errors(wrong)
 
 
-def check_folders(loaded: LoadedRun, folders: Sequence[str], advice: str) -> None:
+def check_folders(run: RunFile, folders: Sequence[str], advice: str) -> None:
     """Refuses local paths that are in none of the folders that another machine has.
 
     Args:
@@ -135,25 +95,14 @@ def check_folders(loaded: LoadedRun, folders: Sequence[str], advice: str) -> Non
     Raises:
         RunFileError: as of `check_paths`.
     """
-    roots = [Path(folder) for folder in folders]
 
     def complaint(place: Place, text: str) -> str:
         target = Path(text)
         if place in (OUTPUT, CACHE) or not target.is_absolute():
             return ""
-        if any(target == root or root in target.parents for root in roots):
+        if any(target.is_relative_to(folder) for folder in folders):
             return ""
         have = ", ".join(folders)
         return f"{text} is not on the job's machines, which have only {have}{advice}"
 
-    _check(loaded, complaint)
-
-
-def _check(loaded: LoadedRun, complaint: Callable[[Place, str], str]) -> None:
-    problems = [
-        Problem(loaded.source(dotted(place)), dotted(place), text)
-        for place, path in paths_in(loaded.run.model_dump())
-        if (text := complaint(place, path))
-    ]
-    if problems:
-        raise run_file_error(loaded.file, problems)
+    check_paths(run, complaint)

@@ -14,9 +14,6 @@ from anygauge.config.strategies import StrategySection, all_sections, named
 from anygauge.config.tree import Problem, YamlNode, dotted, is_private, received
 from anygauge.util.schema import Section
 
-_MOST = 500
-"""Complaints that are put in words. Whoever has that many needs the first of them."""
-
 _YAML_BOOLEANS = ("yes", "no", "on", "off", "true", "false")
 
 PEER_ALIASES = {
@@ -99,7 +96,7 @@ def explain(error: ValidationError, root: YamlNode, run: Kind) -> Iterator[Probl
         root: the merged tree, for places and for values as they were written.
         run: the type of `root`.
     """
-    items = error.errors(include_url=False)[:_MOST]
+    items = error.errors(include_url=False)
     paths = [_path(item["loc"], root, run) for item in items]
     # A union complains once for each of its members, about the value and about what is in it:
     # the innermost is the one to change.
@@ -215,7 +212,7 @@ def _hints(node: YamlNode, expected: Kind) -> Iterator[str]:
         for member in expected.members:
             largest = member.bound("le")
             if largest is not None and value > largest >= LARGEST_SHOWN:
-                yield f"the largest is {largest:,.0f}".replace(",", "_")
+                yield f"the largest is {int(largest):_}"
     if int in takes and isinstance(value, float) and value.is_integer():
         yield f"write {int(value)}"
     if isinstance(value, str):

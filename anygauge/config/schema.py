@@ -10,15 +10,27 @@ errors everywhere. Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_validator
 
 from anygauge.config.paths import is_remote
 from anygauge.config.sections import AdapterSection, CheckpointSection, ModelSection, TrainSection
 from anygauge.config.strategies import AnyStrategySection, default_section
-from anygauge.interface import LaunchSettings, Level, Precision, Support, UnsupportedError
+from anygauge.config.tree import Origin, Problem, run_file_error
+from anygauge.interface import (
+    LaunchSettings,
+    Level,
+    Precision,
+    RunFileError,
+    Support,
+    UnsupportedError,
+)
 from anygauge.util.schema import (
     LARGEST,
     NULLS_REMOVED,
@@ -268,8 +280,24 @@ _Variable = Annotated[str, AfterValidator(_variable)]
 _VariableValue = Annotated[str, AfterValidator(_without_nul)]
 
 
+_COMPLAINT = re.compile(r"(?P<path>[a-z_]+(\.[^\s:]+)?): (?P<text>.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Origins:
+    """Where a run's values were written, which is no part of what it is: any two are equal.
+
+    Attributes:
+        places: dotted path -> where; "" is the run file, and a default has no entry.
+    """
+
+    places: Mapping[str, Origin] = field(compare=False)
+
+
 class RunFile(Section):
     """One run."""
+
+    _origins = PrivateAttr(default=Origins({"": Origin("run file", None, Path())}))
 
     name: str = Field(
         "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128, description="Short name."
@@ -325,6 +353,42 @@ class RunFile(Section):
                 "not list; add it to 'trackers', or remove its options"
             )
         return self
+
+    def written_at(self, places: Mapping[str, Origin]) -> RunFile:
+        """The same run, whose values come from there; see `Origins`."""
+        run = self.model_copy()
+        run._origins = Origins(places)
+        return run
+
+    def sets(self, path: str) -> bool:
+        """Whether the run file or the command line has a value for a dotted path."""
+        return path in self._origins.places
+
+    def origin(self, path: str) -> Origin:
+        """Where `path` was written, or else the section that it belongs to, or the file."""
+        while path and not self.sets(path):
+            path = path[: max(path.rfind("."), path.rfind("["), 0)]
+        return self._origins.places[path]
+
+    def error(self, path: str, text: str) -> RunFileError:
+        """An error to raise about one field: "FILE:LINE: path: text"."""
+        return self.errors([(path, text)])
+
+    def errors(self, said: Iterable[tuple[str, str]]) -> RunFileError:
+        """The same about several fields, each with its path and text."""
+        problems = [Problem(self.origin(path), path, text) for path, text in said]
+        return run_file_error(self._origins.places[""].label, problems)
+
+    @contextlib.contextmanager
+    def placed(self) -> Iterator[None]:
+        """Add file and line to what a plugin says of its options: "path: text", a line each."""
+        try:
+            yield
+        except RunFileError as error:
+            said = [_COMPLAINT.match(line) for line in str(error).splitlines()]
+            if None in said:
+                raise
+            raise self.errors((each["path"], each["text"]) for each in said if each) from None
 
     @property
     def has_few_bits(self) -> bool:

@@ -1,4 +1,4 @@
-"""Values as YAML text; and which plain words of YAML are numbers, for its reader too.
+"""Values as YAML text, for ranks too, which read none; and which plain words of YAML are numbers.
 
 PyYAML's own reading takes 12:30:00 for a count of seconds, 010 for 8, and 2e-4 for text.
 """

@@ -12,7 +12,16 @@ from anygauge.data.batches import (
     accumulation,
 )
 from anygauge.data.encode import prompt_ids
-from anygauge.data.prepare import Prepared, advice, described, peek, prepare, training_batches
+from anygauge.data.prepare import (
+    Prepared,
+    addresses,
+    advice,
+    copy_addresses,
+    described,
+    peek,
+    prepare,
+    training_batches,
+)
 from anygauge.data.rows import TokenizedRows
 from anygauge.data.sources import first_records
 
@@ -28,7 +37,9 @@ __all__ = [
     "Schedule",
     "TokenizedRows",
     "accumulation",
+    "addresses",
     "advice",
+    "copy_addresses",
     "described",
     "first_records",
     "peek",

@@ -70,7 +70,7 @@ class Cache:
     def __init__(
         self, folder: Path | None, log: Callable[[str], None] = lambda text: None, run: str = ""
     ) -> None:
-        self._kept, self._log, self._run = folder, log, run or secrets.token_hex(8)
+        self._kept, self._log, self.run = folder, log, run or secrets.token_hex(8)
         try:
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -119,7 +119,7 @@ class Cache:
         files = manifest["files"].items()
         with contextlib.suppress(FileNotFoundError):
             if all((place / name).stat().st_size == size for name, size in files):
-                built = None if manifest["run"] == self._run else manifest["built"]
+                built = None if manifest["run"] == self.run else manifest["built"]
                 return Entry(folder=place, facts=manifest["facts"], built=built)
         return None
 
@@ -132,7 +132,7 @@ class Cache:
             facts = dict(build(folder))
             manifest = {
                 "built": time.strftime("%Y-%m-%d %H:%M:%S"),
-                "run": self._run,
+                "run": self.run,
                 "files": {each.name: each.stat().st_size for each in folder.iterdir()},
                 "facts": facts,
             }

@@ -6,16 +6,18 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from anygauge.config.paths import data_suffix, is_remote
+from anygauge.config.paths import data_suffix, is_remote, names_address
 from anygauge.config.schema import DataSection, SourceSection, TrainSection
 from anygauge.data.batches import Batches, Layout, RowBatches, Schedule
 from anygauge.data.cache import Cache, Entry, cache_folder, key_of
 from anygauge.data.encode import Counts, RowEncoder
 from anygauge.data.formats import detect_format, parse_all
 from anygauge.data.order import split
+from anygauge.data.remote import copied, describe_address
 from anygauge.data.rows import (
     TABLE_VERSION,
     EncodedChunk,
@@ -90,6 +92,26 @@ def peek(data: DataSection, train: TrainSection | None = None) -> None:
         opened = open_source(section, field)
         if opened.count() is None:
             raise unknown_end(opened.name)
+
+
+def addresses(data: DataSection) -> list[str]:
+    """The files of other machines that are copied into the cache; none where nothing is kept."""
+    if data.streaming or cache_folder(data.cache, os.environ) is None:
+        return []
+    sources = (*data.train_sources, *data.eval_sources)
+    return [source.path for source in sources if names_address(source.path)]
+
+
+def copy_addresses(data: DataSection, run: str, show: Callable[[str, int, int], None]) -> None:
+    """Copy these files, for all processes of a start.
+
+    Args:
+        run: see `prepare`.
+        show: takes a file's name, its bytes here, and all, again and again.
+    """
+    with Cache(cache_folder(data.cache, os.environ), run=run) as cache:
+        for address in addresses(data):
+            copied(address, cache, partial(show, describe_address(address)))
 
 
 def prepare(
@@ -189,16 +211,16 @@ class _Preparer:
         """The sources of a field, and what makes tokens of their rows."""
         data, first, found = self.data, self.first, []
         for field, section in _fields(which, data):
-            record = first_records(section, 1, field, streaming=data.streaming)[0]
+            # What is streamed leaves no copy on the disk, not even of its beginning.
+            kept = None if data.streaming and is_remote(section.path) else self.cache
+            record = first_records(section, 1, field, kept, streaming=data.streaming)[0]
             row_format = detect_format(record, section, field)
             limit = min(section.limit or first, first) if first else section.limit
             section = section.model_copy(update={"format": row_format, "limit": limit})
             encoder = RowEncoder(
                 section, data, self.tokenizer, field=field, rendering=self.rendering
             )
-            # What is streamed leaves no copy on the disk, not even of its beginning.
-            streamed = data.streaming and is_remote(section.path)
-            source = open_source(section, field, None if streamed else self.cache)
+            source = open_source(section, field, kept)
             skip = data.on_bad_row == "skip"
             found.append((source, Tokenise(encoder=encoder, origin=source.origin, skip=skip)))
         return found

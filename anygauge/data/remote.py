@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from anygauge.data.cache import Cache, key_of
 from anygauge.interface import DataAccessError, DataError
+from anygauge.util.files import write_text
 from anygauge.util.hiding import without_users
 
 Result = TypeVar("Result")
@@ -136,17 +137,33 @@ def remote_identity(address: str) -> str:
     return key_of("remote", describe_address(address), file.size, file.version)
 
 
-def copied(address: str, cache: Cache) -> Path:
-    """The copy of a remote file in the cache, made if there is none of this version."""
+def copied(
+    address: str, cache: Cache, show: Callable[[int, int], None] = lambda done, total: None
+) -> Path:
+    """The copy of a remote file in the cache, made if there is none of this version.
+
+    The version is asked for once in a start (`Cache.run`): its other processes need no network.
+
+    Args:
+        show: takes the bytes that are here, and all, where that is known, again and again.
+    """
 
     def copy(folder: Path) -> dict[str, Any]:
-        with open_remote(address) as source, (folder / name).open("wb") as target:
+        remote, done = _RemoteFile(address), 0
+        with io.BufferedReader(remote, BLOCK) as source, (folder / name).open("wb") as target:
             while part := source.read(BLOCK):
-                target.write(part)
+                done += target.write(part)
+                show(done, remote.size or 0)
         return {"address": describe_address(address)}
 
     name = Path(urlsplit(address).path).name
-    return cache.entry("files", remote_identity(address), copy).folder / name
+    asked = cache.folder / "addresses" / key_of(cache.run, address)
+    if asked.exists() and (path := cache.folder / "files" / asked.read_text() / name).exists():
+        return path
+    identity = remote_identity(address)
+    path = cache.entry("files", identity, copy).folder / name
+    write_text(asked, identity)
+    return path
 
 
 def _file_system(address: str) -> tuple[Any, str]:

@@ -103,11 +103,18 @@ def open_source(
 
 
 def first_records(
-    section: SourceSection, count: int, field: str, *, streaming: bool = False
+    section: SourceSection,
+    count: int,
+    field: str,
+    cache: Cache | None = None,
+    *,
+    streaming: bool = False,
 ) -> list[Record]:
     """The first records of a source, at least one; reads little of a large one, but JSON lists and
-    plain text whole. With `streaming`, a data set of the hub is read as it then is."""
-    source = open_source(section, field, beginning=not streaming)
+    plain text whole. With `streaming`, a data set of the hub is read as it then is; with a cache,
+    the copy there of a remote file."""
+    cache = cache if names_address(section.path) else None
+    source = open_source(section, field, cache, beginning=not streaming)
     records = [row.record(source.origin) for row in islice(source.rows(0), count)]
     if not records:
         raise DataError(f"{source.name} is empty; at least one row is needed")

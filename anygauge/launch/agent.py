@@ -4,41 +4,41 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from anygauge.interface import LOST, AnygaugeError, Job
+from anygauge.launch.attempt import Requests
 from anygauge.launch.decision import Decision
 from anygauge.launch.environment import NodeEnvironment, write_provenance
 from anygauge.launch.foreign import scrub
-from anygauge.launch.meeting import CancelledError, Hello, meet
-from anygauge.launch.nodes import Instruction, Nodes, Outbox
+from anygauge.launch.hello import Hello
+from anygauge.launch.meeting import CancelledError, meet
+from anygauge.launch.nodes import Instruction, Nodes
+from anygauge.launch.outbox import Outbox
 from anygauge.launch.outcome import JobFailure, NodeReport
-from anygauge.launch.rank_process import RankArgv, rank_argv
+from anygauge.launch.rank_start import RankArgv, rank_argv
 from anygauge.launch.startup import (
     StartAbortedError,
     claim_run_directory,
+    expanded,
+    log_to,
     place_run_file,
     prepare_on_all,
-    read_coordinator,
-    read_number,
     read_secrets,
     read_standard_input,
-    read_variables,
 )
-from anygauge.launch.supervisor import GRACE_S, Requests, supervise
+from anygauge.launch.supervisor import GRACE_S, Supervisor
 from anygauge.util.processes import die_with_parent, tie_to_parent
 from anygauge.util.run_lock import identity_of, open_lock
-
-RankEnvironment = Callable[[int], dict[str, str]]
-"""Local rank -> all variables of that rank, except for those of its numbers."""
 
 _REPORTING_S = 30.0
 _CAUSE_SIZE = 4000
@@ -46,36 +46,26 @@ _PARENT_FORWARDS_S = 2.0
 _PARENT_ENDS_S = 2.0
 
 
-def main(
-    argv: Sequence[str] | None = None,
-    *,
-    argv_of_rank: RankArgv | None = None,
-    rank_environment: RankEnvironment | None = None,
-) -> int:
+def main(argv: Sequence[str] | None = None, *, argv_of_rank: RankArgv | None = None) -> int:
     """Run the ranks of one node.
 
     Args:
         argv: command line; None for this process's own.
-        argv_of_rank: see `supervise`; None for that of `rank_argv`.
-        rank_environment: the environment of each rank; None for that of the job's backend.
+        argv_of_rank: see `Supervisor.rank_argv`; None for that of `rank_argv`.
 
     Returns:
         The exit status of this node's part of the job.
     """
     # SIGTERM rather than SIGKILL: the agent must end its ranks.
     die_with_parent(signal.SIGTERM)
-    agent = _Agent(argv_of_rank, rank_environment)
-    return agent.run(sys.argv[1:] if argv is None else argv)
+    return _Agent(argv_of_rank).run(sys.argv[1:] if argv is None else argv)
 
 
 class _Agent:
     """One node's agent from its command line to its exit status."""
 
-    def __init__(
-        self, argv_of_rank: RankArgv | None, rank_environment: RankEnvironment | None
-    ) -> None:
+    def __init__(self, argv_of_rank: RankArgv | None) -> None:
         self._argv_of_rank = argv_of_rank
-        self._rank_environment = rank_environment
         self._outbox = Outbox(sys.stdout.fileno())
         self._nodes: Nodes | None = None
         self._node_rank, self._host = -1, socket.gethostname()
@@ -91,83 +81,76 @@ class _Agent:
             more = read_standard_input() if "--stdin" in argv else []
             arguments = _parse([*argv, *more])
             status = self._run(arguments)
-        except StartAbortedError as error:
-            print(error, file=sys.stderr)
-            status = self._report(error.exit_status, "")
-        except (AnygaugeError, OSError) as error:
-            print(error, file=sys.stderr)
-            status = error.exit_status if isinstance(error, AnygaugeError) else 1
-            self._report(status, str(error))
         except Exception as error:
-            traceback.print_exc()
-            status = 1
-            text = f"the agent of node {self._node_rank} failed: {type(error).__name__}: {error}"
-            self._report(status, text)
+            status = error.exit_status if isinstance(error, AnygaugeError) else 1
+            text = str(error)
+            if isinstance(error, AnygaugeError | OSError):
+                print(text, file=sys.stderr)
+            else:
+                traceback.print_exc()
+                text = f"the agent of node {self._node_rank} failed: {type(error).__name__}: {text}"
+            status = self._report(status, "" if isinstance(error, StartAbortedError) else text)
         if self._nodes is not None:
             self._nodes.close()
         self._outbox.close()
-        if arguments is not None and arguments.cause_file is not None and status:
-            self._write_cause(Path(arguments.cause_file))
-        if arguments is not None and arguments.parent_too and status == LOST:
-            _end_parent()
+        if arguments is not None and status:
+            if arguments.cause_file is not None:
+                self._write_cause(Path(arguments.cause_file))
+            if arguments.parent_too and status == LOST:
+                _end_parent()
         return status
 
     def _run(self, arguments: argparse.Namespace) -> int:
         if arguments.tied:
             tie_to_parent(signal.SIGTERM)
         if arguments.variables is not None:
-            os.environ.update(read_variables(arguments.variables))
+            os.environ.update(json.loads(Path(arguments.variables).read_text()))
         if arguments.secrets is not None:
             os.environ.update(read_secrets(arguments.secrets))
         inherited = scrub(os.environ)
-        self._node_rank = read_number(arguments.node_rank, os.environ, "the number of this node")
+        self._node_rank = int(expanded(arguments.node_rank))
         if arguments.events is not None:
             mode = os.O_WRONLY | os.O_APPEND | os.O_CREAT
             self._outbox = Outbox(os.open(arguments.events, mode, 0o644), shared=True)
-        resume = read_number(arguments.attempt, os.environ, "the attempt", absent=0) > 0
+        resume = int(expanded(arguments.attempt, absent="0")) > 0
         job = Job.load(arguments.job)
         if job.run_text:
             claim_run_directory(job, self._node_rank)
             resume = True
-        folder = Path(job.run_directory)
-        # Devices have other numbers on other machines: there an agent takes the lock that it finds
-        # or makes. It is open until this process ends.
-        lock = arguments.lock or identity_of(open_lock(folder))
+        # Devices have other numbers on other machines: an agent takes the lock that it finds or
+        # makes. It is open until this process ends.
+        lock = identity_of(open_lock(Path(job.run_directory)))
         if job.launch.nodes > 1:
-            _log_to(job.start_directory / "logs" / f"agent{self._node_rank}.log")
+            log_to(job.start_directory / "logs" / f"agent{self._node_rank}.log")
         if job.working_directory:
             os.chdir(job.working_directory)
-        own, environment = None, self._rank_environment
-        if environment is None:
-            own = NodeEnvironment(job, self._node_rank, inherited)
-            write_provenance(job, self._node_rank, own.record())
-            environment = own.of_rank
+        own = NodeEnvironment(job, self._node_rank, inherited)
+        write_provenance(job, self._node_rank, own.record())
         nodes = self._nodes = self._meet(job, arguments.coordinator, own)
         if job.run_text:
             place_run_file(job)
-        if own and self._node_rank == 0 and job.launch.nodes > 1:
+        if self._node_rank == 0 and job.launch.nodes > 1:
             text = f"network between machines: {own.fabric.name or 'any'} ({own.fabric.why})"
             nodes.send("message", level="info", text=text)
         decided: Decision | None = None
         if job.prepare or job.run_text:
             decided = prepare_on_all(
-                job, nodes, environment(0), self._node_rank, self._host, self._requests.received
+                job, nodes, own.of_rank(0), self._node_rank, self._host, self._requests.received
             )
-        return supervise(
+        return Supervisor(
             job,
             nodes,
             node_rank=self._node_rank,
-            hostname=self._host,
             rank_argv=self._argv_of_rank or partial(rank_argv, arguments.job, lock, decided),
-            rank_environment=environment,
+            rank_environment=own.of_rank,
             requests=self._requests,
             grace_s=arguments.grace,
-            cores=own.cores if own else {},
+            cores=own.cores,
             lock=lock,
             resume=resume,
-        )
+        ).run()
 
-    def _meet(self, job: Job, coordinator: str, own: NodeEnvironment | None) -> Nodes:
+    def _meet(self, job: Job, coordinator: str, own: NodeEnvironment) -> Nodes:
         """Meet the agents of the job's other nodes, if it has any.
 
         Raises:
@@ -180,10 +163,11 @@ class _Agent:
             host=self._host,
             nodes=job.launch.nodes,
             devices_per_node=job.launch.devices,
-            fabric=own.fabric.name if own else "",
-            settings=own.digests() if own else {},
+            fabric=own.fabric.name,
+            settings=own.digests(),
         )
-        address = read_coordinator(coordinator, os.environ)
+        host, _, port = expanded(coordinator).rpartition(":")
+        address = (host.strip("[]"), int(port))
         return meet(job, self._outbox, hello, address, self._requests.received)
 
     def _report(self, status: int, text: str) -> int:
@@ -196,25 +180,22 @@ class _Agent:
             The exit status: where another node reports the cause, that of the whole job.
         """
         nodes = self._nodes
-        if nodes is None or nodes.over:
-            state = "cancelled" if status == CancelledError.exit_status else "failed"
-            self._outbox.send(
-                "ended", state=state, exit_status=status, cause=text, node_rank=self._node_rank
-            )
-            return status
-        failure = JobFailure(time=time.time(), text=text, exit_status=status, final=True)
-        failures = (failure,) if text else ()
-        nodes.broadcast(Instruction.END)
-        nodes.report(NodeReport(node_rank=self._node_rank, host=self._host, failures=failures))
-        deadline = time.monotonic() + _REPORTING_S
-        while not nodes.over and time.monotonic() < deadline:
-            nodes.poll()
-            time.sleep(0.05)
-        state = "failed"
-        if not text and nodes.outcome is not None:
-            state, status = nodes.outcome.state, nodes.outcome.exit_status
-            text = nodes.outcome.cause or ""
-        nodes.send("ended", state=state, exit_status=status, cause=text, node_rank=self._node_rank)
+        state = "cancelled" if status == CancelledError.exit_status else "failed"
+        send = self._outbox.send
+        if nodes is not None and not nodes.over:
+            send = nodes.send
+            failure = JobFailure(time=time.time(), text=text, exit_status=status, final=True)
+            failures = (failure,) if text else ()
+            nodes.broadcast(Instruction.END)
+            nodes.report(NodeReport(node_rank=self._node_rank, host=self._host, failures=failures))
+            deadline = time.monotonic() + _REPORTING_S
+            while not nodes.over and time.monotonic() < deadline:
+                nodes.poll()
+                time.sleep(0.05)
+            if not text and nodes.outcome is not None:
+                state, status = nodes.outcome.state, nodes.outcome.exit_status
+                text = nodes.outcome.cause or ""
+        send("ended", state=state, exit_status=status, cause=text, node_rank=self._node_rank)
         return status
 
     def _write_cause(self, path: Path) -> None:
@@ -226,9 +207,10 @@ class _Agent:
 
 
 def _end_parent() -> None:
-    """End the process that started this one: SIGTERM, then SIGKILL.
+    """When a node is lost, end the process that started this one: SIGTERM, then SIGKILL.
 
-    It first gets some time to forward the last events of this agent.
+    It is a daemon of this job, which would wait for the rest of the job otherwise. It first gets
+    some time to forward the last events of this agent.
     """
     parent = os.getppid()
     time.sleep(_PARENT_FORWARDS_S)
@@ -240,57 +222,25 @@ def _end_parent() -> None:
             time.sleep(0.05)
 
 
-def _log_to(path: Path) -> None:
-    """Send this process's standard error to a file that stays with the run."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as log:
-            os.dup2(log.fileno(), sys.stderr.fileno())
-    except OSError as error:
-        raise AnygaugeError(
-            f"{path} cannot be written on {socket.gethostname()}: {error.strerror}. The folder of "
-            "a run must be on storage that all its nodes share (--output)"
-        ) from error
-
-
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m anygauge.launch.agent", description="Run the ranks of one node of a job."
+        prog="python -m anygauge.launch.agent",
+        description="Run the ranks of one node of a job. In the arguments that may be given by a "
+        "variable, $NAME is its value.",
     )
-    parser.add_argument("--job", required=True, help="the job file")
-    parser.add_argument(
-        "--node-rank", default="0", help="which machine this is, from 0; or $NAME of a variable"
-    )
-    parser.add_argument(
-        "--coordinator",
-        default="",
-        help="host:port of node 0; or $NAME:port, with NAME of a variable",
-    )
-    parser.add_argument(
-        "--stdin",
-        action="store_true",
-        help="read further arguments and variables from standard input, and end with it",
-    )
-    parser.add_argument("--lock", help="of the run directory, which the starting process holds")
-    parser.add_argument("--events", help="a file for events, instead of standard output")
-    parser.add_argument("--variables", help="a JSON file of variables: name -> value")
-    parser.add_argument("--secrets", help="a folder with one file for each further variable")
-    parser.add_argument("--cause-file", help="where to write why the job failed")
-    parser.add_argument(
-        "--attempt", default="0", help="above 0: resume from a checkpoint; or $NAME of a variable"
-    )
-    parser.add_argument(
-        "--tied", action="store_true", help="end with the process that started this one"
-    )
-    parser.add_argument(
-        "--parent-too",
-        action="store_true",
-        help="when a node is lost, also end the process that started this one (a daemon of this "
-        "job, which would otherwise wait for the rest of the job)",
-    )
-    parser.add_argument(
-        "--grace", type=float, default=GRACE_S, help="seconds from SIGTERM to SIGKILL"
-    )
+    add = parser.add_argument
+    add("--job", required=True, help="the job file")
+    add("--node-rank", default="0", help="which machine this is, from 0; may be a variable")
+    add("--coordinator", default="", help="host:port of node 0; the host may be a variable")
+    add("--stdin", action="store_true", help="read more arguments and variables, and end with it")
+    add("--events", help="a file for events, instead of standard output")
+    add("--variables", help="a JSON file of variables: name -> value")
+    add("--secrets", help="a folder with one file for each further variable")
+    add("--cause-file", help="where to write why the job failed")
+    add("--attempt", default="0", help="above 0: resume from a checkpoint; may be a variable")
+    add("--tied", action="store_true", help="end with the process that started this one")
+    add("--parent-too", action="store_true", help="see `_end_parent`")
+    add("--grace", type=float, default=GRACE_S, help="seconds from SIGTERM to SIGKILL")
     return parser.parse_args(argv)
 
 

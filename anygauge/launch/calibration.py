@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from anygauge.config.schema import AUTO_ORDER
-from anygauge.interface import Job, Phase
+from anygauge.interface import Backend
 from anygauge.launch import local_job
 
 MODULE = "anygauge.launch.calibration"
@@ -29,59 +28,50 @@ def measure(backend: str, ranks: int) -> dict[str, Any]:
     Raises:
         LocalJobError: the ranks failed.
     """
-    return local_job.run(MODULE, "calibration", backend, {}, ranks, timeout_s=600.0)
+    return local_job.run(MODULE, backend, ranks, timeout_s=600.0)
 
 
-def run_rank(job: Job, rank: int, world_size: int, local_rank: int) -> dict[str, Any]:
+def run_rank(backend: Backend, rank: int, world_size: int) -> dict[str, Any]:
     """Measure; returns the figures of rank 0: bytes per second, operations per second, seconds."""
     import torch
 
-    with local_job.opened(job, rank, world_size, local_rank) as backend:
-        device, collectives = backend.placement.device, backend.collectives
+    device, collectives = backend.placement.device, backend.collectives
 
-        def seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
-            """Of one call, where all ranks do it at once: a median; the first is not counted."""
-            taken = []
-            for _ in range(repeats + 1):
-                backend.placement.synchronize()
-                collectives.barrier()
-                began = time.perf_counter()
-                work()
-                backend.graph.mark_step(Phase.UPDATE)
-                backend.placement.synchronize()
-                taken.append(time.perf_counter() - began)
-            return statistics.median(taken[1:])
+    def seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
+        """Of one call, where all ranks do it at once: a median; the first is not counted."""
+        taken = [local_job.seconds(backend, work) for _ in range(repeats + 1)]
+        return statistics.median(taken[1:])
 
-        def rate(sizes: tuple[int, ...], work_of: Callable[[int], Callable[[], object]]) -> float:
-            """Of a size per second, at the first that takes long enough, or else the last."""
-            for size in sizes:
-                work = work_of(size)
-                # All ranks must agree which size is the last.
-                if max(collectives.gather_objects(seconds(work, 1))) >= LONG_S:
-                    break
-            return size ** (3 if sizes is SIDES else 1) / seconds(work)
+    def rate(sizes: tuple[int, ...], work_of: Callable[[int], Callable[[], object]]) -> float:
+        """Of a size per second, at the first that takes long enough, or else the last."""
+        for size in sizes:
+            work = work_of(size)
+            # All ranks must agree which size is the last.
+            if max(collectives.gather_objects(seconds(work, 1))) >= LONG_S:
+                break
+        return size ** (3 if sizes is SIDES else 1) / seconds(work)
 
-        def product(kind: str, side: int) -> Callable[[], object]:
-            square = torch.randn(side, side, device=device).to(getattr(torch, kind))
-            return lambda: square @ square
+    def product(kind: str, side: int) -> Callable[[], object]:
+        square = torch.randn(side, side, device=device).to(getattr(torch, kind))
+        return lambda: square @ square
 
-        def addition(size: int) -> Callable[[], object]:
-            one, two, total = torch.ones(3, size // 4, device=device)
-            return lambda: torch.add(one, two, out=total)
+    def addition(size: int) -> Callable[[], object]:
+        one, two, total = torch.ones(3, size // 4, device=device)
+        return lambda: torch.add(one, two, out=total)
 
-        def gather(size: int) -> Callable[[], object]:
-            one = torch.ones(size // 4, device=device)
-            return lambda: collectives.all_gather(one)
+    def gather(size: int) -> Callable[[], object]:
+        one = torch.ones(size // 4, device=device)
+        return lambda: collectives.all_gather(one)
 
-        # float32 is not a capability, since all compute in it.
-        kinds = [kind for kind in AUTO_ORDER if kind == "float32" or backend.support(kind)]
-        found: dict[str, Any] = {"matmul": {k: 2 * rate(SIDES, partial(product, k)) for k in kinds}}
-        found["copy"] = 3 * rate(BYTES, addition)
-        if world_size > 1:
-            one = torch.zeros(1, device=device)
-            found["call"] = seconds(lambda: collectives.all_reduce(one), 10 * REPEATS)
-            found["exchange"] = (world_size - 1) * rate(BYTES, gather)
-        return found
+    # float32 is not a capability, since all compute in it.
+    kinds = [kind for kind in AUTO_ORDER if kind == "float32" or backend.support(kind)]
+    found: dict[str, Any] = {"matmul": {k: 2 * rate(SIDES, partial(product, k)) for k in kinds}}
+    found["copy"] = 3 * rate(BYTES, addition)
+    if world_size > 1:
+        one = torch.zeros(1, device=device)
+        found["call"] = seconds(lambda: collectives.all_reduce(one), 10 * REPEATS)
+        found["exchange"] = (world_size - 1) * rate(BYTES, gather)
+    return found
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What ``anygauge doctor`` checks on any machine: packages, limits, networks, a collective.
 
 Files and limits are read. Nothing is changed, except that a file is written to the output folder to
-measure its speed, and removed. The collective runs on real ranks that this machine starts.
+measure its speed, and removed.
 """
 
 from __future__ import annotations
@@ -10,21 +10,18 @@ import importlib.metadata
 import os
 import resource
 import shutil
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from packaging.requirements import Requirement
 
-from anygauge.interface import AnygaugeError, Backend, Check, Job, LaunchProfile, Node, Outcome
-from anygauge.launch import local_job
+from anygauge.interface import AnygaugeError, Backend, Check, LaunchProfile, Node, Outcome
 from anygauge.launch.environment import file_text, inspect_node
 from anygauge.launch.foreign import scrub
+from anygauge.launch.round_trip import round_trip
 from anygauge.registry import installed_version
 
-MODULE = "anygauge.launch.doctor"
 MIB = 2**20
 SHARED_MEMORY = 2**30
 """Containers get 64 MiB by default, too little for collectives and data workers."""
@@ -32,9 +29,6 @@ OPEN_FILES = 4096
 WRITTEN = 128 * MIB
 SLOW_WRITES = 50 * MIB
 """Bytes per second: a checkpoint of a gigabyte then takes over twenty seconds."""
-ROUND_TRIP_SIZES = (1_024, 1_048_576, 67_108_864)
-"""Bytes of float32 in a tensor."""
-ROUND_TRIP_REPEATS = 5
 
 
 def run_checks(backend: Backend, output: Path, *, hub: bool, ranks: int | None) -> list[Check]:
@@ -132,75 +126,68 @@ def visibility(launch: LaunchProfile, environ: Mapping[str, str]) -> Check:
         seen = f"{variable}={value}"
     else:
         seen = f"{variable} is set to nothing: no device is visible"
-        return Check("visible devices", Outcome.FAIL, seen, "unset it")
-    return Check("visible devices", Outcome.PASS, seen)
+    hidden = variable is not None and value is not None and not value.strip()
+    return Check.of("visible devices", not hidden, seen, "unset it")
 
 
 def locked_memory(node: Node) -> Check:
     """Whether enough memory can be locked for RDMA devices, which read it on their own."""
-    name, (soft, _) = "locked memory", resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    seen = f"{soft // 1024} KiB"
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        return Check(name, Outcome.PASS, "unlimited")
-    if not node.rdma_devices:
-        none = f"{seen}; this machine has no RDMA device that needs more"
-        return Check(name, Outcome.PASS, none)
-    remedy = (
+        return Check("locked memory", Outcome.PASS, "unlimited")
+    enough = not node.rdma_devices
+    none = "; this machine has no RDMA device that needs more" if enough else ""
+    return _advice(
+        *("locked memory", enough, f"{soft // 1024} KiB{none}"),
         "ulimit -l unlimited; in a container --ulimit memlock=-1; under Slurm "
-        "PropagateResourceLimitsExcept=MEMLOCK"
+        "PropagateResourceLimitsExcept=MEMLOCK",
     )
-    return Check(name, Outcome.WARN, seen, remedy)
 
 
 def open_files() -> Check:
     """Whether a process may open enough files: sockets, shards and data files share one limit."""
-    soft, hard = (
-        "unlimited" if limit == resource.RLIM_INFINITY else limit
-        for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
-    )
-    if soft == "unlimited" or int(soft) >= OPEN_FILES:
-        return Check("open files", Outcome.PASS, str(soft))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    soft, hard = ("unlimited" if limit == unlimited else str(limit) for limit in limits)
     remedy = f"ulimit -n {OPEN_FILES} (up to {hard} is allowed here)"
-    return Check("open files", Outcome.WARN, str(soft), remedy)
+    return _advice("open files", soft == "unlimited" or int(soft) >= OPEN_FILES, soft, remedy)
 
 
 def shared_memory(root: Path = Path("/")) -> Check:
     """Whether /dev/shm is large enough: processes of a machine exchange data through it."""
-    name, path = "shared memory", root / "dev/shm"
+    path = root / "dev/shm"
     try:
         usage = shutil.disk_usage(path)
     except OSError as error:
-        return Check(name, Outcome.WARN, f"{path}: {error.strerror}", "mount a tmpfs at /dev/shm")
+        seen = f"{path}: {error.strerror}"
+        return Check("shared memory", Outcome.WARN, seen, "mount a tmpfs at /dev/shm")
     seen = f"/dev/shm has {usage.total // MIB} MiB, {usage.free // MIB} free"
-    if usage.total >= SHARED_MEMORY:
-        return Check(name, Outcome.PASS, seen)
     remedy = "give the container the host's (--ipc=host) or more (--shm-size=8g)"
-    return Check(name, Outcome.WARN, seen, remedy)
+    return _advice("shared memory", usage.total >= SHARED_MEMORY, seen, remedy)
 
 
 def numa_balancing(root: Path = Path("/")) -> Check:
     """Whether the kernel moves pages between memory nodes while devices read them."""
-    name, count = "NUMA balancing", len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
-    text = file_text(root / "proc/sys/kernel/numa_balancing")
-    if count < 2:
-        return Check(name, Outcome.PASS, "one memory node")
-    seen = f"{count} memory nodes; " + {"": "not in this kernel", "0": "off"}.get(text, "on")
-    if text in ("", "0"):
-        return Check(name, Outcome.PASS, seen)
+    count = len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
+    state = {"": "not in this kernel", "0": "off"}.get(
+        file_text(root / "proc/sys/kernel/numa_balancing"), "on"
+    )
+    seen = "one memory node" if count < 2 else f"{count} memory nodes; {state}"
     remedy = "sysctl kernel.numa_balancing=0 (as root): pages that move stall transfers"
-    return Check(name, Outcome.WARN, seen, remedy)
+    return _advice("NUMA balancing", count < 2 or state != "on", seen, remedy)
 
 
 def interfaces(node: Node) -> Check:
     """Which networks lead to other machines."""
-    name, up, main = "network interfaces", [i.name for i in node.outward], node.main_interface
+    up, main = ", ".join(one.name for one in node.outward), node.main_interface
     if not up:
-        return Check(name, Outcome.PASS, "only the loopback: runs on this machine only")
-    if main is None:
-        remedy = "for several machines, name one in the run file's environment (see anygauge env)"
-        return Check(name, Outcome.WARN, f"{', '.join(up)} are up, none of them physical", remedy)
-    seen = f"{', '.join(up)} up; {main.name} is used for several machines"
-    return Check(name, Outcome.PASS, seen)
+        seen = "only the loopback: runs on this machine only"
+    elif main is None:
+        seen = f"{up} are up, none of them physical"
+    else:
+        seen = f"{up} up; {main.name} is used for several machines"
+    remedy = "for several machines, name one in the run file's environment (see anygauge env)"
+    return _advice("network interfaces", not up or main is not None, seen, remedy)
 
 
 def rdma_devices(node: Node) -> Check:
@@ -212,7 +199,7 @@ def rdma_devices(node: Node) -> Check:
 
 def write_speed(folder: Path, size: int = WRITTEN) -> Check:
     """How fast a file of `size` bytes reaches the disk of a folder. The file is removed."""
-    name, path = "output folder", folder / f".anygauge-doctor-{os.getpid()}"
+    path = folder / f".anygauge-doctor-{os.getpid()}"
     block = os.urandom(MIB)
     try:
         began = time.perf_counter()
@@ -224,14 +211,17 @@ def write_speed(folder: Path, size: int = WRITTEN) -> Check:
         rate = size / (time.perf_counter() - began)
     except OSError as error:
         remedy = "choose a folder that can be written (--output)"
-        return Check(name, Outcome.FAIL, f"{folder}: {error.strerror}", remedy)
+        return Check("output folder", Outcome.FAIL, f"{folder}: {error.strerror}", remedy)
     finally:
         path.unlink(missing_ok=True)
     seen = f"{folder}: {rate / MIB:.0f} MiB/s, synchronised"
-    if rate >= SLOW_WRITES:
-        return Check(name, Outcome.PASS, seen)
     remedy = "checkpoints will slow the run down: choose a faster disk"
-    return Check(name, Outcome.WARN, seen, remedy)
+    return _advice("output folder", rate >= SLOW_WRITES, seen, remedy)
+
+
+def _advice(name: str, fine: bool, seen: str, remedy: str) -> Check:
+    """One that passes, or warns of what a run can live with."""
+    return Check(name, Outcome.PASS, seen) if fine else Check(name, Outcome.WARN, seen, remedy)
 
 
 def hub_access(endpoint: str = "https://huggingface.co", timeout_s: float = 10.0) -> Check:
@@ -255,70 +245,3 @@ def worst(checks: Sequence[Check]) -> str:
     """The worst outcome among the checks."""
     order = (Outcome.PASS, Outcome.SKIP, Outcome.WARN, Outcome.FAIL)
     return max((check.outcome for check in checks), key=order.index, default=Outcome.PASS)
-
-
-def round_trip(backend: str, ranks: int, timeout_s: float = 180.0) -> Check:
-    """Start ranks on this machine that sum tensors of several sizes, and time them.
-
-    Args:
-        timeout_s: seconds for the whole check.
-    """
-    name = "collective round trip"
-    remedy = f"anygauge env --backend {backend} --devices {ranks} shows the ranks' variables"
-    try:
-        result = local_job.run(MODULE, "doctor", backend, {}, ranks, timeout_s)
-    except local_job.LocalJobError as error:
-        return Check(name, Outcome.FAIL, str(error), remedy)
-    seen = f"{ranks} ranks, {result['library']}: " + ", ".join(
-        f"{_size(one['bytes'])} in {one['seconds'] * 1e3:.2f} ms ({one['bytes_per_s'] / MIB:,.0f} "
-        "MiB/s)"
-        for one in result["sizes"]
-    )
-    wrong = result["wrong"]
-    if wrong:
-        seen += f"; sums of {_size(wrong[0])} are wrong"
-    return Check.of(name, not wrong, seen, remedy)
-
-
-def _size(count: int) -> str:
-    return f"{count // MIB} MiB" if count >= MIB else f"{count // 1024} KiB"
-
-
-def run_rank(job: Job, rank: int, world_size: int, local_rank: int) -> dict[str, Any]:
-    """One rank of `round_trip`.
-
-    Returns:
-        ``library``; ``sizes``: bytes, median seconds, and bytes per second that left this rank, as
-        a ring of n ranks sends them (2 (n-1)/n of the tensor); ``wrong``: sizes with wrong sums.
-    """
-    import torch
-
-    with local_job.opened(job, rank, world_size, local_rank) as backend:
-        device = backend.placement.device
-        wanted = float(sum(range(1, world_size + 1)))
-        sizes, wrong = [], []
-        for size in ROUND_TRIP_SIZES:
-            seconds = []
-            for _ in range(ROUND_TRIP_REPEATS):
-                tensor = torch.full((size // 4,), float(rank + 1), device=device)
-                backend.placement.synchronize()
-                backend.collectives.barrier()
-                began = time.perf_counter()
-                backend.collectives.all_reduce(tensor)
-                backend.placement.synchronize()
-                seconds.append(time.perf_counter() - began)
-                if not bool((tensor == wanted).all()):
-                    wrong.append(size)
-            median = sorted(seconds)[ROUND_TRIP_REPEATS // 2]
-            moved = 2 * (world_size - 1) / world_size * size
-            sizes.append({"bytes": size, "seconds": median, "bytes_per_s": moved / median})
-        found = backend.collectives.gather_objects(wrong)
-        return {
-            "library": backend.collectives.backend_name(device),
-            "sizes": sizes,
-            "wrong": sorted({size for each in found for size in each}),
-        }
-
-
-if __name__ == "__main__":
-    sys.exit(local_job.main(run_rank, sys.argv[1:]))

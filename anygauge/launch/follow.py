@@ -15,8 +15,8 @@ from types import FrameType
 from typing import Any, Self
 
 from anygauge.interface import STOPPED, RunningJob
+from anygauge.launch.attempt import SIGNALS
 from anygauge.launch.run_directory import logs_of
-from anygauge.launch.supervisor import SIGNALS
 from anygauge.launch.view import GLANCE_S, View, fail, show_stopped, show_where_logs_are
 from anygauge.util.console import Console
 from anygauge.util.processes import REPEATED_SIGNAL_S

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import queue
 import signal
-import socket
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
@@ -15,47 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.interface import AnygaugeError, Job, JobState
+from anygauge.launch.attempt import Requests
 from anygauge.launch.environment import NodeEnvironment, write_provenance
 from anygauge.launch.foreign import scrub
 from anygauge.launch.nodes import Nodes
-from anygauge.launch.rank_process import RankArgv, rank_argv
-from anygauge.launch.supervisor import GRACE_S, Requests, dated, supervise
+from anygauge.launch.outbox import Outbox
+from anygauge.launch.rank_start import RankArgv, rank_argv
+from anygauge.launch.supervisor import GRACE_S, Supervisor
 from anygauge.util.events import read_event
 from anygauge.util.files import write_text
 from anygauge.util.run_lock import identity_of
 
 LOG = "supervisor.log"
 """Among the run's logs: when and how each rank began and ended."""
-
-
-class EventQueue:
-    """Where a supervisor sends what happens, for `LocalRun.events`; see `Outbox`.
-
-    Attributes:
-        shared, full: never.
-    """
-
-    shared = full = False
-
-    def __init__(self) -> None:
-        self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-
-    def forward(self, line: bytes) -> None:
-        """Add a rank's line as it is."""
-        self._events.put(read_event(line))
-
-    def send(self, event: str, **fields: Any) -> None:
-        """Add an event of the supervisor's own."""
-        self._events.put({"event": event, **fields})
-
-    def close(self) -> None:
-        """Nothing more comes."""
-        self._events.put(None)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Each event, until it is closed."""
-        while (event := self._events.get()) is not None:
-            yield event
 
 
 class LocalRun:
@@ -89,11 +58,6 @@ class LocalRun:
             AnygaugeError: the backend cannot be found, this machine lacks what the run demands, or
                 a file cannot be written.
         """
-        self._job = job
-        self._lock = lock
-        self._requests = Requests()
-        self._events = EventQueue()
-        self._status = 1
         own = environment or NodeEnvironment(job, 0, scrub(os.environ))
         path = Path(job.run_file).with_name("job.json")
         log = path.parent / "logs" / LOG
@@ -107,16 +71,28 @@ class LocalRun:
                 f"cannot start the run in {job.run_directory}: {error}. Check that the folder can "
                 "be written and that the disk is not full."
             ) from error
-        found = argv_of_rank or partial(rank_argv, str(path), identity_of(lock), None)
-        arguments = (own, found, grace_s)
-        self._thread = threading.Thread(
-            target=self._supervise, args=arguments, name="supervisor", daemon=True
+        self._requests = Requests()
+        self._events = Outbox()
+        self._status = 1
+        self._supervisor = Supervisor(
+            job,
+            Nodes(job, self._events),
+            rank_argv=argv_of_rank or partial(rank_argv, str(path), identity_of(lock), None),
+            rank_environment=own.of_rank,
+            requests=self._requests,
+            grace_s=grace_s,
+            cores=own.cores,
+            lock=identity_of(lock),
+            held=(lock,),
+            resume=job.resume,
+            log=self._log,
         )
+        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._thread.start()
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         """What the ranks report, until all have ended; how the run ended comes last."""
-        yield from self._events
+        yield from filter(None, map(read_event, self._events))
         self._thread.join()
 
     def state(self) -> JobState:
@@ -129,44 +105,23 @@ class LocalRun:
         """End the ranks in order; the second call ends them at once."""
         self._requests.add(signal.SIGTERM)
 
-    def wait(self) -> int:
+    def wait(self, timeout_s: float | None = None) -> int:
         """Exit status of the run, once all ranks have ended."""
-        self._thread.join()
+        self._thread.join(timeout_s)
         return self._status
 
-    def _supervise(self, own: NodeEnvironment, argv: RankArgv, grace_s: float) -> None:
-        nodes = Nodes(self._job, self._events)
+    def _run(self) -> None:
         try:
-            self._status = supervise(
-                self._job,
-                nodes,
-                node_rank=0,
-                hostname=socket.gethostname(),
-                rank_argv=argv,
-                rank_environment=own.of_rank,
-                requests=self._requests,
-                grace_s=grace_s,
-                cores=own.cores,
-                lock=identity_of(self._lock),
-                held=(self._lock,),
-                resume=self._job.resume,
-                note=self._note,
-            )
-        except (AnygaugeError, OSError) as error:
-            status = error.exit_status if isinstance(error, AnygaugeError) else 1
-            self._failed(status, str(error))
+            self._status = self._supervisor.run()
         except Exception as error:
-            self._note(traceback.format_exc())
-            self._failed(1, f"supervising the ranks failed: {type(error).__name__}: {error}")
+            text = str(error)
+            if isinstance(error, AnygaugeError):
+                self._status = error.exit_status
+            elif not isinstance(error, OSError):
+                self._supervisor.note(traceback.format_exc())
+                text = f"supervising the ranks failed: {type(error).__name__}: {error}"
+            fields = {"exit_status": self._status, "cause": text, "node_rank": 0}
+            self._events.send("ended", state="failed", **fields)
         finally:
             self._events.close()
             self._log.close()
-
-    def _failed(self, status: int, text: str) -> None:
-        self._status = status
-        self._events.send("ended", state="failed", exit_status=status, cause=text, node_rank=0)
-
-    def _note(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # a full disk must not end a run
-            self._log.write(dated(text) + "\n")
-            self._log.flush()

@@ -16,7 +16,7 @@ from anygauge.models.hub_errors import HubUnreachableError
 if TYPE_CHECKING:
     from anygauge.config.schema import DataSection, ModelSection, RunFile
     from anygauge.launch.request import RunRequest
-    from anygauge.training.run_checks import Findings
+    from anygauge.training.checks import Findings
 
 _PLANNED_THERE = "memory: the job's first machine plans it before ranks start"
 
@@ -43,8 +43,9 @@ def prepare_run(
         AnygaugeError: what ranks would refuse, or the run cannot fit.
     """
     from anygauge.config.resolved import run_json
+    from anygauge.data import addresses
     from anygauge.launch.memory import not_planned, without_a_plan
-    from anygauge.launch.prepare_process import PrepareRequest
+    from anygauge.launch.prepare_request import PrepareRequest
     from anygauge.models.hub import readable_size, wanted
     from anygauge.training.auto import forms_of
     from anygauge.training.checks import check_settings
@@ -65,6 +66,7 @@ def prepare_run(
     asked = PrepareRequest(
         # Where ranks run on other machines, the agents there fetch.
         fetch=() if remote else tuple(wanted(run.model, weights=not engine)),
+        copies=() if remote else tuple(addresses(run.data)),
         unreachable_refuses=not engine,
         stages=("check", "plan") if decided is None else ("check",),
         run=run_json(run.model_copy(update={"environment": {}})),
@@ -115,7 +117,7 @@ def fetch_configuration(run: RunFile) -> None:
     Raises:
         ModelError: what cannot be had, why, and what to do.
     """
-    from anygauge.launch.prepare_process import PrepareRequest
+    from anygauge.launch.prepare_request import PrepareRequest
     from anygauge.models.hub import CONFIG, copy_of, wanted_for_plan
 
     request = PrepareRequest(fetch=tuple(wanted_for_plan(run.model)), unreachable_refuses=False)
@@ -138,7 +140,7 @@ def render(
     Raises:
         AnygaugeError: there is no template, or it does not take the prompt; or it was ended.
     """
-    from anygauge.launch.prepare_process import PrepareRequest
+    from anygauge.launch.prepare_request import PrepareRequest
 
     of_run = {"chat_template", "chat_template_kwargs"}
     template = {} if data is None else data.model_dump(include=of_run)

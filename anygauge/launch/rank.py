@@ -2,7 +2,7 @@
 
 A supervisor of ours gives a rank its variables (``--job``). A rank that torchrun, srun or mpirun
 started has worked them out in `anygauge.launch.join`, which puts this program in its place
-(``--handover``). In both, all variables are there before torch is imported.
+(``--foreign``). In both, all variables are there before torch is imported.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m anygauge.launch.rank", description=__doc__)
     start = parser.add_mutually_exclusive_group(required=True)
     start.add_argument("--job", help="the job file")
-    start.add_argument("--handover", type=int, help="descriptor of what the process was before")
+    start.add_argument("--foreign", type=int, help="descriptor with what the process knows")
     parser.add_argument("--rendezvous", help="where ranks meet; by default as the job says")
     parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
     parser.add_argument("--decided", help="what the first machine has decided, as JSON")
     parser.add_argument("--lock", help="of the run directory: DEVICE:INODE, held by who started it")
     arguments = parser.parse_args()
-    if arguments.handover is not None:
-        from anygauge.launch.foreign_rank import take_part
+    if arguments.foreign is not None:
+        from anygauge.launch import foreign_rank
 
-        return take_part(arguments.handover)
+        return foreign_rank.main(arguments.foreign)
     # Schedulers send these to every process of a job. What they mean, the supervisor tells.
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anygauge.interface import Job, LaunchProfile, RunFileError, UsageError
+from anygauge.interface import Job, UsageError
 from anygauge.launch.decision import UNDECIDED, Decision
 from anygauge.launch.foreign import ALONE
 
 if TYPE_CHECKING:
-    from anygauge.config.load import LoadedRun
     from anygauge.config.schema import RunFile
     from anygauge.interface import Backend, LauncherSpec, Plan
     from anygauge.launch.foreign import ForeignLaunch
@@ -27,23 +26,16 @@ class RunRequest:
     """What the user asked for, checked and with a backend chosen.
 
     Attributes:
-        profile: what containers need for the backend and the network.
         forms: what strategy ``auto`` may become, the fastest first, which the run has until it is
             known to fit; empty where a strategy is named, or this process does not decide.
     """
 
-    loaded: LoadedRun
+    run: RunFile
     registry: Registry
     selection: Selection
     backend: Backend
     job: Job
-    profile: LaunchProfile
     forms: tuple[RunFile, ...] = ()
-
-    @property
-    def run(self) -> Any:
-        """The run file."""
-        return self.loaded.run
 
     @property
     def launcher(self) -> LauncherSpec:
@@ -60,8 +52,7 @@ class RunRequest:
         run = self.run.model_copy(update={"strategy": default_section()})
         job = replace(self.job, strategy=run.strategy.name, strategy_why=UNDECIDED)
         job = found.applied_to(job)
-        run = decided_before(run, job, self.registry)
-        return replace(self, job=job, loaded=replace(self.loaded, run=run))
+        return replace(self, job=job, run=decided_before(run, job, self.registry))
 
 
 def read_request(
@@ -80,139 +71,143 @@ def read_request(
         foreign: the launch that this process is a rank of, where that is not anygauge's. Rank 0
             alone chooses the run directory; the others' is a guess.
     """
-    from anygauge.config.load import check_paths, load_run_file
-    from anygauge.config.resolved import run_json
-    from anygauge.data import peek
+    from anygauge.config.load import load_run_file
     from anygauge.launch.memory import forms_of_auto
-    from anygauge.launch.run_directory import RENDEZVOUS, RESOLVED, choose_run_directory
     from anygauge.registry import installed_plugins, select_backend
-    from anygauge.registry.specs import read_options
     from anygauge.training.auto import AUTO
-    from anygauge.training.checks import check_optimizer
     from anygauge.training.strategy import check_batch, check_strategy
-    from anygauge.training.trackers.group import check_trackers
 
-    loaded = load_run_file(path, list(overrides or ()), dict(flags))
+    run = load_run_file(path, list(overrides or ()), flags)
     if foreign is not None:
-        loaded = _as_launched(loaded, foreign)
-    run = loaded.run
+        run = _as_launched(run, foreign)
     registry = installed_plugins()
-    provided = registry.find_launcher(run.launch.launcher)
-    launcher = provided.spec
-    with loaded.placed():  # what the launcher is given; a wrong option need not wait for the model
-        read_options(provided, run.launch.options)
-    if launcher.shared_filesystem:
-        check_paths(loaded)
-        peek(run.data, run.train)
-    else:
-        refuse_secrets(run)
-    ranks = run.launch.nodes * run.launch.devices
-    if launcher.remote and run.backend == "auto":
-        raise RunFileError(
-            f"backend: auto looks at this machine, but the {run.launch.launcher} launcher starts "
-            "ranks on other machines. Name the backend (--backend)"
-        )
-    need_device = need_device and not launcher.remote
-    check_optimizer(run, need_software=need_device)
-    with loaded.placed():
-        check_trackers(registry, run, {**os.environ, **run.environment} if need_device else None)
+    remote = registry.find_launcher(run.launch.launcher).spec.remote
+    need_device = need_device and not remote
+    _check_without_backend(run, registry, need_device=need_device)
     selection = select_backend(registry, run.backend, need_device=need_device)
-    with loaded.placed():
+    with run.placed():
         backend = registry.create_backend(selection.spec.name, run.backend_options)
-    here = selection.probe.available and not launcher.remote
     forms: list[RunFile] = []
     why = ""
     if run.strategy.name == AUTO:
         why = UNDECIDED
-        if not launcher.remote and foreign is None:
+        if not remote and foreign is None:
             forms, why = forms_of_auto(run, registry, backend, selection)
-        run = forms[0] if forms else run
-        loaded = replace(loaded, run=run)
-    if not forms:  # each of those was checked
-        check_strategy(run, registry, backend, ranks, ranks_run_here=here)
+    if forms:
+        run = forms[0]  # each of these was checked
+    else:
+        ranks, here = run.launch.nodes * run.launch.devices, selection.probe.available
+        check_strategy(run, registry, backend, ranks, ranks_run_here=here and not remote)
         check_batch(run, registry, ranks)
+    return RunRequest(
+        run=run,
+        registry=registry,
+        selection=selection,
+        backend=backend,
+        job=_job(run, registry, selection.spec.name, foreign, why),
+        forms=tuple(forms),
+    )
+
+
+def _check_without_backend(run: RunFile, registry: Registry, *, need_device: bool) -> None:
+    """What needs no backend to be told: options, paths, data, secrets, optimizer, trackers."""
+    from anygauge.config.load import check_paths
+    from anygauge.data import peek
+    from anygauge.registry.specs import read_options
+    from anygauge.training.checks import check_optimizer
+    from anygauge.training.trackers.group import check_trackers
+
+    launcher = registry.find_launcher(run.launch.launcher)
+    with run.placed():
+        read_options(launcher, run.launch.options)
+    if launcher.spec.shared_filesystem:
+        check_paths(run)
+        peek(run.data, run.train)
+    else:
+        _refuse_secrets(run)
+    if launcher.spec.remote and run.backend == "auto":
+        raise run.error(
+            "backend",
+            f"auto looks at this machine, but the {run.launch.launcher} launcher starts ranks on "
+            "other machines. Name the backend (--backend)",
+        )
+    check_optimizer(run, need_software=need_device)
+    with run.placed():
+        check_trackers(registry, run, {**os.environ, **run.environment} if need_device else None)
+
+
+def _job(
+    run: RunFile, registry: Registry, backend: str, foreign: ForeignLaunch | None, why: str
+) -> Job:
+    """The run's job; `why` says why it has its strategy."""
+    from anygauge.config.resolved import run_json
+    from anygauge.launch.run_directory import RENDEZVOUS, RESOLVED, choose_run_directory
+
+    launcher = registry.find_launcher(run.launch.launcher).spec
+    shared, resumes = launcher.shared_filesystem, run.checkpoint.resume == "auto"
     folder = (Path(run.output) / run.name).absolute()
     if foreign is None or foreign.rank == 0:
-        folder = choose_run_directory(folder, resume=run.checkpoint.resume == "auto")
-    job = Job(
+        folder = choose_run_directory(folder, resume=resumes)
+    return Job(
         name=run.name,
         run_directory=str(folder),
         run_file=str(folder / RESOLVED),
-        backend=selection.spec.name,
+        backend=backend,
         strategy=run.strategy.name,
         strategy_why=why,
         launch=run.launch,
         rendezvous=f"file://{folder / RENDEZVOUS}",
         stop_grace_s=run.checkpoint.grace_s,
-        working_directory=str(Path.cwd()) if launcher.shared_filesystem else "",
+        working_directory=str(Path.cwd()) if shared else "",
         id=f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(4)}",
         token=secrets.token_hex(16),
-        takes_over=run.checkpoint.resume == "auto",
-        run_text=""
-        if launcher.shared_filesystem
-        else run_json(run.model_copy(update={"backend": selection.spec.name})),
+        takes_over=resumes,
+        run_text="" if shared else run_json(run.model_copy(update={"backend": backend})),
         prepare=launcher.remote,
         environment=run.environment,
         backend_options=run.backend_options,
     )
-    return RunRequest(
-        loaded=loaded,
-        registry=registry,
-        selection=selection,
-        backend=backend,
-        job=job,
-        profile=backend.launch_profile(run.launch.fabric),
-        forms=tuple(forms),
-    )
 
 
-def _as_launched(loaded: LoadedRun, foreign: ForeignLaunch) -> LoadedRun:
-    """A run with the ranks that there are.
-
-    Raises:
-        RunFileError, UsageError: it asks for other ranks, or for what only anygauge's own launchers
-            do.
+def _as_launched(run: RunFile, foreign: ForeignLaunch) -> RunFile:
+    """The run with the ranks that there are; one that asks for others, or for what only anygauge's
+    own launchers do, is refused.
     """
-    launch, by = loaded.run.launch, foreign.launcher
+    launch, by = run.launch, foreign.launcher
     for name, there in (("devices", foreign.devices), ("nodes", foreign.nodes)):
         asked = getattr(launch, name)
-        if f"launch.{name}" in loaded.sources and asked != there:
-            raise loaded.error(
+        if run.sets(f"launch.{name}") and asked != there:
+            raise run.error(
                 f"launch.{name}",
                 f"{asked}, but {by} started {foreign.world_size} ranks, {foreign.devices} on each "
                 f"of {foreign.nodes} machines: leave the field out, or set it to {there}. To have "
                 f"anygauge start the ranks itself: {ALONE}",
             )
-    where = loaded.sources.get("launch.launcher")
-    if where is not None and (launch.launcher != "local" or where.label.startswith("--launcher")):
-        raise loaded.error(
+    by_option = run.origin("launch.launcher").label.startswith("--launcher")
+    if run.sets("launch.launcher") and (launch.launcher != "local" or by_option):
+        raise run.error(
             "launch.launcher",
             f"{launch.launcher} would start ranks, but {by} has already started them: leave the "
             "field out (if the run file sets it: --set launch.launcher=local). To have anygauge "
             f"start the ranks itself: {ALONE}",
         )
     if launch.max_restarts:
-        raise loaded.error(
+        raise run.error(
             "launch.max_restarts",
             f"{launch.max_restarts}, but {by} started the ranks, so only {by} can restart them "
             "(torchrun --max-restarts, with --resume auto): set launch.max_restarts to 0",
         )
-    if foreign.restarts and loaded.run.checkpoint.resume != "auto":
+    if foreign.restarts and run.checkpoint.resume != "auto":
         raise UsageError(
             f"{by} restarts the ranks after a failure (up to {foreign.restarts} times), and a "
             "restarted run resumes in its own folder only with --resume auto: add it"
         )
     changed = {"launcher": "local", "devices": foreign.devices, "nodes": foreign.nodes}
-    run = loaded.run.model_copy(update={"launch": launch.model_copy(update=changed)})
-    return replace(loaded, run=run)
+    return run.model_copy(update={"launch": launch.model_copy(update=changed)})
 
 
-def refuse_secrets(run: Any) -> None:
-    """A job that is handed to a cluster's service must not carry secrets by value.
-
-    Raises:
-        RunFileError: a variable with a secret's name, or a value that holds one, is in it.
-    """
+def _refuse_secrets(run: RunFile) -> None:
+    """A job that is handed to a cluster's service must not carry secrets by value."""
     from anygauge.util.hiding import holds_secret, is_secret
 
     held = {n for n, value in run.environment.items() if is_secret(n) or holds_secret(value)}
@@ -221,10 +216,11 @@ def refuse_secrets(run: Any) -> None:
         ("launch.pass_environment", [n for n in run.launch.pass_environment if is_secret(n)]),
     ):
         if names:
-            raise RunFileError(
-                f"{where}: {names[0]} looks like a secret, but the {run.launch.launcher} launcher "
-                "would pass its value to the cluster. Say in launch.options.secrets where the "
-                "cluster keeps it"
+            raise run.error(
+                where,
+                f"{names[0]} looks like a secret, but the {run.launch.launcher} launcher would "
+                "pass its value to the cluster. Say in launch.options.secrets where the cluster "
+                "keeps it",
             )
 
 
@@ -241,15 +237,14 @@ def rendered(request: RunRequest) -> Plan:
     run = request.run
     provided = request.registry.find_launcher(run.launch.launcher)
     launcher = request.registry.launcher(run.launch.launcher)()
-    with request.loaded.placed():
+    profile = request.backend.launch_profile(run.launch.fabric)
+    with run.placed():
         options = read_options(provided, run.launch.options)
-        plan = launcher.render(request.job, options, request.profile)
+        plan = launcher.render(request.job, options, profile)
     if plan.folders:
-        check_folders(request.loaded, plan.folders, _ADVICE)
+        advice = (
+            " and what is in their image. Mount it (launch.options), or, if the image has it, list "
+            "its folder in launch.options.in_image"
+        )
+        check_folders(run, plan.folders, advice)
     return plan
-
-
-_ADVICE = (
-    " and what is in their image. Mount it (launch.options), or, if the image has it, list its "
-    "folder in launch.options.in_image"
-)

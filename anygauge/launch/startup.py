@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
+import re
 import signal
+import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,18 +23,15 @@ from pathlib import Path
 
 from anygauge.interface import AnygaugeError, Job
 from anygauge.launch.decision import Decision
-from anygauge.launch.nodes import Instruction, Nodes
-from anygauge.launch.prepare_call import prepare_here
+from anygauge.launch.nodes import Nodes
+from anygauge.launch.prepare_here import prepare_here
+from anygauge.launch.run_directory import RUN_FILE, write_run
 from anygauge.util.files import write_text
 
 OWNER = "job.sha256"
 """In a run directory: digest of the job that it belongs to."""
 
-RECORD = "run.yaml"
-"""In a run directory: the run for people, and for the commands that use its results."""
-
-_LONGEST_LINE = 16 * 1024 * 1024
-_SIGNALS = {b"SIGTERM": signal.SIGTERM, b"SIGINT": signal.SIGINT}
+_SIGNALS = {b"SIGTERM\n": signal.SIGTERM, b"SIGINT\n": signal.SIGINT}
 _TURN_S = 0.1
 
 
@@ -52,16 +53,15 @@ def read_standard_input() -> list[str]:
     Raises:
         AnygaugeError: there is no such line.
     """
-    line = b""
-    while not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
-        byte = os.read(0, 1)  # no more than this line: `_watch_standard_input` reads the rest
-        if not byte:
-            raise AnygaugeError("standard input ended before the line of arguments")
-        line += byte
+    # Without a buffer, this takes the first line and leaves the rest to the thread.
+    given = io.FileIO(0, closefd=False)
+    line = given.readline()
+    if not line:
+        raise AnygaugeError("standard input ended before the line of arguments")
     try:
-        given = json.loads(line)
-        arguments = [str(each) for each in given["arguments"]]
-        for name, value in given["environment"].items():
+        record = json.loads(line)
+        arguments = [str(each) for each in record["arguments"]]
+        for name, value in record["environment"].items():
             if value is None:
                 os.environ.pop(name, None)
             else:
@@ -70,98 +70,62 @@ def read_standard_input() -> list[str]:
         raise AnygaugeError(
             f"standard input: the line of arguments cannot be read: {error!r}"
         ) from error
-    threading.Thread(target=_watch_standard_input, name="standard-input", daemon=True).start()
+    threading.Thread(target=_watch, args=(given,), name="standard-input", daemon=True).start()
     return arguments
 
 
-def _watch_standard_input() -> None:
-    pending = b""
-    while True:
-        try:
-            chunk = os.read(0, 4096)
-        except OSError:
-            chunk = b""
-        if not chunk:
-            os.kill(os.getpid(), signal.SIGHUP)
-            return
-        *lines, pending = (pending + chunk).split(b"\n")
-        for line in lines:
+def _watch(given: io.FileIO) -> None:
+    with contextlib.suppress(OSError):
+        for line in given:
             if line in _SIGNALS:
                 os.kill(os.getpid(), _SIGNALS[line])
+    os.kill(os.getpid(), signal.SIGHUP)
 
 
-def read_number(
-    text: str, environ: Mapping[str, str], what: str, *, absent: int | None = None
-) -> int:
-    """A number, or that in the variable of ``$NAME``.
+def expanded(argument: str, absent: str | None = None) -> str:
+    """An argument, with the values of variables in place of each ``$NAME``.
 
     Args:
-        what: names it in errors.
-        absent: what an unset variable means; None: an error.
+        absent: the value of one that is unset or empty; None: an error.
 
     Raises:
-        AnygaugeError: the variable is unset, or it is not a number.
+        AnygaugeError: such a variable is not set.
     """
-    if absent is not None and text.startswith("$") and not environ.get(text[1:]):
-        return absent
-    value = _value(text, environ, what)
-    if not value.isascii() or not value.isdecimal():
-        raise AnygaugeError(f"{what}: {text} is {value!r}, not a whole number from 0")
-    return int(value)
 
+    def value(found: re.Match[str]) -> str:
+        known = os.environ.get(found[1]) or absent
+        if known is None:
+            raise AnygaugeError(
+                f"{argument}: the variable {found[1]} is not set here. This agent was not started "
+                "in the way that its launcher expects"
+            )
+        return known
 
-def read_coordinator(text: str, environ: Mapping[str, str]) -> tuple[str, int]:
-    """``host:port``; the host may be ``$NAME`` of the variable that has it.
-
-    Raises:
-        AnygaugeError: the variable is unset, or there is no port.
-    """
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise AnygaugeError(f"the coordinator of the job: {text!r} is not host:port")
-    return _value(host, environ, "the coordinator of the job").strip("[]"), int(port)
-
-
-def _value(text: str, environ: Mapping[str, str], what: str) -> str:
-    if not text.startswith("$"):
-        return text
-    value = environ.get(text[1:], "")
-    if not value:
-        raise AnygaugeError(
-            f"{what}: the variable {text[1:]} is not set here. This agent was not started in the "
-            "way that its launcher expects"
-        )
-    return value
-
-
-def read_variables(path: str) -> dict[str, str]:
-    """Variables from a JSON file of names and values.
-
-    Raises:
-        AnygaugeError: it cannot be read.
-    """
-    try:
-        found = json.loads(Path(path).read_text())
-        return {str(name): str(value) for name, value in found.items()}
-    except (OSError, ValueError, AttributeError) as error:
-        raise AnygaugeError(f"{path} is not a file of variables: {error}") from error
+    return re.sub(r"\$(\w+)", value, argument)
 
 
 def read_secrets(folder: str) -> dict[str, str]:
-    """Variables from a folder that has one file for each, named like it.
+    """Variables from a folder that has one file for each, named like it."""
+    return {
+        # As the system hands them to programs, also those that are no text.
+        file.name: os.fsdecode(file.read_bytes())
+        for file in Path(folder).iterdir()
+        # A mounted volume keeps its versions in folders beside them.
+        if file.is_file() and not file.name.startswith(".")
+    }
 
-    Raises:
-        AnygaugeError: it cannot be read.
-    """
+
+def log_to(path: Path) -> None:
+    """Send this process's standard error to a file that stays with the run."""
     try:
-        return {
-            file.name: file.read_text()
-            for file in sorted(Path(folder).iterdir())
-            # A mounted volume keeps its versions in folders beside them.
-            if file.is_file() and not file.name.startswith(".")
-        }
-    except (OSError, UnicodeDecodeError) as error:
-        raise AnygaugeError(f"{folder} is not a folder of secrets: {error}") from error
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as log:
+            os.dup2(log.fileno(), sys.stderr.fileno())
+    except OSError as error:
+        raise AnygaugeError(
+            f"{path} cannot be written on {socket.gethostname()}: {error.strerror}. The folder of "
+            "a run must be on storage that all its nodes share (--output)"
+        ) from error
 
 
 def claim_run_directory(job: Job, node_rank: int) -> None:
@@ -189,14 +153,12 @@ def claim_run_directory(job: Job, node_rank: int) -> None:
         if path.parent != folder and _holds_another_run(mark, own):
             # Every machine's logs of this start go there.
             path.parent.mkdir(parents=True, exist_ok=True)
-        if node_rank != 0:
-            return
-        if job.start_directory != folder:
-            _write_run(path, job)
-            write_text(mark, own + "\n")
-        else:
+        if node_rank == 0 and job.start_directory == folder:
             write_text(mark, own + "\n")  # first: a run without a mark counts as another job's
-            _write_run(job.resolved_run, job)
+            _write_run(job)
+        elif node_rank == 0:
+            _write_run(job)
+            write_text(mark, own + "\n")
 
 
 def place_run_file(job: Job) -> None:
@@ -211,14 +173,10 @@ def place_run_file(job: Job) -> None:
             write_text(path, job.run_text, 0o600)
 
 
-def _write_run(path: Path, job: Job) -> None:
-    from anygauge.config.resolved import (  # only the coordinator needs the schema
-        dump_run,
-        parse_run,
-    )
+def _write_run(job: Job) -> None:
+    from anygauge.config.resolved import parse_run  # only the coordinator needs the schema
 
-    write_text(path, job.run_text, 0o600)
-    write_text(path.with_name(RECORD), dump_run(parse_run(job.run_text)), 0o600)
+    write_run(job.resolved_run, parse_run(job.run_text))
 
 
 @contextlib.contextmanager
@@ -233,7 +191,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 def _holds_another_run(mark: Path, own: str) -> bool:
     # In this order: the coordinator may be marking an empty folder now.
-    there = (mark.parent / RECORD).exists()
+    there = (mark.parent / RUN_FILE).exists()
     return mark.read_text().strip() != own if mark.exists() else there
 
 
@@ -272,7 +230,7 @@ def prepare_on_all(
     """
 
     def turn() -> bool:
-        if set(nodes.poll()) - {Instruction.FINISH}:
+        if nodes.poll():
             raise StartAbortedError("no rank was started here")
         return not requests
 

@@ -100,8 +100,10 @@ def _finished_before(run: RunFile, folder: Path) -> Finished | None:
                 break
     if kept:
         identity.check_same_run(where, kept, identity.identity_of_file(run))
+    if finished is None:
+        return None
     try:
-        before = load_run_file(folder / RUN_FILE).run
+        before = load_run_file(folder / RUN_FILE)
     except AnygaugeError:
         return None
     same = all(getattr(before, name) == getattr(run, name) for name in _DECIDE)

@@ -60,13 +60,12 @@ def _load(provided: Provided[Any], field: str) -> Any:
     return value
 
 
-OPTIONS_AT: Mapping[str, str] = {
+_OPTIONS_AT = {
     "backend": "backend_options",
     "launcher": "launch.options",
-    "strategy": "strategy",
-    "tracker": "tracker_options",
+    "tracker": "tracker_options.{}",
 }
-"""Where a run file has the options of each kind of plugin; of trackers, below their names."""
+"""Where a run file has the options of each kind of plugin; `config` reads those of strategies."""
 
 _SECRET = (
     "say where the secret is kept (docs/clouds.md), not what it is; what was received is not shown"
@@ -103,10 +102,8 @@ def read_options(provided: Provided[Any], given: Mapping[str, Any] | None) -> An
         return model.model_validate(dict(given or {}))
     except ValidationError as error:
         kind, name = provided.kind, provided.spec.name
-        place = f"{OPTIONS_AT[kind]}.{name}" if kind == "tracker" else OPTIONS_AT[kind]
-        raise RunFileError(
-            "\n".join(_complaint(model, place, f"the {name} {kind}", one) for one in error.errors())
-        ) from None
+        of = (model, _OPTIONS_AT[kind].format(name), f"the {name} {kind}")
+        raise RunFileError("\n".join(_complaint(*of, one) for one in error.errors())) from None
 
 
 def _complaint(model: type[Options], place: str, owner: str, error: ErrorDetails) -> str:

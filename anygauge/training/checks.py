@@ -1,11 +1,12 @@
-"""What is checked of a run's settings, quickly and without torch."""
+"""What is checked of a run's settings, quickly and without torch; and what all checks find."""
 
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass, field
 
 from anygauge.config.schema import RunFile
-from anygauge.interface import Backend, NotAvailableError, RunFileError
+from anygauge.interface import Backend, NotAvailableError, RunFileError, Setting
 from anygauge.kernels.choose import KernelChoice, kernels_of_run
 from anygauge.registry import Registry
 
@@ -13,6 +14,28 @@ EIGHT_BIT_MISSING = (
     "train.optimizer.name: adamw_8bit needs the package bitsandbytes, which is not installed; "
     "pip install 'anygauge[8bit]', or use adamw"
 )
+
+
+@dataclass(kw_only=True, slots=True)
+class Findings:
+    """What the checks found, other than refusals.
+
+    Attributes:
+        notes: what could not be checked here, and why.
+        data: what became of the training rows; "" where they were not read.
+        advice: on their length and on the learning rate, a line for each; "" where there is none.
+        steps, epochs: of the run; None where its rows were not read, or not asked for.
+        settings: of the engine, if asked for.
+        engine_note: what is not known of these.
+    """
+
+    notes: list[str] = field(default_factory=list)
+    data: str = ""
+    advice: str = ""
+    steps: int | None = None
+    epochs: float | None = None
+    settings: list[Setting] | None = None
+    engine_note: str = ""
 
 
 def check_settings(

@@ -7,13 +7,13 @@ What ranks check, they check with the same functions. This reads model and rows,
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge.config.schema import RunFile, resolve_precision
-from anygauge.interface import ModelError, PluginError, Setting, ShapePolicy
+from anygauge.interface import ModelError, PluginError, ShapePolicy
 from anygauge.models.files import check_weights, read_header
 from anygauge.models.formats import refuse_format
 from anygauge.models.hub import CONFIG, copy_of, is_whole, names_hub
@@ -25,33 +25,12 @@ from anygauge.models.targets import surely_match
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.models.vocabulary import described, enlarge, new_tokens
 from anygauge.registry import installed_plugins
+from anygauge.training.checks import Findings
 from anygauge.training.schedule import peak_advice
 from anygauge.training.strategy import create_strategy, share_of, workload_of
 
 if TYPE_CHECKING:
     from anygauge.data.template import Rendering
-
-
-@dataclass(kw_only=True, slots=True)
-class Findings:
-    """What the checks found, other than refusals.
-
-    Attributes:
-        notes: what could not be checked here, and why.
-        data: what became of the training rows; "" where they were not read.
-        advice: on their length and on the learning rate, a line for each; "" where there is none.
-        steps, epochs: of the run; None where its rows were not read, or not asked for.
-        settings: of the engine, if asked for.
-        engine_note: what is not known of these.
-    """
-
-    notes: list[str] = field(default_factory=list)
-    data: str = ""
-    advice: str = ""
-    steps: int | None = None
-    epochs: float | None = None
-    settings: list[Setting] | None = None
-    engine_note: str = ""
 
 
 def nothing(*_: str) -> None:
@@ -67,6 +46,7 @@ class RunChecks:
         backend: name of the chosen one.
         id: of the job.
         has_files: this machine has the files that the run file names.
+        copied: addresses of rows that are in the cache.
         engine: also tell the engine's settings and the run's steps, for a dry run.
         log: takes progress.
         enter: gets the part that begins: ``model`` or ``data``.
@@ -80,6 +60,7 @@ class RunChecks:
     backend: str
     id: str = ""
     has_files: bool = True
+    copied: Sequence[str] = ()
     engine: bool = False
     log: Callable[[str], None] = nothing
     enter: Callable[[str], None] = nothing
@@ -225,7 +206,7 @@ class RunChecks:
         if not self.has_files:
             found.notes.append("the ranks will read the rows, on the job's machines")
             return
-        if any(is_remote(source.path) for source in sources):
+        if {source.path for source in sources if is_remote(source.path)} - {*self.copied}:
             found.notes.append("the ranks will read the rows of the hub and of other machines")
             return
         data = prepare(

@@ -40,24 +40,19 @@ def parent_environment() -> dict[str, str]:
     return {PARENT_PID: str(os.getpid())}
 
 
-def die_with_parent(signum: int = signal.SIGKILL) -> bool:
+def die_with_parent(signum: int = signal.SIGKILL) -> None:
     """Have this process receive `signum` when its parent ends, and at once if it already has.
 
     Call it first thing in a child, before heavy imports. Without `PARENT_PID` in the environment
     nothing happens; the variable is removed, so that grandchildren do not take it for theirs.
-
-    Returns:
-        Whether the process is tied to its parent now.
     """
     expected = os.environ.pop(PARENT_PID, None)
-    if expected is None:
-        return False
-    tie_to_parent(signum, int(expected))
-    return True
+    if expected is not None:
+        tie_to_parent(signum, int(expected))
 
 
 def tie_to_parent(signum: int, parent: int | None = None) -> None:
-    """Have this process receive `signum` when its parent ends, and at once if it already has.
+    """See `die_with_parent`.
 
     Args:
         parent: its process id; None for the one that there is now.

@@ -74,6 +74,7 @@ def test_no_module_imports_torch_when_it_is_imported(package: Path):
         ("backends", "--json"),
         *(("env", "--backend", name) for name in ("cpu", "cuda", "hpu")),
         ("env", "--backend", "cpu", "--devices", "2", "--format", "json"),
+        ("env", str(ROOT / "examples/demo/finetune.yaml"), "--backend", "cpu"),
         ("train", "--help"),
         ("env", "--help"),
     ],

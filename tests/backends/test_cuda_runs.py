@@ -45,7 +45,7 @@ class EndedJob:
         path = run_file(folder, **fields(name=strategy, strategy={"name": strategy}))
         self.run = folder / strategy
         self.run.mkdir()
-        write_run(self.run / "run.json", load_run_file(path).run)
+        write_run(self.run / "run.json", load_run_file(path))
         job = make_job(
             name=strategy, run_directory=str(self.run), run_file=str(self.run / "run.json"),
             backend="cuda", strategy=strategy, nodes=NODES, devices=DEVICES, token="of this job",

@@ -351,7 +351,7 @@ def test_the_eager_recipe_asks_for_regions_and_marks_nothing(
     lazy: TrainedOnStandIn, folder: Path
 ) -> None:
     """In Gaudi's release of today; with transformers 5, where the installed set has it."""
-    options = {**load_run_file(EAGER).run.backend_options, "recipe_cache": str(folder / "recipes")}
+    options = {**load_run_file(EAGER).backend_options, "recipe_cache": str(folder / "recipes")}
     compiled = trained(folder, "compiled", version="1.24.1.482", **options)
     assert [each[0] for each in compiled.calls] == [["load", "eager"]] * RANKS
     assert min(compiled.count("compile")) > 0

@@ -47,7 +47,7 @@ def test_run_files_say_what_the_plan_says(tmp_path: Path, name: str) -> None:
         hostfile="/hosts", nodes=2, ranks=4, watched=2, plans_memory=False,
     )  # fmt: skip
     assert processes(ENTRANTS[name], given, {}).argv[-1] == "--no-plan"
-    read = load_run_file(tmp_path / "run.yaml").run
+    read = load_run_file(tmp_path / "run.yaml")
     assert read.data.packing == (given.layout == "packed")
     assert read.data.group_by_length == (given.layout == "grouped")
     assert read.train.global_batch_size == given.global_batch == 12

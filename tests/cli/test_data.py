@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from anygauge.cli.trained import model_origin, question_ids
 from anygauge.config.schema import ModelSection
 from anygauge.data.encode import Encoded
 from anygauge.interface import DataError, RunFileError
-from anygauge.launch import prepare, prepare_call
+from anygauge.launch import prepare, prepare_endings
 from tests.helpers.chats import make_chat_tokenizer
 from tests.helpers.runs import check_here, run_file
 from tests.helpers.tokenizer import FIXTURES
@@ -138,19 +137,6 @@ def test_colours_show_what_is_learned(tmp_path: Path) -> None:
     assert capture.get() == "ab[INST]⟦cd</s>⟧\n"
 
 
-def test_a_run_on_chats_is_asked_through_the_chat_template(chats: Path) -> None:
-    folder = chats.parent / "run"
-    (folder / "adapter").mkdir(parents=True)
-    (folder / "run.yaml").write_text(chats.read_text())
-    tokenizer: Any = make_chat_tokenizer(chats.parent / "other")
-    origin = model_origin(str(folder), None, str(chats.parent / "other"))
-    ids, stops = question_ids(origin, tokenizer, "What?")
-    assert tokenizer.decode(ids) == "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.convert_ids_to_tokens(stops) == ["<|im_end|>"]
-    ids, stops = question_ids(replace(origin, data=None), tokenizer, "What?")
-    assert (tokenizer.decode(ids), stops) == ("<s>What?", [])
-
-
 def test_other_runs_are_asked_through_their_template(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (folder / "adapter").mkdir(parents=True)
@@ -175,7 +161,7 @@ def test_a_template_that_goes_on_for_ever_is_ended_and_its_row_named(
 ) -> None:
     """Also a row of a stream that is read only to count packs."""
     monkeypatch.setattr("anygauge.cli.data.STREAMED_ROWS", 5)
-    monkeypatch.setattr(prepare_call, "RENDERING_LIMIT_S", 4.0)
+    monkeypatch.setattr(prepare_endings, "RENDERING_LIMIT_S", 4.0)
     path = chats.parent / "loop.jinja"
     path.write_text(FOR_EVER + CHATML.read_text())
     said = r"^data\.chat_template has not rendered .*chats\.jsonl:7 within 4 s, and may loop for"

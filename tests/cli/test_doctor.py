@@ -26,10 +26,12 @@ def test_a_machine_that_can_train_on_its_processors(tmp_path: Path) -> None:
 
 
 def test_a_missing_device_fails_and_says_what_to_do(tmp_path: Path) -> None:
-    done = anygauge(["doctor", "--backend", "hpu", "--output", tmp_path])
+    done = anygauge(["doctor", "--backend", "hpu", "--collectives", "2", "--output", tmp_path])
     assert done.returncode == 1
     assert "0x1da3" in done.stdout and "fail" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
+    trip = done.stdout.partition("collective round trip")[2]
+    assert "habana_frameworks is not installed" in trip, "ranks that cannot meet are a line"
     # What Gaudi's software would be asked is neither passed nor failed where there is none.
     last = done.stdout.splitlines()[-1]
     counts = re.fullmatch(r"(\d+) passed, (\d+) with a warning, (\d+) failed, (\d+) skipped", last)
@@ -38,13 +40,3 @@ def test_a_missing_device_fails_and_says_what_to_do(tmp_path: Path) -> None:
     words = ("pass", "warn", "fail", "skip")
     assert [int(count) for count in counts.groups()] == [lines.count(word) for word in words]
     assert int(counts[4]) == 4
-
-
-def test_ranks_that_cannot_meet_are_a_failed_line(tmp_path: Path) -> None:
-    done = anygauge(
-        ["doctor", "--backend", "hpu", "--json", "--collectives", "2", "--output", tmp_path]
-    )
-    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
-    trip = checks["collective round trip"]
-    assert trip["outcome"] == "fail" and "anygauge env --backend hpu" in trip["remedy"]
-    assert "habana_frameworks is not installed" in trip["seen"]

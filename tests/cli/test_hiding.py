@@ -58,7 +58,7 @@ def test_a_dry_run_hides_it(
 
 
 def test_what_is_recorded_hides_it_and_is_for_its_owner(path: Path, tmp_path: Path) -> None:
-    loaded = load_run_file(path).run
+    loaded = load_run_file(path)
     job = make_job(
         run_directory=tmp_path, environment=loaded.environment, run_text="environment: ..."
     )
@@ -102,7 +102,7 @@ def test_an_address_is_quoted_without_its_password(tmp_path: Path) -> None:
     from anygauge.data.remote import describe_address
 
     address = f"nowhere://ann:{VALUE}@hub.example/rows.jsonl?sig={VALUE}"
-    run = load_run_file(run_file(tmp_path, data={"train": {"path": address}})).run
+    run = load_run_file(run_file(tmp_path, data={"train": {"path": address}}))
     with pytest.raises(AnygaugeError) as caught:
         peek(run.data, run.train)
     assert "(hidden)@hub.example/rows.jsonl" in str(caught.value)

@@ -5,22 +5,21 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from anygauge.interface import STOPPED, AnygaugeError
+from anygauge.interface import STOPPED, AnygaugeError, Job
+from anygauge.launch import foreign_meeting
 from anygauge.launch.foreign import ForeignLaunch
-from anygauge.launch.foreign_rank import _agreed
 from tests.helpers.forked import RunPart, finished
-from tests.helpers.processes import alive, as_in_a_terminal, begin, end, free_port, until
+from tests.helpers.processes import alive, begin, end, free_port, until
 from tests.helpers.runs import Run, called, run_file, train
 
 PATIENCE_S = 120.0
@@ -35,24 +34,12 @@ def by_hand(rank: int, world: int, port: int) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def torchrun(
-    *arguments: object, ranks: int = 2, environment: Mapping[str, str] | None = None
-) -> Iterator[subprocess.Popen[str]]:
-    """A real torchrun; it leads a process group, as in a terminal, and leaves nothing behind."""
-    options = ["--standalone", f"--nproc-per-node={ranks}"]
-    while arguments and str(arguments[0]).startswith("--max"):
-        options.append(str(arguments[0]))
-        arguments = arguments[1:]
-    process = subprocess.Popen(
-        [TORCHRUN, *options, "-m", "anygauge", "train", *map(str, arguments)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=as_in_a_terminal,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-    )
+def torchrun(*arguments: object, restarts: int = 0) -> Iterator[subprocess.Popen[str]]:
+    """A real torchrun of two ranks; it leads a process group, as in a terminal, and leaves nothing
+    behind."""
+    program = [TORCHRUN, "--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}"]
+    program += ["-m", "anygauge", "train"]
+    process = begin(*arguments, program=program, start_new_session=True)
     try:
         yield process
     finally:
@@ -64,20 +51,12 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def by_hand_together(
-    arguments: Sequence[object], world: int, port: int
-) -> list[tuple[int, str, str]]:
-    """Processes of Python that nothing but their variables ties together."""
+def two_by_hand(*program: object) -> list[tuple[int, str, str]]:
+    """Two processes of Python that nothing but their variables ties together."""
+    port = free_port()
     processes = [
-        subprocess.Popen(
-            [sys.executable, *map(str, arguments)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **by_hand(rank, world, port)},
-        )
-        for rank in range(world)
+        begin(program=[sys.executable, *program], environment=by_hand(rank, 2, port))
+        for rank in range(2)
     ]
     try:
         return [ended(process) for process in processes]
@@ -138,22 +117,16 @@ def test_the_losses_under_torchrun_are_those_of_devices_2(tmp_path: Path) -> Non
         (["--launcher", "local"], "launch.launcher: local would start ranks"),
         (["--set", "launch.launcher=ssh"], "launch.launcher: ssh would start ranks"),
         (["--set", "launch.max_restarts=2"], "so only another launcher can restart them"),
+        ([], "--resume auto: add it"),
     ],
 )
-def test_what_only_our_launchers_do_is_refused_by_each_rank(
+def test_what_only_our_launchers_do_and_restarts_without_resuming_are_refused(
     tmp_path: Path, options: list[str], says: str
 ) -> None:
-    path = run_file(tmp_path)
-    done = called(["train", path, *options], environment=by_hand(1, 2, 29500))
-    assert done.returncode == 2
-    assert re.search(says, done.stderr), done.stderr
+    restarts = {**by_hand(1, 2, 29500), "TORCHELASTIC_MAX_RESTARTS": "1"}
+    done = called(["train", run_file(tmp_path), *options], environment=restarts)
+    assert done.returncode == 2 and says in done.stderr, done.stderr
     assert not (tmp_path / "out").exists()
-
-
-def test_a_launcher_that_restarts_needs_a_run_that_resumes(tmp_path: Path) -> None:
-    restarts = {**by_hand(0, 2, 29500), "TORCHELASTIC_MAX_RESTARTS": "1"}
-    done = called(["train", run_file(tmp_path)], environment=restarts)
-    assert done.returncode == 2 and "--resume auto: add it" in done.stderr
 
 
 def test_a_rank_launches_nothing_and_its_dry_run_is_any_dry_run(tmp_path: Path) -> None:
@@ -164,34 +137,58 @@ def test_a_rank_launches_nothing_and_its_dry_run_is_any_dry_run(tmp_path: Path) 
     assert done.returncode == 0 and "4 ranks" in done.stdout, done.stdout
 
 
-def launch_of(rank: int, world: int) -> ForeignLaunch:
+def launch_of(rank: int) -> ForeignLaunch:
     return ForeignLaunch(
-        launcher="torchrun", rank=rank, world_size=world, local_rank=rank, devices=world,
+        launcher="torchrun", rank=rank, world_size=3, local_rank=rank, devices=3,
         host="127.0.0.1", port=1,
     )  # fmt: skip
+
+
+def agreed(store: Path, rank: int, run: str = "", patience_s: float = 30) -> object:
+    import torch.distributed as dist
+
+    known = {"id": run} if rank == 0 else {}
+    return foreign_meeting.agree(dist.FileStore(str(store), -1), launch_of(rank), known, patience_s)
 
 
 def test_what_an_earlier_attempt_left_in_the_launchers_store_answers_nobody(
     tmp_path: Path,
 ) -> None:
-    import torch.distributed as dist
+    for run in ("first", "second"):
+        with ThreadPoolExecutor(3) as pool:
+            heard = [pool.submit(agreed, tmp_path / "store", rank, run) for rank in range(3)]
+        assert [each.result() for each in heard] == [{"id": run}] * 3
 
-    def agree(run: str) -> list[object]:
-        heard: list[object] = [None] * 3
 
-        def ask(rank: int) -> None:
-            own = dist.FileStore(str(tmp_path / "store"), -1)
-            heard[rank] = _agreed(own, launch_of(rank, 3), {"id": run} if rank == 0 else None, 30)
+def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
+    with pytest.raises(AnygaugeError, match=r"of 3 ranks, 1, 2 did not connect .* within 0\.2 s"):
+        agreed(tmp_path / "store", 0, "x", 0.2)
 
-        threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        return heard
 
-    assert agree("first") == [{"id": "first"}] * 3
-    assert agree("second") == [{"id": "second"}] * 3
+@pytest.mark.parametrize(
+    ("named", "run", "says"),
+    [
+        ("tiny/job.json", "new", ""),
+        ("tiny-2/job.json", "new", ""),
+        ("tiny/attempts/new/job.json", "new", ""),
+        ("tiny/job.json", "old", "is not seen on"),
+        ("other/job.json", "new", "this rank's arguments name"),
+        ("tiny/../other/job.json", "new", "this rank's arguments name"),
+    ],
+)
+def test_what_the_store_names_is_a_run_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, run: str, says: str
+) -> None:
+    monkeypatch.setattr(foreign_meeting, "_SEEN_S", 0.0)
+    (tmp_path / "tiny").mkdir()
+    path = tmp_path / named
+    path.parent.mkdir(parents=True, exist_ok=True)
+    job = Job(name="x", run_directory="/x", run_file="/x", backend="cpu", rendezvous="", id=run)
+    path.write_text(job.dump())
+    known = {"folder": str(tmp_path / "tiny")}
+    answer = {"id": "new", "job": str(path), "folder": str(path.parent)}
+    with pytest.raises(AnygaugeError, match=says) if says else contextlib.nullcontext():
+        assert foreign_meeting.job_of(launch_of(1), known, answer) == job
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "nowhere.invalid"])
@@ -212,16 +209,6 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
     assert done.status == 1
     assert f"rank 0 cannot listen at 127.0.0.1, port {port}" in done.err
     assert "set MASTER_PORT" in done.err
-
-
-def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
-    import torch.distributed as dist
-
-    store = dist.FileStore(str(tmp_path / "store"), -1)
-    with pytest.raises(
-        AnygaugeError, match=r"of 3 ranks, 1, 2 did not connect to .* within 0\.2 s"
-    ):
-        _agreed(store, launch_of(0, 3), {"id": "x"}, 0.2)
 
 
 @pytest.mark.slow
@@ -253,7 +240,7 @@ def test_ctrl_c_saves_and_torchruns_restart_goes_on(tmp_path: Path) -> None:
         status, _, err = ended(process)
     assert status != 0
     assert "stopped at request after step" in err and "--resume auto" in err
-    with torchrun("--max-restarts=1", path, "--resume", "auto") as process:
+    with torchrun(path, "--resume", "auto", restarts=1) as process:
         before = steps_taken(folder)
         wait_for_steps(process, folder, before + 14)
         os.kill(ranks_of(process)[0], signal.SIGKILL)
@@ -270,33 +257,28 @@ def test_ctrl_c_saves_and_torchruns_restart_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_refusal_of_rank_0_ends_all_and_torchrun_shows_the_message_of_a_rank(
-    tmp_path: Path,
-) -> None:
-    path = run_file(tmp_path, strategy={"name": "ddp"})
+@pytest.mark.parametrize("why", ["a run is writing to", "no layer is called 'q_porj'"])
+def test_a_refusal_of_rank_0_is_shown_once_and_by_torchrun(tmp_path: Path, why: str) -> None:
+    path = run_file(tmp_path, adapter={"targets": ["q_porj"]})
     folder = tmp_path / "out" / "tiny"
     folder.mkdir(parents=True)
     with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        (folder / "run.yaml").write_text("")
+        if why == "a run is writing to":
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (folder / "run.yaml").write_text("")
         with torchrun(path, "--resume", "auto") as process:
             status, _, err = ended(process)
     own, _, root_cause = err.partition("Root Cause")
-    assert status != 0 and own.partition("ChildFailedError")[0].count("a run is writing to") == 1
-    assert "a run is writing to" in root_cause
+    assert status != 0 and own.partition("ChildFailedError")[0].count(why) == 1, err
+    assert why in root_cause
 
 
 @pytest.mark.slow
-def test_two_processes_with_variables_set_by_hand_and_one_alone(tmp_path: Path) -> None:
+def test_two_processes_with_variables_set_by_hand(tmp_path: Path) -> None:
     path = run_file(tmp_path, strategy={"name": "ddp"})
-    results = by_hand_together(["-m", "anygauge", "train", path], 2, free_port())
+    results = two_by_hand("-m", "anygauge", "train", path)
     assert [status for status, _, _ in results] == [0, 0], results
     assert "final loss" in results[0][1] and "final loss" not in results[1][1]
-    alone = {**by_hand(0, 1, free_port()), "PYTHONUNBUFFERED": "1"}
-    one = train(path, environment=alone)
-    assert one.status == 0 and "on 1 rank" in one.out, one.err
-    losses = Run(folder=tmp_path / "out" / "tiny-2", status=0, out="", err="").steps("loss")
-    assert losses == pytest.approx(one.steps("loss"), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -341,7 +323,7 @@ except AnygaugeError as error:
 def test_workers_that_have_a_process_group_of_their_own(tmp_path: Path) -> None:
     path = run_file(tmp_path, strategy={"name": "ddp"})
     (tmp_path / "worker.py").write_text(WORKER)
-    results = by_hand_together([tmp_path / "worker.py", path], 2, free_port())
+    results = two_by_hand(tmp_path / "worker.py", path)
     assert [status for status, _, _ in results] == [0, 0], results
     assert all("run it in a process of its own" in out for _, out, _ in results)
     assert results[0][1].count("final loss") == 1

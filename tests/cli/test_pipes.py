@@ -104,7 +104,6 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         "generate out/tiny --prompt hello --max-new-tokens 2 --backend cpu",
         pytest.param("merge out/tiny --output merged", marks=pytest.mark.slow),
-        pytest.param("data tiny.yaml", marks=pytest.mark.slow),
         pytest.param("plan tiny.yaml", marks=pytest.mark.slow),
     ],
 )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import pytest
 
-from anygauge.config.load import LoadedRun, load_run_file
+from anygauge.config.load import load_run_file
+from anygauge.config.schema import RunFile
 from anygauge.interface import RunFileError
 
 MINIMAL = "model: {name: some/model}\ndata: {train: {path: rows.jsonl}}\n"
@@ -29,7 +30,7 @@ class Folder:
 
     def load(
         self, text: str, *overrides: str, flags: Mapping[str, Any] | None = None, **environ: str
-    ) -> LoadedRun:
+    ) -> RunFile:
         """Loads `text` as run.yaml."""
         self.write("run.yaml", text)
         return load_run_file("run.yaml", overrides, flags, environ=environ)
@@ -58,15 +59,3 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
 @pytest.fixture
 def minimal() -> str:
     return MINIMAL
-
-
-@pytest.fixture
-def reload(tmp_path: Path) -> Callable[..., LoadedRun]:
-    """Loads a text as a run file, for tests of many examples that share one folder."""
-
-    def load(text: str, overrides: Sequence[str] = (), cwd: Path | None = None) -> LoadedRun:
-        target = tmp_path / "again.yaml"
-        target.write_text(text, encoding="utf-8")
-        return load_run_file(target, overrides, environ={}, cwd=cwd or tmp_path)
-
-    return load

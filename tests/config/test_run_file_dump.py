@@ -1,20 +1,24 @@
-"""A run that was written out is the same run when it is read again, from anywhere."""
+"""A run that was written out, for people and for ranks, is the same run when it is read again."""
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from pathlib import Path
 
+import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from anygauge.config.load import load_run_file
-from anygauge.config.resolved import dump_run, parse_run, run_json
+from anygauge.config.resolved import dump_run, parse_run, read_run, run_json
 from anygauge.config.schema import RunFile
+from anygauge.interface import AnygaugeError
 
 SHARED = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 # Lone surrogates cannot be stored in a file.
@@ -91,24 +95,17 @@ RUNS = st.builds(
 
 @SHARED
 @given(run=RUNS)
-def test_a_dump_loads_back_to_an_equal_run(reload, run):
+def test_what_is_written_is_read_as_an_equal_run(folder, run):
+    """By a user, from anywhere; by a rank; and alike by plain YAML."""
     text = dump_run(run)
-    assert reload(text, cwd=Path("/somewhere/else")).run == run
-    assert dump_run(reload(text).run) == text
-
-
-@SHARED
-@given(run=RUNS)
-def test_agents_and_ranks_read_an_equal_run(run):
-    text = run_json(run)
-    assert parse_run(text) == run
-    assert run_json(parse_run(text)) == text
-
-
-@SHARED
-@given(run=RUNS)
-def test_a_dump_is_read_alike_by_plain_yaml(run):
-    read = yaml.safe_load(dump_run(run))
+    target = folder.path / "again.yaml"
+    target.write_text(text, "utf-8")
+    again = load_run_file(target, environ={}, cwd=Path("/somewhere/else"))
+    assert again == run
+    assert dump_run(again) == text
+    assert parse_run(run_json(run)) == run
+    assert run_json(parse_run(run_json(run))) == run_json(run)
+    read = yaml.safe_load(text)
     assert read["trackers"] == run.trackers
     assert read["environment"] == run.environment
     assert read["train"]["optimizer"]["lr"] == run.train.optimizer.lr
@@ -116,7 +113,7 @@ def test_a_dump_is_read_alike_by_plain_yaml(run):
 
 def test_a_dump_is_a_commented_file_with_every_field_and_absolute_paths(folder, minimal):
     (folder.path / "m").mkdir()
-    text = dump_run(folder.load("model: {name: m}\ndata: {train: {path: $D/x.jsonl}}", D="d").run)
+    text = dump_run(folder.load("model: {name: m}\ndata: {train: {path: $D/x.jsonl}}", D="d"))
     assert text.startswith("# A resolved run file (format 2): every field with its value")
     read = yaml.safe_load(text)
     assert list(read) == list(RunFile.model_fields)
@@ -131,7 +128,7 @@ def test_a_run_made_by_hand_is_dumped_relative_to_the_current_directory(folder):
         {"model": {"name": "org/m"}, "data": {"train": {"path": "a$b.jsonl"}}, "output": "~"}
     )
     target = folder.write("deep/run.yaml", dump_run(run))
-    again = load_run_file(target, environ={}).run
+    again = load_run_file(target, environ={})
     assert again.model.name == "org/m"
     assert again.data.train.path == str(folder.path / "a$b.jsonl")
     assert again.output == str(folder.path / "~")
@@ -139,6 +136,42 @@ def test_a_run_made_by_hand_is_dumped_relative_to_the_current_directory(folder):
 
 def test_equal_values_are_written_out_and_not_as_aliases(folder, minimal):
     text = minimal + "strategy: {name: zero, options: {a: &x [1, 2], b: *x}}"
-    dumped = dump_run(folder.load(text).run)
+    dumped = dump_run(folder.load(text))
     assert "&" not in dumped
     assert yaml.safe_load(dumped)["strategy"]["options"] == {"a": [1, 2], "b": [1, 2]}
+
+
+def test_a_number_without_an_end_stays_one(folder, minimal):
+    run = folder.load(minimal + "launch: {options: {a: .inf, b: [-.inf, .nan]}}")
+    again = parse_run(run_json(run)).launch.options
+    assert again["a"] == math.inf and again["b"][0] == -math.inf and math.isnan(again["b"][1])
+
+
+def test_fields_that_an_adapter_decides_are_left_to_it(folder, minimal):
+    (folder.path / "a").mkdir()
+    run = folder.load(minimal + "adapter: {start_from: a, alpha: 32}")
+    again = parse_run(run_json(run)).adapter
+    assert again is not None and again.given == {"alpha"}
+
+
+def test_another_versions_run_is_refused(folder, minimal, tmp_path):
+    values = json.loads(run_json(folder.load(minimal)))
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({**values, "train": {**values["train"], "clip": 1.0}}))
+    with pytest.raises(AnygaugeError) as caught:
+        read_run(path)
+    assert str(caught.value).startswith(
+        f"{path}: this is not a resolved run of the installed version of anygauge ('train.clip' "
+    )
+    assert str(caught.value).endswith("the same version?")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "name: t\n", '{"name": 3}'])
+def test_what_is_no_run_is_refused(text):
+    with pytest.raises(AnygaugeError, match="this is not a resolved run of the installed version"):
+        parse_run(text)
+
+
+def test_a_run_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(AnygaugeError, match=r"run\.json: .*No such file"):
+        read_run(tmp_path / "run.json")

@@ -22,6 +22,7 @@ from anygauge.config.schema import (
     TrainSection,
 )
 from anygauge.config.tree import Origin, YamlNode
+from anygauge.interface import RunFileError
 
 FIELDS = {
     "run file": RunFile,
@@ -68,11 +69,6 @@ def test_names_of_other_tools_point_at_fields_that_exist(name, target):
     assert run.at((name,)) is None
 
 
-def test_a_word_that_is_no_field_of_a_section_is_not_suggested(folder, minimal):
-    (complaint,) = folder.refuse(minimal, "adapter=qlora")
-    assert "write" not in complaint
-
-
 def test_missing_sections_say_what_they_are_for(folder):
     assert folder.refuse("name: x") == [
         f"run.yaml: model: missing: {ModelSection.__doc__}",
@@ -97,3 +93,12 @@ def test_all_problems_are_told_together_in_the_order_of_the_files(folder):
     assert lines[4].startswith(
         "bases/base.yaml:5: model.nam: no such field; did you mean 'name'? valid here: name, rev"
     )
+
+
+def test_thousands_of_complaints_are_cut(folder, minimal):
+    with pytest.raises(RunFileError) as caught:
+        folder.load(minimal + "train:\n" + "".join(f"  k{n}: {n}\n" for n in range(3000)))
+    header, *lines = str(caught.value).split("\n")
+    assert header == "run.yaml: more than 50 problems, first"
+    assert len(lines) == 50
+    assert "train.k0: no such field" in lines[0]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
+
 from anygauge.config.resolved import dump_run
 
 
 def test_the_default_and_its_fields(folder, minimal):
-    strategy = folder.load(minimal).run.strategy
+    strategy = folder.load(minimal).strategy
     assert strategy.model_dump() == {"name": "auto"}
-    zero = folder.load(minimal, "strategy=zero", "strategy.stage=2").run.strategy
+    zero = folder.load(minimal, "strategy=zero", "strategy.stage=2").strategy
     assert (zero.stage, zero.gather) == (2, "auto")
     for null in ("{name: null}", "null"):
-        assert folder.load(minimal + f"strategy: {null}").run.strategy.name == "auto"
+        assert folder.load(minimal + f"strategy: {null}").strategy.name == "auto"
 
 
 def test_a_strategy_has_its_own_fields_alone(folder, minimal):
-    run = folder.load(minimal + "strategy: {name: single}").run
+    run = folder.load(minimal + "strategy: {name: single}")
     assert run.model_dump()["strategy"] == {"name": "single"}
     assert "stage" not in dump_run(run)
 
@@ -26,36 +28,39 @@ def test_an_unknown_strategy_hides_nothing_else(folder, minimal):
     assert "did you mean 'zero'?" in lines[0] and "did you mean 'train'?" in lines[1]
 
 
-def test_a_word_stands_for_a_section(folder, minimal):
-    assert folder.load(minimal + "strategy: single").run.strategy.model_dump() == {"name": "single"}
-    assert folder.load(minimal + "strategy: {name: single}", "strategy=fsdp").run.strategy.gather
-    folder.write("base.yaml", minimal + "strategy: fsdp")
-    run = folder.load("extends: base.yaml\nstrategy: {gather: step}").run
-    assert (run.strategy.name, run.strategy.gather) == ("fsdp", "step")
-    run = folder.load(minimal + "strategy: fsdp", "strategy.gather=step").run
-    assert (run.strategy.name, run.strategy.gather) == ("fsdp", "step")
+LAUNCH = "launch: {nodes: 2, devices: 4}"
+FSDP = {"name": "fsdp", "gather": "step"}
 
 
-def test_a_layout_that_has_a_name_of_its_own(folder, minimal):
-    launch = "\nlaunch: {nodes: 2, devices: 8}"
-    strategy = folder.load(minimal + "strategy: mics" + launch).run.strategy
-    assert (strategy.name, strategy.dp_replicate, strategy.dp_shard) == ("fsdp", 2, -1)
-    strategy = folder.load(minimal + "strategy: mics" + launch, "launch.nodes=4").run.strategy
-    assert strategy.dp_replicate == 4
-    assert "mics" not in dump_run(folder.load(minimal + "strategy: mics").run)
-
-
-def test_fields_join_a_word_wherever_it_was_said(folder, minimal):
-    """A later word takes the place of the whole section, fields before it among them."""
-    launch = "\nlaunch: {nodes: 2, devices: 4}"
-    run = folder.load(minimal + "strategy: zero", "strategy=fsdp", "strategy.tp=2").run
-    assert (run.strategy.name, run.strategy.tp) == ("fsdp", 2)
-    run = folder.load(minimal + "strategy: pipeline" + launch, "strategy.schedule=gpipe").run
-    assert (run.strategy.name, run.strategy.pp, run.strategy.schedule) == ("ddp", 8, "gpipe")
-    run = folder.load(minimal + launch, "strategy=tensor", "strategy.tp=4").run
-    assert (run.strategy.name, run.strategy.tp) == ("ddp", 4)
-    run = folder.load(minimal, "strategy.cp=2", "strategy=ddp").run
-    assert (run.strategy.name, run.strategy.cp) == ("ddp", 1)
-    file = minimal + "strategy: {name: zero, stage: 2}"
-    run = folder.load(file, "strategy=ddp", "strategy.pp=2").run
-    assert (run.strategy.name, run.strategy.pp) == ("ddp", 2)
+@pytest.mark.parametrize(
+    ("base", "text", "overrides", "expected"),
+    [
+        ("", "strategy: single", (), {"name": "single"}),
+        ("", "strategy: {name: single}", ("strategy=fsdp",), {"name": "fsdp"}),
+        ("strategy: fsdp", "strategy: {gather: step}", (), FSDP),
+        ("", "strategy: fsdp", ("strategy.gather=step",), FSDP),
+        # A later word takes the place of the whole section, fields before it among them.
+        ("", "strategy: zero", ("strategy=fsdp", "strategy.tp=2"), {"name": "fsdp", "tp": 2}),
+        ("", "", ("strategy.cp=2", "strategy=ddp"), {"name": "ddp", "cp": 1}),
+        (
+            *("", "strategy: {name: zero, stage: 2}", ("strategy=ddp", "strategy.pp=2")),
+            {"name": "ddp", "pp": 2},
+        ),
+        # Layouts that have a name of their own.
+        ("", "strategy: mics", (), {"name": "fsdp", "dp_replicate": 2, "dp_shard": -1}),
+        ("", "strategy: mics", ("launch.nodes=4",), {"name": "fsdp", "dp_replicate": 4}),
+        (
+            *("", "strategy: pipeline", ("strategy.schedule=gpipe",)),
+            {"name": "ddp", "pp": 8, "schedule": "gpipe"},
+        ),
+        ("", "", ("strategy=tensor", "strategy.tp=4"), {"name": "ddp", "tp": 4}),
+    ],
+)
+def test_a_word_stands_for_a_section_and_fields_join_it(
+    folder, minimal, base, text, overrides, expected
+):
+    folder.write("base.yaml", f"{minimal}{LAUNCH}\n{base}")
+    run = folder.load(f"extends: base.yaml\n{text}", *overrides)
+    found = run.strategy.model_dump()
+    assert {name: found[name] for name in expected} == expected
+    assert "mics" not in dump_run(run)

@@ -15,12 +15,18 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from anygauge.config.load import load_run_file
+from anygauge.config.resolved import run_json
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data import peek, prepare, remote
+from anygauge.data import addresses, peek, prepare, remote
 from anygauge.data.remote import open_remote, remote_identity
 from anygauge.data.sources import Source, first_records, open_source
 from anygauge.interface import DataAccessError, DataError
+from anygauge.launch.prepare_call import prepare as prepare_run
+from anygauge.launch.prepare_request import PrepareRequest
+from anygauge.models.tokenizer import load_tokenizer
 from tests.data.conftest import content, read
+from tests.helpers.runs import run_file
 from tests.standins.files import File, FileServer
 from tests.standins.hub import TOKEN, Hub, Repository, use_hub
 
@@ -210,12 +216,32 @@ def test_without_streaming_a_remote_file_is_copied_once(name, server, tokenizer,
     first = prepare(section, tokenizer, seed=0).train
     server.sent = 0
     again = prepare(section, tokenizer, seed=0).train
-    assert server.sent < 70_000, "the beginning alone, for its format"
+    assert server.sent == 0
     assert again.fingerprint() == first.fingerprint()
     assert first.report.rows == 230
     assert first.tokens(8).origin.startswith(server.address(name))
     (copy,) = tmp_path.glob(f"files/*/{name}")
     assert copy.read_bytes() == server.files[name].body
+
+
+def test_what_the_fetch_has_copied_nobody_of_this_start_asks_for_again(tmp_path, impatient):
+    with FileServer({"rows.jsonl": File(body=LINES)}) as server:
+        data = {"train": {"path": server.address("rows.jsonl")}}
+        run = load_run_file(run_file(tmp_path, data=data))
+        request = PrepareRequest(
+            copies=tuple(addresses(run.data)),
+            stages=("check",),
+            run=run_json(run),
+            backend="cpu",
+            id="this start",
+        )
+        found = prepare_run(request).found
+        assert found.data.startswith("230 of 230 rows; ") and found.notes == []
+    tokenizer, seed = load_tokenizer(run.model), run.train.seed
+    rows = prepare(run.data, tokenizer, seed, run="this start").train
+    assert rows.report.rows == 230, "as a rank reads them; the server is gone"
+    with pytest.raises(DataAccessError, match=r"rows\.jsonl cannot be read"):
+        prepare(run.data, tokenizer, seed, run="another")
 
 
 def test_rows_to_evaluate_on_are_a_beginning(server, tokenizer, tmp_path):

@@ -107,6 +107,7 @@ def test_the_page_is_true_but_for_ranks_and_the_loop(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 0.01, "the loss falls"
     (dry_run,) = (each for each in desk.printed if "softmax: mine, asked for by name" in each)
     assert "nice -n 10" in dry_run
+    assert not list((desk.folder / "runs/tiny/logs").glob("supervisor.log")), "its agent did"
 
 
 @pytest.mark.slow

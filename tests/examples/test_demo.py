@@ -189,7 +189,7 @@ def test_the_tokenizer_fits_the_run_file_and_is_the_same_each_time(
     from transformers import AutoTokenizer
 
     files = [real / "pretrain.jsonl", real / "train.jsonl"]
-    config = load_run_file(DEMO / "pretrain.yaml").run.model.config
+    config = load_run_file(DEMO / "pretrain.yaml").model.config
     assert config is not None
     assert config["vocab_size"] == tokenizer.VOCABULARY
     for name in ("one", "two"):
@@ -207,7 +207,7 @@ def test_the_tokenizer_fits_the_run_file_and_is_the_same_each_time(
 
 @pytest.mark.parametrize("name", ["pretrain", "finetune"])
 def test_run_files_find_what_the_demo_makes(name: str, tmp_path: Path) -> None:
-    run = load_run_file(DEMO / f"{name}.yaml", cwd=tmp_path).run
+    run = load_run_file(DEMO / f"{name}.yaml", cwd=tmp_path)
     assert Path(run.data.train.path).parent == demo.DEFAULT_FOLDER / "data"
     assert Path(run.output) == tmp_path / "runs" / "demo"
     assert run.name == name

@@ -30,12 +30,12 @@ TWO_NODES = "llama2-70b-lora-gaudi2-two-nodes.yaml"
     ],
 )
 def test_they_differ_in_what_they_say_alone(name: str, differs: set[str]) -> None:
-    recipe, other = (load_run_file(EXAMPLES / file).run.model_dump() for file in (RECIPE, name))
+    recipe, other = (load_run_file(EXAMPLES / file).model_dump() for file in (RECIPE, name))
     assert {field for field in recipe if recipe[field] != other[field]} == differs
 
 
 def test_the_eager_form_has_no_option_of_lazy_mode() -> None:
-    lazy, eager = (load_run_file(EXAMPLES / n).run.backend_options for n in (RECIPE, EAGER))
+    lazy, eager = (load_run_file(EXAMPLES / n).backend_options for n in (RECIPE, EAGER))
     removed = {*LAZY_ONLY, "sync_on_release"}
     assert set(lazy) - set(eager) == removed & set(lazy)
     assert {name for name in eager if eager[name] != lazy[name]} == {"mode"}
@@ -57,8 +57,8 @@ def test_every_line_says_what_it_stands_for_in_the_published_command() -> None:
 
 
 def test_two_machines_share_the_same_steps() -> None:
-    one = load_run_file(EXAMPLES / RECIPE).run
-    two = load_run_file(EXAMPLES / TWO_NODES).run
+    one = load_run_file(EXAMPLES / RECIPE)
+    two = load_run_file(EXAMPLES / TWO_NODES)
     assert (two.launch.nodes, two.launch.devices) == (2, 8)
     # The same 80 sequences a step, on twice the cards.
     assert one.train.sequences_at_once(8) == 10
@@ -73,7 +73,7 @@ def test_two_machines_have_their_environment_shown() -> None:
 
 
 def test_it_is_the_recipe_of_the_article() -> None:
-    run = load_run_file(EXAMPLES / RECIPE).run
+    run = load_run_file(EXAMPLES / RECIPE)
     assert run.adapter is not None
     assert (run.adapter.r, run.adapter.alpha, run.adapter.dropout) == (4, 16, 0.05)
     assert run.adapter.targets == ["q_proj", "k_proj", "v_proj", "o_proj"]

@@ -18,7 +18,7 @@ import torch
 
 from anygauge.cli.env import rank_environments
 from anygauge.launch.prepare import prepare_run
-from anygauge.launch.rank_process import rank_numbers
+from anygauge.launch.rank_start import rank_numbers
 from anygauge.launch.request import RunRequest, read_request
 from tests.gaudi_stack import needs_optimum_habana
 from tests.helpers.gaudi import standin_environment, standin_site

@@ -66,7 +66,7 @@ NOT_COMPARED = {
 
 
 def test_a_step_does_what_the_table_says() -> None:
-    run = load_run_file(RECIPE).run
+    run = load_run_file(RECIPE)
     assert isinstance(run.strategy, ZeroOptions)
     found = {**_kernels(run), **_marks(run), **_data(run)}
     shown = {name: (told(one), told(other)) for name, (one, other) in found.items()}
@@ -75,7 +75,7 @@ def test_a_step_does_what_the_table_says() -> None:
 
 
 def test_what_is_in_no_table_is_equal() -> None:
-    run = load_run_file(RECIPE).run
+    run = load_run_file(RECIPE)
     assert run.adapter is not None and not isinstance(run.data.train, list)
     optimizer = run.train.optimizer
     beta1, beta2 = optimizer.betas or (0.9, 0.999)

@@ -68,37 +68,24 @@ NUMBERS = st.sampled_from((0, 1, -1, 512, 10**6, 2**31, 2**63, 2**70, 0.5, 1e-30
     st.floats()
 )
 TEXTS = st.text(max_size=30) | st.sampled_from(
-    [
-        *(
-            "auto",
-            "none",
-            "~",
-            "$HOME",
-            "${",
-            "../..",
-            "/dev/zero",
-            "--help",
-            "\x1b[31mred",
-            "a\0b",
-        ),
+    (
+        *("auto", "none", "~", "$HOME", "${", "../..", "/dev/zero", "--help", "\x1b[31mred"),
         *("a\0b", "\u202eabc", "a" * 5000, "%s", "{0}", "{{ 7*7 }}", "$(touch pwned)"),
-    ]
+    )
 )
 VALUES: st.SearchStrategy[Any] = st.recursive(
     NUMBERS | TEXTS | st.none() | st.booleans(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=5,
 )
+CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
 ROWS: tuple[dict[str, Any], ...] = (
     {"prompt": "What is 2 + 2?", "completion": "4"},
     {"instruction": "Add.", "input": "2, 2", "output": "é 東京"},
     {
         "messages": [
             {"role": "user", "content": "Hello?"},
-            {
-                "role": "assistant",
-                "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
-            },
+            {"role": "assistant", "tool_calls": [CALL]},
             {"role": "tool", "content": "3"},
             {"role": "assistant", "content": "Good morning."},
         ],

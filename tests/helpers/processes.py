@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +44,20 @@ def until(condition: Callable[[], object], what: str, within_s: float = PATIENCE
 
 
 def begin(
-    *arguments: object, environment: Mapping[str, str] | None = None, **options: Any
+    *arguments: object,
+    environment: Mapping[str, str] | None = None,
+    program: Sequence[object] = (sys.executable, "-m", "anygauge.cli"),
+    **options: Any,
 ) -> subprocess.Popen[str]:
-    """Start `anygauge` with these arguments, as from a terminal but without its input."""
+    """Start `anygauge` with these arguments, as from a terminal but without its input.
+
+    Args:
+        program: what to start in its place.
+    """
     own = {"OMP_NUM_THREADS": "1", **(environment or {})}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(
-        [sys.executable, "-m", "anygauge.cli", *map(str, arguments)],
+        [*map(str, program), *map(str, arguments)],
         env={**os.environ, **own},
         **{**pipes, "text": True, "preexec_fn": as_in_a_terminal, **options},
     )

@@ -24,7 +24,7 @@ from tests.helpers.tokenizer import FIXTURES, make_tokenizer
 from tests.helpers.zygote import Fork, is_early, run_forks
 
 if TYPE_CHECKING:
-    from anygauge.launch.prepare_process import PrepareAnswer, PrepareRequest
+    from anygauge.launch.prepare_request import PrepareAnswer, PrepareRequest
 
 TINY = {
     "model_type": "llama",
@@ -181,10 +181,12 @@ def prepare_here(
     from anygauge.config.resolved import parse_run
     from anygauge.training.run_checks import RunChecks
 
-    others = tuple(stage for stage in request.stages if stage != "check")
-    rest = prepare(request.model_copy(update={"stages": others}), environ, **options)
-    if others == request.stages:
-        return rest
+    def others(**changes: Any) -> PrepareAnswer:
+        return prepare(request.model_copy(update=changes), environ, **options)
+
+    if "check" not in request.stages:
+        return others()
+    fetched = others(stages=())
     checks = RunChecks(
         run=parse_run(request.run),
         backend=request.backend,
@@ -192,7 +194,9 @@ def prepare_here(
         has_files=request.has_files,
         engine=request.engine,
     )
-    return rest.model_copy(update={"found": checks.check()})
+    found = checks.check()  # before a process is started for nothing
+    rest = others(fetch=(), stages=tuple(each for each in request.stages if each != "check"))
+    return fetched.model_copy(update={"found": found, "decided": rest.decided})
 
 
 def check_here(monkeypatch: pytest.MonkeyPatch) -> None:

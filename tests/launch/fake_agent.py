@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 from anygauge.launch import agent
-from anygauge.launch.foreign import scrub
 
 FAKE_RANK = str(Path(__file__).with_name("fake_rank.py"))
 
 if __name__ == "__main__":
-    sys.exit(
-        agent.main(
-            sys.argv[2:],
-            argv_of_rank=lambda *_: (sys.executable, FAKE_RANK, sys.argv[1]),
-            rank_environment=lambda local_rank: scrub(os.environ),
-        )
-    )
+    command = (sys.executable, FAKE_RANK, sys.argv[1])
+    sys.exit(agent.main(sys.argv[2:], argv_of_rank=lambda *_: command))

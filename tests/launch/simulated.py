@@ -8,14 +8,14 @@ import signal
 import socket
 import subprocess
 import types
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from anygauge.interface import Job
-from anygauge.launch import channel, nodes, rank_process, supervisor
+from anygauge.launch import attempt, channel, nodes, other_nodes, rank_process, supervisor
+from anygauge.launch.watchdog import ProcessSample
 from anygauge.util.processes import END_AT_ONCE
 from tests.helpers.jobs import make_job
 
@@ -41,25 +41,6 @@ class FakeClock:
         return f"{self.now:.1f}"
 
 
-class FakeSelector(dict[Any, types.SimpleNamespace]):
-    """Shows ranks that have written or ended; what nodes send is read at each turn anyway."""
-
-    def register(self, file: Any, events: int, data: Any = None) -> None:
-        self[file] = types.SimpleNamespace(data=data)
-
-    def unregister(self, file: Any) -> None:
-        del self[file]
-
-    def get_map(self) -> Mapping[Any, Any]:
-        return self
-
-    def select(self, timeout: float) -> list[tuple[types.SimpleNamespace, int]]:
-        return [(k, 1) for k in self.values() if isinstance(k.data, FakeRank) and k.data.written]
-
-    def close(self) -> None:
-        self.clear()
-
-
 class FakeRank(rank_process.RankProcess):
     """One rank without a process.
 
@@ -70,20 +51,19 @@ class FakeRank(rank_process.RankProcess):
         deaf: to `END_AT_ONCE`, too.
     """
 
-    def __init__(self, rank: int, local_rank: int, *_: Any, idle_limit_s: float, **__: Any) -> None:
-        self.rank, self.local_rank = rank, local_rank
+    def __init__(
+        self, _: Any, environment: Mapping[str, str], *__: Any, idle_limit_s: float, **___: Any
+    ) -> None:
+        self.rank, self.local_rank = int(environment["RANK"]), int(environment["LOCAL_RANK"])
         self.log = self.result = Path("/nowhere/log")
-        self.code = self.observed_exit = self.finished_at = None
-        self.stopped = self.failure = self.handle = self.exit_code = None
-        self.events_closed = self.deaf = False
-        self._signalled: set[int] = set()
-        self.log_offset, self.pipe = 0, rank
-        self.started = self.last_alive = supervisor.time.time()
+        self.log_offset = 0
+        self._begin(idle_limit_s)
+        self.exit_code: int | None = None
+        self.deaf = False
         self.written: list[dict[str, Any]] = []
         self.on_term: tuple[list[dict[str, Any]], int] | None = ([], -signal.SIGTERM)
         self.state, self.cpu_s = "S", 0.0
-        self._process: Any = types.SimpleNamespace(pid=4000 + rank, wait=self._wait)
-        self.watchdog = rank_process.Watchdog(rank, idle_limit_s, sample=self._sample)
+        self._process: Any = types.SimpleNamespace(pid=4000 + self.rank, wait=self._wait)
         self.recorded = ""
 
     @property
@@ -98,22 +78,22 @@ class FakeRank(rank_process.RankProcess):
         """End, unless it has."""
         self.exit_code = code if self.exit_code is None else self.exit_code
 
-    def read_events(self) -> Iterator[tuple[dict[str, Any] | None, bytes]]:
+    def write_result(self, outcome: str, host: str) -> None:
+        with mock.patch.object(rank_process, "write_text") as written:
+            super().write_result(outcome, host)
+        self.recorded = json.loads(written.call_args.args[1])["state"]
+
+    def _read(self) -> list[tuple[dict[str, Any], bytes]]:
         events, self.written = self.written, []
         for event in events:
-            line = json.dumps(event).encode()
-            yield self._parse_event(line), line + b"\n"
+            self._take(event)
+        return [(event, json.dumps(event).encode() + b"\n") for event in events]
 
-    def write_result(self, state: str, host: str) -> None:
-        self.recorded = state
-
-    def _sample(self, pid: int) -> rank_process.ProcessSample:
-        return rank_process.ProcessSample(self.cpu_s, self.state)
+    def _sample(self) -> ProcessSample:
+        return ProcessSample(self.cpu_s, self.state, exiting=self.ended)
 
     def _exited(self) -> bool:
         return self.ended
-
-    _exiting = _exited
 
     def _wait(self, timeout: float | None = None) -> int:
         if self.exit_code is None:
@@ -141,46 +121,33 @@ class SimulatedAgent:
 
     def __init__(self, job: Job, node: int, made: nodes.Nodes) -> None:
         self.node, self.nodes = node, made
-        self.requests = supervisor.Requests()
+        self.requests = attempt.Requests()
         self.running = True
         """Neither killed nor stopped, as by SIGSTOP."""
         self.killed = False
         self.status: int | None = None
-        self._job = job
-        self._begin()
-
-    def _begin(self) -> None:
-        self.supervisor = supervisor.Supervisor(
-            replace(self._job, rendezvous=self.nodes.rendezvous),
-            node_rank=self.node,
-            hostname=f"host{self.node}",
-            rank_argv=(),
+        self._supervisor = supervisor.Supervisor(
+            job,
+            made,
+            node_rank=node,
+            hostname=f"host{node}",
+            rank_argv=lambda *_: (),
             rank_environment=lambda local_rank: {},
-            nodes=self.nodes,
             grace_s=GRACE_S,
             requests=self.requests,
         )
-        self.nodes.attach(self.supervisor._selector)
-        self.supervisor._start()
+        self._turns = self._supervisor.turns()
+        self.turn()
 
     @property
     def ranks(self) -> list[FakeRank]:
-        return self.supervisor._ranks  # type: ignore[return-value]
+        return self._supervisor._attempt.ranks  # type: ignore[return-value]
 
     def turn(self) -> None:
-        """One turn of `Supervisor.run`, and of the loop of attempts around it."""
-        if not self.running or self.status is not None:
-            return
-        if not self.supervisor._over():
-            self.supervisor._turn()
-            return
-        assert self.nodes.outcome is not None
-        status = self.supervisor._conclude(self.nodes.outcome)
-        if self.nodes.outcome.state == "again":
-            self.nodes.restart()
-            self._begin()
-        else:
-            self.status = status
+        """One turn of its supervisor."""
+        if self.running and self.status is None and next(self._turns, self) is self:
+            assert self.nodes.outcome is not None
+            self.status = self.nodes.outcome.exit_status
 
     def kill(self) -> None:
         """SIGKILL: its ranks die with it."""
@@ -200,11 +167,10 @@ class Simulation:
         self._held = contextlib.ExitStack()
         self.clock = FakeClock()
         patch = self._held.enter_context
-        for module in (supervisor, nodes, channel, rank_process):
+        for module in (supervisor, attempt, nodes, other_nodes, channel, rank_process):
             patch(mock.patch.object(module, "time", self.clock))
-        fakes = types.SimpleNamespace(DefaultSelector=FakeSelector, EVENT_READ=1)
-        patch(mock.patch.object(supervisor, "selectors", fakes))
         patch(mock.patch.object(supervisor, "RankProcess", FakeRank))
+        self.outboxes: dict[int, types.SimpleNamespace] = {}
         self.events: dict[int, list[dict[str, Any]]] = {node: [] for node in range(nodes_count)}
         job = make_job(
             **{"run_directory": "/nowhere", "nodes": nodes_count, "devices": devices},
@@ -217,7 +183,9 @@ class Simulation:
         def send(event: str, **fields: Any) -> None:
             self.events[node].append({"event": event, **fields})
 
-        return types.SimpleNamespace(full=False, shared=False, forward=bytes, send=send)
+        found = types.SimpleNamespace(full=False, shared=False, forward=bytes, send=send)
+        self.outboxes[node] = found
+        return found
 
     def _met(self, job: Job, every_s: float) -> list[nodes.Nodes]:
         """The nodes, which have joined one after the other."""
@@ -228,11 +196,12 @@ class Simulation:
             ends = [channel.Channel(end, "the coordinator") for end in socket.socketpair()]
             ends[0].peer = f"node {node} (host{node})"
             to_workers[node] = ends[0]
-            workers.append(nodes.WorkerNode(job, self._outbox(node), ends[1], "tcp://host0:1"))
+            workers.append(other_nodes.Worker(job, self._outbox(node), ends[1], "tcp://host0:1"))
         if not workers:
             return [nodes.Nodes(job, self._outbox(0))]
         hosts = {node: f"host{node}" for node in range(job.launch.nodes)}
-        return [nodes.Nodes(job, self._outbox(0), to_workers, hosts, "127.0.0.1"), *workers]
+        first = other_nodes.Coordinator(job, self._outbox(0), to_workers, hosts, "127.0.0.1")
+        return [first, *workers]
 
     @property
     def ranks(self) -> list[FakeRank]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from anygauge.interface import UsageError
-from anygauge.launch.foreign import ForeignLaunch, find_launch, first_host
+from anygauge.launch.foreign import ForeignLaunch, find_launch
 
 # Each as the launcher itself sets it, two ranks on each of two machines: the third of them.
 TORCHRUN = {
@@ -31,36 +31,37 @@ def found(environ: dict[str, str]) -> ForeignLaunch:
     return launch
 
 
+BY_HAND = {
+    "RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node1", "MASTER_PORT": "29500",
+}  # fmt: skip
+DEEPSPEED = {**BY_HAND, "LOCAL_WORLD_SIZE": "", "LOCAL_SIZE": "2"}
+UNDER_SRUN = {**SRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", **TORCHRUN}
+
+
 @pytest.mark.parametrize(
-    ("environ", "launcher"), [(TORCHRUN, "torchrun"), (SRUN, "srun"), (MPIRUN, "mpirun")]
+    ("environ", "launcher", "tied"),
+    [
+        (TORCHRUN, "torchrun", True),
+        (UNDER_SRUN, "torchrun", True),
+        (SRUN, "srun", True),
+        (MPIRUN, "mpirun", True),
+        (BY_HAND, "another launcher", False),
+        (DEEPSPEED, "another launcher", False),
+    ],
 )
-def test_the_rank_and_where_ranks_meet(environ: dict[str, str], launcher: str) -> None:
+def test_the_rank_and_where_ranks_meet(environ: dict[str, str], launcher: str, tied: bool) -> None:
     launch = found(environ)
-    assert launch.launcher == launcher
+    assert (launch.launcher, launch.tied) == (launcher, tied)
     assert (launch.rank, launch.world_size, launch.local_rank, launch.devices) == (2, 4, 0, 2)
     assert (launch.node_rank, launch.nodes, launch.host) == (1, 2, "node1")
-    assert launch.tied
 
 
-def test_what_else_torchrun_sets_and_that_it_wins_under_srun() -> None:
+def test_what_else_torchrun_sets() -> None:
     launch = found(TORCHRUN)
     assert (launch.port, launch.served, launch.restarts) == (29400, True, 3)
     assert launch.error_file == "/somewhere/error.json"
-    inside = {**SRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", **TORCHRUN}
-    assert found(inside).launcher == "torchrun"
-
-
-def test_variables_set_by_hand() -> None:
-    by_hand = {
-        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
-    }  # fmt: skip
-    launch = found(by_hand)
-    assert (launch.rank, launch.devices, launch.served, launch.tied) == (1, 2, False, False)
-    del by_hand["LOCAL_WORLD_SIZE"]
-    assert found({**by_hand, "LOCAL_SIZE": "2"}) == launch  # DeepSpeed's name for it
-    with pytest.raises(UsageError, match=r"LOCAL_RANK and LOCAL_WORLD_SIZE.*unset RANK"):
-        find_launch(by_hand)
+    assert not found(BY_HAND).served
 
 
 def test_one_rank_needs_no_local_number() -> None:
@@ -104,6 +105,7 @@ def test_ranks_of_one_machine_meet_on_its_loopback_at_a_port_of_their_launch() -
 @pytest.mark.parametrize(
     ("environ", "says"),
     [
+        ({**BY_HAND, "LOCAL_WORLD_SIZE": ""}, "LOCAL_RANK and LOCAL_WORLD_SIZE.*unset RANK"),
         ({**TORCHRUN, "RANK": "two"}, "RANK is 'two', not a whole number"),
         ({**TORCHRUN, "MASTER_PORT": ""}, "MASTER_PORT is ''"),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "port 70000"),
@@ -130,4 +132,4 @@ def test_what_does_not_fit_is_refused(environ: dict[str, str], says: str) -> Non
     ],
 )
 def test_the_first_of_slurms_nodes(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+    assert found({**SRUN, "SLURM_STEP_NODELIST": nodes}).host == first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,20 @@ from anygauge.config.resolved import parse_run
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, Precision, RunFileError
 from anygauge.launch import memory as launch_memory
-from anygauge.launch.decision import UNDECIDED, Decision
+from anygauge.launch.decision import DECISION, UNDECIDED, Decision
 from anygauge.launch.memory import planned
+from anygauge.launch.outcome import read_record
 from anygauge.launch.prepare import prepare_run
-from anygauge.launch.prepare_process import PrepareAnswer, PrepareRequest
+from anygauge.launch.prepare_request import PrepareAnswer, PrepareRequest
 from anygauge.launch.request import read_request
 from anygauge.planning.memory import PHASES, Peak, RunMemory, Work
 from anygauge.registry import installed_plugins
-from anygauge.training.auto import candidates, forms_of, in_words
-from anygauge.training.run_checks import Findings
+from anygauge.training.auto import candidates, decided_before, forms_of, in_words
+from anygauge.training.checks import Findings
 from tests.helpers.gaudi import without_driver
+from tests.helpers.jobs import make_job
 from tests.helpers.runs import TINY, run_file, trained
+from tests.planning import standins
 
 MIB = 2**20
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 8000}
@@ -286,7 +290,7 @@ def test_a_run_keeps_what_auto_became_and_why(
     report = json.loads((run.folder / "report.json").read_text())
     assert report["choices"]["strategy"] == line[9:-1]
     assert report["strategy"] == "ddp"
-    assert load_run_file(run.folder / "run.yaml", [], {}).run.strategy.name == "ddp"
+    assert load_run_file(run.folder / "run.yaml", [], {}).strategy.name == "ddp"
 
 
 def test_auto_of_a_small_run_starts_no_process(tmp_path: Path, planner: StandIn) -> None:
@@ -328,3 +332,30 @@ def test_a_rendered_plan_takes_nothing_for_granted(
     path = run_file(tmp_path, launch={"devices": 2})
     assert command(["launch", str(path), "--render", str(tmp_path / "plan")]) == 0
     assert json.loads((tmp_path / "plan/run.json").read_text())["strategy"]["name"] == name
+
+
+# -- decisions of another machine ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"form": -1}, {"form": "0"}, {"strategy": 7}, {"memory": {"load": 1.5}}, {"offload": "both"}],
+    ids=str,
+)
+def test_a_decision_that_arrives_is_plain_values_or_nothing(changes: dict[str, Any]) -> None:
+    sent = asdict(Decision(form=0, strategy="ddp", memory={"load": 7}, step_s=0.5, lines=("x",)))
+    assert read_record(DECISION, json.loads(json.dumps(sent))).step_s == 0.5
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        read_record(DECISION, {**sent, **changes})
+
+
+def test_a_rank_obeys_what_means_the_same_here() -> None:
+    registry, job = installed_plugins(), make_job(run_directory="/nowhere", devices=2)
+    run = standins.run(launch={"devices": 2}, strategy={"name": "auto"})
+    names = [form.strategy.name for form in forms_of(run, registry, 2)]
+    decided = Decision(form=names.index("zero"), strategy="zero")
+    assert decided_before(run, decided.applied_to(job), registry).strategy.name == "zero"
+    for other in (replace(decided, strategy="fsdp"), replace(decided, form=99)):
+        with pytest.raises(AnygaugeError, match="which is not the same here"):
+            decided_before(run, other.applied_to(job), registry)
+    assert decided_before(run, Decision().applied_to(job), registry) is run

@@ -17,15 +17,15 @@ import pytest
 from anygauge.cli import run as command
 from anygauge.config.schema import ModelSection
 from anygauge.interface import AnygaugeError, DataError, ModelError, RunFileError
-from anygauge.launch import prepare, prepare_call
+from anygauge.launch import prepare, prepare_call, prepare_endings
 from anygauge.launch.decision import Decision
 from anygauge.launch.prepare import prepare_run
-from anygauge.launch.prepare_process import PrepareAnswer, PrepareRequest
-from anygauge.launch.rank_process import ProcessSample
+from anygauge.launch.prepare_request import PrepareAnswer, PrepareRequest
 from anygauge.launch.request import read_request
+from anygauge.launch.watchdog import ProcessSample
 from anygauge.models.hub import wanted
 from anygauge.models.hub_errors import HubUnreachableError
-from anygauge.training.run_checks import Findings
+from anygauge.training.checks import Findings
 from tests.helpers.gaudi import without_driver
 from tests.helpers.runs import TINY, run_file
 
@@ -160,8 +160,8 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Prepar
     ) -> PrepareAnswer:
         if limit_s is not None:
             for stage in ("fetch", "data", "plan"):
-                monkeypatch.setitem(prepare_call.LIMITS_S, stage, limit_s)
-            monkeypatch.setattr(prepare_call, "RENDERING_LIMIT_S", limit_s)
+                monkeypatch.setitem(prepare_endings.LIMITS_S, stage, limit_s)
+            monkeypatch.setattr(prepare_endings, "RENDERING_LIMIT_S", limit_s)
             monkeypatch.setattr(prepare_call, "_END_S", limit_s)
         program = tmp_path / "python"
         lines = [f"echo '{json.dumps(event)}'" for event in events]
@@ -258,7 +258,7 @@ def test_what_a_check_could_not_do_is_told_and_the_run_goes_on(
 def test_an_expression_that_would_take_for_ever_is_such_a_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(prepare_call.LIMITS_S, "model", 20.0)
+    monkeypatch.setitem(prepare_endings.LIMITS_S, "model", 20.0)
     path = run_file(tmp_path, adapter={"targets": "(.*.*.*.*.*.*.*)*x"})
     with pytest.raises(AnygaugeError, match=r"no progress for 20 s .* at regular expressions for"):
         command(["train", str(path)])

@@ -16,11 +16,13 @@ from anygauge.config.load import load_run_file
 from anygauge.config.resolved import parse_run, run_json
 from anygauge.config.schema import ModelSection
 from anygauge.interface import DataError, ModelError
-from anygauge.launch import prepare_process
+from anygauge.launch import prepare_process, prepare_stages
 from anygauge.launch.decision import Decision
 from anygauge.launch.memory import planned
 from anygauge.launch.prepare import prepare
-from anygauge.launch.prepare_process import PrepareRequest, Stages, failed, misses_torch
+from anygauge.launch.prepare_process import failed, misses_torch
+from anygauge.launch.prepare_request import PrepareRequest
+from anygauge.launch.prepare_stages import Stages
 from anygauge.models.hub import wanted
 from anygauge.models.hub_errors import HubUnreachableError
 from anygauge.registry import installed_plugins
@@ -32,7 +34,7 @@ from tests.standins.hub import Hub, Repository
 
 
 def check_of(path: Path) -> PrepareRequest:
-    run = run_json(load_run_file(path).run)
+    run = run_json(load_run_file(path))
     return PrepareRequest(stages=("check",), run=run, backend="cpu")
 
 
@@ -146,7 +148,7 @@ def test_only_a_fetch_has_the_network(tmp_path: Path, hub: Hub) -> None:
     """The stage after it finds the copy, of which it may not ask whether it is the newest."""
     path = run_file(tmp_path, model={"name": NAME})
     shown: list[str] = []
-    fetch = tuple(wanted(load_run_file(path).run.model))
+    fetch = tuple(wanted(load_run_file(path).model))
     request = check_of(path).model_copy(update={"fetch": fetch})
     with pytest.raises(ModelError, match="cannot be read as weights"):
         prepare(request, show=lambda event: shown.append(event["event"]))
@@ -197,7 +199,7 @@ def test_a_run_that_becomes_another_form_is_checked_as_that(
     )
     for form, others in ((0, []), (None, []), (3, ["zero"])):
         decided = Decision(form=form)
-        monkeypatch.setattr(prepare_process, "planned", lambda *_, found=decided, **__: found)
+        monkeypatch.setattr(prepare_stages, "planned", lambda *_, found=decided, **__: found)
         checked.clear()
         Stages(request, EventWriter(None)).run()
         assert checked == ["ddp", *others]

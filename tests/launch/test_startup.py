@@ -43,7 +43,7 @@ def test_the_coordinator_claims_and_every_machine_has_the_run_file(tmp_path: Pat
     assert list((tmp_path / "run").iterdir()) == []
     claim_run_directory(job(tmp_path), 0)
     assert (tmp_path / "run" / "run.json").read_text() == OURS
-    assert load_run_file(tmp_path / "run" / "run.yaml").run.name == "ours", "for people, too"
+    assert load_run_file(tmp_path / "run" / "run.yaml").name == "ours", "for people, too"
     mark = (tmp_path / "run" / OWNER).read_text()
     assert len(mark.strip()) == 64 and "one" not in mark
     # Where the storage is not shared, the others bring their own.
@@ -52,22 +52,17 @@ def test_the_coordinator_claims_and_every_machine_has_the_run_file(tmp_path: Pat
     assert (tmp_path / "run" / "run.json").read_text() == OURS
 
 
-def test_no_machine_writes_over_another_jobs_run_file(tmp_path: Path) -> None:
-    claim_run_directory(job(tmp_path, run_text=OTHER), 0)
-    for node_rank in (0, 1):
-        with pytest.raises(AnygaugeError, match="holds another job's run"):
-            claim_run_directory(job(tmp_path), node_rank)
-    assert (tmp_path / "run" / "run.json").read_text() == OTHER
-
-
 @pytest.mark.parametrize("left", ["claim", "metrics.jsonl", "checkpoints"])
 def test_the_run_of_another_job_is_not_written_over(tmp_path: Path, left: str) -> None:
     if left == "claim":
-        claim_run_directory(job(tmp_path, token="other"), 0)
+        claim_run_directory(job(tmp_path, token="other", run_text=OTHER), 0)
+        with pytest.raises(AnygaugeError, match="holds another job's run"):
+            claim_run_directory(job(tmp_path), 1)
     else:
         (tmp_path / "run" / left).mkdir(parents=True)
     with pytest.raises(AnygaugeError, match="holds another job's run: give this one another"):
         claim_run_directory(job(tmp_path), 0)
+    assert left != "claim" or (tmp_path / "run" / "run.json").read_text() == OTHER
     claim_run_directory(job(tmp_path, takes_over=True), 0)  # --resume auto
     claim_run_directory(job(tmp_path), 0)  # it is its own now
 
@@ -121,8 +116,6 @@ def test_secrets_are_read_as_a_cluster_mounts_them(tmp_path: Path) -> None:
     (tmp_path / "..data" / "HF_TOKEN").write_text("hf $x\n雪")
     (tmp_path / "HF_TOKEN").symlink_to("..data/HF_TOKEN")
     assert read_secrets(str(tmp_path)) == {"HF_TOKEN": "hf $x\n雪"}
-    with pytest.raises(AnygaugeError, match="is not a folder of secrets"):
-        read_secrets(str(tmp_path / "nowhere"))
 
 
 FILES = {"config.json": b"{}", "tokenizer.json": b"[]", "model.safetensors": b"0" * 1000}
@@ -137,7 +130,7 @@ def hub() -> Iterator[Hub]:
 def prepare(cluster: Cluster, nodes: int) -> None:
     path = run_file(cluster.folder, model={"name": "somebody/model"})
     cluster.prepare({rank: [FINISHED] for rank in range(nodes)}, nodes, prepare=True)
-    (cluster.directory / "run.yaml").write_text(run_json(load_run_file(path).run))
+    (cluster.directory / "run.yaml").write_text(run_json(load_run_file(path)))
 
 
 def start(cluster: Cluster, node: int, endpoint: str) -> None:

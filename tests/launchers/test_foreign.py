@@ -113,14 +113,6 @@ def test_a_killed_rank_ends_the_others_and_is_named(up: LaunchTarget) -> None:
     until(lambda: not joined(up), "the end of all ranks", 30)
 
 
-def test_refusals_come_from_each_rank(up: LaunchTarget) -> None:
-    path = run_file(up.machines.folder, name="refused")
-    status, out, err = ended(up, *starter(up), *TRAIN, path, "--devices", "2")
-    assert status != 0
-    assert "2, but " in err and "started 2 ranks, 1 on each of 2 machines" in err, f"{out}\n{err}"
-    assert not (up.machines.folder / "out" / "refused").exists()
-
-
 @pytest.mark.parametrize("up", ["slurm"], indirect=True)
 def test_unlike_numbers_of_tasks_are_refused(up: LaunchTarget) -> None:
     path = run_file(up.machines.folder, name="unlike")

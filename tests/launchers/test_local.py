@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from anygauge.util.processes import REPEATED_SIGNAL_S
 from tests.helpers.jobs import make_job
 from tests.helpers.options import render
 from tests.helpers.processes import alive, until
-from tests.launch.fake_cli import fake_run
+from tests.launch.fake_cli import FAKE_RANK
 from tests.launch.fakes import FINISHED, FOREVER, read_pid, sends, write_script
 
 Start = Callable[..., LocalRun]
@@ -36,7 +37,9 @@ def start(folder: Path) -> Iterator[Start]:
 
     def begin(lock: int, *actions: Any) -> LocalRun:
         script = write_script(folder, {0: list(actions)})
-        started.append(fake_run(str(script), str(folder / "run"), 1, 0.5, lock))
+        argv = (sys.executable, FAKE_RANK, str(script))
+        job = make_job(run_directory=folder / "run")
+        started.append(LocalRun(job, lock=lock, grace_s=0.5, argv_of_rank=lambda *_: argv))
         return started[-1]
 
     yield begin

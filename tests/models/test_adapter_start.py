@@ -189,12 +189,12 @@ def test_the_path_is_relative_to_the_run_file_and_survives_the_resolved_one(
         check_paths(loaded)
     (tmp_path / "first").symlink_to(plain)
     check_paths(loaded)
-    assert loaded.run.adapter is not None
-    assert loaded.run.adapter.start_from == str(tmp_path / "first")
+    assert loaded.adapter is not None
+    assert loaded.adapter.start_from == str(tmp_path / "first")
     resolved = tmp_path / "resolved.yaml"
-    resolved.write_text(dump_run(loaded.run))
-    again = load_run_file(resolved).run
-    assert again == loaded.run
+    resolved.write_text(dump_run(loaded))
+    again = load_run_file(resolved)
+    assert again == loaded
     assert again.adapter is not None
     assert again.adapter.given == frozenset(), "defaults are not written as if they were given"
 

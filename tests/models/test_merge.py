@@ -34,7 +34,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def base_of(run: Run) -> Path:
-    name = load_run_file(run.folder / "run.yaml").run.model.name
+    name = load_run_file(run.folder / "run.yaml").model.name
     assert name is not None
     return Path(name)
 

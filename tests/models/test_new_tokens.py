@@ -120,7 +120,7 @@ def test_the_command_line_sees_them(
     assert f"3 new tokens, numbers {VOCABULARY} to {VOCABULARY + 2}" in out
     assert f"the embedding has {VOCABULARY + 3} rows, {VOCABULARY} before" in out
     run = trained_here(path)
-    again = load_run_file(run.folder / "run.yaml").run
+    again = load_run_file(run.folder / "run.yaml")
     assert again.model.new_special_tokens == ["<|user|>", "<|end|>"]
     answer = ["--prompt", "<|user|> say", "--max-new-tokens", "4", "--backend", "cpu"]
     assert command(["generate", str(run.folder), *answer]) == 0
@@ -254,7 +254,7 @@ def test_a_file_of_tokens(one_model: Path, tmp_path: Path) -> None:
     (path.parent / "tokens.txt").write_text("gaugeword\r\nother word\r\n", encoding="utf-8-sig")
     fields["model"] = {"name": str(one_model), "new_tokens": "tokens.txt"}
     path.write_text(yaml.safe_dump(fields))
-    run = load_run_file(path).run
+    run = load_run_file(path)
     assert load_tokenizer(run.model).tokenize("other word") == ["other word"]
     assert "tokens.txt" in dump_run(run)
 

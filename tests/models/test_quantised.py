@@ -244,7 +244,7 @@ def test_refused_before_ranks_start(
 
 def test_a_device_without_it_says_why(model: Path, tmp_path: Path) -> None:
     backend = Registry.load().create_backend("hpu")
-    run = load_run_file(run_file(tmp_path, model=fields(tmp_path, model, "int8"))).run
+    run = load_run_file(run_file(tmp_path, model=fields(tmp_path, model, "int8")))
     with pytest.raises(UnsupportedError, match=r"lacks 'quantised_base_int8'.*for nf4 alone"):
         check_quantised(run, backend, ranks_run_here=True)
 

@@ -48,7 +48,7 @@ def compared(folder: Path) -> dict[str, tuple[int, int]]:
     for name, file, done in zip(CASES, files, runs, strict=True):
         memory = json.loads((done.folder / "report.json").read_text())["memory"]
         assert memory["counted"] == "allocator"
-        plan = planned(load_run_file(file, [], {}).run, "sim")
+        plan = planned(load_run_file(file, [], {}), "sim")
         found[name] = plan.worst[1].total, max(memory["measured"].values())
     return found
 

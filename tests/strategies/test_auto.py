@@ -36,7 +36,7 @@ KIB = 2**10
 def test_the_first_form_that_fits_is_taken(
     ranks: int, memory: int | None, name: str, why: str, tmp_path: Path
 ) -> None:
-    run = load_run_file(run_file(tmp_path), [], {"launch.devices": ranks}).run
+    run = load_run_file(run_file(tmp_path), [], {"launch.devices": ranks})
     assert run.strategy.name == "auto"
     registry = Registry.load()
     backend = registry.create_backend("cpu")

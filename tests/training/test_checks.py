@@ -18,7 +18,8 @@ from anygauge.interface import ModelError
 from anygauge.models.files import check_weights
 from anygauge.models.targets import surely_match
 from anygauge.models.tokenizer import load_tokenizer
-from anygauge.training.run_checks import Findings, RunChecks
+from anygauge.training.checks import Findings
+from anygauge.training.run_checks import RunChecks
 from tests.helpers.runs import TINY, run_file, save_tiny, trained_here
 
 
@@ -29,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def checked(path: Path, **changes: Any) -> Findings:
-    return RunChecks(run=load_run_file(path).run, backend="cpu", **changes).check()
+    return RunChecks(run=load_run_file(path), backend="cpu", **changes).check()
 
 
 def of_folder(tmp_path: Path, folder: Path, **changes: Any) -> Path:
@@ -57,7 +58,7 @@ def test_a_dry_run_says_that_the_peak_is_never_reached(
 def test_rows_are_tokenised_once_and_ranks_say_that_this_run_did_it(tmp_path: Path) -> None:
     path = run_file(tmp_path)
     first = checked(path, id="this")
-    run = load_run_file(path).run
+    run = load_run_file(path)
     tokenizer = load_tokenizer(run.model)
 
     def of_rank(which: str) -> str:
@@ -80,7 +81,7 @@ def test_only_targets_that_weights_do_not_show_need_the_model(tmp_path: Path, fo
     shapes = check_weights(folder)
 
     def sure(**changes: Any) -> bool:
-        run = load_run_file(of_folder(tmp_path, folder, adapter=changes)).run
+        run = load_run_file(of_folder(tmp_path, folder, adapter=changes))
         assert run.adapter is not None
         return surely_match(run.adapter, shapes)
 

@@ -27,7 +27,7 @@ class Able(Backend):
 
 
 def run(tmp_path: Path, **changes: Any) -> RunFile:
-    return load_run_file(run_file(tmp_path, **{**FP8, **changes})).run
+    return load_run_file(run_file(tmp_path, **{**FP8, **changes}))
 
 
 def check(asked: RunFile, backend: Backend) -> None:

@@ -53,7 +53,7 @@ def plain_loss(model: Any, run: Run) -> float:
     """Loss on the run's held-out rows, with nothing of anygauge's engines."""
     from transformers import AutoTokenizer
 
-    loaded = load_run_file(run.folder / "run.yaml").run
+    loaded = load_run_file(run.folder / "run.yaml")
     tokenizer = AutoTokenizer.from_pretrained(loaded.model.tokenizer or loaded.model.name)
     rows = prepare(loaded.data, tokenizer, loaded.train.seed).eval
     assert rows is not None

@@ -86,7 +86,7 @@ def test_activations_of_a_device_with_graphs_are_not_offloaded(
 
     def check(offloads: bool) -> None:
         file = run_file(tmp_path, train={"activation_offloading": offloads})
-        check_strategy(load_run_file(file).run, registry, backend, 1)
+        check_strategy(load_run_file(file), registry, backend, 1)
 
     check(False)
     if not told:

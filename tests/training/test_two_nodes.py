@@ -32,7 +32,7 @@ def test_ranks_meet_at_the_port_of_their_job_and_again_after_a_failure(tmp_path:
     )
     run = tmp_path / "run"
     run.mkdir()
-    write_run(run / "run.json", load_run_file(path).run)
+    write_run(run / "run.json", load_run_file(path))
     job = make_job(
         name="two", run_directory=str(run), run_file=str(run / "run.json"), backend="cpu",
         strategy="zero", nodes=2, devices=1, rendezvous="file:///nowhere", token="of this job",
