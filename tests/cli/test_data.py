@@ -24,6 +24,8 @@ from tests.standins.files import File, FileServer
 
 CHATML = FIXTURES / "templates" / "chatml.jinja"
 
+EPOCH = ("data.train.limit=20", "train.steps=null", "train.epochs=1")
+
 
 @pytest.fixture
 def chats(tmp_path: Path) -> Path:
@@ -78,9 +80,20 @@ def test_streamed_sources_are_read_in_part(
     chats: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("anygauge.cli.data.STREAMED_ROWS", 10)
-    out = shown(capsys, chats, "--rows", "0", "--set", "data.streaming=true")
+    epoch = [part for one in EPOCH for part in ("--set", one)]
+    out = shown(capsys, chats, "--rows", "0", "--set", "data.streaming=true", *epoch)
     assert "streamed: the first 10 rows of each source" in out
     assert "    10 of 10 rows; " in out
+    assert "\nthe run has 5 steps\n" in out
+
+
+def test_a_dry_run_counts_epochs(
+    chats: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_here(monkeypatch)
+    for steps, said in ((10, "10 steps, 1 epoch\n"), (20, "20 steps, 2 epochs\n")):
+        assert command(["train", str(chats), "--dry-run", "--set", f"train.steps={steps}"]) == 0
+        assert f"  {said}" in capsys.readouterr().out
 
 
 def test_a_remote_source_is_looked_at_without_a_copy(

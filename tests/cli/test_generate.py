@@ -13,9 +13,11 @@ import pytest
 from transformers import PretrainedConfig
 
 from anygauge.cli import run as command
+from anygauge.cli.trained import model_origin
 from anygauge.config.schema import ModelSection
 from anygauge.data import prompt_ids
 from anygauge.interface import FULL, ModelError, UsageError
+from anygauge.util.files import write_text
 from tests.helpers.tokenizer import make_tokenizer
 from tests.standins.hub import Hub
 
@@ -76,6 +78,13 @@ def test_a_hub_that_does_not_answer_is_given_up_shortly() -> None:
         with pytest.raises(ModelError, match=r"is not a folder here .* no route to the hub"):
             fetch(want)
     assert limits == [module.ANSWER_S] and limits[0] <= 5
+
+
+def test_a_checkpoint_is_an_adapter_wherever_it_lies(tmp_path: Path) -> None:
+    adapter = tmp_path / "step-00000002" / "adapter"
+    write_text(adapter / "adapter_config.json", '{"base_model_name_or_path": "owner/name"}')
+    origin = model_origin(str(adapter.parent), None, None)
+    assert (origin.section.name, origin.adapter) == ("owner/name", adapter)
 
 
 @pytest.mark.parametrize("answer", ["", "yes"])

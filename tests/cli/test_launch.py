@@ -145,4 +145,10 @@ def test_logs_are_shown(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank0.log").write_text("one\ntwo\nthree\n")
     done = called(["job", "logs", tmp_path, "--lines", "2"])
-    assert done.stdout == f"==> {tmp_path}/logs/rank0.log\ntwo\nthree\n"
+    shown = f"==> {tmp_path}/logs/rank0.log\ntwo\nthree\n"
+    assert done.stdout == shown
+    (tmp_path / "logs" / "rank1.log").touch()  # nothing was printed
+    record = {"launcher": "far", "record": {}, "logs": "far logs 7"}
+    (tmp_path / "launched.json").write_text(json.dumps(record))
+    elsewhere, _, here = called(["job", "logs", tmp_path, "--lines", "2"]).stdout.partition("\n")
+    assert elsewhere.endswith("what the first machine printed: far logs 7") and here == shown

@@ -59,10 +59,12 @@ def test_what_is_printed_by_rich() -> None:
     console.print(HOSTILE, style="bold", markup=False)
     View(console, quiet=False).show({"event": "message", "text": HOSTILE})
     fail(console, HOSTILE)
+    fail(console, "[bold]:bug:")
     table = Table()
     table.add_column(HOSTILE)
     console.print(table)
     assert written.getvalue().count(SHOWN) == 3
+    assert "[bold]:bug:" in written.getvalue(), "a message is no markup"
     styles = r"\x1b\[[0-9;]*m|\x1b\[\?25[lh]|\x1b\[1A|\x1b\[2K|\r"
     assert escaped(text := re.sub(styles, "", written.getvalue())) == text
 

@@ -74,6 +74,7 @@ def test_a_dry_run_on_the_stand_in_for_gaudi(named: str, tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     assert f"strategy {named}, 1 x 2 ranks" in done.stdout
     assert "PT_HPU_LAZY_MODE" in done.stdout
+    assert ("\n  auto is not decided yet\n" in done.stdout) == (word == "auto")
     assert not (tmp_path / "out").exists()
 
 

@@ -9,8 +9,15 @@ from typing import Any
 
 import pytest
 
-from anygauge.interface import Job, NetworkInterface, Node, RdmaDevice
-from anygauge.launch.environment import cores_of_ranks, inspect_node
+from anygauge.interface import (
+    Fabric,
+    Job,
+    NetworkInterface,
+    Node,
+    NotAvailableError,
+    RdmaDevice,
+)
+from anygauge.launch.environment import NodeEnvironment, cores_of_ranks, inspect_node
 from anygauge_cpu.backend import CpuBackend
 from anygauge_hpu.backend import HpuBackend
 from tests.helpers.jobs import make_job
@@ -138,3 +145,17 @@ def test_a_gaudi_server_gives_each_rank_whole_cores_of_one_package() -> None:
 def test_who_is_bound(ranks: int, asked: str, profile: str, count: int) -> None:
     found = cores_of_ranks(job(ranks, binding=asked), profile, SERVER)
     assert len(found) == count
+
+
+def test_cores_that_were_demanded_and_are_not_there_are_an_error() -> None:
+    with pytest.raises(NotAvailableError, match="cannot give each of its 9 ranks whole cores"):
+        cores_of_ranks(job(9, binding="cores"), "none", SERVER)
+
+
+def test_a_network_that_was_demanded_and_is_not_there_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fast = Fabric(name="fast", what="the fast network", detect=lambda node: None)
+    monkeypatch.setattr(CpuBackend, "fabrics", (fast,))
+    with pytest.raises(NotAvailableError, match="does not show the fast network"):
+        NodeEnvironment(job(1, nodes=2, fabric="fast"), 0, {})

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 
 from anygauge.interface import STOPPED, JobState
 from anygauge.launch.follow import Signals, follow
-from anygauge.launch.view import evaluation_line, step_line, summary_lines
+from anygauge.launch.view import View, evaluation_line, step_line, summary_lines
 from anygauge.util.console import Console
 from anygauge.util.text import size
 from tests.helpers.processes import PATIENCE_S, alive, as_in_a_terminal, until
@@ -180,6 +181,13 @@ def test_a_terminal_gets_a_bar_with_the_metrics_and_no_line_for_each_step(width:
     assert ("peak" in bar) == (width == 120)
 
 
+@pytest.mark.parametrize("rate", [5.0, 5120.4, 5.12e6])
+def test_a_bar_shows_as_many_metrics_however_long_a_figure_is(rate: float) -> None:
+    begun, step = {"event": "started", "steps": 200}, {**STEP, "tokens_per_s": rate}
+    _, out, _ = play(begun, step, ENDED, terminal=True, width=80)
+    assert "grad 0.98" in out and "tok/s" not in out
+
+
 def test_a_failure_is_one_message_on_standard_error_with_the_logs() -> None:
     status, out, err = play(STEP, FAILED)
     assert status == 2
@@ -273,6 +281,25 @@ def test_a_job_elsewhere_is_left_or_cancelled(
     assert ("d to detach" in capsys.readouterr().out) is (answer is not None)
     left = signum == signal.SIGTERM or answer == "d"
     assert ("anygauge job follow /runs/one" in out.getvalue()) is left
+
+
+def test_a_signal_answers_the_question_before_a_line_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    answered, signals = threading.Event(), list[int]()
+
+    def interrupt() -> None:
+        signals.append(signal.SIGINT)
+        if not answered.wait(PATIENCE_S / 4):
+            os.write(writer, b"d\n")
+
+    with os.fdopen(reader) as typed, os.fdopen(writer, "w"):
+        monkeypatch.setattr("sys.stdin", typed)
+        asked = threading.Timer(0.2, interrupt)
+        asked.start()
+        found = View(Console(file=io.StringIO()), quiet=False).ask("? ", signals)
+        answered.set()
+        asked.join()
+    assert (found, signals) == ("c", [])
 
 
 def command_line(folder: Path, ranks: dict[int, list[Any]], grace: str) -> subprocess.Popen[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from anygauge.launch.attempt import Requests
-from anygauge.launch.nodes import Nodes
+from anygauge.launch.nodes import Instruction, Nodes
 from anygauge.launch.outbox import Outbox
 from anygauge.launch.supervisor import Supervisor
 from anygauge.util.processes import END_AT_ONCE
@@ -142,3 +142,47 @@ def test_a_request_that_came_before_the_ranks_starts_none(tmp_path: Path) -> Non
     assert supervisor.run() == 128 + signal.SIGTERM
     events.close()
     assert [json.loads(line)["state"] for line in events] == ["cancelled"]
+
+
+def test_each_signal_by_which_jobs_are_ended_is_a_request() -> None:
+    ends = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    usual = {number: signal.signal(number, signal.SIG_IGN) for number in ends}
+    requests = Requests()
+    try:
+        requests.collect_signals()
+        for number in ends:
+            signal.raise_signal(number)
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+    assert [number for number, _ in requests.received] == [*ends]
+
+
+class Listening(Nodes):
+    """Keeps what the other nodes would be told."""
+
+    def broadcast(self, instruction: Instruction, signum: int | None = None) -> None:
+        told.append(instruction)
+
+
+told: list[Instruction] = []
+
+
+@pytest.mark.parametrize("again", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_who_asks_again_kills_and_a_warning_or_a_closed_terminal_adds_nothing(
+    again: signal.Signals, tmp_path: Path
+) -> None:
+    told.clear()
+    asked, now = Requests(), time.monotonic()
+    asked.received += [(signal.SIGTERM, now - 2), (again, now - 1)]
+    job, events = make_job(run_directory=tmp_path), Outbox()
+    Supervisor(
+        job,
+        Listening(job, events),
+        rank_argv=lambda *_: ("/nowhere/program",),
+        rank_environment=lambda local_rank: {},
+        requests=asked,
+    ).run()
+    events.close()
+    kills = again in (signal.SIGTERM, signal.SIGINT)
+    assert told == [Instruction.STOP, *[Instruction.KILL] * kills]

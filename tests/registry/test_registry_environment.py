@@ -104,6 +104,21 @@ def test_the_last_of_a_backends_own_values_counts(load):
     assert (one.value, one.overruled) == ("2", (("backend", "1"),))
 
 
+def test_the_backend_is_asked_about_all_that_a_rank_starts_with(load, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        BareBackend, "check_environment", lambda self, environ: seen.append(environ)
+    )
+    resolve(load(), backend_with(setting("A", "backend")), job(B="run file"), A="user", C="user")
+    assert seen == [{"A": "user", "B": "run file", "C": "user"}]
+
+
+def test_what_the_run_file_sets_is_hidden_also_where_another_wins(load):
+    (one,) = resolve(load(), backend_with(), job(A="a word"), A="mine")
+    assert one.record()["overruled"] == [{"by": "run file", "value": "(hidden)"}]
+    assert one.record(values=True)["overruled"] == [{"by": "run file", "value": "a word"}]
+
+
 def test_secrets_are_not_shown(load):
     backend = backend_with(setting("PLAIN", "hush", secret=True), setting("HF_TOKEN", "old"))
     plain, token = resolve(load(), backend, PLAIN="hash", HF_TOKEN="new")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from anygauge.util.errors import DataError
 from anygauge.util.hiding import HIDDEN, holds_secret, is_secret, without_secrets
 
 KNOWN = [
@@ -71,3 +72,8 @@ def test_what_is_secret_in_a_value_is_hidden(value: str, shown: str) -> None:
 )
 def test_other_values_are_as_they_were(value: str) -> None:
     assert without_secrets(value) == value and not holds_secret(value)
+
+
+def test_no_error_quotes_the_password_of_an_address() -> None:
+    error = DataError(f"{ADDRESSES['HTTPS_PROXY']}/rows.jsonl: no such file")
+    assert str(error) == f"http://{HIDDEN}@proxy.example:3128/rows.jsonl: no such file"

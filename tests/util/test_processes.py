@@ -1,4 +1,4 @@
-"""Programs of others that are made to end with the process that started them."""
+"""How processes end: programs of others with who started them, and ranks at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.helpers.processes import until
+from tests.helpers.processes import printed, until
 
 RUNNING = (sys.executable, "-m", "anygauge.util.processes")
 PARENT = """
@@ -32,3 +32,8 @@ def test_a_program_that_is_not_there_is_named() -> None:
     done = subprocess.run((*RUNNING, "no-such-program"), capture_output=True, text=True)
     told = "no-such-program cannot be started: No such file or directory\n"
     assert (done.returncode, done.stderr) == (1, told)
+
+
+def test_what_a_rank_has_printed_last_is_written() -> None:
+    code = "from anygauge.util.processes import end_rank; print('the end'); end_rank(0)"
+    assert printed(code) == ["the end"]
