@@ -12,6 +12,7 @@ from anygauge.cli import dry_run, run
 from anygauge.config.load import load_run_file
 from anygauge.interface import AnygaugeError, RunFileError
 from anygauge.launch.environment import NodeEnvironment, write_provenance
+from anygauge.launch.run_directory import write_run
 from anygauge.launch.startup import place_run_file
 from anygauge.util.files import write_text
 from tests.helpers.jobs import make_job
@@ -72,6 +73,9 @@ def test_what_is_recorded_hides_it_and_is_for_its_owner(path: Path, tmp_path: Pa
     assert {s["name"] for s in json.loads(record.read_text())["0"]} >= set(VARIABLES)
     assert record.stat().st_mode & 0o777 == 0o600
     assert Path(job.run_file).stat().st_mode & 0o777 == 0o600
+    write_run(tmp_path / "start" / "resolved", loaded)
+    written = [path.stat().st_mode & 0o777 for path in (tmp_path / "start").iterdir()]
+    assert written == [0o600, 0o600]
 
 
 def test_a_leftover_does_not_lend_its_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
