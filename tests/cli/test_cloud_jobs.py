@@ -76,6 +76,10 @@ EFA = ("--set", "launch.fabric=efa")
         ),
         ({"environment": {"HF_TOKEN": "hf_xyz"}}, (), ("environment: ", *SECRET)),
         (
+            {"environment": {"PROXY": "http://ann:hf_xyz@proxy:3128"}}, (),
+            ("environment: PROXY looks like a secret",),
+        ),
+        (
             {"launch": {**LAUNCH, "pass_environment": ["HF_TOKEN"]}}, (),
             ("launch.pass_environment: ", *SECRET),
         ),
@@ -85,7 +89,10 @@ EFA = ("--set", "launch.fabric=efa")
             ("with launch.fabric: efa, pods must ask for vpc.amazonaws.com/efa",),
         ),
     ],
-    ids=["a path", "a secret", "a secret by name", "a network", "what a network needs"],
+    ids=[
+        *("a path", "a secret", "a secret in a value", "a secret by name", "a network"),
+        "what a network needs",
+    ],
 )  # fmt: skip
 def test_what_machines_cannot_have_is_refused(
     changes: dict[str, Any], options: tuple[str, ...], said: tuple[str, ...], tmp_path: Path
