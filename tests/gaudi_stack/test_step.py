@@ -244,7 +244,8 @@ def _marks(run: RunFile) -> dict[str, tuple[Any, Any]]:
             "reentrant" if reentrant else "non-reentrant",
         ),
         "gathered unit": (
-            run.strategy.gather,
+            # Never flat on a device that accumulates a graph.
+            "layer" if run.strategy.gather == "auto" else run.strategy.gather,
             "layer" if defaults["use_zero3_leaf_promotion"] else "module",
         ),
         "mark before the first layer": (
