@@ -14,7 +14,8 @@
 - `supervisor`, `attempt`, `rank_process`, `rank_start`, `watchdog`: the ranks of a machine.
 - `outcome`, `rank_failure`: why a rank failed, and why a job ended.
 - `rank`: what every rank runs.
-- `foreign`, `join`, `foreign_meeting`, `foreign_rank`: ranks that others started.
+- `foreign`, `join`, `foreign_meeting`, `foreign_prepare`, `foreign_rank`: ranks that others
+  started.
 - `follow`, `view`: what the one who waits sees.
 
 Outside of that order: `doctor`, and short jobs on this machine (`local_job`): `round_trip`,

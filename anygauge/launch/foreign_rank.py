@@ -15,13 +15,13 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from anygauge.interface import AnygaugeError, Job
 from anygauge.launch.attempt import SIGNALS
-from anygauge.launch.decision import Decision
 from anygauge.launch.foreign import ForeignLaunch
-from anygauge.launch.foreign_meeting import TURN_S, agree, job_of, meeting_store
+from anygauge.launch.foreign_meeting import agree, job_of, meeting_store
+from anygauge.launch.foreign_prepare import RefusedError, prepare_with_others, say_refusal
 from anygauge.launch.run_directory import remove_unaccepted
 from anygauge.launch.view import View, fail, show_stopped, show_where_logs_are
 from anygauge.util.console import Console
@@ -29,21 +29,9 @@ from anygauge.util.events import EventWriter
 from anygauge.util.processes import tie_to_parent
 from anygauge.util.text import escaped
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-_HEARD_S = 30.0
 _NOTICED_S = 0.5
 """In which a launcher notices that another rank has ended, before this one that missed it ends,
 too. torchrun looks ten times a second."""
-
-
-class RefusedError(AnygaugeError):
-    """Why no rank can start, alike on all of them; rank 0 has said it."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.exit_status = status
 
 
 def main(descriptor: int) -> int:
@@ -89,7 +77,7 @@ def take_part(
     """
     store = meeting_store(launch, patience_s)
     if "refused" in known:
-        _refuse(known["refused"][1])
+        say_refusal(known["refused"][1])
     answer = agree(store, launch, known, patience_s)
     if "refused" in answer:
         raise RefusedError(*answer["refused"])
@@ -103,72 +91,11 @@ def take_part(
 
         write_provenance(job, launch.node_rank, provenance)
     os.chdir(job.working_directory)
-    job = _prepare_with_others(store, launch, job, quiet=quiet).applied_to(job)
+    job = prepare_with_others(store, launch, job, quiet=quiet).applied_to(job)
     status = _train(launch, job, answer["lock"], quiet)
     if launch.rank == 0 and status == 0:
         remove_unaccepted(Path(job.run_directory))  # the run was done before
     return status
-
-
-def _refuse(why: str) -> None:
-    """Say it on rank 0, before the others hear of it: a launcher ends all ranks with the first."""
-    print(escaped(f"error: {why}"), file=sys.stderr, flush=True)
-
-
-def _prepare_with_others(
-    store: dist.Store, launch: ForeignLaunch, job: Job, *, quiet: bool
-) -> Decision:
-    """Prepare the run, as the first rank of a machine, or wait for those who do: each machine has
-    the model, and on the first, model and rows are checked, and memory is planned.
-
-    Nobody watches who prepares but its launcher, which ends all ranks with one.
-
-    Returns:
-        What rank 0 has decided.
-
-    Raises:
-        RefusedError: the run cannot start.
-    """
-    found: dict[int, str] = {}
-    mine = f"anygauge/prepared/{job.id}/"
-    if launch.local_rank == 0:
-        store.set(f"{mine}{launch.node_rank}", _prepare(launch, job, quiet))
-    while len(found) < launch.nodes:
-        for node in set(range(launch.nodes)) - set(found):
-            if store.check([f"{mine}{node}"]):
-                found[node] = store.get(f"{mine}{node}").decode()
-        refusal = next((text for text in found.values() if not text.startswith("{")), None)
-        if refusal is not None:
-            break
-        time.sleep(TURN_S)
-    else:
-        return Decision.load(found[0])
-    status, _, why = refusal.partition(" ")
-    if launch.rank == 0:
-        _refuse(why)
-    # Who serves the store leaves last.
-    store.set(f"{mine}heard/{launch.rank}", "")
-    heard = [f"{mine}heard/{rank}" for rank in range(launch.world_size)]
-    deadline = time.monotonic() + _HEARD_S
-    while launch.rank == 0 and not store.check(heard) and time.monotonic() < deadline:
-        time.sleep(TURN_S)
-    raise RefusedError(int(status), why)
-
-
-def _prepare(launch: ForeignLaunch, job: Job, quiet: bool) -> str:
-    """What this machine, the first for all, has decided; or exit status and why it refuses."""
-    from anygauge.launch.prepare_here import prepare_here
-
-    def log(text: str) -> None:
-        if not quiet:
-            print(escaped(text), file=sys.stderr)
-
-    where = f"{socket.gethostname()}: " if launch.nodes > 1 else ""
-    first = launch.rank == 0
-    try:
-        return prepare_here(job, os.environ, where, log, check=first, plan=first).dump()
-    except AnygaugeError as error:
-        return f"{error.exit_status} {error}"
 
 
 class _Shown(EventWriter):
