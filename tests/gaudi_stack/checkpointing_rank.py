@@ -19,7 +19,7 @@ from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
 from anygauge.strategies.zero import deepspeed_versions
 from anygauge.strategies.zero.engine import Zero
-from anygauge.strategies.zero.options import ZeroOptions
+from anygauge.strategies.zero.spec import ZeroOptions
 from tests.helpers.build import batch_of, build_context, open_rank
 from tests.helpers.runs import TINY
 

@@ -24,7 +24,7 @@ from anygauge.strategies.shared.common import trained_parameters
 from anygauge.strategies.shared.degrees import Degrees
 from anygauge.strategies.single.engine import Single
 from anygauge.strategies.zero.engine import Zero
-from anygauge.strategies.zero.options import ZeroOptions
+from anygauge.strategies.zero.spec import ZeroOptions
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.build import batch_of, build_context, model_factory, rank_of_world
 from tests.helpers.gaudi import library_adamw

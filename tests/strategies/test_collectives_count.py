@@ -25,7 +25,7 @@ from anygauge.strategies.zero.deepspeed_versions import (
     skips_non_finite,
 )
 from anygauge.strategies.zero.engine import Zero
-from anygauge.strategies.zero.options import ZeroOptions
+from anygauge.strategies.zero.spec import ZeroOptions
 from anygauge.testing.bisect import CollectiveBytes
 from tests.helpers.build import batch_of, build_context, model_factory, rank_of_world
 from tests.helpers.ranks import on_ranks

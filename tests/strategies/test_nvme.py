@@ -1,10 +1,8 @@
-"""The optimizer of `zero` on a disk: what is refused before ranks start, and that it trains."""
+"""The optimizer of `zero` on a disk: where it lies, and that a run trains and resumes with it."""
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,28 +10,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from anygauge.interface import (
-    AnygaugeError,
-    Backend,
-    Engine,
-    NotAvailableError,
-    Precision,
-    RunFileError,
-    Share,
-    StrategyRun,
-    UnsupportedError,
-)
+from anygauge.interface import Backend, Engine, NotAvailableError, Precision, RunFileError, Share
 from anygauge.kernels.loss import model_loss
-from anygauge.strategies.zero import deepspeed_versions, nvme
 from anygauge.strategies.zero.deepspeed_config import as_config, zero_settings
-from anygauge.strategies.zero.nvme import (
-    folder_of_rank,
-    installed_operators,
-    load_operator,
-    operator_lacks,
-)
-from anygauge.strategies.zero.options import ZeroOptions
-from anygauge.strategies.zero.spec import ZERO
+from anygauge.strategies.zero.deepspeed_runtime import folder_on_disk
+from anygauge.strategies.zero.spec import ZeroOptions
 from anygauge_cpu.backend import CpuBackend
 from tests.helpers.build import a_workload, rank_of_world
 from tests.helpers.ranks import on_ranks
@@ -41,146 +22,30 @@ from tests.strategies.parity_rank import CONFIG, ParityCase, built, micro_batche
 from tests.strategies.state_rank import MadeUp
 
 
-@pytest.fixture(autouse=True)
-def a_version_that_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepspeed_versions.metadata, "version", lambda name: "0.19.8")
-
-
-@pytest.fixture
-def operator_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvme, "operator_lacks", lambda environment: "")
-
-
-def check(
-    folder: Path | str, *, optimizer: str = "adamw", here: bool = True, **fields: Any
-) -> None:
-    options = ZeroOptions(nvme=str(folder), **{"offload": "optimizer", **fields})
-    ZERO.check(StrategyRun(options=options, world_size=2, optimizer=optimizer, ranks_run_here=here))
-
-
-@pytest.mark.parametrize(
-    ("fields", "kind", "told"),
-    [
-        ({"offload": "none"}, RunFileError, r"offload is none\. Set strategy\.offload: optimizer"),
-        ({"offload": "both"}, UnsupportedError, r"the weights on the disk too.*without a mes"),
-        (
-            {"offload": "parameters"},
-            UnsupportedError,
-            r"the weights on the disk.*offload: optimizer",
-        ),
-        ({"stage": 2}, UnsupportedError, r"stage 2 leaves .* host's memory\. Set strategy\.stage"),
-        ({"optimizer": "adamw_8bit"}, UnsupportedError, r"only 32-bit state.*adamw, lion or sgd"),
-    ],
-)
-@pytest.mark.usefixtures("operator_here")
-def test_options_that_do_not_go_together(
-    fields: dict[str, Any], kind: type[AnygaugeError], told: str, tmp_path: Path
-) -> None:
-    check(tmp_path)
-    with pytest.raises(kind, match=told):
-        check(tmp_path, **fields)
-
-
-@pytest.mark.usefixtures("operator_here")
-def test_a_version_that_was_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepspeed_versions.metadata, "version", lambda name: "0.16.9")
-    with pytest.raises(
-        UnsupportedError, match=r"tested with DeepSpeed 0\.19\.8, not with 0\.16\.9"
-    ):
-        check(tmp_path)
-    check(tmp_path, here=False)
-
-
-@pytest.mark.usefixtures("operator_here")
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("", r"'disk' is relative; give an absolute path"),
-        ("nothing", "nothing does not exist on this machine; create it"),
-        ("file", "file is not a folder"),
-        ("closed", "cannot be written to; change its permissions"),
-    ],
-)
-def test_the_folder_is_looked_at_where_ranks_run(
-    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "closed").mkdir()
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
-    with pytest.raises(RunFileError, match=said):
-        check(tmp_path / name if name else "disk")
-    check(tmp_path / (name or "nothing"), here=False)
-
-
-def test_a_missing_operator_is_told_with_its_remedy(
+def test_each_rank_has_a_folder_of_its_own_and_the_operator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nvme, "operator_lacks", lambda environment: "ninja is")
-    with pytest.raises(
-        NotAvailableError, match=r"not built here.*ninja is missing to build it\. Install liba"
-    ):
-        check(tmp_path)
-    check(tmp_path, here=False)
-
-
-def test_what_building_the_operator_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvme, "installed_operators", dict)
-    tools = {"c++", "cc", "ninja"}
-    monkeypatch.setattr(shutil, "which", lambda name: name if name in tools else None)
-
-    def lacks(compiles: bool, environment: Mapping[str, str] | None = None) -> str:
-        def run(command: list[str], **_: Any) -> Any:
-            commands.append(command)
-            return SimpleNamespace(returncode=int(not compiles))
-
-        commands: list[list[str]] = []
-        monkeypatch.setattr(nvme.subprocess, "run", run)
-        found = operator_lacks(environment or {})
-        used.extend(commands)
-        return found
-
-    used: list[list[str]] = []
-    assert lacks(True) == ""
-    assert lacks(False) == "libaio with its headers is"
-    assert "-laio" in used[0]
-    lacks(True, {"CFLAGS": "-I/opt/include", "LDFLAGS": "-L/opt/lib"})
-    assert {"-I/opt/include", "-L/opt/lib"} <= set(used[-1]), "where DeepSpeed looks, too"
-    tools.remove("ninja")
-    assert lacks(False) == "libaio with its headers and ninja are"
-    assert lacks(True, {"CXX": "nobody"}) == "a C++ compiler and ninja are"
-    monkeypatch.setattr(nvme, "installed_operators", lambda: {"async_io": True})
-    assert lacks(False) == "", "it was built ahead"
-
-
-def test_operators_are_read_from_deepspeeds_own_record() -> None:
-    from deepspeed.git_version_info import installed_ops
-
-    assert installed_operators() == installed_ops
-
-
-def test_an_operator_that_does_not_load_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.ops import op_builder
 
     def load(self: Any, verbose: bool) -> None:
-        raise RuntimeError("Unable to JIT load the async_io op\nand more")
+        if broken:
+            raise RuntimeError("Unable to JIT load the async_io op\nand more")
 
     monkeypatch.setattr(op_builder, "AsyncIOBuilder", type("Builder", (), {"load": load}))
-    with pytest.raises(NotAvailableError, match=r"Unable to JIT load the async_io op\. Leave"):
-        load_operator()
-
-
-def test_each_rank_has_a_folder_of_its_own_while_it_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = (folder_of_rank(str(tmp_path), 1000) for _ in range(2))
-    assert len({first.name, second.name}) == 2 == len(list(tmp_path.iterdir()))
-    first.cleanup()
-    second.cleanup()
+    broken = False
+    folders = [folder_on_disk(str(tmp_path), 1000) for _ in range(2)]
+    assert len({each.name for each in folders}) == 2 == len(list(tmp_path.iterdir()))
+    for each in folders:
+        each.cleanup()
+    with pytest.raises(RunFileError, match=r"strategy\.nvme: .*No such file.*local disk"):
+        folder_on_disk(str(tmp_path / "nothing"), 1000)
+    broken = True
+    with pytest.raises(NotAvailableError, match=r"Unable to JIT load the async_io op\. It needs l"):
+        folder_on_disk(str(tmp_path), 1000)
     assert not list(tmp_path.iterdir())
-    free = SimpleNamespace(free=2**30)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**30))
     with pytest.raises(RunFileError, match=r"1\.00 GiB free, but each rank writes 1\.50 GiB"):
-        folder_of_rank(str(tmp_path), 3 * 2**29)
+        folder_on_disk(str(tmp_path), 3 * 2**29)
 
 
 def test_deepspeed_is_told_where() -> None:
@@ -252,9 +117,10 @@ def in_memory_and_on_a_disk(backend: Backend, folder: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_it_trains_and_resumes_as_in_the_hosts_memory(tmp_path: Path) -> None:
-    missing = operator_lacks(os.environ)
-    if missing:
-        pytest.skip(f"to build DeepSpeed's async_io, {missing} missing")
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible():
+        pytest.skip("DeepSpeed's async_io cannot be built without libaio-dev")
     found, _ = on_ranks(in_memory_and_on_a_disk, str(tmp_path), world=2, timeout_s=900)
     host, on_disk = found["host"], found["disk"]
     assert host.pop("files") == []

@@ -18,22 +18,23 @@ from anygauge.interface import (
     Graph,
     Phase,
     Precision,
+    RunFileError,
     Setting,
     UnsupportedError,
 )
 from anygauge.kernels.loss import model_loss
 from anygauge.strategies.shared.materialise import decoder_layers
 from anygauge.strategies.zero import deepspeed_versions
-from anygauge.strategies.zero.deepspeed_config import as_config, zero_settings
+from anygauge.strategies.zero.deepspeed_config import ModelSizes, as_config, zero_settings
 from anygauge.strategies.zero.deepspeed_runtime import (
     _differentiable_input_first,
+    check_fields,
     import_deepspeed,
     leave_as_a_step_does,
     refuse_unserved_type,
 )
 from anygauge.strategies.zero.engine import Zero, on_the_host
-from anygauge.strategies.zero.gather import ModelSizes
-from anygauge.strategies.zero.options import ZeroOptions
+from anygauge.strategies.zero.spec import ZeroOptions
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.build import a_workload, batch_of, build_context, model_factory
 from tests.helpers.ranks import on_ranks
@@ -306,6 +307,19 @@ def test_precision_is_said_in_deepspeeds_words() -> None:
     assert half["fp16"] == {"enabled": True} and "bf16" not in half
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"reduce_bukcet_size": 1}, "reduce_bukcet_size: .*; did you mean 'reduce_bucket_size'"),
+        ({"reduce_bucket_size": "many"}, r"options\.reduce_bucket_size: .* valid integer"),
+    ],
+)
+def test_fields_that_deepspeed_refuses_are_named(options: dict[str, Any], said: str) -> None:
+    check_fields(config(options={"overlap_comm": True})["zero_optimization"])
+    with pytest.raises(RunFileError, match=said):
+        check_fields(config(options=options)["zero_optimization"])
+
+
 def test_stage_0_refuses_what_deepspeed_has_not() -> None:
     with pytest.raises(UnsupportedError, match="stage 0"):
         config(stage=0)
@@ -361,7 +375,9 @@ def test_layers_are_flat_unless_something_is_named_that_keeps_them(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options, changes, wanted = FLAT[case]
-    monkeypatch.setattr("anygauge.strategies.zero.gather.offloads_gradients", lambda: True)
+    monkeypatch.setattr(
+        "anygauge.strategies.zero.deepspeed_config.offloads_gradients", lambda: True
+    )
     changes, backend = dict(changes), UnmarkedBackend()
     for name in ("compiler", "accumulates"):
         if name in changes:
@@ -390,6 +406,8 @@ def test_layers_are_flat_unless_something_is_named_that_keeps_them(
 def test_offloading_is_deepspeeds_where_its_stage_2_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("anygauge.strategies.zero.gather.offloads_gradients", lambda: False)
+    monkeypatch.setattr(
+        "anygauge.strategies.zero.deepspeed_config.offloads_gradients", lambda: False
+    )
     sizes = ModelSizes(trained=1, largest_factor=1, largest_block=9)
     assert config(sizes, gather="auto", offload="optimizer")["zero_optimization"]["stage"] == 3

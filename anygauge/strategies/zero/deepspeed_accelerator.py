@@ -1,8 +1,9 @@
 """DeepSpeed's view of a device that it does not know: made of our `Backend`.
 
 DeepSpeed asks one object for everything about a device, some eighty questions. Whoever brings a
-backend has answered them already, in `Placement`, `Collectives` and the capabilities; what is left
-(operators that DeepSpeed compiles for some devices) is answered as for the host.
+backend has answered them already, in `Placement`, `Collectives` and the capabilities. What ZeRO
+does not ask (random numbers, logs of memory), and what operators DeepSpeed compiles, is answered as
+for the host.
 """
 
 from __future__ import annotations
@@ -73,30 +74,8 @@ def accelerator_of(backend: Backend) -> Any:
         def on_accelerator(self, tensor: torch.Tensor) -> bool:
             return tensor.device.type == kind
 
-        def visible_devices_envs(self) -> list[str]:
-            variable = backend.launch.visibility_variable
-            return [] if variable is None else [variable]
-
         def communication_backend_name(self) -> str:
             return str(self._communication_backend_name)
-
-        # -- random numbers ---------------------------------------------------------------------
-
-        def manual_seed(self, seed: int) -> None:
-            placement.seed(seed)
-
-        manual_seed_all = manual_seed
-
-        # A device without numbers of its own has the host's alone.
-
-        def get_rng_state(self, device_index: Any = None) -> torch.Tensor:
-            states = placement.rng_state()
-            return states.get("device", states["host"])
-
-        def set_rng_state(self, new_state: torch.Tensor, device_index: Any = None) -> None:
-            states = dict(placement.rng_state())
-            states["device" if "device" in states else "host"] = new_state
-            placement.set_rng_state(states)
 
         # -- streams: a device without them ends each operation in its call, as the host does ------
 
@@ -127,31 +106,8 @@ def accelerator_of(backend: Backend) -> Any:
             if hasattr(module, "empty_cache"):
                 module.empty_cache()
 
-        def memory_allocated(self, device_index: Any = None) -> int:
-            return placement.memory().in_use
-
-        def max_memory_allocated(self, device_index: Any = None) -> int:
-            return placement.memory().peak
-
-        def reset_max_memory_allocated(self, device_index: Any = None) -> None:
-            placement.reset_peak()
-
-        def memory_reserved(self, device_index: Any = None) -> int:
-            stats = placement.memory()
-            return stats.in_use if stats.reserved is None else stats.reserved
-
-        max_memory_reserved = max_memory_allocated
-        memory_cached = memory_reserved
-        max_memory_cached = max_memory_reserved
-        reset_max_memory_cached = reset_max_memory_allocated
-        reset_peak_memory_stats = reset_max_memory_allocated
-
         def memory_stats(self, device_index: Any = None) -> dict[str, int]:
-            stats = placement.memory()
-            return {
-                "allocated_bytes.all.current": stats.in_use,
-                "allocated_bytes.all.peak": stats.peak,
-            }
+            return {}  # of which DeepSpeed reads how often an allocator had to try again
 
         def total_memory(self, device_index: Any = None) -> int:
             limit = placement.memory().limit
@@ -194,16 +150,8 @@ def accelerator_of(backend: Backend) -> Any:
         def _torch_empty_pinned(self, tensor: torch.Tensor, shape: Any) -> torch.Tensor:
             return tensor.new_empty(shape, pin_memory=placement.pinned_memory)
 
-    for name, dtype in {
-        "BFloat16Tensor": torch.bfloat16,
-        "ByteTensor": torch.uint8,
-        "DoubleTensor": torch.float64,
-        "FloatTensor": torch.float32,
-        "HalfTensor": torch.float16,
-        "IntTensor": torch.int32,
-        "LongTensor": torch.int64,
-    }.items():
-        setattr(BackendAccelerator, name, _constructor(dtype, placement.device))
+    BackendAccelerator.ByteTensor = _constructor(torch.uint8, placement.device)
+    BackendAccelerator.FloatTensor = _constructor(torch.float32, placement.device)
     return BackendAccelerator()
 
 

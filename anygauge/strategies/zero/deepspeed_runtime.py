@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import nn
 
-from anygauge.interface import HOST_DEVICE, Backend, UnsupportedError
+from anygauge.interface import (
+    HOST_DEVICE,
+    Backend,
+    NotAvailableError,
+    RunFileError,
+    UnsupportedError,
+)
 from anygauge.strategies.shared.materialise import decoder_layers
 from anygauge.strategies.zero.deepspeed_versions import ENGINE, is_at_least
+from anygauge.util.text import did_you_mean
 
 WAITS_FOR_EACH_SINCE = (0, 19, 8)
 """First version here whose gathering of several weights waits for each of them (#8539)."""
@@ -72,6 +82,63 @@ def refuse_unserved_type(compute: str) -> None:
             f"precision.param_dtype: DeepSpeed does not train in {compute} on "
             f"{accelerator.device_name()!r} devices. Use one of {others}, or strategy.name: single."
         )
+
+
+def check_fields(zero_optimization: Mapping[str, Any]) -> None:
+    """Raises: RunFileError: DeepSpeed refuses a field, which stands in the run file."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    try:
+        DeepSpeedZeroConfig(**zero_optimization)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise RunFileError(
+            f"strategy.options.{field}: DeepSpeed's zero_optimization refuses it: {first['msg']}"
+            f"{did_you_mean(field, DeepSpeedZeroConfig.model_fields)}. DeepSpeed's configuration "
+            "reference has its fields"
+        ) from error
+
+
+def folder_on_disk(path: str, needed: int) -> TemporaryDirectory[str]:
+    """A folder of this rank's own below `path`, and the operator that DeepSpeed writes there with.
+
+    Ranks of another run may have the same numbers, by which DeepSpeed names its files. On a full
+    disk, DeepSpeed's operator ends the process without a message.
+
+    Args:
+        needed: bytes that this rank writes.
+
+    Raises:
+        RunFileError: nothing can be written there, or not so much.
+        NotAvailableError: the operator was not built ahead, and cannot be now.
+    """
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    try:
+        free = shutil.disk_usage(path).free
+        folder = TemporaryDirectory(prefix="anygauge-", dir=path)
+    except OSError as error:
+        raise RunFileError(f"strategy.nvme: {error}; name a folder on a local disk") from error
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(folder)
+        if free < needed:
+            raise RunFileError(
+                f"strategy.nvme: {path} has {free / 2**30:.2f} GiB free, but each rank writes "
+                f"{needed / 2**30:.2f} GiB. Free some, name another disk, or use more ranks"
+            )
+        try:
+            AsyncIOBuilder().load(verbose=False)
+        except (RuntimeError, ImportError, OSError) as error:
+            raise NotAvailableError(
+                f"strategy.nvme: DeepSpeed's operator async_io cannot be built: "
+                f"{str(error).splitlines()[0]}. It needs libaio-dev (Debian, Ubuntu) or "
+                "libaio-devel (Fedora), ninja and a C++ compiler, or an image that has it "
+                "(`anygauge image`). Leave strategy.nvme out to keep the optimizer in the host's "
+                "memory"
+            ) from error
+        stack.pop_all()
+    return folder
 
 
 def destroy(engine: Any) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 from importlib import metadata
-from pathlib import Path
 
 ENGINE = "deepspeed"
 OFFLOADS_GRADIENTS_SINCE = (0, 19, 8)
@@ -44,14 +41,3 @@ def is_at_least(version: tuple[int, ...]) -> bool:
     except metadata.PackageNotFoundError:
         return True  # a missing one is refused before
     return tuple(int(word) for word in words if word.isdigit())[:3] >= version
-
-
-def parsed(path: str) -> ast.Module | None:
-    """A file of the installed DeepSpeed, which takes seconds to import; None: it has none such."""
-    package = importlib.util.find_spec(ENGINE)
-    if package is None or package.origin is None:
-        return None
-    try:
-        return ast.parse((Path(package.origin).parent / path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):
-        return None

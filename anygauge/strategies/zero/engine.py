@@ -47,9 +47,16 @@ from anygauge.strategies.shared.footprint import EstimatedStrategy, footprint_of
 from anygauge.strategies.shared.fp8 import PLAIN, Fp8Contexts, fp8_contexts
 from anygauge.strategies.shared.materialise import buffers_of, materialise, restore_buffers
 from anygauge.strategies.shared.shards import fill, sharded_later
-from anygauge.strategies.zero.deepspeed_config import as_config, zero_settings
+from anygauge.strategies.zero.deepspeed_config import (
+    ModelSizes,
+    as_config,
+    stage_of,
+    zero_settings,
+)
 from anygauge.strategies.zero.deepspeed_runtime import (
+    check_fields,
     destroy,
+    folder_on_disk,
     gather_by_block,
     gathered_by_peft,
     gradients_finite,
@@ -65,10 +72,8 @@ from anygauge.strategies.zero.deepspeed_versions import (
     needs_reentrant_checkpointing,
     skips_non_finite,
 )
-from anygauge.strategies.zero.gather import ModelSizes, stage_of
-from anygauge.strategies.zero.nvme import folder_of_rank, load_operator
-from anygauge.strategies.zero.options import ZeroOptions
-from anygauge.strategies.zero.sharded_footprint import zero_memory
+from anygauge.strategies.zero.footprint import zero_memory
+from anygauge.strategies.zero.spec import ZeroOptions
 from anygauge.strategies.zero.state import ZeroState, whole_shape
 
 
@@ -240,13 +245,13 @@ class Zero(EstimatedStrategy):
         skeleton = factory.adapt(factory.skeleton())
         workload = dataclasses.replace(context.workload, skeleton=skeleton)
         config = as_config(self.settings(workload))
+        check_fields(config["zero_optimization"])
         deepspeed.init_distributed()
         swapped = None
         if self.options.nvme is not None:
             found = footprint_of(self.memory(workload))
-            load_operator()
             # A gradient in the masters' type stands beside each master.
-            swapped = folder_of_rank(self.options.nvme, 2 * found.masters + found.optimizer)
+            swapped = folder_on_disk(self.options.nvme, 2 * found.masters + found.optimizer)
             config["zero_optimization"]["offload_optimizer"]["nvme_path"] = swapped.name
 
         stage = self._stage(workload)

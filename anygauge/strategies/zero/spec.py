@@ -1,16 +1,17 @@
-"""`zero` as a plugin: what it needs, and what is refused of it before torch is imported."""
+"""`zero` as a plugin: its fields, what it needs, and what is refused before torch is imported."""
 
 from __future__ import annotations
 
-import ast
-import os
 from collections.abc import Mapping
 from importlib import metadata
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from anygauge.interface import (
     API_VERSION,
     AutoForm,
+    Options,
     PlannerHints,
     Precision,
     RunFileError,
@@ -25,10 +26,42 @@ from anygauge.strategies.zero.deepspeed_versions import (
     is_at_least,
     needs_reentrant_checkpointing,
     offloads_gradients,
-    parsed,
 )
-from anygauge.strategies.zero.nvme import check_nvme
-from anygauge.util.text import did_you_mean
+
+
+class ZeroOptions(Options):
+    """Fields of ``strategy`` other than its name."""
+
+    stage: Annotated[int, Field(ge=0, le=3)] = Field(
+        3,
+        description="What is sharded. 0: nothing; 1: optimizer state; 2: also gradients; 3: also "
+        "weights.",
+    )
+    gather: Literal["auto", "flat", "layer", "module"] = Field(
+        "auto",
+        description="Stage 3: how frozen weights are gathered. flat: each decoder layer from flat "
+        "pieces, in place; layer or module: by DeepSpeed, a decoder layer or a module at a time; "
+        "auto: flat where it can be, else layer.",
+    )
+    offload: Literal["none", "optimizer", "parameters", "both"] = Field(
+        "none",
+        description="What to keep in the host's memory between uses; parameters and both need "
+        "stage 3.",
+    )
+    nvme: str | None = Field(
+        None,
+        description="With offload: optimizer in stage 3, a folder on a local disk of each machine "
+        "to keep the optimizer in, instead of in the host's memory.",
+    )
+    reentrant: bool = Field(
+        False,
+        description="Recompute layers by torch's reentrant form, also where DeepSpeed does not "
+        "need it. Some devices need it.",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Fields of DeepSpeed's zero_optimization that win over ours.",
+    )
 
 
 def check(run: StrategyRun) -> None:
@@ -65,12 +98,8 @@ def check(run: StrategyRun) -> None:
             f"strategy.offload: {options.offload}: stage {options.stage} keeps all weights on "
             "every device. Set strategy.stage: 3, or strategy.offload: optimizer"
         )
-    if options.nvme is not None and run.ranks_run_here and not is_at_least(DISK_SINCE):
-        raise UnsupportedError(
-            f"strategy.nvme: tested with DeepSpeed {'.'.join(map(str, DISK_SINCE))}, not with "
-            f"{metadata.version(ENGINE)}. Leave it out to keep the optimizer in the host's memory"
-        )
-    check_nvme(run, os.environ)
+    if options.nvme is not None:
+        _check_disk(run)
     if run.ranks_run_here:
         _check_recomputation(run)
     if run.quantised and options.stage == 3 and run.ranks_run_here and not offloads_gradients():
@@ -92,8 +121,6 @@ def check(run: StrategyRun) -> None:
             "adafactor would be a different optimizer that saves no memory. Use strategy.name: "
             "single, strategy.stage: 0, or train.optimizer.name: adamw_8bit"
         )
-    if run.ranks_run_here and options.options:
-        _check_known(options.options)
     if run.precision is not None:
         check_stage_types(options.stage, run.precision)
 
@@ -124,7 +151,7 @@ ZERO = StrategySpec(
     factory="anygauge.strategies.zero.engine:Zero",
     api_version=API_VERSION,
     summary="DeepSpeed's ZeRO, stages 0 to 3, over all ranks.",
-    options="anygauge.strategies.zero.options:ZeroOptions",
+    options="anygauge.strategies.zero.spec:ZeroOptions",
     needs={"collectives": "ZeRO shards over ranks"},
     engine=ENGINE,
     distributions=(ENGINE,),
@@ -159,31 +186,30 @@ def _check_adds_offloaded(stage: int) -> None:
         )
 
 
-def _check_known(options: dict[str, Any]) -> None:
-    """Refuse options that the DeepSpeed of this machine does not know, if there is one."""
-    known = zero_fields()
-    for name in options:
-        if known and name not in known:
-            raise RunFileError(
-                f"strategy.options.{name}: DeepSpeed's zero_optimization has no such field"
-                f"{did_you_mean(name, known)}. DeepSpeed's configuration reference has them"
-            )
-
-
-def zero_fields() -> set[str] | None:
-    """Fields of zero_optimization, read from DeepSpeed's source: to import it takes seconds."""
-    tree = parsed("runtime/zero/config.py")
-    if tree is None:
-        return None
-    found = set()
-    for kind in ast.walk(tree):
-        if isinstance(kind, ast.ClassDef) and kind.name == "DeepSpeedZeroConfig":
-            for field in (one for one in kind.body if isinstance(one, ast.AnnAssign)):
-                found.add(ast.unparse(field.target))
-                for word in field.value.keywords if isinstance(field.value, ast.Call) else ():
-                    if word.arg == "alias" and isinstance(word.value, ast.Constant):
-                        found.add(str(word.value.value))
-    return found or None
+def _check_disk(run: StrategyRun) -> None:
+    """Refuse what DeepSpeed would put on a disk in part, or wrongly, without a word."""
+    options = run.options
+    if options.offload in ("parameters", "both"):
+        raise UnsupportedError(
+            f"strategy.nvme: with strategy.offload: {options.offload}, DeepSpeed would put the "
+            "weights on the disk too, and then a rank of DeepSpeed 0.19.8 ended without a "
+            "message. Set strategy.offload: optimizer"
+        )
+    if options.offload != "optimizer" or options.stage != 3:
+        raise RunFileError(
+            "strategy.nvme: says where an offloaded optimizer of stage 3 goes. Set "
+            "strategy.offload: optimizer and strategy.stage: 3, or leave it out"
+        )
+    if run.optimizer == "adamw_8bit":
+        raise UnsupportedError(
+            "train.optimizer.name: adamw_8bit: DeepSpeed writes only 32-bit state to a disk "
+            "(strategy.nvme). Use adamw, lion or sgd"
+        )
+    if run.ranks_run_here and not is_at_least(DISK_SINCE):
+        raise UnsupportedError(
+            f"strategy.nvme: tested with DeepSpeed {'.'.join(map(str, DISK_SINCE))}, not with "
+            f"{metadata.version(ENGINE)}. Leave it out to keep the optimizer in the host's memory"
+        )
 
 
 def _check_recomputation(run: StrategyRun) -> None:

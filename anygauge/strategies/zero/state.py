@@ -75,15 +75,23 @@ class ZeroState:
             yield name, value
 
     def _each(self, keys: Sequence[str]) -> Iterator[tuple[str, str, Tensor | None]]:
-        """Stage 0 keeps no master in float32 and float16: there, the weights themselves."""
-        for index, named in self._by_flat():
-            with self._in_memory(index, written=False):
-                for name, parameter in named:
-                    for key in keys:
-                        whole = self._whole(parameter, key)
-                        if whole is None and self._stage == 0:
-                            whole = parameter
-                        yield name, key, self._kept(whole)
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        for named in self._by_flat():
+            for name, parameter in named:
+                for key in keys:
+                    if key == PARAMETER:
+                        whole = safe_get_full_fp32_param(parameter)
+                    else:
+                        whole = safe_get_full_optimizer_state(parameter, key)
+                    if whole is None and self._stage == 0:
+                        # It keeps no master in float32 and float16, but the weights themselves.
+                        whole = parameter
+                    assert whole is not None, "DeepSpeed has no float32 master of it"
+                    kept = None
+                    if self._writes:
+                        kept = whole.detach().to(HOST_DEVICE, torch.float32, copy=True)
+                    yield name, key, kept
 
     def load(self, state: TrainedState) -> None:
         """Take this rank's part of every tensor."""
@@ -93,11 +101,10 @@ class ZeroState:
         self._prime()
         with self._unpacked(written=True), torch.no_grad():
             keys = (PARAMETER, *self._keys())
-            for index, named in self._by_flat():
-                with self._in_memory(index, written=True):
-                    for name, parameter in named:
-                        for key in keys:
-                            self._put(parameter, key, state.tensor(name, key))
+            for named in self._by_flat():
+                for name, parameter in named:
+                    for key in keys:
+                        self._put(parameter, key, state.tensor(name, key))
         for kept in self._states():
             set_updates(kept, state.counters.updates)
         scaler: Any = getattr(self._optimizer, "loss_scaler", None)
@@ -144,66 +151,37 @@ class ZeroState:
         """Keys that the state of every flat partition has."""
         return state_keys(self._states()[0])
 
-    @property
-    def _on_disk(self) -> bool:
-        return bool(getattr(self._optimizer, "swap_optimizer", False))
-
-    def _by_flat(self) -> Iterator[tuple[int, Named]]:
-        """Trained parameters by the flat partition that they are in, where it matters."""
-        if not self._on_disk:
-            yield 0, self._named
-            return
-        for index in range(len(self._flats())):
-            yield index, [each for each in self._named if self._place(each[1])[0] == index]
-
-    def _place(self, parameter: nn.Parameter) -> tuple[int, int, int]:
-        """Stage 3: (flat partition, first number in it, how many) of this rank's part."""
+    def _by_flat(self) -> Iterator[Named]:
+        """Trained parameters; by the flat partition that they are in, where these lie on a disk."""
         optimizer = self._optimizer
-        place: tuple[int, int, int] = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        return place
+        if not getattr(optimizer, "swap_optimizer", False):
+            yield self._named
+            return
+        flat_of = {
+            id(p): optimizer.grad_position[optimizer.get_param_id(p)][0] for _, p in self._named
+        }
+        for index in range(len(self._flats())):
+            with self._in_memory(index):
+                yield [each for each in self._named if flat_of[id(each[1])] == index]
 
     @contextlib.contextmanager
-    def _in_memory(self, index: int, *, written: bool) -> Iterator[None]:
+    def _in_memory(self, index: int) -> Iterator[None]:
         """A flat partition that lies on a disk, with its state, in the host's memory meanwhile.
 
-        DeepSpeed's own functions read all of it from the disk for each tensor.
+        DeepSpeed's own functions would read all of it from the disk for each tensor.
         """
         optimizer = self._optimizer
-        swapped = self._on_disk and optimizer._swappable_optimizer_subgroup(index)
-        if swapped:
-            optimizer._optimizer_states_and_gradient_swap_in(index)
-        yield
-        if swapped and written:
-            optimizer._optimizer_states_and_gradient_swap_out(index)
-        elif swapped:
-            optimizer._release_swap_buffers(index)
-
-    def _part(self, parameter: nn.Parameter, key: str) -> Tensor:
-        """This rank's part of a tensor that `_in_memory` has in memory."""
-        index, start, size = self._place(parameter)
-        flat = self._flats()[index]
-        kept = flat if key == PARAMETER else self._inner.state[flat][key]
-        return kept.detach().narrow(0, start, size)
-
-    def _whole(self, parameter: nn.Parameter, key: str) -> Tensor | None:
-        """One tensor, put together from the parts of all ranks."""
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-        found: Tensor | None
-        if self._on_disk:
-            part = self._part(parameter, key)
-            found = self._optimizer._fp32_state_allgather(parameter, part)
-        elif key == PARAMETER:
-            found = safe_get_full_fp32_param(parameter)
-        else:
-            found = safe_get_full_optimizer_state(parameter, key)
-        return found
-
-    def _kept(self, value: Tensor | None) -> Tensor | None:
-        assert value is not None, "DeepSpeed has no float32 master for a trained parameter"
-        if not self._writes:
-            return None
-        return value.detach().to(HOST_DEVICE, torch.float32, copy=True)
+        on_disk = getattr(optimizer, "swap_optimizer", False)
+        if not (on_disk and optimizer._swappable_optimizer_subgroup(index)):
+            yield
+            return
+        optimizer._optimizer_states_and_gradient_swap_in(index)
+        optimizer.swap_optimizer = False
+        try:
+            yield
+        finally:
+            optimizer.swap_optimizer = True
+        optimizer._optimizer_states_and_gradient_swap_out(index)
 
     def _put(self, parameter: Any, key: str, whole: Tensor) -> None:
         from deepspeed.utils import (
@@ -215,9 +193,7 @@ class ZeroState:
 
         if self._stage == 3:
             part = own_part(parameter, whole)
-            if self._on_disk:
-                self._part(parameter, key).copy_(part)
-            elif key == PARAMETER:
+            if key == PARAMETER:
                 safe_set_local_fp32_param(parameter, part)
             else:
                 safe_set_local_optimizer_state(parameter, part, key)
@@ -236,7 +212,7 @@ class ZeroState:
         # DeepSpeed steps one flat partition at a time, and leaves the groups empty between.
         for index, flat in enumerate(self._flats()):
             group = inner.param_groups[self._optimizer.sub_group_to_group_id[index]]
-            with self._in_memory(index, written=True):
+            with self._in_memory(index):
                 group["params"] = [flat]
                 prime(inner, [flat], inner.step)
                 group["params"] = []
