@@ -1,7 +1,12 @@
-"""What plans are told of `zero`: bytes by moment, counted from a model without values."""
+"""Bytes of `zero`: what plans are told by moment, and what simulated cards count by phase.
+
+Run as a script (``python -m tests.strategies.test_zero_memory``), it prints the table of
+docs/comparison.md: peaks by phase, of each way of gathering.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +16,14 @@ from anygauge.config.schema import AdapterSection
 from anygauge.interface import Backend, MemoryEstimate, Precision
 from anygauge.interface import estimate as of
 from anygauge.interface.estimate import FORWARD, GATHERED, OPTIMIZER, WEIGHTS
+from anygauge.kernels.loss import model_loss
+from anygauge.strategies.shared.flat import not_flat
+from anygauge.strategies.shared.footprint import weight_bytes
+from anygauge.strategies.zero.engine import Zero
 from anygauge.strategies.zero.footprint import zero_memory
 from anygauge.strategies.zero.spec import ZeroOptions
-from tests.helpers.build import a_workload, model_factory
+from tests.helpers.build import a_workload, batch_of, build_context, model_factory
+from tests.helpers.ranks import on_ranks
 
 LAYERS, WIDTH, WORDS = 4, 64, 512
 CONFIG = {
@@ -144,3 +154,98 @@ def test_other_stages_have_all_weights_and_a_part_of_the_optimizer() -> None:
         < none[of.END][of.GRADIENTS]
         < none[of.COLLECT][of.GRADIENTS]
     )
+
+
+# -- counted by the allocator of simulated cards --------------------------------------------------
+
+COUNTED = {**CONFIG, "hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 688}
+PHASES = ("build", "forward", "backward", "update")
+
+
+def peaks(backend: Backend, gather: str, words: int) -> dict[str, int]:
+    """Most bytes that this rank's card held in each phase of a build and three steps."""
+    placement, found = backend.placement, dict.fromkeys(PHASES, 0)
+
+    def ends(phase: str) -> None:
+        found[phase] = max(found[phase], placement.memory().peak)
+        placement.reset_peak()
+
+    def loss(outputs: Any) -> Any:
+        computed = model_loss(outputs)
+        ends("forward")
+        return computed
+
+    placement.reset_peak()
+    factory = model_factory(
+        {**COUNTED, "vocab_size": words},
+        AdapterSection(r=16),
+        attention="sdpa",
+        dtype=torch.bfloat16,
+        gradient_checkpointing=True,
+    )
+    precision = Precision(param_dtype="bfloat16", reduce_dtype="float32")
+    context = build_context(factory=factory, precision=precision, backend=backend)
+    engine = Zero(ZeroOptions(gather=gather)).build(context)
+    ends("build")
+    ids = torch.arange(256, device=placement.device)[None]
+    for _ in range(3):
+        engine.run_step([batch_of(ids)], loss, 2 * 255)
+        ends("backward")
+        engine.update(1e-3, 1.0)
+        ends("update")
+    engine.close()
+    return found
+
+
+def of_ways(words: int) -> dict[str, dict[str, int]]:
+    """Way of gathering -> phase -> bytes of the first of two cards."""
+    pytest.importorskip("anygauge_sim", reason="needs `make plugins`")
+    cards = {"ANYGAUGE_SIM_LOCKS": "", "ANYGAUGE_SIM_CARDS": "2"}
+    return {
+        way: on_ranks(peaks, way, words, world=2, backend="sim", environment=cards)[0]
+        for way in ("module", "layer", "flat")
+    }
+
+
+@pytest.mark.slow
+def test_flat_layers_need_least_in_forward_and_backward() -> None:
+    found = of_ways(2_000)
+    for phase in ("forward", "backward"):
+        assert found["flat"][phase] < 0.8 * found["layer"][phase]
+    # What stays whole: half of two tables more, and the buffers.
+    more = found["flat"]["build"] - found["layer"]["build"]
+    assert 0 < more < 2_000 * 256 * 2 + 2 * 2 * 256 * (4 * 256 + 3 * 688 + 200)
+
+
+LLAMA_3 = {"8B": (4096, 14336, 32), "70B": (8192, 28672, 80)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LLAMA_3)
+def test_what_flat_layers_cost_is_what_the_docs_say(name: str) -> None:
+    """Weights that a device holds, and has gathered, of 8 with an adapter."""
+    width, inner, layers = LLAMA_3[name]
+    config = {**CONFIG, "vocab_size": 128_256, "hidden_size": width, "intermediate_size": inner}
+    heads = {"num_attention_heads": width // 128, "num_key_value_heads": 8}
+    fields = {**config, **heads, "num_hidden_layers": layers, "tie_word_embeddings": False}
+    factory = model_factory(fields, AdapterSection(r=16), dtype=torch.bfloat16)
+    model = factory.adapt(factory.skeleton())
+    precision = Precision(param_dtype="bfloat16", reduce_dtype="float32")
+    workload = a_workload(Unopened(), precision, skeleton=model, world_size=8)
+    row = [f"Llama 3 {name}", f"{weight_bytes(not_flat(model), 'bfloat16') / 1e9:.1f}"]
+    for gather in ("flat", "layer"):
+        device = zero_memory(ZeroOptions(gather=gather), workload).device
+        for moment in (of.LOSS, of.BACKWARD):
+            row.append(f"{(device[moment][WEIGHTS] + device[moment][GATHERED]) / 1e9:.1f}")
+    docs = (Path(__file__).parents[2] / "docs/training.md").read_text(encoding="utf-8")
+    assert f"| {' | '.join(row)} |" in docs
+
+
+if __name__ == "__main__":
+    from tests.strategies import test_zero_memory as by_name  # ranks import what they run
+
+    print(f"| classes | gather | {' | '.join(PHASES)} |\n|---:|---|{'---:|' * len(PHASES)}")
+    for count in (2_000, 32_000):
+        for name, of_phases in by_name.of_ways(count).items():
+            figures = " | ".join(f"{of_phases[phase] / 2**20:,.1f}" for phase in PHASES)
+            print(f"| {count:,} | `{name}` | {figures} |")

@@ -71,16 +71,12 @@ def refuse_unserved_type(compute: str) -> None:
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    served = {
-        "float32": True,
-        "bfloat16": bool(accelerator.is_bf16_supported()),
-        "float16": bool(accelerator.is_fp16_supported()),
-    }
-    if not served[compute]:
-        others = ", ".join(name for name, answer in served.items() if answer)
+    served = [str(dtype).removeprefix("torch.") for dtype in accelerator.supported_dtypes()]
+    if compute not in served:
         raise UnsupportedError(
             f"precision.param_dtype: DeepSpeed does not train in {compute} on "
-            f"{accelerator.device_name()!r} devices. Use one of {others}, or strategy.name: single."
+            f"{accelerator.device_name()!r} devices. Use one of {', '.join(served)}, or "
+            "strategy.name: single."
         )
 
 
