@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -18,6 +18,7 @@ __all__ = [
     "Counters",
     "DeviceBatch",
     "Engine",
+    "HasRankState",
     "LossFunction",
     "TrainedState",
     "UpdateResult",
@@ -158,3 +159,31 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Let go of what the engine holds."""
+
+
+@runtime_checkable
+class HasRankState(Protocol):
+    """What an `Engine` also has where ranks may keep a state of their own.
+
+    Such as the error feedback of compressed gradients, or the outer momentum of local steps: it is
+    nobody else's, so it is not in what `Engine.export_state` gives. A checkpoint keeps it beside
+    that, a file for each rank. It is given back to the same rank of as many ranks under the same
+    strategy; otherwise it is left out, and the run resumes from the rest.
+    """
+
+    def export_rank_state(self) -> Mapping[str, Tensor]:
+        """This rank's state, by names of the engine's own choice; empty: it keeps none.
+
+        Tensors may be on the device, and the engine's own, which its next step changes. Called
+        between steps, beside `Engine.export_state`, on every rank, but ranks need not meet in it.
+        """
+
+    def import_rank_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take up what `export_rank_state` gave, on the host; called after `Engine.import_state`.
+
+        It is not called where the checkpoint holds nothing for this rank.
+
+        Raises:
+            ValueError: it does not fit this engine, whose options may have changed since; nothing
+                was taken up, and the run resumes without it.
+        """

@@ -197,6 +197,14 @@ class TorchEngine:
         self._copy_masters()
         self._scale.load(state.counters)
 
+    def export_rank_state(self) -> Mapping[str, Tensor]:
+        """See `HasRankState.export_rank_state`; what sums the gradients keeps it."""
+        return self._gradients.export_rank_state()
+
+    def import_rank_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `HasRankState.import_rank_state`."""
+        self._gradients.import_rank_state(tensors)
+
     def close(self) -> None:
         """Nothing is held that Python does not free."""
 
