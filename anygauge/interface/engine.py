@@ -167,23 +167,22 @@ class HasRankState(Protocol):
 
     Such as the error feedback of compressed gradients, or the outer momentum of local steps: it is
     nobody else's, so it is not in what `Engine.export_state` gives. A checkpoint keeps it beside
-    that, a file for each rank. It is given back to the same rank of as many ranks under the same
-    strategy; otherwise it is left out, and the run resumes from the rest.
+    that. It is given back where strategy, options and ranks are those of the checkpoint; otherwise
+    a line says that it is left out, and the rest resumes.
     """
 
     def export_rank_state(self) -> Mapping[str, Tensor]:
         """This rank's state, by names of the engine's own choice; empty: it keeps none.
 
-        Tensors may be on the device, and the engine's own, which its next step changes. Called
-        between steps, beside `Engine.export_state`, on every rank, but ranks need not meet in it.
+        Tensors may be on the device, and the engine's own, which its next step changes. Every rank
+        calls it, after `Engine.export_state`.
         """
 
     def import_rank_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take up what `export_rank_state` gave, on the host; called after `Engine.import_state`.
+        """Take up what `export_rank_state` gave, bit by bit, on the host.
 
-        It is not called where the checkpoint holds nothing for this rank.
+        Called after `Engine.import_state`.
 
         Raises:
-            ValueError: it does not fit this engine, whose options may have changed since; nothing
-                was taken up, and the run resumes without it.
+            ValueError: it does not fit this engine.
         """
