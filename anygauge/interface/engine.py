@@ -34,7 +34,9 @@ LossFunction: TypeAlias = "Callable[[Any], Tensor]"
 DeviceBatch: TypeAlias = "Mapping[str, Any]"
 """One micro-batch on the device: keyword arguments of the model's forward, ``shift_labels`` among
 them where it is to return its loss: (B, T) int64, the token that each position is to predict; -100
-where there is none. They are shifted already, so that a sequence can be cut anywhere."""
+where there is none. They are shifted already, so that a sequence can be cut anywhere. Those that
+are not -100 are loss tokens: an engine that steps on its own gradients counts its rank's there.
+Over all ranks that read other rows or positions they come to the step's `normalizer`."""
 
 
 @dataclass(frozen=True, slots=True)
