@@ -156,5 +156,20 @@ class Engine(Protocol):
         The model was built with the state's values already, in the type that weights have.
         """
 
+    def export_rank_state(self) -> Mapping[str, Tensor]:
+        """What this rank has of its own beside the state of the run, such as an error feedback.
+
+        A checkpoint keeps it; every rank calls it, after `export_state`. An engine without such a
+        state may lack both methods.
+        """
+        return {}
+
+    def import_rank_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Resume from it, bit by bit; called after `import_state`, with tensors on the host.
+
+        Called only where strategy, options and ranks are those of the checkpoint; otherwise the
+        run resumes without it.
+        """
+
     def close(self) -> None:
         """Let go of what the engine holds."""
