@@ -19,7 +19,7 @@ import safetensors.torch
 from torch import Tensor
 
 from anygauge.config.schema import CheckpointSection
-from anygauge.interface import AnygaugeError, Backend, Collectives, Engine
+from anygauge.interface import AnygaugeError, Backend, Collectives, Engine, HasRankState
 from anygauge.training.checkpoints.files import Checkpoint, gathered, write_checkpoint
 from anygauge.training.checkpoints.identity import (
     Finished,
@@ -135,7 +135,8 @@ class CheckpointManager:
             safetensors.torch.load(each)
             for each in self.backend.collectives.gather_bytes(safetensors.torch.save(states))
         ]
-        own: Mapping[str, Tensor] = getattr(self.engine, "export_rank_state", dict)()
+        engine = self.engine
+        own = engine.export_rank_state() if isinstance(engine, HasRankState) else {}
         contents = self.backend.collectives.gather_objects(
             [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in own.items()]
         )
@@ -330,12 +331,13 @@ def import_rank_state(
     why = [change for change in changes if change.startswith("strategy.")]
     if before != world_size:
         why.append(f"ranks: {before} -> {world_size}")
-    if why:
-        log(f"left out: what each rank had of its own, since {', '.join(why)}; the rest resumes")
+    if why or not isinstance(engine, HasRankState):
+        reason = ", ".join(why) or "this engine has no such state"
+        log(f"left out: what each rank had of its own, since {reason}; the rest resumes")
         return
     try:
         engine.import_rank_state(start.rank_state(rank))
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise AnygaugeError(
             f"{start.folder}: what rank {rank} had of its own does not fit this run: "
             f"{describe(error)}. Resume with what the checkpoint was made with, or with another "
