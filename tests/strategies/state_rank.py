@@ -19,7 +19,7 @@ from anygauge.interface import Backend, Counters, Engine, Precision, Strategy
 from anygauge.kernels.loss import model_loss
 from anygauge.strategies.ddp.engine import Ddp
 from anygauge.strategies.fsdp.engine import Fsdp
-from anygauge.strategies.fsdp.options import FsdpOptions
+from anygauge.strategies.fsdp.spec import FsdpOptions
 from anygauge.strategies.shared.common import trained_parameters
 from anygauge.strategies.shared.degrees import Degrees
 from anygauge.strategies.single.engine import Single

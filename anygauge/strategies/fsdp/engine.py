@@ -28,8 +28,7 @@ from torch.distributed.tensor import DTensor
 from anygauge.interface import HOST_DEVICE, BuildContext, MemoryEstimate, UnsupportedError, Workload
 from anygauge.strategies.context.context_parallel import divide_sequences, joined, with_attention
 from anygauge.strategies.fsdp.footprint import fsdp_memory
-from anygauge.strategies.fsdp.options import FsdpOptions
-from anygauge.strategies.fsdp.spec import shards
+from anygauge.strategies.fsdp.spec import FsdpOptions, shards
 from anygauge.strategies.shared.common import torch_dtype
 from anygauge.strategies.shared.degrees import in_words
 from anygauge.strategies.shared.flat import FLAT, FlatLayers, flat_layers_fit
@@ -94,9 +93,9 @@ class ReducedByFsdp(Gradients):
             gradient, parameter.grad = parameter.grad, None
             if isinstance(gradient, DTensor):
                 gradient = gradient.to_local()
-            found.append(
-                gradient if self._factor == 1 or gradient is None else gradient.mul_(self._factor)
-            )
+            if gradient is not None and self._factor != 1:
+                gradient.mul_(self._factor)
+            found.append(gradient)
         return found
 
 
@@ -191,28 +190,22 @@ class Fsdp(DividedStrategy):
             flat = FlatLayers(model, mesh.get_group("dp_shard"), device, otherwise="step")
             setattr(model, FLAT, flat)
         self._shard(model, mesh, context, flat)
-        host = torch.device(HOST_DEVICE)
-        storage = None if self.options.offload == "none" else host
+        storage = device if self.options.offload == "none" else torch.device(HOST_DEVICE)
         cuts = {} if parallel is None else parallel.division.cuts
         fill(model, names, context.factory, device, storage=storage, cuts=cuts, flat=flat)
         assert isinstance(model, FSDPModule)
-        wrapped: FSDPModule = model
-        everything = all(p.requires_grad for p in model.parameters())
         layout: TensorLayout = Sharded(mesh.get_group("dp_shard"), device)
         if parallel is not None:
             layout = parallel.layout(layout, model)
-
-        def gradients(trained: Sequence[nn.Parameter]) -> Gradients:
-            return ReducedByFsdp(
-                wrapped,
-                trained,
-                every_time=everything,
-                keeps_weights=self.options.gather == "step",
-                ranks=context.workload.world_size // self.options.tp,
-                group=mesh.get_group("dp_shard"),
-                device=device,
-            )
-
+        gradients = functools.partial(
+            ReducedByFsdp,
+            model,
+            every_time=all(p.requires_grad for p in model.parameters()),
+            keeps_weights=self.options.gather == "step",
+            ranks=context.workload.world_size // self.options.tp,
+            group=mesh.get_group("dp_shard"),
+            device=device,
+        )
         return TorchEngine(
             model,
             context,

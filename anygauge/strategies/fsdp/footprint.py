@@ -9,7 +9,7 @@ from torch import nn
 
 from anygauge.interface import MemoryEstimate, Traffic
 from anygauge.interface import estimate as at
-from anygauge.strategies.fsdp.options import FsdpOptions
+from anygauge.strategies.fsdp.spec import FsdpOptions
 from anygauge.strategies.shared.flat import FlatSizes, not_flat
 from anygauge.strategies.shared.footprint import (
     Kinds,

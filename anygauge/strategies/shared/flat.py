@@ -31,19 +31,6 @@ SMALL_PART = 1 / 4
 """Of the layers' parameters, at most, are trained: more are better sharded by layer."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a parameter lies.
-
-    Attributes:
-        layer: its number.
-        start: of its first element in the layer's.
-    """
-
-    layer: int
-    start: int
-
-
 class FlatLayers:
     """The frozen weights of a model's decoder layers.
 
@@ -78,7 +65,7 @@ class FlatLayers:
         self._handles: list[Any] = [None] * BUFFERS
         self._backward = False
         self._lists = _numbers_of_lists(model, layers)
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, tuple[int, int]] = {}  # its layer, and where it begins in it
         self._inside: set[int] = set()
         self._passes = 0
         self._checks: list[Any] = []
@@ -113,19 +100,18 @@ class FlatLayers:
     def keep(self, parameter: Tensor, rows: Tensor) -> None:
         """Take what this rank holds of a parameter from the rows that `rows` asked for."""
         start, end = self._own(parameter)
-        place = self._places[id(parameter)]
-        length = self._lengths[place.layer]
+        layer, first = self._places[id(parameter)]
         row = parameter[0].numel() if parameter.dim() else 1
         skipped = start - start // max(1, row) * row
-        at = place.start + start - self._rank * length
-        piece = self._pieces[place.layer][at : at + end - start]
+        at = first + start - self._rank * self._lengths[layer]
+        piece = self._pieces[layer][at : at + end - start]
         piece.copy_(rows.reshape(-1)[skipped : skipped + end - start])
 
     def _own(self, parameter: Tensor) -> tuple[int, int]:
         """First and last element of a parameter that this rank holds."""
-        place = self._places[id(parameter)]
-        first = self._rank * self._lengths[place.layer] - place.start
-        last = first + self._lengths[place.layer]
+        layer, begins = self._places[id(parameter)]
+        first = self._rank * self._lengths[layer] - begins
+        last = first + self._lengths[layer]
         return max(0, first), min(parameter.numel(), last)
 
     def _make_views(self, index: int, layer: nn.Module) -> None:
@@ -141,7 +127,7 @@ class FlatLayers:
                     # as the same values are there again when they are read.
                     real = nn.Parameter(view.data, requires_grad=False)
                     made[id(parameter)] = real
-                    self._places[id(real)] = _Place(index, start)
+                    self._places[id(real)] = index, start
                     start += _aligned(parameter)
                 module._parameters[name] = made[id(parameter)]
 
