@@ -8,6 +8,7 @@ again. A frozen weight has no gradient, so that this is all there is to it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,10 +74,10 @@ class FlatLayers:
             self._make_views(index, layer)
             for name, module in layer.named_modules(prefix=f"layer {index}"):
                 if module is not layer and any(p in self for p in module.parameters(False)):
-                    check = self._checking(index, name)
+                    check = functools.partial(self._check, index, name)
                     self._checks.append(module.register_forward_pre_hook(check))
-            layer.register_forward_pre_hook(self._entering(index))
-            layer.register_forward_hook(self._leaving(index))
+            layer.register_forward_pre_hook(functools.partial(self._enter, index))
+            layer.register_forward_hook(functools.partial(self._leave, index))
         model.register_forward_pre_hook(self._start)
 
     @property
@@ -139,38 +140,29 @@ class FlatLayers:
                 self._checks.pop().remove()
         self._passes += 1
 
-    def _entering(self, index: int) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            self._inside.add(index)
-            self._need(index)
+    def _enter(self, index: int, *_: Any) -> None:
+        self._inside.add(index)
+        self._need(index)
 
-        return hook
+    def _leave(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        self._inside.discard(index)
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(functools.partial(self._enter_backward, index))
 
-    def _leaving(self, index: int) -> Any:
-        def before_backward(gradient: Tensor) -> None:
-            self._backward = True
-            self._need(index)
+    def _enter_backward(self, index: int, gradient: Tensor) -> None:
+        self._backward = True
+        self._need(index)
 
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self._inside.discard(index)
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(before_backward)
-
-        return hook
-
-    def _checking(self, index: int, name: str) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            # What is recomputed in backward may be a layer's forward without the layer's call.
-            here = self._held[index % BUFFERS] == index
-            if not here or not (self._backward or index in self._inside):
-                raise UnsupportedError(
-                    f"this model computes with {name} outside of the forward of its layer, whose "
-                    f"weights are not gathered then. Set strategy.gather: {self._otherwise}, or "
-                    "use strategy.name: ddp"
-                )
-
-        return hook
+    def _check(self, index: int, name: str, *_: Any) -> None:
+        # What is recomputed in backward may be a layer's forward without the layer's call.
+        here = self._held[index % BUFFERS] == index
+        if not here or not (self._backward or index in self._inside):
+            raise UnsupportedError(
+                f"this model computes with {name} outside of the forward of its layer, whose "
+                f"weights are not gathered then. Set strategy.gather: {self._otherwise}, or "
+                "use strategy.name: ddp"
+            )
 
     def _need(self, index: int) -> None:
         """A layer is about to be computed: have its weights here, the next one's on their way."""
