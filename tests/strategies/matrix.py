@@ -27,6 +27,7 @@ from tests.strategies import parity_rank
 from tests.strategies.parity_rank import CONFIG, ParityCase
 
 Result = dict[str, Any]
+SLOW = pytest.mark.slow
 
 
 def of(strategy: str, options: Mapping[str, Any] | None = None, **more: Any) -> ParityCase:
@@ -217,24 +218,22 @@ def results(world: int, cases: Sequence[ParityCase], backend: str = "cpu") -> li
     return of_ranks(world, cases, backend)[0]
 
 
-class Matrix:
-    """The results of cases, and those of the reference on the same rows."""
-
-    def __init__(self, world: int, cases: Sequence[ParityCase], backend: str = "cpu") -> None:
-        alone = list(dict.fromkeys(json.dumps(dataclasses.asdict(c.alone())) for c in cases))
-        references = results(1, [ParityCase(**json.loads(each)) for each in alone])
-        self._references = dict(zip(alone, references, strict=True))
-        found = results(world, cases, backend)
-        self._found = dict(zip([case.name for case in cases], found, strict=True))
-
-    def pair(self, case: ParityCase) -> tuple[Result, Result]:
-        """(Of the case, which is forgotten then; of the reference.)"""
-        alone = json.dumps(dataclasses.asdict(case.alone()))
-        return self._found.pop(case.name), self._references[alone]
+def compared(
+    world: int, cases: Sequence[ParityCase], backend: str = "cpu"
+) -> dict[str, tuple[Result, Result]]:
+    """By the name of each case its results, and those of the reference on the same rows."""
+    alone = [json.dumps(dataclasses.asdict(case.alone())) for case in cases]
+    each = list(dict.fromkeys(alone))
+    known = dict(zip(each, results(1, [ParityCase(**json.loads(c)) for c in each]), strict=True))
+    found = results(world, cases, backend)
+    return {
+        case.name: (one, known[reference])
+        for case, one, reference in zip(cases, found, alone, strict=True)
+    }
 
 
 class CaseGroups:
-    """Matrices by name, each made when the first of its cases is asked for.
+    """Cases by group, whose results are made when the first of them is asked for.
 
     Args:
         groups: ranks, cases, and the backend if it is not the host's.
@@ -242,7 +241,7 @@ class CaseGroups:
 
     def __init__(self, **groups: tuple[Any, ...]) -> None:
         self._groups = groups
-        self._made: dict[str, Matrix] = {}
+        self._made: dict[str, dict[str, tuple[Result, Result]]] = {}
 
     def cases(self, *slow: str) -> list[Any]:
         """Parameters of a test: group and case."""
@@ -253,15 +252,12 @@ class CaseGroups:
         ]
 
     def pair(self, name: str, case: ParityCase) -> tuple[Result, Result]:
-        """(Of the case, of the reference.)"""
+        """(Of the case, which is forgotten then; of the reference.)"""
         if name not in self._made:
             if "sim" in self._groups[name]:
                 pytest.importorskip("anygauge_sim", reason="needs `make plugins`")
-            self._made[name] = Matrix(*self._groups[name])
-        return self._made[name].pair(case)
-
-
-SLOW = pytest.mark.slow
+            self._made[name] = compared(*self._groups[name])
+        return self._made[name].pop(case.name)
 
 
 def apart(found: Sequence[float], wanted: Sequence[float]) -> float:
@@ -306,9 +302,9 @@ def table(steps: int) -> list[str]:
     ]
     for world, given in CROSSED.items():
         rows = [variants(strategy, options, steps) for strategy, options in given]
-        matrix = Matrix(world, [case for row in rows for case in row])
+        pairs_of = compared(world, [case for row in rows for case in row])
         for (strategy, options), row in zip(given, rows, strict=True):
-            *pairs, (adamw, alone) = map(matrix.pair, row)
+            *pairs, (adamw, alone) = (pairs_of[case.name] for case in row)
             columns = [
                 max(apart(found["losses"], wanted["losses"]) for found, wanted in pairs),
                 max(apart(found["norms"][:1], wanted["norms"][:1]) for found, wanted in pairs),
