@@ -52,42 +52,52 @@ def note_layers(model: Any, graph: RecordingGraph) -> None:
         )
 
 
-def calls_of_step(
-    checkpointing: Any = True, *, accumulates: bool = True, shapes: Any = None, chunks: bool = False
-) -> list[str]:
-    """Of one step of strategy `single`."""
+def step(
+    graph: RecordingGraph, checkpointing: Any = True, kernels: ModelKernels | None = None
+) -> None:
+    """One of strategy `single`."""
     backend = Registry.load().create_backend("cpu")
-    backend.graph = graph = RecordingGraph(accumulates)
-    if shapes is not None:
-        graph.shapes = shapes
+    backend.graph = graph
     backend.open(0)
-    kernels = ModelKernels(loss=_on_graphs(chunked(), graph)) if chunks else ModelKernels()
-    made = factory(checkpointing, kernels)
-    engine = Single().build(build_context(factory=made, backend=backend, rank=0, world_size=1))
+    context = build_context(
+        factory=factory(checkpointing, kernels),
+        backend=backend,
+        rank=0,
+        world_size=1,
+        micro_batch=1,
+        max_norm=1.0,
+    )
+    engine = Single().build(context)
     note_layers(engine.model, graph)
     engine.run_step([batch_of(torch.arange(8)[None])], model_loss, 8)
     engine.update(1e-3, 1.0)
     backend.close()
-    return graph.calls
 
 
 AGAIN = ["recompute", "layer 1", "recompute", "layer 0"]
 """Of two layers, from the last to the first."""
 
 
-@pytest.mark.parametrize(
-    ("checkpointing", "again"),
-    [(True, AGAIN), (CheckpointingSection(every=2), AGAIN[2:]), (False, [])],
-)
-def test_a_graph_begins_before_each_layer_is_computed_again(
-    checkpointing: Any, again: list[str]
-) -> None:
-    calls = calls_of_step(checkpointing)
-    assert calls == ["layer 0", "layer 1", "forward", *again, "backward", "update"]
+def test_a_graph_begins_before_each_layer_is_computed_again() -> None:
+    graph = RecordingGraph()
+    step(graph)
+    assert graph.calls == ["layer 0", "layer 1", "forward", *AGAIN, "backward", "update"]
+
+
+def test_layers_that_keep_their_activations_begin_none() -> None:
+    graph = RecordingGraph()
+    step(graph, CheckpointingSection(every=2))
+    kept = ["recompute", "layer 0"]
+    assert graph.calls == ["layer 0", "layer 1", "forward", *kept, "backward", "update"]
+    graph = RecordingGraph()
+    step(graph, False)
+    assert graph.calls == ["layer 0", "layer 1", "forward", "backward", "update"]
 
 
 def test_a_device_whose_graphs_do_not_accumulate_is_asked_for_none() -> None:
-    assert "recompute" not in calls_of_step(accumulates=False)
+    graph = RecordingGraph(accumulates=False)
+    step(graph)
+    assert "recompute" not in graph.calls
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -110,10 +120,14 @@ def test_both_forms_of_recomputation(reentrant: bool) -> None:
 
 
 def test_each_chunk_of_the_loss_is_a_graph() -> None:
-    calls = calls_of_step(False, chunks=True)
+    graph = RecordingGraph()
+    step(graph, False, ModelKernels(loss=_on_graphs(chunked(), graph)))
     # One chunk: a cut before it and one after it.
-    assert calls == ["layer 0", "layer 1", *["chunk"] * 2, "forward", "backward", "update"]
-    assert "chunk" not in calls_of_step(False, chunks=True, shapes=ShapePolicy())
+    assert graph.calls == ["layer 0", "layer 1", *["chunk"] * 2, "forward", "backward", "update"]
+    fluid = RecordingGraph()
+    fluid.shapes = ShapePolicy()
+    step(fluid, False, ModelKernels(loss=_on_graphs(chunked(), fluid)))
+    assert "chunk" not in fluid.calls
 
 
 def test_a_kernel_that_knows_no_marks_is_given_none() -> None:

@@ -12,7 +12,6 @@ from anygauge.launch.request import read_request
 from anygauge.registry import Registry
 from tests.architecture.repository import ROOT
 from tests.helpers.runs import Run, run_file, trained_here
-from tests.helpers.tree import add_distribution
 
 PLUGIN = ROOT / "examples/plugins/anygauge-plain"
 SAVED = {"every": 2, "keep_last": 5}
@@ -22,7 +21,10 @@ SAVED = {"every": 2, "keep_last": 5}
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Put it on the path, with the metadata that an installation writes."""
     site = tmp_path_factory.mktemp("site")
-    add_distribution(site, "anygauge-plain", "0.1.0", "[anygauge]\nplain = anygauge_plain\n")
+    info = site / "anygauge_plain-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: anygauge-plain\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text("[anygauge]\nplain = anygauge_plain\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(PLUGIN))
         patch.syspath_prepend(str(site))
@@ -34,10 +36,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
+def asked(folder: Path, name: str, strategy: dict[str, Any], **changes: Any) -> Path:
+    return run_file(folder, name=name, strategy=strategy, checkpoint=SAVED, **changes)
+
+
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> Run:
-    strategy = {"name": "plain", "sums": "float64"}
-    return trained_here(run_file(folder, name="plain", strategy=strategy, checkpoint=SAVED))
+    return trained_here(asked(folder, "plain", {"name": "plain", "sums": "float64"}))
+
+
+@pytest.fixture(scope="module")
+def single(folder: Path) -> Run:
+    return trained_here(asked(folder, "single", {"name": "single"}))
 
 
 def test_it_is_found_like_any_plugin() -> None:
@@ -45,8 +55,7 @@ def test_it_is_found_like_any_plugin() -> None:
     assert provided.origin == "anygauge-plain 0.1.0"
 
 
-def test_it_trains_as_single_does(plain: Run, folder: Path) -> None:
-    single = trained_here(run_file(folder, name="single", strategy={"name": "single"}))
+def test_it_trains_as_single_does(plain: Run, single: Run) -> None:
     assert plain.steps("loss") == pytest.approx(single.steps("loss"), rel=1e-6)
     assert plain.steps("grad_norm") == pytest.approx(single.steps("grad_norm"), rel=1e-5)
 
