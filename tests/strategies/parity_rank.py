@@ -18,6 +18,7 @@ from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.config.sections import CheckpointingSection, OptimizerSection
 from anygauge.data import MicroBatch
 from anygauge.interface import Backend, DeviceBatch, Engine, Precision, Share
+from anygauge.interface import estimate as at
 from anygauge.kernels.install import ModelKernels
 from anygauge.kernels.logits_rule import logits_rule
 from anygauge.kernels.loss import model_loss
@@ -27,7 +28,7 @@ from anygauge.models.masks import MaskPlan
 from anygauge.models.quantised import QuantisedLinear
 from anygauge.strategies.shared.activations import offload_activations
 from anygauge.strategies.shared.flat import FLAT
-from anygauge.strategies.shared.footprint import footprint_of, memory_of
+from anygauge.strategies.shared.footprint import memory_of
 from anygauge.testing.bisect import CollectiveBytes
 from anygauge.training.optimizer import optimizer_factory
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
@@ -243,12 +244,13 @@ def built(case: ParityCase, backend: Backend, rank: int, world: int) -> tuple[En
     )
     skeleton = context.factory.adapt(context.factory.skeleton())
     workload = dataclasses.replace(context.workload, skeleton=skeleton)
-    footprint = footprint_of(memory_of(strategy, workload))
+    estimate = memory_of(strategy, workload)
     engine = strategy.build(context)
     if case.offloaded:
         offload_activations(engine.model, backend.placement)
     scales = sum(b.numel() * b.element_size() for b in skeleton.buffers() if b.is_meta)
-    return engine, {**dataclasses.asdict(footprint), "scales": scales}, share
+    weights = estimate.held(at.EVALUATION, at.WEIGHTS)
+    return engine, {"weights": weights, "scales": scales, "sent": estimate.sent}, share
 
 
 def trained(case: ParityCase, backend: Backend, rank: int, world: int) -> dict[str, Any]:
