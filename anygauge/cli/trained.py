@@ -171,7 +171,7 @@ def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> Mod
     from anygauge.models.files import read_fields
     from anygauge.models.hub import CONFIG
     from anygauge.models.result_files import GENERATION_CONFIG, TOKENIZER_CONFIG
-    from anygauge.models.start import CONFIG_FILE
+    from anygauge.models.warm_start import CONFIG_FILE
 
     folder, data = Path(model), None
     section = ModelSection(name=model)

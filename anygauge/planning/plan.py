@@ -33,8 +33,14 @@ from anygauge.kernels.choose import ATTENTION, CALLED, REFERENCE, kernels_of_run
 from anygauge.kernels.plan import KernelPlan, plan_kernels
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
-from anygauge.models.inputs import PLAIN, model_inputs, positions, shift_labels
-from anygauge.models.masks import MaskPlan, plan_masks
+from anygauge.models.inputs import (
+    PLAIN,
+    MaskPlan,
+    model_inputs,
+    plan_masks,
+    positions,
+    shift_labels,
+)
 from anygauge.models.quantised import quantised_layers
 from anygauge.models.source import LAYERS, check_positions, check_written
 from anygauge.planning.memory import PHASES, Peak, RunMemory, Work
@@ -107,7 +113,7 @@ def _plan_rank(
     kernels, names = _kernels(run, registry, backend, few)
     part, staged = workload.share.sequence, bool(estimate.stages)
     if part not in traces:
-        few = few.having(kernels.attention.name, kernels.model)
+        few = few.with_kernels(kernels.attention.name, kernels.model)
         traces[part] = _traced(run, few, kernels, strategy, workload, staged=staged)
     trace = traces[part]
     of_kind: dict[Any, LayerTrace] = {}

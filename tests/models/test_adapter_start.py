@@ -16,8 +16,8 @@ from anygauge.config.resolved import dump_run
 from anygauge.config.schema import AdapterSection
 from anygauge.config.sections import AdapterGroup
 from anygauge.interface import ModelError, RunFileError, UnsupportedError
+from anygauge.models.adaptable_layers import Factors
 from anygauge.models.adapter import adapted_layers
-from anygauge.models.targets import Factors
 from tests.helpers.build import model_factory, on_host
 from tests.helpers.runs import TINY, run_file, trained_here
 

@@ -13,9 +13,9 @@ from anygauge.cli import run as command
 from anygauge.config.schema import AdapterSection
 from anygauge.config.sections import AdapterGroup
 from anygauge.interface import ModelError, UnsupportedError
+from anygauge.models.adaptable_layers import Factors, patterns, planned_layers, short_names
 from anygauge.models.adapter import adapted_layers, load_adapter
 from anygauge.models.export import save_adapter
-from anygauge.models.targets import Factors, patterns, planned_layers, short_names
 from tests.helpers.build import model_factory, on_host
 from tests.helpers.runs import TINY, run_file
 from tests.models.families import adapted, config_of, saved

@@ -18,8 +18,7 @@ from anygauge.kernels.attention import (
     never_called,
     register_attention,
 )
-from anygauge.models.inputs import model_inputs
-from anygauge.models.masks import plan_masks
+from anygauge.models.inputs import model_inputs, plan_masks
 from anygauge_kernels.attention import with_softmax
 from anygauge_kernels.blocks import block_attention
 from anygauge_kernels.softmax import softmax

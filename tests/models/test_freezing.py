@@ -15,7 +15,7 @@ from anygauge.config.load import load_run_file
 from anygauge.config.schema import TrainSection
 from anygauge.config.sections import OptimizerSection
 from anygauge.interface import AnygaugeError, ModelError, RunFileError
-from anygauge.models.freezing import Freezing
+from anygauge.models.adaptable_layers import Freezing
 from anygauge.models.verify import probe_tokens
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.build import model_factory

@@ -11,8 +11,7 @@ import torch
 from anygauge.config.schema import DataSection, SourceSection
 from anygauge.data import EvaluationBatches, Layout, TokenizedRows, prepare
 from anygauge.interface import UnsupportedError
-from anygauge.models.inputs import model_inputs
-from anygauge.models.masks import MaskPlan, plan_masks, visible
+from anygauge.models.inputs import MaskPlan, model_inputs, plan_masks, visible
 from tests.helpers.operations import TRIANGLES, Operations
 from tests.helpers.runs import tiny_model
 from tests.helpers.tokenizer import FIXTURES, make_tokenizer

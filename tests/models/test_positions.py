@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from anygauge.data import MicroBatch
 from anygauge.interface import UnsupportedError
-from anygauge.models.inputs import model_inputs
-from anygauge.models.masks import plan_masks
+from anygauge.models.inputs import model_inputs, plan_masks
 from anygauge.models.source import check_positions
 from anygauge.models.verify import VerificationError, probe_tokens, verify
 from tests.models.families import config_of

@@ -23,8 +23,8 @@ from anygauge.models.merge import merge
 from anygauge.models.quantisation import RECORD_FILE
 from anygauge.models.quantised import (
     QuantisedLinear,
-    _refuse_other_layers,
     keep_scales,
+    quantise_layers,
     quantised_layers,
     transformers_config,
 )
@@ -268,4 +268,4 @@ def test_fused_experts_are_refused() -> None:
     fused = torch.nn.Module()
     fused.gate_up_proj = torch.nn.Parameter(torch.zeros(2, 3, 4))
     with pytest.raises(UnsupportedError, match=r"gate_up_proj.*experts as one tensor"):
-        _refuse_other_layers(fused, 4)
+        quantise_layers(fused, SECTIONS[0], torch.float32)
