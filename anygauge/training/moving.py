@@ -13,7 +13,7 @@ from anygauge.interface import Backend, DeviceBatch, ShapeKind, Share
 from anygauge.kernels.loss import IGNORE, state_loss_rows
 from anygauge.models.inputs import MaskPlan, model_inputs, padded, positions, shift_labels
 from anygauge.models.padding import state_padding
-from anygauge.strategies.common import torch_dtype
+from anygauge.strategies.shared.common import torch_dtype
 from anygauge.training.progress import Progress
 
 
