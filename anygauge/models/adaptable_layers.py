@@ -123,11 +123,12 @@ def planned_parameters(model: Any, section: AdapterSection) -> dict[str, Factors
     """
     layers = adaptable_layers(model)
     # Shapes tell nothing here: a strategy may have sharded the tensors.
-    free = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in layers]
+    tensors = dict(model.named_parameters())
+    free = [name for name in tensors if name.rpartition(".")[0] not in layers]
     for target in section.target_parameters:
         if not any(_ends_with(name, target) for name in free):
             owner = next((n for n in layers if _ends_with(f"{n}.weight", target)), None)
-            short = sorted({".".join(name.split(".")[-2:]) for name in free})
+            short = sorted({".".join(n.split(".")[-2:]) for n in free if tensors[n].dim() > 1})
             raise ModelError(
                 "adapter.target_parameters: "
                 + (

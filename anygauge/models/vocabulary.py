@@ -106,8 +106,7 @@ class NewTokens:
         Args:
             value: as it is stored.
         """
-        path, _, key = name.rpartition(".")
-        owner = model.get_submodule(path)
+        owner = model.get_submodule(name.rpartition(".")[0])
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
         if all(owner is not end for end in ends) or value.shape[0] != self.rows_before:
             return value  # a wrong shape is refused by whoever asked

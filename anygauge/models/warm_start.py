@@ -152,10 +152,9 @@ def check_given(
         if "groups" not in section.given:  # one rank and alpha for all, which were compared above
             planned = {name: built.get(name, factors) for name, factors in planned.items()}
         if (name := first_difference(planned, built)) is not None:
-            none = "without factors"
             different[f"adapter.targets or adapter.groups: layer {name}"] = (
-                planned.get(name, none),
-                built.get(name, none),
+                planned.get(name, "without factors"),
+                built.get(name, "none"),
             )
     for field, (given, value) in different.items():
         raise ModelError(
