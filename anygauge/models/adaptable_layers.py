@@ -7,10 +7,9 @@ import difflib
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from anygauge.config.schema import AdapterSection, TrainSection
+from anygauge.config.schema import AdapterSection
 from anygauge.interface import ModelError
 from anygauge.models.factors import Factors
 from anygauge.util.text import did_you_mean
@@ -316,46 +315,26 @@ def _maps_rows(module: Any) -> bool:
     return isinstance(found, torch.Tensor) and found.shape == (1, _ROWS, module.out_features)
 
 
-@dataclass(frozen=True, slots=True)
-class Freezing:
-    """Which of a model's own weights are trained: expressions over the names of its parameters.
+def freeze(model: nn.Module, trainable: Sequence[str], frozen: Sequence[str]) -> None:
+    """Leave gradients to some of a model's own weights; a tied one goes by each of its names.
 
     Args:
-        trainable: only what one of these matches is trained; empty: everything is.
+        trainable: only what one of these expressions matches is trained; empty: everything is.
         frozen: what one of these matches is not.
+
+    Raises:
+        ModelError: an expression matches no parameter, or nothing is left to train.
     """
-
-    trainable: tuple[str, ...]
-    frozen: tuple[str, ...]
-
-    @classmethod
-    def of(cls, section: TrainSection) -> Freezing | None:
-        """None where all weights are trained."""
-        if not section.trainable and not section.frozen:
-            return None
-        return cls(tuple(section.trainable), tuple(section.frozen))
-
-    def apply(self, model: nn.Module) -> None:
-        """Leave gradients to what is trained; a tied parameter goes by each of its names.
-
-        Raises:
-            ModelError: an expression matches no parameter, or nothing is left to train.
-        """
-        named = dict(model.named_parameters(remove_duplicate=False))
-        trained = _identities(named, self.trainable, "train.trainable")
-        frozen = _identities(named, self.frozen, "train.frozen")
-        for parameter in named.values():
-            here = id(parameter)
-            parameter.requires_grad_(
-                (here in trained or not self.trainable)
-                and here not in frozen
-                and parameter.is_floating_point()
-            )
-        if not any(parameter.requires_grad for parameter in named.values()):
-            raise ModelError(
-                "train.trainable and train.frozen leave nothing to train: train.frozen matches all "
-                "weights that would be trained"
-            )
+    named = dict(model.named_parameters(remove_duplicate=False))
+    chosen = _identities(named, trainable, "train.trainable") or {id(p) for p in named.values()}
+    chosen -= _identities(named, frozen, "train.frozen")
+    for parameter in named.values():
+        parameter.requires_grad_(id(parameter) in chosen and parameter.is_floating_point())
+    if not any(parameter.requires_grad for parameter in named.values()):
+        raise ModelError(
+            "train.trainable and train.frozen leave nothing to train: train.frozen matches all "
+            "weights that would be trained"
+        )
 
 
 def _identities(

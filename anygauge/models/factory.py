@@ -16,7 +16,7 @@ from anygauge.config.schema import AdapterSection, ModelSection, RunFile
 from anygauge.config.sections import CheckpointingSection, recomputation
 from anygauge.interface import HOST_DEVICE, ModelError, PartFunction, UnsupportedError
 from anygauge.kernels.install import ModelKernels, install
-from anygauge.models.adaptable_layers import Freezing
+from anygauge.models.adaptable_layers import freeze
 from anygauge.models.adapter import add_adapter, external_parameters, saved_modules
 from anygauge.models.conversion import Value, Weights, in_published_form, stored_buffers
 from anygauge.models.factors import changes_base
@@ -48,7 +48,8 @@ class CausalModelFactory:
         seed: int,
         gradient_checkpointing: bool | CheckpointingSection,
         router_aux_loss_coef: float = 0.0,
-        freezing: Freezing | None = None,
+        trainable: Sequence[str] = (),
+        frozen: Sequence[str] = (),
     ) -> None:
         """Args:
         attention: a resolved implementation.
@@ -56,7 +57,7 @@ class CausalModelFactory:
             not even what makes its loss.
         dtype: type of the adapter's factors.
         router_aux_loss_coef: of the loss that a mixture's routers have; 0: none.
-        freezing: of the model's own weights, where there is no adapter.
+        trainable, frozen: see `freeze`; where there is no adapter.
         """
         self.section = section
         self.adapter = adapter
@@ -72,7 +73,7 @@ class CausalModelFactory:
         self.dtype = dtype
         self._kernels = kernels
         self._seed = seed
-        self.freezing = freezing
+        self.trainable, self.frozen = trainable, frozen
         self.activations = recomputation(gradient_checkpointing)
         self._router_aux_loss_coef = router_aux_loss_coef
         self._weights: Weights | None = None
@@ -89,7 +90,8 @@ class CausalModelFactory:
             seed=run.train.seed,
             gradient_checkpointing=run.train.gradient_checkpointing,
             router_aux_loss_coef=run.train.router_aux_loss_coef,
-            freezing=Freezing.of(run.train),
+            trainable=run.train.trainable,
+            frozen=run.train.frozen,
         )
 
     def with_kernels(self, attention: str, kernels: ModelKernels | None) -> Self:
@@ -270,8 +272,8 @@ class CausalModelFactory:
                     for name, parameter in model.named_parameters()
                     if parameter.requires_grad
                 }
-        elif self.freezing is not None:
-            self.freezing.apply(model)
+        elif self.trainable or self.frozen:
+            freeze(model, self.trainable, self.frozen)
         if self._kernels is not None:
             install(model, self._kernels)
             if self._router_aux_loss_coef:
@@ -345,7 +347,7 @@ class CausalModelFactory:
     def checkpoint_activations(self, model: nn.Module, *, reentrant: bool = False) -> None:
         """See `ModelFactory.checkpoint_activations`."""
         recompute(model, self.activations, reentrant=reentrant)
-        frozen = self.adapter is not None or self.freezing is not None
+        frozen = self.adapter is not None or self.trainable or self.frozen
         if reentrant and self.activations.every and frozen:
             # A reentrant region passes no gradient unless an input of it asks for one.
             adapted: Any = model

@@ -2,18 +2,25 @@
 
 Packed documents are isolated by an explicit mask, built from segment numbers, rather than by what
 a model library infers from position ids: it holds for every attention that takes a mask.
+
+For torch's fused attention, the model library asks the mask of other rows, on the device, whether
+they have padding, and waits for the answer in each forward: without padding it leaves the mask out,
+so that a faster kernel can serve and keys are not repeated for each head. Who laid the batch out
+knows, and states it here. Where a token sees all before it and nothing after, padding on the right
+is seen by no real token, and the loss leaves out what padding computes: such a batch needs no mask
+either.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anygauge.interface import SequencePart, UnsupportedError
 from anygauge.kernels.attention import model_class, setting
@@ -26,6 +33,10 @@ FORMS = {"eager": "additive", "sdpa": "boolean", "flex_attention": "blocks"}
 """The library's attention that a kind of mask belongs to -> its form."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+
+_STATED = "anygauge_has_padding"
+_current: list[bool | None] = [None]
+"""Of the forward that is under way; None: nobody stated it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,35 +195,32 @@ def plan_masks(
     Raises:
         UnsupportedError: they would not be isolated; with the reason and the way out.
     """
+    if reason := _why_no_masks(config, masks_of):
+        raise UnsupportedError(f"{field}: {reason}; set {field}: {off}")
+    return MaskPlan(FORMS[masks_of], _windows(config, max_length))
+
+
+def _why_no_masks(config: Any, masks_of: str) -> str:
+    """Why a model does not take a mask for each pair of positions; "" if it does."""
     if masks_of not in FORMS:
-        raise UnsupportedError(
-            f"{field}: attention {masks_of!r} does not take a mask for each pair of positions; "
-            f"set model.attention to eager or sdpa, or {field}: {off}"
+        return (
+            f"attention {masks_of!r} does not take a mask for each pair of positions, as eager or "
+            "sdpa (model.attention) do"
         )
-    kinds = set(getattr(config, "layer_types", None) or ())
-    other = sorted(kinds - {FULL, SLIDING}) + _recurrent(config)
+    other = sorted({*(getattr(config, "layer_types", None) or ())} - {FULL, SLIDING})
+    other += _recurrent(config)
     if other or not setting(config, "num_attention_heads"):
         what = f"layers of kind {', '.join(other)}" if other else "layers with no attention"
-        raise UnsupportedError(
-            f"{field}: this model has {what}, on which a mask for each pair of positions has no "
-            f"effect; set {field}: {off}"
-        )
-    if not _takes_masks(config):
-        raise UnsupportedError(
-            f"{field}: {type(config).__name__.removesuffix('Config')} models build their own masks "
-            f"and do not take one for each pair of positions; set {field}: {off}"
-        )
-    if reason := _counts_itself(config):
-        raise UnsupportedError(f"{field}: {reason}; set {field}: {off}")
-    return MaskPlan(FORMS[masks_of], _windows(config, kinds, max_length))
-
-
-def _counts_itself(config: Any) -> str:
-    """Why a model would not take the positions of several documents in a row; "" if it does."""
+        return f"this model has {what}, on which a mask for each pair of positions has no effect"
     kind: Any = model_class(config)
     if kind is None:
         return ""
     module = sys.modules[kind.__module__]
+    if not _takes_masks(module, config):
+        return (
+            f"{type(config).__name__.removesuffix('Config')} models build their own masks and do "
+            "not take one for each pair of positions"
+        )
     # Biases by distance, as MPT has them, need no positions.
     by_distance = any("alibi" in name for name in vars(module))
     if not by_distance and "position_ids" not in inspect.signature(kind.forward).parameters:
@@ -229,25 +237,19 @@ def _counts_itself(config: Any) -> str:
 
 def _recurrent(config: Any) -> list[str]:
     """Fields of a configuration that speak of layers with a state that no mask reaches."""
-    fields = sorted(vars(config)) if hasattr(config, "__dict__") else []
     lists = ("layers_block_type", "block_types", "hybrid_layer_ids", "attn_layer_indices")
     return [
         name
-        for name in fields
-        if (name in lists or name.startswith(("mamba_", "ssm_", "rwkv_", "lru_")))
-        and getattr(config, name)
+        for name, value in sorted(getattr(config, "__dict__", {}).items())
+        if value and (name in lists or name.startswith(("mamba_", "ssm_", "rwkv_", "lru_")))
     ]
 
 
-def _takes_masks(config: Any) -> bool:
-    """Whether a mask for each pair of positions is used as it is.
+def _takes_masks(module: Any, config: Any) -> bool:
+    """Whether the model of a module uses a mask for each pair of positions as it is.
 
-    It is where the library's common functions make masks, in their present or their former form.
+    It does where the library's common functions make masks, in their present or their former form.
     """
-    kind = model_class(config)
-    if kind is None:
-        return True
-    module = sys.modules[kind.__module__]
     if hasattr(module, "build_alibi_tensor") and getattr(config, "alibi", True):
         return False  # its position biases are made from a mask of one value per token
     if any(hasattr(module, name) for name in ("create_causal_mask", "create_masks_for_generate")):
@@ -256,13 +258,12 @@ def _takes_masks(config: Any) -> bool:
     return any("_update_causal_mask" in vars(each) for each in classes)
 
 
-def _windows(config: Any, kinds: set[str], max_length: int) -> tuple[tuple[str, int | None], ...]:
+def _windows(config: Any, max_length: int) -> tuple[tuple[str, int | None], ...]:
     window: int | None = setting(config, "sliding_window")
     if not window or window >= max_length or not getattr(config, "use_sliding_window", True):
         return (("", None),)
-    by_kind: Mapping[str, int | None] = {FULL: None, SLIDING: window}
-    if kinds:
-        slides = tuple((kind, by_kind[kind]) for kind in sorted(kinds))
+    if kinds := sorted({*(getattr(config, "layer_types", None) or ())}):
+        slides = tuple((kind, None if kind == FULL else window) for kind in kinds)
         return slides if len(slides) > 1 else (("", slides[0][1]),)
     if getattr(config, "max_window_layers", None) is not None:
         raise UnsupportedError(
@@ -271,3 +272,72 @@ def _windows(config: Any, kinds: set[str], max_length: int) -> tuple[tuple[str, 
             f"set data.max_length to at most {window}, or data.packing: false"
         )
     return (("", window),)
+
+
+def state_padding(mask: Tensor, has_padding: bool) -> None:
+    """Note on a batch's attention mask, (B, T), what the host knows of it.
+
+    Padding, if there is any, is on the right.
+    """
+    setattr(mask, _STATED, has_padding)
+
+
+def answer_from_host(model: nn.Module, attention: str, *, causal: bool = False) -> None:
+    """Have masks of a model made by what `state_padding` noted, where it did.
+
+    Args:
+        model: of transformers, adapted or not.
+        attention: the name that it was built with; its masks are those of ``sdpa``, unless it is
+            causal by itself.
+        causal: see `AttentionKernel`.
+    """
+    from transformers import PreTrainedModel
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+    made = ALL_MASK_ATTENTION_FUNCTIONS[attention]
+    if not hasattr(made, _STATED):
+        AttentionMaskInterface.register(attention, _unasked(made, causal))
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.register_forward_pre_hook(_enter, with_kwargs=True)
+            module.register_forward_hook(_leave, always_call=True)
+
+
+def _unasked(made: Callable[..., Any], causal: bool) -> Callable[..., Any]:
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        has_padding = _current[0]
+        unseen = has_padding is not None and _sees_all_before(kwargs)
+        if causal and unseen:
+            return None
+        if unseen or has_padding is False:
+            kwargs["attention_mask"] = None
+        elif has_padding:
+            kwargs["allow_is_causal_skip"] = False
+        return made(*args, **kwargs)
+
+    setattr(mask, _STATED, True)
+    return mask
+
+
+def _sees_all_before(asked: Mapping[str, Any]) -> bool:
+    """Whether the library asks for a mask in which a token sees itself and all before it.
+
+    Args:
+        asked: by keyword; versions before 5 give the queries' positions instead of their number.
+    """
+    queries = asked["q_length"] if "q_length" in asked else len(asked["cache_position"])
+    keys, window = asked["kv_length"], asked.get("local_size")
+    return bool(
+        asked.get("allow_is_causal_skip", True)
+        and queries == keys
+        and not asked.get("kv_offset", 0)
+        and (window is None or keys < window)
+    )
+
+
+def _enter(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+    _current[0] = getattr(kwargs.get("attention_mask"), _STATED, None)
+
+
+def _leave(*_: Any) -> None:
+    _current[0] = None

@@ -174,7 +174,7 @@ _WHOLE: dict[str, nn.Module] = {}
 
 def _whole_model(section: Any, adapter: Any, factory: CausalModelFactory) -> nn.Module:
     """The adapted model on the meta device, all of its layers."""
-    key = repr((section, adapter, factory.freezing, factory.dtype))
+    key = repr((section, adapter, factory.trainable, factory.frozen, factory.dtype))
     if key not in _WHOLE:
         _WHOLE.clear()
         _WHOLE[key] = _on_meta(factory, buffers=False)
