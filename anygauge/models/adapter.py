@@ -59,11 +59,6 @@ def add_adapter(
         UnsupportedError: the adapter to start from is of a kind that is not trained.
     """
     folder = None if section.start_from is None else Path(section.start_from)
-    if folder is not None and "init" in section.given:
-        raise ModelError(
-            f"adapter.init is {section.init}, but the adapter to start from already has its "
-            f"factors ({folder}); leave the field out"
-        )
     check_init(section.init)
     on_meta = any(p.is_meta for p in model.parameters())
     planned, rescale = None, False

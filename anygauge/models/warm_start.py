@@ -142,6 +142,7 @@ def check_given(
         "rslora": config.use_rslora,
         "dora": config.use_dora,
         "modules_to_save": config.modules_to_save or [],
+        "init": "trained factors",
     }
     different: dict[str, tuple[object, object]] = {
         f"adapter.{name}": (getattr(section, name), value)

@@ -11,14 +11,9 @@ from torch import Tensor
 from anygauge.data import MicroBatch
 from anygauge.interface import Backend, DeviceBatch, ShapeKind, Share
 from anygauge.kernels.loss import IGNORE, state_loss_rows
-from anygauge.models.inputs import (
-    MaskPlan,
-    model_inputs,
-    padded,
-    positions,
-    shift_labels,
-    state_padding,
-)
+from anygauge.models.inputs import model_inputs, padded, positions, shift_labels
+from anygauge.models.masks import MaskPlan
+from anygauge.models.padding import state_padding
 from anygauge.strategies.shared.common import torch_dtype
 from anygauge.training.progress import Progress
 

@@ -138,6 +138,11 @@ def test_all_linear_leaves_out_what_can_carry_no_adapter(
         ),
         ({"init": "other"}, ModelError, r"peft refused it: Unknown initialization.*'other'"),
         ({"init": "orthogonal", "r": 3}, ModelError, "rank to be even, got 3"),
+        (
+            {"modules_to_save": ["embed_tokens"], "targets": ["embed_tokens"]},
+            ModelError,
+            "peft did not build .* first that differs is 'model.embed_tokens",
+        ),
         ({"modules_to_save": ["lm_haed"]}, ModelError, "'lm_haed'; did you mean 'lm_head'"),
         (
             {"modules_to_save": ["up_proj"]},
