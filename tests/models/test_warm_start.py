@@ -70,21 +70,17 @@ def changed(plain: Path, folder: Path, **fields: Any) -> AdapterSection:
     return AdapterSection(start_from=str(folder))
 
 
-def test_the_saved_adapter_decides_everything_but_dropout(plain: Path) -> None:
-    model = adapted(AdapterSection(start_from=str(plain), dropout=0.2))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_saved_adapter_decides_everything_but_dropout(plain: Path, dtype: torch.dtype) -> None:
+    from peft import get_peft_model_state_dict
+
+    model = adapted(AdapterSection(start_from=str(plain), dropout=0.2), dtype)
     layers = adapted_layers(model)
     assert len(layers) == 5
     assert layers["model.layers.0.mlp.up_proj"] == Factors(4, 8.0)
     assert layers["model.layers.1.mlp.up_proj"] == Factors(2, 8.0)
     config = model.peft_config["default"]
     assert (config.use_dora, config.use_rslora, config.lora_dropout) == (True, True, 0.2)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_its_tensors_are_the_start(plain: Path, dtype: torch.dtype) -> None:
-    from peft import get_peft_model_state_dict
-
-    model = adapted(AdapterSection(start_from=str(plain)), dtype)
     state = get_peft_model_state_dict(model, save_embedding_layers=False)
     saved = load_file(plain / "adapter_model.safetensors")
     assert state.keys() == saved.keys()
