@@ -94,23 +94,17 @@ def patterns(values: Mapping[str, float], usual: float) -> dict[str, Any]:
 def planned_layers(model: Any, section: AdapterSection) -> dict[str, Factors]:
     """Every layer that the section names, with its factors, in the model's order.
 
+    Of two groups that name a layer, the later one holds.
+
     Raises:
-        ModelError: a name, an expression or a group matches nothing, or two groups one layer.
+        ModelError: a name or an expression matches nothing.
     """
     usual = Factors(section.r, section.alpha)
     plan = dict.fromkeys(matching_layers(model, section.targets, "adapter.targets"), usual)
-    group_of: dict[str, int] = {}
     for index, group in enumerate(section.groups):
-        field = f"adapter.groups[{index}]"
         factors = Factors(group.r or usual.r, group.alpha or usual.alpha)
-        for name in matching_layers(model, group.targets, f"{field}.targets"):
-            if name in group_of:
-                raise ModelError(
-                    f"{field}.targets: layer {name!r} is also in adapter.groups[{group_of[name]}]; "
-                    "a layer has one r and one alpha, so name it in only one group"
-                )
-            group_of[name] = index
-            plan[name] = factors
+        names = matching_layers(model, group.targets, f"adapter.groups[{index}].targets")
+        plan |= dict.fromkeys(names, factors)
     return {name: plan[name] for name in adaptable_layers(model) if name in plan}
 
 
@@ -186,8 +180,6 @@ def matching_layers(model: Any, targets: str | list[str], field: str) -> list[st
             )
         return found
     listed = [targets] if isinstance(targets, str) else targets
-    if not listed:
-        raise ModelError(f"{field}: an empty list names no layer; {_valid(layers)}")
     chosen: set[str] = set()
     for target in listed:
         matches = (

@@ -105,7 +105,7 @@ def _trained_as(weights: Path) -> dict[str, Any]:
 
 
 def _refuse_other_kinds(fields: Mapping[str, Any], usual: Any, path: Path) -> None:
-    for name in fields.keys() - KEPT - IGNORED:
+    for name in sorted(fields.keys() - KEPT - IGNORED):
         value = fields[name]
         if name == "init_lora_weights":
             sound = value in SOUND_STARTS

@@ -61,7 +61,7 @@ def test_groups_change_layers_and_add_some(model: Any) -> None:
             alpha=8,
             targets=["q_proj", "v_proj"],
             groups=[
-                AdapterGroup(targets=["v_proj"], r=2),
+                AdapterGroup(targets=["lm_head", "v_proj"], r=2),
                 AdapterGroup(targets="lm_head", alpha=1.5),
             ],
         ),
@@ -80,7 +80,6 @@ def test_groups_change_layers_and_add_some(model: Any) -> None:
         (["self_attn"], "'self_attn' is a LlamaAttention, but only linear"),
         (["norm"], "'norm' is a LlamaRMSNorm"),
         ("q_proj", r"matches no layer; it must match a whole name, .*write a list: \[q_proj\]"),
-        ([], "an empty list"),
     ],
 )
 def test_targets_that_mean_nothing_are_refused(model: Any, targets: Any, message: str) -> None:
@@ -91,9 +90,6 @@ def test_targets_that_mean_nothing_are_refused(model: Any, targets: Any, message
 def test_groups_are_refused_by_their_place(model: Any) -> None:
     groups = [AdapterGroup(targets=["q_proj"]), AdapterGroup(targets=["nothing"])]
     with pytest.raises(ModelError, match=r"adapter\.groups\[1\]\.targets: no layer"):
-        names(model, groups=groups)
-    groups[1] = AdapterGroup(targets=".*q_proj")
-    with pytest.raises(ModelError, match=r"groups\[1\].*q_proj' is also in adapter\.groups\[0\]"):
         names(model, groups=groups)
 
 
@@ -143,6 +139,7 @@ def test_all_linear_leaves_out_what_can_carry_no_adapter(
             ModelError,
             "peft refused it: No modules were targeted",
         ),
+        ({"targets": []}, ModelError, "peft (refused it: No|did not build)"),
         ({"modules_to_save": ["lm_haed"]}, ModelError, "'lm_haed'; did you mean 'lm_head'"),
         (
             {"modules_to_save": ["up_proj"]},
