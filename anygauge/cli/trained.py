@@ -81,9 +81,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             stop_ids=stop_ids,
-            show=lambda piece: print(piece, end="", flush=True),
         )
-        print()
     if not text.strip():
         Console(stderr=True).print(EMPTY)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,22 +121,15 @@ def generate(
     max_new_tokens: int,
     temperature: float,
     stop_ids: Sequence[int] = (),
-    show: Callable[[str], None] | None = None,
 ) -> str:
-    """The model's continuation of a prompt.
+    """The model's continuation of a prompt, which is printed while it is made.
 
     Args:
         prompt: token numbers, as training saw them before an answer.
         temperature: 0 always takes the likeliest token.
         stop_ids: tokens that end an answer, in addition to those that the model or tokenizer names.
-        show: receives the text piece by piece while it is made.
     """
     from transformers import TextStreamer
-
-    class Streamer(TextStreamer):
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            assert show is not None
-            show(text)
 
     # A model may name several tokens that end an answer, the tokenizer knows one.
     ends = model.generation_config.eos_token_id or tokenizer.eos_token_id
@@ -150,9 +143,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=sorted({*ends, *stop_ids}),
-            streamer=Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-            if show
-            else None,
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             do_sample=temperature > 0,
             **sampling,
         )
