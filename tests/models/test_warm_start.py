@@ -162,7 +162,7 @@ def test_folders_that_hold_no_sound_adapter_are_refused(plain: Path, tmp_path: P
     save_file({**tensors, first: tensors[first] * torch.nan}, weights)
     refused("values that are not numbers")
     save_file({name: t for name, t in tensors.items() if name != first}, weights)
-    refused("no tensor for .*, but this model needs")
+    refused("has no tensor .*, but this model needs")
     weights.write_bytes(b"\x10\x00")
     refused("is it whole")
     weights.unlink()
