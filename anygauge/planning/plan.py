@@ -107,7 +107,7 @@ def _plan_rank(
     kernels, names = _kernels(run, registry, backend, few)
     part, staged = workload.share.sequence, bool(estimate.stages)
     if part not in traces:
-        few = few.having(kernels.attention.name, kernels.model)
+        few = few.with_kernels(kernels.attention.name, kernels.model)
         traces[part] = _traced(run, few, kernels, strategy, workload, staged=staged)
     trace = traces[part]
     of_kind: dict[Any, LayerTrace] = {}
@@ -168,7 +168,7 @@ _WHOLE: dict[str, nn.Module] = {}
 
 def _whole_model(section: Any, adapter: Any, factory: CausalModelFactory) -> nn.Module:
     """The adapted model on the meta device, all of its layers."""
-    key = repr((section, adapter, factory.freezing, factory.dtype))
+    key = repr((section, adapter, factory.trainable, factory.frozen, factory.dtype))
     if key not in _WHOLE:
         _WHOLE.clear()
         _WHOLE[key] = _on_meta(factory, buffers=False)

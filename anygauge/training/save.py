@@ -135,7 +135,7 @@ def _verified(prepared: PreparedRun, logits: Tensor | None, part: Path, name: st
         if run.adapter is not None and run.model.name is None:
             # No files hold random weights: seed and configuration make them again, for the host,
             # where a device's attention may not run.
-            factory = prepared.factory.having("eager", None)
+            factory = prepared.factory.with_kernels("eager", None)
             model: Any = factory.skeleton()
             materialise(model, factory, device=host, dtype=dtype)
             return load_adapter(model, part).eval()

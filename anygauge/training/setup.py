@@ -54,7 +54,6 @@ from anygauge.models.quantised import quantised_layers
 from anygauge.models.result_files import ResultFiles
 from anygauge.models.source import check_positions
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
-from anygauge.models.vocabulary import described as described_tokens
 from anygauge.registry import Registry
 from anygauge.strategies.shared.activations import offload_activations
 from anygauge.strategies.shared.common import torch_dtype, trained_parameters
@@ -168,11 +167,11 @@ def prepare_run(
     factory = CausalModelFactory.of(run, torch_dtype(precision.param_dtype))
     check_vocabulary(factory.config, tokenizer)
     if factory.new_tokens is not None:
-        rank.log(described_tokens(factory.new_tokens))
+        rank.log(str(factory.new_tokens))
     check_positions(factory.config, run.data.max_length)
     registry.find_strategy(run.strategy.name).spec.check_model(run.strategy, factory.config)
     plan = plan_kernels(run, backend, kernels, factory)
-    factory = factory.having(plan.attention.name, plan.model)
+    factory = factory.with_kernels(plan.attention.name, plan.model)
     packed = PLAIN
     share = share_of(run, registry, rank.index, rank.world_size)
     if share.sequence is not None or run.data.isolates:

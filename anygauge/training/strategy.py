@@ -19,9 +19,9 @@ from anygauge.interface import (
     UnsupportedError,
     Workload,
 )
-from anygauge.models.initial import changes_base
+from anygauge.models.factors import changes_base
 from anygauge.models.quantisation import quantisation
-from anygauge.models.start import whole_modules
+from anygauge.models.warm_start import whole_modules
 from anygauge.registry import Registry, missing_of
 from anygauge.registry.specs import load_factory
 

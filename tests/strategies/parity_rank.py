@@ -201,7 +201,7 @@ def micro_batches(
 
 def fused_kernels(bare: CausalModelFactory) -> ModelKernels:
     """Of a model that makes its loss without holding its logits."""
-    looked_at = bare.having("eager", None)
+    looked_at = bare.with_kernels("eager", None)
     rule, served = logits_rule(looked_at.adapt(looked_at.skeleton()))
     assert served, served
     of_five_rows = functools.partial(linear_cross_entropy, chunk_bytes=4 * 256 * 5)
@@ -223,7 +223,7 @@ def built(case: ParityCase, backend: Backend, rank: int, world: int) -> tuple[En
     )
     kernels = fused_kernels(bare) if case.fused else ModelKernels()
     context = build_context(
-        factory=bare.having(case.attention, kernels),
+        factory=bare.with_kernels(case.attention, kernels),
         optimizer=optimizer_factory(
             OptimizerSection(
                 name=case.optimizer,

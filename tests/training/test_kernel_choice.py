@@ -252,7 +252,7 @@ def test_what_is_planned_is_what_the_model_gets() -> None:
     found = planned(run)
     factory = model_factory(run.model, run.adapter)
     for kernels, replaced in ((found.model, found.lora_layers[0]), (ModelKernels(), 0)):
-        made = factory.having(found.attention.name, kernels)
+        made = factory.with_kernels(found.attention.name, kernels)
         model: Any = made.adapt(made.skeleton())
         lora = [m for m in model.modules() if hasattr(m, "lora_A") and "forward" in vars(m)]
         assert len(lora) == replaced
