@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anygauge.interface import AnygaugeError, Backend
-from anygauge.strategies.torch_engine import TorchEngine
+from anygauge.strategies.shared.torch_engine import TorchEngine
 from anygauge.training.checkpoints.files import Checkpoint
 from anygauge.training.checkpoints.manager import find_checkpoint
 from anygauge.training.setup import Rank
