@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from anygauge.interface import ModelError
 from anygauge.models.files import LazyTensor, WeightFiles, check_shape
+from anygauge.util.text import first_line
 
 ALL = (...,)
 
@@ -152,8 +153,8 @@ class Weights:
         except Exception as error:
             raise ModelError(
                 f"{self.files.folder}: {conversion.first} cannot be made from {_said(conversion)} "
-                f"by transformers' conversion: {_line(error)}. Does config.json belong to these "
-                "weights?"
+                f"by transformers' conversion: {first_line(error)}. Does config.json belong to "
+                "these weights?"
             ) from error
 
     def _on_meta(self, name: str, part: tuple[Any, ...]) -> Tensor:
@@ -257,7 +258,7 @@ class _Converted:
         except Exception as error:
             raise ModelError(
                 f"{self._files.folder}: {self.conversion.first} could not be made from "
-                f"{_said(self.conversion)}: {_line(error)}"
+                f"{_said(self.conversion)}: {first_line(error)}"
             ) from error
 
     def _read(self, name: str, part: tuple[Any, ...]) -> Tensor:
@@ -451,7 +452,3 @@ def _known_beside(model: Any, name: str) -> bool:
 def _said(conversion: Conversion) -> str:
     names = [name for group in conversion.sources.values() for name in group]
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
-
-
-def _line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

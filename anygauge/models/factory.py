@@ -18,11 +18,10 @@ from anygauge.interface import ModelError, PartFunction, UnsupportedError
 from anygauge.kernels.install import ModelKernels, install
 from anygauge.models.adapter import add_adapter, external_parameters, saved_modules
 from anygauge.models.conversion import Value, Weights, in_published_form, stored_buffers
-from anygauge.models.files import WeightFiles, check_shape, not_finite
+from anygauge.models.files import LazyTensors, WeightFiles, check_shape, not_finite
 from anygauge.models.formats import dequantiser
 from anygauge.models.freezing import Freezing
 from anygauge.models.initial import changes_base, first_factors
-from anygauge.models.on_demand import OnDemand
 from anygauge.models.quantisation import quantisation
 from anygauge.models.quantised import QuantisedLinear, quantise_layers, quantised_layers
 from anygauge.models.recompute import recompute
@@ -204,7 +203,7 @@ class CausalModelFactory:
                     layers[name].encode(value.read((...,)))  # this rank needs its scales
             if wanted is not None:
                 found[name] = functools.partial(read, wanted)
-        return OnDemand(found)
+        return LazyTensors(found)
 
     def _drawn(self, model: Any, unit: str, names: list[str]) -> dict[str, Tensor]:
         """Initial values by the architecture's own rule, from a generator of this unit's own.

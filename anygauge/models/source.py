@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -193,3 +195,14 @@ def check_positions(config: Any, max_length: int) -> None:
             f"data.max_length is {max_length}, but the model was made for {positions} "
             f"positions; set it to at most {positions}"
         )
+
+
+def quiet_libraries() -> None:
+    """Keep the model library's own progress bars and notices, but no errors, off the terminal."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    for name in ("torch", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
