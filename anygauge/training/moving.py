@@ -14,7 +14,7 @@ from anygauge.kernels.loss import IGNORE, state_loss_rows
 from anygauge.models.inputs import model_inputs, padded, positions, shift_labels
 from anygauge.models.masks import MaskPlan
 from anygauge.models.padding import state_padding
-from anygauge.strategies.common import torch_dtype
+from anygauge.strategies.shared.common import torch_dtype
 from anygauge.training.progress import Progress
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from anygauge.strategies.finite import TAKES_FOUND_INF, UPDATED_AT_ONCE
+from anygauge.strategies.shared.finite import TAKES_FOUND_INF, UPDATED_AT_ONCE
 
 
 def undone(optimizer: Optimizer) -> Optimizer:

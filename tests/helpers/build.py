@@ -29,7 +29,7 @@ from anygauge.models.factory import CausalModelFactory
 from anygauge.models.inputs import shift_labels
 from anygauge.registry import Registry
 from anygauge.registry.specs import load_factory, load_options
-from anygauge.strategies.materialise import materialise
+from anygauge.strategies.shared.materialise import materialise
 from anygauge.training.optimizer import optimizer_factory
 from anygauge.training.strategy import adapter_kind
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from anygauge.strategies.finite import FiniteSteps, scaled
+from anygauge.strategies.shared.finite import FiniteSteps, scaled
 from anygauge.training import undo
 from anygauge.training.optimizer import Adafactor, DecoupledSGD, Lion
 from anygauge.training.undo import undone
