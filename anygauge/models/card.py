@@ -201,8 +201,8 @@ def _settings(run: RunFile, facts: Facts) -> dict[str, str]:
         "steps": f"{facts.steps}, {facts.tokens:,} tokens",
         "batch": f"{train.global_batch_size} sequences a step, up to {train.micro_batch_size} at a "
         "time",
-        "optimizer": _said(optimizer),
-        "schedule": _said(schedule),
+        "optimizer": _in_a_line(optimizer),
+        "schedule": _in_a_line(schedule),
         "clipping": f"{train.max_grad_norm:g}",
         "seed": str(train.seed),
         "precision": facts.precision,
@@ -244,7 +244,7 @@ def _targets(targets: str | list[str]) -> str:
     return f"`{targets}`" if isinstance(targets, str) else ", ".join(f"`{t}`" for t in targets)
 
 
-def _said(fields: Mapping[str, Any]) -> str:
+def _in_a_line(fields: Mapping[str, Any]) -> str:
     name = fields["name"]
     rest = [f"{key} {value}" for key, value in fields.items() if key != "name"]
     return ", ".join([str(name), *rest])
