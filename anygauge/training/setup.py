@@ -46,9 +46,8 @@ from anygauge.models.card import packed_in_words
 from anygauge.models.export import save_adapter
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
-from anygauge.models.inputs import PLAIN
+from anygauge.models.inputs import PLAIN, answer_from_host
 from anygauge.models.masks import plan_masks
-from anygauge.models.padding import answer_from_host
 from anygauge.models.quantisation import in_words, quantisation
 from anygauge.models.quantised import quantised_layers
 from anygauge.models.result_files import ResultFiles
@@ -66,17 +65,15 @@ from anygauge.training.checkpoints.manager import (
     check_resumed,
     find_checkpoint,
 )
-from anygauge.training.history import History
 from anygauge.training.loop import Loop
-from anygauge.training.meter import MetricsLogger, StepTokens
-from anygauge.training.moving import ToDevice
 from anygauge.training.optimizer import FUSED_ADAMW, optimizer_factory
 from anygauge.training.progress import Progress
 from anygauge.training.schedule import depends_on_length, peak_advice
+from anygauge.training.step_results import History, MetricsLogger, PendingSteps
 from anygauge.training.strategy import check_strategy, share_of, workload_of
 from anygauge.training.system import SystemReader, SystemSampler
+from anygauge.training.to_device import ToDevice, WarmUp, warm_up_widths
 from anygauge.training.trackers.group import Trackers, check_trackers, open_trackers
-from anygauge.training.warm_up import WarmUp
 from anygauge.util.events import EventWriter
 from anygauge.util.files import write_text
 from anygauge.util.run_lock import check_lock
@@ -91,7 +88,7 @@ class PreparedRun:
     spec: StrategySpec
     strategy: Strategy
     engine: Engine
-    meter: MetricsLogger
+    logger: MetricsLogger
     factory: CausalModelFactory
     result_files: ResultFiles
     precision: Precision
@@ -195,7 +192,8 @@ def prepare_run(
     template = template_to_save(tokenizer, template, kwargs)
     files = ResultFiles(run.model, tokenizer, chat_template=template, end_ids=ends)
     workload = workload_of(run, registry, backend, precision, rank.index, rank.world_size)
-    layout = Layout.of(run, share, tokenizer.pad_token_id, backend.graph.shapes)
+    pad_id, pin = tokenizer.pad_token_id, backend.placement.pin
+    layout = Layout.of(run, share, pad_id, backend.graph.shapes, pin=pin)
     batches = training_batches(data.train, run.data, run.train, layout)
     if short := peak_advice(batches.steps, run.train.optimizer.lr, run.train.schedule):
         rank.warn(short)
@@ -264,29 +262,32 @@ def prepare_run(
     )
     rank.log(f"kernels: {plan.describe()}")
     peak = backend.placement.peak_flops(precision.param_dtype)
-    to_device = ToDevice(
-        backend=backend,
-        compute=precision.param_dtype,
-        packed=packed,
-        progress=rank.progress,
-        share=share,
-        routed=run.train.router_aux_loss_coef > 0,
-    )
+    moving: dict[str, Any] = {
+        "backend": backend,
+        "compute": precision.param_dtype,
+        "packed": packed,
+        "progress": rank.progress,
+        "share": share,
+        "routed": run.train.router_aux_loss_coef > 0,
+    }
+    done = 0 if start is None else start.step
+    first_steps, dummies = warm_up_widths(batches, done)
+    # What is measured for products in FP8 must be of rows of the run.
+    if len(dummies) < 2 or precision.fp8:
+        to_device = ToDevice(**moving)
+    else:
+        to_device = WarmUp(**moving, steps=first_steps, dummies=dummies)
+        rank.log(str(to_device))
     check = functools.partial(check_lock, Path(job.run_directory), rank.lock)
     if rank.index == 0:
         check()
         accept_start(job)
-    meter = MetricsLogger(
+    logger = MetricsLogger(
         path=Path(job.run_directory) / "metrics.jsonl",
         rank=rank.index,
-        steps=batches.steps,
         world_size=rank.world_size,
-        volume=lambda index: StepTokens(
-            tokens=batches.real_tokens(index),
-            num_loss_tokens=batches.num_loss_tokens(index),
-            sequences=run.train.global_batch_size,
-        ),
-        epoch=batches.epoch,
+        settings=run.train,
+        batches=batches,
         shapes=to_device.shapes,
         flops=step_flops(engine.model, factory.config, engine.parameter_shape),
         peak_flops=peak.value if peak else None,
@@ -308,8 +309,6 @@ def prepare_run(
         )
         if rank.index == 0
         else None,
-        log_every=run.train.log_every,
-        warmup=run.train.throughput_warmup_steps,
         history=History() if start is None else History.of_record(start.record["history"]),
     )
     manager = CheckpointManager(
@@ -323,7 +322,7 @@ def prepare_run(
             "world_size": rank.world_size,
             "identity": identity,
             "settings": settings,
-            "history": dataclasses.asdict(meter.history),
+            "history": dataclasses.asdict(logger.history),
             "data": batches.state(done),
         },
         export_adapter=None
@@ -351,11 +350,14 @@ def prepare_run(
         and not engine.refuses_checkpoints,
     )
     manager.scan()
-    done = 0 if start is None else start.step
-    # What is measured for products in FP8 must be of rows of the run.
-    warm_up = WarmUp(batches, to_device, backend.placement, done, off=precision.fp8)
-    if str(warm_up):
-        rank.log(str(warm_up))
+    pending = PendingSteps(
+        backend=backend,
+        logger=logger,
+        stop=StopRequest(),
+        checkpoints=manager,
+        progress=rank.progress,
+        share=share,
+    )
     loop = Loop(
         engine=engine,
         backend=backend,
@@ -363,13 +365,11 @@ def prepare_run(
         to_device=to_device,
         loss_function=model_loss,
         evaluations=evaluations,
-        meter=meter,
+        logger=logger,
+        pending=pending,
         checkpoints=manager,
-        stop=StopRequest(),
         settings=run.train,
         progress=rank.progress,
-        share=share,
-        warm_up=warm_up,
         start=done,
     )
     return PreparedRun(
@@ -378,7 +378,7 @@ def prepare_run(
         spec=registry.find_strategy(run.strategy.name).spec,
         strategy=strategy,
         engine=engine,
-        meter=meter,
+        logger=logger,
         factory=factory,
         result_files=files,
         precision=precision,
