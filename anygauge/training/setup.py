@@ -66,11 +66,11 @@ from anygauge.training.checkpoints.manager import (
     find_checkpoint,
 )
 from anygauge.training.loop import Loop
-from anygauge.training.optimizer import FUSED_ADAMW, optimizer_factory
+from anygauge.training.optimizer import optimizer_factory
 from anygauge.training.progress import Progress
 from anygauge.training.schedule import depends_on_length, peak_advice
 from anygauge.training.step_results import History, MetricsLogger, PendingSteps
-from anygauge.training.strategy import check_strategy, share_of, workload_of
+from anygauge.training.strategy import FUSED_ADAMW, check_strategy, share_of, workload_of
 from anygauge.training.system import SystemReader, SystemSampler
 from anygauge.training.to_device import ToDevice, WarmUp, warm_up_widths
 from anygauge.training.trackers.group import Trackers, check_trackers, open_trackers

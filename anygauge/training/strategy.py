@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from typing import Any
 
@@ -48,8 +49,8 @@ STATE_BYTES = {
 
 UPDATE_BYTES = 8.0
 """What an update makes for each trained number, for those that are updated at once, in float32:
-a copy from before, for `anygauge.training.undo`, and what the optimizer's step makes, or afterwards
-a copy of what it changed. torch's fused AdamW makes neither."""
+a copy from before (see `anygauge.training.optimizer`), and what the optimizer's step makes, or
+afterwards a copy of what it changed. torch's fused AdamW makes neither."""
 
 FUSED_ADAMW = "fused_adamw"
 """The capability of a device that has a kernel for torch's fused AdamW, which makes nothing."""
@@ -129,6 +130,9 @@ def check_strategy(
     precision = None
     if run.precision.param_dtype != "auto":
         precision = resolve_precision(run.precision, backend.support)
+    micro_batches = 0
+    with contextlib.suppress(RunFileError):  # `check_batch` tells it
+        micro_batches = check_batch(run, registry, world_size)
     spec.check(
         StrategyRun(
             options=run.strategy,
@@ -136,7 +140,7 @@ def check_strategy(
             optimizer=run.train.optimizer.name,
             activations=run.train.activations,
             adapter=adapter_kind(run.adapter),
-            micro_batches=_micro_batches(run, registry, world_size),
+            micro_batches=micro_batches,
             precision=precision,
             router_aux_loss=run.train.router_aux_loss_coef > 0,
             ranks_run_here=ranks_run_here,
@@ -191,23 +195,21 @@ def check_offloading(run: RunFile, backend: Backend) -> None:
         )
 
 
+def _need(backend: Backend, capability: str, field: str, instead: str) -> None:
+    """Raises: UnsupportedError: quotes the backend's reason for lacking what a field needs."""
+    if not (support := backend.support(capability)):
+        raise UnsupportedError(
+            f"{field}: backend {backend.name!r} lacks {capability!r}: {support}. {instead}"
+        )
+
+
 def check_optimizer_support(run: RunFile, backend: Backend) -> None:
     """Raises: UnsupportedError: quotes the backend's reason for lacking what an optimizer needs."""
-    optimizer = run.train.optimizer
-    for field, asked, need, instead in (
-        ("paged", optimizer.paged, PAGED, "Leave it out"),
-        (
-            f"name: {EIGHT_BIT}",
-            optimizer.name == EIGHT_BIT,
-            EIGHT_BIT,
-            "Use adamw, which keeps four times as many bytes, or lion",
-        ),
-    ):
-        if asked and not (support := backend.support(need)):
-            raise UnsupportedError(
-                f"train.optimizer.{field}: backend {backend.name!r} lacks {need!r}: {support}. "
-                f"{instead}"
-            )
+    if run.train.optimizer.paged:
+        _need(backend, PAGED, "train.optimizer.paged", "Leave it out")
+    if run.train.optimizer.name == EIGHT_BIT:
+        instead = "Use adamw, which keeps four times as many bytes, or lion"
+        _need(backend, EIGHT_BIT, f"train.optimizer.name: {EIGHT_BIT}", instead)
 
 
 def check_fp8(run: RunFile, spec: StrategySpec, backend: Backend) -> None:
@@ -219,38 +221,27 @@ def check_fp8(run: RunFile, spec: StrategySpec, backend: Backend) -> None:
     """
     if not run.precision.fp8:
         return
-    support = backend.support(FP8)
-    if not support:
-        raise UnsupportedError(
-            f"precision.fp8: backend {backend.name!r} lacks {FP8!r}: {support}. With "
-            "precision.fp8: false, linear layers multiply in precision.param_dtype"
-        )
+    instead = "With precision.fp8: false, linear layers multiply in precision.param_dtype"
+    _need(backend, FP8, "precision.fp8", instead)
     if why := spec.refuses_fp8(run.strategy):
         raise UnsupportedError(
             f"precision.fp8: strategy {spec.name!r}: {why}. Use strategy.name: zero without "
             "offload, or single; or set precision.fp8: false"
         )
-    for field, used, why in (
-        (
-            "model.quantise",
-            run.model.quantise is not None,
-            "quantised layers hold codes and multiply by a library of their own",
-        ),
-        (
-            "adapter.dora",
-            run.adapter is not None and run.adapter.dora,
-            "DoRA computes norms of whole weights, which nobody has tried with converted layers",
-        ),
-        (
-            "adapter.modules_to_save",
-            bool(whole_modules(run.adapter)),
-            "each such module has a copy beside it, which nobody has tried to convert",
-        ),
-    ):
-        if used:
-            raise UnsupportedError(
-                f"precision.fp8 and {field}: {why}. Leave {field} out, or set precision.fp8: false"
-            )
+    if run.model.quantise is not None:
+        field = "model.quantise"
+        why = "quantised layers hold codes and multiply by a library of their own"
+    elif run.adapter is not None and run.adapter.dora:
+        field = "adapter.dora"
+        why = "DoRA computes norms of whole weights, which nobody has tried with converted layers"
+    elif whole_modules(run.adapter):
+        field = "adapter.modules_to_save"
+        why = "each such module has a copy beside it, which nobody has tried to convert"
+    else:
+        return
+    raise UnsupportedError(
+        f"precision.fp8 and {field}: {why}. Leave {field} out, or set precision.fp8: false"
+    )
 
 
 def check_quantised(run: RunFile, backend: Backend, *, ranks_run_here: bool) -> None:
@@ -276,12 +267,7 @@ def check_quantised(run: RunFile, backend: Backend, *, ranks_run_here: bool) -> 
             "adapter.dora: peft cannot load a DoRA adapter onto bitsandbytes' 8-bit layers, so you "
             "could not use the result. Use model.quantise: nf4, or leave dora out"
         )
-    support = backend.support(QUANTISED[asked.type])
-    if not support:
-        raise UnsupportedError(
-            f"model.quantise: {asked.type}: backend {backend.name!r} lacks "
-            f"{QUANTISED[asked.type]!r}: {support}. Leave it out"
-        )
+    _need(backend, QUANTISED[asked.type], f"model.quantise: {asked.type}", "Leave it out")
     if backend.graph.compiler is not None:
         raise UnsupportedError(
             f"model.quantise: backend {backend.name!r} compiles layers, which was not tested with "
@@ -292,14 +278,6 @@ def check_quantised(run: RunFile, backend: Backend, *, ranks_run_here: bool) -> 
             "model.quantise needs the package bitsandbytes, which is not installed; "
             "pip install 'anygauge[8bit]', or leave it out"
         )
-
-
-def _micro_batches(run: RunFile, registry: Registry, world_size: int) -> int:
-    parts = share_of(run, registry, 0, world_size).count
-    try:
-        return accumulation(run.train.global_batch_size, run.train.sequences_at_once(parts), parts)
-    except RunFileError:
-        return 0
 
 
 def create_strategy(registry: Registry, run: RunFile) -> Strategy:
@@ -318,10 +296,14 @@ def share_of(run: RunFile, registry: Registry, rank: int, world_size: int) -> Sh
     return spec.share(run.strategy, rank, world_size)
 
 
-def check_batch(run: RunFile, registry: Registry, world_size: int) -> None:
-    """Raises: RunFileError: the global batch cannot be divided over the ranks."""
+def check_batch(run: RunFile, registry: Registry, world_size: int) -> int:
+    """How many micro-batches of a step each rank reads.
+
+    Raises:
+        RunFileError: the global batch cannot be divided over the ranks.
+    """
     parts = share_of(run, registry, 0, world_size).count
-    accumulation(run.train.global_batch_size, run.train.sequences_at_once(parts), parts)
+    return accumulation(run.train.global_batch_size, run.train.sequences_at_once(parts), parts)
 
 
 def workload_of(

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from anygauge.strategies.finite import FiniteSteps, scaled
-from anygauge.training import undo
-from anygauge.training.optimizer import Adafactor, DecoupledSGD, Lion
-from anygauge.training.undo import undone
+from anygauge.training import optimizer as optimizers
+from anygauge.training.optimizer import Adafactor, DecoupledSGD, Lion, with_found_inf
 
 Make = Callable[[Any], torch.optim.Optimizer]
 MAKERS: dict[str, Make] = {
@@ -53,10 +52,10 @@ def gradients(parameters: list[nn.Parameter], seed: int) -> None:
 def test_finite_steps_are_the_optimizers_own_until_one_is_not(
     make: Make, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(undo, "UPDATED_AT_ONCE", at_once)
+    monkeypatch.setattr(optimizers, "UPDATED_AT_ONCE", at_once)
     wanted, plain = trained(make)
     found, optimizer = trained(make)
-    steps = FiniteSteps(undone(optimizer))
+    steps = FiniteSteps(with_found_inf(optimizer))
     for seed in range(3):
         gradients(wanted, seed)
         plain.step()
