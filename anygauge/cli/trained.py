@@ -56,7 +56,7 @@ def generate(
     from anygauge.models.generate import load_for_inference
     from anygauge.models.quiet import quiet_libraries
     from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
-    from anygauge.strategies.common import torch_dtype
+    from anygauge.strategies.shared.common import torch_dtype
 
     quiet_libraries()
     loaded_tokenizer = load_tokenizer(origin.section)

@@ -39,9 +39,9 @@ from anygauge.models.source import LAYERS, check_positions, check_written
 from anygauge.planning.memory import PHASES, Peak, RunMemory, Work
 from anygauge.planning.trace import FUSED, LayerTrace, ModelTrace, trace_model
 from anygauge.registry import Registry
-from anygauge.strategies.common import torch_dtype
-from anygauge.strategies.footprint import memory_of
-from anygauge.strategies.materialise import decoder_layers
+from anygauge.strategies.shared.common import torch_dtype
+from anygauge.strategies.shared.footprint import memory_of
+from anygauge.strategies.shared.materialise import decoder_layers
 from anygauge.training.strategy import create_strategy, workload_of
 
 

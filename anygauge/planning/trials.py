@@ -19,7 +19,7 @@ from anygauge.planning.machines import Machine
 from anygauge.planning.memory import RunMemory
 from anygauge.planning.time import Duration, UnknownRateError, duration
 from anygauge.registry import Registry
-from anygauge.strategies.degrees import stages_per_rank
+from anygauge.strategies.shared.degrees import stages_per_rank
 from anygauge.training.auto import AUTO, candidates
 from anygauge.training.strategy import check_batch, check_installed, check_strategy, share_of
 from anygauge.util.text import describe

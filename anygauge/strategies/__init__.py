@@ -1,36 +1,22 @@
-"""How a model is spread over ranks: the strategies that come along, and what engines share.
+"""How a model is spread over ranks: the strategies that come along, a folder each.
 
-Each strategy is a plugin like anyone else's; nothing here imports torch. A strategy of another
-distribution may use `common`, `materialise` and `state` of this package.
+Each is a plugin like anyone else's: `spec` announces it and imports no torch, `engine` builds it,
+`footprint` counts its bytes. What engines share is in `shared`, open to other distributions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from anygauge.interface import API_VERSION, AutoForm, PlannerHints, StrategySpec, hookimpl
+from anygauge.interface import StrategySpec, hookimpl
 from anygauge.strategies.auto import AUTO
-from anygauge.strategies.ddp_spec import DDP
-from anygauge.strategies.fsdp_spec import FSDP
-from anygauge.strategies.zero_spec import ZERO
+from anygauge.strategies.ddp.spec import DDP
+from anygauge.strategies.fsdp.spec import FSDP
+from anygauge.strategies.single.spec import SINGLE
+from anygauge.strategies.zero.spec import ZERO
 
 
 @hookimpl
 def anygauge_provide_strategies() -> Iterable[StrategySpec]:
     """Announce the strategies of this package."""
-    return [
-        ZERO,
-        FSDP,
-        DDP,
-        AUTO,
-        StrategySpec(
-            name="single",
-            factory="anygauge.strategies.single:Single",
-            api_version=API_VERSION,
-            summary="One process, one device, plain torch.",
-            reference=True,
-            single_process=True,
-            refuses_fp8=lambda options: "",
-            hints=PlannerHints(auto=(AutoForm(place=10),)),
-        ),
-    ]
+    return [ZERO, FSDP, DDP, AUTO, SINGLE]

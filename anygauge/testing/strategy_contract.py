@@ -83,7 +83,7 @@ class TestStrategy:
 def sent_and_said(request: Any) -> Any:
     """Collective -> bytes that this rank gives to it in a step, and those of its `WEIGHTS`: as
     counted while the run's engine makes its third step, and by its planner: None if it has none."""
-    from anygauge.strategies.footprint import footprint_of
+    from anygauge.strategies.shared.footprint import footprint_of
     from anygauge.testing.bisect import CollectiveBytes, one_step, prepared
     from anygauge.training.strategy import workload_of
 
@@ -106,7 +106,7 @@ def held(engine: Any) -> int:
     """Bytes of the weights that this rank holds between steps: shards, where it has shards."""
     from torch import Tensor
 
-    from anygauge.strategies.flat import FLAT
+    from anygauge.strategies.shared.flat import FLAT
 
     flat = getattr(engine.model, FLAT, None)  # its parameters are views of what is gathered
     found = flat.held if flat else 0

@@ -98,8 +98,8 @@ def decided(
     if run.strategy.name != AUTO:
         return run, ""
     from anygauge.models.factory import CausalModelFactory
-    from anygauge.strategies.common import torch_dtype
-    from anygauge.strategies.footprint import footprint_of, memory_of
+    from anygauge.strategies.shared.common import torch_dtype
+    from anygauge.strategies.shared.footprint import footprint_of, memory_of
 
     precision = resolve_precision(run.precision, backend.support)
     factory = CausalModelFactory.of(run, torch_dtype(precision.param_dtype))

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from anygauge.config.sections import OptimizerSection
 from anygauge.interface import HOST_DEVICE, OptimizerFactory, RunFileError, UnsupportedError
-from anygauge.strategies.finite import TAKES_FOUND_INF, UPDATED_AT_ONCE
+from anygauge.strategies.shared.finite import TAKES_FOUND_INF, UPDATED_AT_ONCE
 
 B_FACTOR = re.compile(r"(^|\.)lora_(embedding_)?B(\.|$)")
 """Names of the factors that LoRA+ trains at a higher rate; peft's naming."""

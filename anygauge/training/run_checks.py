@@ -225,7 +225,7 @@ class RunChecks:
     def _build(self) -> Any:
         """The model without weights, with its adapter, held against what its files have."""
         from anygauge.models.factory import CausalModelFactory
-        from anygauge.strategies.common import torch_dtype
+        from anygauge.strategies.shared.common import torch_dtype
 
         run = self.run
         compute = run.precision.param_dtype

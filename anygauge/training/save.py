@@ -21,8 +21,8 @@ from anygauge.models.export import check_whole, completed, save_adapter, save_mo
 from anygauge.models.generate import load_for_inference
 from anygauge.models.verify import Verification, no_room, probe_tokens, proving, verify
 from anygauge.registry import installed_version
-from anygauge.strategies.common import torch_dtype
-from anygauge.strategies.materialise import materialise
+from anygauge.strategies.shared.common import torch_dtype
+from anygauge.strategies.shared.materialise import materialise
 from anygauge.training.setup import PreparedRun, Rank, parameter_counts, trained_shapes
 from anygauge.util.run_lock import check_lock
 

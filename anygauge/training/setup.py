@@ -55,8 +55,8 @@ from anygauge.models.source import check_positions
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.models.vocabulary import described as described_tokens
 from anygauge.registry import Registry
-from anygauge.strategies.activations import offload_activations
-from anygauge.strategies.common import torch_dtype, trained_parameters
+from anygauge.strategies.shared.activations import offload_activations
+from anygauge.strategies.shared.common import torch_dtype, trained_parameters
 from anygauge.training.checkpoints.files import Checkpoint, ResumedFactory
 from anygauge.training.checkpoints.identity import identity_of, settings_of, usual_settings
 from anygauge.training.checkpoints.manager import (

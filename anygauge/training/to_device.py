@@ -13,7 +13,7 @@ from anygauge.interface import Backend, DeviceBatch, Engine, LossFunction, Share
 from anygauge.kernels.loss import state_loss_rows
 from anygauge.models.inputs import model_inputs, state_padding
 from anygauge.models.masks import MaskPlan
-from anygauge.strategies.common import torch_dtype
+from anygauge.strategies.shared.common import torch_dtype
 from anygauge.training.progress import Progress
 
 

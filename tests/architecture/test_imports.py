@@ -18,7 +18,9 @@ def test_no_package_of_the_core_escapes() -> None:
     assert for_plugins == core_packages() - {"anygauge.interface", "anygauge.util"}
     rule = contract("Of the plugins, launchers alone use utilities")
     assert rule["forbidden_modules"] == {"anygauge.util"}
-    assert contract("No circles within a package")["ancestors"] == core_packages()
+    folders = {path.parent.relative_to(ROOT) for path in ROOT.glob("anygauge/*/**/__init__.py")}
+    ancestors = {".".join(folder.parts) for folder in folders}
+    assert contract("No circles within a package")["ancestors"] == ancestors >= core_packages()
 
 
 def test_no_plugin_escapes() -> None:

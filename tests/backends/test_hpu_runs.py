@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 
 from anygauge.config.load import load_run_file
-from anygauge.strategies.zero_versions import needs_reentrant_checkpointing, skips_non_finite
+from anygauge.strategies.zero.deepspeed_versions import (
+    needs_reentrant_checkpointing,
+    skips_non_finite,
+)
 from tests.helpers.gaudi import calls, needs_cards, standin_environment, standin_site
 from tests.helpers.processes import printed
 from tests.helpers.runs import Run, merged, run_file, train

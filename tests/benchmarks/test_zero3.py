@@ -10,9 +10,9 @@ import pytest
 
 from anygauge.config.schema import PrecisionSection, resolve_precision
 from anygauge.interface import Activations
-from anygauge.strategies.zero_flat import ModelSizes
-from anygauge.strategies.zero_options import ZeroOptions
-from anygauge.strategies.zero_settings import as_config, zero_settings
+from anygauge.strategies.zero.deepspeed_config import as_config, zero_settings
+from anygauge.strategies.zero.gather import ModelSizes
+from anygauge.strategies.zero.options import ZeroOptions
 from anygauge_cpu.backend import CpuBackend
 from benchmarks.contenders.loops import zero3_by_hand
 from benchmarks.plan import Dtype

@@ -17,16 +17,16 @@ from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
-from anygauge.strategies import zero_versions
-from anygauge.strategies.zero import Zero
-from anygauge.strategies.zero_options import ZeroOptions
+from anygauge.strategies.zero import deepspeed_versions
+from anygauge.strategies.zero.engine import Zero
+from anygauge.strategies.zero.options import ZeroOptions
 from tests.helpers.build import batch_of, build_context, open_rank
 from tests.helpers.runs import TINY
 
 
 def main(output: Path, reentrant: bool) -> None:
     if not reentrant:
-        zero_versions.NON_REENTRANT_SINCE = (0,)
+        deepspeed_versions.NON_REENTRANT_SINCE = (0,)
     backend = Registry.load().create_backend("cpu")
     rank, world = open_rank(backend)
     engine = Zero(

@@ -22,7 +22,7 @@ import anygauge_hpu
 from anygauge.config.load import load_run_file
 from anygauge.config.schema import RunFile
 from anygauge.interface import Phase
-from anygauge.strategies.zero_options import ZeroOptions
+from anygauge.strategies.zero.options import ZeroOptions
 from anygauge_hpu.fp8 import ENGINE
 from anygauge_hpu.fp8 import RECIPE as FP8_RECIPE
 from tests.gaudi_stack import needs_optimum_habana

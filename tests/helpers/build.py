@@ -28,7 +28,7 @@ from anygauge.interface import (
 from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
 from anygauge.registry.specs import load_factory, load_options
-from anygauge.strategies.materialise import materialise
+from anygauge.strategies.shared.materialise import materialise
 from anygauge.training.optimizer import optimizer_factory
 from anygauge.training.strategy import adapter_kind
 

@@ -148,11 +148,11 @@ def preload() -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    import anygauge.strategies.zero
+    import anygauge.strategies.zero.engine
     import anygauge.training.save
     import anygauge.training.setup  # noqa: F401
     from anygauge import open_backend
-    from anygauge.strategies.zero_runtime import import_deepspeed
+    from anygauge.strategies.zero.deepspeed_runtime import import_deepspeed
 
     import_deepspeed(open_backend("cpu"))
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}

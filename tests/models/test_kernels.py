@@ -89,7 +89,7 @@ def test_a_copied_norm_computes_with_its_own_weight() -> None:
 
 def test_regions_are_what_the_device_names(monkeypatch: pytest.MonkeyPatch) -> None:
     from anygauge.interface import Backend, Compiler
-    from anygauge.strategies.common import compile_regions
+    from anygauge.strategies.shared.common import compile_regions
 
     class Compiling(Backend):
         name, device_type = "compiling", "cpu"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from anygauge.models.files import LazyTensor
-from anygauge.strategies.materialise import decoder_layers, materialise
+from anygauge.strategies.shared.materialise import decoder_layers, materialise
 from tests.helpers.build import model_factory
 from tests.helpers.host_bytes import HostBytes
 from tests.models.families import of_family

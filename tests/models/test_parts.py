@@ -11,7 +11,7 @@ import torch
 from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.interface import UnsupportedError
 from anygauge.models.files import WeightFiles
-from anygauge.strategies.materialise import units
+from anygauge.strategies.shared.materialise import units
 from tests.helpers.build import model_factory, on_host
 from tests.helpers.runs import TINY
 

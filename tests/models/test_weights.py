@@ -16,7 +16,7 @@ from anygauge.interface import ModelError
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.files import WeightFiles, is_pickle_refused
 from anygauge.models.generate import load_for_inference
-from anygauge.strategies.materialise import units
+from anygauge.strategies.shared.materialise import units
 from tests.helpers.build import model_factory, on_host
 from tests.helpers.runs import TINY
 

@@ -18,7 +18,10 @@ from typing import Any
 
 import pytest
 
-from anygauge.strategies.zero_versions import needs_reentrant_checkpointing, offloads_gradients
+from anygauge.strategies.zero.deepspeed_versions import (
+    needs_reentrant_checkpointing,
+    offloads_gradients,
+)
 from tests.helpers.ranks import on_ranks
 from tests.strategies import parity_rank
 from tests.strategies.parity_rank import CONFIG, ParityCase

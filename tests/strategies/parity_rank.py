@@ -24,9 +24,9 @@ from anygauge.models.factory import CausalModelFactory
 from anygauge.models.inputs import model_inputs
 from anygauge.models.masks import MaskPlan
 from anygauge.models.quantised import QuantisedLinear
-from anygauge.strategies.activations import offload_activations
-from anygauge.strategies.flat import FLAT
-from anygauge.strategies.footprint import footprint_of, memory_of
+from anygauge.strategies.shared.activations import offload_activations
+from anygauge.strategies.shared.flat import FLAT
+from anygauge.strategies.shared.footprint import footprint_of, memory_of
 from anygauge.testing.bisect import CollectiveBytes
 from anygauge.training.optimizer import optimizer_factory
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy

@@ -17,14 +17,14 @@ from anygauge.config.schema import AdapterSection
 from anygauge.config.sections import OptimizerSection
 from anygauge.interface import Backend, Counters, Engine, Precision, Strategy
 from anygauge.kernels.loss import model_loss
-from anygauge.strategies.common import trained_parameters
-from anygauge.strategies.ddp import Ddp
-from anygauge.strategies.degrees import Degrees
-from anygauge.strategies.fsdp import Fsdp
-from anygauge.strategies.fsdp_options import FsdpOptions
-from anygauge.strategies.single import Single
-from anygauge.strategies.zero import Zero
-from anygauge.strategies.zero_options import ZeroOptions
+from anygauge.strategies.ddp.engine import Ddp
+from anygauge.strategies.fsdp.engine import Fsdp
+from anygauge.strategies.fsdp.options import FsdpOptions
+from anygauge.strategies.shared.common import trained_parameters
+from anygauge.strategies.shared.degrees import Degrees
+from anygauge.strategies.single.engine import Single
+from anygauge.strategies.zero.engine import Zero
+from anygauge.strategies.zero.options import ZeroOptions
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.build import batch_of, build_context, model_factory, rank_of_world
 from tests.helpers.gaudi import library_adamw

@@ -16,8 +16,8 @@ from anygauge.interface import Activations, Backend, Engine, Share, UnsupportedE
 from anygauge.kernels.loss import model_loss
 from anygauge.models.recompute import recompute
 from anygauge.registry import Registry
-from anygauge.strategies.activations import HostBuffers, Offload, offload_activations
-from anygauge.strategies.materialise import decoder_layers
+from anygauge.strategies.shared.activations import HostBuffers, Offload, offload_activations
+from anygauge.strategies.shared.materialise import decoder_layers
 from tests.helpers.operations import Operations
 from tests.helpers.ranks import on_ranks
 from tests.strategies.parity_rank import CONFIG, LENGTH, MICRO, ParityCase, built, placed, rows

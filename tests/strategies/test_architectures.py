@@ -10,10 +10,10 @@ import pytest
 from transformers import AutoConfig
 
 from anygauge.interface import UnsupportedError
-from anygauge.strategies.degrees import Degrees, check_model
-from anygauge.strategies.pipeline_cut import cut, rank_of_stage
-from anygauge.strategies.pipeline_stage import PipelineModel
-from anygauge.strategies.tensor_plans import plan_of
+from anygauge.strategies.pipeline.cut import cut, rank_of_stage
+from anygauge.strategies.pipeline.stage import PipelineModel
+from anygauge.strategies.shared.degrees import Degrees, check_model
+from anygauge.strategies.shared.tensor_plans import plan_of
 from tests.helpers.build import model_factory
 from tests.strategies.matrix import ALL, SGD, WITHOUT_SP, CaseGroups
 from tests.strategies.parity_rank import ParityCase

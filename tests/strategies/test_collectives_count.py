@@ -16,13 +16,16 @@ import torch
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import Backend, BuildContext, Engine
 from anygauge.kernels.loss import model_loss
-from anygauge.strategies.common import trained_parameters
-from anygauge.strategies.materialise import materialise
-from anygauge.strategies.zero import Zero
-from anygauge.strategies.zero_options import ZeroOptions
-from anygauge.strategies.zero_runtime import import_deepspeed
-from anygauge.strategies.zero_settings import as_config
-from anygauge.strategies.zero_versions import needs_reentrant_checkpointing, skips_non_finite
+from anygauge.strategies.shared.common import trained_parameters
+from anygauge.strategies.shared.materialise import materialise
+from anygauge.strategies.zero.deepspeed_config import as_config
+from anygauge.strategies.zero.deepspeed_runtime import import_deepspeed
+from anygauge.strategies.zero.deepspeed_versions import (
+    needs_reentrant_checkpointing,
+    skips_non_finite,
+)
+from anygauge.strategies.zero.engine import Zero
+from anygauge.strategies.zero.options import ZeroOptions
 from anygauge.testing.bisect import CollectiveBytes
 from tests.helpers.build import batch_of, build_context, model_factory, rank_of_world
 from tests.helpers.ranks import on_ranks

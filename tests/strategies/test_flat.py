@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from anygauge.interface import UnsupportedError
-from anygauge.strategies import flat as flat_module
-from anygauge.strategies.flat import (
+from anygauge.strategies.shared import flat as flat_module
+from anygauge.strategies.shared.flat import (
     FlatLayers,
     FlatSizes,
     flat_layers_fit,

@@ -14,9 +14,9 @@ from anygauge.kernels.loss import model_loss
 from anygauge.kernels.plan import _on_graphs
 from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
-from anygauge.strategies.common import mark_recomputation
-from anygauge.strategies.materialise import decoder_layers
-from anygauge.strategies.single import Single
+from anygauge.strategies.shared.common import mark_recomputation
+from anygauge.strategies.shared.materialise import decoder_layers
+from anygauge.strategies.single.engine import Single
 from anygauge_kernels.linear_cross_entropy import chunked
 from tests.helpers.build import batch_of, build_context, model_factory
 from tests.helpers.runs import TINY

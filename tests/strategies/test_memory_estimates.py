@@ -9,9 +9,9 @@ import pytest
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import Precision, Share
 from anygauge.interface import estimate as at
-from anygauge.strategies import footprint
-from anygauge.strategies.footprint import memory_of, update_made
-from anygauge.strategies.materialise import decoder_layers
+from anygauge.strategies.shared import footprint
+from anygauge.strategies.shared.footprint import memory_of, update_made
+from anygauge.strategies.shared.materialise import decoder_layers
 from anygauge_cpu.backend import CpuBackend
 from tests.helpers.build import a_workload, model_factory, strategy_of
 from tests.helpers.runs import TINY

@@ -24,16 +24,16 @@ from anygauge.interface import (
     UnsupportedError,
 )
 from anygauge.kernels.loss import model_loss
-from anygauge.strategies import zero_nvme, zero_versions
-from anygauge.strategies.zero_nvme import (
+from anygauge.strategies.zero import deepspeed_versions, nvme
+from anygauge.strategies.zero.deepspeed_config import as_config, zero_settings
+from anygauge.strategies.zero.nvme import (
     folder_of_rank,
     installed_operators,
     load_operator,
     operator_lacks,
 )
-from anygauge.strategies.zero_options import ZeroOptions
-from anygauge.strategies.zero_settings import as_config, zero_settings
-from anygauge.strategies.zero_spec import ZERO
+from anygauge.strategies.zero.options import ZeroOptions
+from anygauge.strategies.zero.spec import ZERO
 from anygauge_cpu.backend import CpuBackend
 from tests.helpers.build import a_workload, rank_of_world
 from tests.helpers.ranks import on_ranks
@@ -43,12 +43,12 @@ from tests.strategies.state_rank import MadeUp
 
 @pytest.fixture(autouse=True)
 def a_version_that_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zero_versions.metadata, "version", lambda name: "0.19.8")
+    monkeypatch.setattr(deepspeed_versions.metadata, "version", lambda name: "0.19.8")
 
 
 @pytest.fixture
 def operator_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zero_nvme, "operator_lacks", lambda environment: "")
+    monkeypatch.setattr(nvme, "operator_lacks", lambda environment: "")
 
 
 def check(
@@ -83,7 +83,7 @@ def test_options_that_do_not_go_together(
 
 @pytest.mark.usefixtures("operator_here")
 def test_a_version_that_was_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zero_versions.metadata, "version", lambda name: "0.16.9")
+    monkeypatch.setattr(deepspeed_versions.metadata, "version", lambda name: "0.16.9")
     with pytest.raises(
         UnsupportedError, match=r"tested with DeepSpeed 0\.19\.8, not with 0\.16\.9"
     ):
@@ -115,7 +115,7 @@ def test_the_folder_is_looked_at_where_ranks_run(
 def test_a_missing_operator_is_told_with_its_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zero_nvme, "operator_lacks", lambda environment: "ninja is")
+    monkeypatch.setattr(nvme, "operator_lacks", lambda environment: "ninja is")
     with pytest.raises(
         NotAvailableError, match=r"not built here.*ninja is missing to build it\. Install liba"
     ):
@@ -124,7 +124,7 @@ def test_a_missing_operator_is_told_with_its_remedy(
 
 
 def test_what_building_the_operator_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zero_nvme, "installed_operators", dict)
+    monkeypatch.setattr(nvme, "installed_operators", dict)
     tools = {"c++", "cc", "ninja"}
     monkeypatch.setattr(shutil, "which", lambda name: name if name in tools else None)
 
@@ -134,7 +134,7 @@ def test_what_building_the_operator_lacks(tmp_path: Path, monkeypatch: pytest.Mo
             return SimpleNamespace(returncode=int(not compiles))
 
         commands: list[list[str]] = []
-        monkeypatch.setattr(zero_nvme.subprocess, "run", run)
+        monkeypatch.setattr(nvme.subprocess, "run", run)
         found = operator_lacks(environment or {})
         used.extend(commands)
         return found
@@ -148,7 +148,7 @@ def test_what_building_the_operator_lacks(tmp_path: Path, monkeypatch: pytest.Mo
     tools.remove("ninja")
     assert lacks(False) == "libaio with its headers and ninja are"
     assert lacks(True, {"CXX": "nobody"}) == "a C++ compiler and ninja are"
-    monkeypatch.setattr(zero_nvme, "installed_operators", lambda: {"async_io": True})
+    monkeypatch.setattr(nvme, "installed_operators", lambda: {"async_io": True})
     assert lacks(False) == "", "it was built ahead"
 
 

@@ -15,8 +15,10 @@ from anygauge.interface import UnsupportedError
 from anygauge.planning.memory import RunMemory
 from anygauge.planning.plan import plan_run
 from anygauge.registry import Registry
-from anygauge.strategies.context_parallel import NAME
-from anygauge.strategies.exchanges import (
+from anygauge.strategies.context.context_parallel import NAME
+from anygauge.strategies.pipeline.engine import SCHEDULES
+from anygauge.strategies.pipeline.footprint import in_flight
+from anygauge.strategies.shared.exchanges import (
     EXCHANGE,
     GATHER,
     OWN,
@@ -25,8 +27,6 @@ from anygauge.strategies.exchanges import (
     CountedGroup,
     over_ranks,
 )
-from anygauge.strategies.pipeline import SCHEDULES
-from anygauge.strategies.pipeline_footprint import in_flight
 from tests.helpers.runs import TINY
 from tests.strategies.test_architectures import MODELS
 

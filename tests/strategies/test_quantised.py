@@ -12,7 +12,7 @@ import torch
 
 from anygauge.interface import Backend
 from anygauge.models.quantised import Nf4Linear
-from anygauge.strategies.zero_versions import offloads_gradients
+from anygauge.strategies.zero.deepspeed_versions import offloads_gradients
 from tests.helpers.build import model_factory, on_host, rank_of_world
 from tests.helpers.ranks import on_ranks
 from tests.strategies.matrix import GATHERED, NOTHING_RESIDENT, PIPELINE, Result, of_ranks, results

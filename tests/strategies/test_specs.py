@@ -22,13 +22,13 @@ from anygauge.interface import (
     StrategyRun,
     UnsupportedError,
 )
-from anygauge.strategies import zero_versions
-from anygauge.strategies.ddp_spec import DDP
-from anygauge.strategies.degrees import Degrees, check_model, share
-from anygauge.strategies.fsdp_options import FsdpOptions
-from anygauge.strategies.fsdp_spec import FSDP, shards
-from anygauge.strategies.zero_options import ZeroOptions
-from anygauge.strategies.zero_spec import ZERO, zero_fields
+from anygauge.strategies.ddp.spec import DDP
+from anygauge.strategies.fsdp.options import FsdpOptions
+from anygauge.strategies.fsdp.spec import FSDP, shards
+from anygauge.strategies.shared.degrees import Degrees, check_model, share
+from anygauge.strategies.zero import deepspeed_versions
+from anygauge.strategies.zero.options import ZeroOptions
+from anygauge.strategies.zero.spec import ZERO, zero_fields
 from tests.helpers.ranks import on_ranks
 
 SPECS: dict[str, tuple[Any, Any]] = {
@@ -169,7 +169,7 @@ def test_what_cannot_be_is_refused_with_what_can(
     said: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(zero_versions.metadata, "version", lambda package: version)
+    monkeypatch.setattr(deepspeed_versions.metadata, "version", lambda package: version)
     if said is None:
         check(name, **given)
         return
@@ -193,9 +193,9 @@ def test_a_value_that_is_none_is_refused() -> None:
 
 def test_options_and_checks_of_strategies_need_no_torch() -> None:
     code = (
-        "import sys; import anygauge.strategies, anygauge.strategies.zero_spec, "
-        "anygauge.strategies.zero_options, anygauge.strategies.fsdp_spec, "
-        "anygauge.strategies.fsdp_options; assert 'torch' not in sys.modules"
+        "import sys; import anygauge.strategies, anygauge.strategies.zero.spec, "
+        "anygauge.strategies.zero.options, anygauge.strategies.fsdp.spec, "
+        "anygauge.strategies.fsdp.options; assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
@@ -280,7 +280,7 @@ def answers_of_means(backend: Backend) -> list[str]:
     """Whichever way the installed torch's gloo answers, a mean that is a sum is refused."""
     import torch.distributed as dist
 
-    from anygauge.strategies.fsdp import check_average
+    from anygauge.strategies.fsdp.engine import check_average
 
     reduce, group = dist.all_reduce, dist.group.WORLD
     assert group is not None

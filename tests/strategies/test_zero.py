@@ -22,18 +22,18 @@ from anygauge.interface import (
     UnsupportedError,
 )
 from anygauge.kernels.loss import model_loss
-from anygauge.strategies import zero_versions
-from anygauge.strategies.materialise import decoder_layers
-from anygauge.strategies.zero import Zero, on_the_host
-from anygauge.strategies.zero_flat import ModelSizes
-from anygauge.strategies.zero_options import ZeroOptions
-from anygauge.strategies.zero_runtime import (
+from anygauge.strategies.shared.materialise import decoder_layers
+from anygauge.strategies.zero import deepspeed_versions
+from anygauge.strategies.zero.deepspeed_config import as_config, zero_settings
+from anygauge.strategies.zero.deepspeed_runtime import (
     _differentiable_input_first,
     import_deepspeed,
     leave_as_a_step_does,
     refuse_unserved_type,
 )
-from anygauge.strategies.zero_settings import as_config, zero_settings
+from anygauge.strategies.zero.engine import Zero, on_the_host
+from anygauge.strategies.zero.gather import ModelSizes
+from anygauge.strategies.zero.options import ZeroOptions
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.build import a_workload, batch_of, build_context, model_factory
 from tests.helpers.ranks import on_ranks
@@ -317,8 +317,8 @@ def test_stage_0_refuses_what_deepspeed_has_not() -> None:
 def test_checkpointing_is_reentrant_where_deepspeed_needs_it(
     version: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zero_versions.metadata, "version", lambda package: version)
-    assert zero_versions.needs_reentrant_checkpointing() is reentrant
+    monkeypatch.setattr(deepspeed_versions.metadata, "version", lambda package: version)
+    assert deepspeed_versions.needs_reentrant_checkpointing() is reentrant
 
 
 def test_an_offloaded_optimizer_is_the_hosts_fused_one() -> None:
@@ -361,7 +361,7 @@ def test_layers_are_flat_unless_something_is_named_that_keeps_them(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options, changes, wanted = FLAT[case]
-    monkeypatch.setattr("anygauge.strategies.zero_flat.offloads_gradients", lambda: True)
+    monkeypatch.setattr("anygauge.strategies.zero.gather.offloads_gradients", lambda: True)
     changes, backend = dict(changes), UnmarkedBackend()
     for name in ("compiler", "accumulates"):
         if name in changes:
@@ -390,6 +390,6 @@ def test_layers_are_flat_unless_something_is_named_that_keeps_them(
 def test_offloading_is_deepspeeds_where_its_stage_2_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("anygauge.strategies.zero_flat.offloads_gradients", lambda: False)
+    monkeypatch.setattr("anygauge.strategies.zero.gather.offloads_gradients", lambda: False)
     sizes = ModelSizes(trained=1, largest_factor=1, largest_block=9)
     assert config(sizes, gather="auto", offload="optimizer")["zero_optimization"]["stage"] == 3

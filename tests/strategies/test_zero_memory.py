@@ -11,8 +11,8 @@ from anygauge.config.schema import AdapterSection
 from anygauge.interface import Backend, MemoryEstimate, Precision
 from anygauge.interface import estimate as of
 from anygauge.interface.estimate import FORWARD, GATHERED, OPTIMIZER, WEIGHTS
-from anygauge.strategies.zero_options import ZeroOptions
-from anygauge.strategies.zero_sharded import zero_memory
+from anygauge.strategies.zero.options import ZeroOptions
+from anygauge.strategies.zero.sharded_footprint import zero_memory
 from tests.helpers.build import a_workload, model_factory
 
 LAYERS, WIDTH, WORDS = 4, 64, 512
@@ -68,7 +68,7 @@ FACTORS = 4 * sum(a + b for a, b in 4 * [(64, 64)] + 3 * [(64, 128)]) * LAYERS
 def test_flat_layers_are_pieces_and_two_buffers_and_the_rest_is_stage_1(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("anygauge.strategies.zero_flat.offloads_gradients", lambda: True)
+    monkeypatch.setattr("anygauge.strategies.zero.gather.offloads_gradients", lambda: True)
     found, offloaded = (estimate(r=4, turns=3, offload=o) for o in ("none", "optimizer"))
     # Two tables and the last norm are whole.
     weights = 2 * (LAYERS * LAYER // 2 + 2 * TABLE + WIDTH + FACTORS)

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from anygauge.interface import NonFiniteLossError
-from anygauge.strategies.zero_versions import skips_non_finite
+from anygauge.strategies.zero.deepspeed_versions import skips_non_finite
 from tests.helpers.forked import RunPart, runs_of
 from tests.helpers.runs import Run, run_file
 

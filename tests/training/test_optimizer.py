@@ -12,7 +12,7 @@ from anygauge.config.schema import RunFile
 from anygauge.config.sections import OptimizerSection
 from anygauge.interface import Backend, RunFileError, UnsupportedError
 from anygauge.registry import Registry
-from anygauge.strategies.common import set_learning_rate
+from anygauge.strategies.shared.common import set_learning_rate
 from anygauge.training import checks
 from anygauge.training.optimizer import PAGED as PAGED_FROM
 from anygauge.training.optimizer import optimizer_factory, parameter_groups

@@ -22,8 +22,8 @@ from anygauge.interface import (
     UnsupportedError,
 )
 from anygauge.registry import Registry
-from anygauge.strategies.activations import offload_activations
-from anygauge.strategies.materialise import decoder_layers
+from anygauge.strategies.shared.activations import offload_activations
+from anygauge.strategies.shared.materialise import decoder_layers
 from anygauge.training import setup
 from anygauge.training.strategy import check_backend, check_ranks, check_strategy
 from anygauge_cpu.backend import CpuBackend

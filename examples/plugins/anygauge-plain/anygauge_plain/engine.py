@@ -20,16 +20,16 @@ from anygauge.interface import (
     UpdateResult,
     Workload,
 )
-from anygauge.strategies.common import (
+from anygauge.strategies.shared.common import (
     logits_of,
     set_learning_rate,
     summed_losses,
     trained_parameters,
 )
-from anygauge.strategies.finite import FiniteSteps, scaled
-from anygauge.strategies.footprint import EstimatedStrategy, whole_memory, whole_model
-from anygauge.strategies.materialise import materialise
-from anygauge.strategies.state import export_plain, import_plain, updates_of
+from anygauge.strategies.shared.finite import FiniteSteps, scaled
+from anygauge.strategies.shared.footprint import EstimatedStrategy, whole_memory, whole_model
+from anygauge.strategies.shared.materialise import materialise
+from anygauge.strategies.shared.optimizer_state import export_plain, import_plain, updates_of
 from anygauge_plain.options import PlainOptions
 
 

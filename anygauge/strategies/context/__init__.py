@@ -1,0 +1,1 @@
+"""Context parallelism: ranks have parts of every sequence."""

@@ -1,0 +1,1 @@
+"""The `ddp` strategy: the whole model on every rank."""

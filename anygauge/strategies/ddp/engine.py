@@ -1,0 +1,165 @@
+"""The `ddp` strategy: the whole model on every rank, gradients summed by torch's DDP.
+
+With an adapter, its gradients are all that travels. Ranks need not be sent weights: each makes the
+same ones, from files or from the seed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from anygauge.interface import BuildContext, MemoryEstimate, Workload
+from anygauge.strategies.context.context_parallel import divide_sequences, joined, with_attention
+from anygauge.strategies.pipeline.engine import build_pipeline
+from anygauge.strategies.pipeline.footprint import pipeline_memory
+from anygauge.strategies.shared.common import torch_dtype
+from anygauge.strategies.shared.degrees import Degrees, in_words
+from anygauge.strategies.shared.footprint import whole_memory
+from anygauge.strategies.shared.gradients import Gradients, LocalGradients
+from anygauge.strategies.shared.layout import Whole
+from anygauge.strategies.shared.materialise import decoder_layers
+from anygauge.strategies.shared.shards import fill, sharded_later
+from anygauge.strategies.shared.torch_engine import TorchEngine
+from anygauge.strategies.single.engine import build_whole
+from anygauge.strategies.tensor.footprint import tensor_memory
+from anygauge.strategies.tensor.tensor_parallel import DividedStrategy, divide_layers
+
+
+class SummedOverRanks(LocalGradients):
+    """Sums micro-batches on the rank, and the last one's with it over all ranks, bucket by bucket.
+
+    Both are done in the type of reductions, which DDP by itself does in the parameters' type. Sums,
+    not means: a loss is divided by the tokens of all ranks before.
+    """
+
+    def __init__(
+        self, wrapper: DistributedDataParallel, trained: Sequence[nn.Parameter], dtype: torch.dtype
+    ) -> None:
+        super().__init__(trained, dtype)
+        self._wrapper = wrapper
+        self._index = {id(parameter): index for index, parameter in enumerate(trained)}
+        self._last = False
+        # torch compares a hook's annotations with classes, and ours are text.
+        wrapper.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
+
+    @contextlib.contextmanager
+    def during(self, last: bool) -> Iterator[None]:
+        """See `Gradients.during`."""
+        self._last = last
+        with contextlib.nullcontext() if last else self._wrapper.no_sync():
+            yield
+
+    def collect(self) -> None:
+        """See `Gradients.collect`; the last micro-batch's are where `_reduce` put them."""
+        if not self._last:
+            super().collect()
+            return
+        for parameter in self._trained:
+            parameter.grad = None
+
+    def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """DDP's hook: sum a bucket of gradients over ranks, with those of earlier micro-batches."""
+        buffer = bucket.buffer()
+        flat = buffer.to(self._dtype)
+        start = buffer.storage_offset()
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            index = self._index[id(parameter)]
+            at = gradient.storage_offset() - start
+            part = flat[at : at + gradient.numel()].view(parameter.shape)
+            earlier = self._sums[index]
+            if earlier is not None:
+                part.add_(earlier)
+            self._sums[index] = part
+        work = dist.all_reduce(flat, group=self._wrapper.process_group, async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda _: buffer)
+
+
+class Ddp(DividedStrategy):
+    """The whole model on every rank, or a part of every layer."""
+
+    def __init__(self, options: Degrees) -> None:
+        self.options = options
+        self.description = f"ddp{in_words(options)}"
+
+    def memory(self, workload: Workload) -> MemoryEstimate:
+        """See `StrategyPlanner.memory`."""
+        if self.options.pp > 1:
+            return pipeline_memory(self.options, workload)
+        if self.options.tp > 1:
+            return tensor_memory(self.options, workload, whole_memory)
+        return with_attention(self.options, workload, whole_memory(workload))
+
+    def build(self, context: BuildContext) -> TorchEngine:
+        """See `Strategy.build`."""
+        if self.options.pp > 1:
+            return build_pipeline(context, self.options)
+        if self.options.tp > 1:
+            return self._build_divided(context)
+        model = build_whole(context)
+        group = divide_sequences(model, self.options, context)
+        wrapper = wrapped(model, None)
+        dtype = torch_dtype(context.workload.precision.reduce_dtype)
+        return TorchEngine(
+            model,
+            context,
+            call=wrapper,
+            gradients=lambda trained: SummedOverRanks(wrapper, trained, dtype),
+            join_logits=joined(group),
+        )
+
+    def _build_divided(self, context: BuildContext) -> TorchEngine:
+        device = context.workload.backend.placement.device
+        replicas = context.workload.world_size // self.options.tp
+        mesh = init_device_mesh(
+            device.type, (replicas, self.options.tp), mesh_dim_names=("dp", "tp")
+        )
+        model, names = sharded_later(context)
+        parallel = divide_layers(model, self.options, mesh.get_group("tp"), device)
+        fill(model, names, context.factory, device, cuts=parallel.division.cuts)
+        wrapper = wrapped(model, mesh.get_group("dp")) if replicas > 1 else None
+        dtype = torch_dtype(context.workload.precision.reduce_dtype)
+
+        def gradients(trained: Sequence[nn.Parameter]) -> Gradients:
+            if wrapper is None:
+                return LocalGradients(trained, dtype)
+            return SummedOverRanks(wrapper, trained, dtype)
+
+        return TorchEngine(
+            model,
+            context,
+            call=wrapper,
+            gradients=gradients,
+            layout=parallel.layout(Whole(context.clip_grad_norm), model),
+            sums=parallel.sums(model),
+            join_logits=joined(parallel.group),
+        )
+
+
+def wrapped(model: nn.Module, group: dist.ProcessGroup | None) -> DistributedDataParallel:
+    """The model in torch's DDP over a group, None for all ranks."""
+    return DistributedDataParallel(
+        model,
+        process_group=group,
+        init_sync=False,
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+        # An expert to which no token went has no gradient; to look for such costs a message.
+        find_unused_parameters=has_experts(model),
+    )
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether layers have lists of modules of their own, of which some may not be called."""
+    return any(
+        isinstance(module, nn.ModuleList)
+        for layer in decoder_layers(model)
+        for module in layer.modules()
+    )

@@ -1,0 +1,1 @@
+"""The `fsdp` strategy: torch's FSDP2."""

@@ -1,0 +1,257 @@
+"""The `fsdp` strategy: torch's FSDP2, and HSDP over groups of ranks.
+
+The model is sharded before it has values: each rank reads and holds its own rows alone. A decoder
+layer is gathered as one piece; embedding, last norm and output layer are the root's, which stays
+whole between forward and backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from anygauge.interface import HOST_DEVICE, BuildContext, MemoryEstimate, UnsupportedError, Workload
+from anygauge.strategies.context.context_parallel import divide_sequences, joined, with_attention
+from anygauge.strategies.fsdp.footprint import fsdp_memory
+from anygauge.strategies.fsdp.options import FsdpOptions
+from anygauge.strategies.fsdp.spec import shards
+from anygauge.strategies.shared.common import torch_dtype
+from anygauge.strategies.shared.degrees import in_words
+from anygauge.strategies.shared.flat import FLAT, FlatLayers, flat_layers_fit
+from anygauge.strategies.shared.footprint import Sizes
+from anygauge.strategies.shared.gradients import Gradients
+from anygauge.strategies.shared.layout import TensorLayout
+from anygauge.strategies.shared.materialise import decoder_layers
+from anygauge.strategies.shared.shards import Sharded, fill, sharded_later
+from anygauge.strategies.shared.torch_engine import TorchEngine
+from anygauge.strategies.tensor.footprint import tensor_memory
+from anygauge.strategies.tensor.tensor_parallel import DividedStrategy, divide_layers
+
+_IGNORES = "ignored_params" in inspect.signature(fully_shard).parameters
+"""Whether FSDP2 can leave parameters to others: since torch 2.7."""
+
+
+class ReducedByFsdp(Gradients):
+    """Gradients that FSDP2 adds up, and sums over ranks into parts; see `Gradients`.
+
+    An adapter's are added up whole and reduced once a step. Those of all weights would not fit:
+    they are reduced after each micro-batch.
+
+    Args:
+        keeps_weights: whether weights stay gathered until the last backward.
+        ranks: over which gradients are averaged where torch cannot be set to sum.
+        group, device: ranks that reduce, and on what.
+    """
+
+    def __init__(
+        self,
+        model: FSDPModule,
+        trained: Sequence[nn.Parameter],
+        *,
+        every_time: bool,
+        keeps_weights: bool,
+        ranks: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._trained = trained
+        self._every_time = every_time
+        self._keeps_weights = keeps_weights
+        self._factor = 1
+        if not _sums(model):
+            check_average(group, device)
+            self._factor = ranks
+
+    @contextlib.contextmanager
+    def during(self, last: bool) -> Iterator[None]:
+        """See `Gradients.during`."""
+        self._model.set_requires_gradient_sync(last or self._every_time)
+        self._model.set_is_last_backward(last)
+        if self._keeps_weights:
+            self._model.set_reshard_after_backward(last)
+        yield
+
+    def take(self) -> list[Tensor | None]:
+        """See `Gradients.take`."""
+        found: list[Tensor | None] = []
+        for parameter in self._trained:
+            gradient, parameter.grad = parameter.grad, None
+            if isinstance(gradient, DTensor):
+                gradient = gradient.to_local()
+            found.append(
+                gradient if self._factor == 1 or gradient is None else gradient.mul_(self._factor)
+            )
+        return found
+
+
+def _sums(model: FSDPModule) -> bool:
+    """Have gradients summed, not averaged; False where torch cannot.
+
+    Without the second call a factor of one becomes an operation that NCCL alone has.
+    """
+    assert isinstance(model, nn.Module)
+    modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    if not all(hasattr(m, "set_force_sum_reduction_for_comms") for m in modules):
+        return False
+    for module in modules:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    return True
+
+
+def check_average(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Refuse a group whose means are none: some libraries lack them, one gave sums.
+
+    Raises:
+        UnsupportedError: says what came of it.
+    """
+    ranks = dist.get_world_size(group)
+    value = torch.full((), float(dist.get_rank(group)), device=device)
+    try:
+        dist.all_reduce(value, op=dist.ReduceOp.AVG, group=group)
+        said = f"gives {float(value)} as the mean of 0 to {ranks - 1}"
+    except (RuntimeError, ValueError) as error:
+        said = f"says: {str(error).splitlines()[0]}"
+    if float(value) != (ranks - 1) / 2 or said.startswith("says"):
+        raise UnsupportedError(
+            "strategy.name: fsdp: torch before 2.8 averages gradients, and this device's "
+            f"collectives cannot average: {dist.get_backend(group)} {said}. Use strategy.name: ddp "
+            "or zero, or torch 2.8 or later"
+        )
+
+
+def is_flat(options: FsdpOptions, model: nn.Module, workload: Workload) -> bool:
+    """Whether frozen layers are gathered by `FlatLayers`, and FSDP2 has the trained weights.
+
+    Raises:
+        UnsupportedError: they are to be, and cannot.
+    """
+    usual = options.tp == 1 and options.offload == "none" and options.gather in ("auto", "flat")
+    # A compiled layer takes the hooks that gather for a part of itself.
+    compiled = workload.backend.graph.compiler is not None
+    fits = usual and not compiled and _IGNORES and flat_layers_fit(model)
+    flat = fits and shards(options, workload.world_size) > 1
+    if options.gather == "flat" and not flat:
+        raise UnsupportedError(
+            "strategy.gather: flat: this takes several ranks, a frozen base with an adapter, torch "
+            "2.7 or later, and neither tp nor offload nor a graph compiler. Leave it out"
+        )
+    return flat
+
+
+class Fsdp(DividedStrategy):
+    """FSDP2 over all ranks."""
+
+    def __init__(self, options: FsdpOptions) -> None:
+        self.options: FsdpOptions = options
+        replicas = f", {options.dp_replicate} replicas" if options.dp_replicate > 1 else ""
+        offload = ", offloaded" if options.offload != "none" else ""
+        self.description = f"fsdp{replicas}{in_words(options)}{offload}"
+
+    def memory(self, workload: Workload) -> MemoryEstimate:
+        """See `StrategyPlanner.memory`."""
+        ranks = shards(self.options, workload.world_size)
+
+        def plain(one: Workload) -> MemoryEstimate:
+            size = Sizes.of(one)
+            flat = is_flat(self.options, size.model, one)
+            return fsdp_memory(self.options, ranks, size, flat=flat)
+
+        if self.options.tp > 1:
+            return tensor_memory(self.options, workload, plain, ranks)
+        return with_attention(self.options, workload, plain(workload))
+
+    def build(self, context: BuildContext) -> TorchEngine:
+        """See `Strategy.build`."""
+        device = context.workload.backend.placement.device
+        mesh = self._mesh(device.type, context.workload.world_size)
+        model, names = sharded_later(context, masters=True)
+        group = divide_sequences(model, self.options, context)
+        parallel = None
+        if self.options.tp > 1:
+            parallel = divide_layers(model, self.options, mesh.get_group("tp"), device)
+        flat = None
+        if is_flat(self.options, model, context.workload):
+            flat = FlatLayers(model, mesh.get_group("dp_shard"), device, otherwise="step")
+            setattr(model, FLAT, flat)
+        self._shard(model, mesh, context, flat)
+        host = torch.device(HOST_DEVICE)
+        storage = None if self.options.offload == "none" else host
+        cuts = {} if parallel is None else parallel.division.cuts
+        fill(model, names, context.factory, device, storage=storage, cuts=cuts, flat=flat)
+        assert isinstance(model, FSDPModule)
+        wrapped: FSDPModule = model
+        everything = all(p.requires_grad for p in model.parameters())
+        layout: TensorLayout = Sharded(mesh.get_group("dp_shard"), device)
+        if parallel is not None:
+            layout = parallel.layout(layout, model)
+
+        def gradients(trained: Sequence[nn.Parameter]) -> Gradients:
+            return ReducedByFsdp(
+                wrapped,
+                trained,
+                every_time=everything,
+                keeps_weights=self.options.gather == "step",
+                ranks=context.workload.world_size // self.options.tp,
+                group=mesh.get_group("dp_shard"),
+                device=device,
+            )
+
+        return TorchEngine(
+            model,
+            context,
+            gradients=gradients,
+            layout=layout,
+            sums=() if parallel is None else parallel.sums(model),
+            join_logits=joined(group if parallel is None else parallel.group),
+        )
+
+    def _mesh(self, device_type: str, world_size: int) -> DeviceMesh:
+        sizes = {
+            "dp_replicate": self.options.dp_replicate,
+            "dp_shard": shards(self.options, world_size),
+            "tp": self.options.tp,
+        }
+        asked = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
+        return init_device_mesh(device_type, tuple(asked.values()), mesh_dim_names=tuple(asked))
+
+    def _shard(
+        self, model: nn.Module, mesh: DeviceMesh, context: BuildContext, flat: FlatLayers | None
+    ) -> None:
+        precision = context.workload.precision
+        if self.options.tp > 1:
+            outer = ("dp_replicate", "dp_shard") if self.options.dp_replicate > 1 else ("dp_shard",)
+            mesh = mesh[outer]
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch_dtype(precision.param_dtype),
+            reduce_dtype=torch_dtype(precision.reduce_dtype),
+        )
+        offloaded = self.options.offload != "none"
+        on_host = context.workload.backend.placement.device.type == HOST_DEVICE
+        offload = CPUOffloadPolicy(pin_memory=not on_host) if offloaded else OffloadPolicy()
+        sharded = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
+        if flat is not None:
+            # What else is frozen stays whole: the root would hold it so for all of a step.
+            frozen = {p for p in model.parameters() if not p.requires_grad}
+            sharded(model, reshard_after_forward=False, ignored_params=frozen)
+            return
+        again = self.options.gather != "step"
+        for layer in decoder_layers(model):
+            sharded(layer, reshard_after_forward=again, offload_policy=offload)
+        sharded(model, reshard_after_forward=False, offload_policy=offload)

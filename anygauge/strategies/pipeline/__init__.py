@@ -1,0 +1,1 @@
+"""Pipeline parallelism: ranks compute some of the layers."""

@@ -1,0 +1,231 @@
+"""One stage of a pipeline: some layers of a model whose tree stays whole.
+
+A stage calls the architecture's own decoder, in which the layers of other stages are passed by; so
+masks, positions and what else surrounds the layers are the architecture's. That this is the whole
+computation is tried once, without weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anygauge.interface import DeviceBatch, UnsupportedError
+from anygauge.strategies.pipeline.cut import StagePart
+from anygauge.strategies.shared.materialise import causal_of, decoder_layers, decoder_of
+
+BEFORE = "it changes its embeddings before its first layer"
+AFTER = "it changes hidden states after its last layer"
+REMEDY = "Set strategy.pp: 1, and use strategy.name: fsdp or zero to shard the model instead"
+
+
+class Passed(nn.Module):
+    """In place of a layer: returns what it is given, in the form in which the layer would."""
+
+    def __init__(self, layer: nn.Module, as_tuple: bool) -> None:
+        super().__init__()
+        # No child: its parameters are not this module's.
+        self.__dict__["layer"] = layer
+        self.as_tuple = as_tuple
+
+    def __getattr__(self, name: str) -> Any:
+        """What decoders read off a layer, such as its kind of attention."""
+        return getattr(self.__dict__["layer"], name)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Nothing is done."""
+        return (hidden_states,) if self.as_tuple else hidden_states
+
+
+class Through(nn.Module):
+    """In place of a module after the layers, or of one that may not be there.
+
+    Args:
+        note: called with it.
+    """
+
+    def __init__(self, note: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self._note = note
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Nothing is done."""
+        self._note()
+        return x
+
+
+class PipelineModel:
+    """A model of which stages can be called.
+
+    Args:
+        model: adapted; its parameters may be on the meta device.
+
+    Raises:
+        UnsupportedError: its decoder does more than to call its layers one after another.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.causal = causal_of(model)
+        self.decoder = decoder_of(self.causal)
+        self.layers = list(decoder_layers(self.decoder))
+        names = [n for n, m in self.decoder.named_children() if isinstance(m, nn.ModuleList)]
+        if len(names) != 1 or list(getattr(self.decoder, names[0])) != self.layers:
+            raise UnsupportedError(
+                f"strategy.pp: {type(self.decoder).__name__} has its layers in {len(names)} lists, "
+                f"not in one. {REMEDY}"
+            )
+        self._list = names[0]
+        self._as_tuple, self.after = self._tried()
+
+    def part(self, part: StagePart) -> nn.ModuleList:
+        """The modules whose parameters belong to a stage."""
+        layers = self.layers[part.first : part.end]
+        found = list(layers)
+        if part.begins:
+            found.append(self.causal.get_input_embeddings())
+        if part.ends:
+            found += [self.decoder.get_submodule(name) for name in self.after]
+            head = self.causal.get_output_embeddings()
+            found += [] if head is None else [head]
+        return nn.ModuleList(found)
+
+    def call(self, part: StagePart, hidden: Tensor | None, inputs: Mapping[str, Any]) -> Any:
+        """A stage's output: hidden states (B, T, H), or what the model returns.
+
+        Args:
+            hidden: of the stage before; None for the first.
+            inputs: of the model, on every rank.
+        """
+        inputs = dict(inputs)
+        if hidden is not None:
+            del inputs["input_ids"]
+            inputs["inputs_embeds"] = hidden
+        with self._having(part):
+            if part.ends:
+                return self.model(**inputs)
+            inputs.pop("shift_labels", None)
+            return self.decoder(**inputs).last_hidden_state
+
+    @contextlib.contextmanager
+    def _having(self, part: StagePart) -> Iterator[None]:
+        """Other stages' layers are passed by; recomputation calls layers alone, not the list."""
+        layers = [
+            layer if part.first <= at < part.end else Passed(layer, self._as_tuple)
+            for at, layer in enumerate(self.layers)
+        ]
+        changes: dict[str, nn.Module] = {self._list: nn.ModuleList(layers)}
+        if not part.ends:
+            changes |= {name: Through() for name in self.after}
+        with _replaced(self.decoder, changes):
+            yield
+
+    def _tried(self) -> tuple[bool, list[str]]:
+        """Whether layers return tuples, and what is called after them."""
+        hidden = torch.linspace(-1.0, 1.0, 2 * 4 * 8).reshape(2, 4, 8)
+        self.decoder.train()  # dropout in every stage would show
+        others = {
+            name: child
+            for name, child in self.decoder.named_children()
+            if name != self._list and any(True for _ in child.parameters())
+        }
+        reasons = []
+        for as_tuple in (False, True):
+            called: list[str] = []
+            entered: list[Tensor] = []
+            stand_ins: dict[str, nn.Module] = {
+                name: Through(functools.partial(called.append, name)) for name in others
+            }
+            layers = [Passed(layer, as_tuple) for layer in self.layers]
+            layers[0].register_forward_pre_hook(
+                lambda _, args, kwargs, entered=entered: entered.append(
+                    args[0] if args else kwargs["hidden_states"]
+                ),
+                with_kwargs=True,
+            )
+            layers[-1].register_forward_pre_hook(lambda *_, called=called: called.clear())
+            try:
+                with (
+                    torch.no_grad(),
+                    _replaced(self.decoder, {**stand_ins, self._list: nn.ModuleList(layers)}),
+                ):
+                    output = self.decoder(
+                        inputs_embeds=hidden,
+                        position_ids=torch.arange(4).expand(2, 4),
+                        use_cache=False,
+                    ).last_hidden_state
+            except Exception as error:
+                said = (str(error).splitlines() or [type(error).__name__])[0]
+                reasons.append(said if entered else BEFORE)
+                continue
+            if not entered or not torch.equal(entered[0], hidden):
+                reasons.append(BEFORE)
+            elif output.shape != hidden.shape or not torch.equal(output, hidden):
+                reasons.append(AFTER)
+            else:
+                return as_tuple, called
+        raise UnsupportedError(
+            f"strategy.pp: {type(self.decoder).__name__} cannot be cut between its layers: "
+            f"{next((r for r in reasons if r in (BEFORE, AFTER)), reasons[0])}. {REMEDY}"
+        )
+
+
+@contextlib.contextmanager
+def _replaced(module: nn.Module, children: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Other children for a while; names of parameters outside of it stay what they are."""
+    kept = {name: module._modules[name] for name in children}
+    module._modules.update(children)
+    try:
+        yield
+    finally:
+        module._modules.update(kept)
+
+
+class Stage(nn.Module):
+    """What torch's schedules call: hidden states in, hidden states or a loss out.
+
+    Args:
+        take: micro-batch's number -> its inputs on this rank.
+        loss: number, and what the last stage's model returned -> what backward begins with.
+    """
+
+    def __init__(
+        self,
+        model: PipelineModel,
+        part: StagePart,
+        take: Callable[[int, StagePart], DeviceBatch],
+        loss: Callable[[int, Any], Tensor],
+    ) -> None:
+        super().__init__()
+        # It is not a module: torch asks a stage for the parameters that are its own.
+        self._pipeline = model
+        self.own = model.part(part)
+        self.part = part
+        self._take = take
+        self._loss = loss
+        self._starts = part.begins and not any(p.requires_grad for p in self.own.parameters())
+
+    def forward(self, x: Tensor, turn: Tensor) -> Tensor:
+        """Args:
+        x: (B, T, H) of the stage before; of the first, the same as `turn`.
+        turn: (1,), which of the step's micro-batches it is.
+        """
+        number = int(turn)
+        inputs = self._take(number, self.part)
+        hidden = None if self.part.begins else x
+        if self._starts:
+            # A stage's backward needs a way, also where nothing is trained before.
+            hidden = self._pipeline.causal.get_input_embeddings()(inputs["input_ids"])
+            hidden.requires_grad_()
+        found = self._pipeline.call(self.part, hidden, inputs)
+        return self._loss(number, found) if self.part.ends else found
+
+
+def owned(model: PipelineModel, parts: Sequence[StagePart]) -> set[int]:
+    """Identities of the parameters of some stages."""
+    return {id(p) for part in parts for p in model.part(part).parameters()}

@@ -1,0 +1,114 @@
+"""What engines share: names of types, trained parameters, rates, sums of losses, compiling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anygauge.interface import Backend, BuildContext, DeviceBatch, Graph, LossFunction, Phase
+from anygauge.strategies.shared.materialise import decoder_layers
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """``"bfloat16"`` -> ``torch.bfloat16``."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Names and parameters that require a gradient, in the model's order."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def floating(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters that are numbers to compute with, not codes of them."""
+    return [p for p in model.parameters() if p.is_floating_point()]
+
+
+def set_learning_rate(optimizer: Any, lr: float) -> None:
+    """Give every parameter group the rate `lr`, times its own ``lr_scale`` if it has one."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1.0)
+
+
+def summed_losses(
+    model: nn.Module, backend: Backend, batches: Iterable[DeviceBatch], loss_function: LossFunction
+) -> list[Tensor]:
+    """Loss of each batch, summed over its tokens, without gradients or dropout."""
+    model.eval()
+    sums = []
+    with torch.no_grad():
+        for batch in batches:
+            sums.append(loss_function(model(**batch)))
+            backend.graph.mark_step(Phase.FORWARD)
+    return sums
+
+
+def logits_of(model: nn.Module, backend: Backend, batch: DeviceBatch) -> Tensor:
+    """Logits of a model for all positions of a batch that it is given, on the device."""
+    model.eval()
+    inputs = {name: value for name, value in batch.items() if name != "shift_labels"}
+    with torch.no_grad():
+        logits: Tensor = model(**inputs).logits
+    backend.graph.mark_step(Phase.FORWARD)
+    return logits
+
+
+def prepare(model: nn.Module, context: BuildContext, *, reentrant: bool = False) -> None:
+    """Have layers recompute their activations, mark their graphs and be compiled, as asked for."""
+    context.factory.checkpoint_activations(model, reentrant=reentrant)
+    mark_recomputation(model, context.workload.backend.graph)
+    compile_regions(model, context.workload.backend)
+
+
+def compile_regions(model: nn.Module, backend: Backend) -> int:
+    """Compile what `Graph.compiler` names, in place; returns the number of regions.
+
+    Decoder layers are alike: one compilation serves all of them, and what stands between them
+    (gathers of shards, recomputation) stays outside.
+    """
+    compiler = backend.graph.compiler
+    if compiler is None:
+        return 0
+    regions = list(decoder_layers(model)) if compiler.regions == "layer" else [model]
+    for region in regions:
+        region.compile(backend=compiler.backend)
+    return len(regions)
+
+
+def mark_recomputation(model: nn.Module, graph: Graph) -> None:
+    """End the graph before each layer is computed again in backward, where graphs accumulate.
+
+    All layers' recomputation and backward would otherwise be one graph: it takes long to compile,
+    and may hold the activations of all layers at once. Cut, layers that are alike share a graph.
+
+    Args:
+        model: of transformers, whose layers already recompute as the run asks for.
+    """
+    if not graph.accumulates:
+        return
+    layers: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    for layer in layers:
+        layer._gradient_checkpointing_func = _marking(layer._gradient_checkpointing_func, graph)
+
+
+def _marking(checkpoint: Callable[..., Any], graph: Graph) -> Callable[..., Any]:
+    """torch's checkpointing, in either form, of a function whose second call is in backward."""
+
+    def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        ran = False
+
+        def marked(*inputs: Any, **named: Any) -> Any:
+            nonlocal ran
+            if ran:
+                graph.mark_step(Phase.RECOMPUTE)
+            ran = True
+            return function(*inputs, **named)
+
+        return checkpoint(marked, *args, **kwargs)
+
+    return checkpointed

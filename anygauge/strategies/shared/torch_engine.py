@@ -1,0 +1,227 @@
+"""The engine of plain torch: one rank's loop over micro-batches, whatever a rank holds.
+
+The optimizer sees plain tensors, whole or this rank's parts: a fused update, one of 8 bits or a
+device's own works on every layout. Weights are stored in the compute type, or in that of the
+masters, which they then are themselves. What differs between strategies is handed in: what is
+called, how gradients come together, how they are clipped, how a tensor is made whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from anygauge.interface import (
+    HOST_DEVICE,
+    PARAMETER,
+    BuildContext,
+    Counters,
+    DeviceBatch,
+    LossFunction,
+    Phase,
+    TrainedState,
+    UpdateResult,
+)
+from anygauge.strategies.shared.common import (
+    logits_of,
+    set_learning_rate,
+    summed_losses,
+    torch_dtype,
+    trained_parameters,
+)
+from anygauge.strategies.shared.finite import FiniteSteps, scaled
+from anygauge.strategies.shared.fp8 import fp8_contexts
+from anygauge.strategies.shared.gradients import Gradients, LocalGradients, sum_at
+from anygauge.strategies.shared.layout import TensorLayout, Whole
+from anygauge.strategies.shared.loss_scale import LossScale
+from anygauge.strategies.shared.optimizer_state import prime, set_updates, state_keys, updates_of
+from anygauge.strategies.shared.quantised_state import pack, unpacked
+
+
+class TorchEngine:
+    """See `Engine`.
+
+    Args:
+        model: its parameters' names are those of the run.
+        call: what is called in place of the model in training, such as a wrapper around it.
+        gradients: made of the trained parameters; None: there is one rank.
+        layout: which part of each parameter this rank holds.
+        sums: places of gradients that are parts of sums, and the ranks that sum them, in one
+            message each.
+        join_logits: puts together the logits of positions that several ranks have.
+    """
+
+    refuses_checkpoints = ""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        context: BuildContext,
+        *,
+        call: nn.Module | None = None,
+        gradients: Callable[[Sequence[nn.Parameter]], Gradients] | None = None,
+        layout: TensorLayout | None = None,
+        sums: Sequence[tuple[Sequence[int], dist.ProcessGroup]] = (),
+        join_logits: Callable[[Tensor], Tensor] = lambda logits: logits,
+    ) -> None:
+        self.model = model
+        self._call = call or model
+        self._writes = context.workload.rank == 0
+        self._join_logits = join_logits
+        self._graph = context.workload.backend.graph
+        self._backend = context.workload.backend
+        self._layout = layout or Whole(context.clip_grad_norm)
+        self._fp8 = fp8_contexts(model, context)
+        self._trained = trained_parameters(model)
+        held = [self._layout.local(p) for _, p in self._trained]
+        self._held, self._group_sums = held, sums
+        # A parameter that is already stored in float32 is its own master.
+        self._masters = [
+            part if part.dtype is torch.float32 else nn.Parameter(part.detach().float())
+            for part in held
+        ]
+        self._copies = [
+            (part, master)
+            for part, master in zip(held, self._masters, strict=True)
+            if part is not master
+        ]
+        parameters = [p for _, p in self._trained]
+        self._gradients = (
+            LocalGradients(parameters, torch_dtype(context.workload.precision.reduce_dtype))
+            if gradients is None
+            else gradients(parameters)
+        )
+        shapes = {name: self.parameter_shape(p) for name, p in self._trained}
+        self._optimizer = context.optimizer(self._named_masters, shapes)
+        self._steps = FiniteSteps(self._optimizer)
+        self._scale = LossScale(context.workload.precision.scales_loss)
+
+    def run_step(
+        self, batches: Sequence[DeviceBatch], loss_function: LossFunction, normalizer: int
+    ) -> Sequence[Tensor]:
+        """See `Engine.run_step`."""
+        self._call.train()
+        factor = self._scale.factor / normalizer
+        sums = []
+        for index in range(len(batches)):
+            with self._gradients.during(last=index == len(batches) - 1):
+                with self._fp8.forward():
+                    outputs = self._call(**batches[index])
+                self._graph.mark_step(Phase.FORWARD)
+                loss = loss_function(outputs)
+                with self._fp8.backward():
+                    scaled(loss, factor).backward()
+            self._gradients.collect()
+            self._graph.mark_step(Phase.BACKWARD)
+            sums.append(loss.detach())
+            del outputs, loss  # of which the next forward needs nothing
+        return sums
+
+    def update(self, lr: float, max_norm: float) -> UpdateResult:
+        """See `Engine.update`."""
+        gradients = self._gradients.take()
+        for places, group in self._group_sums:
+            sum_at(gradients, places, self._held, group, self._backend.placement.device)
+        for master, gradient in zip(self._masters, gradients, strict=True):
+            if gradient is not None:
+                gradient = gradient.to(master.dtype)
+                master.grad = gradient.div_(self._scale.factor) if self._scale.enabled else gradient
+        norm = self._layout.clip(self._masters, max_norm if max_norm > 0 else torch.inf)
+        # float16 alone waits for the device here: the next step needs the scale.
+        skipped = self._scale.enabled and self._scale.skips(float(norm))
+        if not skipped:
+            set_learning_rate(self._optimizer, lr)
+            self._steps.step(norm)
+        self._optimizer.zero_grad(set_to_none=True)
+        self._copy_masters()
+        self._graph.mark_step(Phase.UPDATE)
+        return UpdateResult(norm, skipped)
+
+    def evaluate(
+        self, batches: Iterable[DeviceBatch], loss_function: LossFunction
+    ) -> Sequence[Tensor]:
+        """See `Engine.evaluate`."""
+        return summed_losses(self.model, self._backend, batches, loss_function)
+
+    def logits(self, batch: DeviceBatch) -> Tensor | None:
+        """See `Engine.logits`."""
+        logits = self._join_logits(logits_of(self.model, self._backend, batch))
+        return logits.to(HOST_DEVICE, torch.float32)
+
+    def parameter_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """See `Engine.parameter_shape`."""
+        return self._layout.shape(parameter)
+
+    def export_trained(self) -> Mapping[str, Tensor]:
+        """See `Engine.export_trained`; one tensor is whole at a time on other ranks."""
+        found: dict[str, Tensor] = {}
+        for (name, parameter), master in zip(self._trained, self._masters, strict=True):
+            whole = self._layout.whole(parameter, master.detach())
+            if self._writes:
+                found[name] = whole.to(HOST_DEVICE, copy=True)
+        return found
+
+    def export_state(self) -> Iterator[tuple[str, str, Tensor | None]]:
+        """See `Engine.export_state`."""
+        keys = self._state_keys()
+        for (name, parameter), master in zip(self._trained, self._masters, strict=True):
+            state = self._optimizer.state.get(master, {})
+            for key in (PARAMETER, *keys):
+                part = master.detach() if key == PARAMETER else _unpacked(state, key, master)
+                whole = self._layout.whole(parameter, part)
+                host = whole.to(HOST_DEVICE, torch.float32, copy=True) if self._writes else None
+                yield name, key, host
+
+    def counters(self) -> Counters:
+        """See `Engine.counters`."""
+        states = (self._optimizer.state.get(m, {}) for m in self._masters)
+        return self._scale.counters(updates_of(states))
+
+    def import_state(self, state: TrainedState) -> None:
+        """See `Engine.import_state`."""
+        filled = [m for m in self._masters if m.numel()]
+        prime(self._optimizer, filled, self._optimizer.step)
+        with torch.no_grad():
+            for (name, parameter), master in zip(self._trained, self._masters, strict=True):
+                if not master.numel():
+                    continue
+                master.copy_(self._layout.part(parameter, state.tensor(name, PARAMETER)))
+                kept = self._optimizer.state[master]
+                for key in state_keys(kept):
+                    pack(kept, key, self._layout.part(parameter, state.tensor(name, key)))
+                set_updates(kept, state.counters.updates)
+        self._copy_masters()
+        self._scale.load(state.counters)
+
+    def close(self) -> None:
+        """Nothing is held that Python does not free."""
+
+    @torch.no_grad()
+    def _copy_masters(self) -> None:
+        """Parameters get their masters' values; in one call, as each launch costs the host time."""
+        if self._copies:
+            parts, masters = zip(*self._copies, strict=True)
+            torch._foreach_copy_(parts, masters)
+
+    @property
+    def _named_masters(self) -> list[tuple[str, nn.Parameter]]:
+        """Of parts that are not empty, which no optimizer needs to see."""
+        return [
+            (name, m)
+            for (name, _), m in zip(self._trained, self._masters, strict=True)
+            if m.numel()
+        ]
+
+    def _state_keys(self) -> list[str]:
+        """Of the tensors that the optimizer keeps for each parameter; none before it stepped."""
+        states = (self._optimizer.state.get(m) for _, m in self._named_masters)
+        return next((state_keys(state) for state in states if state), [])
+
+
+def _unpacked(state: Mapping[str, Any], key: str, master: Tensor) -> Tensor:
+    """One tensor of an optimizer's state, laid out as its master; an empty part has none."""
+    return unpacked(state, key) if state else torch.empty_like(master)

@@ -1,0 +1,1 @@
+"""The `single` strategy: plain torch in one process."""

@@ -1,0 +1,1 @@
+"""Tensor parallelism: ranks compute parts of every layer."""

@@ -1,0 +1,1 @@
+"""The `zero` strategy: DeepSpeed's ZeRO."""

@@ -1,0 +1,295 @@
+"""What a rank holds at each moment under ZeRO, and what it sends, by DeepSpeed's own rules.
+
+Terms are those of DeepSpeed's ``runtime`` 0.19, in ``stage_1_and_2.py``, ``bf16_optimizer.py`` and
+``unfused_optimizer.py``; those of stage 3 are in `sharded_footprint`. What lies on a disk stands in
+the host's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from anygauge.interface import MemoryEstimate, Workload
+from anygauge.interface import estimate as at
+from anygauge.strategies.shared.flat import FlatSizes, not_flat
+from anygauge.strategies.shared.footprint import (
+    Kinds,
+    Sizes,
+    by_moment,
+    scale_bytes,
+    sent,
+    update_made,
+    weight_bytes,
+)
+from anygauge.strategies.zero.deepspeed_config import DEFAULT_BUCKET, as_config, zero_settings
+from anygauge.strategies.zero.gather import ModelSizes, stage_of
+from anygauge.strategies.zero.options import ZeroOptions
+
+COPIED_BEFORE = 4
+"""Bytes of the copy of each number in `Workload.update_bytes`, for optimizers that are stepped by
+anygauge itself."""
+NORM = 8
+"""Norms are taken of each gradient as float64, see ``get_norm_dtype``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """What the estimates of all stages are made of.
+
+    Attributes:
+        stage: that DeepSpeed has.
+        flat: layers' frozen weights, where `FlatLayers` has them.
+        zero: DeepSpeed's ``zero_optimization``.
+        bucket: numbers that DeepSpeed reduces at once.
+        part: numbers that a rank updates.
+    """
+
+    options: ZeroOptions
+    size: Sizes
+    stage: int
+    flat: FlatSizes | None
+    zero: Mapping[str, Any]
+    bucket: int
+    part: int
+
+    @classmethod
+    def of(cls, options: ZeroOptions, workload: Workload) -> Terms:
+        """Those of a run."""
+        size = Sizes.of(workload)
+        sizes = ModelSizes.of(size.model)
+        settings = zero_settings(options, workload, sizes)
+        stage = stage_of(options, workload, sizes)
+        zero, ranks = as_config(settings)["zero_optimization"], workload.world_size
+        parts = {0: size.trained, 3: sum(of_ranks(p.numel(), ranks) for p in size.parameters)}
+        return cls(
+            options=options,
+            size=size,
+            stage=stage,
+            flat=None if stage == options.stage else FlatSizes.of(size.model, ranks),
+            zero=zero,
+            bucket=int(zero.get("reduce_bucket_size", DEFAULT_BUCKET)),
+            part=parts.get(stage, of_ranks(size.trained, ranks)),
+        )
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the optimizer is."""
+        return self.options.offload in ("optimizer", "both")
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's own optimizer is handed through: stage 0 in the masters' type."""
+        return self.stage == 0 and self.size.compute == self.size.master
+
+    @property
+    def masters(self) -> int:
+        """Bytes of a rank's copies of trained weights."""
+        return 0 if self.plain else self.part * self.size.master
+
+    @property
+    def state(self) -> int:
+        """Bytes of a rank's part of the optimizer's state."""
+        return round(self.part * self.size.workload.state_bytes)
+
+    @property
+    def widened(self) -> int:
+        """Bytes of a gradient's number in the type of reductions, where it is another one."""
+        return self.size.reduce if self.size.reduce != self.size.compute else 0
+
+    def made(self, count: int) -> int:
+        """Bytes that an update of so many numbers makes.
+
+        DeepSpeed leaves an update out by itself: nothing is copied before.
+        """
+        if self.plain:
+            return update_made(self.size.workload, (p.numel() for p in self.size.parameters))
+        return round(count * max(0.0, self.size.workload.update_bytes - COPIED_BEFORE))
+
+    def updating(self, count: int) -> int:
+        """Bytes beside gradients and state when so many numbers are updated on the device.
+
+        Gradients are laid out as one vector, and get the masters' type.
+        """
+        size = self.size
+        vector = size.reduce + (size.master if size.reduce != size.master else 0)
+        return max(count * vector, 0 if self.on_host else count * size.master + self.made(count))
+
+    @property
+    def saved(self) -> Kinds:
+        """Masters that are put together on a device: one, while the last is there.
+
+        A part comes from the host before, if it is there.
+        """
+        sizes = [p.numel() for p in self.size.parameters]
+        most = max((a + b for a, b in zip((0, *sizes), sizes, strict=False)), default=0)
+        part = of_ranks(self.size.largest, self.size.workload.world_size) if self.on_host else 0
+        return {at.SAVED: (most + part) * self.size.master if self.stage else 0}
+
+    @property
+    def updated(self) -> float:
+        """Bytes that an update reads and writes: masters and state, gradients that are scaled and
+        read, and weights that are copied."""
+        size = self.size
+        each = 4 * size.master + size.compute
+        return 2.0 * (self.part * size.master + self.state) + self.part * each
+
+    def on_the_host(self, always: Kinds, update: Kinds) -> dict[str, dict[str, int]]:
+        """What an offloaded optimizer has there beside other things."""
+        held = {**always, at.OPTIMIZER: self.masters + self.state}
+        return by_moment(held, self.masters, {}, {at.UPDATE: update, at.SAVE: self.size.saved})
+
+
+def of_ranks(count: int, ranks: int) -> int:
+    """What a rank has of so many numbers."""
+    return -(-count // ranks)
+
+
+# -- stages 0 to 2: each rank has all weights ------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Gradients:
+    """Of an engine whose ranks have all weights, in bytes.
+
+    Attributes:
+        always: there from the first step on.
+        summed: beside it from the first micro-batch of a step until its update.
+        each: of `summed`, for each number; 0: all is there as soon as one is.
+        bucket: beside these in backward, with gradients that do not fit in.
+        exchanged: beside the bucket when it is emptied, or all are exchanged.
+        update: beside what is always there until the update, and in it.
+        host: on the host, always, if the optimizer is.
+    """
+
+    always: int = 0
+    summed: int = 0
+    each: int = 0
+    bucket: int = 0
+    exchanged: int = 0
+    update: int = 0
+    host: int = 0
+
+
+def _gradients(terms: Terms) -> _Gradients:
+    size, part, stage = terms.size, terms.part, terms.stage
+    compute, reduce, widened = size.compute, size.reduce, terms.widened
+    precision = size.workload.precision
+    if stage == 0:
+        # ``allreduce_no_retain`` of what autograd has summed: parameters until they are more than
+        # 500 million numbers. An update has gradients in the masters' type beside those.
+        summed = size.trained * compute
+        at_once = min(size.trained, DEFAULT_BUCKET + size.largest)
+        update = summed + terms.masters + terms.made(part)
+        exchanged = summed + at_once * compute
+        return _Gradients(summed=summed, each=compute, exchanged=exchanged, update=update)
+    if stage == 2:
+        # A bucket in the compute type is copied, and in the type of sums again. What a rank keeps
+        # of it is summed in a vector of that type, or stays in copies.
+        summed = part * reduce
+        at_once = max(min(terms.bucket, size.trained), size.largest)
+        beyond = size.largest * compute if size.largest > terms.bucket else 0
+        return _Gradients(
+            summed=summed,
+            bucket=terms.bucket * compute + beyond,
+            exchanged=summed + at_once * (compute + widened),
+            update=max(
+                summed + NORM * min(size.largest, part),
+                (0 if widened else summed) + terms.updating(part),
+            ),
+            host=part * compute if size.several and not widened else 0,
+        )
+    summed = size.trained * reduce
+    of_types = (precision.param_dtype, precision.reduce_dtype) == ("bfloat16", "float32")
+    if of_types and not terms.on_host:
+        # ``BF16_Optimizer`` has all sums as one vector, and keeps autograd's gradients, which it
+        # sets to zero; the vector is copied to be reduced.
+        always = summed + size.trained * compute
+        return _Gradients(always=always, exchanged=summed, update=terms.made(part))
+    # All gradients are summed as they are, and go through a bucket at the end. Those of a rank's
+    # part are copied, and laid out as one vector for the update.
+    copied = part * compute
+    return _Gradients(
+        summed=summed,
+        each=reduce,
+        bucket=terms.bucket * reduce,
+        exchanged=summed + copied,
+        update=max(summed + copied + NORM * size.largest, copied + terms.updating(part)),
+        host=summed if size.several else 0,
+    )
+
+
+def replicated_memory(terms: Terms) -> MemoryEstimate:
+    """Of a run with stage 0, 1 or 2."""
+    size, stage, part = terms.size, terms.stage, terms.part
+    workload, found = size.workload, _gradients(terms)
+    turns = workload.accumulation
+    optimizer = terms.masters + terms.state
+    # ``temp_grad_buffer_for_gpu_offload``
+    copied = size.largest * size.compute if terms.on_host else 0
+    flat, dtype = terms.flat, workload.precision.param_dtype
+    weights = weight_bytes(size.model.parameters(), dtype)
+    if flat is not None:
+        weights = weight_bytes((*size.parameters, *not_flat(size.model)), dtype)
+        weights += flat.pieces * size.compute
+    held = {
+        at.WEIGHTS: weights + scale_bytes(size.model),
+        at.GATHERED: 0 if flat is None else flat.buffers * size.compute,
+        at.OPTIMIZER: 0 if terms.on_host else optimizer,
+        at.BUFFERS: found.always + copied,
+    }
+    step = {at.GRADIENTS: found.summed if size.several else 0}
+    overflows = size.trained > terms.bucket
+    first, most = size.head + size.layer, size.trained - size.embedding
+
+    def backward(count: int) -> Kinds:
+        there = found.each * count
+        if not found.each and overflows:
+            there = found.summed
+        return {at.GRADIENTS: (step[at.GRADIENTS] or there) + found.bucket}
+
+    collect = {at.GRADIENTS: found.bucket + found.exchanged}
+    # ``initialize_optimizer_states`` has a gradient of each master; stage 0 makes an update.
+    initial = 0 if terms.on_host or found.always else terms.masters
+    if stage == 0:
+        initial += terms.state + terms.made(part)
+    more = {
+        at.LOAD: {at.GRADIENTS: initial},
+        at.BACKWARD: backward(first),
+        at.END: backward(most),
+        at.COLLECT: collect,
+        at.UPDATE: {at.GRADIENTS: found.update},
+        at.SAVE: terms.saved,
+        # All gradients go through a bucket meanwhile, where they are more than it.
+        at.REDUCE: collect if stage == 2 and overflows else step,
+    }
+    # Masters, their gradients and state; a copy of a part of the weights, and of one gradient.
+    there = {
+        at.GRADIENTS: part * size.master + found.host,
+        at.BUFFERS: (part + size.largest) * size.compute,
+    }
+    host = {at.SAVE: size.saved}
+    if terms.on_host:
+        host = terms.on_the_host(there, {at.OPTIMIZER: terms.made(part)})
+    # Stage 2 keeps a part of the gradients alone, so it reduces after each micro-batch.
+    times = turns if stage == 2 else 1
+    summed = size.trained * size.reduce
+    group = range(workload.world_size)
+    buckets = times * of_ranks(size.trained, terms.bucket)
+    gathers, gathered = 1, size.trained * size.compute
+    if flat is not None:
+        gathers += turns * flat.gathers
+        gathered += turns * flat.gathered * size.compute
+    added = turns * size.trained * (size.compute + 2.0 * size.reduce)
+    return MemoryEstimate(
+        device=by_moment(held, 0 if terms.on_host else terms.masters, step, more),
+        host=host,
+        traffic=(
+            *sent("all_reduce", group, buckets, times * summed),
+            *(sent("all_gather", group, gathers, gathered) if stage else ()),
+        ),
+        host_bytes=terms.updated if terms.on_host else 0.0,
+        copied_bytes=part * (size.compute + size.master) if terms.on_host else 0.0,
+        other_bytes=added + times * 4.0 * summed + (0.0 if terms.on_host else terms.updated),
+    )

@@ -1,0 +1,287 @@
+"""A DeepSpeed engine's trained state, out of its shards and back into them.
+
+Out: DeepSpeed's own functions put a tensor together from the ranks, one tensor at a time. In: each
+rank takes its own part of the whole. Written with what DeepSpeed 0.19 has; its function that sets
+a whole tensor in stage 3 fails where a tensor's size is not a multiple of the number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anygauge.interface import HOST_DEVICE, PARAMETER, Counters, TrainedState
+from anygauge.strategies.shared.optimizer_state import (
+    export_plain,
+    import_plain,
+    prime,
+    set_updates,
+    state_keys,
+    updates_of,
+)
+from anygauge.strategies.shared.quantised_state import is_packed, pack, unpacked
+
+Named = Sequence[tuple[str, nn.Parameter]]
+
+
+class ZeroState:
+    """Reads and writes the trained state of one engine.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned.
+        named: trained parameters by name.
+        writes: whether this rank wants the tensors that all ranks put together.
+    """
+
+    def __init__(self, engine: Any, stage: int, named: Named, *, writes: bool) -> None:
+        self._optimizer = engine.optimizer
+        self._stage = stage
+        self._named = named
+        self._writes = writes
+
+    @property
+    def refusal(self) -> str:
+        """Why the state cannot be read and written whole; empty: it can."""
+        if self._stage != 0 or self._plain:
+            return ""
+        return (
+            "strategy zero, stage 0, in 16 bits: DeepSpeed keeps no float32 masters there; set "
+            "strategy.stage: 1, or precision.param_dtype: float32"
+        )
+
+    def export(self) -> Iterator[tuple[str, str, Tensor | None]]:
+        """(name, key, whole float32 tensor on the host, or None where this rank wants none).
+
+        All ranks must go through it together.
+        """
+        if self._plain:
+            for name, key, value in export_plain(
+                self._optimizer, self._named, torch.device(HOST_DEVICE)
+            ):
+                yield name, key, value if self._writes else None
+            return
+        # DeepSpeed links the state after the first group's update, when others have none yet.
+        self._link()
+        with self._unpacked(written=False):
+            yield from self._each((PARAMETER, *self._keys()))
+
+    def masters(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Trained parameters, as `export` gives them."""
+        for name, _, value in self._each((PARAMETER,)):
+            yield name, value
+
+    def _each(self, keys: Sequence[str]) -> Iterator[tuple[str, str, Tensor | None]]:
+        """Stage 0 keeps no master in float32 and float16: there, the weights themselves."""
+        for index, named in self._by_flat():
+            with self._in_memory(index, written=False):
+                for name, parameter in named:
+                    for key in keys:
+                        whole = self._whole(parameter, key)
+                        if whole is None and self._stage == 0:
+                            whole = parameter
+                        yield name, key, self._kept(whole)
+
+    def load(self, state: TrainedState) -> None:
+        """Take this rank's part of every tensor."""
+        if self._plain:
+            import_plain(self._optimizer, self._named, state)
+            return
+        self._prime()
+        with self._unpacked(written=True), torch.no_grad():
+            keys = (PARAMETER, *self._keys())
+            for index, named in self._by_flat():
+                with self._in_memory(index, written=True):
+                    for name, parameter in named:
+                        for key in keys:
+                            self._put(parameter, key, state.tensor(name, key))
+        for kept in self._states():
+            set_updates(kept, state.counters.updates)
+        scaler: Any = getattr(self._optimizer, "loss_scaler", None)
+        if state.counters.loss_scale is not None and getattr(scaler, "dynamic", False):
+            scaler.cur_scale = state.counters.loss_scale
+            scaler.cur_iter = state.counters.good_steps
+            scaler.last_overflow_iter = -1
+
+    def counters(self) -> Counters:
+        """See `Engine.counters`."""
+        scaler: Any = getattr(self._optimizer, "loss_scaler", None)
+        if not getattr(scaler, "dynamic", False):
+            return Counters(updates=updates_of(self._states()))
+        return Counters(
+            updates=updates_of(self._states()),
+            loss_scale=float(scaler.cur_scale),
+            good_steps=scaler.cur_iter - scaler.last_overflow_iter - 1,
+        )
+
+    @property
+    def _plain(self) -> bool:
+        """Stage 0 in float32 hands torch's own optimizer through."""
+        return isinstance(self._optimizer, torch.optim.Optimizer)
+
+    @property
+    def _inner(self) -> Any:
+        return self._optimizer if self._plain else self._optimizer.optimizer
+
+    def _flats(self) -> list[Tensor]:
+        """This rank's flat float32 partitions, each with a state of its own."""
+        optimizer = self._optimizer
+        if self._stage == 3:
+            return list(optimizer.fp32_partitioned_groups_flat)
+        # Stage 1 in bfloat16 whose sums are in float32 has an optimizer of DeepSpeed's own for it.
+        flats = getattr(optimizer, "fp32_groups_flat_partition", None)
+        return list(optimizer.single_partition_of_fp32_groups if flats is None else flats)
+
+    def _states(self) -> list[Any]:
+        if self._plain:
+            return [self._inner.state.get(p, {}) for _, p in self._named]
+        return [self._inner.state.get(flat, {}) for flat in self._flats()]
+
+    def _keys(self) -> list[str]:
+        """Keys that the state of every flat partition has."""
+        return state_keys(self._states()[0])
+
+    @property
+    def _on_disk(self) -> bool:
+        return bool(getattr(self._optimizer, "swap_optimizer", False))
+
+    def _by_flat(self) -> Iterator[tuple[int, Named]]:
+        """Trained parameters by the flat partition that they are in, where it matters."""
+        if not self._on_disk:
+            yield 0, self._named
+            return
+        for index in range(len(self._flats())):
+            yield index, [each for each in self._named if self._place(each[1])[0] == index]
+
+    def _place(self, parameter: nn.Parameter) -> tuple[int, int, int]:
+        """Stage 3: (flat partition, first number in it, how many) of this rank's part."""
+        optimizer = self._optimizer
+        place: tuple[int, int, int] = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        return place
+
+    @contextlib.contextmanager
+    def _in_memory(self, index: int, *, written: bool) -> Iterator[None]:
+        """A flat partition that lies on a disk, with its state, in the host's memory meanwhile.
+
+        DeepSpeed's own functions read all of it from the disk for each tensor.
+        """
+        optimizer = self._optimizer
+        swapped = self._on_disk and optimizer._swappable_optimizer_subgroup(index)
+        if swapped:
+            optimizer._optimizer_states_and_gradient_swap_in(index)
+        yield
+        if swapped and written:
+            optimizer._optimizer_states_and_gradient_swap_out(index)
+        elif swapped:
+            optimizer._release_swap_buffers(index)
+
+    def _part(self, parameter: nn.Parameter, key: str) -> Tensor:
+        """This rank's part of a tensor that `_in_memory` has in memory."""
+        index, start, size = self._place(parameter)
+        flat = self._flats()[index]
+        kept = flat if key == PARAMETER else self._inner.state[flat][key]
+        return kept.detach().narrow(0, start, size)
+
+    def _whole(self, parameter: nn.Parameter, key: str) -> Tensor | None:
+        """One tensor, put together from the parts of all ranks."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        found: Tensor | None
+        if self._on_disk:
+            part = self._part(parameter, key)
+            found = self._optimizer._fp32_state_allgather(parameter, part)
+        elif key == PARAMETER:
+            found = safe_get_full_fp32_param(parameter)
+        else:
+            found = safe_get_full_optimizer_state(parameter, key)
+        return found
+
+    def _kept(self, value: Tensor | None) -> Tensor | None:
+        assert value is not None, "DeepSpeed has no float32 master for a trained parameter"
+        if not self._writes:
+            return None
+        return value.detach().to(HOST_DEVICE, torch.float32, copy=True)
+
+    def _put(self, parameter: Any, key: str, whole: Tensor) -> None:
+        from deepspeed.utils import (
+            safe_set_full_fp32_param,
+            safe_set_full_optimizer_state,
+            safe_set_local_fp32_param,
+            safe_set_local_optimizer_state,
+        )
+
+        if self._stage == 3:
+            part = own_part(parameter, whole)
+            if self._on_disk:
+                self._part(parameter, key).copy_(part)
+            elif key == PARAMETER:
+                safe_set_local_fp32_param(parameter, part)
+            else:
+                safe_set_local_optimizer_state(parameter, part, key)
+        elif key == PARAMETER:
+            safe_set_full_fp32_param(parameter, whole)
+        else:
+            safe_set_full_optimizer_state(parameter, whole, key)
+
+    def _prime(self) -> None:
+        """Have the optimizer make the state of every flat partition."""
+        inner = self._inner
+        if self._stage != 3:
+            prime(inner, self._flats(), inner.step)
+            self._link()
+            return
+        # DeepSpeed steps one flat partition at a time, and leaves the groups empty between.
+        for index, flat in enumerate(self._flats()):
+            group = inner.param_groups[self._optimizer.sub_group_to_group_id[index]]
+            with self._in_memory(index, written=True):
+                group["params"] = [flat]
+                prime(inner, [flat], inner.step)
+                group["params"] = []
+
+    @contextlib.contextmanager
+    def _unpacked(self, *, written: bool) -> Iterator[None]:
+        """Quantised state as plain float32 while they are read or written, then codes again."""
+        packed = []
+        for kept in self._states():
+            for key in state_keys(kept):
+                if is_packed(kept[key]):
+                    packed.append((kept, key, kept[key]))
+                    kept[key] = unpacked(kept, key)
+        if packed:
+            self._link()
+        try:
+            yield
+        finally:
+            for kept, key, codes in packed:
+                value, kept[key] = kept[key], codes
+                if written:
+                    pack(kept, key, value)
+            if packed:
+                self._link()
+
+    def _link(self) -> None:
+        """All stages but 3 hold views of the state: have them made anew."""
+        if self._stage != 3:
+            self._optimizer._hp_optimizer_states_linked = False
+            self._optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def whole_shape(parameter: Any) -> tuple[int, ...]:
+    """The whole shape of a parameter that ZeRO-3 may have sharded."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def own_part(parameter: Any, whole: Tensor) -> Tensor:
+    """This rank's part of a tensor that ZeRO-3 has sharded; the last one is padded with zeros."""
+    from deepspeed import comm
+
+    group = parameter.ds_process_group
+    size = parameter.partition_numel()
+    start = size * comm.get_rank(group=group)
+    flat = whole.reshape(-1)[start : start + size]
+    part = torch.zeros(size, dtype=torch.float32)
+    part[: flat.numel()] = flat
+    return part
