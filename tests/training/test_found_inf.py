@@ -9,16 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-<<<<<<< HEAD:tests/training/test_found_inf.py
 from anygauge.strategies.shared.finite import FiniteSteps, scaled
 from anygauge.training import optimizer as optimizers
 from anygauge.training.optimizer import Adafactor, DecoupledSGD, Lion, with_found_inf
-=======
-from anygauge.strategies.shared.finite import FiniteSteps, scaled
-from anygauge.training import undo
-from anygauge.training.optimizer import Adafactor, DecoupledSGD, Lion
-from anygauge.training.undo import undone
->>>>>>> main:tests/training/test_undo.py
 
 Make = Callable[[Any], torch.optim.Optimizer]
 MAKERS: dict[str, Make] = {
