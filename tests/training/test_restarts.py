@@ -1,4 +1,4 @@
-"""A rank is killed, and the run resumes by itself from the newest checkpoint: on two machines too."""
+"""A rank is killed, and the run resumes by itself from the newest checkpoint; two machines, too."""
 
 from __future__ import annotations
 
