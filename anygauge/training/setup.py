@@ -153,6 +153,7 @@ def prepare_run(
     job: Job, run: RunFile, rank: Rank, registry: Registry, backend: Backend, strategy: Strategy
 ) -> PreparedRun:
     """Build everything that the loop needs on this rank's opened device."""
+    folder = Path(job.run_directory)
     if rank.index == 0:
         check_trackers(registry, run, os.environ)
     precision = resolve_precision(run.precision, backend.support)
@@ -203,10 +204,7 @@ def prepare_run(
         held_out = EvaluationBatches(data.eval, layout)
         evaluations["eval"] = (held_out, data.eval.report.num_loss_tokens)
     resumed = find_checkpoint(
-        "auto" if job.resume else run.checkpoint.resume,
-        Path(job.run_directory),
-        rank.index,
-        backend.collectives,
+        "auto" if job.resume else run.checkpoint.resume, folder, rank.index, backend.collectives
     )
     for text in resumed.skipped:
         rank.warn(text)
@@ -225,10 +223,7 @@ def prepare_run(
             )
     for change in changes:
         rank.log(f"changed since: {change}")
-    quantised = quantisation(run.model)
-    starting: ModelFactory = factory
-    if start is not None:
-        starting = cast("ModelFactory", ResumedFactory(factory, start))
+    starting = factory if start is None else cast("ModelFactory", ResumedFactory(factory, start))
     engine = strategy.build(
         BuildContext(
             factory=starting,
@@ -251,6 +246,7 @@ def prepare_run(
     if start is not None:
         engine.import_state(start)
     total, trained = parameter_counts(engine)
+    quantised = quantisation(run.model)
     bits = backend.placement.float32_product_bits
     shortened = bits < Placement.float32_product_bits and precision.param_dtype == "float32"
     rank.log(
@@ -278,12 +274,17 @@ def prepare_run(
     else:
         to_device = WarmUp(**moving, steps=first_steps, dummies=dummies)
         rank.log(str(to_device))
-    check = functools.partial(check_lock, Path(job.run_directory), rank.lock)
+    check = functools.partial(check_lock, folder, rank.lock)
+    trackers, system = Trackers({}, rank.warn), None
     if rank.index == 0:
         check()
         accept_start(job)
+        resumed_from = None if start is None else start.step
+        trackers = open_trackers(registry, run, folder, rank.warn, resumed_from_step=resumed_from)
+        reader = SystemReader(backend.placement, folder)
+        system = SystemSampler(reader.read, run.train.system_every_s, rank.warn)
     logger = MetricsLogger(
-        path=Path(job.run_directory) / "metrics.jsonl",
+        path=folder / "metrics.jsonl",
         rank=rank.index,
         world_size=rank.world_size,
         settings=run.train,
@@ -293,27 +294,13 @@ def prepare_run(
         peak_flops=peak.value if peak else None,
         backend=backend,
         events=rank.events,
-        trackers=open_trackers(
-            registry,
-            run,
-            Path(job.run_directory),
-            rank.warn,
-            resumed_from_step=None if start is None else start.step,
-        )
-        if rank.index == 0
-        else Trackers({}, rank.warn),
-        system=SystemSampler(
-            SystemReader(backend.placement, Path(job.run_directory)).read,
-            run.train.system_every_s,
-            rank.warn,
-        )
-        if rank.index == 0
-        else None,
+        trackers=trackers,
+        system=system,
         history=History() if start is None else History.of_record(start.record["history"]),
     )
     manager = CheckpointManager(
         section=run.checkpoint,
-        run_directory=Path(job.run_directory),
+        run_directory=folder,
         engine=engine,
         backend=backend,
         rank=rank.index,
@@ -328,10 +315,10 @@ def prepare_run(
         export_adapter=None
         if run.adapter is None
         # Not checked by a forward, unlike a run's result.
-        else lambda folder, trained: save_adapter(
+        else lambda part, trained: save_adapter(
             engine.model,
             trained,
-            folder,
+            part,
             shapes=trained_shapes(engine),
             base=run.model,
             files=files,

@@ -57,11 +57,7 @@ FUSED_ADAMW = "fused_adamw"
 
 
 def check_ranks(spec: StrategySpec, world_size: int, registry: Registry) -> None:
-    """Refuse a number of ranks that a strategy does not run on.
-
-    Raises:
-        RunFileError: names strategies that would do.
-    """
+    """Raises: RunFileError: it does not run on so many ranks; names strategies that would do."""
     if world_size == 1 or not spec.single_process:
         return
     others = [each.spec.name for each in registry.strategies if not each.spec.single_process]
@@ -73,11 +69,7 @@ def check_ranks(spec: StrategySpec, world_size: int, registry: Registry) -> None
 
 
 def check_installed(spec: StrategySpec, registry: Registry) -> None:
-    """Refuse a strategy whose packages are not on this machine.
-
-    Raises:
-        NotAvailableError: says how to install them, and what needs none.
-    """
+    """Raises: NotAvailableError: its packages are not on this machine; how to install them."""
     if not (missing := missing_of(spec)):
         return
     others = [p.spec.name for p in registry.strategies if not p.spec.distributions]
@@ -87,14 +79,9 @@ def check_installed(spec: StrategySpec, registry: Registry) -> None:
 
 
 def check_backend(spec: StrategySpec, backend: Backend) -> None:
-    """Refuse a device that lacks what a strategy needs.
-
-    Raises:
-        UnsupportedError: quotes the backend's reason.
-    """
+    """Raises: UnsupportedError: the device lacks what it needs; quotes the backend's reason."""
     for capability, because in spec.needs.items():
-        support = backend.support(capability)
-        if not support:
+        if not (support := backend.support(capability)):
             raise UnsupportedError(
                 f"backend {backend.name!r} lacks {capability!r}, needed because {because}: "
                 f"{support}"
@@ -185,7 +172,9 @@ def check_divided(run: RunFile) -> None:
 def check_offloading(run: RunFile, backend: Backend) -> None:
     """Raises: UnsupportedError: layers' activations are not to be had one by one on this device."""
     graph = backend.graph
-    if run.train.activation_offloading and (graph.accumulates or graph.compiler is not None):
+    if not run.train.activation_offloading:
+        return
+    if graph.accumulates or graph.compiler is not None:
         how = "collects operations into graphs, and each copy to the host would end a graph"
         if graph.compiler is not None:
             how = "compiles layers together with what they keep for backward"
@@ -213,12 +202,7 @@ def check_optimizer_support(run: RunFile, backend: Backend) -> None:
 
 
 def check_fp8(run: RunFile, spec: StrategySpec, backend: Backend) -> None:
-    """Refuse ``precision.fp8`` where it cannot work, or where nobody has tried it.
-
-    Raises:
-        UnsupportedError: quotes the reason of the backend or strategy, or names what does not go
-            with it.
-    """
+    """Raises: UnsupportedError: ``precision.fp8`` cannot work, or nobody has tried it; why."""
     if not run.precision.fp8:
         return
     instead = "With precision.fp8: false, linear layers multiply in precision.param_dtype"
@@ -281,11 +265,7 @@ def check_quantised(run: RunFile, backend: Backend, *, ranks_run_here: bool) -> 
 
 
 def create_strategy(registry: Registry, run: RunFile) -> Strategy:
-    """The strategy that a run file names.
-
-    Raises:
-        PluginError: its plugin is broken.
-    """
+    """The strategy that a run file names. Raises: PluginError: its plugin is broken."""
     strategy: Strategy = load_factory(registry.find_strategy(run.strategy.name))(run.strategy)
     return strategy
 
