@@ -1,7 +1,6 @@
 """A run's optimizer: parameter groups with rates and decay, LoRA+, and optimizers that torch lacks.
 
-Those are AdamW with 8-bit state (from bitsandbytes), Adafactor that refuses flattened parameters,
-Lion, and SGD with decoupled decay.
+Those are AdamW with 8-bit state (from bitsandbytes), Lion, and SGD with decoupled decay.
 
 All leave parameters as they are where ``found_inf`` is 1, decided on the device: whoever steps one
 sets this attribute, () float32. torch's fused optimizers do so by themselves. The others take their
@@ -80,7 +79,7 @@ def parameter_groups(
     Matrices are decayed, embeddings too; vectors (norms, biases, magnitudes) are not: there is no
     reason to pull a scale towards zero. ``lr_scale`` is the group's rate as a multiple of the
     run's: `loraplus_lr_ratio` for the adapter's B factors (https://arxiv.org/abs/2402.12354), else
-    1. ``matrices`` is true for a group of matrices.
+    1.
 
     Args:
         shapes: see `OptimizerFactory`.
@@ -100,7 +99,6 @@ def parameter_groups(
             (matrix, scale),
             {
                 "params": [],
-                "matrices": matrix,
                 "weight_decay": section.weight_decay if matrix else 0.0,
                 "lr": section.lr * scale,
                 "lr_scale": scale,
@@ -114,7 +112,7 @@ def parameter_groups(
         )
     if not groups:
         # A pipeline stage without a trained weight has nothing to step, while other stages do.
-        return [{"params": [], "matrices": True, "weight_decay": 0.0, "lr": section.lr}]
+        return [{"params": [], "weight_decay": 0.0, "lr": section.lr}]
     return list(groups.values())
 
 
@@ -177,37 +175,12 @@ def _adam_options(section: OptimizerSection) -> dict[str, Any]:
 
 _MAKERS: dict[str, Callable[[OptimizerSection, Groups], Optimizer]] = {
     "adamw_8bit": _adamw_8bit,
-    "adafactor": lambda s, groups: Adafactor(groups, lr=s.lr),
+    "adafactor": lambda s, groups: torch.optim.Adafactor(groups, lr=s.lr),
     "lion": lambda s, groups: Lion(groups, lr=s.lr, betas=s.betas or (0.9, 0.99)),
     "sgd": lambda s, groups: DecoupledSGD(
         groups, lr=s.lr, momentum=0.9 if s.momentum is None else s.momentum
     ),
 }
-
-
-FLAT = (
-    "optimizer adafactor: it keeps one number per row and column of a matrix, but the strategy "
-    "gives it parameters joined into flat vectors, of which it would keep one per element: another "
-    "optimizer, which saves no memory. Use strategy.name: single, or train.optimizer.name: "
-    "adamw_8bit"
-)
-
-
-class Adafactor(torch.optim.Adafactor):
-    """torch's Adafactor (https://arxiv.org/abs/1804.04235), which refuses flattened parameters.
-
-    ``lr`` bounds the step relative to the parameter's own root mean square:
-    ``min(lr, 1 / sqrt(step)) * max(1e-3, rms(p))``. State: ``step``; ``row_var`` and ``col_var``
-    of a tensor of two or more dimensions, ``variance`` of a vector.
-    """
-
-    def step(self, closure: Any = None) -> Any:
-        """Raises: UnsupportedError: an engine has joined the parameters into vectors."""
-        for group in self.param_groups:
-            dimensions = [parameter.dim() for parameter in group["params"]]
-            if group["matrices"] and dimensions and max(dimensions) < 2:
-                raise UnsupportedError(FLAT)
-        return super().step(closure)
 
 
 class _ForeachOptimizer(Optimizer):
