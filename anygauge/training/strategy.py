@@ -119,7 +119,7 @@ def check_strategy(
         precision = resolve_precision(run.precision, backend.support)
     micro_batches = 0
     with contextlib.suppress(RunFileError):  # `check_batch` tells it
-        micro_batches = check_batch(run, registry, world_size)
+        micro_batches = _micro_batches(run, registry, world_size)
     spec.check(
         StrategyRun(
             options=run.strategy,
@@ -276,12 +276,12 @@ def share_of(run: RunFile, registry: Registry, rank: int, world_size: int) -> Sh
     return spec.share(run.strategy, rank, world_size)
 
 
-def check_batch(run: RunFile, registry: Registry, world_size: int) -> int:
-    """How many micro-batches of a step each rank reads.
+def check_batch(run: RunFile, registry: Registry, world_size: int) -> None:
+    """Raises: RunFileError: the global batch cannot be divided over the ranks."""
+    _micro_batches(run, registry, world_size)
 
-    Raises:
-        RunFileError: the global batch cannot be divided over the ranks.
-    """
+
+def _micro_batches(run: RunFile, registry: Registry, world_size: int) -> int:
     parts = share_of(run, registry, 0, world_size).count
     return accumulation(run.train.global_batch_size, run.train.sequences_at_once(parts), parts)
 
