@@ -37,15 +37,15 @@ def test_each_rank_has_a_folder_of_its_own_and_the_operator(
     assert len({each.name for each in folders}) == 2 == len(list(tmp_path.iterdir()))
     for each in folders:
         each.cleanup()
-    with pytest.raises(RunFileError, match=r"strategy\.nvme: .*No such file.*local disk"):
+    with pytest.raises(RunFileError, match=r"strategy\.nvme: .*No such file.*a local disk"):
         folder_on_disk(str(tmp_path / "nothing"), 1000)
     broken = True
     with pytest.raises(NotAvailableError, match=r"Unable to JIT load the async_io op\. It needs l"):
         folder_on_disk(str(tmp_path), 1000)
-    assert not list(tmp_path.iterdir())
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**30))
     with pytest.raises(RunFileError, match=r"1\.00 GiB free, but each rank writes 1\.50 GiB"):
         folder_on_disk(str(tmp_path), 3 * 2**29)
+    assert not list(tmp_path.iterdir())
 
 
 def test_deepspeed_is_told_where() -> None:

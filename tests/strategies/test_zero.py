@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from anygauge.interface import (
 )
 from anygauge.kernels.loss import model_loss
 from anygauge.strategies.shared.materialise import decoder_layers
-from anygauge.strategies.zero import deepspeed_versions
+from anygauge.strategies.zero import deepspeed_config, deepspeed_versions
 from anygauge.strategies.zero.deepspeed_config import ModelSizes, as_config, zero_settings
 from anygauge.strategies.zero.deepspeed_runtime import (
     _differentiable_input_first,
@@ -55,8 +54,6 @@ class Recording(Graph):
 
 def observed(backend: Backend) -> dict[str, Any]:
     """Of ZeRO-3 on a device that wants its graph cut and its memory released in step."""
-    from deepspeed.accelerator import get_accelerator
-
     graph, waits = Recording(), 0
     backend.graph = graph
 
@@ -109,22 +106,7 @@ def observed(backend: Backend) -> dict[str, Any]:
         import_deepspeed(Elsewhere())
     except UnsupportedError as error:
         result["refusal"] = str(error)
-    # What DeepSpeed trains in is the processor's affair: some have instructions for float16.
-    accelerator = get_accelerator()
-    result["float16"] = refusal_of("float16")
-    result["float16 served"] = bool(accelerator.is_fp16_supported())
-    for name, answer in (("elsewhere", False), ("there", True)):
-        with mock.patch.object(accelerator, "is_fp16_supported", return_value=answer):
-            result[f"float16 {name}"] = refusal_of("float16")
     return result
-
-
-def refusal_of(dtype: str) -> str | None:
-    try:
-        refuse_unserved_type(dtype)
-    except UnsupportedError as error:
-        return str(error)
-    return None
 
 
 @pytest.fixture(scope="module")
@@ -133,11 +115,10 @@ def record() -> dict[str, Any]:
     return found  # type: ignore[no-any-return]
 
 
-def test_the_graph_is_cut_after_each_phase(record: dict[str, Any]) -> None:
+def test_a_step_cuts_the_graph_after_each_phase_and_waits_for_the_device_to_free_weights(
+    record: dict[str, Any],
+) -> None:
     assert record["phases"] == (["forward", "backward"] * 2 + ["update"]) * 2
-
-
-def test_every_release_of_a_gathered_weight_waits_for_the_device(record: dict[str, Any]) -> None:
     first, second = record["waits_in_step"]
     # Seven linear layers in each of two decoder layers, in each of two micro-batches, at least.
     assert first >= 28 and second >= 28
@@ -155,12 +136,16 @@ def test_another_accelerator_than_the_one_imported_is_refused(record: dict[str, 
     assert "DS_ACCELERATOR=xpu" in record["refusal"]
 
 
-def test_a_type_that_deepspeed_does_not_train_in_is_refused(record: dict[str, Any]) -> None:
-    said = record["float16 elsewhere"]
-    assert "does not train in float16" in said
-    assert "float32, bfloat16" in said, "and what it does train in"
-    assert record["float16 there"] is None
-    assert (record["float16"] is None) == record["float16 served"], "the machine decides"
+def test_a_type_that_deepspeed_does_not_train_in_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = [torch.float32, torch.bfloat16]
+    card = SimpleNamespace(supported_dtypes=lambda: served, device_name=lambda: "card")
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: card)
+    with pytest.raises(UnsupportedError, match=r"in float16 on .card.*float32, bfloat16"):
+        refuse_unserved_type("float16")
+    served.append(torch.float16)
+    refuse_unserved_type("float16")
 
 
 # -- layers that are gathered as one piece ----------------------------------------------------
@@ -252,47 +237,42 @@ def config(sizes: ModelSizes | None = None, **changes: Any) -> dict[str, Any]:
     return as_config(zero_settings(ZeroOptions(**options), workload, sizes))
 
 
-def test_factors_of_a_70b_model_stay_resident_and_its_layers_until_their_backward() -> None:
-    layer = 855_654_400
-    zero = config(ModelSizes(trained=2**27, largest_factor=16 * 28672, largest_block=layer))[
-        "zero_optimization"
-    ]
-    assert zero["stage3_param_persistence_threshold"] == 16 * 28672
+def zero_section(sizes: tuple[int, int, int] | None = None, **changes: Any) -> dict[str, Any]:
+    """Args: sizes: numbers that are trained, of the largest factor, and of the largest layer."""
+    names = ("trained", "largest_factor", "largest_block")
+    of_model = None if sizes is None else ModelSizes(**dict(zip(names, sizes, strict=True)))
+    return config(of_model, **changes)["zero_optimization"]  # type: ignore[no-any-return]
+
+
+def test_factors_stay_resident_and_layers_until_their_backward() -> None:
+    """Of a 70B model; of a small one, DeepSpeed's own threshold is enough."""
+    layer, factor = 855_654_400, 16 * 28672
+    zero = zero_section((2**27, factor, layer))
+    assert zero["stage3_param_persistence_threshold"] == factor
     assert zero["stage3_max_reuse_distance"] >= 2 * layer
     assert zero["stage3_max_live_parameters"] >= 2 * layer + zero["stage3_prefetch_bucket_size"]
-
-
-def test_small_models_keep_deepspeeds_threshold() -> None:
-    zero = config(ModelSizes(trained=640, largest_factor=64, largest_block=1000))[
-        "zero_optimization"
-    ]
-    assert zero["stage3_param_persistence_threshold"] == 100_000
+    assert zero_section((640, 64, 1000))["stage3_param_persistence_threshold"] == 100_000
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_buffer_of_gradients_is_no_larger_than_they_are(stage: int) -> None:
-    def bucket(trained: int) -> int | None:
-        sizes = ModelSizes(trained=trained, largest_factor=0, largest_block=0)
-        found = config(sizes, stage=stage)["zero_optimization"].get("reduce_bucket_size")
-        return None if found is None else int(found)
-
-    assert bucket(123_456) == 123_456
-    assert bucket(10**9) is None, "DeepSpeed's default: many buckets"
+    name = "reduce_bucket_size"
+    assert zero_section((123_456, 0, 0), stage=stage)[name] == 123_456
+    assert name not in zero_section((10**9, 0, 0), stage=stage), "DeepSpeed's default: many buckets"
 
 
 def test_linear_layers_are_torchs_own_where_recomputation_bounds_what_they_keep() -> None:
     name = "memory_efficient_linear"
-    assert config()["zero_optimization"][name] is False
-    assert config(activations=Activations())["zero_optimization"][name] is True
+    assert zero_section()[name] is False
     # The layers between would keep theirs.
-    assert config(activations=Activations(every=2))["zero_optimization"][name] is True
-    assert name not in config(stage=2)["zero_optimization"]
-    wanted = config(options={name: True})
-    assert wanted["zero_optimization"][name] is True
+    for kept in (Activations(), Activations(every=2)):
+        assert zero_section(activations=kept)[name] is True
+    assert name not in zero_section(stage=2)
+    assert zero_section(options={name: True})[name] is True
 
 
 def test_the_device_wins_over_us_and_the_run_file_over_the_device() -> None:
-    assert config()["zero_optimization"]["overlap_comm"] is False
+    assert zero_section()["overlap_comm"] is False
     changed = config(options={"overlap_comm": True})
     assert changed["zero_optimization"]["overlap_comm"] is True
     assert "accelerator" not in changed, "that one is for the import, not for the engine"
@@ -315,14 +295,9 @@ def test_precision_is_said_in_deepspeeds_words() -> None:
     ],
 )
 def test_fields_that_deepspeed_refuses_are_named(options: dict[str, Any], said: str) -> None:
-    check_fields(config(options={"overlap_comm": True})["zero_optimization"])
+    check_fields(zero_section(options={"overlap_comm": True}))
     with pytest.raises(RunFileError, match=said):
-        check_fields(config(options=options)["zero_optimization"])
-
-
-def test_stage_0_refuses_what_deepspeed_has_not() -> None:
-    with pytest.raises(UnsupportedError, match="stage 0"):
-        config(stage=0)
+        check_fields(zero_section(options=options))
 
 
 @pytest.mark.parametrize(
@@ -357,6 +332,11 @@ FLAT = {
     "module": ({"gather": "module"}, {}, "strategy.gather is module"),
     "fields": ({"options": {"overlap_comm": True}}, {}, "strategy.options sets fields"),
     "hpZ": ({"options": {"zero_hpz_partition_size": 2}}, {}, "strategy.options sets fields"),
+    "a stage 2 that is wrong": (
+        {"offload": "optimizer"},
+        {"offloads": False},
+        "stage 2 does not add up gradients",
+    ),
     "disk": ({"offload": "optimizer", "nvme": "/fast"}, {}, "strategy.nvme needs"),
     "weights on the host": ({"offload": "parameters"}, {}, "keeps weights on the host"),
     "all on the host": ({"offload": "both"}, {}, "keeps weights on the host"),
@@ -375,10 +355,9 @@ def test_layers_are_flat_unless_something_is_named_that_keeps_them(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options, changes, wanted = FLAT[case]
-    monkeypatch.setattr(
-        "anygauge.strategies.zero.deepspeed_config.offloads_gradients", lambda: True
-    )
     changes, backend = dict(changes), UnmarkedBackend()
+    right = changes.pop("offloads", True)
+    monkeypatch.setattr(deepspeed_config, "offloads_gradients", lambda: right)
     for name in ("compiler", "accumulates"):
         if name in changes:
             monkeypatch.setattr(Graph, name, changes.pop(name), raising=False)
@@ -401,13 +380,3 @@ def test_layers_are_flat_unless_something_is_named_that_keeps_them(
     if "gather" not in options:
         with pytest.raises(UnsupportedError, match=wanted):
             demanded.settings(workload)
-
-
-def test_offloading_is_deepspeeds_where_its_stage_2_is_wrong(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        "anygauge.strategies.zero.deepspeed_config.offloads_gradients", lambda: False
-    )
-    sizes = ModelSizes(trained=1, largest_factor=1, largest_block=9)
-    assert config(sizes, gather="auto", offload="optimizer")["zero_optimization"]["stage"] == 3

@@ -97,10 +97,10 @@ def check_fields(zero_optimization: Mapping[str, Any]) -> None:
 
 
 def folder_on_disk(path: str, needed: int) -> TemporaryDirectory[str]:
-    """A folder of this rank's own below `path`, and the operator that DeepSpeed writes there with.
+    """A folder of this rank's own below `path`, with the operator that DeepSpeed writes there with.
 
     Ranks of another run may have the same numbers, by which DeepSpeed names its files. On a full
-    disk, DeepSpeed's operator ends the process without a message.
+    disk the operator writes a part and does not say so (``do_aio_operation_overlap``).
 
     Args:
         needed: bytes that this rank writes.
@@ -113,27 +113,24 @@ def folder_on_disk(path: str, needed: int) -> TemporaryDirectory[str]:
 
     try:
         free = shutil.disk_usage(path).free
-        folder = TemporaryDirectory(prefix="anygauge-", dir=path)
-    except OSError as error:
-        raise RunFileError(f"strategy.nvme: {error}; name a folder on a local disk") from error
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(folder)
         if free < needed:
             raise RunFileError(
                 f"strategy.nvme: {path} has {free / 2**30:.2f} GiB free, but each rank writes "
                 f"{needed / 2**30:.2f} GiB. Free some, name another disk, or use more ranks"
             )
-        try:
-            AsyncIOBuilder().load(verbose=False)
-        except (RuntimeError, ImportError, OSError) as error:
-            raise NotAvailableError(
-                f"strategy.nvme: DeepSpeed's operator async_io cannot be built: "
-                f"{str(error).splitlines()[0]}. It needs libaio-dev (Debian, Ubuntu) or "
-                "libaio-devel (Fedora), ninja and a C++ compiler, or an image that has it "
-                "(`anygauge image`). Leave strategy.nvme out to keep the optimizer in the host's "
-                "memory"
-            ) from error
-        stack.pop_all()
+        folder = TemporaryDirectory(prefix="anygauge-", dir=path)
+    except OSError as error:
+        raise RunFileError(f"strategy.nvme: {error}. Name a folder on a local disk") from error
+    try:
+        AsyncIOBuilder().load(verbose=False)
+    except (RuntimeError, ImportError, OSError) as error:
+        folder.cleanup()
+        raise NotAvailableError(
+            f"strategy.nvme: DeepSpeed's operator async_io cannot be built: "
+            f"{str(error).splitlines()[0]}. It needs libaio-dev (Debian, Ubuntu) or libaio-devel "
+            "(Fedora), ninja and a C++ compiler, or an image that has it (`anygauge image`). Leave "
+            "strategy.nvme out to keep the optimizer in the host's memory"
+        ) from error
     return folder
 
 

@@ -32,7 +32,6 @@ from anygauge.interface import (
     UpdateResult,
     Workload,
 )
-from anygauge.interface import estimate as at
 from anygauge.strategies.shared.common import (
     NO_FP8,
     Fp8Contexts,

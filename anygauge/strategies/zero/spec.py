@@ -187,17 +187,11 @@ def _check_adds_offloaded(stage: int) -> None:
 
 
 def _check_disk(run: StrategyRun) -> None:
-    """Refuse what DeepSpeed would put on a disk in part, or wrongly, without a word."""
-    options = run.options
-    if options.offload in ("parameters", "both"):
-        raise UnsupportedError(
-            f"strategy.nvme: with strategy.offload: {options.offload}, DeepSpeed would put the "
-            "weights on the disk too, and then a rank of DeepSpeed 0.19.8 ended without a "
-            "message. Set strategy.offload: optimizer"
-        )
-    if options.offload != "optimizer" or options.stage != 3:
+    """Refuse what DeepSpeed would not put on a disk, or wrongly, without a word."""
+    if run.options.offload != "optimizer" or run.options.stage != 3:
         raise RunFileError(
-            "strategy.nvme: says where an offloaded optimizer of stage 3 goes. Set "
+            "strategy.nvme: says where an offloaded optimizer of stage 3 goes; with weights on a "
+            "disk, too, a rank of DeepSpeed 0.19.8 ended without a message. Set "
             "strategy.offload: optimizer and strategy.stage: 3, or leave it out"
         )
     if run.optimizer == "adamw_8bit":
