@@ -32,6 +32,7 @@ from anygauge.interface import (
     UpdateResult,
     Workload,
 )
+from anygauge.interface import estimate as at
 from anygauge.strategies.shared.common import (
     NO_FP8,
     Fp8Contexts,
@@ -95,7 +96,6 @@ class ZeroEngine:
         self.model: nn.Module = engine.module
         self._stage = stage
         self._backend = context.workload.backend
-        self._rank = context.workload.rank
         self._world_size = context.workload.world_size
         self._scales_loss = context.workload.precision.scales_loss
         self._trained = trained_parameters(self.model)

@@ -91,8 +91,14 @@ def check(run: StrategyRun) -> None:
             f"strategy.offload: {options.offload}: DeepSpeed's stage 0 offloads nothing. Set "
             "strategy.stage: 1 or higher, or leave it out"
         )
-    if options.offload == "optimizer" and options.stage in (1, 2) and run.ranks_run_here:
-        _check_adds_offloaded(options.stage)
+    wrong_sums = run.ranks_run_here and not offloads_gradients()
+    if wrong_sums and options.offload == "optimizer" and options.stage in (1, 2):
+        raise UnsupportedError(
+            f"strategy.offload: optimizer: in stage {options.stage}, DeepSpeed "
+            f"{metadata.version(ENGINE)} trains with other losses when it offloads than when it "
+            "does not (seen in 0.16.9; in 0.19.8 they are the same). Set strategy.stage: 3, or "
+            "leave it out"
+        )
     if options.offload in ("parameters", "both") and options.stage < 3:
         raise UnsupportedError(
             f"strategy.offload: {options.offload}: stage {options.stage} keeps all weights on "
@@ -175,15 +181,6 @@ ZERO = StrategySpec(
         ),
     ),
 )
-
-
-def _check_adds_offloaded(stage: int) -> None:
-    if not offloads_gradients():
-        raise UnsupportedError(
-            f"strategy.offload: optimizer: in stage {stage}, DeepSpeed {metadata.version(ENGINE)} "
-            "trains with other losses when it offloads than when it does not (seen in 0.16.9; in "
-            "0.19.8 they are the same). Set strategy.stage: 3, or leave it out"
-        )
 
 
 def _check_disk(run: StrategyRun) -> None:
