@@ -168,6 +168,17 @@ def gathered_by_peft(config: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Have DeepSpeed call another function of ours in place of its own."""
+    own = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, own)
+
+
+@contextlib.contextmanager
 def _gathered_one_by_one() -> Iterator[None]:
     """Gather weights that are asked for together one after another.
 
@@ -186,11 +197,8 @@ def _gathered_one_by_one() -> Iterator[None]:
                 stack.enter_context(together([parameter], *args, **kwargs))
             yield
 
-    deepspeed.zero.GatheredParameters = one_by_one
-    try:
+    with _replaced(deepspeed.zero, "GatheredParameters", one_by_one):
         yield
-    finally:
-        deepspeed.zero.GatheredParameters = together
 
 
 @contextlib.contextmanager
@@ -208,11 +216,8 @@ def one_partition_group() -> Iterator[None]:
         if groups._ZERO_PARAM_INTRA_PARALLEL_GROUP is None:
             make(size)
 
-    groups._create_zero_param_parallel_group = once
-    try:
+    with _replaced(groups, "_create_zero_param_parallel_group", once):
         yield
-    finally:
-        groups._create_zero_param_parallel_group = make
 
 
 def gather_by_block(model: Any) -> None:
@@ -265,8 +270,10 @@ def share_buffers(unit: nn.Module, device: torch.device) -> None:
             module._buffers[name] = here
 
 
-def synchronise_before_release(synchronize: Callable[[], None]) -> Callable[[], None]:
-    """Wait for the device each time ZeRO-3 frees a gathered parameter; returns the undoing.
+def synchronise_before_release(
+    synchronize: Callable[[], None],
+) -> contextlib.AbstractContextManager[None]:
+    """Wait for the device each time ZeRO-3 frees a gathered parameter.
 
     For devices whose work may still read the memory when the host frees it.
     """
@@ -278,33 +285,27 @@ def synchronise_before_release(synchronize: Callable[[], None]) -> Callable[[], 
         synchronize()
         release(param)
 
-    partition_parameters.free_param = synchronised
-
-    def undo() -> None:
-        partition_parameters.free_param = release
-
-    return undo
+    return _replaced(partition_parameters, "free_param", synchronised)
 
 
-def keep_recomputed_until_backward(model: Any) -> Callable[[], None]:
+def keep_recomputed_until_backward(model: Any) -> contextlib.AbstractContextManager[None]:
     """Have ZeRO-3 keep what a layer's recomputation gathers through that layer's backward.
 
     Since 0.19.6, DeepSpeed frees these weights with the module whose backward began a non-reentrant
     recomputation, and the rest of the layer gathers its own a third time. So they are given to the
-    layer. Returns the undoing.
+    layer.
     """
     from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
 
     give = getattr(coordinator, "update_recompute_parameters", None)
     if give is None:
-        return lambda: None
+        return contextlib.nullcontext()
     layer_of = {module: layer for layer in decoder_layers(model) for module in layer.modules()}
 
     def give_to_layer(module: nn.Module, parameter: nn.Parameter) -> None:
         give(layer_of.get(module, module), parameter)
 
-    coordinator.update_recompute_parameters = give_to_layer
-    return lambda: setattr(coordinator, "update_recompute_parameters", give)
+    return _replaced(coordinator, "update_recompute_parameters", give_to_layer)
 
 
 def leave_as_a_step_does(model: nn.Module) -> None:

@@ -111,10 +111,10 @@ class ZeroEngine:
         self._finite = True
         self._undo = contextlib.ExitStack()
         if stage == 3:
-            self._undo.callback(keep_recomputed_until_backward(self.model))
+            self._undo.enter_context(keep_recomputed_until_backward(self.model))
             if context.workload.backend.graph.sync_on_release:
                 wait = context.workload.backend.placement.synchronize
-                self._undo.callback(synchronise_before_release(wait))
+                self._undo.enter_context(synchronise_before_release(wait))
 
     def run_step(
         self, batches: Sequence[DeviceBatch], loss_function: LossFunction, normalizer: int

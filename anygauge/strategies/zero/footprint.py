@@ -47,8 +47,6 @@ NORM = 8
 
 SUB_GROUP = 1_000_000_000
 """Default of ``sub_group_size``: numbers of a rank's part that are updated at once."""
-SWAPPED_AT_ONCE = 4
-"""Default of ``offload_optimizer.buffer_count``: pinned buffers for what lies on a disk."""
 
 
 def zero_memory(options: ZeroOptions, workload: Workload) -> MemoryEstimate:
@@ -442,13 +440,8 @@ def sharded_memory(terms: Terms) -> MemoryEstimate:
     always = {at.WEIGHTS: weights.parts if params_on_host else 0}
     host = by_moment(always, 0, {}, {at.UPDATE: {}, at.SAVE: size.saved}) if params_on_host else {}
     if on_host:
-        swapped = SWAPPED_AT_ONCE * at_once * size.master
-        there = {
-            **always,
-            # A gradient in float32 for each, and the partitions' sums.
-            at.GRADIENTS: part * size.master + sums,
-            at.BUFFERS: 0 if terms.options.nvme is None else swapped,
-        }
+        # A gradient in float32 for each, and the partitions' sums.
+        there = {**always, at.GRADIENTS: part * size.master + sums}
         copied = at_once * size.compute + terms.made(at_once)
         host = terms.on_the_host(there, {at.BUFFERS: copied})
     # Weights are gathered in each micro-batch, resident ones after the update.
