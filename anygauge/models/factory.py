@@ -20,9 +20,8 @@ from anygauge.models.adaptable_layers import freeze
 from anygauge.models.adapter import add_adapter, external_parameters, saved_modules
 from anygauge.models.conversion import Value, Weights, in_published_form, stored_buffers
 from anygauge.models.factors import changes_base
-from anygauge.models.files import WeightFiles, check_shape, not_finite
+from anygauge.models.files import LazyTensors, WeightFiles, check_shape, not_finite
 from anygauge.models.formats import dequantiser
-from anygauge.models.on_demand import OnDemand
 from anygauge.models.quantisation import quantisation
 from anygauge.models.quantised import QuantisedLinear, quantise_layers, quantised_layers
 from anygauge.models.recompute import recompute
@@ -216,7 +215,7 @@ class CausalModelFactory:
                     layers[name].encode(value.read((...,)))  # this rank needs its scales
             if wanted is not None:
                 found[name] = functools.partial(read, wanted)
-        return OnDemand(found)
+        return LazyTensors(found)
 
     def _drawn(self, model: Any, unit: str, names: list[str]) -> dict[str, Tensor]:
         """Initial values by the architecture's own rule, from a generator of this unit's own.

@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Any
 from anygauge.config.schema import RunFile, resolve_precision
 from anygauge.interface import ModelError, PluginError, ShapePolicy
 from anygauge.models.adaptable_layers import surely_match
-from anygauge.models.files import check_weights, read_header
+from anygauge.models.files import check_weights, read_header, surely_fit
 from anygauge.models.formats import refuse_format
-from anygauge.models.hub import CONFIG, copy_of, is_whole, names_hub
-from anygauge.models.plain import surely_fit
-from anygauge.models.quiet import quiet_libraries
-from anygauge.models.source import check_positions, load_config, local_folder
+from anygauge.models.hub import CONFIG, copy_of, missing_files, names_hub
+from anygauge.models.source import check_positions, load_config, local_folder, quiet_libraries
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.models.vocabulary import new_tokens
 from anygauge.models.warm_start import WEIGHTS_FILE, refuse_no_adapter
@@ -139,7 +137,7 @@ class RunChecks:
         section, folder = self.run.model, self.folder
         if folder is None:
             return None
-        if folder != Path(section.name or "") and not is_whole(folder, weights=True):
+        if folder != Path(section.name or "") and missing_files(folder, weights=True):
             return None  # of the hub's model only a part was fetched so far
         try:
             return check_weights(folder)

@@ -13,8 +13,8 @@ from packaging.version import Version
 
 from anygauge.kernels.logits_rule import LogitsRule, logits_rule
 from anygauge.kernels.loss import model_loss, return_loss, state_loss_rows, summed_cross_entropy
-from anygauge.models.inputs import shift_labels
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
+from tests.helpers.build import shift_labels
 from tests.models.families import config_of
 
 SMALL = {

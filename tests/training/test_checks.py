@@ -103,7 +103,7 @@ def test_the_weights_of_an_adapter_to_start_from(tmp_path: Path, folder: Path) -
     whole = weights.read_bytes()
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 5000\n"
     for content, expected in (
-        (whole[:-100], "but its header needs"),
+        (whole[:-100], "not fully covered.*is it whole"),
         (pointer, "a Git LFS pointer"),
         (save({"x": torch.zeros(2)}), "28 tensors are missing, first"),
     ):
