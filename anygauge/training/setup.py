@@ -46,8 +46,7 @@ from anygauge.models.card import packed_in_words
 from anygauge.models.export import save_adapter
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
-from anygauge.models.inputs import PLAIN, answer_from_host
-from anygauge.models.masks import plan_masks
+from anygauge.models.inputs import PLAIN, answer_from_host, plan_masks
 from anygauge.models.quantisation import in_words, quantisation
 from anygauge.models.quantised import quantised_layers
 from anygauge.models.result_files import ResultFiles
