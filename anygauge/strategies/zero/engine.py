@@ -33,7 +33,7 @@ from anygauge.interface import (
     Workload,
 )
 from anygauge.strategies.shared.common import (
-    NO_FP8,
+    WITHOUT_FP8,
     Fp8Contexts,
     compile_regions,
     fp8_contexts,
@@ -83,7 +83,7 @@ class ZeroEngine:
         stage: int,
         context: BuildContext,
         swapped: TemporaryDirectory[str] | None = None,
-        fp8: Fp8Contexts = NO_FP8,
+        fp8: Fp8Contexts = WITHOUT_FP8,
     ) -> None:
         """Args: swapped: where it keeps what is on a disk."""
         self._engine = engine
