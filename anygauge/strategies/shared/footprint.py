@@ -159,7 +159,7 @@ class Sizes:
 def update_made(workload: Workload, sizes: Iterable[int]) -> int:
     """Bytes that an update makes on a rank that holds trained tensors of such sizes.
 
-    As `anygauge.training.undo.parts` takes them: some at once, or one that is larger.
+    As `anygauge.training.optimizer` takes them: some at once, or one that is larger.
     """
     most = at_once = 0
     for size in sizes:
