@@ -81,9 +81,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             stop_ids=stop_ids,
-            show=lambda piece: print(piece, end="", flush=True),
         )
-        print()
     if not text.strip():
         Console(stderr=True).print(EMPTY)
 
@@ -171,7 +169,7 @@ def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> Mod
     from anygauge.models.files import read_fields
     from anygauge.models.hub import CONFIG
     from anygauge.models.result_files import GENERATION_CONFIG, TOKENIZER_CONFIG
-    from anygauge.models.start import CONFIG_FILE
+    from anygauge.models.warm_start import CONFIG_FILE
 
     folder, data = Path(model), None
     section = ModelSection(name=model)
