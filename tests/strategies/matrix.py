@@ -39,6 +39,7 @@ ULYSSES = {"cp": 2, "cp_method": "ulysses"}
 TENSOR = {"tp": 2}
 WITHOUT_SP = {"tp": 2, "sequence_parallel": False}
 PIPELINE = {"pp": 2}
+DIVIDED_STAGES = {"tp": 2, "pp": 2}
 FORGETFUL = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
 """Otherwise DeepSpeed keeps the output layer from its forward to its backward: both are near."""
 FUSED = {"strategy": "zero", "options": STAGE3, "fused": True, **SGD}
@@ -175,6 +176,12 @@ FOUR = [
     ParityCase(strategy="ddp", options=PIPELINE, packed=True, **SGD),
     ParityCase(strategy="ddp", options={"pp": 2, "schedule": "gpipe"}, **ALL, **SGD),
     ParityCase(strategy="ddp", options={"pp": 4}, recomputed=True, **SGD),
+    *(
+        ParityCase(strategy="ddp", options={**DIVIDED_STAGES, "schedule": s}, **ALL, **SGD)
+        for s in SCHEDULES
+    ),
+    ParityCase(strategy="ddp", options={"pp": 2, **WITHOUT_SP}, recomputed=True, **SGD),
+    ParityCase(strategy="ddp", options=DIVIDED_STAGES, **ALL, **SGD, model=TIED),
     ParityCase(strategy="fsdp", options=TENSOR, **SELECTIVE, **ALL, **SGD),
     ParityCase(strategy="fsdp", options={"cp": 4, "cp_method": "ulysses"}, packed=True, **SGD),
     ParityCase(
@@ -214,6 +221,10 @@ CARDS = [
     ParityCase(strategy="zero", options={"stage": 3, "offload": "optimizer"}),
     ParityCase(strategy="zero", options=STAGE3, offloaded=True, **ALL, **SGD),
 ]
+EIGHT = [
+    ParityCase(strategy="ddp", options=DIVIDED_STAGES, packed=True, recomputed=True, **SGD),
+    ParityCase(strategy="ddp", options=DIVIDED_STAGES, **ALL, **SGD),
+]
 RECORD = Path(__file__).with_name("collectives.json")
 A_FEW_NUMBERS = 64
 """Bytes of norms and flags in a step, which no footprint speaks of."""
@@ -228,7 +239,7 @@ def of_ranks(world: int, cases: Sequence[ParityCase], backend: str = "cpu") -> l
         backend=backend,
         alone=False,
         timeout_s=1800,
-        environment={"ANYGAUGE_SIM_LOCKS": "", "ANYGAUGE_SIM_CARDS": "4"},
+        environment={"ANYGAUGE_SIM_LOCKS": "", "ANYGAUGE_SIM_CARDS": str(max(4, world))},
     )
 
 
