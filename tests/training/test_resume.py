@@ -113,6 +113,30 @@ def test_what_any_strategy_wrote_any_other_goes_on_with(first: str, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"adapter": None}], ids=["adapter", "all weights"])
+def test_layers_stages_and_rows_on_eight_cards_and_shards_on_two(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Each goes on with what the other wrote."""
+    pytest.importorskip("anygauge_sim", reason="needs `make plugins`")
+    whole = undisturbed(tmp_path, 6, **changes)
+    file = run_file(
+        tmp_path,
+        backend="sim",
+        precision={"param_dtype": "float32"},
+        train=lengths(2),
+        checkpoint={"every": 2, "resume": "auto"},
+        strategy={"name": "ddp", "tp": 2, "pp": 2},
+        launch={"devices": 8},
+        **changes,
+    )
+    shards = ("strategy=fsdp", "launch.devices=2", "train.steps=4")
+    ways = ((), shards, ("train.steps=6",))
+    *_, last = finished([RunPart(file=str(file), overrides=way) for way in ways])
+    assert last.steps("loss") == pytest.approx(whole.steps("loss"), rel=CLOSE)
+
+
+@pytest.mark.slow
 def test_from_single_to_zero_with_all_weights_in_bfloat16(tmp_path: Path) -> None:
     """Masters keep the digits that bfloat16 weights lack, and odd sizes are padded per rank."""
     changes: dict[str, Any] = {"adapter": None, "precision": {"param_dtype": "bfloat16"}}
