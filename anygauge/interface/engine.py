@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -18,6 +18,7 @@ __all__ = [
     "Counters",
     "DeviceBatch",
     "Engine",
+    "HasRankState",
     "LossFunction",
     "TrainedState",
     "UpdateResult",
@@ -33,7 +34,9 @@ LossFunction: TypeAlias = "Callable[[Any], Tensor]"
 DeviceBatch: TypeAlias = "Mapping[str, Any]"
 """One micro-batch on the device: keyword arguments of the model's forward, ``shift_labels`` among
 them where it is to return its loss: (B, T) int64, the token that each position is to predict; -100
-where there is none. They are shifted already, so that a sequence can be cut anywhere."""
+where there is none. They are shifted already, so that a sequence can be cut anywhere. Those that
+are not -100 are loss tokens: an engine that steps on its own gradients counts its rank's there.
+Over all ranks that read other rows or positions they come to the step's `normalizer`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,3 +161,30 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Let go of what the engine holds."""
+
+
+@runtime_checkable
+class HasRankState(Protocol):
+    """What an `Engine` also has where ranks may keep a state of their own.
+
+    Such as the error feedback of compressed gradients, or the outer momentum of local steps: it is
+    nobody else's, so it is not in what `Engine.export_state` gives. A checkpoint keeps it beside
+    that. It is given back where strategy, options and ranks are those of the checkpoint; otherwise
+    a line says that it is left out, and the rest resumes.
+    """
+
+    def export_rank_state(self) -> Mapping[str, Tensor]:
+        """This rank's state, by names of the engine's own choice; empty: it keeps none.
+
+        Tensors may be on the device, and the engine's own, which its next step changes. Every rank
+        calls it, after `Engine.export_state`.
+        """
+
+    def import_rank_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take up what `export_rank_state` gave, bit by bit, on the host.
+
+        Called after `Engine.import_state`.
+
+        Raises:
+            ValueError: it does not fit this engine.
+        """

@@ -65,6 +65,7 @@ from anygauge.training.checkpoints.manager import (
     StopRequest,
     check_resumed,
     find_checkpoint,
+    import_rank_state,
 )
 from anygauge.training.history import History
 from anygauge.training.loop import Loop
@@ -252,6 +253,7 @@ def prepare_run(
         raise UnsupportedError(f"checkpoints: {engine.refuses_checkpoints}")
     if start is not None:
         engine.import_state(start)
+        import_rank_state(engine, start, changes, rank.index, rank.world_size, rank.log)
     total, trained = parameter_counts(engine)
     bits = backend.placement.float32_product_bits
     shortened = bits < Placement.float32_product_bits and precision.param_dtype == "float32"

@@ -78,26 +78,19 @@ AGAIN = ["recompute", "layer 1", "recompute", "layer 0"]
 """Of two layers, from the last to the first."""
 
 
-def test_a_graph_begins_before_each_layer_is_computed_again() -> None:
-    graph = RecordingGraph()
-    step(graph)
-    assert graph.calls == ["layer 0", "layer 1", "forward", *AGAIN, "backward", "update"]
-
-
-def test_layers_that_keep_their_activations_begin_none() -> None:
-    graph = RecordingGraph()
-    step(graph, CheckpointingSection(every=2))
-    kept = ["recompute", "layer 0"]
-    assert graph.calls == ["layer 0", "layer 1", "forward", *kept, "backward", "update"]
-    graph = RecordingGraph()
-    step(graph, False)
-    assert graph.calls == ["layer 0", "layer 1", "forward", "backward", "update"]
-
-
-def test_a_device_whose_graphs_do_not_accumulate_is_asked_for_none() -> None:
-    graph = RecordingGraph(accumulates=False)
-    step(graph)
-    assert "recompute" not in graph.calls
+@pytest.mark.parametrize(
+    ("checkpointing", "accumulates", "again"),
+    [
+        pytest.param(True, True, AGAIN, id="before each layer that is computed again"),
+        pytest.param(CheckpointingSection(every=2), True, AGAIN[2:], id="not before others"),
+        pytest.param(False, True, [], id="activations are kept"),
+        pytest.param(True, False, AGAIN[1::2], id="graphs do not accumulate"),
+    ],
+)
+def test_a_graph_begins(checkpointing: Any, accumulates: bool, again: list[str]) -> None:
+    graph = RecordingGraph(accumulates)
+    step(graph, checkpointing)
+    assert graph.calls == ["layer 0", "layer 1", "forward", *again, "backward", "update"]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

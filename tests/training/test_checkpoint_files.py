@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import resource
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from anygauge.config.schema import CheckpointSection
-from anygauge.interface import AnygaugeError, Collectives, Counters
+from anygauge.interface import AnygaugeError, Counters
 from anygauge.training.checkpoints import manager as module
 from anygauge.training.checkpoints.files import Checkpoint, write_checkpoint
-from anygauge.training.checkpoints.manager import CheckpointManager, find_checkpoint
+from anygauge.training.checkpoints.manager import find_checkpoint
 from anygauge.training.checkpoints.sound import complaint_about
-from tests.helpers.checkpoints import RECORD, exported, write
+from tests.helpers.checkpoints import ALONE, RECORD, a_manager, exported, write
 from tests.helpers.runs import run_file, trained_here
-
-ALONE = Collectives("none")  # no group was joined: this rank is all there is
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 2**30])
@@ -86,40 +81,8 @@ def test_auto_without_any_checkpoint_begins_anew(tmp_path: Path) -> None:
     assert (found.checkpoint, found.skipped) == (None, ())
 
 
-class FakeEngine:
-    """Exports two tensors, as an engine does after three updates."""
-
-    def export_state(self) -> Iterator[tuple[str, str, Tensor | None]]:
-        return exported()
-
-    def counters(self) -> Counters:
-        return Counters(updates=3)
-
-
-class FakeBackend:
-    collectives = ALONE
-
-    class placement:
-        @staticmethod
-        def rng_state() -> dict[str, Tensor]:
-            return {"host": torch.zeros(4)}
-
-
-OF_THE_RUN = ("steps", "world_size", "identity", "settings", "history", "data")
-
-
-def manager(folder: Path, **section: Any) -> CheckpointManager:
-    made: Any = CheckpointManager
-    return made(
-        section=CheckpointSection(**section),
-        run_directory=folder,
-        engine=FakeEngine(),
-        backend=FakeBackend(),
-        rank=0,
-        record=lambda step: {name: RECORD[name] for name in OF_THE_RUN},
-        export_adapter=None,
-        log=lambda text: None,
-    )
+def manager(folder: Path, **section: Any) -> Any:
+    return a_manager(folder, section)
 
 
 def kept(folder: Path) -> list[int]:

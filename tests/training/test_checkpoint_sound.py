@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from anygauge.interface import AnygaugeError, Collectives
+from anygauge.interface import AnygaugeError
 from anygauge.training.checkpoints.files import Checkpoint, write_checkpoint
 from anygauge.training.checkpoints.manager import find_checkpoint, losses_in, tidy
-from anygauge.training.checkpoints.sound import complaint_about, digest_of
-from tests.helpers.checkpoints import RECORD, exported, write
+from anygauge.training.checkpoints.sound import complaint_about
+from tests.helpers.checkpoints import ALONE, RECORD, exported, reseal, write
 
-ALONE = Collectives("none")
 FILES = ("checkpoint.json", "manifest.json", "rng.safetensors", "state-00001.safetensors")
 PATIENCE_S = 30
 
@@ -41,14 +40,6 @@ def two(run: Path) -> tuple[Path, Path]:
     """An older checkpoint and the newest."""
     folder = run / "checkpoints"
     return write(folder / "step-00000003"), write(folder / "step-00000004")
-
-
-def reseal(folder: Path, name: str, content: bytes) -> None:
-    """Change a file so that the manifest agrees with it: the work of a person, not of a kill."""
-    (folder / name).write_bytes(content)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"][name] = {"bytes": len(content), "sha256": digest_of(folder / name)}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def flipped(path: Path, place: int) -> None:
@@ -122,7 +113,7 @@ def test_a_folder_of_it_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     inner.mkdir()
     reseal(newest, "adapter/adapter_config.json", b"{}")
     inner.symlink_to(inner.rename(tmp_path / "elsewhere"))
-    passed_over(tmp_path, f"adapter: it is a link to {tmp_path}")
+    passed_over(tmp_path, f"adapter/adapter_config.json: it is a link to {tmp_path}")
 
 
 HOSTILE = [

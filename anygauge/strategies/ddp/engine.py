@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,8 @@ class SummedOverRanks(LocalGradients):
     """Sums micro-batches on the rank, and the last one's with it over all ranks, bucket by bucket.
 
     Both are done in the type of reductions, which DDP by itself does in the parameters' type. Sums,
-    not means: a loss is divided by the tokens of all ranks before.
+    not means: a loss is divided by the tokens of all ranks before. A strategy in which ranks send
+    each other less overrides `sum_over_ranks`, and may keep a state: see `HasRankState`.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class SummedOverRanks(LocalGradients):
         super().__init__(trained, dtype)
         self._wrapper = wrapper
         self._index = {id(parameter): index for index, parameter in enumerate(trained)}
+        self._names = {id(p): name for name, p in wrapper.module.named_parameters()}
         self._last = False
         # torch compares a hook's annotations with classes, and ours are text.
         wrapper.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
@@ -70,6 +73,7 @@ class SummedOverRanks(LocalGradients):
         buffer = bucket.buffer()
         flat = buffer.to(self._dtype)
         start = buffer.storage_offset()
+        parts = {}
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             index = self._index[id(parameter)]
             at = gradient.storage_offset() - start
@@ -77,10 +81,27 @@ class SummedOverRanks(LocalGradients):
             earlier = self._sums[index]
             if earlier is not None:
                 part.add_(earlier)
-            self._sums[index] = part
-        work = dist.all_reduce(flat, group=self._wrapper.process_group, async_op=True)
+            self._sums[index] = parts[self._names[id(parameter)]] = part
+        done = self.sum_over_ranks(flat, parts, self._wrapper.process_group)
+        return done.then(lambda _: buffer)
+
+    def sum_over_ranks(
+        self, flat: Tensor, parts: Mapping[str, Tensor], group: dist.ProcessGroup
+    ) -> torch.futures.Future[Any]:
+        """Sum a bucket of gradients over ranks, in place, to the same numbers on each of them.
+
+        Args:
+            flat: (n,), the rank's own sums over a step's micro-batches, in the type of reductions.
+                Where the loss is scaled, they are.
+            parts: its views in the parameters' shapes, by their names. Torch makes other buckets
+                after the first step of a process, so that a state is kept by name.
+
+        Returns:
+            Is done when `flat` has the sums.
+        """
+        work = dist.all_reduce(flat, group=group, async_op=True)
         assert work is not None
-        return work.get_future().then(lambda _: buffer)
+        return work.get_future()
 
 
 class Ddp(DividedStrategy):
@@ -89,6 +110,12 @@ class Ddp(DividedStrategy):
     def __init__(self, options: Degrees) -> None:
         self.options = options
         self.description = f"ddp{in_words(options)}"
+
+    def gradients(
+        self, wrapper: DistributedDataParallel, trained: Sequence[nn.Parameter], dtype: torch.dtype
+    ) -> SummedOverRanks:
+        """What sums the gradients of replicas; `trained` are the wrapper's, in its order."""
+        return SummedOverRanks(wrapper, trained, dtype)
 
     def memory(self, workload: Workload) -> MemoryEstimate:
         """See `StrategyPlanner.memory`."""
@@ -122,7 +149,7 @@ class Ddp(DividedStrategy):
         def gradients(trained: Sequence[nn.Parameter]) -> Gradients:
             if wrapper is None:
                 return LocalGradients(trained, dtype)
-            return SummedOverRanks(wrapper, trained, dtype)
+            return self.gradients(wrapper, trained, dtype)
 
         return TorchEngine(
             model,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -27,6 +27,15 @@ class Gradients:
         In the type of reductions, and the engine's from then on; None counts as zero.
         """
         raise NotImplementedError
+
+    def export_rank_state(self) -> Mapping[str, Tensor]:
+        """See `HasRankState.export_rank_state`."""
+        return {}
+
+    def import_rank_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `HasRankState.import_rank_state`."""
+        if tensors:
+            raise ValueError(f"no state of a rank's own is kept, but there is {sorted(tensors)}")
 
 
 class LocalGradients(Gradients):

@@ -1,4 +1,9 @@
-"""An optimizer's state: made before the first step, exported, set from a `TrainedState`."""
+"""An optimizer's state: made before the first step, exported, set from a `TrainedState`.
+
+bitsandbytes keeps a tensor `state1` as codes of 8 bits, with a scale for each block of values in
+`absmax1` and the code's values in `qmap1`. Blocks run over a whole tensor, a rank's flat partition
+included, so a part of it can only be read from the whole.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from anygauge.interface import PARAMETER, TrainedState
-from anygauge.strategies.shared.quantised_state import is_auxiliary, pack, unpacked
 
 _STEP = "step"
+BLOCK = 256
+"""Values that share a scale, in bitsandbytes' optimizers of 8 bits."""
+
+_AUXILIARY = ("absmax", "qmap")
 
 
 def prime(optimizer: Any, parameters: Iterable[Tensor], step: Callable[[], Any]) -> None:
@@ -71,24 +79,77 @@ def import_plain(
     optimizer: Any,
     named: Sequence[tuple[str, nn.Parameter]],
     state: TrainedState,
+    part: Callable[[str, Tensor], Tensor] = lambda name, whole: whole,
 ) -> None:
-    """Give parameters that an optimizer holds whole their values, state and step count."""
+    """Give parameters that an optimizer holds their values, state and step count.
+
+    Args:
+        part: (name, a whole tensor of that parameter) -> what the optimizer has of it.
+    """
     prime(optimizer, [p for _, p in named], optimizer.step)
     with torch.no_grad():
         for name, parameter in named:
-            parameter.copy_(state.tensor(name, PARAMETER))
+            parameter.copy_(part(name, state.tensor(name, PARAMETER)))
             kept = optimizer.state[parameter]
             for key in state_keys(kept):
-                pack(kept, key, state.tensor(name, key))
+                pack(kept, key, part(name, state.tensor(name, key)))
             set_updates(kept, state.counters.updates)
 
 
 def export_plain(
     optimizer: Any, named: Sequence[tuple[str, nn.Parameter]], device: torch.device
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """What `import_plain` reads: (name, key, tensor), copied to `device`."""
+    """Of parameters that it holds whole: (name, key, tensor), copied to `device`."""
     for name, parameter in named:
         yield name, PARAMETER, parameter.detach().to(device, torch.float32, copy=True)
         kept = optimizer.state.get(parameter, {})
         for key in state_keys(kept):
             yield name, key, unpacked(kept, key).to(device, copy=True)
+
+
+# -- state of 8 bits -------------------------------------------------------------------------------
+
+
+def is_auxiliary(key: str) -> bool:
+    """Whether a part of an optimizer's state only describes another one."""
+    return key.startswith(_AUXILIARY)
+
+
+def is_packed(value: Any) -> bool:
+    """Whether a tensor is kept as codes."""
+    return torch.is_tensor(value) and value.dtype == torch.uint8
+
+
+def unpacked(state: Mapping[str, Any], key: str) -> Tensor:
+    """A tensor as float32, in its own shape."""
+    value: Tensor = state[key]
+    if not is_packed(value):
+        return value.detach().to(torch.float32)
+    from bitsandbytes.functional import dequantize_blockwise
+
+    number = key.removeprefix("state")
+    scales: Tensor = state[f"absmax{number}"]
+    # Paged codes are the host's to torch, while their scales are on the device.
+    return dequantize_blockwise(
+        value.to(scales.device), absmax=scales, code=state[f"qmap{number}"], blocksize=BLOCK
+    ).reshape(value.shape)
+
+
+def pack(state: Mapping[str, Any], key: str, value: Tensor) -> None:
+    """Put a float32 tensor into its place, as codes if it is kept so."""
+    place: Tensor = state[key]
+    value = value.reshape(place.shape)
+    if not is_packed(place):
+        place.copy_(value)
+        return
+    from bitsandbytes.functional import quantize_blockwise
+
+    number = key.removeprefix("state")
+    scales: Tensor = state[f"absmax{number}"]
+    codes, blocks = quantize_blockwise(
+        value.to(scales.device, torch.float32).contiguous(),
+        code=state[f"qmap{number}"],
+        blocksize=BLOCK,
+    )
+    place.copy_(codes.reshape(place.shape))
+    scales.copy_(blocks.absmax)

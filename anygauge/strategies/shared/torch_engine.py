@@ -8,7 +8,9 @@ called, how gradients come together, how they are clipped, how a tensor is made 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from anygauge.interface import (
     UpdateResult,
 )
 from anygauge.strategies.shared.common import (
+    fp8_contexts,
     logits_of,
     set_learning_rate,
     summed_losses,
@@ -34,12 +37,18 @@ from anygauge.strategies.shared.common import (
     trained_parameters,
 )
 from anygauge.strategies.shared.finite import FiniteSteps, scaled
-from anygauge.strategies.shared.fp8 import fp8_contexts
 from anygauge.strategies.shared.gradients import Gradients, LocalGradients, sum_at
 from anygauge.strategies.shared.layout import TensorLayout, Whole
-from anygauge.strategies.shared.loss_scale import LossScale
-from anygauge.strategies.shared.optimizer_state import prime, set_updates, state_keys, updates_of
-from anygauge.strategies.shared.quantised_state import pack, unpacked
+from anygauge.strategies.shared.optimizer_state import (
+    import_plain,
+    state_keys,
+    unpacked,
+    updates_of,
+)
+
+FIRST_SCALE = 2.0**16
+SCALE_INTERVAL = 2000
+"""Updates without an overflow after which the scale doubles; these two are torch's defaults."""
 
 
 class TorchEngine:
@@ -183,19 +192,23 @@ class TorchEngine:
 
     def import_state(self, state: TrainedState) -> None:
         """See `Engine.import_state`."""
-        filled = [m for m in self._masters if m.numel()]
-        prime(self._optimizer, filled, self._optimizer.step)
-        with torch.no_grad():
-            for (name, parameter), master in zip(self._trained, self._masters, strict=True):
-                if not master.numel():
-                    continue
-                master.copy_(self._layout.part(parameter, state.tensor(name, PARAMETER)))
-                kept = self._optimizer.state[master]
-                for key in state_keys(kept):
-                    pack(kept, key, self._layout.part(parameter, state.tensor(name, key)))
-                set_updates(kept, state.counters.updates)
+        parameters = dict(self._trained)
+        import_plain(
+            self._optimizer,
+            self._named_masters,
+            state,
+            lambda name, whole: self._layout.part(parameters[name], whole),
+        )
         self._copy_masters()
         self._scale.load(state.counters)
+
+    def export_rank_state(self) -> Mapping[str, Tensor]:
+        """See `HasRankState.export_rank_state`; what sums the gradients keeps it."""
+        return self._gradients.export_rank_state()
+
+    def import_rank_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `HasRankState.import_rank_state`."""
+        self._gradients.import_rank_state(tensors)
 
     def close(self) -> None:
         """Nothing is held that Python does not free."""
@@ -225,3 +238,47 @@ class TorchEngine:
 def _unpacked(state: Mapping[str, Any], key: str, master: Tensor) -> Tensor:
     """One tensor of an optimizer's state, laid out as its master; an empty part has none."""
     return unpacked(state, key) if state else torch.empty_like(master)
+
+
+@dataclass(slots=True)
+class LossScale:
+    """Dynamic scaling of the loss for float16, the same on every rank.
+
+    torch's scaler looks at the gradients that a rank has. Where a rank has a part of them alone,
+    ranks would decide on its own; so this one gets whether the norm over all of them was finite.
+
+    Attributes:
+        enabled: False: the scale is 1 for good.
+    """
+
+    enabled: bool
+    value: float = FIRST_SCALE
+    good_steps: int = 0
+
+    @property
+    def factor(self) -> float:
+        """What the loss is multiplied with before backward."""
+        return self.value if self.enabled else 1.0
+
+    def skips(self, norm: float) -> bool:
+        """Whether the update must be left out; `norm` is that of all gradients."""
+        if not self.enabled:
+            return False
+        if not math.isfinite(norm):
+            self.value, self.good_steps = self.value / 2, 0
+            return True
+        self.good_steps += 1
+        if self.good_steps == SCALE_INTERVAL:
+            self.value, self.good_steps = self.value * 2, 0
+        return False
+
+    def counters(self, updates: int) -> Counters:
+        """With the optimizer's updates."""
+        if not self.enabled:
+            return Counters(updates=updates)
+        return Counters(updates=updates, loss_scale=self.value, good_steps=self.good_steps)
+
+    def load(self, counters: Counters) -> None:
+        """Go on from counters of a run that scaled its loss; of another one, from the start."""
+        if self.enabled and counters.loss_scale is not None:
+            self.value, self.good_steps = counters.loss_scale, counters.good_steps

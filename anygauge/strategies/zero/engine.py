@@ -33,7 +33,10 @@ from anygauge.interface import (
     Workload,
 )
 from anygauge.strategies.shared.common import (
+    NO_FP8,
+    Fp8Contexts,
     compile_regions,
+    fp8_contexts,
     logits_of,
     mark_recomputation,
     set_learning_rate,
@@ -44,7 +47,6 @@ from anygauge.strategies.shared.common import (
 from anygauge.strategies.shared.finite import FiniteSteps, scaled
 from anygauge.strategies.shared.flat import FLAT, FlatLayers
 from anygauge.strategies.shared.footprint import EstimatedStrategy, footprint_of
-from anygauge.strategies.shared.fp8 import PLAIN, Fp8Contexts, fp8_contexts
 from anygauge.strategies.shared.materialise import buffers_of, materialise, restore_buffers
 from anygauge.strategies.shared.shards import fill, sharded_later
 from anygauge.strategies.zero.deepspeed_config import as_config, zero_settings
@@ -81,7 +83,7 @@ class ZeroEngine:
         stage: int,
         context: BuildContext,
         swapped: TemporaryDirectory[str] | None = None,
-        fp8: Fp8Contexts = PLAIN,
+        fp8: Fp8Contexts = NO_FP8,
     ) -> None:
         """Args: swapped: where it keeps what is on a disk."""
         self._engine = engine

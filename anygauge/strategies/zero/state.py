@@ -18,12 +18,14 @@ from anygauge.interface import HOST_DEVICE, PARAMETER, Counters, TrainedState
 from anygauge.strategies.shared.optimizer_state import (
     export_plain,
     import_plain,
+    is_packed,
+    pack,
     prime,
     set_updates,
     state_keys,
+    unpacked,
     updates_of,
 )
-from anygauge.strategies.shared.quantised_state import is_packed, pack, unpacked
 
 Named = Sequence[tuple[str, nn.Parameter]]
 

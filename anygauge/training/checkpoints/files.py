@@ -6,6 +6,7 @@
 ``state-*``           safetensors: ``KEY/NAME`` -> whole float32 tensor; KEY is ``parameter`` or a
                       key of the optimizer's state
 ``rng.safetensors``   ``RANK/NAME`` -> state of a random number generator, bytes
+``rank-state-*``      ``RANK/NAME`` -> what an engine's ranks have of their own, if they have any
 ``adapter/``          with an adapter: the same weights in peft's format, ready for use
 ``manifest.json``     size and SHA-256 of every other file; written last
 ====================  =============================================================================
@@ -19,7 +20,7 @@ import contextlib
 import functools
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from anygauge.interface import (
     HOST_DEVICE,
     PARAMETER,
     AnygaugeError,
+    Collectives,
     Counters,
     ModelError,
     ModelFactory,
@@ -40,11 +42,13 @@ from anygauge.models.on_demand import OnDemand
 from anygauge.training.checkpoints.sound import (
     FORMAT,
     MANIFEST,
+    RANK_STATE,
     RECORD,
     RNG,
+    STATE,
     digest_of,
+    files_of,
     read_record,
-    state_files,
 )
 from anygauge.util.files import flush, part_of, usual_mode
 from anygauge.util.text import finite
@@ -54,6 +58,8 @@ SHARD_BYTES = 2 * 2**30
 """Host memory that writing takes: tensors are collected up to this size, then written."""
 
 Exported = Iterator[tuple[str, str, Tensor | None]]
+Contents = Sequence[Sequence[tuple[str, str, Sequence[int]]]]
+"""Of each rank: (name, type, shape) of what it has of its own."""
 
 
 def write_checkpoint(
@@ -62,6 +68,7 @@ def write_checkpoint(
     record: Mapping[str, Any],
     rng: Sequence[Mapping[str, Tensor]],
     *,
+    rank_states: Iterable[tuple[str, Tensor]] = (),
     export_adapter: Callable[[Path, Mapping[str, Tensor]], None] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> int:
@@ -71,6 +78,7 @@ def write_checkpoint(
         exported: (parameter name, key, whole tensor), read to its end.
         record: goes to ``checkpoint.json``.
         rng: for each rank, name -> state of a generator.
+        rank_states: see `gathered`; read to its end.
         export_adapter: given a folder and the trained parameters, writes them in peft's format.
 
     Raises:
@@ -83,7 +91,10 @@ def write_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
         folder.parent.mkdir(exist_ok=True)  # not the run directory: it was there
         temporary.mkdir()
-        parameters = _write_tensors(temporary, exported, shard_bytes, export_adapter is not None)
+        parameters: dict[str, Tensor] = {}
+        named = _named(exported, None if export_adapter is None else parameters)
+        _write_shards(temporary, STATE, named, shard_bytes)
+        _write_shards(temporary, RANK_STATE, rank_states, shard_bytes)
         if export_adapter is not None:
             export_adapter(temporary / ADAPTER, parameters)
         states = {f"{rank}/{name}": s for rank, own in enumerate(rng) for name, s in own.items()}
@@ -130,7 +141,7 @@ class Checkpoint:
         self.record: dict[str, Any] = read_record(folder)
         self.step: int = self.record["step"]
         self.counters = Counters(**self.record["counters"])
-        self._files = state_files(folder)
+        self._files = files_of(folder, STATE)
         self._keys: dict[str, list[str]] = {}
         for entry in self._files:
             key, _, name = entry.partition("/")
@@ -154,13 +165,21 @@ class Checkpoint:
 
     def rng(self, rank: int) -> dict[str, Tensor]:
         """One rank's generator states; empty where there was no such rank."""
-        prefix = f"{rank}/"
-        with _open(self.folder / RNG) as file:
-            return {
-                key.removeprefix(prefix): file.get_tensor(key)
-                for key in file.keys()  # noqa: SIM118 - no mapping
-                if key.startswith(prefix)
-            }
+        return _of_rank([self.folder / RNG], rank)
+
+    def rank_state(self, rank: int) -> dict[str, Tensor]:
+        """What one rank had of its own."""
+        return _of_rank(sorted(self.folder.glob(f"{RANK_STATE}-*.safetensors")), rank)
+
+
+def _of_rank(paths: Iterable[Path], rank: int) -> dict[str, Tensor]:
+    prefix = f"{rank}/"
+    found = {}
+    for path in paths:
+        with _open(path) as file:
+            names = [key for key in file.keys() if key.startswith(prefix)]  # noqa: SIM118
+            found.update({key.removeprefix(prefix): file.get_tensor(key) for key in names})
+    return found
 
 
 class ResumedFactory:
@@ -224,25 +243,56 @@ class ResumedFactory:
         return kept
 
 
-def _write_tensors(
-    folder: Path, exported: Exported, shard_bytes: int, collect: bool
-) -> dict[str, Tensor]:
-    """Write all tensors in shards; returns the parameters among them if `collect`."""
-    waiting: dict[str, Tensor] = {}
-    parameters: dict[str, Tensor] = {}
-    size = number = 0
+def gathered(
+    own: Mapping[str, Tensor], contents: Contents, rank: int, collectives: Collectives
+) -> Iterator[tuple[str, Tensor]]:
+    """(``RANK/NAME``, tensor on the host) of all ranks, one after another, for rank 0, which writes
+    for all: machines need not share files. Every rank goes through it to the end.
+
+    Args:
+        own: what this rank has.
+        contents: of each rank, the same on all of them.
+    """
+    import torch.distributed as dist
+
+    for source, entries in enumerate(contents):
+        for name, dtype, shape in entries if rank in (0, source) else ():
+            if rank == source:
+                tensor = own[name].detach().to(HOST_DEVICE).contiguous()
+            else:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            if source and tensor.numel():
+                move = dist.send if rank else dist.recv
+                as_bytes = tensor.reshape(-1).view(torch.uint8)
+                move(as_bytes, 0 if rank else source, group=collectives.control_group)
+            if rank == 0:
+                yield f"{source}/{name}", tensor
+
+
+def _named(
+    exported: Exported, parameters: dict[str, Tensor] | None
+) -> Iterator[tuple[str, Tensor]]:
+    """``KEY/NAME`` and the tensor; collects parameters, where they are wanted."""
     for name, key, tensor in exported:
         assert tensor is not None, "rank 0 writes the checkpoint, so it must receive the tensors"
-        if waiting and size + tensor.nbytes > shard_bytes:
-            number += 1
-            _save(waiting, folder / f"state-{number:05}.safetensors")
-            waiting, size = {}, 0
-        waiting[f"{key}/{name}"] = tensor.contiguous()
-        size += tensor.nbytes
-        if collect and key == PARAMETER:
+        if parameters is not None and key == PARAMETER:
             parameters[name] = tensor
-    _save(waiting, folder / f"state-{number + 1:05}.safetensors")
-    return parameters
+        yield f"{key}/{name}", tensor
+
+
+def _write_shards(
+    folder: Path, name: str, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int
+) -> None:
+    waiting: dict[str, Tensor] = {}
+    size, number = 0, 1
+    for key, tensor in tensors:
+        if waiting and size + tensor.nbytes > shard_bytes:
+            _save(waiting, folder / f"{name}-{number:05}.safetensors")
+            waiting, size, number = {}, 0, number + 1
+        waiting[key] = tensor.contiguous()
+        size += tensor.nbytes
+    if waiting:
+        _save(waiting, folder / f"{name}-{number:05}.safetensors")
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:

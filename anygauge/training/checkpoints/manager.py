@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +19,8 @@ import safetensors.torch
 from torch import Tensor
 
 from anygauge.config.schema import CheckpointSection
-from anygauge.interface import AnygaugeError, Backend, Collectives, Engine
-from anygauge.training.checkpoints.files import Checkpoint, write_checkpoint
+from anygauge.interface import AnygaugeError, Backend, Collectives, Engine, HasRankState
+from anygauge.training.checkpoints.files import Checkpoint, gathered, write_checkpoint
 from anygauge.training.checkpoints.identity import (
     Finished,
     FinishedError,
@@ -39,7 +40,7 @@ from anygauge.training.checkpoints.sound import (
     shown,
     step_of,
 )
-from anygauge.util.text import finite
+from anygauge.util.text import describe, finite
 
 NEVER, AUTO = "never", "auto"
 USUAL_S = 15 * 60.0
@@ -134,8 +135,14 @@ class CheckpointManager:
             safetensors.torch.load(each)
             for each in self.backend.collectives.gather_bytes(safetensors.torch.save(states))
         ]
+        engine = self.engine
+        own = engine.export_rank_state() if isinstance(engine, HasRankState) else {}
+        contents = self.backend.collectives.gather_objects(
+            [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in own.items()]
+        )
+        rank_states = gathered(own, contents, self.rank, self.backend.collectives)
         if self.rank:
-            for _ in exported:
+            for _ in itertools.chain(exported, rank_states):
                 pass  # exporting is collective; rank 0 receives the tensors
         else:
             folder = checkpoint_folder(self.run_directory, step)
@@ -143,11 +150,17 @@ class CheckpointManager:
                 "step": step,
                 "loss": loss,
                 "counters": {name: getattr(counters, name) for name in counters.__slots__},
+                "rank_state": sum(map(len, contents)),
                 **self.record(step),
             }
             self.check_folder()
             size = write_checkpoint(
-                folder, exported, record, rng, export_adapter=self.export_adapter
+                folder,
+                exported,
+                record,
+                rng,
+                rank_states=rank_states,
+                export_adapter=self.export_adapter,
             )
             self.log(f"checkpoint: {folder.name}, {size / 1e6:.1f} MB")
         self.losses[step] = loss
@@ -294,6 +307,42 @@ def check_resumed(
         return []
     check_same_run(start.folder, start.record["identity"], identity)
     return changed_settings(start.record["settings"], settings, usual)
+
+
+def import_rank_state(
+    engine: Engine,
+    start: Checkpoint,
+    changes: Sequence[str],
+    rank: int,
+    world_size: int,
+    log: Callable[[str], None],
+) -> None:
+    """Give this rank back what it had of its own, where strategy and ranks are as they were.
+
+    Args:
+        changes: see `check_resumed`.
+
+    Raises:
+        AnygaugeError: the engine cannot take it.
+    """
+    if not start.record.get("rank_state"):
+        return
+    before = start.record["world_size"]
+    why = [change for change in changes if change.startswith("strategy.")]
+    if before != world_size:
+        why.append(f"ranks: {before} -> {world_size}")
+    if why or not isinstance(engine, HasRankState):
+        reason = ", ".join(why) or "this engine has no such state"
+        log(f"left out: what each rank had of its own, since {reason}; the rest resumes")
+        return
+    try:
+        engine.import_rank_state(start.rank_state(rank))
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise AnygaugeError(
+            f"{start.folder}: what rank {rank} had of its own does not fit this run: "
+            f"{describe(error)}. Resume with what the checkpoint was made with, or with another "
+            "strategy, which leaves it out"
+        ) from error
 
 
 class StopRequest:

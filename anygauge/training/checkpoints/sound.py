@@ -7,13 +7,12 @@ folder, and every field must have its type. Imports no torch.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import stat
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from anygauge.interface import AnygaugeError
 from anygauge.util.files import read_json as read_any_json
@@ -24,13 +23,18 @@ FORMAT = 1
 RECORD = "checkpoint.json"
 MANIFEST = "manifest.json"
 RNG = "rng.safetensors"
+STATE = "state"
+RANK_STATE = "rank-state"
+"""How names of files with tensors begin: the state of the run, and what its ranks have alone."""
 FOLDER = "checkpoints"
 RECORD_BYTES = 64 * 2**20
 """More than any record or manifest takes."""
 
 _NAME = re.compile(r"step-([0-9]{1,18})")
 _HIDDEN = re.compile(r"\.step-[0-9]{1,18}\.(part|old)")
-_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError)
+
+RecordT = TypeVar("RecordT", bound=BaseModel)
 
 
 def step_of(folder: Path) -> int | None:
@@ -80,20 +84,20 @@ def complaint_about(folder: Path, *, contents: bool = True) -> str | None:
             record.
     """
     try:
-        listed = _manifest(folder)
+        listed = _checked(Manifest, _inside(folder, MANIFEST)).files
         for name, file in listed.items():
-            digest = file.sha256 if contents or name == RECORD else None
-            _check_file(folder, name, file.bytes, digest)
-        for name in (RECORD, RNG):
+            _check_file(_inside(folder, name), file, sums=contents or name == RECORD)
+        tensors = [p.name for kind in (STATE, RANK_STATE) for p in folder.glob(f"{kind}-*")]
+        for name in (RECORD, RNG, *sorted(tensors)):
             if name not in listed:
                 return f"{MANIFEST} does not list {name}"
-        for path in sorted(folder.glob("state-*")):
-            if path.name not in listed:
-                return f"{MANIFEST} does not list {path.name}"
-        read_record(folder)
+        record = read_record(folder)
         if contents:
-            state_files(folder)
+            files_of(folder, STATE)
             keys_of(folder / RNG)
+            found, written = len(files_of(folder, RANK_STATE)), record.get("rank_state", 0)
+            if found != written:
+                return f"{RECORD}: rank_state is {written}, and there are {found} such tensors"
     except AnygaugeError as error:
         return str(error).removeprefix(f"{folder}/")
     except _UNREADABLE as error:  # a name that no file system accepts
@@ -128,10 +132,7 @@ def read_record(folder: Path) -> dict[str, Any]:
             f"{path}: the format is {_short(record.get('format'))}; this version of anygauge "
             f"reads format {FORMAT}"
         )
-    try:
-        CheckpointRecord.model_validate(record)
-    except ValidationError as error:
-        raise AnygaugeError(f"{path}: {first_complaint(error)}") from None
+    _checked(CheckpointRecord, path, record)
     named = step_of(folder)
     if named is not None and named != record["step"]:
         raise AnygaugeError(f"{path}: step is {record['step']}, and its folder is {folder.name}")
@@ -155,15 +156,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def state_files(folder: Path) -> dict[str, Path]:
-    """``KEY/NAME`` -> the file that holds this tensor; reads only headers.
+def files_of(folder: Path, kind: str) -> dict[str, Path]:
+    """Name of a tensor -> the file that holds it; reads only headers.
+
+    Args:
+        kind: how names of the files begin: `STATE` or `RANK_STATE`.
 
     Raises:
         AnygaugeError: a file is not a safetensors file.
     """
-    return {
-        key: path for path in sorted(folder.glob("state-*.safetensors")) for key in keys_of(path)
-    }
+    paths = sorted(folder.glob(f"{kind}-*.safetensors"))
+    return {key: path for path in paths for key in keys_of(path)}
 
 
 def keys_of(path: Path) -> list[str]:
@@ -183,59 +186,25 @@ def keys_of(path: Path) -> list[str]:
         raise AnygaugeError(f"{path} cannot be read: {error}") from error
 
 
-class _File(BaseModel):
-    """One entry of the manifest."""
-
-    bytes: Count
-    sha256: Text
-
-
-def _manifest(folder: Path) -> dict[str, _File]:
-    """The files by their names, which stay inside the folder."""
-    path = folder / MANIFEST
-    _refuse_link(folder, MANIFEST)
-    files = read_json(path).get("files")
-    if not isinstance(files, dict):
-        raise AnygaugeError(f"{path} cannot be read (files is {_short(files)})")
-    listed = {}
-    for name, entry in files.items():
-        parts = PurePosixPath(name).parts
-        if not parts or "\0" in name or PurePosixPath(name).is_absolute() or ".." in parts:
-            raise AnygaugeError(f"{path} names {_short(name)}, which is outside the checkpoint")
-        try:
-            listed[name] = _File.model_validate(entry)
-        except ValidationError:
-            raise AnygaugeError(
-                f"{path} cannot be read ({_short(name)}: {_short(entry)})"
-            ) from None
-    return listed
-
-
-def _check_file(folder: Path, name: str, size: int, digest: str | None) -> None:
-    path = folder / name
-    _refuse_link(folder, name)
+def _check_file(path: Path, written: ListedFile, *, sums: bool) -> None:
     try:
         found = path.lstat()
         if not stat.S_ISREG(found.st_mode):
             raise AnygaugeError(f"{path}: it is not a regular file")
-        if found.st_size != size:
-            raise AnygaugeError(f"{path} has {found.st_size} bytes, {size} were written")
-        if digest is not None and digest_of(path) != digest:
+        if found.st_size != written.bytes:
+            raise AnygaugeError(f"{path} has {found.st_size} bytes, {written.bytes} were written")
+        if sums and digest_of(path) != written.sha256:
             raise AnygaugeError(f"{path}: its SHA-256 is not that of the manifest")
     except OSError as error:
         raise AnygaugeError(f"{path}: {error.strerror}") from error
 
 
-def _refuse_link(folder: Path, name: str) -> None:
-    """The folder itself may be a link; nothing in it may."""
-    path = folder
-    for part in PurePosixPath(name).parts:
-        path = path / part
-        try:
-            if path.is_symlink():
-                raise AnygaugeError(f"{path}: it is a link to {os.readlink(path)}")  # noqa: PTH115
-        except OSError as error:
-            raise AnygaugeError(f"{path}: {error.strerror}") from error
+def _inside(folder: Path, name: str) -> Path:
+    """A file of a checkpoint. The folder itself may be a link; nothing in it may."""
+    path = folder / name
+    if (target := path.resolve()) != folder.resolve() / name:
+        raise AnygaugeError(f"{path}: it is a link to {target}")
+    return path
 
 
 def digest_of(path: Path) -> str:
@@ -250,6 +219,34 @@ def digest_of(path: Path) -> str:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a number of JSON")
+
+
+def _checked(kind: type[RecordT], path: Path, value: Any = None) -> RecordT:
+    """What a JSON file holds, with all fields as they must be; `value`, where it was read."""
+    try:
+        return kind.model_validate(read_json(path) if value is None else value)
+    except ValidationError as error:
+        raise AnygaugeError(f"{path}: {first_complaint(error)}") from None
+
+
+def _no_way_out(name: str) -> str:
+    parts = PurePosixPath(name).parts
+    if not parts or "\0" in name or name.startswith("/") or ".." in parts:
+        raise ValueError("it is outside the checkpoint")
+    return name
+
+
+class ListedFile(BaseModel):
+    """One entry of the manifest."""
+
+    bytes: Count
+    sha256: Text
+
+
+class Manifest(BaseModel):
+    """``manifest.json``: the files by their names, which stay inside the folder."""
+
+    files: dict[Annotated[str, AfterValidator(_no_way_out)], ListedFile]
 
 
 class _Closed(BaseModel):
@@ -295,7 +292,12 @@ class RecordedData(_Closed):
 
 
 class CheckpointRecord(BaseModel):
-    """``checkpoint.json``; a later version may have more fields."""
+    """``checkpoint.json``; a later version may have more fields.
+
+    Attributes:
+        rank_state: tensors that ranks had of their own. What they must have in common with those
+            that resume is in `world_size` and `settings`.
+    """
 
     step: Count
     steps: Count
@@ -306,6 +308,7 @@ class CheckpointRecord(BaseModel):
     settings: dict[str, Any]
     history: RecordedHistory
     data: RecordedData
+    rank_state: Count = 0
 
 
 def _short(value: Any) -> str:

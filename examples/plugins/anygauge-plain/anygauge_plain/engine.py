@@ -29,7 +29,11 @@ from anygauge.strategies.shared.common import (
 from anygauge.strategies.shared.finite import FiniteSteps, scaled
 from anygauge.strategies.shared.footprint import EstimatedStrategy, whole_memory, whole_model
 from anygauge.strategies.shared.materialise import materialise
-from anygauge.strategies.shared.optimizer_state import export_plain, import_plain, updates_of
+from anygauge.strategies.shared.optimizer_state import (
+    export_plain,
+    import_plain,
+    updates_of,
+)
 from anygauge_plain.options import PlainOptions
 
 
