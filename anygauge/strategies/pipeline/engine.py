@@ -7,6 +7,7 @@ schedule for each width of micro-batches.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,7 +17,14 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 
-from anygauge.interface import HOST_DEVICE, BuildContext, DeviceBatch, LossFunction, Phase
+from anygauge.interface import (
+    HOST_DEVICE,
+    BuildContext,
+    Counters,
+    DeviceBatch,
+    LossFunction,
+    Phase,
+)
 from anygauge.strategies.pipeline.stage import (
     PipelineModel,
     Stage,
@@ -130,6 +138,16 @@ class PipelineEngine(TorchEngine):
         shape = (*batch["input_ids"].shape, vocabulary)
         found = receive(torch.empty(shape, device=self._device), self._group, last)
         return found.to(HOST_DEVICE)
+
+    def counters(self) -> Counters:
+        """See `Engine.counters`; a stage in which nothing is trained makes no updates."""
+        mine = super().counters()
+        updates = self._backend.collectives.gather_objects(mine.updates)
+        return dataclasses.replace(mine, updates=max(updates))
+
+    def _state_keys(self) -> list[str]:
+        """Likewise of all stages."""
+        return max(self._backend.collectives.gather_objects(super()._state_keys()), key=len)
 
     def _forward(self, batch: DeviceBatch) -> Any:
         """What the model returns of a batch, on the rank of the last stage; None on others."""
