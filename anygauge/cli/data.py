@@ -42,8 +42,8 @@ def data(
     from anygauge.data import prepare as read_rows
     from anygauge.launch.prepare_call import prepare
     from anygauge.launch.prepare_request import PrepareRequest
-    from anygauge.models.hub import wanted
-    from anygauge.models.quiet import quiet_libraries
+    from anygauge.models.hub import download_requests
+    from anygauge.models.source import quiet_libraries
     from anygauge.models.tokenizer import load_tokenizer
     from anygauge.registry import Registry, select_backend
 
@@ -64,7 +64,7 @@ def data(
         console.print(f"streamed: the first {STREAMED_ROWS:,} rows of each source\n", style="dim")
         first = STREAMED_ROWS
     start = secrets.token_hex(8)
-    fetch = tuple(wanted(run.model, model=False))
+    fetch = tuple(download_requests(run.model, model=False))
     request = PrepareRequest(
         fetch=fetch,
         copies=tuple(addresses(run.data)),

@@ -48,13 +48,13 @@ def generate(
     if prompt is None:
         prompt = sys.stdin.read().removeprefix("\ufeff").rstrip("\n")
     origin = model_origin(model, adapter, tokenizer)
-    fetch_wanted(origin.section)
+    fetch_model(origin.section)
 
     import anygauge
     from anygauge.config.schema import PrecisionSection, resolve_precision
     from anygauge.models.generate import generate as answer
     from anygauge.models.generate import load_for_inference
-    from anygauge.models.quiet import quiet_libraries
+    from anygauge.models.source import quiet_libraries
     from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
     from anygauge.strategies.shared.common import torch_dtype
 
@@ -81,9 +81,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             stop_ids=stop_ids,
-            show=lambda piece: print(piece, end="", flush=True),
         )
-        print()
     if not text.strip():
         Console(stderr=True).print(EMPTY)
 
@@ -102,13 +100,13 @@ def merge(
     origin = model_origin(model, adapter, tokenizer)
     if origin.adapter is None:
         raise UsageError(f"{model} is not a run with an adapter: name one with --adapter FOLDER")
-    fetch_wanted(origin.section)
+    fetch_model(origin.section)
 
     from anygauge.data.template import read_template, template_to_save
     from anygauge.launch.prepare import render
     from anygauge.models.merge import merge as fold
-    from anygauge.models.quiet import quiet_libraries
     from anygauge.models.result_files import ResultFiles
+    from anygauge.models.source import quiet_libraries
     from anygauge.models.tokenizer import load_tokenizer
 
     quiet_libraries()
@@ -171,7 +169,7 @@ def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> Mod
     from anygauge.models.files import read_fields
     from anygauge.models.hub import CONFIG
     from anygauge.models.result_files import GENERATION_CONFIG, TOKENIZER_CONFIG
-    from anygauge.models.start import CONFIG_FILE
+    from anygauge.models.warm_start import CONFIG_FILE
 
     folder, data = Path(model), None
     section = ModelSection(name=model)
@@ -221,7 +219,7 @@ def _run_directory(folder: Path) -> Path | None:
     return next((path for path in (folder, *above) if (path / "run.yaml").is_file()), None)
 
 
-def fetch_wanted(section: ModelSection) -> None:
+def fetch_model(section: ModelSection) -> None:
     """Bring a model of the hub to this machine, before the libraries that use it are imported.
 
     Raises:
@@ -229,10 +227,10 @@ def fetch_wanted(section: ModelSection) -> None:
     """
     from anygauge.launch.prepare_call import prepare
     from anygauge.launch.prepare_request import PrepareRequest
-    from anygauge.models.hub import wanted
+    from anygauge.models.hub import download_requests
 
     names = {"model.name": "MODEL", "model.tokenizer": "--tokenizer"}
-    found = [replace(want, field=names[want.field]) for want in wanted(section)]
+    found = [replace(want, field=names[want.field]) for want in download_requests(section)]
     prepare(PrepareRequest(fetch=tuple(found)))
 
 

@@ -1,7 +1,6 @@
 """Files to batches: formats, templates, masking, packing, padding, order; imports no torch."""
 
 from anygauge.data.batches import (
-    IGNORED,
     STEPS_AHEAD,
     Batches,
     EvaluationBatches,
@@ -22,11 +21,10 @@ from anygauge.data.prepare import (
     prepare,
     training_batches,
 )
-from anygauge.data.rows import TokenizedRows
+from anygauge.data.rows import TokenizedRows, Tokens
 from anygauge.data.sources import first_records
 
 __all__ = [
-    "IGNORED",
     "STEPS_AHEAD",
     "Batches",
     "EvaluationBatches",
@@ -36,6 +34,7 @@ __all__ = [
     "Prepared",
     "Schedule",
     "TokenizedRows",
+    "Tokens",
     "accumulation",
     "addresses",
     "advice",

@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,29 +68,34 @@ class MicroBatch:
 
     Attributes:
         input_ids: sequences are padded on the right.
-        labels: the loss tokens *at their own position* (the loss shifts them);
-            `IGNORED` otherwise, and on the first token of every document.
+        shift_labels: the token that each position is to predict; `IGNORED` where there is no loss.
         attention_mask: 1 for tokens, 0 for padding.
         position_ids: from 0; packed documents and the padding behind them each begin anew.
         segment_ids: packed: the document's number in its sequence from 1, 0 for padding.
             None where nothing is packed.
+        loss_rows: of the labels of the positions that this rank computes, one after another, those
+            that have a loss; int64 of shape (n,). None where the number of rows must be the same in
+            each batch.
+        has_padding: whether the mask has a zero.
         origins: where the rows came from; dummies have none.
         num_loss_tokens: labels that count.
         tokens: real tokens, without padding and dummies.
     """
 
     input_ids: torch.Tensor
-    labels: torch.Tensor
+    shift_labels: torch.Tensor
     attention_mask: torch.Tensor
     position_ids: torch.Tensor
-    segment_ids: torch.Tensor | None
+    segment_ids: torch.Tensor | None = None
+    loss_rows: torch.Tensor | None = None
+    has_padding: bool
     origins: tuple[str, ...]
     num_loss_tokens: int
     tokens: int
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By name, for moving to a device; `segment_ids` only where packed."""
-        names = ("input_ids", "labels", "attention_mask", "position_ids", "segment_ids")
+        names = ("input_ids", "shift_labels", "attention_mask", "position_ids", "segment_ids")
         named = {name: getattr(self, name) for name in names}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
@@ -105,6 +110,7 @@ class Layout:
         pad_id: token number that fills up; never a loss token, never attended to.
         packing: whether a sequence holds several rows, of which none attends to another; or
             ``concatenate``: these do.
+        pin: puts a tensor where the device copies from without waiting; a thread may call it.
     """
 
     micro_batch: int
@@ -113,9 +119,12 @@ class Layout:
     share: Share = field(default_factory=lambda: Share(0, 1))
     packing: bool | str = False
     shapes: ShapePolicy = field(default_factory=ShapePolicy)
+    pin: Callable[[Any], Any] = lambda tensor: tensor
 
     @classmethod
-    def of(cls, run: RunFile, share: Share, pad_id: int, shapes: ShapePolicy) -> Layout:
+    def of(
+        cls, run: RunFile, share: Share, pad_id: int, shapes: ShapePolicy, **more: Any
+    ) -> Layout:
         """That of a run."""
         return cls(
             micro_batch=run.train.sequences_at_once(share.count),
@@ -124,6 +133,7 @@ class Layout:
             share=share,
             packing=run.data.isolates or run.data.packing,
             shapes=shapes,
+            **more,
         )
 
     @property
@@ -191,12 +201,24 @@ class Layout:
                 if isolated:
                     positions[place, end:] = np.arange(width - end)
                 at = end
+        # What is added for a multiple is no token: it has no loss, and nobody attends to it.
+        more = -width % self.share.multiple
+        shifted = np.pad(labels[:, 1:], ((0, 0), (0, 1 + more)), constant_values=IGNORED)
+        own = shifted[:, self.share.positions(width + more)]
+
+        def tensor(array: NDArray[np.int64]) -> torch.Tensor:
+            filled = np.pad(array, ((0, 0), (0, more))) if array.shape == shape and more else array
+            return cast("torch.Tensor", self.pin(torch.from_numpy(filled)))
+
+        dynamic = self.shapes.kind is ShapeKind.DYNAMIC
         return MicroBatch(
-            input_ids=torch.from_numpy(input_ids),
-            labels=torch.from_numpy(labels),
-            attention_mask=torch.from_numpy(mask),
-            position_ids=torch.from_numpy(positions),
-            segment_ids=torch.from_numpy(segments) if isolated else None,
+            input_ids=tensor(input_ids),
+            shift_labels=tensor(shifted),
+            attention_mask=tensor(mask),
+            position_ids=tensor(positions),
+            segment_ids=tensor(segments) if isolated else None,
+            loss_rows=tensor(np.flatnonzero(own != IGNORED)) if dynamic else None,
+            has_padding=bool(more) or not mask.all(),
             origins=tuple(document.origin for sequence in sequences for document in sequence),
             num_loss_tokens=int((labels != IGNORED).sum()),
             tokens=sum(map(tokens_of, sequences)),

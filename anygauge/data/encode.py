@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -28,14 +28,16 @@ WHOLE, CUT, EMPTY, LONG, BAD = range(5)
 beyond the maximum length; or it cannot be used (`data.on_bad_row`)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Encoded:
-    """One sequence; or a record of which there is none, without tokens.
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """One sequence, or document of one; or a record of which there is none, without tokens.
 
     Attributes:
         ids: token numbers; int32 of shape (length,).
         loss_mask: True where the token's own prediction counts, never for the first; bool of shape
             (length,).
+        origin: where it stands: ``data.jsonl:17`` or ``notes.txt:3 (part 2)``; of one that comes
+            from a table, which has the following instead.
         record: index of the record it came from, in the batch that was given.
         part: 0; from 1 where a plain text was cut in pieces.
         fate: `WHOLE`, `CUT`, `EMPTY`, `LONG` or `BAD`.
@@ -44,7 +46,9 @@ class Encoded:
 
     ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     loss_mask: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
-    record: int
+    origin: str = ""
+    _: KW_ONLY
+    record: int = 0
     part: int = 0
     fate: int = WHOLE
     length: int = 0
@@ -149,14 +153,14 @@ class RowEncoder:
         """Report renderings from now on."""
         self._rendering, self._template = rendering, None
 
-    def encode(self, records: Sequence[Record]) -> list[Encoded]:
+    def encode(self, records: Sequence[Record]) -> list[Tokens]:
         """Encode a batch; about 1000 records at once is fast. Each record has a part in the result.
 
         A document of a .txt file comes as a record with one value under `source.text`. Plain text
         beyond the maximum length is never lost: it is cut in pieces, each starting with the last
         token of the one before, so that every token but the first has a loss exactly once.
         """
-        sequences: list[Encoded] = []
+        sequences: list[Tokens] = []
         texts: list[tuple[int, Row]] = []
         answers: list[tuple[int, Row | Chat]] = []
         rows = parse_all(records, self.source.format, self.source, self.field)
@@ -167,7 +171,7 @@ class RowEncoder:
             if isinstance(row, Chat) and self.data.loss_on == "last_turn":
                 row = replace(row, answers=row.answers[-1:])
             if row.is_blank:
-                sequences.append(Encoded(record=index, fate=EMPTY))
+                sequences.append(Tokens(record=index, fate=EMPTY))
             elif isinstance(row, Row) and row.prompt is None:
                 texts.append((index, row))
             else:
@@ -192,7 +196,7 @@ class RowEncoder:
         }
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
-    def _of_tokens(self, index: int, row: TokenRow) -> Encoded:
+    def _of_tokens(self, index: int, row: TokenRow) -> Tokens:
         count = len(self.tokenizer)
         beyond = next((place for place, one in enumerate(row.ids) if one >= count), None)
         if beyond is not None:
@@ -203,7 +207,7 @@ class RowEncoder:
         loss_mask = np.asarray(row.loss_mask, dtype=np.bool_) | (self.data.loss_on == "all")
         return self._fitted(index, np.asarray(row.ids, dtype=np.int32), loss_mask)
 
-    def _of_texts(self, rows: Sequence[tuple[int, Row]]) -> Iterator[Encoded]:
+    def _of_texts(self, rows: Sequence[tuple[int, Row]]) -> Iterator[Tokens]:
         tokens = encode_texts(self.tokenizer, [row.text for _, row in rows])
         most = self.data.max_length
         for (index, _), ids in zip(rows, tokens, strict=True):
@@ -214,7 +218,7 @@ class RowEncoder:
                 one = self._fitted(index, part, np.ones(len(part), dtype=np.bool_))
                 yield replace(one, part=number, length=len(whole))
 
-    def _of_answers(self, rows: Sequence[tuple[int, Row | Chat]]) -> Iterator[Encoded]:
+    def _of_answers(self, rows: Sequence[tuple[int, Row | Chat]]) -> Iterator[Tokens]:
         spans = [self._spans(row) for _, row in rows]
         aligned = self._aligner.align([text for text, _ in spans], [each for _, each in spans])
         around = (len(self._start), len(self._end))
@@ -234,7 +238,7 @@ class RowEncoder:
         template.row = row.origin
         return rendered_spans(row, template, has_all=self.data.loss_on == "all")
 
-    def _fitted(self, record: int, ids: NDArray[np.int32], loss_mask: NDArray[np.bool_]) -> Encoded:
+    def _fitted(self, record: int, ids: NDArray[np.int32], loss_mask: NDArray[np.bool_]) -> Tokens:
         """A sequence within the maximum length, or what became of it."""
         most, fate = self.data.max_length, WHOLE
         loss_mask[:1] = False
@@ -243,7 +247,7 @@ class RowEncoder:
         elif len(ids) > most:
             fate = LONG if self.data.too_long == "drop" or not loss_mask[:most].any() else CUT
         end = most if fate in (WHOLE, CUT) else 0
-        return Encoded(
+        return Tokens(
             ids=ids[:end], loss_mask=loss_mask[:end], record=record, fate=fate, length=len(ids)
         )
 

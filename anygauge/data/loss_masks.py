@@ -251,7 +251,7 @@ def _no_boundary_error(chat: Chat, finder: _Finder, index: int) -> DataError:
     )
 
 
-Tokens = tuple[NDArray[np.int32], NDArray[np.bool_]]
+Aligned = tuple[NDArray[np.int32], NDArray[np.bool_]]
 
 _AT_ONCE = 2_000_000
 """Characters that a tokenizer is given; it takes hundreds of bytes of memory for each."""
@@ -280,12 +280,12 @@ class Aligner:
         # SentencePiece puts a space before a text, so before a piece too unless something precedes.
         self._puts_space = self._ids("\nb") != self._ids("\n") + self._ids("b")
 
-    def align(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Tokens]:
+    def align(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Aligned]:
         """Tokens of each text, and their loss mask; `spans`: its stretches with a loss, sorted, not
         touching, in characters."""
         if not self._has_offsets:
             return [self._in_pieces(*each) for each in zip(texts, spans, strict=True)]
-        result: list[Tokens] = []
+        result: list[Aligned] = []
         for part in bounded_parts(texts):
             # verbose=False: long texts are cut later, so the tokenizer's warning would mislead.
             encoding = self.tokenizer(
@@ -326,7 +326,7 @@ class Aligner:
             loss_mask |= inside
         return loss_mask
 
-    def _in_pieces(self, text: str, spans: Sequence[Span]) -> Tokens:
+    def _in_pieces(self, text: str, spans: Sequence[Span]) -> Aligned:
         ids: list[int] = []
         loss_mask: list[bool] = []
         borders = [0, *itertools.chain(*spans), len(text)]

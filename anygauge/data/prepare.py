@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,6 @@ from anygauge.data.order import split
 from anygauge.data.remote import copied, describe_address
 from anygauge.data.rows import (
     TABLE_VERSION,
-    EncodedChunk,
     Tokenise,
     TokenizedRows,
     Workers,
@@ -28,7 +26,7 @@ from anygauge.data.rows import (
     open_piece,
     write_table,
 )
-from anygauge.data.sources import Source, first_records, open_source
+from anygauge.data.sources import Source, first_records, open_source, row_format
 from anygauge.data.streaming import PackedStream, RowStream, StreamedRows, unknown_end
 from anygauge.data.template import Rendering, read_template, unwatched
 from anygauge.interface import DataError
@@ -36,7 +34,6 @@ from anygauge.interface import DataError
 PEEKED_ROWS = 20
 HELD_SHARE = 0.95
 """Of the rows: where `data.max_length` holds fewer, that is worth a line."""
-_PROGRESS_S = 30.0
 
 Log = Callable[[str], None]
 
@@ -213,10 +210,9 @@ class _Preparer:
         for field, section in _fields(which, data):
             # What is streamed leaves no copy on the disk, not even of its beginning.
             kept = None if data.streaming and is_remote(section.path) else self.cache
-            record = first_records(section, 1, field, kept, streaming=data.streaming)[0]
-            row_format = detect_format(record, section, field)
             limit = min(section.limit or first, first) if first else section.limit
-            section = section.model_copy(update={"format": row_format, "limit": limit})
+            of_rows = row_format(section, field, kept, streaming=data.streaming)
+            section = section.model_copy(update={"format": of_rows, "limit": limit})
             encoder = RowEncoder(
                 section, data, self.tokenizer, field=field, rendering=self.rendering
             )
@@ -237,11 +233,12 @@ class _Preparer:
                 kept, held_out = split(records, *drawn)
                 named, members = [part, *drawn], held_out if part == "held out" else kept
             pieces.append(open_piece(entry, source.origin, named, members))
-            if not pieces[-1].counts.sequences and part != "held out":
-                raise self._nothing_left(pieces[-1].counts, source.name, records, part)
+            counts = pieces[-1][1].counts
+            if not counts.sequences and part != "held out":
+                raise self._nothing_left(counts, source.name, records, part)
         rows = TokenizedRows(pieces)
         if not len(rows):
-            raise self._nothing_left(pieces[-1].counts, source.name, records, part)
+            raise self._nothing_left(counts, source.name, records, part)
         return rows
 
     def stream(self, sources: _Sources, memory: int | None) -> StreamedRows:
@@ -260,9 +257,12 @@ class _Preparer:
         """The tokenised rows of a source, in the cache."""
         identity, section = source.identity(), work.encoder.source
 
+        def log(rows: int) -> None:
+            self.log(f"tokenising {source.name}: {rows:,} rows so far")
+
         def write(folder: Path) -> dict[str, Any]:
             chunks = chunks_of(source.rows(0), work, self.data.workers, self.rendering)
-            facts = write_table(folder, self._counted(source.name, chunks))
+            facts = write_table(folder, chunks, log)
             if source.identity() != identity:
                 raise DataError(f"{source.name} changed while it was being read; start again")
             return facts
@@ -270,16 +270,6 @@ class _Preparer:
         settings = section.limit, self.data.on_bad_row, work.encoder.key()
         key = key_of(TABLE_VERSION, identity, data_suffix(section.path), *settings)
         return self.cache.entry("rows", key, write)
-
-    def _counted(self, name: str, chunks: Iterator[EncodedChunk]) -> Iterator[EncodedChunk]:
-        """Say from time to time how far it has come."""
-        logged, done = time.monotonic(), 0
-        for chunk in chunks:
-            yield chunk
-            done += chunk.records
-            if time.monotonic() - logged > _PROGRESS_S:
-                logged = time.monotonic()
-                self.log(f"tokenising {name}: {done:,} rows so far")
 
     def _nothing_left(self, counts: Counts, name: str, records: int, part: _Part) -> DataError:
         causes = []

@@ -19,7 +19,6 @@ import lzma
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -50,36 +49,31 @@ Batches = Iterator[tuple[int, Any]]
 """Arrow's batches of rows, in order, each with the number of its first row."""
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One row as it stands in its file, and where: `data.jsonl:17` or `data.json[16]`."""
-
-    values: Mapping[str, Any]
-    origin: str
-
-
-class RawRow(NamedTuple):
-    """A row as a source gives it: a line of JSON, not parsed yet, or the values by column.
+class Record(NamedTuple):
+    """One row as it stands in its file.
 
     Attributes:
+        values: by column; or a line of JSON that is not parsed yet.
+        origin: of a parsed row: `data.jsonl:17` or `data.json[16]`.
         place: its line or index.
         offset: of a line in its file, in bytes.
         where: where a line stands in one of a source's several files; "" where it has one.
     """
 
-    place: int
-    value: bytes | Mapping[str, Any]
+    values: Any
+    origin: str = ""
+    place: int = 0
     offset: int = 0
     where: str = ""
 
-    def record(self, origin: str) -> Record:
-        """The row, parsed. `origin`: ``data.jsonl:{}``, with a place for the row's."""
+    def parsed(self, origin: str) -> Record:
+        """The row with its values. `origin`: ``data.jsonl:{}``, with a place for the row's."""
         place = origin.format(self.place)
-        if not isinstance(self.value, bytes):
-            return Record(self.value, place)
+        if not isinstance(self.values, bytes):
+            return Record(self.values, place)
         where = f"{place} ({self.where})" if self.where else place
         # JSON itself takes fewer blanks behind an object than may stand there: no form feed.
-        text = _decoded(self.value.rstrip(), lambda _: where, self.offset)
+        text = _decoded(self.values.rstrip(), lambda _: where, self.offset)
         try:
             value = load_json(text)
         except DoubleKeyError as error:
@@ -103,7 +97,7 @@ def type_name(value: Any) -> str:
 
 def file_rows(
     open_file: OpenFile, name: str, suffix: str, start: int, column: str
-) -> Iterator[RawRow]:
+) -> Iterator[Record]:
     """The rows of a file from a number on.
 
     Args:
@@ -167,7 +161,7 @@ def _json_error(error: Exception) -> str:
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
-def _line_rows(open_file: OpenFile, name: str) -> Iterator[RawRow]:
+def _line_rows(open_file: OpenFile, name: str) -> Iterator[Record]:
     """The lines that hold more than blanks, not parsed yet."""
     number = offset = 0
     with open_file() as file:
@@ -180,7 +174,7 @@ def _line_rows(open_file: OpenFile, name: str) -> Iterator[RawRow]:
                 )
             skipped = len(_BOM) if number == 1 and line.startswith(_BOM) else 0
             if line[skipped:].strip():
-                yield RawRow(number, line[skipped:], offset + skipped)
+                yield Record(line[skipped:], place=number, offset=offset + skipped)
             offset += len(line)
 
 
@@ -190,12 +184,12 @@ def holds_lines(open_file: OpenFile, name: str) -> bool:
         with open_file() as file:  # a list may have no line that is short enough to be read
             if not file.read(4096).removeprefix(_BOM).lstrip().startswith(b"{"):
                 return False
-        values = [row.value for row in islice(_line_rows(open_file, name), 2)]
+        values = [row.values for row in islice(_line_rows(open_file, name), 2)]
     first, *others = [line.strip() for line in values if isinstance(line, bytes)]
     return bool(others) and (first.endswith(b"}") or others[0].startswith(b"{"))
 
 
-def _list_rows(open_file: OpenFile, name: str) -> Iterator[RawRow]:
+def _list_rows(open_file: OpenFile, name: str) -> Iterator[Record]:
     """The objects of a list; read whole."""
     text = _whole_text(open_file, name)
     if not text.strip():
@@ -220,7 +214,7 @@ def _list_rows(open_file: OpenFile, name: str) -> Iterator[RawRow]:
     for index, item in enumerate(value):
         if not isinstance(item, dict):
             raise DataError(f"{name}[{index}]: a JSON object is expected, found {type_name(item)}")
-        yield RawRow(index, item)
+        yield Record(item, place=index)
 
 
 def _index_of_double(text: str) -> str:
@@ -241,7 +235,7 @@ def _index_of_double(text: str) -> str:
 # Text
 
 
-def _document_rows(open_file: OpenFile, name: str, column: str) -> Iterator[RawRow]:
+def _document_rows(open_file: OpenFile, name: str, column: str) -> Iterator[Record]:
     """The documents of a plain text file; the place of each is the line on which it begins.
 
     Blank lines separate documents. A file without any blank line between its lines holds one
@@ -257,7 +251,8 @@ def _document_rows(open_file: OpenFile, name: str, column: str) -> Iterator[RawR
             groups.append([])
         groups[-1].append(number)
     for group in groups:
-        yield RawRow(group[0] + 1, {column: "\n".join(lines[number] for number in group)})
+        text = "\n".join(lines[number] for number in group)
+        yield Record({column: text}, place=group[0] + 1)
 
 
 def _whole_text(open_file: OpenFile, name: str) -> str:
@@ -295,7 +290,7 @@ def parquet_count(open_file: OpenFile, name: str) -> int:
         return int(parquet.ParquetFile(file).metadata.num_rows)
 
 
-def rows_of(batches: Batches, start: int, shift: int = 0) -> Iterator[RawRow]:
+def rows_of(batches: Batches, start: int, shift: int = 0) -> Iterator[Record]:
     """The rows from a number on, without the nulls that a table filled in.
 
     Structs of one column have all fields of all rows. A field that is null at one place was not
@@ -313,7 +308,7 @@ def rows_of(batches: Batches, start: int, shift: int = 0) -> Iterator[RawRow]:
         }
         for number, row in enumerate(left.to_pylist(), first + batch.num_rows - left.num_rows):
             row.update({name: _written(row[name], kind) for name, kind in kinds.items()})
-            yield RawRow(number + shift, row)
+            yield Record(row, place=number + shift)
 
 
 def _written(value: Any, kind: Any) -> Any:

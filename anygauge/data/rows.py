@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import multiprocessing
 import os
 import pickle
@@ -16,8 +17,9 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -27,11 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from anygauge.data.cache import Entry, key_of
-from anygauge.data.encode import BAD, CUT, EMPTY, LONG, WHOLE, Counts, Encoded, RowEncoder
-from anygauge.data.readers import RawRow
+from anygauge.data.encode import BAD, CUT, EMPTY, LONG, WHOLE, Counts, RowEncoder, Tokens
+from anygauge.data.readers import Record
 from anygauge.data.template import Rendering, unwatched
 from anygauge.interface import AnygaugeError, DataAccessError, DataError
 from anygauge.util import errors
@@ -55,38 +58,21 @@ TABLE_VERSION = 3
 """Of the table and the facts beside it: part of an entry's key."""
 NAMED_BAD = 5
 """Bad rows that are named where they are skipped."""
+_PROGRESS_S = 30.0
 _STEP = 64
 """Lengths of long rows are counted in steps of so many tokens."""
+_BAD = b"bad"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Tokens:
-    """One document as it is laid out in a batch.
+def batch_of(
+    encoded: Sequence[Tokens], places: Sequence[int], bad: Sequence[str] = ()
+) -> pa.RecordBatch:
+    """What neighbouring records became, each in at least one row; see `bad_of` and `records_of`.
 
-    Attributes:
-        ids: token numbers; int32 of shape (length,).
-        loss_mask: True where the token's own prediction counts; bool of shape (length,).
-        origin: where it stands: ``data.jsonl:17`` or ``notes.txt:3 (part 2)``.
+    Args:
+        places: line or index of each record.
+        bad: what is wrong with those that cannot be used.
     """
-
-    ids: NDArray[np.int32]
-    loss_mask: NDArray[np.bool_]
-    origin: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EncodedChunk:
-    """What neighbouring records became: a batch of `batch_of`, and what is wrong with bad ones."""
-
-    records: int
-    batch: Any
-    bad: Sequence[str] = ()
-
-
-def batch_of(encoded: Sequence[Encoded], places: Sequence[int]) -> Any:
-    """Sequences, at least one, as an Arrow record batch; `places`: line or index of each record."""
-    import pyarrow as pa
-
     columns = {
         "num_loss_tokens": (np.int32, [each.loss_mask.sum() for each in encoded]),
         "record": (np.int64, [each.record for each in encoded]),
@@ -104,14 +90,23 @@ def batch_of(encoded: Sequence[Encoded], places: Sequence[int]) -> Any:
             "ids": pa.ListArray.from_arrays(ends, _to_arrow(ids)),
             "loss_mask": pa.ListArray.from_arrays(ends, _to_arrow(loss_mask)),
             **{name: _to_arrow(np.array(of, dtype)) for name, (dtype, of) in columns.items()},
-        }
+        },
+        metadata={_BAD: json.dumps(list(bad))},
     )
+
+
+def bad_of(batch: pa.RecordBatch) -> list[str]:
+    """What is wrong with the records of a batch that cannot be used."""
+    return list(json.loads(batch.schema.metadata[_BAD]))
+
+
+def records_of(batch: pa.RecordBatch) -> int:
+    """How many records became a batch."""
+    return int(to_numpy(batch["record"])[-1]) + 1
 
 
 # What Arrow itself has for these two imports pandas: for much of a second, and for 50 MiB.
 def _to_arrow(values: NDArray[Any]) -> Any:
-    import pyarrow as pa
-
     kind = pa.from_numpy_dtype(values.dtype)
     return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values)])
 
@@ -133,24 +128,23 @@ class Tokenise:
     origin: str
     skip: bool = False
 
-    def __call__(self, rows: tuple[RawRow, ...]) -> EncodedChunk:
+    def __call__(self, rows: tuple[Record, ...]) -> pa.RecordBatch:
         """What the rows became."""
         bad: list[str] = []
         try:
-            encoded = self.encoder.encode([row.record(self.origin) for row in rows])
+            encoded = self.encoder.encode([row.parsed(self.origin) for row in rows])
         except DataError:
             if not self.skip:
                 raise
             encoded = []
             for number, row in enumerate(rows):
                 try:
-                    one = self.encoder.encode([row.record(self.origin)])
+                    one = self.encoder.encode([row.parsed(self.origin)])
                     encoded += [replace(each, record=number) for each in one]
                 except DataError as error:
-                    encoded.append(Encoded(record=number, fate=BAD))
+                    encoded.append(Tokens(record=number, fate=BAD))
                     bad.append(str(error))
-        batch = batch_of(encoded, [row.place for row in rows])
-        return EncodedChunk(records=len(rows), batch=batch, bad=bad)
+        return batch_of(encoded, [row.place for row in rows], bad)
 
 
 def share_of_memory(parts: int) -> int:
@@ -169,15 +163,15 @@ def usable_cores() -> int:
 
 
 def chunks_of(
-    rows: Iterator[RawRow], work: Tokenise, workers: int | None, rendering: Rendering
-) -> Iterator[EncodedChunk]:
+    rows: Iterator[Record], work: Tokenise, workers: int | None, rendering: Rendering
+) -> Iterator[pa.RecordBatch]:
     """What rows became, chunk by chunk, in the rows' order.
 
     Args:
         workers: processes; None: as many as cores, once there are many rows.
         rendering: gets what is being rendered; of several workers, what has begun first.
     """
-    chunks: Iterator[tuple[RawRow, ...]] = iter(lambda: tuple(islice(rows, CHUNK)), ())
+    chunks: Iterator[tuple[Record, ...]] = iter(lambda: tuple(islice(rows, CHUNK)), ())
     if workers is None:
         yield from map(work, islice(chunks, -(-FEW_ROWS // CHUNK)))
         workers = min(usable_cores(), MOST_WORKERS)
@@ -186,7 +180,7 @@ def chunks_of(
         return
     memory, _ = resource.getrlimit(resource.RLIMIT_DATA)
     share = None if memory == resource.RLIM_INFINITY else memory // workers
-    begun: deque[Future[EncodedChunk]] = deque()
+    begun: deque[Future[pa.RecordBatch]] = deque()
     with Workers([work], workers, share, rendering) as pool:
         for chunk in chunks:
             begun.append(pool.submit(0, chunk))
@@ -229,17 +223,19 @@ class Workers:
         self._messages.put(None)
         self._thread.join()
 
-    def submit(self, source: int, rows: tuple[RawRow, ...]) -> Future[EncodedChunk]:
+    def submit(self, source: int, rows: tuple[Record, ...]) -> Future[pa.RecordBatch]:
         """Begin with rows of a source."""
         with _not_ended():
             return self._pool.submit(_work, source, rows)
 
-    def result(self, future: Future[EncodedChunk], timeout_s: float | None = None) -> EncodedChunk:
+    def result(
+        self, future: Future[pa.RecordBatch], timeout_s: float | None = None
+    ) -> pa.RecordBatch:
         """What rows became."""
         with _not_ended():
             return future.result(timeout_s)
 
-    def __call__(self, source: int, rows: tuple[RawRow, ...]) -> EncodedChunk:
+    def __call__(self, source: int, rows: tuple[Record, ...]) -> pa.RecordBatch:
         """What rows of a source became, each within limits of time and memory; for one worker."""
         future = self.submit(source, rows)
         limit = f"{SILENCE_S:.0f} s"
@@ -302,42 +298,50 @@ def _begin(parent: int, without_torch: bool, memory: int | None, queue: Any, wor
     queue.put((os.getpid(), "", ""))
 
 
-def _work(source: int, rows: tuple[RawRow, ...]) -> EncodedChunk:
+def _work(source: int, rows: tuple[Record, ...]) -> pa.RecordBatch:
     try:
         return _WORKS[source](rows)
     except AnygaugeError as error:  # some cannot be sent as they are
         raise getattr(errors, type(error).__name__, DataError)(str(error)) from None
 
 
-def write_table(folder: Path, chunks: Iterator[EncodedChunk]) -> dict[str, Any]:
-    """Write what the records of a source became, chunk by chunk; returns facts for the entry."""
-    import pyarrow as pa
+def write_table(
+    folder: Path, chunks: Iterator[pa.RecordBatch], log: Callable[[int], None]
+) -> dict[str, Any]:
+    """Write what the records of a source became, chunk by chunk; returns facts for the entry.
 
+    Args:
+        log: gets the number of rows so far, from time to time.
+    """
     counts, bad, digest = Counts(), list[str](), hashlib.sha256()
+    logged = time.monotonic()
     first = next(chunks)
-    with pa.ipc.new_file(str(folder / TABLE), first.batch.schema) as writer:
+    schema = first.schema.remove_metadata()
+    with pa.ipc.new_file(str(folder / TABLE), schema) as writer:
         for chunk in chain([first], chunks):
-            at = chunk.batch.schema.get_field_index("record")
-            numbered = _to_arrow(to_numpy(chunk.batch.column(at)) + counts.rows)
-            writer.write_batch(chunk.batch.set_column(at, "record", numbered))
+            at = schema.get_field_index("record")
+            numbered = _to_arrow(to_numpy(chunk.column(at)) + counts.rows)
+            batch = chunk.set_column(at, "record", numbered)
+            writer.write_batch(batch.replace_schema_metadata())
             for name in ("ids", "loss_mask"):
-                digest.update(to_numpy(chunk.batch.column(name).offsets).data)
-                digest.update(to_numpy(chunk.batch.column(name).values).data)
-            counts += _counts(pa.Table.from_batches([chunk.batch]))
-            bad += chunk.bad[: NAMED_BAD - len(bad)]
+                digest.update(to_numpy(chunk.column(name).offsets).data)
+                digest.update(to_numpy(chunk.column(name).values).data)
+            counts += _counts(pa.Table.from_batches([chunk]))
+            bad += bad_of(chunk)[: NAMED_BAD - len(bad)]
+            if time.monotonic() - logged > _PROGRESS_S:
+                logged = time.monotonic()
+                log(counts.rows)
     return {"fingerprint": digest.hexdigest(), "counts": counts.record(), "bad": bad}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Piece:
-    """The sequences of one source, or of a part of it.
+    """Which sequences of a source's table, see `batch_of`, there are: all, or a part.
 
     Attributes:
-        table: an Arrow table; see `batch_of`.
         inside: which of its rows are of the part; bool of shape (rows,).
     """
 
-    table: Any
     inside: NDArray[np.bool_]
     origin: str
     counts: Counts
@@ -348,11 +352,9 @@ class Piece:
 
 def open_piece(
     entry: Entry, origin: str, part: Any = None, members: NDArray[np.int64] | None = None
-) -> Piece:
+) -> tuple[pa.Table, Piece]:
     """The sequences that an entry holds, or of a part, which JSON tells from others, the `members`:
     numbers of records; int64, rising."""
-    import pyarrow as pa
-
     table = pa.ipc.open_file(pa.memory_map(str(entry.folder / TABLE))).read_all()
     facts = entry.facts
     if members is None:
@@ -361,8 +363,7 @@ def open_piece(
     else:
         inside = np.isin(_column(table, "record"), members)
         counts = _counts(table, inside)
-    return Piece(
-        table=table,
+    return table, Piece(
         inside=inside,
         origin=origin,
         counts=counts,
@@ -373,20 +374,18 @@ def open_piece(
 
 
 def documents_of(
-    chunk: EncodedChunk, origin: str, *, whole: bool = True
+    batch: pa.RecordBatch, origin: str, *, whole: bool = True
 ) -> tuple[list[list[Tokens]], Counts]:
-    """What each record of a chunk became: no sequence, one, or several; and their counts. If not
+    """What each record of a batch became: no sequence, one, or several; and their counts. If not
     `whole`, a text in several parts keeps its first, and counts as truncated."""
-    import pyarrow as pa
-
-    table = pa.Table.from_batches([chunk.batch])
+    table = pa.Table.from_batches([batch])
     parts = _column(table, "part")
     inside = parts <= (parts.max() if whole else 1)
     counts = _counts(table, inside)
     if not whole:
         counts = replace(counts, truncated=counts.truncated + int((parts == 1).sum()))
-    rows = TokenizedRows([Piece(table=table, inside=inside, origin=origin, counts=counts)])
-    documents: list[list[Tokens]] = [[] for _ in range(chunk.records)]
+    rows = TokenizedRows([(table, Piece(inside=inside, origin=origin, counts=counts))])
+    documents: list[list[Tokens]] = [[] for _ in range(records_of(batch))]
     for index, record in enumerate(rows.column("record").tolist()):
         documents[record].append(rows.tokens(index))
     return documents, rows.report
@@ -429,17 +428,15 @@ class TokenizedRows:
         built: when, where all of them came from the cache.
     """
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        import pyarrow as pa
-
-        self.pieces = tuple(pieces)
+    def __init__(self, sources: Sequence[tuple[pa.Table, Piece]]) -> None:
+        self.pieces = pieces = [piece for _, piece in sources]
         self.sizes = [piece.counts.sequences for piece in pieces]
         self.report = sum((piece.counts for piece in pieces), Counts())
         self.bad = [text for piece in pieces for text in piece.bad][:NAMED_BAD]
         built = [piece.built for piece in pieces if piece.built is not None]
         self.built = min(built) if len(built) == len(pieces) else None
         self._ends = np.cumsum(self.sizes)
-        table = pa.concat_tables([piece.table for piece in pieces])
+        table = pa.concat_tables([table for table, _ in sources])
         # Held: a column looks through all its chunks when it is asked for its first value.
         self._columns = dict(zip(table.column_names, table.columns, strict=True))
 

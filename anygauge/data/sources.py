@@ -18,7 +18,8 @@ from anygauge.config.paths import DATA_SUFFIXES, data_suffix, names_address, nam
 from anygauge.config.schema import SourceSection
 from anygauge.data import readers
 from anygauge.data.cache import Cache, key_of, unreadable
-from anygauge.data.readers import RawRow, Record
+from anygauge.data.formats import detect_format
+from anygauge.data.readers import Record
 from anygauge.data.remote import BLOCK, FEW, copied, describe_address, open_remote, remote_identity
 from anygauge.interface import DataAccessError, DataError
 from anygauge.util.files import open_regular
@@ -41,12 +42,12 @@ class Source:
 
     name: str
     origin: str
-    rows: Callable[[int], Iterator[RawRow]]
+    rows: Callable[[int], Iterator[Record]]
     count: Callable[[], int | None]
     identity: Callable[[], str]
 
 
-def in_turn(sources: Sequence[Source], start: int) -> Generator[tuple[int, RawRow], None, int]:
+def in_turn(sources: Sequence[Source], start: int) -> Generator[tuple[int, Record], None, int]:
     """The rows of several, one after another, from a number on, each with the number of its source;
     returns how many there are in all."""
     at = 0
@@ -96,7 +97,7 @@ def open_source(
         known = source.count()
         return limit if known is None else min(known, limit)
 
-    def rows(start: int) -> Iterator[RawRow]:
+    def rows(start: int) -> Iterator[Record]:
         return islice(source.rows(start), max(0, limit - start))
 
     return replace(source, rows=rows, count=count)
@@ -115,10 +116,18 @@ def first_records(
     the copy there of a remote file."""
     cache = cache if names_address(section.path) else None
     source = open_source(section, field, cache, beginning=not streaming)
-    records = [row.record(source.origin) for row in islice(source.rows(0), count)]
+    records = [row.parsed(source.origin) for row in islice(source.rows(0), count)]
     if not records:
         raise DataError(f"{source.name} is empty; at least one row is needed")
     return records
+
+
+def row_format(
+    section: SourceSection, field: str, cache: Cache | None = None, *, streaming: bool = False
+) -> str:
+    """The format of a source's rows, as the first of them has it; see `first_records`."""
+    first = first_records(section, 1, field, cache, streaming=streaming)[0]
+    return detect_format(first, section, field)
 
 
 def _file(path: str, name: str, cache: Cache | None, block: int, column: str = "") -> Source:
@@ -143,7 +152,7 @@ def _file(path: str, name: str, cache: Cache | None, block: int, column: str = "
     if suffix == ".json" and readers.holds_lines(opened, name):
         suffix = ".jsonl"
 
-    def rows(start: int) -> Iterator[RawRow]:
+    def rows(start: int) -> Iterator[Record]:
         yield from readers.file_rows(opened, name, suffix, start, column)
         if contents:
             opened().close()
@@ -196,7 +205,7 @@ def _data_set(
     except Exception as error:
         raise _unloadable(section, field, error) from None
 
-    def rows(start: int) -> Iterator[RawRow]:
+    def rows(start: int) -> Iterator[Record]:
         at = start
         try:
             for row in readers.rows_of(readers.numbered(table.iter(readers.BATCH)), start):
@@ -240,7 +249,7 @@ def _split_files(
         return None
     parts = [_file(file, file.rpartition("/")[2], None, BLOCK) for file in files]
 
-    def rows(start: int) -> Iterator[RawRow]:
+    def rows(start: int) -> Iterator[Record]:
         for place, (number, row) in enumerate(in_turn(parts, start), start):
             yield row._replace(place=place, where=f"{parts[number].name}:{row.place}")
 

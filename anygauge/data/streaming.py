@@ -36,14 +36,16 @@ from anygauge.data.batches import (
 )
 from anygauge.data.encode import Counts
 from anygauge.data.order import BLOCKS, STREAM, permutation
-from anygauge.data.readers import RawRow
+from anygauge.data.readers import Record
 from anygauge.data.rows import (
     NAMED_BAD,
     Tokenise,
     Tokens,
     Workers,
+    bad_of,
     chunks_of,
     documents_of,
+    records_of,
     to_numpy,
 )
 from anygauge.data.sources import Source, in_turn
@@ -93,7 +95,7 @@ class StreamedRows:
         self.counts = Counts()
         self.bad: list[str] = []
         self._ahead = Prefetcher(self._read, _ENDLESS, depth=1, name="rows-ahead")
-        self._rows: Iterator[tuple[int, RawRow]] = iter(())
+        self._rows: Iterator[tuple[int, Record]] = iter(())
         self._next = -1
 
     @property
@@ -107,7 +109,7 @@ class StreamedRows:
             f"{self.size}"
         )
 
-    def block(self, number: int) -> list[tuple[int, RawRow]]:
+    def block(self, number: int) -> list[tuple[int, Record]]:
         """The rows of a block, each with the number of its source; fewer than `size` at the end."""
         return self._ahead.get(number)
 
@@ -121,7 +123,7 @@ class StreamedRows:
         return epoch, *divmod(inside, self.size)
 
     def encode(
-        self, rows: Sequence[tuple[int, RawRow]], *, whole: bool = True
+        self, rows: Sequence[tuple[int, Record]], *, whole: bool = True
     ) -> tuple[list[list[Tokens]], Counts]:
         """What each row became: no sequence, one, or of a long text several; if not `whole`, the
         first, and it counts as truncated."""
@@ -135,7 +137,7 @@ class StreamedRows:
             chunk = self._tokeniser(number, given) if self._tokeniser else work(given)
             found, count = documents_of(chunk, work.origin, whole=whole)
             counts += count
-            fresh = [text for text in chunk.bad if text not in self.bad]
+            fresh = [text for text in bad_of(chunk) if text not in self.bad]
             self.bad += fresh[: NAMED_BAD - len(self.bad)]
             for place, each in zip(places, found, strict=True):
                 documents[place] = each
@@ -146,9 +148,9 @@ class StreamedRows:
         blocks, lengths, first = [], [], 0
         for source, work in self._sources:
             for chunk in chunks_of(source.rows(0), work, workers, self._rendering):
-                blocks.append((to_numpy(chunk.batch["record"]) + first) // self.size)
-                lengths.append(np.diff(to_numpy(chunk.batch["ids"].offsets)))
-                first += chunk.records
+                blocks.append((to_numpy(chunk["record"]) + first) // self.size)
+                lengths.append(np.diff(to_numpy(chunk["ids"].offsets)))
+                first += records_of(chunk)
         of_block, of_row = np.concatenate(blocks), np.concatenate(lengths).astype(np.int64)
         found = []
         for number in range(-(-first // self.size)):
@@ -157,7 +159,7 @@ class StreamedRows:
         self.length = first
         return found
 
-    def _read(self, number: int) -> list[tuple[int, RawRow]]:
+    def _read(self, number: int) -> list[tuple[int, Record]]:
         if self.length is not None and number * self.size >= self.length:
             return []
         if number != self._next:
@@ -167,7 +169,7 @@ class StreamedRows:
         self._next = number + 1
         return block
 
-    def _from(self, start: int) -> Iterator[tuple[int, RawRow]]:
+    def _from(self, start: int) -> Iterator[tuple[int, Record]]:
         """The rows from a number on; at their end it is known how many there are."""
         at = yield from in_turn([source for source, _ in self._sources], start)
         if self.length is not None and at < self.length:
@@ -243,7 +245,7 @@ class StreamedBatches(Batches):
         """Of so many rows; until the end was seen, as if it were as far away as is read ahead."""
         return read / (self._rows.length or read + 2 * self._rows.size)
 
-    def _row(self, epoch: int, number: int, place: int) -> tuple[int, RawRow]:
+    def _row(self, epoch: int, number: int, place: int) -> tuple[int, Record]:
         """The row at a place of a block, as it is shuffled in an epoch."""
         block = self._rows.block(number)
         if self.schedule.shuffle:

@@ -111,3 +111,16 @@ class MemoryEstimate:
     host_bytes: float = 0.0
     copied_bytes: float = 0.0
     other_bytes: float = 0.0
+
+    def held(self, moment: str, *kinds: str) -> int:
+        """Bytes of these kinds at a moment, on the device and the host."""
+        parts = (self.device.get(moment, {}), self.host.get(moment, {}))
+        return sum(part.get(kind, 0) for part in parts for kind in kinds)
+
+    @property
+    def sent(self) -> dict[str, int]:
+        """Collective -> bytes that it is given in a step, over all groups."""
+        found = dict.fromkeys((one.operation for one in self.traffic), 0)
+        for one in self.traffic:
+            found[one.operation] += int(one.bytes)
+        return found

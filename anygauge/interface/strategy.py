@@ -49,6 +49,11 @@ class SequencePart:
     count: int
     all_queries: bool = False
 
+    def positions(self, length: int) -> slice:
+        """Those of this part, of sequences of a length."""
+        each = length // self.count
+        return slice(self.index * each, (self.index + 1) * each)
+
 
 @dataclass(frozen=True, slots=True)
 class Share:
@@ -75,6 +80,10 @@ class Share:
     sequence: SequencePart | None = None
     multiple: int = 1
     one_width: int = 0
+
+    def positions(self, length: int) -> slice:
+        """Those that this rank computes of sequences of a length."""
+        return slice(None) if self.sequence is None else self.sequence.positions(length)
 
     @property
     def random_stream(self) -> int:

@@ -97,7 +97,7 @@ class Architecture(Protocol):
 
     config: Any
 
-    def having(self, attention: str, kernels: ModelKernels | None) -> Self:
+    def with_kernels(self, attention: str, kernels: ModelKernels | None) -> Self:
         """The same model, built with these; None puts nothing into it."""
 
     def skeleton(self) -> nn.Module:
@@ -127,7 +127,7 @@ def plan_kernels(
     """
     kernels = {operation: load_kernel(choices, operation) for operation in CALLED}
     attention, problems = _attention(run, backend, choices, kernels[ATTENTION], architecture.config)
-    bare = architecture.having(attention.name, None)
+    bare = architecture.with_kernels(attention.name, None)
     model = bare.adapt(bare.skeleton())
     # Code that comes with a model's files is known only now.
     if attention.kernel is not None and (reason := never_called(type(base_of(model)))):

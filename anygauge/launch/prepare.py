@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from anygauge.launch.decision import Decision
 from anygauge.launch.prepare_call import prepare
-from anygauge.models.hub_errors import HubUnreachableError
+from anygauge.models.hub import HubUnreachableError
 
 if TYPE_CHECKING:
     from anygauge.config.schema import DataSection, ModelSection, RunFile
@@ -46,9 +46,10 @@ def prepare_run(
     from anygauge.data import addresses
     from anygauge.launch.memory import not_planned, without_a_plan
     from anygauge.launch.prepare_request import PrepareRequest
-    from anygauge.models.hub import readable_size, wanted
+    from anygauge.models.hub import download_requests
     from anygauge.training.auto import forms_of
     from anygauge.training.checks import check_settings
+    from anygauge.util.text import size
 
     run, job, registry, forms = request.run, request.job, request.registry, request.forms
     remote = request.launcher.remote
@@ -65,7 +66,7 @@ def prepare_run(
     every = forms_of(run, registry, job.world_size) if forms else []
     asked = PrepareRequest(
         # Where ranks run on other machines, the agents there fetch.
-        fetch=() if remote else tuple(wanted(run.model, weights=not engine)),
+        fetch=() if remote else tuple(download_requests(run.model, weights=not engine)),
         copies=() if remote else tuple(addresses(run.data)),
         unreachable_refuses=not engine,
         stages=("check", "plan") if decided is None else ("check",),
@@ -85,7 +86,7 @@ def prepare_run(
     if answer.unreachable:
         notes.append(f"the run would be refused: {answer.unreachable}")
     if answer.left:
-        first = f"a run would first fetch them, {readable_size(answer.left)}"
+        first = f"a run would first fetch them, {size(answer.left)}"
         notes.append(f"the weights were not checked: {first}")
     devices, cores = job.launch.devices, len(os.sched_getaffinity(0))
     if devices > cores and not remote:
@@ -118,9 +119,9 @@ def fetch_configuration(run: RunFile) -> None:
         ModelError: what cannot be had, why, and what to do.
     """
     from anygauge.launch.prepare_request import PrepareRequest
-    from anygauge.models.hub import CONFIG, copy_of, wanted_for_plan
+    from anygauge.models.hub import CONFIG, copy_of, requests_for_plan
 
-    request = PrepareRequest(fetch=tuple(wanted_for_plan(run.model)), unreachable_refuses=False)
+    request = PrepareRequest(fetch=tuple(requests_for_plan(run.model)), unreachable_refuses=False)
     answer = prepare(request, {**run.environment, **os.environ}, quiet=True)
     if answer.unreachable:
         copy = copy_of(run.model.name or "", run.model.revision)

@@ -22,7 +22,7 @@ from anygauge.interface import AnygaugeError
 from anygauge.launch.prepare_endings import PrepareWork
 from anygauge.launch.prepare_request import PrepareAnswer
 from anygauge.launch.watchdog import sample_process
-from anygauge.models.hub_errors import HubUnreachableError
+from anygauge.models.hub import HubUnreachableError
 from anygauge.util import errors
 from anygauge.util.processes import parent_environment
 

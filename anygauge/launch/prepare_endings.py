@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING, Any
 
 from anygauge.interface import AnygaugeError, DataError
-from anygauge.models.hub_errors import HubUnreachableError
+from anygauge.models.hub import HubUnreachableError
 from anygauge.util.processes import describe_exit
 from anygauge.util.text import size
 

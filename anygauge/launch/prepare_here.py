@@ -38,7 +38,7 @@ def prepare_here(
     from anygauge.config.resolved import read_run, run_json
     from anygauge.data import addresses
     from anygauge.launch.prepare_request import PrepareRequest
-    from anygauge.models.hub import wanted
+    from anygauge.models.hub import download_requests
 
     logged = time.monotonic()
 
@@ -54,7 +54,7 @@ def prepare_here(
     try:
         run = read_run(job.resolved_run)
         request = PrepareRequest(
-            fetch=tuple(wanted(run.model)),
+            fetch=tuple(download_requests(run.model)),
             copies=tuple(addresses(run.data)),
             stages=(*(("check",) if check else ()), *(("plan",) if plan else ())),
             run=run_json(run.model_copy(update={"environment": {}})),

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from anygauge.interface import AnygaugeError
 from anygauge.launch.prepare_request import PrepareRequest
 from anygauge.launch.prepare_stages import Stages
-from anygauge.models.hub_errors import HubUnreachableError
+from anygauge.models.hub import HubUnreachableError
 from anygauge.util.events import EventWriter
 from anygauge.util.processes import die_with_parent
 from anygauge.util.text import describe

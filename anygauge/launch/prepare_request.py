@@ -8,7 +8,7 @@ from anygauge.config.paths import is_remote
 from anygauge.config.resolved import parse_run
 from anygauge.config.schema import ModelSection
 from anygauge.launch.decision import Decision
-from anygauge.models.hub import Wanted
+from anygauge.models.hub import DownloadRequest
 from anygauge.training.checks import Findings
 from anygauge.util.schema import Count, Section
 
@@ -37,7 +37,7 @@ class PrepareRequest(Section):
         with_torch: hide nothing.
     """
 
-    fetch: tuple[Wanted, ...] = ()
+    fetch: tuple[DownloadRequest, ...] = ()
     copies: tuple[str, ...] = ()
     fetched: bool = False
     unreachable_refuses: bool = True

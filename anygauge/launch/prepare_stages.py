@@ -14,15 +14,15 @@ from anygauge.config.schema import DataSection, ModelSection, RunFile
 from anygauge.data.rows import share_of_memory
 from anygauge.launch.memory import looked_at, planned
 from anygauge.launch.prepare_request import PrepareAnswer, PrepareRequest
-from anygauge.models.hub import fetch, readable_size
-from anygauge.models.hub_errors import HubUnreachableError
-from anygauge.models.quiet import quiet_libraries
+from anygauge.models.hub import HubUnreachableError, fetch
+from anygauge.models.source import quiet_libraries
 from anygauge.models.tokenizer import load_tokenizer
 from anygauge.registry import installed_plugins
 from anygauge.training.auto import forms_of
 from anygauge.training.checks import Findings
 from anygauge.training.run_checks import RunChecks, nothing
 from anygauge.util.events import EventWriter
+from anygauge.util.text import size
 
 GIB = 2**30
 MODEL_LIMIT = 4 * GIB
@@ -69,9 +69,7 @@ class Stages:
                 self._found(unreachable=str(error))
                 break
             if found.new:
-                self._events.message(
-                    f"fetched {want.name}: {readable_size(found.new)} in {found.folder}"
-                )
+                self._events.message(f"fetched {want.name}: {size(found.new)} in {found.folder}")
             left += found.left
         else:
             self._found(left=left)

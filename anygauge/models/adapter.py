@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +13,26 @@ from torch import Tensor, nn
 
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import HOST_DEVICE, ModelError
-from anygauge.models.files import not_finite
-from anygauge.models.initial import changes_base, check_init
-from anygauge.models.start import (
+from anygauge.models.adaptable_layers import (
+    check_saved_modules,
+    is_layer,
+    patterns,
+    peft_targets,
+    planned_layers,
+    planned_parameters,
+)
+from anygauge.models.factors import Factors, changes_base, check_init, tidy
+from anygauge.models.vocabulary import NewTokens, row_layers, trained_rows
+from anygauge.models.warm_start import (
     WEIGHTS_FILE,
     check_given,
     check_rows,
     fill,
+    first_difference,
     read_config,
+    read_tensors,
     refuse_no_adapter,
 )
-from anygauge.models.targets import (
-    Factors,
-    check_saved_modules,
-    divided,
-    is_layer,
-    patterns,
-    planned_layers,
-    planned_parameters,
-    short_names,
-    short_parameter_names,
-)
-from anygauge.models.vocabulary import NewTokens, row_layers, trained_rows
 
 ADAPTER_NAME = "default"
 
@@ -61,47 +59,32 @@ def add_adapter(
         UnsupportedError: the adapter to start from is of a kind that is not trained.
     """
     folder = None if section.start_from is None else Path(section.start_from)
-    if folder is not None and "init" in section.given:
-        raise ModelError(
-            f"adapter.init is {section.init}, but the adapter to start from already has its "
-            f"factors ({folder}); leave the field out"
-        )
     check_init(section.init)
     on_meta = any(p.is_meta for p in model.parameters())
-    asked, rescale = None, False
+    planned, rescale = None, False
     if folder is None or {"targets", "groups", "target_parameters"} & section.given:
-        asked = planned_layers(model, section) | planned_parameters(model, section)
-    if folder is None:
-        assert asked is not None
-        check_saved_modules(model, section, asked)
-        config = lora_config(model, section, asked)
+        planned = planned_layers(model, section) | planned_parameters(model, section)
+    if folder is not None:
+        config, rescale = read_config(folder, dropout=section.dropout)
+        check_rows(model, config, new_tokens, folder)
+    else:
+        assert planned is not None
+        check_saved_modules(model, section)
+        config = lora_config(model, section, planned)
         if on_meta and changes_base(section.init):
             config.init_lora_weights = True  # there is nothing yet to take factors from
         if new_tokens is not None:
             config.trainable_token_indices = (
-                trained_rows(model, new_tokens, iter(asked), section.modules_to_save) or None
+                trained_rows(model, new_tokens, planned, section.modules_to_save) or None
             )
-    else:
-        config, rescale = read_config(folder, dropout=section.dropout)
-        check_rows(model, config, new_tokens, folder)
-    try:
-        with torch.random.fork_rng(devices=[]), _peft_quiet(), _rows_of_any_device():
-            # The host's generator alone: torch.manual_seed would reset the devices' as well.
-            torch.default_generator.manual_seed(seed)
-            adapted = _get_peft_model(model, config, on_meta)
-    except (ValueError, TypeError, RuntimeError) as error:
-        where = "adapter" if folder is None else f"adapter.start_from: {folder}"
-        raise ModelError(f"{where}: peft refused it: {str(error).splitlines()[0]}") from error
+    adapted = _with_factors(model, config, seed, on_meta, folder)
     built = adapted_layers(adapted)
     if folder is not None:
-        check_given(section, config, asked, built, folder)
-    elif asked is not None and built != asked:
-        other = next(iter(built.keys() ^ asked.keys()), None) or next(
-            name for name in asked if built[name] != asked[name]
-        )
+        check_given(section, config, planned, built, folder)
+    elif planned is not None and (name := first_difference(planned, built)) is not None:
         raise ModelError(
             "adapter: peft did not build the layers that the run file describes; the first that "
-            f"differs is {other!r}"
+            f"differs is {name!r}"
         )
     for parameter in adapted.parameters():
         if parameter.requires_grad:
@@ -111,26 +94,23 @@ def add_adapter(
     return adapted
 
 
-def lora_config(model: nn.Module, section: AdapterSection, plan: dict[str, Factors]) -> Any:
+def lora_config(model: nn.Module, section: AdapterSection, plan: Mapping[str, Factors]) -> Any:
     """peft's configuration for layers that were settled before."""
     from peft import LoraConfig
-    from transformers.pytorch_utils import Conv1D
 
-    layers, parameters = divided(model, plan)
-    ranks = {name: float(factors.rank) for name, factors in plan.items()}
-    alphas = {name: factors.alpha for name, factors in plan.items()}
+    modules, parameters = peft_targets(model, plan)
+    ranks = {name: factors.r for name, factors in plan.items()}
+    alphas = {name: tidy(factors.alpha) for name, factors in plan.items()}
     return LoraConfig(
         r=section.r,
-        lora_alpha=_tidy(section.alpha),
-        rank_pattern={k: int(v) for k, v in patterns(ranks, section.r).items()},
-        alpha_pattern={k: _tidy(v) for k, v in patterns(alphas, section.alpha).items()},
+        lora_alpha=tidy(section.alpha),
+        rank_pattern=patterns(ranks, section.r),
+        alpha_pattern=patterns(alphas, section.alpha),
         use_rslora=section.rslora,
         use_dora=section.dora,
         lora_dropout=section.dropout,
-        target_modules=short_names(model, layers),
-        target_parameters=short_parameter_names(model, parameters) or None,
-        fan_in_fan_out=bool(layers)
-        and all(isinstance(model.get_submodule(name), Conv1D) for name in layers),
+        target_modules=modules,
+        target_parameters=parameters or None,
         init_lora_weights=section.init,
         modules_to_save=section.modules_to_save or None,
         bias="none",
@@ -138,15 +118,22 @@ def lora_config(model: nn.Module, section: AdapterSection, plan: dict[str, Facto
     )
 
 
-def _tidy(value: float) -> Any:
-    """peft's type is int, and its readers show it as such."""
-    return int(value) if float(value).is_integer() else value
-
-
-def _get_peft_model(model: nn.Module, config: Any, on_meta: bool) -> Any:
+def _with_factors(
+    model: nn.Module, config: Any, seed: int, on_meta: bool, folder: Path | None
+) -> nn.Module:
     from peft import get_peft_model
 
-    return get_peft_model(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=on_meta)
+    try:
+        with torch.random.fork_rng(devices=[]), _peft_quiet(), _rows_of_any_device():
+            # The host's generator alone: torch.manual_seed would reset the devices' as well.
+            torch.default_generator.manual_seed(seed)
+            adapted: nn.Module = get_peft_model(
+                model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=on_meta
+            )
+    except (ValueError, TypeError, RuntimeError) as error:
+        where = "adapter" if folder is None else f"adapter.start_from: {folder}"
+        raise ModelError(f"{where}: peft refused it: {str(error).splitlines()[0]}") from error
+    return adapted
 
 
 @contextlib.contextmanager
@@ -186,19 +173,14 @@ def _lora_layers(adapted: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def adapted_layers(adapted: nn.Module) -> dict[str, Factors]:
     """The layers and tensors that carry an adapter, by the names they had, and their factors."""
-    return {
-        _before(name, module): Factors(
-            module.r[ADAPTER_NAME], float(module.lora_alpha[ADAPTER_NAME])
-        )
-        for name, module in _lora_layers(adapted)
-    }
-
-
-def _before(name: str, module: Any) -> str:
-    """What peft put an adapter around, by the name it had before."""
-    tensor = getattr(module, "parameter_name", None)
-    name = name.replace(".base_layer", "")
-    return name if tensor is None or is_layer(module.get_base_layer()) else f"{name}.{tensor}"
+    found = {}
+    for name, module in _lora_layers(adapted):
+        name = name.replace(".base_layer", "")
+        tensor = getattr(module, "parameter_name", None)
+        if tensor is not None and not is_layer(module.get_base_layer()):
+            name = f"{name}.{tensor}"
+        found[name] = Factors(module.r[ADAPTER_NAME], float(module.lora_alpha[ADAPTER_NAME]))
+    return found
 
 
 def saved_modules(adapted: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
@@ -247,7 +229,6 @@ def load_adapter(model: nn.Module, folder: Path) -> Any:
         ModelError: the folder holds no adapter, or one of another model.
     """
     from peft import PeftModel
-    from safetensors.torch import load_file
 
     refuse_no_adapter(folder)
     try:
@@ -262,10 +243,5 @@ def load_adapter(model: nn.Module, folder: Path) -> Any:
         raise ModelError(
             f"the adapter in {folder} does not fit this model: {str(error).splitlines()[0]}"
         ) from error
-    path = folder / WEIGHTS_FILE
-    if (name := not_finite(load_file(path).items())) is not None:
-        raise ModelError(
-            f"{path}: tensor {name!r} holds values that are not numbers, so the adapter cannot be "
-            "used; take that of an earlier checkpoint, or train again"
-        )
+    read_tensors(folder / WEIGHTS_FILE)
     return adapted

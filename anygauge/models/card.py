@@ -23,7 +23,7 @@ from anygauge.models.source import local_folder
 from anygauge.util.files import read_bounded, write_text
 
 FILE = "README.md"
-TRAINING = "## Training"
+_TEMPLATE = Path(__file__).with_suffix(".jinja")
 _LARGEST, _LARGEST_HEADER = 2**20, 2**16
 """Of a card that a stranger wrote, in bytes; of its header, in characters."""
 LARGEST_PERPLEXITY = 1e9
@@ -70,43 +70,58 @@ def write(folder: Path, run: RunFile, facts: Facts) -> None:
 
 def run_card(run: RunFile, facts: Facts) -> str:
     """The card of an adapter, or of a whole model where the run has no adapter."""
-    adapter = run.adapter
-    what = "whole model" if adapter is None else f"{_kind(adapter)} adapter"
-    tags = ["anygauge", *([] if adapter is None else _tags(adapter))]
-    parts = [
-        _front_matter("transformers" if adapter is None else "peft", run.model, tags),
-        f"# {run.name}\n",
-        f"A {what} trained from {_base(run.model)}.\n",
-        "## Use\n",
-        _use_model() if adapter is None else _use_adapter(run.model),
-        f"{TRAINING}\n",
-        _table("setting", "value", _settings(run, facts)),
-        _losses(facts),
-        *([f"## Loss by step\n\n![Loss by step]({curve.FILE})\n"] if facts.curve else []),
-        "## Verification\n",
-        _verification(facts.verified),
-        "## Versions\n",
-        _table("package", "version", facts.versions),
-    ]
-    return "\n".join(parts)
+    adapter, model = run.adapter, run.model
+    what, use, tags, relation = "whole model", "model", ["anygauge"], "finetune"
+    if adapter is not None:
+        what, relation = f"{_kind(adapter)} adapter", "adapter"
+        use = "tests" if model.name is None else "adapter"
+        tags += ["lora", *["rslora"] * adapter.rslora, *["dora"] * adapter.dora]
+    return _card(
+        model,
+        tags,
+        relation,
+        name=run.name,
+        summary=f"A {what} trained from {_base(model)}.",
+        use=use,
+        place="" if _on_hub(model) else " by its folder: put its name on the hub there",
+        settings=_settings(run, facts),
+        losses=_losses(facts),
+        curve=facts.curve and curve.FILE,
+        verified=_verification(facts.verified),
+        versions=facts.versions,
+    )
 
 
 def merged_card(name: str, base: ModelSection, adapter: Path, checks: Mapping[str, str]) -> str:
     """The card of a merged model; tells of the adapter's training what its own card tells."""
-    parts = [
-        _front_matter("transformers", base, ["anygauge", "merged"], relation="merge"),
-        f"# {name}\n",
-        f"{_base(base).capitalize()}, with an adapter folded into its weights.\n",
-        "## Use\n",
-        _use_model(),
-        "## Verification\n",
-        _table("difference of logits, by their norm", "value", checks),
-    ]
-    text = _text_of(adapter)
-    _, found, rest = text.partition(f"\n{TRAINING}\n")
-    if found:
-        parts += [f"{TRAINING} of the adapter\n", rest.split("\n## ", 1)[0].strip("\n") + "\n"]
-    return "\n".join(parts)
+    _, _, training = _text_of(adapter).partition("\n## Training\n")
+    return _card(
+        base,
+        ["anygauge", "merged"],
+        "merge",
+        name=name,
+        summary=f"{_base(base).capitalize()}, with an adapter folded into its weights.",
+        checks=checks,
+        training=training.split("\n## ", 1)[0].strip("\n"),
+    )
+
+
+def _card(model: ModelSection, tags: list[str], relation: str, **parts: Any) -> str:
+    from huggingface_hub import ModelCard, ModelCardData
+
+    header = _header_of(model)
+    # The hub takes names of its own only: of a folder, the one that its card gives.
+    known = header.pop("base_model", None)
+    base = model.name if _on_hub(model) else known
+    if base and not Path(base).is_absolute():
+        header |= {"base_model": base, "base_model_relation": relation}
+    data = ModelCardData(
+        library_name="peft" if relation == "adapter" else "transformers",
+        pipeline_tag="text-generation",
+        tags=tags,
+        **header,
+    )
+    return str(ModelCard.from_template(data, template_path=str(_TEMPLATE), **parts)).rstrip() + "\n"
 
 
 def public_name(text: str) -> str:
@@ -160,58 +175,6 @@ def _kind(adapter: AdapterSection) -> str:
     }[adapter.rslora, adapter.dora]
 
 
-def _tags(adapter: AdapterSection) -> list[str]:
-    return ["lora", *["rslora"] * adapter.rslora, *["dora"] * adapter.dora]
-
-
-def _front_matter(
-    library: str, model: ModelSection, tags: Sequence[str], relation: str | None = None
-) -> str:
-    fields: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation"}
-    known = _header_of(model)
-    # The hub takes names of its own only: of a folder, the one that its card gives.
-    base = model.name if _on_hub(model) else known.pop("base_model", "")
-    if base and not Path(base).is_absolute():
-        fields["base_model"] = base
-        fields["base_model_relation"] = relation or ("adapter" if library == "peft" else "finetune")
-    fields |= {name: value for name, value in known.items() if name != "base_model"}
-    fields["tags"] = list(tags)
-    return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---\n"
-
-
-def _use_adapter(model: ModelSection) -> str:
-    if model.name is None:
-        return (
-            "The base has random weights, which only the run file's `model.config` and "
-            "`train.seed` can recreate: this adapter is useful only for tests.\n"
-        )
-    place = "" if _on_hub(model) else " by its folder: put its name on the hub there"
-    return (
-        f"In the folder of this card; `adapter_config.json` names the base{place}. The tokenizer, "
-        "and the tokens that end an answer, are beside it.\n\n"
-        "```python\n"
-        "from peft import AutoPeftModelForCausalLM\n"
-        "from transformers import AutoTokenizer, GenerationConfig\n"
-        "\n"
-        'model = AutoPeftModelForCausalLM.from_pretrained(".")\n'
-        'model.generation_config = GenerationConfig.from_pretrained(".")\n'
-        'tokenizer = AutoTokenizer.from_pretrained(".")\n'
-        "```\n"
-    )
-
-
-def _use_model() -> str:
-    return (
-        "In the folder of this card.\n\n"
-        "```python\n"
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-        "\n"
-        'model = AutoModelForCausalLM.from_pretrained(".")\n'
-        'tokenizer = AutoTokenizer.from_pretrained(".")\n'
-        "```\n"
-    )
-
-
 def packed_in_words(data: DataSection) -> str:
     """What packing does to rows, to be said behind their length; "" for nothing."""
     mixed = "" if data.isolates else ": each row attends to those before it in its pack"
@@ -238,8 +201,8 @@ def _settings(run: RunFile, facts: Facts) -> dict[str, str]:
         "steps": f"{facts.steps}, {facts.tokens:,} tokens",
         "batch": f"{train.global_batch_size} sequences a step, up to {train.micro_batch_size} at a "
         "time",
-        "optimizer": _said(optimizer),
-        "schedule": _said(schedule),
+        "optimizer": _in_a_line(optimizer),
+        "schedule": _in_a_line(schedule),
         "clipping": f"{train.max_grad_norm:g}",
         "seed": str(train.seed),
         "precision": facts.precision,
@@ -281,23 +244,20 @@ def _targets(targets: str | list[str]) -> str:
     return f"`{targets}`" if isinstance(targets, str) else ", ".join(f"`{t}`" for t in targets)
 
 
-def _said(fields: Mapping[str, Any]) -> str:
+def _in_a_line(fields: Mapping[str, Any]) -> str:
     name = fields["name"]
     rest = [f"{key} {value}" for key, value in fields.items() if key != "name"]
     return ", ".join([str(name), *rest])
 
 
-def _losses(facts: Facts) -> str:
-    rows = {
-        "first step": f"{facts.first_loss:.4f}",
-        "last step": f"{facts.final_loss:.4f}",
-        **{
-            f"`{record['name']}` after step {record['step']}": f"{record['eval_loss']:.4f} "
-            f"({record['eval_tokens']:,} tokens{_perplexity(record['eval_loss'])})"
-            for record in facts.evaluations
-        },
-    }
-    return _table("loss", "nats per loss token", rows)
+def _losses(facts: Facts) -> dict[str, str]:
+    found = {"first step": f"{facts.first_loss:.4f}", "last step": f"{facts.final_loss:.4f}"}
+    for record in facts.evaluations:
+        loss = record["eval_loss"]
+        found[f"`{record['name']}` after step {record['step']}"] = (
+            f"{loss:.4f} ({record['eval_tokens']:,} tokens{_perplexity(loss)})"
+        )
+    return found
 
 
 def _perplexity(loss: float) -> str:
@@ -306,16 +266,10 @@ def _perplexity(loss: float) -> str:
 
 def _verification(verified: Mapping[str, Any]) -> str:
     if not verified["reloaded"]:
-        return f"The result was read back, but its logits were {verified['why']}.\n"
+        return f"The result was read back, but its logits were {verified['why']}."
     effect = verified["effect"]
     moved = "" if effect is None else f"; that of the base alone is {effect:.1e}"
     return (
         "Loaded again from its files, it gives the trained model's logits: their difference is "
-        f"{verified['logits']:.1e} of their norm{moved} ({verified['why']}).\n"
+        f"{verified['logits']:.1e} of their norm{moved} ({verified['why']})."
     )
-
-
-def _table(left: str, right: str, rows: Mapping[str, str]) -> str:
-    lines = [f"| {left} | {right} |", "|---|---|"]
-    lines += [f"| {key} | {value.replace('|', '&#124;')} |" for key, value in rows.items()]
-    return "\n".join(lines) + "\n"

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from anygauge.interface import ModelError
 from anygauge.models.files import LazyTensor, WeightFiles, check_shape
+from anygauge.util.text import first_line
 
 ALL = (...,)
 
@@ -50,6 +51,11 @@ class Conversion:
     converter: Any
     first: str
     sources: dict[str, list[str]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Its sources, for messages."""
+        names = [name for group in self.sources.values() for name in group]
+        return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
     @property
     def stacked(self) -> bool:
@@ -151,9 +157,9 @@ class Weights:
             return conversion.apply(self._model, self._on_meta)
         except Exception as error:
             raise ModelError(
-                f"{self.files.folder}: {conversion.first} cannot be made from {_said(conversion)} "
-                f"by transformers' conversion: {_line(error)}. Does config.json belong to these "
-                "weights?"
+                f"{self.files.folder}: {conversion.first} cannot be made from {conversion} "
+                f"by transformers' conversion: {first_line(error)}. Does config.json belong to "
+                "these weights?"
             ) from error
 
     def _on_meta(self, name: str, part: tuple[Any, ...]) -> Tensor:
@@ -257,7 +263,7 @@ class _Converted:
         except Exception as error:
             raise ModelError(
                 f"{self._files.folder}: {self.conversion.first} could not be made from "
-                f"{_said(self.conversion)}: {_line(error)}"
+                f"{self.conversion}: {first_line(error)}"
             ) from error
 
     def _read(self, name: str, part: tuple[Any, ...]) -> Tensor:
@@ -446,12 +452,3 @@ def _known_beside(model: Any, name: str) -> bool:
     if any(buffer.endswith("rotary_emb.inv_freq") for buffer in buffers):
         patterns.append(r"rotary_emb\.inv_freq")
     return name in buffers or any(re.search(pattern, name) for pattern in patterns)
-
-
-def _said(conversion: Conversion) -> str:
-    names = [name for group in conversion.sources.values() for name in group]
-    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
-
-
-def _line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -20,17 +20,11 @@ from torch import Tensor
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ResultError
 from anygauge.models.adapter import ADAPTER_NAME
-from anygauge.models.initial import for_the_base_as_it_was
+from anygauge.models.factors import relative_to_original_base, scale_factors, with_plain_scale
 from anygauge.models.quantisation import quantisation, write_record
 from anygauge.models.result_files import ResultFiles
-from anygauge.models.start import (
-    CONFIG_FILE,
-    TRAINED_AS,
-    WEIGHTS_FILE,
-    scale_factors,
-    with_plain_scale,
-)
 from anygauge.models.verify import UNVERIFIED, VerificationError
+from anygauge.models.warm_start import CONFIG_FILE, TRAINED_AS, WEIGHTS_FILE
 from anygauge.util.files import flush, part_of, usual_mode
 
 
@@ -140,7 +134,8 @@ def save_adapter(
     state = adapter_state(model, trained, shapes)
     config = model.peft_config[ADAPTER_NAME]
     if first:
-        state, config = for_the_base_as_it_was(state, adapter_state(model, first, shapes), config)
+        first = adapter_state(model, first, shapes)
+        state, config = relative_to_original_base(state, first, config)
     config, trained_as = with_plain_scale(config)
     metadata = {"format": "pt"}
     if trained_as:

@@ -14,22 +14,21 @@ from torch import Tensor, nn
 
 from anygauge.config.schema import AdapterSection, ModelSection, RunFile
 from anygauge.config.sections import CheckpointingSection, recomputation
-from anygauge.interface import ModelError, PartFunction, UnsupportedError
+from anygauge.interface import HOST_DEVICE, ModelError, PartFunction, UnsupportedError
 from anygauge.kernels.install import ModelKernels, install
+from anygauge.models.adaptable_layers import freeze
 from anygauge.models.adapter import add_adapter, external_parameters, saved_modules
 from anygauge.models.conversion import Value, Weights, in_published_form, stored_buffers
-from anygauge.models.files import WeightFiles, check_shape, not_finite
+from anygauge.models.factors import changes_base
+from anygauge.models.files import LazyTensors, WeightFiles, check_shape, not_finite
 from anygauge.models.formats import dequantiser
-from anygauge.models.freezing import Freezing
-from anygauge.models.initial import changes_base, first_factors
-from anygauge.models.on_demand import OnDemand
 from anygauge.models.quantisation import quantisation
 from anygauge.models.quantised import QuantisedLinear, quantise_layers, quantised_layers
 from anygauge.models.recompute import recompute
 from anygauge.models.routers import add_router_loss
 from anygauge.models.source import load_config, local_folder
 from anygauge.models.tokenizer import load_tokenizer
-from anygauge.models.vocabulary import NewTokens, enlarge, new_tokens, row_layers
+from anygauge.models.vocabulary import NewTokens, new_tokens, row_layers
 
 NO_KERNELS = ModelKernels()
 
@@ -48,7 +47,8 @@ class CausalModelFactory:
         seed: int,
         gradient_checkpointing: bool | CheckpointingSection,
         router_aux_loss_coef: float = 0.0,
-        freezing: Freezing | None = None,
+        trainable: Sequence[str] = (),
+        frozen: Sequence[str] = (),
     ) -> None:
         """Args:
         attention: a resolved implementation.
@@ -56,7 +56,7 @@ class CausalModelFactory:
             not even what makes its loss.
         dtype: type of the adapter's factors.
         router_aux_loss_coef: of the loss that a mixture's routers have; 0: none.
-        freezing: of the model's own weights, where there is no adapter.
+        trainable, frozen: see `freeze`; where there is no adapter.
         """
         self.section = section
         self.adapter = adapter
@@ -66,12 +66,13 @@ class CausalModelFactory:
         self.new_tokens: NewTokens | None = None
         if section.new_tokens or section.new_special_tokens:
             self.new_tokens = new_tokens(section, self.config, load_tokenizer(section), seed)
-            enlarge(self.config, self.new_tokens)
+            if self.new_tokens is not None:
+                self.new_tokens.enlarge(self.config)
         self._attention = attention
         self.dtype = dtype
         self._kernels = kernels
         self._seed = seed
-        self.freezing = freezing
+        self.trainable, self.frozen = trainable, frozen
         self.activations = recomputation(gradient_checkpointing)
         self._router_aux_loss_coef = router_aux_loss_coef
         self._weights: Weights | None = None
@@ -88,10 +89,11 @@ class CausalModelFactory:
             seed=run.train.seed,
             gradient_checkpointing=run.train.gradient_checkpointing,
             router_aux_loss_coef=run.train.router_aux_loss_coef,
-            freezing=Freezing.of(run.train),
+            trainable=run.train.trainable,
+            frozen=run.train.frozen,
         )
 
-    def having(self, attention: str, kernels: ModelKernels | None) -> Self:
+    def with_kernels(self, attention: str, kernels: ModelKernels | None) -> Self:
         """The same model, built with these."""
         other = copy.copy(self)
         other._attention, other._kernels = attention, kernels
@@ -100,9 +102,9 @@ class CausalModelFactory:
     def skeleton(self) -> nn.Module:
         """See `ModelFactory.skeleton`; buffers are float32, as the architecture computes them."""
         model = self._built(self.config)
-        asked = quantisation(self.section)
-        if asked is not None:
-            quantise_layers(model, asked, self.dtype)
+        section = quantisation(self.section)
+        if section is not None:
+            quantise_layers(model, section, self.dtype)
         return model
 
     def _built(self, config: Any) -> nn.Module:
@@ -183,12 +185,21 @@ class CausalModelFactory:
         module = model.get_submodule(unit)
         names = [name for name, p in module.named_parameters() if p.is_meta]
         prefix = f"{unit}." if unit else ""
+        layers = quantised_layers(module)
         if self.section.name is None:
             drawn = self._drawn(model, unit, names)
-            return drawn if part is None else parts_of(drawn, prefix, part)
+            if part is None:
+                return drawn
+            pieces = {
+                name: part(prefix + name, tuple(value.shape)) for name, value in drawn.items()
+            }
+            return {
+                name: drawn[name][piece].contiguous()
+                for name, piece in pieces.items()
+                if piece is not None
+            }
         weights = self.weights()
         found = {}
-        layers = quantised_layers(module)
         for full, value in weights.values(prefix + name for name in names).items():
             name = full.removeprefix(prefix)
             expected = tuple(module.get_parameter(name).shape)
@@ -199,12 +210,12 @@ class CausalModelFactory:
             wanted = (...,) if part is None else part(full, expected)
             read = value.read
             if name in layers:
-                read = functools.partial(encoded, layers[name], value)
+                read = functools.partial(_encoded, layers[name], value)
                 if wanted is None:
                     layers[name].encode(value.read((...,)))  # this rank needs its scales
             if wanted is not None:
                 found[name] = functools.partial(read, wanted)
-        return OnDemand(found)
+        return LazyTensors(found)
 
     def _drawn(self, model: Any, unit: str, names: list[str]) -> dict[str, Tensor]:
         """Initial values by the architecture's own rule, from a generator of this unit's own.
@@ -254,12 +265,14 @@ class CausalModelFactory:
                 seed=self._seed,
                 new_tokens=self.new_tokens,
             )
-            if changes_base(self.adapter.init) and not any(
-                parameter.is_meta for parameter in model.parameters()
-            ):
-                self.first_factors = first_factors(model)
-        elif self.freezing is not None:
-            self.freezing.apply(model)
+            if changes_base(self.adapter.init) and not any(p.is_meta for p in model.parameters()):
+                self.first_factors = {
+                    name: parameter.detach().to(HOST_DEVICE, copy=True)
+                    for name, parameter in model.named_parameters()
+                    if parameter.requires_grad
+                }
+        elif self.trainable or self.frozen:
+            freeze(model, self.trainable, self.frozen)
         if self._kernels is not None:
             install(model, self._kernels)
             if self._router_aux_loss_coef:
@@ -277,7 +290,7 @@ class CausalModelFactory:
                 "strategy that reads them first (zero, ddp, single)"
             )
         self.fill_buffers(model)
-        names = {id(module): name for name, module in model.named_modules()}
+        inner = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
         kept = _with_zeros(model)
         adapted = self.adapt(model)
         found: dict[str, str] = {}
@@ -287,27 +300,18 @@ class CausalModelFactory:
                 if meta is not None:
                     meta.requires_grad_(module._parameters[key].requires_grad)
                     module._parameters[key] = meta
-                    inner = names[id(module)]
-                    found[_joined(path, key)] = _joined(inner, key)
-        if self.adapter is None or self.adapter.start_from is not None:
-            return adapted, found  # a saved adapter has these values
-        self._fill_rows(adapted, names)
-        for original, trained in saved_modules(adapted):
-            name = names[id(original)]
-            # Drawn values are a function of the whole layer.
-            layer = re.match(r".*?\.\d+(?=\.)", name)
-            unit = name if layer is None else layer[0]
-            values = self.values(self.skeleton(), unit)
-            for key, parameter in trained.named_parameters():
-                value = values[f"{name}.{key}".removeprefix(f"{unit}.")]
-                parameter.data = value.to(parameter.dtype)
+                    found[f"{path}.{key}" if path else key] = inner[id(module)] + key
+        # A saved adapter has the values of what follows.
+        if self.adapter is not None and self.adapter.start_from is None:
+            self._fill_rows(adapted, inner)
+            self._fill_saved_modules(adapted, inner)
         return adapted, found
 
-    def _fill_rows(self, adapted: nn.Module, names: Mapping[int, str]) -> None:
+    def _fill_rows(self, adapted: nn.Module, inner: Mapping[int, str]) -> None:
         """Give trained rows of a base without values what they have there.
 
         Args:
-            names: of the base's modules, by identity.
+            inner: prefixes of the base's parameters, by their module's identity.
         """
         if self.new_tokens is None:
             return
@@ -317,11 +321,23 @@ class CausalModelFactory:
                 continue
             values = self.values(
                 self.skeleton(),
-                names[id(layer.base_layer)],
+                inner[id(layer.base_layer)].removesuffix("."),
                 lambda _, shape: (rows, *(slice(0, size) for size in shape[1:])),
             )
             for delta in layer.trainable_tokens_delta.values():
                 delta.data.copy_(values["weight"])
+
+    def _fill_saved_modules(self, adapted: nn.Module, inner: Mapping[int, str]) -> None:
+        """The same of modules that are trained whole."""
+        for original, trained in saved_modules(adapted):
+            prefix = inner[id(original)]
+            # Drawn values are a function of the whole layer.
+            layer = re.match(r".*?\.\d+(?=\.)", prefix)
+            unit = prefix.removesuffix(".") if layer is None else layer[0]
+            values = self.values(self.skeleton(), unit)
+            for key, parameter in trained.named_parameters():
+                value = values[f"{prefix}{key}".removeprefix(f"{unit}.")]
+                parameter.data = value.to(parameter.dtype)
 
     def external_parameters(self, model: nn.Module) -> Sequence[tuple[nn.Module, nn.Parameter]]:
         """See `ModelFactory.external_parameters`."""
@@ -330,7 +346,7 @@ class CausalModelFactory:
     def checkpoint_activations(self, model: nn.Module, *, reentrant: bool = False) -> None:
         """See `ModelFactory.checkpoint_activations`."""
         recompute(model, self.activations, reentrant=reentrant)
-        frozen = self.adapter is not None or self.freezing is not None
+        frozen = self.adapter is not None or self.trainable or self.frozen
         if reentrant and self.activations.every and frozen:
             # A reentrant region passes no gradient unless an input of it asks for one.
             adapted: Any = model
@@ -354,23 +370,9 @@ def _with_zeros(model: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
     return metas
 
 
-def encoded(layer: QuantisedLinear, value: Value, part: tuple[Any, ...]) -> Tensor:
+def _encoded(layer: QuantisedLinear, value: Value, part: tuple[Any, ...]) -> Tensor:
     """A part of a layer's codes, made of its weight; what belongs to them becomes the layer's."""
     return layer.encode(value.read((...,)))[part].clone()
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def parts_of(values: Mapping[str, Tensor], prefix: str, part: PartFunction) -> dict[str, Tensor]:
-    """What a rank keeps of each of a unit's values."""
-    wanted = {name: part(prefix + name, tuple(value.shape)) for name, value in values.items()}
-    return {
-        name: values[name][piece].contiguous()
-        for name, piece in wanted.items()
-        if piece is not None
-    }
 
 
 def dtype_name() -> str:

@@ -8,7 +8,8 @@ import sys
 
 from anygauge.config.schema import ModelSection
 from anygauge.interface import AnygaugeError
-from anygauge.models.hub import fetch, readable_size, wanted
+from anygauge.models.hub import download_requests, fetch
+from anygauge.util.text import size
 
 
 def main() -> int:
@@ -22,9 +23,11 @@ def main() -> int:
         print(text, file=sys.stderr)
 
     try:
-        for want in wanted(ModelSection(name=arguments.name, revision=arguments.revision)):
-            found = fetch(want, log=log)
-            log(f"{want.name}: {readable_size(found.new)} fetched, in {found.folder}")
+        for request in download_requests(
+            ModelSection(name=arguments.name, revision=arguments.revision)
+        ):
+            found = fetch(request, log=log)
+            log(f"{request.name}: {size(found.new)} fetched, in {found.folder}")
     except AnygaugeError as error:
         log(f"error: {error}")
         return error.exit_status

@@ -1,11 +1,15 @@
-"""Weights on disk, read one tensor at a time: safetensors, or PyTorch's own files mapped lazily."""
+"""Files of a model's folder: weights, read one tensor at a time, and the JSON beside them.
+
+Weights are safetensors, or PyTorch's own files mapped lazily. Whoever made a folder may be a
+stranger: what is broken is refused in words of ours. Imports torch only to read weights.
+"""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import pickle
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,72 +23,38 @@ if TYPE_CHECKING:
 
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 
+Shapes = dict[str, tuple[int, ...]]
+"""Tensor name -> shape."""
+
 
 class WeightFiles:
-    """The tensors of a model folder, by name."""
+    """The tensors of a model folder, by name.
 
-    def __init__(self, folder: Path, *, look_inside: bool = True) -> None:
-        """Find the files; reads only names.
+    Attributes:
+        index: tensor name -> name of its file in the folder.
 
-        Args:
-            look_inside: a single file's tensors are listed; otherwise it stands under "".
+    Raises:
+        ModelError: the folder holds no weights that can be read; no tensor is read yet.
+    """
 
-        Raises:
-            ModelError: the folder holds no weights that can be read.
-        """
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._open_files: dict[str, Any] = {}
-        self._look_inside = look_inside
-        self._file_of = self._index()
-
-    def _index(self) -> Mapping[str, str]:
-        for single in SINGLE_FILES:
-            index = self.folder / f"{single}.index.json"
-            if index.exists():
-                return _files_beside(index)
-            if (self.folder / single).is_file():
-                if not self._look_inside:
-                    return {"": single}
-                return dict.fromkeys(self._names_in(single), single)
-        raise ModelError(
-            f"{self.folder} holds no weights: looked for {', '.join(SINGLE_FILES)} and their "
-            ".index.json; found " + (", ".join(sorted(p.name for p in self.folder.iterdir())[:12]))
-        )
-
-    def _names_in(self, file: str) -> list[str]:
-        handle = self._handle(file)
-        return list(handle.keys())
+        self.index = _file_of(folder)
+        if single := self.index.get(""):
+            self.index = dict.fromkeys(self._handle(single).keys(), single)
 
     def _handle(self, file: str) -> Any:
         if file not in self._open_files:
             path = self.folder / file
-            try:
-                if file.endswith(".safetensors"):
-                    from safetensors import safe_open
-
-                    handle: Any = safe_open(path, framework="pt", device=HOST_DEVICE)
-                else:
-                    handle = _pickled(path)
-            except ModelError:
-                raise
-            except Exception as error:
-                if is_pickle_refused(error):
-                    raise ModelError(f"{path} {NOT_PLAIN}") from None
-                raise ModelError(
-                    f"{path} cannot be read as weights ({error}); is it whole? Compare its size "
-                    "with the original's, or fetch it again"
-                ) from error
-            self._open_files[file] = handle
+            self._open_files[file] = (
+                _open(path, "pt") if file.endswith(".safetensors") else _pickled(path)
+            )
         return self._open_files[file]
-
-    @property
-    def index(self) -> Mapping[str, str]:
-        """Tensor name -> name of its file in the folder."""
-        return self._file_of
 
     def names(self) -> frozenset[str]:
         """Names of all tensors."""
-        return frozenset(self._file_of)
+        return frozenset(self.index)
 
     def read(self, name: str) -> Tensor:
         """One tensor, on the host, in the type it has on disk."""
@@ -92,14 +62,15 @@ class WeightFiles:
 
     def lazily(self, name: str) -> LazyTensor:
         """One tensor of which parts can be read."""
-        handle = self._handle(self._file_of[name])
+        file = self.index[name]
+        handle = self._handle(file)
         if isinstance(handle, Mapping):
             tensor = handle[name]
             return LazyTensor(tensor, tuple(tensor.shape), tensor.dtype)
-        part = handle.get_slice(name)
-        return LazyTensor(
-            part, tuple(part.get_shape()), _type_of(part.get_dtype(), self._file_of[name])
-        )
+        with _explained(self.folder / file):
+            part = handle.get_slice(name)
+            shape = tuple(part.get_shape())
+            return LazyTensor(part, shape, (part[:0] if shape else part[()]).dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,41 +87,46 @@ class LazyTensor:
         return cast("Tensor", self.source[part] if self.shape else self.source[()])
 
 
-_TYPES = {
-    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
-    **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8"},
-    **{"U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool"},
-    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"},
-}
-"""What safetensors and torch call a type."""
+class LazyTensors(Mapping[str, "Tensor"]):
+    """Tensors by name, each made at each look and not kept, so that one at a time is in memory.
+
+    Args:
+        makers: name -> what makes its tensor.
+    """
+
+    def __init__(self, makers: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._makers = makers
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor, made now."""
+        return self._makers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        """Names, in their order."""
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._makers)
 
 
-def _type_of(name: str, file: str) -> torch.dtype:
-    import torch
-
-    if name not in _TYPES:
-        raise ModelError(
-            f"{file}: tensors of type {name} cannot be read; readable types are {', '.join(_TYPES)}"
-        )
-    return cast("torch.dtype", getattr(torch, _TYPES[name]))
-
-
-def check_weights(folder: Path) -> dict[str, tuple[int, ...]] | None:
+def check_weights(folder: Path) -> Shapes | None:
     """Read what weights a folder says that it has, and refuse files that cannot be whole.
 
     Reads headers, and of PyTorch's own files the first and last bytes, without torch.
 
     Returns:
-        Tensor name -> shape; None where PyTorch's own files do not tell without being loaded.
+        None where PyTorch's own files do not tell without being loaded.
 
     Raises:
         ModelError: there are no weights, the index does not fit, or a file was cut.
     """
-    file_of = WeightFiles(folder, look_inside=False).index
+    file_of = _file_of(folder)
     files = dict.fromkeys(file_of.values())
     for file in files:
         if not file.endswith(".safetensors"):
-            _check_archive(folder / file)
+            with _explained(folder / file):
+                _check_archive(folder / file)
     if not all(file.endswith(".safetensors") for file in files):
         return None
     inside = {file: read_header(folder / file) for file in files}
@@ -163,8 +139,73 @@ def check_weights(folder: Path) -> dict[str, tuple[int, ...]] | None:
     return {name: shape for shapes in inside.values() for name, shape in shapes.items()}
 
 
-_LONGEST_HEADER = 100_000_000
-"""Bytes; the limit of the safetensors library."""
+_KNOWN = ("llama", "mistral", "qwen2", "qwen3")
+"""Their decoders differ in the biases and norms of attention alone."""
+
+
+def surely_fit(folder: Path, shapes: Mapping[str, tuple[int, ...]] | None) -> bool:
+    """Whether there are just the tensors that ``config.json`` asks for; False: not known.
+
+    Without torch, whose import would be most of a check's cost: it is known for the plainest
+    architectures, and of any other only the model itself tells, built without weights.
+
+    Args:
+        shapes: tensor name -> shape; None where they are not known.
+    """
+    if shapes is None:
+        return False
+    try:
+        fields = read_json(folder / "config.json")
+        expected = _expected(fields)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+        return False  # whoever makes the configuration says what is wrong
+    return expected == dict(shapes)
+
+
+def _expected(fields: Mapping[str, Any]) -> Shapes | None:
+    kind = fields["model_type"]
+    layers = fields["num_hidden_layers"]
+    other = ("attention_bias", "mlp_bias", "quantization_config")
+    if kind not in _KNOWN or layers > 1000 or any(fields.get(name) for name in other):
+        return None
+    hidden, inner, heads = (
+        fields[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")
+    )
+    head = fields.get("head_dim") or hidden // heads
+    query, key = heads * head, fields["num_key_value_heads"] * head
+    layer: Shapes = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (query, hidden),
+        "self_attn.k_proj.weight": (key, hidden),
+        "self_attn.v_proj.weight": (key, hidden),
+        "self_attn.o_proj.weight": (hidden, query),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    if kind == "qwen2":
+        layer |= {f"self_attn.{name}_proj.bias": (key,) for name in "kv"}
+        layer["self_attn.q_proj.bias"] = (query,)
+    if kind == "qwen3":
+        layer |= {f"self_attn.{name}_norm.weight": (head,) for name in "qk"}
+    table = (fields["vocab_size"], hidden)
+    found: Shapes = {"model.embed_tokens.weight": table, "model.norm.weight": (hidden,)}
+    if not fields.get("tie_word_embeddings"):
+        found["lm_head.weight"] = table
+    for number in range(layers):
+        found |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+    return found
+
+
+def read_header(path: Path) -> Shapes:
+    """Names and shapes in a safetensors file, without torch.
+
+    Raises:
+        ModelError: it is not such a file, or was cut.
+    """
+    with _open(path, "np") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
 _POINTER = b"version https://git-lfs"
@@ -172,37 +213,70 @@ _POINTER = b"version https://git-lfs"
 _IS_POINTER = "it is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository"
 
 
-def read_header(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in a safetensors file; its layout is in the library's README, "Format".
+def _open(path: Path, framework: str) -> Any:
+    """A safetensors file; the library holds its header against its size."""
+    from safetensors import safe_open
+
+    with _explained(path):
+        with open_regular(path) as file:
+            if file.read(len(_POINTER)) == _POINTER:
+                raise ValueError(_IS_POINTER)
+        return safe_open(path, framework=framework, device=HOST_DEVICE)
+
+
+def _pickled(path: Path) -> Mapping[str, Tensor]:
+    """The tensors of a file of torch's own."""
+    import torch
+
+    with _explained(path):
+        _check_archive(path)
+        handle = torch.load(path, map_location=HOST_DEVICE, mmap=True, weights_only=True)
+    if not isinstance(handle, dict):
+        raise ModelError(f"{path} holds a {type(handle).__name__}; expected tensors by name")
+    for name, value in handle.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            kind = type(value).__name__
+            raise ModelError(f"{path} holds a {kind} under {name!r}; expected tensors by name")
+    return handle
+
+
+def _check_archive(path: Path) -> None:
+    """Refuse a file of torch's own that is not a whole archive, by its first and last bytes.
 
     Raises:
-        ModelError: it is not such a file, or was cut.
+        ValueError: says what it is instead.
+    """
+    with open_regular(path) as file:
+        first = file.read(len(_POINTER))
+        if zipfile.is_zipfile(file):
+            return
+    if first == _POINTER:
+        raise ValueError(_IS_POINTER)
+    if first.startswith(b"PK"):
+        raise ValueError("it was cut, as its end is missing")
+    what = "it is not an archive as torch has written it since 1.6"
+    if first.startswith(pickle.PROTO):
+        what += ", but of an older torch (torch.load and torch.save of a newer one convert it)"
+    raise ValueError(f"{what}; get the model's .safetensors")
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Say of a file that cannot be read what to do.
+
+    Raises:
+        ModelError: instead of any error.
     """
     try:
-        with open_regular(path) as file:
-            first = file.read(8)
-            if first == _POINTER[:8]:
-                raise ValueError(_IS_POINTER)
-            length = int.from_bytes(first, "little")
-            if not 0 < length <= _LONGEST_HEADER:
-                raise ValueError(f"its header would have {length:,} bytes")
-            fields = dict(json.loads(file.read(length)))
-            fields.pop("__metadata__", None)
-            shapes = {name: tuple(map(int, one["shape"])) for name, one in fields.items()}
-            end = (
-                8
-                + length
-                + max((int(one["data_offsets"][1]) for one in fields.values()), default=0)
-            )
-            there = path.stat().st_size
-            if there != end:
-                raise ValueError(f"it has {there:,} bytes, but its header needs {end:,}")
-    except (OSError, ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+        yield
+    except Exception as error:
+        if is_pickle_refused(error):
+            raise ModelError(f"{path} {NOT_PLAIN}") from None
+        reason = getattr(error, "strerror", None) or error
         raise ModelError(
-            f"{path} cannot be read as weights ({error}); is it whole? Compare its size "
+            f"{path} cannot be read as weights ({reason}); is it whole? Compare its size "
             "with the original's, or fetch it again"
-        ) from None
-    return shapes
+        ) from error
 
 
 def check_shape(folder: Path, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
@@ -240,47 +314,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
             seen.add(id(each))
             yield each
             waiting += [one for one in (each.__cause__, each.__context__) if one is not None]
-
-
-def _pickled(path: Path) -> Mapping[str, Tensor]:
-    """The tensors of a file of torch's own."""
-    import torch
-
-    _check_archive(path)
-    handle = torch.load(path, map_location=HOST_DEVICE, mmap=True, weights_only=True)
-    if not isinstance(handle, dict):
-        raise ModelError(f"{path} holds a {type(handle).__name__}; expected tensors by name")
-    for name, value in handle.items():
-        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
-            kind = type(value).__name__
-            raise ModelError(f"{path} holds a {kind} under {name!r}; expected tensors by name")
-    return handle
-
-
-def _check_archive(path: Path) -> None:
-    """Refuse a file of torch's own that is not a whole archive, by its first and last bytes.
-
-    Raises:
-        ModelError: says what it is instead.
-    """
-    try:
-        with open_regular(path) as file:
-            first = file.read(len(_POINTER))
-            if zipfile.is_zipfile(file):
-                return
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read as weights: {error.strerror}") from None
-    what = "it is not an archive as torch has written it since 1.6"
-    if first == _POINTER:
-        what = _IS_POINTER
-    elif first.startswith(b"PK"):
-        what = "it was cut, as its end is missing"
-    elif first.startswith(pickle.PROTO):
-        what += ", but of an older torch (torch.load and torch.save of a newer one convert it)"
-    raise ModelError(
-        f"{path} cannot be read as weights: {what}. Compare its size with the original's, or get "
-        "the model's .safetensors"
-    )
 
 
 def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
@@ -348,12 +381,22 @@ def weight_map(index: Path) -> Mapping[str, str]:
     return files
 
 
-def _files_beside(index: Path) -> Mapping[str, str]:
-    files = weight_map(index)
-    for file in sorted(set(files.values())):
-        if not (index.parent / file).is_file():
-            raise _not_beside(index, file)
-    return files
+def _file_of(folder: Path) -> Mapping[str, str]:
+    """Tensor -> name of its file; of a folder with a single file, which is not opened, "" -> it."""
+    for single in SINGLE_FILES:
+        index = folder / f"{single}.index.json"
+        if index.exists():
+            files = weight_map(index)
+            for file in sorted(set(files.values())):
+                if not (folder / file).is_file():
+                    raise _not_beside(index, file)
+            return files
+        if (folder / single).is_file():
+            return {"": single}
+    raise ModelError(
+        f"{folder} holds no weights: looked for {', '.join(SINGLE_FILES)} and their .index.json; "
+        "found " + ", ".join(sorted(path.name for path in folder.iterdir())[:12])
+    )
 
 
 def _not_beside(index: Path, file: str) -> ModelError:

@@ -10,15 +10,15 @@ from packaging.version import Version
 from anygauge.interface import UnsupportedError
 
 
-def described(config: Any) -> dict[str, Any] | None:
+def stored_format(config: Any) -> dict[str, Any] | None:
     """What a configuration says of the format of its weights; None for plain ones."""
-    found = getattr(config, "quantization_config", None)
-    if found is None:
+    fields = getattr(config, "quantization_config", None)
+    if fields is None:
         return None
-    return dict(found if isinstance(found, dict) else found.to_dict())
+    return dict(fields if isinstance(fields, dict) else fields.to_dict())
 
 
-SERVED = ("mxfp4", "fp8", "mxfp8")
+READABLE = ("mxfp4", "fp8", "mxfp8")
 """Formats that transformers' operations turn into plain numbers on any host."""
 
 
@@ -31,7 +31,7 @@ def refuse_format(config: Any, *, quantise: bool = False) -> None:
     Raises:
         UnsupportedError: names the format, and what to do.
     """
-    format_ = described(config)
+    format_ = stored_format(config)
     if format_ is None:
         return
     marks = ("load_in_4bit", "load_in_8bit")
@@ -40,37 +40,29 @@ def refuse_format(config: Any, *, quantise: bool = False) -> None:
         f"model.name: its weights are stored in the format {method!r} (quantization_config in its "
         "config.json)"
     )
-    if method in SERVED and quantise:
+    if method in READABLE and quantise:
         raise UnsupportedError(
             f"model.quantise: {stored}; anygauge converts them to plain numbers while it reads "
             "them, and does not quantise them again. Leave model.quantise out, or give the model "
             "in 16 bits"
         )
-    old = Version(metadata.version("transformers")) < Version("5")
-    if method in SERVED and not old:
+    installed = metadata.version("transformers")
+    old = Version(installed) < Version("5")
+    if method in READABLE and not old:
         return
-    served = f"of such formats, anygauge reads only {', '.join(SERVED)}"
+    readable = f"of such formats, anygauge reads only {', '.join(READABLE)}"
     if old:
-        served += (
-            f", and these with transformers 5 or newer; {metadata.version('transformers')} is "
-            "installed"
-        )
+        readable += f", and these with transformers 5 or newer; {installed} is installed"
     raise UnsupportedError(
-        f"{stored}; {served}. Use the model that these weights were made from, which the model "
+        f"{stored}; {readable}. Use the model that these weights were made from, which the model "
         "card names. To hold that model's weights in few bits, also set model.quantise: nf4 or int8"
     )
 
 
 def plain_weights(config: Any, *, quantise: bool = False) -> dict[str, Any]:
-    """The arguments of transformers' ``from_pretrained``, so that the weights become plain.
-
-    Args:
-        quantise: see `refuse_format`.
-
-    Raises:
-        UnsupportedError: the format is not read here.
-    """
-    format_ = described(config)
+    """Arguments of transformers' ``from_pretrained``, so that weights become plain; see
+    `refuse_format`."""
+    format_ = stored_format(config)
     if format_ is None:
         return {}
     refuse_format(config, quantise=quantise)
@@ -84,13 +76,8 @@ def plain_weights(config: Any, *, quantise: bool = False) -> dict[str, Any]:
 def dequantiser(config: Any, *, quantise: bool = False) -> Any:
     """transformers' own reader of a format, set to give plain numbers; None for plain weights.
 
-    Takes the format out of the configuration: what is trained and saved is plain.
-
-    Args:
-        quantise: see `refuse_format`.
-
-    Raises:
-        UnsupportedError: the format is not read here.
+    Takes the format out of the configuration: what is trained and saved is plain. See
+    `refuse_format`.
     """
     given = plain_weights(config, quantise=quantise)
     if not given:

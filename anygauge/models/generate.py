@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from anygauge.models.quantisation import quantisation, read_record
 from anygauge.models.quantised import dequantise, keep_scales, transformers_config
 from anygauge.models.result_files import GENERATION_CONFIG, fields_in
 from anygauge.models.source import load_config, local_folder
-from anygauge.models.start import refuse_no_adapter
 from anygauge.models.vocabulary import fit_adapter
+from anygauge.models.warm_start import refuse_no_adapter
 
 
 def load_for_inference(
@@ -49,15 +49,14 @@ def load_for_inference(
             "a model made from model.config has random weights, which are not kept; give the "
             "folder of a trained model"
         )
-    asked, quantised_from = quantisation_of(section, adapter, dtype)
+    quantised, quantised_from = quantisation_of(section, adapter, dtype)
     config = load_config(section)
-    plain = plain_weights(config, quantise=asked is not None)
-    codes: dict[str, Any] = {}
-    if asked is not None:
-        # Put where it belongs at once: a model of codes is not moved.
-        where = torch.device(HOST_DEVICE) if dequantised else device
-        codes = {
-            "quantization_config": transformers_config(asked, quantised_from),
+    # Put where it belongs at once: a model of codes is not moved.
+    where = torch.device(HOST_DEVICE) if dequantised else device
+    options = plain_weights(config, quantise=quantised is not None)
+    if quantised is not None:
+        options = {
+            "quantization_config": transformers_config(quantised, quantised_from),
             "device_map": {"": where},
         }
     folder = local_folder(section)
@@ -68,7 +67,7 @@ def load_for_inference(
             **{dtype_name(): quantised_from},
             attn_implementation=attention,
             trust_remote_code=section.trust_remote_code,
-            **(codes or plain),
+            **options,
         )
     except Exception as error:
         if is_pickle_refused(error):
@@ -76,23 +75,23 @@ def load_for_inference(
         raise ModelError(
             f"no model could be loaded from {section.name!r}: {str(error).splitlines()[0]}"
         ) from error
-    if asked is not None:
+    if quantised is not None:
         keep_scales(model)
-    if dequantised and asked is not None:
-        model = dequantise(model).to(dtype)
+        if dequantised:
+            model = dequantise(model).to(dtype)
     if adapter is not None:
         refuse_no_adapter(adapter)
         fit_adapter(model, adapter)
         if ends := fields_in(adapter / GENERATION_CONFIG).get("eos_token_id"):
             model.generation_config.eos_token_id = ends
         model = load_adapter(model, adapter)
-    if asked is not None and not dequantised:
-        # peft reads an adapter onto the host.
-        for parameter in model.parameters():
-            if parameter.device != device:
-                parameter.data = parameter.data.to(device)
-        return model.eval()
-    return model.to(device).eval()
+    if quantised is None or dequantised:
+        return model.to(device).eval()
+    # peft reads an adapter onto the host.
+    for parameter in model.parameters():
+        if parameter.device != device:
+            parameter.data = parameter.data.to(device)
+    return model.eval()
 
 
 def quantisation_of(
@@ -106,15 +105,12 @@ def quantisation_of(
     record = read_record(adapter)
     if record is None:
         return quantisation(section), dtype
-    return record[0], torch_type(record[1])
-
-
-def torch_type(name: str) -> torch.dtype:
-    """Raises: ModelError: there is no such type."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ModelError(f"the adapter's record names the type {name!r}, which torch does not have")
-    return dtype
+    named = getattr(torch, record[1], None)
+    if not isinstance(named, torch.dtype):
+        raise ModelError(
+            f"the adapter's record names the type {record[1]!r}, which torch does not have"
+        )
+    return record[0], named
 
 
 def generate(
@@ -125,48 +121,30 @@ def generate(
     max_new_tokens: int,
     temperature: float,
     stop_ids: Sequence[int] = (),
-    show: Callable[[str], None] | None = None,
 ) -> str:
-    """The model's continuation of a prompt.
+    """The model's continuation of a prompt, which is printed while it is made.
 
     Args:
         prompt: token numbers, as training saw them before an answer.
         temperature: 0 always takes the likeliest token.
         stop_ids: tokens that end an answer, in addition to those that the model or tokenizer names.
-        show: receives the text piece by piece while it is made.
     """
     from transformers import TextStreamer
 
-    class Streamer(TextStreamer):
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            assert show is not None
-            show(text)
-
+    # A model may name several tokens that end an answer, the tokenizer knows one.
+    ends = model.generation_config.eos_token_id or tokenizer.eos_token_id
+    ends = {ends} if isinstance(ends, int) else {*ends}
+    sampling = {"temperature": temperature} if temperature else {}
     ids = torch.tensor([prompt], device=model.device)
-    sampling = (
-        {"do_sample": False}
-        if temperature == 0
-        else {
-            "do_sample": True,
-            "temperature": temperature,
-        }
-    )
     with torch.no_grad():
         output = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_new_tokens,
             pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=sorted({*_named(model, tokenizer), *stop_ids}),
-            streamer=Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-            if show
-            else None,
+            eos_token_id=sorted({*ends, *stop_ids}),
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            do_sample=temperature > 0,
             **sampling,
         )
     return str(tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True))
-
-
-def _named(model: Any, tokenizer: Any) -> list[int]:
-    """The tokens that end an answer: a model may have several, the tokenizer knows one."""
-    named = model.generation_config.eos_token_id or tokenizer.eos_token_id
-    return [named] if isinstance(named, int) else list(named)

@@ -1,25 +1,26 @@
-"""Models of the hub: the files that a run needs, fetching them once, and the copy on this machine.
+"""Models of the hub: which files a run needs, how they are fetched, and the copy on this machine.
 
-Before ranks start, one process on each machine fetches (`anygauge.launch.prepare`). Ranks read the
-copy and ask no network. Imports no torch.
+Before ranks start, one process on each machine fetches (`anygauge.launch.prepare`), by the hub's
+own `snapshot_download`. Ranks read the copy and ask no network. Imports no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import glob
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from anygauge.interface import ModelError
 from anygauge.models.files import SINGLE_FILES, weight_map
-from anygauge.models.hub_errors import HubUnreachableError, broke_off, readable
-from anygauge.util.text import near_file
+from anygauge.util.text import first_line, near_file, size
 
 if TYPE_CHECKING:
     from anygauge.config.schema import ModelSection
@@ -39,7 +40,6 @@ TOKENIZER_FILES = (
 ANSWER_S = 5.0
 """The hub must say within this time whether it has a model, or it is called unreachable."""
 
-_DOWNLOADS = 8
 _TRIES = 5
 _TURN_S = 1.0
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -48,8 +48,14 @@ Progress = Callable[[int, int], None]
 """Takes the bytes of the files that are here by now, and of all that are fetched."""
 
 
+class HubUnreachableError(ModelError):
+    """No answer of the hub could be had: it may have the model or not."""
+
+    exit_status = 1
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
+class DownloadRequest:
     """What a run needs of one repository.
 
     Attributes:
@@ -60,10 +66,22 @@ class Wanted:
 
     field: str
     name: str
-    revision: str | None
-    weights: Literal["all", "index", "none"]
-    tokenizer: bool
-    code: bool
+    revision: str | None = None
+    weights: Literal["all", "index", "none"] = "none"
+    tokenizer: bool = True
+    code: bool = False
+
+    def __str__(self) -> str:
+        """For messages."""
+        return self.name if self.revision is None else f"{self.name} at {self.revision}"
+
+    def needs(self, file: str) -> bool:
+        """Whether a file is needed that is not one of weights."""
+        return (
+            file in CONFIGS
+            or (self.code and file.endswith(".py"))
+            or (self.tokenizer and _of_tokenizer(file))
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,8 +95,8 @@ class Fetched:
     """
 
     folder: Path
-    new: int
-    left: int
+    new: int = 0
+    left: int = 0
 
 
 def names_hub(name: str | None) -> bool:
@@ -88,7 +106,9 @@ def names_hub(name: str | None) -> bool:
     return not (Path(name).is_absolute() or Path(name).exists())
 
 
-def wanted(section: ModelSection, *, weights: bool = True, model: bool = True) -> list[Wanted]:
+def download_requests(
+    section: ModelSection, *, weights: bool = True, model: bool = True
+) -> list[DownloadRequest]:
     """What a model section needs of the hub; nothing where it names folders.
 
     Args:
@@ -96,42 +116,31 @@ def wanted(section: ModelSection, *, weights: bool = True, model: bool = True) -
         model: False for the tokenizer alone.
     """
     found = []
-    of_model = names_hub(section.name)
-    if of_model and (model or section.tokenizer is None):
-        assert section.name is not None
+    name, tokenizer, code = section.name, section.tokenizer, section.trust_remote_code
+    if name is not None and names_hub(name) and (model or tokenizer is None):
         found.append(
-            Wanted(
+            DownloadRequest(
                 field="model.name",
-                name=section.name,
+                name=name,
                 revision=section.revision,
                 weights="none" if not model else "all" if weights else "index",
-                tokenizer=section.tokenizer is None,
-                code=section.trust_remote_code,
+                tokenizer=tokenizer is None,
+                code=code,
             )
         )
-    if names_hub(section.tokenizer):
-        assert section.tokenizer is not None
-        found.append(
-            Wanted(
-                field="model.tokenizer",
-                name=section.tokenizer,
-                # A revision of the model's repository means nothing in another one.
-                revision=None,
-                weights="none",
-                tokenizer=True,
-                code=section.trust_remote_code,
-            )
-        )
+    if tokenizer is not None and names_hub(tokenizer):
+        # A revision of the model's repository means nothing in another one.
+        found.append(DownloadRequest(field="model.tokenizer", name=tokenizer, code=code))
     return found
 
 
-def wanted_for_plan(section: ModelSection) -> list[Wanted]:
+def requests_for_plan(section: ModelSection) -> list[DownloadRequest]:
     """What a plan needs of the hub: the configuration; a tokenizer where tokens are added to it."""
     adds = bool(section.new_tokens or section.new_special_tokens)
     return [
-        replace(want, weights="none", tokenizer=adds)
-        for want in wanted(section, weights=False)
-        if adds or want.field == "model.name"
+        replace(request, weights="none", tokenizer=adds)
+        for request in download_requests(section)
+        if adds or request.field == "model.name"
     ]
 
 
@@ -165,34 +174,31 @@ def needed_copy(field: str, name: str, revision: str | None) -> Path:
     return found
 
 
-def is_whole(folder: Path, *, weights: bool) -> bool:
-    """Whether a copy has what its configuration and its index name."""
-    if not (folder / CONFIG).is_file() or not weights:
-        return (folder / CONFIG).is_file()
-    try:
-        files = weight_files([path.name for path in folder.iterdir()], lambda name: folder / name)
-    except ModelError:
-        return False
-    return all((folder / file).is_file() for file in files)
+def missing_files(folder: Path, *, weights: bool = True) -> list[str]:
+    """What a copy lacks of what its configuration and its index name."""
+    files = [CONFIG]
+    if weights:
+        try:
+            files += weight_files([path.name for path in folder.iterdir()], folder)
+        except ModelError:
+            files.append("its weights")
+    return [file for file in files if not (folder / file).is_file()]
 
 
-def weight_files(there: Iterable[str], path_of: Callable[[str], Path]) -> list[str]:
+def weight_files(names: Collection[str], folder: Path) -> list[str]:
     """The files with a model's weights, their index first: safetensors, or else PyTorch's own.
 
     Args:
-        there: names in the repository.
-        path_of: gives an index to be read.
+        names: of the files of the repository.
+        folder: has the index, if there is one.
 
     Raises:
         ModelError: there are none, or the index cannot be read.
     """
-    names = set(there)
-    for single in SINGLE_FILES:
-        index = f"{single}.index.json"
-        if index in names:
-            return [index, *sorted(set(weight_map(path_of(index)).values()))]
-        if single in names:
-            return [single]
+    first = _first_of_weights(names)
+    if first is not None:
+        shards = weight_map(folder / first).values() if first.endswith(".json") else ()
+        return [first, *sorted(set(shards))]
     kinds = [name for name in sorted(names) if name.endswith((".gguf", ".pth", ".onnx", ".h5"))]
     found = f"; it has {', '.join(kinds[:4])}, which anygauge does not read" if kinds else ""
     if "adapter_config.json" in names:
@@ -202,10 +208,24 @@ def weight_files(there: Iterable[str], path_of: Callable[[str], Path]) -> list[s
     raise ModelError(f"it has no weights that anygauge reads ({files}, or their index){found}")
 
 
+def _first_of_weights(names: Collection[str]) -> str | None:
+    """The index of a repository's weights, or the one file that has them all."""
+    every = [file for single in SINGLE_FILES for file in (f"{single}.index.json", single)]
+    return next((file for file in every if file in names), None)
+
+
+def _of_tokenizer(name: str) -> bool:
+    return any(fnmatch(name, p) and name.count("/") == p.count("/") for p in TOKENIZER_FILES)
+
+
 def fetch(
-    want: Wanted, progress: Progress | None = None, log: Callable[[str], None] | None = None
+    request: DownloadRequest,
+    progress: Progress | None = None,
+    log: Callable[[str], None] = lambda _: None,
 ) -> Fetched:
     """Bring what is needed of a repository to this machine; what is here is not fetched again.
+
+    Where the hub does not answer, a whole copy of an earlier time serves; `log` is told.
 
     Args:
         progress: called at most once a second, while bytes arrive.
@@ -214,153 +234,232 @@ def fetch(
     Raises:
         ModelError: it cannot be had: which of the reasons it is, and what to do.
     """
-    from huggingface_hub import HfApi, constants, hf_hub_download
+    from huggingface_hub import constants
+
+    known = copy_of(request.name, request.revision)
+    heavy = request.weights == "all"
+    lacks = [] if known is None else missing_files(known, weights=heavy)
+    if known is not None and not lacks and _COMMIT.fullmatch(request.revision or ""):
+        there = [path.name for path in known.iterdir()]
+        if not request.tokenizer or any(map(_of_tokenizer, there)):
+            return Fetched(folder=known)
+    try:
+        with _explained(request):
+            return _fetch(request, known, progress, log)
+    except HubUnreachableError as error:
+        if known is None or (heavy and lacks):
+            here = "no copy of it" if known is None else f"a part of it, without {_few(lacks)}"
+            raise HubUnreachableError(f"{error}. This machine has {here}") from None
+        if copy_of(request.name, request.revision) != known:
+            raise  # a part of a newer commit has arrived, which the name finds from now on
+        if not constants.HF_HUB_OFFLINE:
+            log(f"{error}. The copy on this machine is used, which may be older: {known}")
+        return Fetched(folder=known)
+
+
+def _fetch(
+    request: DownloadRequest,
+    known: Path | None,
+    progress: Progress | None,
+    log: Callable[[str], None],
+) -> Fetched:
+    """See `fetch`; `known` is the copy that the name finds so far."""
+    from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
 
-    known = copy_of(want.name, want.revision)
-    heavy = want.weights == "all"
-    there = known is not None and is_whole(known, weights=heavy)
-    pinned = want.revision is not None and _COMMIT.fullmatch(want.revision) is not None
-    if constants.HF_HUB_OFFLINE or (pinned and there):
-        if known is None or (heavy and not there):
-            raise HubUnreachableError(
-                f"{want.field}: {_here(want)}, HF_HUB_OFFLINE is set, and this machine has "
-                f"{'no copy' if known is None else 'only a part'} of a hub model of that name. "
-                "Unset it, or fetch the model while there is a network: python -m "
-                f"anygauge.models.fetch {want.name}"
-            )
-        return Fetched(folder=known, new=0, left=0)
     disable_progress_bars()  # one line for all files is the caller's
-    with readable(want.field, want.name, want.revision, here=_here(want), copied=there):
-        info = HfApi().model_info(
-            want.name, revision=want.revision, files_metadata=True, timeout=ANSWER_S
-        )
-        sizes = {one.rfilename: one.size or 0 for one in info.siblings or ()}
-
-        def download(file: str, revision: str | None = info.sha, tries: int = _TRIES) -> Path:
-            try:
-                return Path(hf_hub_download(want.name, file, revision=revision))
-            except Exception as error:
-                if tries == 1 or not broke_off(error):
-                    raise
-                return download(file, revision, tries - 1)
-
-        first = CONFIG if CONFIG in sizes else next(iter(_of_tokenizer(sizes)), CONFIG)
-        if first not in sizes:
-            raise ModelError(f"{_said(want)} has no {CONFIG}, so anygauge cannot train it")
-        before = copy_of(want.name, info.sha)
-        had = {file for file in sizes if before is not None and (before / file).exists()}
+    api = HfApi()
+    info = api.model_info(
+        request.name, revision=request.revision, files_metadata=True, timeout=ANSWER_S
+    )
+    sizes = {one.rfilename: one.size or 0 for one in info.siblings or ()}
+    before = copy_of(request.name, info.sha)
+    had = {file for file in sizes if before is not None and (before / file).exists()}
+    files = [file for file in sizes if request.needs(file)]
+    first = _first_of_weights(sizes)
+    if first is not None and first.endswith(".json") and request.weights != "none":
+        files.append(first)
+    if CONFIG not in sizes and (request.weights != "none" or not files):
+        raise ModelError(f"{request} has no {CONFIG}, so anygauge cannot train it")
+    folder = known
+    if folder is None or folder.name != info.sha or not had.issuperset(files):
         # By the name that was given, so that the copy is found by it later.
-        is_new = known is None or known.name != info.sha or first not in had
-        folder = download(first, want.revision).parent if is_new or known is None else known
-        if folder.name != info.sha:
-            raise ModelError(
-                f"{_said(want)} changed while it was being fetched: repeat the command"
-            )
-        weights = [] if want.weights == "none" else _weights(want, sizes, download)
-        files = [first, *(c for c in CONFIGS if c in sizes), *_of_tokenizer(sizes, want.tokenizer)]
-        files += [f for f in sizes if f.endswith(".py")] if want.code else []
-        index = [file for file in weights if file.endswith(".json")]
-        new = dict.fromkeys([*files, *(weights if heavy else index)]).keys() - had
-        count = sum(sizes[file] for file in new)
-        if new and log is not None:
-            number = "1 file" if len(new) == 1 else f"{len(new)} files"
-            log(f"fetching {_said(want)}: {number}, {readable_size(count)}")
-        missing = [file for file in new if not (folder / file).exists()]
-        with _counted(folder, info, missing, progress) as turn:
-            _all(missing, download, turn)
-        left = 0 if heavy else sum(sizes.get(f, 0) for f in weights if f not in {*index, *had})
-    return Fetched(folder=folder, new=count, left=left)
-
-
-def _weights(want: Wanted, sizes: Mapping[str, int], download: Callable[[str], Path]) -> list[str]:
-    """See `weight_files`; all of them are in the repository."""
-    try:
-        found = weight_files(sizes, download)
-    except ModelError as error:
-        raise ModelError(f"{_said(want)}: {error}") from None
-    lost = [file for file in found if file not in sizes]
-    if lost:
+        folder = _download(request, request.revision, files)
+    weights = []
+    if request.weights != "none":
+        try:
+            weights = weight_files(sizes, folder)
+        except ModelError as error:
+            raise ModelError(f"{request}: {error}") from None
+    if lost := [file for file in weights if file not in sizes]:
         raise ModelError(
-            f"{_said(want)}: its index names {lost[0]!r}, but the repository does not have that "
-            "file; tell its authors, or name another revision"
+            f"{request}: its index names {_few(lost)}, but the repository does not have that; tell "
+            "its authors, or name another revision"
         )
+    weights = [file for file in weights if file not in {*had, *files}]
+    left = 0
+    if request.weights == "index":
+        left, weights = sum(sizes[file] for file in weights), []
+    new = [sizes[file] for file in [*files, *weights] if file not in had]
+    if new:
+        number = "1 file" if len(new) == 1 else f"{len(new)} files"
+        log(f"fetching {request}: {number}, {size(sum(new))}")
+    if weights:
+        total = sum(sizes[file] for file in weights)
+        _download_weights(request, folder, weights, total, progress or (lambda *_: None))
+    return Fetched(folder=folder, new=sum(new), left=left)
+
+
+def _download(request: DownloadRequest, revision: str | None, files: list[str]) -> Path:
+    """Have these files in the copy; returns its folder."""
+    from huggingface_hub import snapshot_download
+
+    names = [glob.escape(file) for file in files]
+    for turn in range(_TRIES):
+        try:
+            folder = Path(snapshot_download(request.name, revision=revision, allow_patterns=names))
+            break
+        except Exception as error:
+            # The library tries again after some of these errors; which ones depends on its version.
+            broke_off = isinstance(_root(error), HTTPException | ConnectionResetError)
+            if not broke_off or turn == _TRIES - 1:
+                raise
+    if lacks := [file for file in files if not (folder / file).exists()]:
+        raise ModelError(
+            f"{request}: {_few(lacks)} did not arrive in {folder}: the repository changed, or the "
+            "hub no longer answered. Repeat the command"
+        )
+    return folder
+
+
+def _download_weights(
+    request: DownloadRequest, folder: Path, files: list[str], total: int, progress: Progress
+) -> None:
+    """The same, and tell how many bytes are on the disk: the older library counts only files."""
+    blobs, shown = folder.parents[1] / "blobs", 0
+    before = _bytes_in(blobs)
+    with ThreadPoolExecutor(1) as pool:
+        download = pool.submit(_download, request, folder.name, files)
+        while not wait((download,), _TURN_S).done:
+            there = min(_bytes_in(blobs) - before, total)
+            if there > shown:
+                progress(there, total)
+                shown = there
+        download.result()
+    progress(total, total)
+
+
+def _bytes_in(blobs: Path) -> int:
+    found = 0
+    for path in blobs.iterdir():
+        with contextlib.suppress(OSError):  # it was moved meanwhile
+            found += path.stat().st_blocks * 512  # some downloads begin with a hole
     return found
 
 
-def _of_tokenizer(sizes: Mapping[str, int], asked: bool = True) -> list[str]:
-    return [
-        name
-        for name in sizes
-        for pattern in TOKENIZER_FILES
-        if asked and fnmatch(name, pattern) and name.count("/") == pattern.count("/")
-    ]
+def _few(files: list[str]) -> str:
+    more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+    return ", ".join(map(repr, files[:3])) + more
 
 
-def _all(files: list[str], download: Callable[[str], Path], turn: Callable[[], None]) -> None:
-    """Download at once what may be; what has begun when one fails is finished, and kept."""
-    with ThreadPoolExecutor(_DOWNLOADS) as pool:
-        waiting: set[Future[Path]] = {pool.submit(download, file) for file in files}
-        failed: BaseException | None = None
-        while waiting:
-            done, waiting = wait(waiting, _TURN_S, return_when=FIRST_COMPLETED)
-            turn()
-            failed = failed or next((e for f in done if (e := f.exception()) is not None), None)
-            if failed is not None:
-                waiting = {future for future in waiting if not future.cancel()}
-        if failed is not None:
-            raise failed
+def _absent(request: DownloadRequest) -> str:
+    path = Path(request.name).absolute()
+    return f"{request.name!r} is not a folder here (looked at {path}{near_file(path)})"
+
+
+# -- what the hub's refusals mean, and what to do --------------------------------------------------
 
 
 @contextlib.contextmanager
-def _counted(
-    folder: Path, info: Any, files: list[str], progress: Progress | None
-) -> Iterator[Callable[[], None]]:
-    """Count bytes in the library's own folder: it has a bar for each file, and none for all."""
-    blobs = folder.parents[1] / "blobs"
-    asked = [one for one in info.siblings or () if one.rfilename in set(files)]
-    parts = {(one.lfs.sha256 if one.lfs else one.blob_id): one.size or 0 for one in asked}
-    total, shown, before = sum(parts.values()), 0.0, -1
+def _explained(request: DownloadRequest) -> Iterator[None]:
+    """Turn what the hub's library raises into a `ModelError` with a remedy."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    def turn() -> None:
-        nonlocal shown, before
-        if progress is None or not total or time.monotonic() - shown < _TURN_S:
-            return
-        shown = time.monotonic()
-        there = sum(_there(blobs, str(name), size) for name, size in parts.items())
-        if there > before:
-            progress(there, total)
-            before = there
-
-    turn()
-    yield turn
-    if progress is not None and total:
-        progress(total, total)
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{request.field}: {error}") from None
+    except Exception as error:
+        cause: BaseException = error
+        # It says only that no copy is here; below it stands why none could be fetched.
+        while isinstance(cause, LocalEntryNotFoundError) and cause.__cause__ is not None:
+            cause = cause.__cause__
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        if refused := _refusal(cause, status, request):
+            raise ModelError(f"{request.field}: {refused}") from None
+        raise HubUnreachableError(
+            f"{request.field}: {_no_answer(cause, status, request)}"
+        ) from None
 
 
-def _there(blobs: Path, name: str, size: int) -> int:
-    """Bytes of a file that are on the disk, whole or not."""
-    if (blobs / name).exists():
-        return size
-    found = 0
-    for path in blobs.glob(f"{name}*.incomplete"):
-        with contextlib.suppress(OSError):  # it was moved meanwhile
-            found = max(found, path.stat().st_blocks * 512)  # some downloads begin with a hole
-    return min(found, size)
+def _refusal(error: BaseException, status: int | None, request: DownloadRequest) -> str | None:
+    """What is wrong with the request, and what to do; None where the hub did not answer it."""
+    from huggingface_hub import constants, errors, get_token
+
+    name, text, page = request.name, _text(error), f"{constants.ENDPOINT}/{request.name}"
+    log_in = "log in (hf auth login, or HF_TOKEN)"
+    if isinstance(error, errors.GatedRepoError):
+        account = "the account of your token" if get_token() else f"an account, and {log_in}"
+        return (
+            f"{name!r} is gated: accept its licence at {page} with {account}; if its authors must "
+            "approve you, wait for that. A fine-grained token must also be allowed to read gated "
+            f"models. The hub says: {text}"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return (
+            f"{name!r} has no revision {request.revision or 'main'!r}: model.revision must be a "
+            f"branch, a tag or a commit of {page}/commits"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
+        known = "the account of your token may see" if get_token() else "is public"
+        private = "" if get_token() else f"; for a private one, {log_in}"
+        return (
+            f"{_absent(request)}, nor a model of {constants.ENDPOINT} that {known} ({text}). Give "
+            f"a run directory, a model folder, or a name of the hub such as owner/name{private}"
+        )
+    if status is not None and status < 500 and status != 429:
+        remedies = {
+            401: f"your token may have expired: {log_in} again; a public model needs none",
+            403: f"ask its authors for access at {page}, or use another token: {log_in}",
+        }
+        remedy = remedies.get(status, f"see {page}, or repeat the command")
+        return f"the hub refuses {name!r} ({status}: {text}): {remedy}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):
+        return (
+            f"{name!r} cannot be stored in {constants.HF_HUB_CACHE}: {error.strerror}. Make room, "
+            "or set HF_HOME to a folder on a larger disk"
+        )
+    if "Consistency check" in str(error):
+        return f"{name!r} arrived incomplete: {text} Repeat the command"
+    return None
 
 
-def readable_size(count: int) -> str:
-    """Bytes, as files are sold."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count / 1000:.0f} kB"
+def _no_answer(error: BaseException, status: int | None, request: DownloadRequest) -> str:
+    from huggingface_hub import constants
+
+    if status is not None:
+        return f"the hub cannot answer for {request.name!r} now ({_text(error)}); try later"
+    by_hand = f"python -m anygauge.models.fetch {request.name}"
+    if constants.HF_HUB_OFFLINE:
+        return (
+            f"{_absent(request)}, and HF_HUB_OFFLINE is set. Unset it, or fetch the model while "
+            f"there is a network: {by_hand}"
+        )
+    return (
+        f"{_absent(request)}, and the hub ({constants.ENDPOINT}) cannot be reached: "
+        f"{first_line(_root(error))}. Check the network, its proxy (HTTPS_PROXY) and HF_ENDPOINT; "
+        "complete files are kept. For machines without a network, fetch the model on another "
+        f"machine into the same HF_HOME ({by_hand}), and export HF_HUB_OFFLINE=1"
+    )
 
 
-def _said(want: Wanted) -> str:
-    return want.name if want.revision is None else f"{want.name} at {want.revision}"
+def _text(error: BaseException) -> str:
+    """What the hub said; else a line without addresses and numbers of requests."""
+    return first_line(getattr(error, "server_message", None) or error)
 
 
-def _here(want: Wanted) -> str:
-    path = Path(want.name).absolute()
-    return f"{want.name!r} is not a folder here (looked at {path}{near_file(path)})"
+def _root(error: BaseException) -> BaseException:
+    """What the network said, below what libraries made of it."""
+    while (below := error.__cause__ or error.__context__) is not None:
+        error = below
+    return error

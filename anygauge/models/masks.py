@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -115,35 +114,32 @@ def plan_masks(
     Raises:
         UnsupportedError: they would not be isolated; with the reason and the way out.
     """
+    if reason := _why_no_masks(config, masks_of):
+        raise UnsupportedError(f"{field}: {reason}; set {field}: {off}")
+    return MaskPlan(FORMS[masks_of], _windows(config, max_length))
+
+
+def _why_no_masks(config: Any, masks_of: str) -> str:
+    """Why a model does not take a mask for each pair of positions; "" if it does."""
     if masks_of not in FORMS:
-        raise UnsupportedError(
-            f"{field}: attention {masks_of!r} does not take a mask for each pair of positions; "
-            f"set model.attention to eager or sdpa, or {field}: {off}"
+        return (
+            f"attention {masks_of!r} does not take a mask for each pair of positions, as eager or "
+            "sdpa (model.attention) do"
         )
-    kinds = set(getattr(config, "layer_types", None) or ())
-    other = sorted(kinds - {FULL, SLIDING}) + _recurrent(config)
+    other = sorted({*(getattr(config, "layer_types", None) or ())} - {FULL, SLIDING})
+    other += _recurrent(config)
     if other or not setting(config, "num_attention_heads"):
         what = f"layers of kind {', '.join(other)}" if other else "layers with no attention"
-        raise UnsupportedError(
-            f"{field}: this model has {what}, on which a mask for each pair of positions has no "
-            f"effect; set {field}: {off}"
-        )
-    if not _takes_masks(config):
-        raise UnsupportedError(
-            f"{field}: {type(config).__name__.removesuffix('Config')} models build their own masks "
-            f"and do not take one for each pair of positions; set {field}: {off}"
-        )
-    if reason := _counts_itself(config):
-        raise UnsupportedError(f"{field}: {reason}; set {field}: {off}")
-    return MaskPlan(FORMS[masks_of], _windows(config, kinds, max_length))
-
-
-def _counts_itself(config: Any) -> str:
-    """Why a model would not take the positions of several documents in a row; "" if it does."""
+        return f"this model has {what}, on which a mask for each pair of positions has no effect"
     kind: Any = model_class(config)
     if kind is None:
         return ""
     module = sys.modules[kind.__module__]
+    if not _takes_masks(module, config):
+        return (
+            f"{type(config).__name__.removesuffix('Config')} models build their own masks and do "
+            "not take one for each pair of positions"
+        )
     # Biases by distance, as MPT has them, need no positions.
     by_distance = any("alibi" in name for name in vars(module))
     if not by_distance and "position_ids" not in inspect.signature(kind.forward).parameters:
@@ -160,25 +156,19 @@ def _counts_itself(config: Any) -> str:
 
 def _recurrent(config: Any) -> list[str]:
     """Fields of a configuration that speak of layers with a state that no mask reaches."""
-    fields = sorted(vars(config)) if hasattr(config, "__dict__") else []
     lists = ("layers_block_type", "block_types", "hybrid_layer_ids", "attn_layer_indices")
     return [
         name
-        for name in fields
-        if (name in lists or name.startswith(("mamba_", "ssm_", "rwkv_", "lru_")))
-        and getattr(config, name)
+        for name, value in sorted(getattr(config, "__dict__", {}).items())
+        if value and (name in lists or name.startswith(("mamba_", "ssm_", "rwkv_", "lru_")))
     ]
 
 
-def _takes_masks(config: Any) -> bool:
-    """Whether a mask for each pair of positions is used as it is.
+def _takes_masks(module: Any, config: Any) -> bool:
+    """Whether the model of a module uses a mask for each pair of positions as it is.
 
-    It is where the library's common functions make masks, in their present or their former form.
+    It does where the library's common functions make masks, in their present or their former form.
     """
-    kind = model_class(config)
-    if kind is None:
-        return True
-    module = sys.modules[kind.__module__]
     if hasattr(module, "build_alibi_tensor") and getattr(config, "alibi", True):
         return False  # its position biases are made from a mask of one value per token
     if any(hasattr(module, name) for name in ("create_causal_mask", "create_masks_for_generate")):
@@ -187,13 +177,12 @@ def _takes_masks(config: Any) -> bool:
     return any("_update_causal_mask" in vars(each) for each in classes)
 
 
-def _windows(config: Any, kinds: set[str], max_length: int) -> tuple[tuple[str, int | None], ...]:
+def _windows(config: Any, max_length: int) -> tuple[tuple[str, int | None], ...]:
     window: int | None = setting(config, "sliding_window")
     if not window or window >= max_length or not getattr(config, "use_sliding_window", True):
         return (("", None),)
-    by_kind: Mapping[str, int | None] = {FULL: None, SLIDING: window}
-    if kinds:
-        slides = tuple((kind, by_kind[kind]) for kind in sorted(kinds))
+    if kinds := sorted({*(getattr(config, "layer_types", None) or ())}):
+        slides = tuple((kind, None if kind == FULL else window) for kind in kinds)
         return slides if len(slides) > 1 else (("", slides[0][1]),)
     if getattr(config, "max_window_layers", None) is not None:
         raise UnsupportedError(

@@ -89,7 +89,7 @@ def merge(section: ModelSection, adapter: Path, output: Path, files: ResultFiles
             # peft warns of tied embeddings and of their untying, which happened just now.
             warnings.filterwarnings("ignore", message="(Model with `tie_word|Input and output emb)")
             merged_model = model.merge_and_unload(safe_merge=True)
-        untied = say_if_apart(merged_model) or untied
+        untied = mark_untied(merged_model) or untied
         merged = merged_model(input_ids=probe, use_cache=False).logits
         for parameter in merged_model.parameters():
             parameter.data = parameter.data.to(stored).float()
@@ -120,8 +120,8 @@ def merge(section: ModelSection, adapter: Path, output: Path, files: ResultFiles
         )
         checks = {
             "merged, in float32, from base with adapter": f"{report.from_adapter:.1e}",
-            f"merged, in {_said(stored)}, from base with adapter": f"{report.rounding:.1e}",
-            f"merged, in {_said(stored)}, from the base": f"{report.from_base:.1e}",
+            f"merged, in {_type(stored)}, from base with adapter": f"{report.rounding:.1e}",
+            f"merged, in {_type(stored)}, from the base": f"{report.from_base:.1e}",
         }
         if report.from_codes is not None:
             checks[f"merged, from the adapter on codes ({report.quantised})"] = (
@@ -172,7 +172,7 @@ def _check(report: MergeReport, effect: float, adapter: Path, stored: torch.dtyp
     if report.rounding > effect / 2:
         raise ResultError(
             f"the adapter in {adapter} would be lost when the merged weights are rounded to the "
-            f"base's {_said(stored)}: it changes the logits by {effect:.1e} of their norm, and "
+            f"base's {_type(stored)}: it changes the logits by {effect:.1e} of their norm, and "
             f"the rounding by {report.rounding:.1e}; nothing was written. Use it without merging, "
             "or train it for longer"
         )
@@ -200,7 +200,7 @@ def untie(model: Any) -> bool:
     return True
 
 
-def say_if_apart(model: Any) -> bool:
+def mark_untied(model: Any) -> bool:
     """Have a configuration say that embedding and output layer are two tensors, if they have become
     that: one of them was trained whole.
 
@@ -226,5 +226,5 @@ def stored_dtype(section: ModelSection) -> torch.dtype:
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
-def _said(dtype: torch.dtype) -> str:
+def _type(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -8,6 +8,7 @@ also in backward: a strategy may replace its parameter, or free and gather it in
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -117,19 +118,17 @@ class Nf4Linear(QuantisedLinear):
         """Args: dtype: see `QuantisedLinear`."""
         numbers = math.prod(plain.weight.shape)
         blocks = -(-numbers // BLOCK)
-        sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "absmax": ((blocks,), torch.float32),
-            "quant_map": ((16,), torch.float32),
-        }
+        meta = functools.partial(torch.empty, device="meta")
+        statistics = {"absmax": meta(blocks), "quant_map": meta(16)}
         if section.double_quantisation:
-            sizes |= {
-                "absmax": ((blocks,), torch.uint8),
-                "nested_absmax": ((-(-blocks // NESTED_BLOCK),), torch.float32),
-                "nested_quant_map": ((256,), torch.float32),
-                "offset": ((), torch.float32),
+            statistics |= {
+                "absmax": meta(blocks, dtype=torch.uint8),
+                "nested_absmax": meta(-(-blocks // NESTED_BLOCK)),
+                "nested_quant_map": meta(256),
+                "offset": meta(()),
             }
-        codes = torch.empty((-(-numbers // 2), 1), dtype=torch.uint8, device="meta")
-        super().__init__(plain, codes, _on_meta(sizes), dtype)
+        codes = meta(-(-numbers // 2), 1, dtype=torch.uint8)
+        super().__init__(plain, codes, statistics, dtype)
         self._double = section.double_quantisation
         self._compute = _compute_dtype(section)
 
@@ -192,8 +191,8 @@ class Int8Linear(QuantisedLinear):
     def __init__(self, plain: nn.Linear, section: QuantiseSection, dtype: torch.dtype) -> None:
         """Args: dtype: see `QuantisedLinear`."""
         codes = torch.empty(plain.weight.shape, dtype=torch.int8, device="meta")
-        scales = _on_meta({"SCB": ((plain.out_features,), torch.float32)})
-        super().__init__(plain, codes, scales, dtype)
+        scales = torch.empty(plain.out_features, device="meta")
+        super().__init__(plain, codes, {"SCB": scales}, dtype)
 
     def encode(self, weight: Tensor) -> Tensor:
         """See `QuantisedLinear.encode`."""
@@ -219,13 +218,6 @@ class Int8Linear(QuantisedLinear):
         return matmul(x, self.weight.data, bias=bias, state=state)
 
 
-def _on_meta(sizes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
-    return {
-        name: torch.empty(shape, dtype=dtype, device="meta")
-        for name, (shape, dtype) in sizes.items()
-    }
-
-
 def _compute_dtype(section: QuantiseSection) -> torch.dtype | None:
     name = section.compute_dtype
     return None if name == "param_dtype" else getattr(torch, name)
@@ -237,19 +229,6 @@ def quantise_layers(model: Any, section: QuantiseSection, dtype: torch.dtype) ->
     Raises:
         UnsupportedError: most weights are in no linear layer, or in layers that lie transposed.
     """
-    kept = _left_alone(model)
-    kind = Nf4Linear if section.type == "nf4" else Int8Linear
-    made = {
-        name: kind(module, section, dtype)
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and not kept(name)
-    }
-    _refuse_other_layers(model, len(made))
-    for name, layer in made.items():
-        model.set_submodule(name, layer)
-
-
-def _refuse_other_layers(model: Any, made: int) -> None:
     fused = next((name for name, p in model.named_parameters() if p.dim() == 3), None)
     if fused is not None:
         raise UnsupportedError(
@@ -257,11 +236,20 @@ def _refuse_other_layers(model: Any, made: int) -> None:
             "quantises only linear layers, so most of the model would stay unquantised. Leave "
             "model.quantise out"
         )
-    if not made:
+    kept = _left_alone(model)
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and not kept(name)
+    }
+    if not layers:
         raise UnsupportedError(
             f"model.quantise: {type(model).__name__} has no torch.nn.Linear other than its output "
             "layer (Conv1D, as in GPT-2, is not quantised). Leave it out"
         )
+    kind = Nf4Linear if section.type == "nf4" else Int8Linear
+    for name, layer in layers.items():
+        model.set_submodule(name, kind(layer, section, dtype))
 
 
 def _left_alone(model: Any) -> Any:
@@ -285,15 +273,6 @@ def quantised_layers(model: nn.Module) -> dict[str, QuantisedLinear]:
         f"{name}.weight" if name else "weight": module
         for name, module in model.named_modules()
         if isinstance(module, QuantisedLinear)
-    }
-
-
-def plain_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of a model's parameters by name, of codes those of what they stand for."""
-    layers = quantised_layers(model)
-    return {
-        name: layers[name].plain_shape if name in layers else tuple(parameter.shape)
-        for name, parameter in model.named_parameters()
     }
 
 

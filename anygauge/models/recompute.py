@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from anygauge.interface import Activations, UnsupportedError
@@ -32,6 +31,8 @@ def recompute(model: Any, activations: Activations, *, reentrant: bool = False) 
     Raises:
         UnsupportedError: the model's layers, or the older form, cannot.
     """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     if not activations.every:
         return
     options: dict[str, Any] = {"use_reentrant": reentrant}
@@ -42,36 +43,33 @@ def recompute(model: Any, activations: Activations, *, reentrant: bool = False) 
                 "reentrant form, which can only recompute whole layers. Leave it out"
             )
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    base: Any = base_of(model)
+    name = type(base).__name__
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise UnsupportedError(
-            f"train.gradient_checkpointing: {_name(model)} does not support it. Set it to false"
+            f"train.gradient_checkpointing: {name} does not support it. Set it to false"
         )
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:  # the name before transformers 5.23
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    base: Any = base_of(model)
     if not reentrant and getattr(base, "_require_grads_hooks", None):
         # transformers asks it in any case, which costs the gradient of the first layer's input.
         base.disable_input_require_grads()
     if activations.every == 1:
         return
-    layers = layers_that_recompute(model)
+    layers: list[Any] = [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing
+    ]
     if not layers:
         raise UnsupportedError(
-            f"train.gradient_checkpointing.every: the layers of {_name(model)} recompute together "
-            "or not at all. Set train.gradient_checkpointing to true or false"
+            f"train.gradient_checkpointing.every: the layers of {name} recompute together or not "
+            "at all. Set train.gradient_checkpointing to true or false"
         )
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index % activations.every == 0
-
-
-def layers_that_recompute(model: nn.Module) -> list[Any]:
-    """The layers that do, in the model's order."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    found: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    return [layer for layer in found if layer.gradient_checkpointing]
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -81,7 +79,3 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
         second = args[PRODUCTS[name] + 1]
         kept = second.shape[-1] <= CHEAP * second.shape[-2]
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _name(model: Any) -> str:
-    return type(base_of(model)).__name__

@@ -16,8 +16,12 @@ from anygauge.config.schema import ModelSection
 from anygauge.models.files import read_fields
 from anygauge.models.hub import CONFIG, TOKENIZER_FILES
 from anygauge.models.source import load_config, local_folder
-from anygauge.models.tokenizer import special_tokens, tokenizer_source
-from anygauge.models.vocabulary import add_tokens, token_names
+from anygauge.models.tokenizer import (
+    add_tokens,
+    special_tokens,
+    token_names,
+    tokenizer_source,
+)
 from anygauge.util.files import write_text
 
 GENERATION_CONFIG = "generation_config.json"

@@ -7,9 +7,7 @@ tokens of both, whoever computed which micro-batch.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,79 +16,39 @@ from anygauge.interface import UnsupportedError
 from anygauge.kernels.loss import IGNORE, base_of, replace_forward
 
 FORMULA = "load_balancing_loss_func"
-FIELD = "train.router_aux_loss_coef"
-
-
-class Routers:
-    """What the routers of a model give out while it runs forward once.
-
-    Raises:
-        UnsupportedError: the architecture has no auxiliary loss.
-    """
-
-    def __init__(self, model: Any) -> None:
-        causal = base_of(model)
-        name = type(causal).__name__
-        formula: Callable[..., Tensor] | None = vars(sys.modules[type(causal).__module__]).get(
-            FORMULA
-        )
-        source = _recorded(causal)
-        experts = getattr(causal, "num_experts", None)
-        chosen = getattr(causal, "num_experts_per_tok", None)
-        if formula is None or source is None or experts is None or chosen is None:
-            raise UnsupportedError(
-                f"{FIELD}: {name} models have no auxiliary loss in the installed transformers; "
-                "leave it out"
-            )
-        self._formula, self._experts, self._chosen = formula, experts, chosen
-        self._given: list[Tensor] | None = None
-        kind, index = source
-        routers = [module for module in causal.modules() if isinstance(module, kind)]
-
-        def keep(_: nn.Module, __: Any, output: Any) -> None:
-            # Recomputed layers run again in backward: then nobody listens.
-            if self._given is not None:
-                self._given.append(output[index] if isinstance(output, tuple) else output)
-
-        for router in routers:
-            router.register_forward_hook(keep)
-
-    @contextlib.contextmanager
-    def heard(self) -> Iterator[list[Tensor]]:
-        """Keep what routers give out in the meantime, layer by layer."""
-        self._given = []
-        try:
-            yield self._given
-        finally:
-            self._given = None
-
-    def loss(self, given: list[Tensor], tokens: Tensor) -> Tensor:
-        """The auxiliary loss, () float32.
-
-        Args:
-            given: by `heard`.
-            tokens: (B, T), 1 where there is a token.
-        """
-        return self._formula(tuple(given), self._experts, self._chosen, tokens).float()
-
-
-def _recorded(causal: Any) -> tuple[type[nn.Module], int] | None:
-    """The kind of module that gives router logits, and their place in its output."""
-    for module in causal.modules():
-        recorder = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
-        if recorder is not None:
-            kind = getattr(recorder, "target_class", recorder)
-            return kind, getattr(recorder, "index", 0)
-    return None
 
 
 def add_router_loss(model: Any, coefficient: float) -> None:
     """Let a model that returns its loss add the auxiliary one, while it trains.
 
-    Call it after `return_loss`. The model's forward takes ``tokens`` (B, T) with ``shift_labels``.
+    Call it after `return_loss`. The model's forward takes ``tokens`` (B, T), 1 where there is a
+    token, with ``shift_labels``.
+
+    Raises:
+        UnsupportedError: the architecture has no auxiliary loss.
     """
     causal = base_of(model)
-    routers = Routers(model)
+    formula = vars(sys.modules[type(causal).__module__]).get(FORMULA)
+    experts = getattr(causal, "num_experts", None)
+    chosen = getattr(causal, "num_experts_per_tok", None)
+    recorded = _recorded(causal)
+    if formula is None or recorded is None or experts is None or chosen is None:
+        raise UnsupportedError(
+            f"train.router_aux_loss_coef: {type(causal).__name__} models have no auxiliary loss in "
+            "the installed transformers; leave it out"
+        )
+    kind, index = recorded
+    recording: list[list[Tensor]] = []
+    """What routers give out, layer by layer, of the forward that is under way."""
+
+    def record(_: nn.Module, __: Any, output: Any) -> None:
+        # Recomputed layers run again in backward: then nothing is recorded.
+        if recording:
+            recording[0].append(output[index] if isinstance(output, tuple) else output)
+
+    for module in causal.modules():
+        if isinstance(module, kind):
+            module.register_forward_hook(record)
     usual = vars(causal)["forward"].__func__
 
     def forward(
@@ -103,10 +61,24 @@ def add_router_loss(model: Any, coefficient: float) -> None:
         if shift_labels is None or not self.training:
             return usual(self, *args, shift_labels=shift_labels, **kwargs)
         assert tokens is not None
-        with routers.heard() as given:
+        recording.append([])
+        try:
             outputs = usual(self, *args, shift_labels=shift_labels, **kwargs)
+        finally:
+            logits = tuple(recording.pop())
         loss_tokens = (shift_labels != IGNORE).sum()
-        outputs.loss = outputs.loss + coefficient * loss_tokens * routers.loss(given, tokens)
+        auxiliary = formula(logits, experts, chosen, tokens).float()
+        outputs.loss = outputs.loss + coefficient * loss_tokens * auxiliary
         return outputs
 
     replace_forward(causal, forward)
+
+
+def _recorded(causal: Any) -> tuple[type[nn.Module], int] | None:
+    """The kind of module that gives router logits, and their place in its output."""
+    for module in causal.modules():
+        recorder = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
+        if recorder is not None:
+            kind = getattr(recorder, "target_class", recorder)
+            return kind, getattr(recorder, "index", 0)
+    return None

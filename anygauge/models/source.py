@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,7 +86,7 @@ def load_config(section: ModelSection) -> Any:
         written = _as_written(section)
         check_sizes(SimpleNamespace(**written), field)
         _check_type(written.get("model_type"), field)
-        raise ModelError(f"{field}: {_said(error)}") from error
+        raise ModelError(f"{field}: {_reason(error)}") from error
     check_sizes(config, field)
     return config
 
@@ -102,7 +104,7 @@ def _as_written(section: ModelSection) -> dict[str, Any]:
     return {}
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """The reason of an error of the library, whose first line may only name its validator."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
@@ -193,3 +195,14 @@ def check_positions(config: Any, max_length: int) -> None:
             f"data.max_length is {max_length}, but the model was made for {positions} "
             f"positions; set it to at most {positions}"
         )
+
+
+def quiet_libraries() -> None:
+    """Keep the model library's own progress bars and notices, but no errors, off the terminal."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    for name in ("torch", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)

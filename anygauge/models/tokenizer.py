@@ -1,7 +1,8 @@
-"""The tokenizer: from the model's folder, a hub name or a bare ``tokenizer.json``."""
+"""The tokenizer: from the model's folder, a hub name or a bare ``tokenizer.json``; new tokens."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ from anygauge.interface import ModelError
 from anygauge.models.files import check_folder, read_fields
 from anygauge.models.hub import names_hub, needed_copy
 from anygauge.models.source import local_folder
-from anygauge.models.vocabulary import add_tokens
 
 
 def load_tokenizer(section: ModelSection) -> Any:
@@ -93,10 +93,48 @@ ROLES = {
 def special_tokens(file: Path) -> dict[str, str]:
     """The tokens of a bare tokenizer.json that play a role, by role."""
     added = {t["content"] for t in read_fields(file).get("added_tokens", [])}
-    found = {}
-    for role, names in ROLES.items():
-        for name in names:
-            if name in added:
-                found[role] = name
-                break
-    return found
+    found = {role: next(filter(added.__contains__, names), None) for role, names in ROLES.items()}
+    return {role: name for role, name in found.items() if name is not None}
+
+
+def token_names(section: ModelSection) -> tuple[list[str], list[str]]:
+    """The tokens that a section adds: plain ones and special ones.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+    plain = _listed(section.new_tokens, "model.new_tokens")
+    return plain, _listed(section.new_special_tokens, "model.new_special_tokens")
+
+
+def _listed(given: str | list[str], field: str) -> list[str]:
+    if not isinstance(given, str):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{field}: {given} cannot be read as lines of text: {error}") from None
+
+
+def add_tokens(tokenizer: Any, section: ModelSection) -> None:
+    """Give a tokenizer the tokens that a section adds; special ones last.
+
+    Raises:
+        ModelError: one is empty, listed twice or there already.
+    """
+    plain, special = token_names(section)
+    known = tokenizer.get_vocab()
+    for name, times in Counter([*plain, *special]).items():
+        wrong = (
+            f"already token {known[name]} of the tokenizer"
+            if name in known
+            else "listed twice"
+            if times > 1
+            else "empty"
+            if not name.strip()
+            else ""
+        )
+        if wrong:
+            raise ModelError(f"model.new_tokens: {name!r} is {wrong}; remove it from the list")
+    tokenizer.add_tokens(plain)
+    tokenizer.add_tokens(special, special_tokens=True)

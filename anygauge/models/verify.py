@@ -8,10 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
 from anygauge.interface import ModelError
+from anygauge.util.text import first_line
 
 PROBE_TOKENS = 16
 
@@ -80,33 +82,24 @@ def no_room(elements: int, dtype: torch.dtype) -> str:
     Args:
         elements: of all its parameters, unsharded.
     """
-    needed = int(elements * dtype.itemsize * HEADROOM)
-    available = available_memory()
-    if available is None:
-        return "not compared: this system does not say how much memory is available"
-    if needed > available:
-        return (
-            f"not compared: a second copy of the model needs {needed / 2**30:.1f} GiB of host "
-            f"memory, and {available / 2**30:.1f} GiB are available"
-        )
-    return ""
+    needed, available = int(elements * dtype.itemsize * HEADROOM), available_memory()
+    if needed <= available:
+        return ""
+    return (
+        f"not compared: a second copy of the model needs {needed / 2**30:.1f} GiB of host "
+        f"memory, and {available / 2**30:.1f} GiB are available"
+    )
 
 
-def available_memory() -> int | None:
-    """Bytes of host memory that this process may still take; None where the system does not tell.
-
-    The least of what the kernel says is available and what the control group leaves.
-    """
-    found: list[int] = []
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        line = next(line for line in lines if line.startswith("MemAvailable:"))
-        found.append(int(line.split()[1]) * 1024)
+def available_memory() -> int:
+    """Bytes of host memory that this process may still take: the least of what the kernel says is
+    available and what the control group leaves."""
+    available = int(psutil.virtual_memory().available)
     group = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):  # "max" is not a number: there is no limit
         limit = int((group / "memory.max").read_text())
-        found.append(limit - int((group / "memory.current").read_text()))
-    return min(found, default=None)
+        available = min(available, limit - int((group / "memory.current").read_text()))
+    return available
 
 
 def verify(
@@ -173,9 +166,8 @@ def proving(name: str) -> Iterator[None]:
     except VerificationError:
         raise
     except BaseException as error:
-        text = (str(error) or type(error).__name__).splitlines()[0]
         raise VerificationError(
-            f"{name} could not be loaded again from its files: {text}. {_advice(name)}"
+            f"{name} could not be loaded again from its files: {first_line(error)}. {_advice(name)}"
         ) from error
 
 

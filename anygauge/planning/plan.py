@@ -7,7 +7,6 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from anygauge.kernels.choose import ATTENTION, CALLED, REFERENCE, kernels_of_run
 from anygauge.kernels.plan import KernelPlan, plan_kernels
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
-from anygauge.models.inputs import PLAIN, model_inputs, positions, shift_labels
+from anygauge.models.inputs import PLAIN, model_inputs
 from anygauge.models.masks import MaskPlan, plan_masks
 from anygauge.models.quantised import quantised_layers
 from anygauge.models.source import LAYERS, check_positions, check_written
@@ -107,7 +106,7 @@ def _plan_rank(
     kernels, names = _kernels(run, registry, backend, few)
     part, staged = workload.share.sequence, bool(estimate.stages)
     if part not in traces:
-        few = few.having(kernels.attention.name, kernels.model)
+        few = few.with_kernels(kernels.attention.name, kernels.model)
         traces[part] = _traced(run, few, kernels, strategy, workload, staged=staged)
     trace = traces[part]
     of_kind: dict[Any, LayerTrace] = {}
@@ -168,7 +167,7 @@ _WHOLE: dict[str, nn.Module] = {}
 
 def _whole_model(section: Any, adapter: Any, factory: CausalModelFactory) -> nn.Module:
     """The adapted model on the meta device, all of its layers."""
-    key = repr((section, adapter, factory.freezing, factory.dtype))
+    key = repr((section, adapter, factory.trainable, factory.frozen, factory.dtype))
     if key not in _WHOLE:
         _WHOLE.clear()
         _WHOLE[key] = _on_meta(factory, buffers=False)
@@ -305,14 +304,11 @@ def _micro_batch(
     length += -length % workload.share.multiple
     ids = torch.zeros(workload.micro_batch, length, dtype=torch.long, device="meta")
     ones = torch.ones_like(ids)
-    batch = SimpleNamespace(
-        input_ids=ids,
-        attention_mask=ones,
-        position_ids=torch.zeros_like(ids),
-        segment_ids=ones if packing else None,
-    )
+    batch = {"input_ids": ids, "attention_mask": ones, "position_ids": torch.zeros_like(ids)}
+    if packing:
+        batch["segment_ids"] = ones
     inputs = model_inputs(batch, torch_dtype(workload.precision.param_dtype), masks, part)
-    return {**inputs, "shift_labels": shift_labels(ids)[:, positions(part, length)]}
+    return {**inputs, "shift_labels": ids[:, workload.share.positions(length)]}
 
 
 class _Traced(Backend):

@@ -175,7 +175,7 @@ class Trials:
 
     def _planned(self, run: RunFile, backend: Backend, ranks: int) -> RunMemory | AnygaugeError:
         if self._plan is None:  # it imports what takes long
-            from anygauge.models.quiet import quiet_libraries
+            from anygauge.models.source import quiet_libraries
             from anygauge.planning.plan import plan_run
 
             quiet_libraries()

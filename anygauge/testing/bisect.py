@@ -105,8 +105,8 @@ def prepared(folder: Path, rendezvous: str) -> PreparedRun:
 
 def one_step(run: PreparedRun, index: int) -> None:
     """Forward, backward and update of a step, as the loop does them."""
-    from anygauge.training.moving import LazyBatches
     from anygauge.training.schedule import learning_rate
+    from anygauge.training.to_device import LazyBatches
 
     loop, section = run.loop, run.loop.settings
     batches = LazyBatches(loop.batches.step(index), loop.to_device)

@@ -83,7 +83,7 @@ class TestStrategy:
 def sent_and_said(request: Any) -> Any:
     """Collective -> bytes that this rank gives to it in a step, and those of its `WEIGHTS`: as
     counted while the run's engine makes its third step, and by its planner: None if it has none."""
-    from anygauge.strategies.shared.footprint import footprint_of
+    from anygauge.interface import estimate as at
     from anygauge.testing.bisect import CollectiveBytes, one_step, prepared
     from anygauge.training.strategy import workload_of
 
@@ -98,8 +98,8 @@ def sent_and_said(request: Any) -> Any:
     skeleton = again.factory.adapt(again.factory.skeleton())
     rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     place = (again.loop.backend, again.precision, rank, ranks)
-    said = footprint_of(planner.memory(workload_of(again.run, Registry.load(), *place, skeleton)))
-    return counted, {**said.sent, WEIGHTS: said.weights}
+    said = planner.memory(workload_of(again.run, Registry.load(), *place, skeleton))
+    return counted, {**said.sent, WEIGHTS: said.held(at.EVALUATION, at.WEIGHTS)}
 
 
 def held(engine: Any) -> int:

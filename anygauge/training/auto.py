@@ -97,9 +97,10 @@ def decided(
     """
     if run.strategy.name != AUTO:
         return run, ""
+    from anygauge.interface import estimate as at
     from anygauge.models.factory import CausalModelFactory
     from anygauge.strategies.shared.common import torch_dtype
-    from anygauge.strategies.shared.footprint import footprint_of, memory_of
+    from anygauge.strategies.shared.footprint import memory_of
 
     precision = resolve_precision(run.precision, backend.support)
     factory = CausalModelFactory.of(run, torch_dtype(precision.param_dtype))
@@ -110,10 +111,13 @@ def decided(
     whole = 0
     for form in forms:
         workload = workload_of(form, registry, backend, precision, rank, world_size, skeleton)
-        held = footprint_of(memory_of(create_strategy(registry, form), workload))
-        # A footprint counts what is offloaded, too.
-        stays = {"optimizer": held.weights, "both": 0}
-        needed = stays.get(getattr(form.strategy, "offload", "none"), held.held)
+        found = memory_of(create_strategy(registry, form), workload)
+        weights = found.held(at.EVALUATION, at.WEIGHTS)
+        gradients = max(found.held(moment, at.GRADIENTS) for moment in (at.BEGIN, at.UPDATE))
+        whole_run = weights + gradients + found.held(at.EVALUATION, at.OPTIMIZER, at.BUFFERS)
+        # What is offloaded is counted, too.
+        stays = {"optimizer": weights, "both": 0}
+        needed = stays.get(getattr(form.strategy, "offload", "none"), whole_run)
         whole = whole or needed
         if memory is None and (world_size == 1 or needed < whole):
             return form, "auto: the devices do not report how much memory they have"

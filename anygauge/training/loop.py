@@ -23,16 +23,13 @@ from anygauge.interface import (
     DataError,
     Engine,
     LossFunction,
-    Share,
     UpdateResult,
 )
-from anygauge.training.checkpoints.manager import CheckpointManager, StopRequest
-from anygauge.training.meter import MetricsLogger
-from anygauge.training.moving import HostBatch, ToDevice
-from anygauge.training.pending import PendingSteps
+from anygauge.training.checkpoints.manager import CheckpointManager
 from anygauge.training.progress import Progress
 from anygauge.training.schedule import learning_rate
-from anygauge.training.warm_up import WarmUp
+from anygauge.training.step_results import MetricsLogger, PendingSteps
+from anygauge.training.to_device import ToDevice
 
 StopReason = Literal["finished", "stopped"]
 """Why a run's last step was its last: all are done, or it was asked to end and has written a
@@ -44,12 +41,11 @@ class Loop:
     """What a training loop is made of.
 
     Attributes:
-        to_device: moves a micro-batch to the device and makes the model's arguments.
+        to_device: moves micro-batches to the device, and makes the model's arguments.
         loss_function: the model's outputs -> summed loss.
         evaluations: name -> this rank's batches and the loss tokens over all ranks.
+        pending: steps that the device was given, until they are read.
         progress: gets where this rank is.
-        share: the part of each step's rows that this rank reads.
-        warm_up: gives a step's micro-batches to the engine, in the first steps all widths, too.
         start: steps that were done before, in the part of the run that this one resumes.
     """
 
@@ -59,13 +55,11 @@ class Loop:
     to_device: ToDevice
     loss_function: LossFunction
     evaluations: Mapping[str, tuple[Iterable[MicroBatch], int]]
-    meter: MetricsLogger
+    logger: MetricsLogger
+    pending: PendingSteps
     checkpoints: CheckpointManager
-    stop: StopRequest
     settings: TrainSection
     progress: Progress
-    share: Share
-    warm_up: WarmUp
     start: int = 0
 
     def run(self) -> StopReason:
@@ -75,26 +69,23 @@ class Loop:
             NonFiniteLossError: the loss or its gradient became inf or nan; names the rows.
         """
         steps = self.batches.steps
-        if self._due(self.start) and not self.meter.history.evaluated(self.start):
+        pending, checkpoints = self.pending, self.checkpoints
+        if self._due(self.start) and not self.logger.history.evaluated(self.start):
             self.evaluate(self.start)
-        checkpoints = self.checkpoints
-        pending = PendingSteps(
-            self.backend, self.meter, self.stop, checkpoints, self.progress, self.share
-        )
-        with Prefetcher(self._laid_out, steps, STEPS_AHEAD, name="batches-ahead") as ahead:
+        with Prefetcher(self.batches.step, steps, STEPS_AHEAD, name="batches-ahead") as ahead:
             for index in range(self.start, steps):
                 self.progress.at(f"step {index + 1}, forward and backward")
                 pending.begin()
-                tokens = self._loss_tokens(index, pending)
+                tokens = self._loss_tokens(index)
                 batches = ahead.get(index)
                 lr = learning_rate(index, steps, self.settings.optimizer.lr, self.settings.schedule)
                 loss_sums, update = self._train_on(index, batches, tokens, lr)
                 pending.add(index, batches, tokens, lr, loss_sums, update)
                 done, last = index + 1, index + 1 == steps
                 due = last or update.skipped or self._due(done) or checkpoints.due(done)
-                stop = pending.settle(index if due else index - pending.most)
+                stop = pending.read(but=0 if due else pending.ahead)
                 if stop or checkpoints.asked:
-                    pending.settle(index)
+                    pending.read()
                 losses = self.evaluate(done) if self._due(done) and (last or not stop) else {}
                 checkpoints.maybe_save(done, last=last, stop=stop, losses=losses)
                 if stop and not last:
@@ -102,17 +93,17 @@ class Loop:
         return "finished"
 
     def _train_on(
-        self, index: int, batches: Sequence[HostBatch], tokens: int, lr: float
+        self, index: int, batches: Sequence[MicroBatch], tokens: int, lr: float
     ) -> tuple[Sequence[torch.Tensor], UpdateResult]:
         """Run a step and update; a step without loss tokens changes nothing."""
         if not tokens:
             return (), UpdateResult(grad_norm=torch.zeros(()), skipped=False)
-        run_step = self.warm_up.run_step
+        run_step = self.to_device.run_step
         loss_sums = run_step(self.engine, index, batches, self.loss_function, tokens)
         self.progress.at(f"step {index + 1}, update")
         return loss_sums, self.engine.update(lr, self.settings.max_grad_norm)
 
-    def _loss_tokens(self, index: int, pending: PendingSteps) -> int:
+    def _loss_tokens(self, index: int) -> int:
         """Loss tokens of a step over all ranks.
 
         Raises:
@@ -122,15 +113,11 @@ class Loop:
             return self.batches.num_loss_tokens(index)
         except DataError as error:
             # All ranks meet a bad row, but the network may have failed one of several alone.
-            if not isinstance(error, DataAccessError) or self.meter.world_size == 1:
-                pending.settle(index)
+            if not isinstance(error, DataAccessError) or self.logger.world_size == 1:
+                self.pending.read()
                 if index > self.start:
                     self.checkpoints.save_before_error(index)
             raise
-
-    def _laid_out(self, index: int) -> list[HostBatch]:
-        """This rank's micro-batches of a step, ready to be moved; a thread calls this."""
-        return [self.to_device.on_host(batch) for batch in self.batches.step(index)]
 
     def _due(self, done: int) -> bool:
         """Whether an evaluation belongs after `done` steps."""
@@ -147,5 +134,5 @@ class Loop:
             sums = self.engine.evaluate(map(self.to_device, batches), self.loss_function)
             (total,) = self.backend.collectives.sum_on_host([float(sum(sums))])
             losses[name] = total / tokens
-            self.meter.evaluation(done, name, losses[name], tokens)
+            self.logger.evaluation(done, name, losses[name], tokens)
         return losses

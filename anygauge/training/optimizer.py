@@ -1,13 +1,19 @@
 """A run's optimizer: parameter groups with rates and decay, LoRA+, and optimizers that torch lacks.
 
-Those are AdamW with 8-bit state (from bitsandbytes), Adafactor that refuses flattened parameters,
-Lion, and SGD with decoupled decay.
+Those are AdamW with 8-bit state (from bitsandbytes), Lion, and SGD with decoupled decay.
+
+All leave parameters as they are where ``found_inf`` is 1, decided on the device: whoever steps one
+sets this attribute, () float32. torch's fused optimizers do so by themselves. The others take their
+step and are given back what it changed, some parameters at a time, so that a copy of all of them is
+never held.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,8 +22,7 @@ from torch.optim import Optimizer
 
 from anygauge.config.sections import OptimizerSection
 from anygauge.interface import HOST_DEVICE, OptimizerFactory, RunFileError, UnsupportedError
-from anygauge.training.strategy import FUSED_ADAMW as FUSED_ADAMW
-from anygauge.training.undo import undone
+from anygauge.strategies.shared.finite import TAKES_FOUND_INF, UPDATED_AT_ONCE
 
 B_FACTOR = re.compile(r"(^|\.)lora_(embedding_)?B(\.|$)")
 """Names of the factors that LoRA+ trains at a higher rate; peft's naming."""
@@ -54,9 +59,12 @@ def optimizer_factory(
     ) -> Optimizer:
         groups = parameter_groups(section, parameters, shapes)
         if section.name != "adamw":
-            return undone(_MAKERS[section.name](section, groups))
-        kernel = _adamw(fused) if adamw is None else adamw
-        return undone(kernel(groups, lr=section.lr, **_adam_options(section)))
+            return with_found_inf(_MAKERS[section.name](section, groups))
+        first = groups[0]["params"]
+        served = bool(first) and (fused or first[0].device.type == HOST_DEVICE)
+        # None, not False: with False torch does not choose its multi-tensor form.
+        kernel = adamw or functools.partial(torch.optim.AdamW, fused=served or None)
+        return with_found_inf(kernel(groups, lr=section.lr, **_adam_options(section)))
 
     return make
 
@@ -71,7 +79,7 @@ def parameter_groups(
     Matrices are decayed, embeddings too; vectors (norms, biases, magnitudes) are not: there is no
     reason to pull a scale towards zero. ``lr_scale`` is the group's rate as a multiple of the
     run's: `loraplus_lr_ratio` for the adapter's B factors (https://arxiv.org/abs/2402.12354), else
-    1. ``matrices`` is true for a group of matrices.
+    1.
 
     Args:
         shapes: see `OptimizerFactory`.
@@ -80,18 +88,17 @@ def parameter_groups(
         RunFileError: LoRA+ is set, and no parameter is a B factor.
     """
     ratio = section.loraplus_lr_ratio
-    found = False
     groups: dict[tuple[bool, float], dict[str, Any]] = {}
+    found = False
     for name, parameter in parameters:
         matrix = len(shapes[name] if shapes else parameter.shape) >= 2
-        faster = ratio is not None and B_FACTOR.search(name) is not None
-        found = found or faster
-        scale = ratio if ratio is not None and faster else 1.0
+        scale = 1.0
+        if ratio is not None and B_FACTOR.search(name):
+            found, scale = True, ratio
         group = groups.setdefault(
             (matrix, scale),
             {
                 "params": [],
-                "matrices": matrix,
                 "weight_decay": section.weight_decay if matrix else 0.0,
                 "lr": section.lr * scale,
                 "lr_scale": scale,
@@ -105,18 +112,8 @@ def parameter_groups(
         )
     if not groups:
         # A pipeline stage without a trained weight has nothing to step, while other stages do.
-        return [{"params": [], "matrices": True, "weight_decay": 0.0, "lr": section.lr}]
+        return [{"params": [], "weight_decay": 0.0, "lr": section.lr}]
     return list(groups.values())
-
-
-def _adamw(fused: bool) -> AdamW:
-    def make(groups: Groups, **options: Any) -> Optimizer:
-        first = groups[0]["params"]
-        served = bool(first) and (fused or first[0].device.type == HOST_DEVICE)
-        # None, not False: with False torch does not choose its multi-tensor form.
-        return torch.optim.AdamW(groups, fused=served or None, **options)
-
-    return make
 
 
 def _adamw_8bit(section: OptimizerSection, groups: Groups) -> Optimizer:
@@ -178,7 +175,7 @@ def _adam_options(section: OptimizerSection) -> dict[str, Any]:
 
 _MAKERS: dict[str, Callable[[OptimizerSection, Groups], Optimizer]] = {
     "adamw_8bit": _adamw_8bit,
-    "adafactor": lambda s, groups: Adafactor(groups, lr=s.lr),
+    "adafactor": lambda s, groups: torch.optim.Adafactor(groups, lr=s.lr),
     "lion": lambda s, groups: Lion(groups, lr=s.lr, betas=s.betas or (0.9, 0.99)),
     "sgd": lambda s, groups: DecoupledSGD(
         groups, lr=s.lr, momentum=0.9 if s.momentum is None else s.momentum
@@ -186,36 +183,7 @@ _MAKERS: dict[str, Callable[[OptimizerSection, Groups], Optimizer]] = {
 }
 
 
-FLAT = (
-    "optimizer adafactor: it keeps one number per row and column of a matrix, but the strategy "
-    "gives it parameters joined into flat vectors, of which it would keep one per element: another "
-    "optimizer, which saves no memory. Use strategy.name: single, or train.optimizer.name: "
-    "adamw_8bit"
-)
-
-
-class Adafactor(torch.optim.Adafactor):
-    """torch's Adafactor (https://arxiv.org/abs/1804.04235), which refuses flattened parameters.
-
-    ``lr`` bounds the step relative to the parameter's own root mean square:
-    ``min(lr, 1 / sqrt(step)) * max(1e-3, rms(p))``. State: ``step``; ``row_var`` and ``col_var``
-    of a tensor of two or more dimensions, ``variance`` of a vector.
-    """
-
-    def step(self, closure: Any = None) -> Any:
-        """One update.
-
-        Raises:
-            UnsupportedError: an engine has joined the parameters into vectors.
-        """
-        for group in self.param_groups:
-            dimensions = [parameter.dim() for parameter in group["params"]]
-            if group["matrices"] and dimensions and max(dimensions) < 2:
-                raise UnsupportedError(FLAT)
-        return super().step(closure)
-
-
-class ForeachOptimizer(Optimizer):
+class _ForeachOptimizer(Optimizer):
     """Steps whole groups with torch's multi-tensor functions.
 
     Decay is decoupled: a parameter shrinks by ``lr * weight_decay`` of itself before its update,
@@ -228,58 +196,49 @@ class ForeachOptimizer(Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **options})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; returns what `closure` returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if not parameters:
                 continue
             if group["weight_decay"] > 0:
                 torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-            self.update(group, parameters, [p.grad for p in parameters])
-        return loss
+            self._update(group, parameters, [p.grad for p in parameters])
 
-    def update(
+    def _update(
         self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
     ) -> None:
         """Move the parameters of one group, in place."""
         raise NotImplementedError
 
-    def state_tensors(self, name: str, parameters: Iterable[Tensor]) -> list[Tensor]:
+    def _state_tensors(self, name: str, parameters: Iterable[Tensor]) -> list[Tensor]:
         """One state tensor per parameter, of its shape and type; zeros at first use."""
-        found = []
         for parameter in parameters:
-            state = self.state[parameter]
-            if name not in state:
+            if name not in (state := self.state[parameter]):
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            found.append(state[name])
-        return found
+        return [self.state[parameter][name] for parameter in parameters]
 
 
-class Lion(ForeachOptimizer):
+class Lion(_ForeachOptimizer):
     """Evolved sign momentum (Chen et al. 2023, https://arxiv.org/abs/2302.06675, algorithm 2).
 
     ``p -= lr * (sign(b1 * m + (1 - b1) * g) + weight_decay * p)``, then
     ``m = b2 * m + (1 - b2) * g``. Option: ``betas``. State: ``exp_avg``, which is m.
     """
 
-    def update(
+    def _update(
         self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
     ) -> None:
-        """See `ForeachOptimizer.update`."""
         beta1, beta2 = group["betas"]
-        moments = self.state_tensors("exp_avg", parameters)
+        moments = self._state_tensors("exp_avg", parameters)
         directions = torch._foreach_lerp(moments, gradients, 1 - beta1)
         torch._foreach_sign_(directions)
         torch._foreach_add_(parameters, directions, alpha=-group["lr"])
         torch._foreach_lerp_(moments, gradients, 1 - beta2)
 
 
-class DecoupledSGD(ForeachOptimizer):
+class DecoupledSGD(_ForeachOptimizer):
     """Gradient descent with heavy-ball momentum and decoupled decay.
 
     ``m = momentum * m + g``, ``p -= lr * (m + weight_decay * p)``. torch's own SGD adds the decay
@@ -287,13 +246,76 @@ class DecoupledSGD(ForeachOptimizer):
     ``momentum_buffer``, which is m; none without momentum.
     """
 
-    def update(
+    def _update(
         self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
     ) -> None:
-        """See `ForeachOptimizer.update`."""
         if group["momentum"] > 0:
-            moments = self.state_tensors("momentum_buffer", parameters)
+            moments = self._state_tensors("momentum_buffer", parameters)
             torch._foreach_mul_(moments, group["momentum"])
             torch._foreach_add_(moments, gradients)
             gradients = moments
         torch._foreach_add_(parameters, gradients, alpha=-group["lr"])
+
+
+def with_found_inf(optimizer: Optimizer) -> Optimizer:
+    """The same optimizer, which takes ``found_inf`` if it did not.
+
+    Args:
+        optimizer: its state is each parameter's own: a step over some parameters and then over the
+            others is one over all. What is in the state is not undone.
+    """
+    kind = type(optimizer)
+    if not getattr(optimizer, TAKES_FOUND_INF, False):
+        optimizer.__class__ = type(kind.__name__, (_Undoes, kind), {TAKES_FOUND_INF: True})
+    return optimizer
+
+
+class _Undoes(Optimizer):
+    @torch.no_grad()
+    def step(self, closure: None = None) -> Any:  # type: ignore[override]
+        found: Tensor | None = getattr(self, "found_inf", None)
+        if found is None:
+            return super().step(closure)
+        groups = self.param_groups
+        self.found_inf: Tensor | None = None  # torch's unfused optimizers refuse it
+        try:
+            for group, some in _parts(groups):
+                self.param_groups = [{**group, "params": some}]
+                before = _flat(some).clone() if len(some) == 1 else _flat(some)
+                super().step()
+                after = _flat(some)
+                kept = torch.where(found.to(after.device) > 0, before, after, out=before)
+                torch._foreach_copy_(some, _shaped(kept, some))
+        finally:
+            self.param_groups, self.found_inf = groups, found
+        return None
+
+
+def _flat(parameters: Sequence[Tensor]) -> Tensor:
+    """Their elements in one vector: one parameter's own memory, where it is in one piece."""
+    pieces = [parameter.detach().reshape(-1) for parameter in parameters]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _shaped(vector: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a vector's pieces, one after another, in the parameters' shapes."""
+    starts = accumulate((parameter.numel() for parameter in parameters), initial=0)
+    pairs = zip(starts, parameters, strict=False)
+    return [vector.narrow(0, start, p.numel()).view(p.shape) for start, p in pairs]
+
+
+def _parts(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
+    """A group, and some of its parameters with a gradient: `UPDATED_AT_ONCE` numbers, or one."""
+    for group in groups:
+        some: list[Tensor] = []
+        size = 0
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if some and size + parameter.numel() > UPDATED_AT_ONCE:
+                yield group, some
+                some, size = [], 0
+            some.append(parameter)
+            size += parameter.numel()
+        if some:
+            yield group, some

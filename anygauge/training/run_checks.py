@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from anygauge.config.schema import RunFile, resolve_precision
 from anygauge.interface import ModelError, PluginError, ShapePolicy
-from anygauge.models.files import check_weights, read_header
+from anygauge.models.adaptable_layers import surely_match
+from anygauge.models.files import check_weights, read_header, surely_fit
 from anygauge.models.formats import refuse_format
-from anygauge.models.hub import CONFIG, copy_of, is_whole, names_hub
-from anygauge.models.plain import surely_fit
-from anygauge.models.quiet import quiet_libraries
-from anygauge.models.source import check_positions, load_config, local_folder
-from anygauge.models.start import WEIGHTS_FILE, refuse_no_adapter
-from anygauge.models.targets import surely_match
+from anygauge.models.hub import CONFIG, copy_of, missing_files, names_hub
+from anygauge.models.source import check_positions, load_config, local_folder, quiet_libraries
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
-from anygauge.models.vocabulary import described, enlarge, new_tokens
+from anygauge.models.vocabulary import new_tokens
+from anygauge.models.warm_start import WEIGHTS_FILE, refuse_no_adapter
 from anygauge.registry import installed_plugins
 from anygauge.training.checks import Findings
 from anygauge.training.schedule import peak_advice
@@ -95,8 +93,8 @@ class RunChecks:
         tokenizer = self._tokenizer()
         if config is not None and tokenizer is not None:
             if (added := new_tokens(run.model, config, tokenizer, run.train.seed)) is not None:
-                found.notes.append(described(added))
-                enlarge(config, added)
+                found.notes.append(str(added))
+                added.enlarge(config)
             check_vocabulary(config, tokenizer)
         if run.adapter is not None and run.adapter.start_from is not None and self.has_files:
             refuse_no_adapter(Path(run.adapter.start_from))
@@ -139,7 +137,7 @@ class RunChecks:
         section, folder = self.run.model, self.folder
         if folder is None:
             return None
-        if folder != Path(section.name or "") and not is_whole(folder, weights=True):
+        if folder != Path(section.name or "") and missing_files(folder, weights=True):
             return None  # of the hub's model only a part was fetched so far
         try:
             return check_weights(folder)

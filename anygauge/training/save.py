@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from anygauge.data import IGNORED, MicroBatch, described
+from anygauge.data import Tokens, described
 from anygauge.interface import HOST_DEVICE, Job, StrategySpec
 from anygauge.models import card
 from anygauge.models.adapter import load_adapter
@@ -104,16 +105,8 @@ def trained_logits(prepared: PreparedRun) -> Tensor | None:
     if vocabulary is None:
         return None
     ids = probe_tokens(vocabulary)
-    probe = MicroBatch(
-        input_ids=ids,
-        labels=torch.full_like(ids, IGNORED),
-        attention_mask=torch.ones_like(ids),
-        position_ids=torch.arange(ids.shape[1])[None],
-        segment_ids=torch.ones_like(ids) if prepared.run.data.isolates else None,
-        origins=(),
-        num_loss_tokens=0,
-        tokens=ids.numel(),
-    )
+    document = Tokens(ids[0].numpy(), np.zeros(ids.shape[1], dtype=np.bool_))
+    probe = prepared.loop.batches.layout.batch([[document]], ids.shape[1])
     logits = prepared.engine.logits(prepared.loop.to_device(probe))
     # A rank may have been given sequences that are a little longer.
     return None if logits is None else logits[:, : ids.shape[1]]
@@ -135,7 +128,7 @@ def _verified(prepared: PreparedRun, logits: Tensor | None, part: Path, name: st
         if run.adapter is not None and run.model.name is None:
             # No files hold random weights: seed and configuration make them again, for the host,
             # where a device's attention may not run.
-            factory = prepared.factory.having("eager", None)
+            factory = prepared.factory.with_kernels("eager", None)
             model: Any = factory.skeleton()
             materialise(model, factory, device=host, dtype=dtype)
             return load_adapter(model, part).eval()
@@ -156,7 +149,7 @@ def _verified(prepared: PreparedRun, logits: Tensor | None, part: Path, name: st
 def _summary(
     job: Job, prepared: PreparedRun, folder: Path, verified: Verification
 ) -> dict[str, Any]:
-    history = prepared.meter.history
+    history = prepared.logger.history
     return {
         "steps": prepared.loop.batches.steps,
         "first_loss": history.first_loss,
@@ -164,8 +157,8 @@ def _summary(
         "evaluations": history.evaluations,
         "tokens": history.tokens,
         **history.speed(),
-        "memory": prepared.meter.memory(job.expected_memory),
-        "step_s": prepared.meter.step_seconds(job.expected_step_s),
+        "memory": prepared.logger.memory(job.expected_memory),
+        "step_s": prepared.logger.step_seconds(job.expected_step_s),
         "saved": str(folder),
         **({} if prepared.loop.checkpoints.losses else {"checkpoints": NO_CHECKPOINTS}),
         "verified": verified.record(),

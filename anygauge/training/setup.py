@@ -46,15 +46,13 @@ from anygauge.models.card import packed_in_words
 from anygauge.models.export import save_adapter
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
-from anygauge.models.inputs import PLAIN
+from anygauge.models.inputs import PLAIN, answer_from_host
 from anygauge.models.masks import plan_masks
-from anygauge.models.padding import answer_from_host
 from anygauge.models.quantisation import in_words, quantisation
 from anygauge.models.quantised import quantised_layers
 from anygauge.models.result_files import ResultFiles
 from anygauge.models.source import check_positions
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
-from anygauge.models.vocabulary import described as described_tokens
 from anygauge.registry import Registry
 from anygauge.strategies.shared.activations import offload_activations
 from anygauge.strategies.shared.common import torch_dtype, trained_parameters
@@ -67,17 +65,15 @@ from anygauge.training.checkpoints.manager import (
     find_checkpoint,
     import_rank_state,
 )
-from anygauge.training.history import History
 from anygauge.training.loop import Loop
-from anygauge.training.meter import MetricsLogger, StepTokens
-from anygauge.training.moving import ToDevice
-from anygauge.training.optimizer import FUSED_ADAMW, optimizer_factory
+from anygauge.training.optimizer import optimizer_factory
 from anygauge.training.progress import Progress
 from anygauge.training.schedule import depends_on_length, peak_advice
-from anygauge.training.strategy import check_strategy, share_of, workload_of
+from anygauge.training.step_results import History, MetricsLogger, PendingSteps
+from anygauge.training.strategy import FUSED_ADAMW, check_strategy, share_of, workload_of
 from anygauge.training.system import SystemReader, SystemSampler
+from anygauge.training.to_device import ToDevice, WarmUp, warm_up_widths
 from anygauge.training.trackers.group import Trackers, check_trackers, open_trackers
-from anygauge.training.warm_up import WarmUp
 from anygauge.util.events import EventWriter
 from anygauge.util.files import write_text
 from anygauge.util.run_lock import check_lock
@@ -92,7 +88,7 @@ class PreparedRun:
     spec: StrategySpec
     strategy: Strategy
     engine: Engine
-    meter: MetricsLogger
+    logger: MetricsLogger
     factory: CausalModelFactory
     result_files: ResultFiles
     precision: Precision
@@ -157,6 +153,7 @@ def prepare_run(
     job: Job, run: RunFile, rank: Rank, registry: Registry, backend: Backend, strategy: Strategy
 ) -> PreparedRun:
     """Build everything that the loop needs on this rank's opened device."""
+    folder = Path(job.run_directory)
     if rank.index == 0:
         check_trackers(registry, run, os.environ)
     precision = resolve_precision(run.precision, backend.support)
@@ -168,11 +165,11 @@ def prepare_run(
     factory = CausalModelFactory.of(run, torch_dtype(precision.param_dtype))
     check_vocabulary(factory.config, tokenizer)
     if factory.new_tokens is not None:
-        rank.log(described_tokens(factory.new_tokens))
+        rank.log(str(factory.new_tokens))
     check_positions(factory.config, run.data.max_length)
     registry.find_strategy(run.strategy.name).spec.check_model(run.strategy, factory.config)
     plan = plan_kernels(run, backend, kernels, factory)
-    factory = factory.having(plan.attention.name, plan.model)
+    factory = factory.with_kernels(plan.attention.name, plan.model)
     packed = PLAIN
     share = share_of(run, registry, rank.index, rank.world_size)
     if share.sequence is not None or run.data.isolates:
@@ -196,7 +193,8 @@ def prepare_run(
     template = template_to_save(tokenizer, template, kwargs)
     files = ResultFiles(run.model, tokenizer, chat_template=template, end_ids=ends)
     workload = workload_of(run, registry, backend, precision, rank.index, rank.world_size)
-    layout = Layout.of(run, share, tokenizer.pad_token_id, backend.graph.shapes)
+    pad_id, pin = tokenizer.pad_token_id, backend.placement.pin
+    layout = Layout.of(run, share, pad_id, backend.graph.shapes, pin=pin)
     batches = training_batches(data.train, run.data, run.train, layout)
     if short := peak_advice(batches.steps, run.train.optimizer.lr, run.train.schedule):
         rank.warn(short)
@@ -206,10 +204,7 @@ def prepare_run(
         held_out = EvaluationBatches(data.eval, layout)
         evaluations["eval"] = (held_out, data.eval.report.num_loss_tokens)
     resumed = find_checkpoint(
-        "auto" if job.resume else run.checkpoint.resume,
-        Path(job.run_directory),
-        rank.index,
-        backend.collectives,
+        "auto" if job.resume else run.checkpoint.resume, folder, rank.index, backend.collectives
     )
     for text in resumed.skipped:
         rank.warn(text)
@@ -228,10 +223,7 @@ def prepare_run(
             )
     for change in changes:
         rank.log(f"changed since: {change}")
-    quantised = quantisation(run.model)
-    starting: ModelFactory = factory
-    if start is not None:
-        starting = cast("ModelFactory", ResumedFactory(factory, start))
+    starting = factory if start is None else cast("ModelFactory", ResumedFactory(factory, start))
     engine = strategy.build(
         BuildContext(
             factory=starting,
@@ -255,6 +247,7 @@ def prepare_run(
         engine.import_state(start)
         import_rank_state(engine, start, changes, rank.index, rank.world_size, rank.log)
     total, trained = parameter_counts(engine)
+    quantised = quantisation(run.model)
     bits = backend.placement.float32_product_bits
     shortened = bits < Placement.float32_product_bits and precision.param_dtype == "float32"
     rank.log(
@@ -266,57 +259,49 @@ def prepare_run(
     )
     rank.log(f"kernels: {plan.describe()}")
     peak = backend.placement.peak_flops(precision.param_dtype)
-    to_device = ToDevice(
-        backend=backend,
-        compute=precision.param_dtype,
-        packed=packed,
-        progress=rank.progress,
-        share=share,
-        routed=run.train.router_aux_loss_coef > 0,
-    )
-    check = functools.partial(check_lock, Path(job.run_directory), rank.lock)
+    moving: dict[str, Any] = {
+        "backend": backend,
+        "compute": precision.param_dtype,
+        "packed": packed,
+        "progress": rank.progress,
+        "share": share,
+        "routed": run.train.router_aux_loss_coef > 0,
+    }
+    done = 0 if start is None else start.step
+    first_steps, dummies = warm_up_widths(batches, done)
+    # What is measured for products in FP8 must be of rows of the run.
+    if len(dummies) < 2 or precision.fp8:
+        to_device = ToDevice(**moving)
+    else:
+        to_device = WarmUp(**moving, steps=first_steps, dummies=dummies)
+        rank.log(str(to_device))
+    check = functools.partial(check_lock, folder, rank.lock)
+    trackers, system = Trackers({}, rank.warn), None
     if rank.index == 0:
         check()
         accept_start(job)
-    meter = MetricsLogger(
-        path=Path(job.run_directory) / "metrics.jsonl",
+        resumed_from = None if start is None else start.step
+        trackers = open_trackers(registry, run, folder, rank.warn, resumed_from_step=resumed_from)
+        reader = SystemReader(backend.placement, folder)
+        system = SystemSampler(reader.read, run.train.system_every_s, rank.warn)
+    logger = MetricsLogger(
+        path=folder / "metrics.jsonl",
         rank=rank.index,
-        steps=batches.steps,
         world_size=rank.world_size,
-        volume=lambda index: StepTokens(
-            tokens=batches.real_tokens(index),
-            num_loss_tokens=batches.num_loss_tokens(index),
-            sequences=run.train.global_batch_size,
-        ),
-        epoch=batches.epoch,
+        settings=run.train,
+        batches=batches,
         shapes=to_device.shapes,
         flops=step_flops(engine.model, factory.config, engine.parameter_shape),
         peak_flops=peak.value if peak else None,
         backend=backend,
         events=rank.events,
-        trackers=open_trackers(
-            registry,
-            run,
-            Path(job.run_directory),
-            rank.warn,
-            resumed_from_step=None if start is None else start.step,
-        )
-        if rank.index == 0
-        else Trackers({}, rank.warn),
-        system=SystemSampler(
-            SystemReader(backend.placement, Path(job.run_directory)).read,
-            run.train.system_every_s,
-            rank.warn,
-        )
-        if rank.index == 0
-        else None,
-        log_every=run.train.log_every,
-        warmup=run.train.throughput_warmup_steps,
+        trackers=trackers,
+        system=system,
         history=History() if start is None else History.of_record(start.record["history"]),
     )
     manager = CheckpointManager(
         section=run.checkpoint,
-        run_directory=Path(job.run_directory),
+        run_directory=folder,
         engine=engine,
         backend=backend,
         rank=rank.index,
@@ -325,16 +310,16 @@ def prepare_run(
             "world_size": rank.world_size,
             "identity": identity,
             "settings": settings,
-            "history": dataclasses.asdict(meter.history),
+            "history": dataclasses.asdict(logger.history),
             "data": batches.state(done),
         },
         export_adapter=None
         if run.adapter is None
         # Not checked by a forward, unlike a run's result.
-        else lambda folder, trained: save_adapter(
+        else lambda part, trained: save_adapter(
             engine.model,
             trained,
-            folder,
+            part,
             shapes=trained_shapes(engine),
             base=run.model,
             files=files,
@@ -353,11 +338,14 @@ def prepare_run(
         and not engine.refuses_checkpoints,
     )
     manager.scan()
-    done = 0 if start is None else start.step
-    # What is measured for products in FP8 must be of rows of the run.
-    warm_up = WarmUp(batches, to_device, backend.placement, done, off=precision.fp8)
-    if str(warm_up):
-        rank.log(str(warm_up))
+    pending = PendingSteps(
+        backend=backend,
+        logger=logger,
+        stop=StopRequest(),
+        checkpoints=manager,
+        progress=rank.progress,
+        share=share,
+    )
     loop = Loop(
         engine=engine,
         backend=backend,
@@ -365,13 +353,11 @@ def prepare_run(
         to_device=to_device,
         loss_function=model_loss,
         evaluations=evaluations,
-        meter=meter,
+        logger=logger,
+        pending=pending,
         checkpoints=manager,
-        stop=StopRequest(),
         settings=run.train,
         progress=rank.progress,
-        share=share,
-        warm_up=warm_up,
         start=done,
     )
     return PreparedRun(
@@ -380,7 +366,7 @@ def prepare_run(
         spec=registry.find_strategy(run.strategy.name).spec,
         strategy=strategy,
         engine=engine,
-        meter=meter,
+        logger=logger,
         factory=factory,
         result_files=files,
         precision=precision,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from typing import Any
 
@@ -19,9 +20,9 @@ from anygauge.interface import (
     UnsupportedError,
     Workload,
 )
-from anygauge.models.initial import changes_base
+from anygauge.models.factors import changes_base
 from anygauge.models.quantisation import quantisation
-from anygauge.models.start import whole_modules
+from anygauge.models.warm_start import whole_modules
 from anygauge.registry import Registry, missing_of
 from anygauge.registry.specs import load_factory
 
@@ -48,19 +49,15 @@ STATE_BYTES = {
 
 UPDATE_BYTES = 8.0
 """What an update makes for each trained number, for those that are updated at once, in float32:
-a copy from before, for `anygauge.training.undo`, and what the optimizer's step makes, or afterwards
-a copy of what it changed. torch's fused AdamW makes neither."""
+a copy from before (see `anygauge.training.optimizer`), and what the optimizer's step makes, or
+afterwards a copy of what it changed. torch's fused AdamW makes neither."""
 
 FUSED_ADAMW = "fused_adamw"
 """The capability of a device that has a kernel for torch's fused AdamW, which makes nothing."""
 
 
 def check_ranks(spec: StrategySpec, world_size: int, registry: Registry) -> None:
-    """Refuse a number of ranks that a strategy does not run on.
-
-    Raises:
-        RunFileError: names strategies that would do.
-    """
+    """Raises: RunFileError: it does not run on so many ranks; names strategies that would do."""
     if world_size == 1 or not spec.single_process:
         return
     others = [each.spec.name for each in registry.strategies if not each.spec.single_process]
@@ -72,11 +69,7 @@ def check_ranks(spec: StrategySpec, world_size: int, registry: Registry) -> None
 
 
 def check_installed(spec: StrategySpec, registry: Registry) -> None:
-    """Refuse a strategy whose packages are not on this machine.
-
-    Raises:
-        NotAvailableError: says how to install them, and what needs none.
-    """
+    """Raises: NotAvailableError: its packages are not on this machine; how to install them."""
     if not (missing := missing_of(spec)):
         return
     others = [p.spec.name for p in registry.strategies if not p.spec.distributions]
@@ -86,14 +79,9 @@ def check_installed(spec: StrategySpec, registry: Registry) -> None:
 
 
 def check_backend(spec: StrategySpec, backend: Backend) -> None:
-    """Refuse a device that lacks what a strategy needs.
-
-    Raises:
-        UnsupportedError: quotes the backend's reason.
-    """
+    """Raises: UnsupportedError: the device lacks what it needs; quotes the backend's reason."""
     for capability, because in spec.needs.items():
-        support = backend.support(capability)
-        if not support:
+        if not (support := backend.support(capability)):
             raise UnsupportedError(
                 f"backend {backend.name!r} lacks {capability!r}, needed because {because}: "
                 f"{support}"
@@ -129,6 +117,9 @@ def check_strategy(
     precision = None
     if run.precision.param_dtype != "auto":
         precision = resolve_precision(run.precision, backend.support)
+    micro_batches = 0
+    with contextlib.suppress(RunFileError):  # `check_batch` tells it
+        micro_batches = _micro_batches(run, registry, world_size)
     spec.check(
         StrategyRun(
             options=run.strategy,
@@ -136,7 +127,7 @@ def check_strategy(
             optimizer=run.train.optimizer.name,
             activations=run.train.activations,
             adapter=adapter_kind(run.adapter),
-            micro_batches=_micro_batches(run, registry, world_size),
+            micro_batches=micro_batches,
             precision=precision,
             router_aux_loss=run.train.router_aux_loss_coef > 0,
             ranks_run_here=ranks_run_here,
@@ -181,7 +172,9 @@ def check_divided(run: RunFile) -> None:
 def check_offloading(run: RunFile, backend: Backend) -> None:
     """Raises: UnsupportedError: layers' activations are not to be had one by one on this device."""
     graph = backend.graph
-    if run.train.activation_offloading and (graph.accumulates or graph.compiler is not None):
+    if not run.train.activation_offloading:
+        return
+    if graph.accumulates or graph.compiler is not None:
         how = "collects operations into graphs, and each copy to the host would end a graph"
         if graph.compiler is not None:
             how = "compiles layers together with what they keep for backward"
@@ -191,66 +184,48 @@ def check_offloading(run: RunFile, backend: Backend) -> None:
         )
 
 
+def _need(backend: Backend, capability: str, field: str, instead: str) -> None:
+    """Raises: UnsupportedError: quotes the backend's reason for lacking what a field needs."""
+    if not (support := backend.support(capability)):
+        raise UnsupportedError(
+            f"{field}: backend {backend.name!r} lacks {capability!r}: {support}. {instead}"
+        )
+
+
 def check_optimizer_support(run: RunFile, backend: Backend) -> None:
     """Raises: UnsupportedError: quotes the backend's reason for lacking what an optimizer needs."""
-    optimizer = run.train.optimizer
-    for field, asked, need, instead in (
-        ("paged", optimizer.paged, PAGED, "Leave it out"),
-        (
-            f"name: {EIGHT_BIT}",
-            optimizer.name == EIGHT_BIT,
-            EIGHT_BIT,
-            "Use adamw, which keeps four times as many bytes, or lion",
-        ),
-    ):
-        if asked and not (support := backend.support(need)):
-            raise UnsupportedError(
-                f"train.optimizer.{field}: backend {backend.name!r} lacks {need!r}: {support}. "
-                f"{instead}"
-            )
+    if run.train.optimizer.paged:
+        _need(backend, PAGED, "train.optimizer.paged", "Leave it out")
+    if run.train.optimizer.name == EIGHT_BIT:
+        instead = "Use adamw, which keeps four times as many bytes, or lion"
+        _need(backend, EIGHT_BIT, f"train.optimizer.name: {EIGHT_BIT}", instead)
 
 
 def check_fp8(run: RunFile, spec: StrategySpec, backend: Backend) -> None:
-    """Refuse ``precision.fp8`` where it cannot work, or where nobody has tried it.
-
-    Raises:
-        UnsupportedError: quotes the reason of the backend or strategy, or names what does not go
-            with it.
-    """
+    """Raises: UnsupportedError: ``precision.fp8`` cannot work, or nobody has tried it; why."""
     if not run.precision.fp8:
         return
-    support = backend.support(FP8)
-    if not support:
-        raise UnsupportedError(
-            f"precision.fp8: backend {backend.name!r} lacks {FP8!r}: {support}. With "
-            "precision.fp8: false, linear layers multiply in precision.param_dtype"
-        )
+    instead = "With precision.fp8: false, linear layers multiply in precision.param_dtype"
+    _need(backend, FP8, "precision.fp8", instead)
     if why := spec.refuses_fp8(run.strategy):
         raise UnsupportedError(
             f"precision.fp8: strategy {spec.name!r}: {why}. Use strategy.name: zero without "
             "offload, or single; or set precision.fp8: false"
         )
-    for field, used, why in (
-        (
-            "model.quantise",
-            run.model.quantise is not None,
-            "quantised layers hold codes and multiply by a library of their own",
-        ),
-        (
-            "adapter.dora",
-            run.adapter is not None and run.adapter.dora,
-            "DoRA computes norms of whole weights, which nobody has tried with converted layers",
-        ),
-        (
-            "adapter.modules_to_save",
-            bool(whole_modules(run.adapter)),
-            "each such module has a copy beside it, which nobody has tried to convert",
-        ),
-    ):
-        if used:
-            raise UnsupportedError(
-                f"precision.fp8 and {field}: {why}. Leave {field} out, or set precision.fp8: false"
-            )
+    if run.model.quantise is not None:
+        field = "model.quantise"
+        why = "quantised layers hold codes and multiply by a library of their own"
+    elif run.adapter is not None and run.adapter.dora:
+        field = "adapter.dora"
+        why = "DoRA computes norms of whole weights, which nobody has tried with converted layers"
+    elif whole_modules(run.adapter):
+        field = "adapter.modules_to_save"
+        why = "each such module has a copy beside it, which nobody has tried to convert"
+    else:
+        return
+    raise UnsupportedError(
+        f"precision.fp8 and {field}: {why}. Leave {field} out, or set precision.fp8: false"
+    )
 
 
 def check_quantised(run: RunFile, backend: Backend, *, ranks_run_here: bool) -> None:
@@ -276,12 +251,7 @@ def check_quantised(run: RunFile, backend: Backend, *, ranks_run_here: bool) -> 
             "adapter.dora: peft cannot load a DoRA adapter onto bitsandbytes' 8-bit layers, so you "
             "could not use the result. Use model.quantise: nf4, or leave dora out"
         )
-    support = backend.support(QUANTISED[asked.type])
-    if not support:
-        raise UnsupportedError(
-            f"model.quantise: {asked.type}: backend {backend.name!r} lacks "
-            f"{QUANTISED[asked.type]!r}: {support}. Leave it out"
-        )
+    _need(backend, QUANTISED[asked.type], f"model.quantise: {asked.type}", "Leave it out")
     if backend.graph.compiler is not None:
         raise UnsupportedError(
             f"model.quantise: backend {backend.name!r} compiles layers, which was not tested with "
@@ -294,20 +264,8 @@ def check_quantised(run: RunFile, backend: Backend, *, ranks_run_here: bool) -> 
         )
 
 
-def _micro_batches(run: RunFile, registry: Registry, world_size: int) -> int:
-    parts = share_of(run, registry, 0, world_size).count
-    try:
-        return accumulation(run.train.global_batch_size, run.train.sequences_at_once(parts), parts)
-    except RunFileError:
-        return 0
-
-
 def create_strategy(registry: Registry, run: RunFile) -> Strategy:
-    """The strategy that a run file names.
-
-    Raises:
-        PluginError: its plugin is broken.
-    """
+    """The strategy that a run file names. Raises: PluginError: its plugin is broken."""
     strategy: Strategy = load_factory(registry.find_strategy(run.strategy.name))(run.strategy)
     return strategy
 
@@ -320,8 +278,12 @@ def share_of(run: RunFile, registry: Registry, rank: int, world_size: int) -> Sh
 
 def check_batch(run: RunFile, registry: Registry, world_size: int) -> None:
     """Raises: RunFileError: the global batch cannot be divided over the ranks."""
+    _micro_batches(run, registry, world_size)
+
+
+def _micro_batches(run: RunFile, registry: Registry, world_size: int) -> int:
     parts = share_of(run, registry, 0, world_size).count
-    accumulation(run.train.global_batch_size, run.train.sequences_at_once(parts), parts)
+    return accumulation(run.train.global_batch_size, run.train.sequences_at_once(parts), parts)
 
 
 def workload_of(

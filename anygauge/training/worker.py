@@ -137,7 +137,7 @@ def run_rank(
             opened.callback(prepared.engine.close)
             # Until the end: a request that comes while the result is saved comes too late.
             if not prepared.engine.refuses_checkpoints:
-                opened.enter_context(prepared.loop.stop.listening())
+                opened.enter_context(prepared.loop.pending.stop.listening())
             if index == 0:
                 say_that_it_started(job, rank, prepared)
                 check_lock(folder, lock)
@@ -150,16 +150,16 @@ def run_rank(
                 with progress.unlike_others("saving the result", collectives, then_limit_s=limit):
                     summary = save(job, rank, prepared)
         except BaseException as error:
-            prepared.meter.close("failed")
-            if isinstance(error, NonFiniteLossError) and prepared.meter.history.step == 0:
+            prepared.logger.close("failed")
+            if isinstance(error, NonFiniteLossError) and prepared.logger.history.step == 0:
                 with progress.long("looking at the base's weights"):
                     prepared.factory.check_numbers()
             raise
-        prepared.meter.close(reason)
+        prepared.logger.close(reason)
         if reason == "stopped":
-            step = prepared.meter.history.step
+            step = prepared.logger.history.step
             return Stopped(step, str(checkpoint_folder(folder, step)))
-    if troubles := prepared.meter.trackers.troubles:
+    if troubles := prepared.logger.trackers.troubles:
         summary["trackers"] = "; ".join(troubles)
     summary["start_s"] = start_s
     summary["seconds"] = time.monotonic() - began

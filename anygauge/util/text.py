@@ -60,6 +60,12 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)) or "none"
 
 
+def first_line(error: BaseException | str) -> str:
+    """The first line of what an error says; its type, if it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
 def describe(error: BaseException) -> str:
     """An exception from foreign code in one line: its type, its text and where it was raised."""
     text = " ".join(str(error).split())

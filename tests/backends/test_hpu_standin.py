@@ -29,7 +29,8 @@ import habana_frameworks.torch.hpu as hpu
 import habana_standin
 from torch.utils import _foreach_utils as lists
 from anygauge.config.sections import OptimizerSection
-from anygauge.training.optimizer import FUSED_ADAMW, optimizer_factory
+from anygauge.training.optimizer import optimizer_factory
+from anygauge.training.strategy import FUSED_ADAMW
 from anygauge_hpu.backend import HpuBackend
 
 hpu.init()

@@ -14,7 +14,7 @@ from anygauge.cli import run as command
 from anygauge.cli.data import example
 from anygauge.cli.trained import model_origin, question_ids
 from anygauge.config.schema import ModelSection
-from anygauge.data.encode import Encoded
+from anygauge.data.encode import Tokens
 from anygauge.interface import DataError, RunFileError
 from anygauge.launch import prepare, prepare_endings
 from tests.helpers.chats import make_chat_tokenizer
@@ -138,7 +138,7 @@ def test_colours_show_what_is_learned(tmp_path: Path) -> None:
     ids = tokenizer("ab[INST]cd</s>", add_special_tokens=False)["input_ids"]
     from_here = ids.index(tokenizer.convert_tokens_to_ids("[INST]")) + 1
     loss_mask = np.arange(len(ids)) >= from_here
-    sequence = Encoded(ids=np.asarray(ids, dtype=np.int32), loss_mask=loss_mask, record=0)
+    sequence = Tokens(ids=np.asarray(ids, dtype=np.int32), loss_mask=loss_mask, record=0)
     text = example(tokenizer, sequence, in_colour=True)
     assert text.plain == "ab[INST]cd</s>"
     styles = {text.plain[span.start : span.end]: span.style for span in text.spans}

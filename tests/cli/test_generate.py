@@ -63,9 +63,9 @@ def test_a_hub_that_does_not_answer_is_given_up_shortly() -> None:
     import huggingface_hub
 
     from anygauge.models import hub as module
-    from anygauge.models.hub import fetch, wanted
+    from anygauge.models.hub import download_requests, fetch
 
-    (want,) = wanted(ModelSection(name="nobody/no-such-model"))
+    (want,) = download_requests(ModelSection(name="nobody/no-such-model"))
     limits: list[float] = []
 
     def model_info(self: Any, name: str, *, timeout: float, **options: Any) -> None:

@@ -98,17 +98,17 @@ def batches(tokenizer, counting):
 def read(source, cache=None):
     """The records of a source; looked at from the beginning, and read from elsewhere, as well."""
     opened = open_source(source, "data.train", cache)
-    records = [row.record(opened.origin) for row in opened.rows(0)]
+    records = [row.parsed(opened.origin) for row in opened.rows(0)]
     assert first_records(source, 3, "data.train") == records[:3]
     for start in {1, len(records) // 2, len(records)} - {0}:
-        assert [row.record(opened.origin) for row in opened.rows(start)] == records[start:]
+        assert [row.parsed(opened.origin) for row in opened.rows(start)] == records[start:]
     assert opened.count() in (None, len(records), source.limit)
     return records
 
 
 def content(batches, index):
     """Of each micro-batch of a step: its tokens, labels and origins."""
-    return [(b.input_ids.tolist(), b.labels.tolist(), b.origins) for b in batches.step(index)]
+    return [(b.input_ids.tolist(), b.shift_labels.tolist(), b.origins) for b in batches.step(index)]
 
 
 def origins(batches, index):

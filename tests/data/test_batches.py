@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from anygauge.config.schema import DataSection, SourceSection, TrainSection
-from anygauge.data import IGNORED, EvaluationBatches, Layout, Schedule, accumulation, prepare
-from anygauge.data.batches import RowBatches, measure, pack
+from anygauge.data import EvaluationBatches, Layout, Schedule, accumulation, prepare
+from anygauge.data.batches import IGNORED, RowBatches, measure, pack
 from anygauge.data.order import packing_order
 from anygauge.interface import RunFileError, ShapeKind, ShapePolicy, Share
 from tests.data.conftest import origins
@@ -41,7 +41,16 @@ def origins_of(rows):
 
 def check(batch, rows, packed):
     """Everything that must hold for any micro-batch; recomputed from the definition."""
-    ids, labels, mask = batch.input_ids, batch.labels, batch.attention_mask
+    ids, mask = batch.input_ids, batch.attention_mask
+    # Of the positions themselves.
+    labels = torch.nn.functional.pad(batch.shift_labels[:, :-1], (1, 0), value=IGNORED)
+    assert (batch.shift_labels[:, -1] == IGNORED).all()
+    assert batch.has_padding == (0 in mask)
+    if batch.loss_rows is not None:
+        assert (
+            batch.loss_rows.tolist()
+            == (batch.shift_labels.flatten() != IGNORED).nonzero()[:, 0].tolist()
+        )
     kinds = {(tensor.dtype, tensor.shape) for tensor in batch.tensors().values()}
     assert kinds == {(torch.int64, ids.shape)}
     assert batch.num_loss_tokens == int((labels[:, 1:] != IGNORED).sum())
@@ -78,12 +87,12 @@ def test_a_batch_token_by_token(tokenizer, source, packing):
     no = IGNORED
     if not packing:
         assert batch.input_ids.tolist() == [[0, a, b, 1, PAD, PAD], [0, a, b, c, d, 1]]
-        assert batch.labels.tolist() == [[no, no, b, 1, no, no], [no, no, b, c, d, 1]]
+        assert batch.shift_labels.tolist() == [[no, b, 1, no, no, no], [no, b, c, d, 1, no]]
         assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 0, 0], [1] * 6]
         assert batch.position_ids.tolist() == [list(range(6))] * 2
         return
     assert batch.input_ids.tolist() == [[0, a, b, c, d, 1, 0, a, b, 1, PAD, PAD]]
-    assert batch.labels.tolist() == [[no, no, b, c, d, 1, no, no, b, 1, no, no]]
+    assert batch.shift_labels.tolist() == [[no, b, c, d, 1, no, no, b, 1, no, no, no]]
     if packing == "concatenate":
         assert batch.position_ids.tolist() == [list(range(12))]
     else:

@@ -15,8 +15,8 @@ import pytest
 
 from anygauge.config.schema import DataSection
 from anygauge.data import described, prepare, rows
-from anygauge.data.readers import RawRow
-from anygauge.data.rows import Tokenise, Workers, chunks_of, documents_of, usable_cores
+from anygauge.data.readers import Record
+from anygauge.data.rows import Tokenise, Workers, chunks_of, documents_of, records_of, usable_cores
 from anygauge.data.template import unwatched
 from anygauge.interface import DataAccessError, DataError
 from tests.helpers.chats import assistant, user
@@ -38,7 +38,7 @@ def small_chunks(monkeypatch):
 
 def chats(*texts):
     return tuple(
-        RawRow(number, {"messages": [user(text), assistant("yes")]})
+        Record({"messages": [user(text), assistant("yes")]}, place=number)
         for number, text in enumerate(texts, start=1)
     )
 
@@ -80,7 +80,7 @@ def test_without_a_number_workers_start_once_there_are_many_rows(
     monkeypatch.setattr(rows, "Workers", Here)
     monkeypatch.setattr(rows, "usable_cores", lambda: 99)
     found = chunks_of(iter(chats(*["go"] * count)), work, None, unwatched)
-    assert [chunk.records for chunk in found] == chunks
+    assert [records_of(chunk) for chunk in found] == chunks
     assert asked == [16] * of_workers
     assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))
 
@@ -119,7 +119,7 @@ def test_rows_of_a_stream_are_tokenised_by_a_process_within_limits(work, monkeyp
     tokens = [[one.ids.tolist() for row in documents for one in row] for documents, _ in found]
     assert tokens[0] == tokens[1] and found[0][1] == found[1][1]
     with pytest.raises(DataError, match=r"^x:9: column 'messages' holds null"):
-        workers(0, (RawRow(9, {"messages": None}),))
+        workers(0, (Record({"messages": None}, place=9),))
     (worker,) = set(multiprocessing.active_children()) - set(before)
     monkeypatch.setattr(rows, "SILENCE_S", 1.0)
     said = r"data\.chat_template took more than 1 s for x:2\. Correct the template or the row"

@@ -17,7 +17,7 @@ from anygauge.data import Layout, Prefetcher, Schedule, readers
 from anygauge.data.batches import pack
 from anygauge.data.encode import Counts
 from anygauge.data.prepare import packs_of
-from anygauge.data.readers import RawRow
+from anygauge.data.readers import Record
 from anygauge.data.rows import Tokens
 from anygauge.data.streaming import PackedStream, RowStream, StreamedRows
 from anygauge.interface import DataError, RunFileError, ShapeKind, ShapePolicy
@@ -331,12 +331,12 @@ def test_packs_are_full_and_counted_once(batches, source, tmp_path, monkeypatch)
 def test_no_more_than_two_blocks_are_held(batches, source, monkeypatch):
     held, most, lock = set(), [0], threading.Lock()
 
-    class Counted(RawRow):
-        def __new__(cls, *args):
-            made = super().__new__(cls, *args)
+    class Counted(Record):
+        def __new__(cls, *args, **fields):
+            made = super().__new__(cls, *args, **fields)
             with lock:
                 # Not a row that another test's thread still reads ahead.
-                if args[1] == b'{"text": "counted"}\n':
+                if args[0] == b'{"text": "counted"}\n':
                     held.add(id(made))
                 most[0] = max(most[0], len(held))
             return made
@@ -345,7 +345,7 @@ def test_no_more_than_two_blocks_are_held(batches, source, monkeypatch):
             with lock:
                 held.discard(id(self))
 
-    monkeypatch.setattr(readers, "RawRow", Counted)
+    monkeypatch.setattr(readers, "Record", Counted)
     train = source([{"text": "counted"}] * 230)
     made = batches(train=train, shuffle_buffer=32, settings={"steps": 100})
     for index in range(made.steps):

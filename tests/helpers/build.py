@@ -26,7 +26,6 @@ from anygauge.interface import (
     Workload,
 )
 from anygauge.models.factory import CausalModelFactory
-from anygauge.models.inputs import shift_labels
 from anygauge.registry import Registry
 from anygauge.registry.specs import load_factory, load_options
 from anygauge.strategies.shared.materialise import materialise
@@ -149,6 +148,11 @@ def build_context(
         ),
         **{"clip_grad_norm": nn.utils.clip_grad_norm_, **more},
     )
+
+
+def shift_labels(labels: Tensor) -> Tensor:
+    """What each position is to predict: the label of the next one, and -100 at the end."""
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
 
 
 def batch_of(ids: Tensor, labels: Tensor | None = None, **inputs: Any) -> DeviceBatch:

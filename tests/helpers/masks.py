@@ -7,9 +7,9 @@ from itertools import groupby
 from typing import Any
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data.encode import Counts, Encoded, RowEncoder
+from anygauge.data.encode import Counts, RowEncoder, Tokens
 from anygauge.data.readers import Record
-from anygauge.data.rows import EncodedChunk, batch_of, documents_of
+from anygauge.data.rows import batch_of, documents_of
 
 
 def encoder(tokenizer: Any, form: str, source: dict[str, Any] | None = None, **data: Any) -> Any:
@@ -21,20 +21,20 @@ def encoder(tokenizer: Any, form: str, source: dict[str, Any] | None = None, **d
 
 def encode(
     tokenizer: Any, form: str, *rows: dict[str, Any], **fields: Any
-) -> tuple[list[Encoded], Counts]:
+) -> tuple[list[Tokens], Counts]:
     """What rows become, each of them one line of a file."""
     records = [Record(row, f"c.jsonl:{line}") for line, row in enumerate(rows, start=1)]
     return encoded(encoder(tokenizer, form, **fields), records)
 
 
-def encoded(rows: RowEncoder, records: Sequence[Record]) -> tuple[list[Encoded], Counts]:
+def encoded(rows: RowEncoder, records: Sequence[Record]) -> tuple[list[Tokens], Counts]:
     """The sequences of records, and what became of all of them."""
     every = rows.encode(records)
-    chunk = EncodedChunk(records=len(records), batch=batch_of(every, range(len(records))))
+    chunk = batch_of(every, range(len(records)))
     return [one for one in every if len(one.ids)], documents_of(chunk, "{}")[1]
 
 
-def stretches(tokenizer: Any, sequence: Encoded) -> list[tuple[bool, str]]:
+def stretches(tokenizer: Any, sequence: Tokens) -> list[tuple[bool, str]]:
     """The texts of neighbouring tokens that are all loss tokens, or all not."""
     pairs = zip(sequence.loss_mask.tolist(), sequence.ids.tolist(), strict=True)
     groups = groupby(pairs, key=lambda pair: pair[0])
@@ -48,7 +48,7 @@ def text_of(tokenizer: Any, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def marked(tokenizer: Any, sequence: Encoded) -> str:
+def marked(tokenizer: Any, sequence: Tokens) -> str:
     """The whole text with its stretches of loss tokens between ⟦ and ⟧."""
     return "".join(
         f"⟦{text}⟧" if has_loss else text for has_loss, text in stretches(tokenizer, sequence)

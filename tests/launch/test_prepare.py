@@ -23,8 +23,7 @@ from anygauge.launch.prepare import prepare_run
 from anygauge.launch.prepare_request import PrepareAnswer, PrepareRequest
 from anygauge.launch.request import read_request
 from anygauge.launch.watchdog import ProcessSample
-from anygauge.models.hub import wanted
-from anygauge.models.hub_errors import HubUnreachableError
+from anygauge.models.hub import HubUnreachableError, download_requests
 from anygauge.training.checks import Findings
 from tests.helpers.gaudi import without_driver
 from tests.helpers.runs import TINY, run_file
@@ -180,7 +179,7 @@ def test_a_check_that(case: str, ask: Callable[..., PrepareAnswer]) -> None:
         ask(*events, then=then, limit_s=0.2 if then.endswith(HANGS) else None)
 
 
-FETCH = PrepareRequest(fetch=tuple(wanted(ModelSection(name="somebody/model"))))
+FETCH = PrepareRequest(fetch=tuple(download_requests(ModelSection(name="somebody/model"))))
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,7 @@ from anygauge.launch.prepare import prepare
 from anygauge.launch.prepare_process import failed, misses_torch
 from anygauge.launch.prepare_request import PrepareRequest
 from anygauge.launch.prepare_stages import Stages
-from anygauge.models.hub import wanted
-from anygauge.models.hub_errors import HubUnreachableError
+from anygauge.models.hub import HubUnreachableError, download_requests
 from anygauge.registry import installed_plugins
 from anygauge.training.auto import in_words
 from anygauge.util.events import EventWriter
@@ -148,7 +147,7 @@ def test_only_a_fetch_has_the_network(tmp_path: Path, hub: Hub) -> None:
     """The stage after it finds the copy, of which it may not ask whether it is the newest."""
     path = run_file(tmp_path, model={"name": NAME})
     shown: list[str] = []
-    fetch = tuple(wanted(load_run_file(path).model))
+    fetch = tuple(download_requests(load_run_file(path).model))
     request = check_of(path).model_copy(update={"fetch": fetch})
     with pytest.raises(ModelError, match="cannot be read as weights"):
         prepare(request, show=lambda event: shown.append(event["event"]))
@@ -163,7 +162,7 @@ def test_a_hub_that_does_not_answer_refuses_a_run_alone(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    request = PrepareRequest(fetch=tuple(wanted(ModelSection(name=NAME))))
+    request = PrepareRequest(fetch=tuple(download_requests(ModelSection(name=NAME))))
     with pytest.raises(HubUnreachableError, match="HF_HUB_OFFLINE is set") as refused:
         prepare(request)
     lenient = request.model_copy(update={"unreachable_refuses": False})

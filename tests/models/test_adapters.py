@@ -147,7 +147,6 @@ def test_a_run_saves_what_it_trained_and_proves_it(
     name: str, base: Callable[[str], Path], tmp_path: Path
 ) -> None:
     from peft import AutoPeftModelForCausalLM
-    from safetensors.torch import load_file
 
     kind, fields, _ = KINDS[name]
     run = trained_here(
@@ -168,20 +167,3 @@ def test_a_run_saves_what_it_trained_and_proves_it(
     assert after != pytest.approx(before, rel=2e-5)
     model = AutoPeftModelForCausalLM.from_pretrained(folder).eval()
     assert plain_loss(model, run) == pytest.approx(after, rel=1e-5)
-    if name != "groups":
-        return
-    tensors = load_file(folder / "adapter_model.safetensors")
-    inner = {
-        each.removeprefix("base_model.model.").removesuffix(".lora_A.weight"): len(tensor)
-        for each, tensor in tensors.items()
-        if each.endswith("lora_A.weight")
-    }
-    assert inner["model.layers.0.self_attn.q_proj"] == inner["lm_head"] == 4
-    assert inner["model.layers.1.self_attn.q_proj"] == inner["model.layers.1.mlp.up_proj"] == 2
-    assert "model.layers.0.mlp.up_proj" not in inner
-    config = json.loads((folder / "adapter_config.json").read_text())
-    assert (config["base_model_name_or_path"], config["lora_alpha"]) == (str(base(kind)), 32)
-    # One step of AdamW moves each number of B alike; another alpha is multiplied in.
-    of_b = {n: t.abs().max() for n, t in tensors.items() if n.endswith("lora_B.weight")}
-    usual = of_b["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"]
-    assert of_b["base_model.model.lm_head.lora_B.weight"] / usual == pytest.approx(5.5 / 32, 1e-2)

@@ -64,6 +64,9 @@ class Batch:
     position_ids: Tensor
     segment_ids: Tensor | None
 
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
 
 def padded() -> Batch:
     ids = torch.randint(1, 96, (3, LENGTH), generator=torch.Generator().manual_seed(3))
@@ -122,7 +125,7 @@ def results(model: Any, batch: Batch, masks_of: str) -> tuple[Tensor, dict[str, 
     # transformers compiles what makes masks by blocks; on processors without AVX-512 the code that
     # torch writes for it reads beyond the end of short rows, and says so.
     with torch.compiler.set_stance("force_eager"):
-        logits = model(**model_inputs(batch, torch.float32, plan)).logits
+        logits = model(**model_inputs(batch.tensors(), torch.float32, plan)).logits
     real = logits[batch.attention_mask.bool()]
     if real.requires_grad:
         real.pow(2).mean().backward()
@@ -156,8 +159,8 @@ def test_windows_matter(case: str) -> None:
         model = build(made, "eager")
         plan = plan_masks(made, "eager", LENGTH)
         assert 7 in dict(plan.windows).values()
-        right = model(**model_inputs(batch, torch.float32, plan)).logits
-        wide = model(**model_inputs(batch, torch.float32)).logits
+        right = model(**model_inputs(batch.tensors(), torch.float32, plan)).logits
+        wide = model(**model_inputs(batch.tensors(), torch.float32)).logits
     assert not torch.allclose(right, wide, atol=1e-4)
 
 
@@ -177,7 +180,7 @@ def test_a_packed_document_is_what_it_is_alone_or_packing_is_refused(case: str) 
     assert batch.segment_ids is not None
     here = batch.segment_ids[0] == 2
     with torch.no_grad():
-        together = model(**model_inputs(batch, torch.float32, plan)).logits[0, here]
+        together = model(**model_inputs(batch.tensors(), torch.float32, plan)).logits[0, here]
         alone = model(input_ids=batch.input_ids[:1, here], use_cache=False).logits[0]
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
 

@@ -14,8 +14,7 @@ from anygauge.interface import ModelError
 from anygauge.models.files import LazyTensor, WeightFiles
 from anygauge.models.generate import load_for_inference
 from tests.helpers.build import model_factory, on_host
-from tests.models.families import FAMILIES, SIZES, saved
-from tests.models.formats import as_fp8_blocks, as_mxfp4
+from tests.models.families import FAMILIES, SIZES, as_fp8_blocks, as_mxfp4, saved
 
 pytest.importorskip("transformers.core_model_loading", reason="since transformers 5")
 

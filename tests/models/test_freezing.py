@@ -12,14 +12,10 @@ from safetensors.torch import load_file
 
 from anygauge.cli import run as command
 from anygauge.config.load import load_run_file
-from anygauge.config.schema import TrainSection
 from anygauge.config.sections import OptimizerSection
 from anygauge.interface import AnygaugeError, ModelError, RunFileError
-from anygauge.models.freezing import Freezing
-from anygauge.models.verify import probe_tokens
 from anygauge.training.optimizer import optimizer_factory
-from tests.helpers.build import model_factory
-from tests.helpers.runs import TINY, check_here, run_file, save_tiny, trained_here
+from tests.helpers.runs import check_here, run_file, save_tiny, trained_here
 
 SECOND = r"model\.layers\.1\..*"
 PLAIN: dict[str, Any] = {
@@ -41,8 +37,6 @@ def file(folder: Path, model: Path | None, train: dict[str, Any], **changes: Any
 
 
 def test_only_what_matches_is_trained_and_all_is_saved(model: Path, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     train = {"trainable": [SECOND, r"lm_head\.weight"], "frozen": [r".*norm\.weight"]}
     run = trained_here(file(tmp_path / "run", model, train))
     before = load_file(model / "model.safetensors")
@@ -55,9 +49,6 @@ def test_only_what_matches_is_trained_and_all_is_saved(model: Path, tmp_path: Pa
     assert not any("norm" in name for name in found) and len(found) == 8
     report = json.loads((run.folder / "report.json").read_text())
     assert report["verified"]["logits"] < 1e-3
-    loaded = AutoModelForCausalLM.from_pretrained(run.folder / "model").eval()
-    with torch.no_grad():
-        assert loaded(input_ids=probe_tokens(512)).logits.isfinite().all()
 
 
 def test_a_run_goes_on_and_another_choice_is_another_run(tmp_path: Path) -> None:
@@ -80,18 +71,12 @@ def test_a_run_goes_on_and_another_choice_is_another_run(tmp_path: Path) -> None
         ({"frozen": [".*"]}, "leave nothing to train"),
     ],
 )
-def test_expressions_that_choose_nothing(train: Any, message: str) -> None:
-    freezing = Freezing.of(TrainSection(**train))
-    assert freezing is not None
-    factory = model_factory(TINY, freezing=freezing)
-    with pytest.raises(ModelError, match=message):
-        factory.adapt(factory.skeleton())
-
-
-def test_refused_before_ranks_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expressions_that_choose_nothing_are_refused_before_ranks_start(
+    train: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_here(monkeypatch)
-    path = file(tmp_path / "run", None, {"frozen": ["lm_head"]})
-    with pytest.raises(ModelError, match="matches no parameter"):
+    path = file(tmp_path / "run", None, train)
+    with pytest.raises(ModelError, match=message):
         command(["train", str(path)])
     assert not (tmp_path / "run" / "out").exists()
 

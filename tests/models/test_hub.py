@@ -5,7 +5,9 @@ The hub is a stand-in of its HTTP interface (`tests/standins/hub.py`).
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,8 +18,15 @@ import pytest
 
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
-from anygauge.models.hub import Fetched, copy_of, fetch, is_whole, wanted, wanted_for_plan
-from anygauge.models.hub_errors import HubUnreachableError
+from anygauge.models.hub import (
+    Fetched,
+    HubUnreachableError,
+    copy_of,
+    download_requests,
+    fetch,
+    missing_files,
+    requests_for_plan,
+)
 from tests.standins.hub import Hub, Repository, use_hub
 
 NAME = "somebody/model"
@@ -75,10 +84,10 @@ def want(hub: Hub, *parts: Mapping[str, bytes], **changes: Any) -> Fetched:
     """Put a model there, if parts of one are given, and fetch what a run needs of it."""
     if parts:
         hub.repositories[NAME] = Repository(files={k: v for p in parts for k, v in p.items()})
-    weights = changes.pop("weights", True)
+    weights, log = changes.pop("weights", True), changes.pop("log", list[str]().append)
     found = None
-    for one in wanted(ModelSection(**{"name": NAME, **changes}), weights=weights):
-        found = fetch(one)
+    for one in download_requests(ModelSection(**{"name": NAME, **changes}), weights=weights):
+        found = fetch(one, log=log)
     assert found is not None
     return found
 
@@ -113,49 +122,53 @@ def test_only_what_is_needed_is_fetched_and_once(
     assert (again.folder, again.new) == (found.folder, 0)
 
 
-def test_code_is_fetched_where_it_may_run(hub: Hub) -> None:
-    weights = {"model.safetensors": b"0", "deep/more_code.py": b"pass"}
-    want(hub, SMALL, USELESS, weights, trust_remote_code=True)
-    expected = [*SMALL, "model.safetensors", "model_code.py", "deep/more_code.py"]
-    assert hub.files() == sorted(expected)
-
-
 def test_a_dry_run_fetches_no_weights(hub: Hub) -> None:
     found = want(hub, SMALL, SHARDS, USELESS, weights=False)
     assert hub.files() == sorted([*SMALL, "model.safetensors.index.json"])
     assert (found.new, found.left) == (sum(map(len, SMALL.values())) + len(INDEX), 500)
-    assert not is_whole(found.folder, weights=True) and is_whole(found.folder, weights=False)
+    assert missing_files(found.folder) == ["model-1.safetensors", "model-2.safetensors"]
+    assert missing_files(found.folder, weights=False) == []
     hub.requests.clear()
     assert want(hub).new == 500
     assert hub.files() == ["model-1.safetensors", "model-2.safetensors"]
-    assert is_whole(found.folder, weights=True)
+    assert missing_files(found.folder) == []
+
+
+CONFIGS = ["README.md", "config.json", "generation_config.json"]
+
+
+def test_what_is_fetched_follows_the_run(hub: Hub) -> None:
+    """Code where it may run, and a tokenizer of another repository."""
+    code = {"deep/more_code.py": b"pass"}
+    hub.repositories["other/words"] = Repository(files={**SMALL, **USELESS, **SHARDS})
+    of_run = {"tokenizer": "other/words", "revision": "main", "trust_remote_code": True}
+    want(hub, SMALL, SHARDS, USELESS, code, **of_run)
+    by_repository = {r.path.split("/resolve/")[0] for r in hub.requests if "/resolve/" in r.path}
+    assert by_repository == {f"/{NAME}", "/other/words"}
+    of_model = [*CONFIGS, *SHARDS, *code, "model_code.py"]
+    assert hub.files() == sorted([*of_model, *SMALL, "model_code.py"])
 
 
 def test_a_plan_fetches_the_configuration_alone(hub: Hub) -> None:
     hub.repositories[NAME] = Repository(files={**SMALL, **SHARDS, **USELESS})
-    (only,) = wanted_for_plan(ModelSection(name=NAME, tokenizer="some/tokenizer"))
+    (only,) = requests_for_plan(ModelSection(name=NAME, tokenizer="some/tokenizer"))
     fetch(only)
-    assert hub.files() == ["README.md", "config.json", "generation_config.json"]
+    assert hub.files() == CONFIGS
     tokens = ModelSection(name=NAME, tokenizer="some/tokenizer", new_tokens=["<a>"])
-    assert [w.tokenizer for w in wanted_for_plan(tokens)] == [True, True], "they are counted"
-
-
-def test_a_tokenizer_of_another_repository(hub: Hub) -> None:
-    hub.repositories["other/words"] = Repository(files={**SMALL, **USELESS, **SHARDS})
-    want(hub, SMALL, SHARDS, tokenizer="other/words", revision="main")
-    of_model = ["README.md", "config.json", "generation_config.json", *SHARDS]
-    assert hub.files() == sorted([*of_model, *SMALL])
-    by_repository = {r.path.split("/resolve/")[0] for r in hub.requests if "/resolve/" in r.path}
-    assert by_repository == {f"/{NAME}", "/other/words"}
+    assert [r.tokenizer for r in requests_for_plan(tokens)] == [True, True], "they are counted"
 
 
 def test_folders_are_not_asked_for(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").touch()
     tokenizer = str(tmp_path / "tokenizer.json")
-    assert wanted(ModelSection(name=str(tmp_path))) == []
-    assert wanted(ModelSection(name=str(tmp_path / "nothing"), tokenizer=tokenizer)) == []
-    assert wanted(ModelSection(config={"model_type": "llama"}, tokenizer=tokenizer)) == []
-    (one,) = wanted(ModelSection(name=NAME, tokenizer=tokenizer))
+    nothing = str(tmp_path / "nothing")
+    for section in (
+        ModelSection(name=str(tmp_path)),
+        ModelSection(name=nothing, tokenizer=tokenizer),
+        ModelSection(config={"model_type": "llama"}, tokenizer=tokenizer),
+    ):
+        assert download_requests(section) == []
+    (one,) = download_requests(ModelSection(name=NAME, tokenizer=tokenizer))
     assert (one.name, one.tokenizer, one.weights) == (NAME, False, "all")
 
 
@@ -216,7 +229,7 @@ def test_progress_is_told_in_bytes(hub: Hub, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(module, "_TURN_S", 0.0)
     hub.repositories[NAME] = Repository(files={**SMALL, **SHARDS})
-    (one,) = wanted(ModelSection(name=NAME))
+    (one,) = download_requests(ModelSection(name=NAME))
     told: list[tuple[int, int]] = []
     said: list[str] = []
     found = fetch(one, lambda done, total: told.append((done, total)), said.append)
@@ -231,9 +244,17 @@ REFUSALS: dict[str, tuple[str, str | None, str]] = {
     "gated, another": ("gated", "hf_x", r"is gated: accept its licence .* the account of your tok"),
     "private, nobody": ("private", None, r"nor a model of .*for a private one, log in \(hf auth l"),
     "private, another": ("private", "hf_x", r"nor a model of .* that the account of your token ma"),
-    "a wrong token": ("refused", "hf_x", r"refuses your token \(401: Invalid cred.* Create a new"),
-    "forbidden": ("forbidden", "hf_x", r"forbids 'somebody/model' .*\(403: Your token may not"),
-    "broken": ("broken", None, r"cannot answer for 'somebody/model' now \(.*503.*try again later"),
+    "a wrong token": (
+        "refused",
+        "hf_x",
+        r"refuses 'somebody/model' \(401: Invalid cred.* expired: log in",
+    ),
+    "forbidden": (
+        "forbidden",
+        "hf_x",
+        r"refuses 'somebody/model' \(403: Your token may not.* ask its",
+    ),
+    "broken": ("broken", None, r"cannot answer for 'somebody/model' now \(.*503.*try later"),
 }
 
 
@@ -249,7 +270,7 @@ def test_each_refusal_has_its_own_message(
         want(hub)
     assert "\n" not in str(caught.value) and "Request ID" not in str(caught.value)
     assert str(caught.value).startswith("model.name: ")
-    assert not isinstance(caught.value, HubUnreachableError)
+    assert isinstance(caught.value, HubUnreachableError) == (access == "broken")
 
 
 def test_names_and_revisions_that_are_not_there(hub: Hub) -> None:
@@ -258,7 +279,7 @@ def test_names_and_revisions_that_are_not_there(hub: Hub) -> None:
     hub.repositories[NAME] = Repository(files=SMALL)
     with pytest.raises(ModelError, match=r"has no revision 'v9'.*a branch, a tag or a commit"):
         want(hub, revision="v9")
-    with pytest.raises(ModelError, match=r"nor a valid name on the hub"):
+    with pytest.raises(ModelError, match=r"nor a model of .* \(Cannot have -- or"):
         want(hub, name="a/b--c")
 
 
@@ -300,17 +321,33 @@ def test_a_hub_that_is_not_there_or_switched_off(
     use_hub(monkeypatch, there_is_none, tmp_path)
     with pytest.raises(HubUnreachableError, match=r"cannot be reached: .*HTTPS_PROXY") as caught:
         want(hub)
-    assert nobody in str(caught.value) and "a copy is on" not in str(caught.value)
+    assert nobody in str(caught.value)
     assert "reached: [Errno 111] Connection refused. Check" in str(caught.value)
     use_hub(monkeypatch, hub, tmp_path)
     found = want(hub, SMALL, SHARDS)
     use_hub(monkeypatch, there_is_none, tmp_path)
-    with pytest.raises(HubUnreachableError, match="a copy is on this machine: export HF_HUB_OFFL"):
+    logged: list[str] = []
+    assert want(hub, log=logged.append) == Fetched(folder=found.folder)
+    (line,) = logged
+    assert "cannot be reached" in line and f"may be older: {found.folder}" in line
+    (found.folder / "model-2.safetensors").unlink()
+    with pytest.raises(HubUnreachableError, match="cannot be reached"):
         want(hub)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert want(hub).folder == found.folder
-    (found.folder / "model-2.safetensors").unlink()
-    with pytest.raises(HubUnreachableError, match=r"HF_HUB_OFFLINE is set, .* only a part of"):
+    with pytest.raises(HubUnreachableError, match=r"HF_HUB_OFFLINE is set.* without 'model-2\.s"):
         want(hub)
-    with pytest.raises(HubUnreachableError, match=r"HF_HUB_OFFLINE is set, .* no copy of"):
+    (found.folder / "model-2.safetensors").touch()
+    assert want(hub).folder == found.folder
+    with pytest.raises(HubUnreachableError, match=r"HF_HUB_OFFLINE is set.* no copy of"):
         want(hub, name="other/model")
+
+
+def test_a_disk_that_is_full(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import file_download
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(file_download, "http_get", full)
+    with pytest.raises(ModelError, match=r"cannot be stored in .*/hub: No space left .* Make room"):
+        want(hub, SMALL, SHARDS)

@@ -23,9 +23,9 @@ LENGTH = 96
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Each position's loss in nats: (B, T) float32, zero where there is no loss."""
     losses = torch.nn.functional.cross_entropy(
-        logits[:, :-1].transpose(1, 2).float(), labels[:, 1:], ignore_index=-100, reduction="none"
+        logits.transpose(1, 2).float(), labels, ignore_index=-100, reduction="none"
     )
-    return torch.nn.functional.pad(losses, (1, 0))
+    return losses
 
 
 def losses_by_document(model: Any, tokenizer: Any, packing: bool) -> list[list[float]]:
@@ -45,12 +45,14 @@ def losses_by_document(model: Any, tokenizer: Any, packing: bool) -> list[list[f
     found = []
     for batch in batches:
         with torch.no_grad():
-            losses = token_losses(model(**model_inputs(batch, torch.float32)).logits, batch.labels)
+            losses = token_losses(
+                model(**model_inputs(batch.tensors(), torch.float32)).logits, batch.shift_labels
+            )
         segments = batch.segment_ids if packing else batch.attention_mask
         assert segments is not None
         for row in range(len(segments)):
             for segment in range(1, int(segments[row].max()) + 1):
-                here = (segments[row] == segment) & (batch.labels[row] != -100)
+                here = (segments[row] == segment) & (batch.shift_labels[row] != -100)
                 if here.any():
                     ids = batch.input_ids[row][segments[row] == segment].tolist()
                     found.append((ids, losses[row][here].tolist()))

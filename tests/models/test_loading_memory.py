@@ -13,8 +13,7 @@ from anygauge.models.files import LazyTensor
 from anygauge.strategies.shared.materialise import decoder_layers, materialise
 from tests.helpers.build import model_factory
 from tests.helpers.host_bytes import HostBytes
-from tests.models.families import of_family
-from tests.models.formats import as_fp8_blocks, as_mxfp4
+from tests.models.families import as_fp8_blocks, as_mxfp4, of_family
 
 pytest.importorskip("transformers.core_model_loading", reason="since transformers 5")
 

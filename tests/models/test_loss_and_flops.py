@@ -5,7 +5,6 @@ from torch import nn
 
 from anygauge.kernels.loss import summed_cross_entropy
 from anygauge.models.flops import step_flops
-from anygauge.models.inputs import shift_labels
 
 
 def test_the_loss_is_a_sum_over_supervised_tokens_in_float32() -> None:
@@ -22,11 +21,6 @@ def test_the_loss_is_a_sum_over_supervised_tokens_in_float32() -> None:
                 expected -= scores[targets[row, place]].item()
     assert total.dtype is torch.float32
     assert abs(total.item() - expected) < 1e-5 * expected
-
-
-def test_each_position_predicts_the_next_ones_label() -> None:
-    labels = torch.tensor([[5, 6, -100, 7], [-100, 1, 2, 3]])
-    assert shift_labels(labels).tolist() == [[6, -100, 7, -100], [1, 2, 3, -100]]
 
 
 def test_nothing_supervised_gives_zero_with_a_gradient() -> None:

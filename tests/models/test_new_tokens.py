@@ -20,7 +20,7 @@ from anygauge.models.files import LazyTensor
 from anygauge.models.source import load_config
 from anygauge.models.tokenizer import load_tokenizer
 from anygauge.models.verify import probe_tokens, relative_difference
-from anygauge.models.vocabulary import Enlarged, NewTokens, described, new_tokens, start_rows
+from anygauge.models.vocabulary import Enlarged, NewTokens, new_tokens, start_rows
 from tests.helpers.runs import check_here, run_file, save_tiny, trained_here
 from tests.helpers.tokenizer import VOCABULARY
 
@@ -82,11 +82,20 @@ def by_hand(model: Path, adapter: Path) -> Any:
     return names["model"]
 
 
-def test_rows_are_trained_and_load_with_plain_peft(model: Path, tmp_path: Path) -> None:
+def test_rows_are_trained_and_load_with_plain_peft(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    run = trained_here(file(tmp_path / "run", model))
+    path = file(tmp_path / "run", model)
+    assert command(["train", str(path), "--dry-run"]) == 0
+    assert "3 new tokens, numbers 400 to 402; the embedding has 403" in capsys.readouterr().out
+    run = trained_here(path)
+    assert load_run_file(run.folder / "run.yaml").model.new_special_tokens == [
+        "<|user|>",
+        "<|end|>",
+    ]
     adapter = run.folder / "adapter"
     report = json.loads((run.folder / "report.json").read_text())
     assert report["verified"]["logits"] < 1e-3
@@ -105,29 +114,13 @@ def test_rows_are_trained_and_load_with_plain_peft(model: Path, tmp_path: Path) 
     whole = AutoModelForCausalLM.from_pretrained(merged)
     assert whole.config.vocab_size == VOCABULARY + 3 == len(AutoTokenizer.from_pretrained(merged))
     assert relative_difference(logits(whole), one) < 1e-5
+    answer = ["--prompt", "<|user|> say", "--max-new-tokens", "4", "--backend", "cpu"]
+    assert command(["generate", str(run.folder), *answer]) == 0
+    named = ["generate", str(model), "--adapter", str(adapter), "--raw", *answer]
+    assert command(named) == 0
     before = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
     rows = load_file(adapter / "adapter_model.safetensors")[names[-1]]
     assert (rows - before.double().mean(0).float()).abs().max() > 0
-
-
-@pytest.mark.slow
-def test_the_command_line_sees_them(
-    one_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = file(tmp_path / "run", one_model)
-    assert command(["train", str(path), "--dry-run"]) == 0
-    out = capsys.readouterr().out
-    assert f"3 new tokens, numbers {VOCABULARY} to {VOCABULARY + 2}" in out
-    assert f"the embedding has {VOCABULARY + 3} rows, {VOCABULARY} before" in out
-    run = trained_here(path)
-    again = load_run_file(run.folder / "run.yaml")
-    assert again.model.new_special_tokens == ["<|user|>", "<|end|>"]
-    answer = ["--prompt", "<|user|> say", "--max-new-tokens", "4", "--backend", "cpu"]
-    assert command(["generate", str(run.folder), *answer]) == 0
-    ours = capsys.readouterr().out
-    named = ["generate", str(one_model), "--adapter", str(run.folder / "adapter"), "--raw", *answer]
-    assert command(named) == 0
-    assert ours
 
 
 def test_all_weights_are_saved_with_the_new_size(model: Path, tmp_path: Path) -> None:
@@ -153,7 +146,7 @@ def test_rows_to_spare_are_used(tmp_path: Path) -> None:
     model = base(tmp_path / "model", vocab_size=VOCABULARY + 2)
     new = new_tokens_of(model)
     assert (new.rows, new.rows_before) == (VOCABULARY + 3, VOCABULARY + 2)
-    assert "2 of them in spare rows of the embedding" in described(new)
+    assert "2 of them in spare rows of the embedding" in str(new)
     run = trained_here(file(tmp_path / "run", model))
     indices = json.loads((run.folder / "adapter" / "adapter_config.json").read_text())
     assert indices["trainable_token_indices"] == {
@@ -238,7 +231,7 @@ def test_parts_of_an_enlarged_value() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"new_tokens": ["a b", " "]}, "token 2 is ' '"),
+        ({"new_tokens": ["a b", " "]}, "' ' is empty"),
         ({"new_tokens": ["xyzzy"], "new_special_tokens": ["xyzzy"]}, "'xyzzy' is listed twice"),
         ({"new_special_tokens": ["</s>"]}, "'</s>' is already token 1 of the tokenizer"),
     ],

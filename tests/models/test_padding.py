@@ -10,7 +10,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 
 from anygauge.interface import AttentionKernel
 from anygauge.kernels.attention import register_attention
-from anygauge.models.padding import answer_from_host, state_padding
+from anygauge.models.inputs import answer_from_host, state_padding
 from tests.helpers.runs import tiny_model
 
 SLIDING = {"model_type": "mistral", "sliding_window": 3}

@@ -25,10 +25,10 @@ def batch() -> MicroBatch:
     ids[1, 7:], mask[1, 7:] = 2, 0
     return MicroBatch(
         input_ids=ids,
-        labels=torch.full_like(ids, -100),
+        shift_labels=torch.full_like(ids, -100),
         attention_mask=mask,
         position_ids=torch.arange(12).expand(2, -1),
-        segment_ids=None,
+        has_padding=True,
         origins=(),
         num_loss_tokens=0,
         tokens=24,
@@ -42,7 +42,7 @@ def test_rows_of_one_document_have_the_architectures_own_positions(family: str) 
     model: Any = AutoModelForCausalLM.from_config(config_of(family, **decoder)).eval()
     given = batch()
     with torch.no_grad():
-        logits = model(**model_inputs(given, torch.float32)).logits
+        logits = model(**model_inputs(given.tensors(), torch.float32)).logits
         own = model(input_ids=given.input_ids, attention_mask=given.attention_mask).logits
     real = given.attention_mask.bool()
     assert torch.equal(logits[real], own[real])

@@ -180,7 +180,8 @@ def loads(backend: Backend, folder: str, model_type: str) -> dict[str, Any]:
     """Load as a strategy does, and compare with transformers' own way."""
     factory = model_factory(base := Path(folder, "base"))
     attention = library_attention(backend, factory.config).name
-    found, wanted = logits(on_host(factory.having(attention, None))), logits(plain(base, attention))
+    found = logits(on_host(factory.with_kernels(attention, None)))
+    wanted = logits(plain(base, attention))
     assert torch.equal(found, wanted), f"logits differ by {relative_difference(found, wanted):.1e}"
     return {}
 

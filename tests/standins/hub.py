@@ -126,7 +126,8 @@ def _answer(hub: Hub, handler: BaseHTTPRequestHandler) -> None:
     start = int(span[1]) if span else 0
     end = int(span[2]) + 1 if span and span[2] else None
     hub.requests.append(Request(handler.command, path, start, end))
-    if tree := re.fullmatch("/api/(datasets/[^/]+/[^/]+)/(tree|paths-info)/([^/]+)/?(.*)", path):
+    of_tree = "/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)/(tree|paths-info)/([^/]+)/?(.*)"
+    if tree := re.fullmatch(of_tree, path):
         repository = hub.repositories.get(tree[1])
         if refusal := _refusal(repository, handler.headers, tree[1]):
             return send(handler, *refusal)

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,73 +27,86 @@ from tests.strategies import parity_rank
 from tests.strategies.parity_rank import CONFIG, ParityCase
 
 Result = dict[str, Any]
+SLOW = pytest.mark.slow
 
-EVERY_SECOND = {"recomputed": True, "every": 2}
-SELECTIVE = {"recomputed": True, "selective": True}
+
+def of(strategy: str, options: Mapping[str, Any] | None = None, **more: Any) -> ParityCase:
+    return ParityCase(strategy=strategy, options=dict(options or {}), **more)
+
+
+RECOMPUTED = {"recomputed": True}
+EVERY_SECOND = {**RECOMPUTED, "every": 2}
+SELECTIVE = {**RECOMPUTED, "selective": True}
 NOTHING_RESIDENT = {"stage3_param_persistence_threshold": 0}
 ALL = {"lora": False}
 SGD = {"optimizer": "sgd"}
+BF16 = {"dtype": "bfloat16"}
 STAGE3 = {"stage": 3, "options": NOTHING_RESIDENT}
 GATHERED = {"cp": 2}
 ULYSSES = {"cp": 2, "cp_method": "ulysses"}
 TENSOR = {"tp": 2}
 WITHOUT_SP = {"tp": 2, "sequence_parallel": False}
 PIPELINE = {"pp": 2}
-DIVIDED_STAGES = {"tp": 2, "pp": 2}
+BOTH = {"tp": 2, "pp": 2}
+REPLICAS = {"dp_replicate": 2}
+STEP, HOST = {"gather": "step"}, {"offload": "both"}
+HPZ = {"zero_hpz_partition_size": 2}
 FORGETFUL = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
 """Otherwise DeepSpeed keeps the output layer from its forward to its backward: both are near."""
-FUSED = {"strategy": "zero", "options": STAGE3, "fused": True, **SGD}
+FUSED = {"fused": True, **SGD}
 ON_HEAD = {"targets": ["q_proj", "lm_head"]}
 TIED = {**CONFIG, "tie_word_embeddings": True}
 CAPPED = {
     **{**CONFIG, "model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 16},
     "final_logit_softcapping": 5.0,
 }
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+UNTIED = {**CAPPED, "tie_word_embeddings": False}
+EAGER = {"attention": "eager"}
+STAGES = [{"stage": stage} for stage in range(4)]
+SCHEDULES = [
+    {"pp": 2, "schedule": name} for name in ("gpipe", "1f1b", "interleaved", "zero_bubble")
+]
+ON_HOST = [{"stage": 2, "offload": "optimizer"}, {"offload": "optimizer"}]
+if not offloads_gradients():
+    ON_HOST = []
 TWO = [
-    ParityCase(strategy="ddp"),
-    ParityCase(strategy="ddp", **ALL, **SGD),
-    ParityCase(strategy="ddp", dtype="bfloat16"),
-    ParityCase(strategy="fsdp"),
-    ParityCase(strategy="fsdp", recomputed=True, **SGD),
-    ParityCase(strategy="fsdp", **ALL, **SGD),
-    ParityCase(strategy="fsdp", options={"gather": "step"}),
-    ParityCase(strategy="fsdp", options={"offload": "both"}),
-    ParityCase(strategy="fsdp", dtype="bfloat16"),
-    ParityCase(strategy="ddp", packed=True, **SGD),
-    ParityCase(strategy="ddp", options=GATHERED, packed=True, **SGD),
-    ParityCase(strategy="ddp", options=ULYSSES, **ALL, **SGD),
-    ParityCase(strategy="fsdp", options=GATHERED, recomputed=True, **SGD),
-    ParityCase(strategy="fsdp", options=GATHERED, **ALL, **SGD),
-    ParityCase(strategy="fsdp", options=ULYSSES, packed=True, recomputed=True, **SGD),
-    ParityCase(strategy="ddp", options=TENSOR, **SGD),
-    ParityCase(strategy="ddp", options=TENSOR, packed=True, recomputed=True),
-    ParityCase(strategy="ddp", options=TENSOR, dtype="bfloat16"),
-    ParityCase(strategy="ddp", options=WITHOUT_SP, recomputed=True, **SGD),
-    ParityCase(strategy="ddp", options=TENSOR, offloaded=True, **EVERY_SECOND, **SGD),
-    ParityCase(strategy="ddp", options=WITHOUT_SP, packed=True, **ALL, **SGD),
-    *(ParityCase(strategy="ddp", options={"pp": 2, "schedule": s}, **SGD) for s in SCHEDULES),
-    ParityCase(strategy="ddp", options=PIPELINE, packed=True, recomputed=True),
-    ParityCase(strategy="zero", packed=True, **SGD),
-    *(ParityCase(strategy="zero", options={"stage": stage}) for stage in range(4)),
-    *(ParityCase(strategy="zero", options={"stage": stage}, **ALL, **SGD) for stage in range(4)),
-    ParityCase(strategy="zero", options={"stage": 3, "options": NOTHING_RESIDENT}, recomputed=True),
-    *(
-        ParityCase(strategy="zero", options={"stage": 2, "offload": "optimizer"}, **ALL, **SGD)
-        for _ in range(offloads_gradients())
-    ),
-    *(
-        ParityCase(strategy="zero", options={"offload": "optimizer"}, recomputed=True, **SGD)
-        for _ in range(offloads_gradients())
-    ),
-    ParityCase(strategy="zero", recomputed=True, dtype="bfloat16"),
-    ParityCase(strategy="zero", options={"stage": 3, "offload": "both"}),
-    ParityCase(strategy="zero", options=STAGE3, **EVERY_SECOND, **SGD),
-    ParityCase(strategy="zero", options={"gather": "layer"}, recomputed=True, **SGD),
-    ParityCase(strategy="ddp", options=PIPELINE, recomputed=True, **ALL, **SGD),
-    ParityCase(**FUSED, recomputed=True, adapter=ON_HEAD),
-    ParityCase(**FUSED, **ALL, model=TIED),
-    ParityCase(**FUSED, **ALL, model=CAPPED, attention="eager", recomputed=True),
+    of("ddp"),
+    of("ddp", **ALL, **SGD),
+    of("ddp", **BF16),
+    of("fsdp"),
+    of("fsdp", **RECOMPUTED, **SGD),
+    of("fsdp", **ALL, **SGD),
+    of("fsdp", STEP),
+    of("fsdp", HOST),
+    of("fsdp", **BF16),
+    of("ddp", packed=True, **SGD),
+    of("ddp", GATHERED, packed=True, **SGD),
+    of("ddp", ULYSSES, **ALL, **SGD),
+    of("fsdp", GATHERED, **RECOMPUTED, **SGD),
+    of("fsdp", GATHERED, **ALL, **SGD),
+    of("fsdp", ULYSSES, packed=True, **RECOMPUTED, **SGD),
+    of("ddp", TENSOR, **SGD),
+    of("ddp", TENSOR, packed=True, **RECOMPUTED),
+    of("ddp", TENSOR, **BF16),
+    of("ddp", WITHOUT_SP, **RECOMPUTED, **SGD),
+    of("ddp", TENSOR, offloaded=True, **EVERY_SECOND, **SGD),
+    of("ddp", WITHOUT_SP, packed=True, **ALL, **SGD),
+    *(of("ddp", schedule, **SGD) for schedule in SCHEDULES),
+    of("ddp", PIPELINE, packed=True, **RECOMPUTED),
+    of("zero", packed=True, **SGD),
+    *(of("zero", stage) for stage in STAGES),
+    *(of("zero", stage, **ALL, **SGD) for stage in STAGES),
+    of("zero", STAGE3, **RECOMPUTED),
+    *(of("zero", there, **ALL, **SGD) for there in ON_HOST[:1]),
+    *(of("zero", there, **RECOMPUTED, **SGD) for there in ON_HOST[1:]),
+    of("zero", **RECOMPUTED, **BF16),
+    of("zero", {"stage": 3, **HOST}),
+    of("zero", STAGE3, **EVERY_SECOND, **SGD),
+    of("zero", {"gather": "layer"}, **RECOMPUTED, **SGD),
+    of("ddp", PIPELINE, **RECOMPUTED, **ALL, **SGD),
+    of("zero", STAGE3, **FUSED, **RECOMPUTED, adapter=ON_HEAD),
+    of("zero", STAGE3, **FUSED, **ALL, model=TIED),
+    of("zero", STAGE3, **FUSED, **ALL, **RECOMPUTED, model=CAPPED, **EAGER),
 ]
 EVERYTHING = {"dora": True, "targets": ".*"}
 GPT2 = {
@@ -108,122 +121,87 @@ GROUPED = {
     "groups": [{"targets": ["embed_tokens", "lm_head"], "r": 2, "alpha": 128}],
 }
 ADAPTERS = [
-    ParityCase(strategy="zero", options=STAGE3, recomputed=True, adapter=EVERYTHING, **SGD),
-    ParityCase(strategy="zero", options={"stage": 3}, adapter=EVERYTHING, recomputed=True, **SGD),
-    ParityCase(strategy="zero", options=STAGE3, adapter=EVERYTHING, **SGD),
-    ParityCase(strategy="zero", options={"stage": 2}, adapter=EVERYTHING, recomputed=True, **SGD),
-    ParityCase(
-        strategy="zero",
-        options=STAGE3,
-        recomputed=True,
-        adapter={**EVERYTHING, "dropout": 0.2},
-        **SGD,
-    ),
-    ParityCase(
-        strategy="zero",
-        options=STAGE3,
-        recomputed=True,
-        adapter=EVERYTHING,
-        model=GPT2,
-        attention="eager",
-        **SGD,
-    ),
-    ParityCase(strategy="zero", options=STAGE3, recomputed=True, adapter=GROUPED, **SGD),
+    of("zero", STAGE3, **RECOMPUTED, adapter=EVERYTHING, **SGD),
+    of("zero", {"stage": 3}, **RECOMPUTED, adapter=EVERYTHING, **SGD),
+    of("zero", STAGE3, adapter=EVERYTHING, **SGD),
+    of("zero", {"stage": 2}, **RECOMPUTED, adapter=EVERYTHING, **SGD),
+    of("zero", STAGE3, **RECOMPUTED, adapter={**EVERYTHING, "dropout": 0.2}, **SGD),
+    of("zero", STAGE3, **RECOMPUTED, adapter=EVERYTHING, model=GPT2, **EAGER, **SGD),
+    of("zero", STAGE3, **RECOMPUTED, adapter=GROUPED, **SGD),
 ]
 RULE = {"loraplus_lr_ratio": 4.0, "weight_decay": 0.1}
 MORE_ON_TWO = [
     *(
-        ParityCase(strategy="zero", options={"stage": stage}, optimizer=optimizer, rule=RULE)
+        of("zero", {"stage": stage}, optimizer=optimizer, rule=RULE)
         for stage in (0, 1, 3)
         for optimizer in ("adamw", "adamw_8bit", "lion", "sgd", "adafactor")
         if optimizer != "adafactor" or stage == 0  # it needs matrices, which the others flatten
     ),
-    ParityCase(strategy="ddp", options=TENSOR, recomputed=True, **ALL, **SGD),
-    *(
-        ParityCase(strategy="ddp", options={"pp": 2, "schedule": s}, recomputed=True, **ALL, **SGD)
-        for s in SCHEDULES
-    ),
-    ParityCase(strategy="ddp", options=PIPELINE, offloaded=True, **SELECTIVE, **SGD),
-    ParityCase(strategy="ddp", options=PIPELINE, dtype="bfloat16"),
-    ParityCase(strategy="ddp", options=GATHERED, **EVERY_SECOND, **SGD),
-    ParityCase(strategy="fsdp", **SELECTIVE, **ALL, **SGD),
-    ParityCase(strategy="fsdp", options=ULYSSES, offloaded=True, **SGD),
-    ParityCase(strategy="zero", options=STAGE3, offloaded=True, **ALL, **SGD),
-    ParityCase(**FUSED),
-    ParityCase(**FUSED, model=TIED, recomputed=True),
-    ParityCase(**FUSED, **ALL, recomputed=True),
-    ParityCase(
-        **FUSED,
-        model={**CAPPED, "tie_word_embeddings": False},
-        attention="eager",
-        adapter=ON_HEAD,
-    ),
+    of("ddp", TENSOR, **RECOMPUTED, **ALL, **SGD),
+    *(of("ddp", schedule, **RECOMPUTED, **ALL, **SGD) for schedule in SCHEDULES),
+    of("ddp", PIPELINE, offloaded=True, **SELECTIVE, **SGD),
+    of("ddp", PIPELINE, **BF16),
+    of("ddp", GATHERED, **EVERY_SECOND, **SGD),
+    of("fsdp", **SELECTIVE, **ALL, **SGD),
+    of("fsdp", ULYSSES, offloaded=True, **SGD),
+    of("zero", STAGE3, offloaded=True, **ALL, **SGD),
+    of("zero", STAGE3, **FUSED),
+    of("zero", STAGE3, **FUSED, model=TIED, **RECOMPUTED),
+    of("zero", STAGE3, **FUSED, **ALL, **RECOMPUTED),
+    of("zero", STAGE3, **FUSED, model=UNTIED, adapter=ON_HEAD, **EAGER),
 ]
 FOUR = [
-    ParityCase(strategy="ddp", **SGD),
-    ParityCase(strategy="fsdp", **SGD),
-    ParityCase(strategy="fsdp", options={"dp_replicate": 2}, **SGD),
-    ParityCase(strategy="fsdp", options={"dp_replicate": 2}, recomputed=True, **ALL, **SGD),
-    ParityCase(strategy="fsdp", options={"dp_replicate": 2, "gather": "step"}),
-    ParityCase(strategy="fsdp", options={"dp_shard": 4, "offload": "both"}, **ALL),
-    ParityCase(strategy="ddp", options=GATHERED, **SGD),
-    ParityCase(strategy="fsdp", options=GATHERED, packed=True, **ALL, **SGD),
-    ParityCase(strategy="fsdp", options={"cp": 2, "dp_replicate": 2}, **SGD),
-    ParityCase(strategy="ddp", options=TENSOR, **ALL, **SGD),
-    ParityCase(strategy="fsdp", options=TENSOR, packed=True, recomputed=True, **SGD),
-    ParityCase(strategy="fsdp", options=TENSOR, **ALL, **SGD),
-    ParityCase(strategy="fsdp", options={"tp": 2, "dp_replicate": 2, "dp_shard": 1}, **SGD),
-    ParityCase(strategy="ddp", options=PIPELINE, packed=True, **SGD),
-    ParityCase(strategy="ddp", options={"pp": 2, "schedule": "gpipe"}, **ALL, **SGD),
-    ParityCase(strategy="ddp", options={"pp": 4}, recomputed=True, **SGD),
-    *(
-        ParityCase(strategy="ddp", options={**DIVIDED_STAGES, "schedule": s}, **ALL, **SGD)
-        for s in SCHEDULES
-    ),
-    ParityCase(strategy="ddp", options={"pp": 2, **WITHOUT_SP}, recomputed=True, **SGD),
-    ParityCase(strategy="ddp", options=DIVIDED_STAGES, **ALL, **SGD, model=TIED),
-    ParityCase(strategy="fsdp", options=TENSOR, **SELECTIVE, **ALL, **SGD),
-    ParityCase(strategy="fsdp", options={"cp": 4, "cp_method": "ulysses"}, packed=True, **SGD),
-    ParityCase(
-        strategy="zero", options={"stage": 3, "options": {"zero_hpz_partition_size": 2}}, **SGD
-    ),
-    ParityCase(
-        strategy="zero",
-        options={"stage": 3, "options": {"zero_hpz_partition_size": 2, **NOTHING_RESIDENT}},
-        **ALL,
-        **SGD,
-    ),
-    ParityCase(strategy="zero", options={"stage": 3, "offload": "parameters"}, **ALL, **SGD),
-    ParityCase(strategy="ddp", options=ULYSSES, recomputed=True, every=3, **SGD),
-    ParityCase(strategy="ddp", options=GATHERED, **SELECTIVE, **SGD),
-    ParityCase(strategy="ddp", offloaded=True, **ALL, **SGD),
-    ParityCase(strategy="fsdp", offloaded=True, **EVERY_SECOND, **ALL, **SGD),
-    ParityCase(strategy="zero", options=STAGE3, offloaded=True, recomputed=True, **SGD),
-    ParityCase(strategy="zero", options={**STAGE3, "gather": "module"}, offloaded=True, **SGD),
-    *(
-        ParityCase(strategy="zero", options=STAGE3, **SELECTIVE, **SGD)
-        for _ in range(not needs_reentrant_checkpointing())
-    ),
+    of("ddp", **SGD),
+    of("fsdp", **SGD),
+    of("fsdp", REPLICAS, **SGD),
+    of("fsdp", REPLICAS, **RECOMPUTED, **ALL, **SGD),
+    of("fsdp", {**REPLICAS, **STEP}),
+    of("fsdp", {"dp_shard": 4, **HOST}, **ALL),
+    of("ddp", GATHERED, **SGD),
+    of("fsdp", GATHERED, packed=True, **ALL, **SGD),
+    of("fsdp", {**GATHERED, **REPLICAS}, **SGD),
+    of("ddp", TENSOR, **ALL, **SGD),
+    of("fsdp", TENSOR, packed=True, **RECOMPUTED, **SGD),
+    of("fsdp", TENSOR, **ALL, **SGD),
+    of("fsdp", {**TENSOR, **REPLICAS, "dp_shard": 1}, **SGD),
+    of("ddp", PIPELINE, packed=True, **SGD),
+    of("ddp", SCHEDULES[0], **ALL, **SGD),
+    of("ddp", {"pp": 4}, **RECOMPUTED, **SGD),
+    *(of("ddp", {**TENSOR, **schedule}, **ALL, **SGD) for schedule in SCHEDULES),
+    of("ddp", {**WITHOUT_SP, **PIPELINE}, **RECOMPUTED, **SGD),
+    of("ddp", BOTH, **ALL, **SGD, model=TIED),
+    of("fsdp", TENSOR, **SELECTIVE, **ALL, **SGD),
+    of("fsdp", {**ULYSSES, "cp": 4}, packed=True, **SGD),
+    of("zero", {"stage": 3, "options": HPZ}, **SGD),
+    of("zero", {"stage": 3, "options": {**HPZ, **NOTHING_RESIDENT}}, **ALL, **SGD),
+    of("zero", {"stage": 3, "offload": "parameters"}, **ALL, **SGD),
+    of("ddp", ULYSSES, **RECOMPUTED, every=3, **SGD),
+    of("ddp", GATHERED, **SELECTIVE, **SGD),
+    of("ddp", offloaded=True, **ALL, **SGD),
+    of("fsdp", offloaded=True, **EVERY_SECOND, **ALL, **SGD),
+    of("zero", STAGE3, offloaded=True, **RECOMPUTED, **SGD),
+    of("zero", {**STAGE3, "gather": "module"}, offloaded=True, **SGD),
+    *(of("zero", STAGE3, **SELECTIVE, **SGD) for _ in range(not needs_reentrant_checkpointing())),
 ]
 CARDS = [
-    ParityCase(strategy="ddp", **SGD),
-    ParityCase(strategy="fsdp", recomputed=True, **SGD),
-    ParityCase(strategy="fsdp", options={"offload": "both"}, **ALL, **SGD),
-    ParityCase(strategy="fsdp", options=GATHERED, packed=True, **SGD),
-    ParityCase(strategy="fsdp", options=ULYSSES, **SGD),
-    ParityCase(strategy="ddp", options=TENSOR, packed=True, **SGD),
-    ParityCase(strategy="fsdp", options=WITHOUT_SP, **ALL, **SGD),
-    ParityCase(strategy="ddp", options=PIPELINE, packed=True, **SGD),
-    ParityCase(strategy="ddp", options={"pp": 2, "schedule": "zero_bubble"}, **ALL, **SGD),
-    ParityCase(strategy="fsdp", offloaded=True, **EVERY_SECOND, **SGD),
-    ParityCase(strategy="ddp", offloaded=True, **ALL, **SGD),
-    ParityCase(strategy="ddp", **SELECTIVE, **SGD),
-    ParityCase(strategy="zero", options={"stage": 3, "offload": "optimizer"}),
-    ParityCase(strategy="zero", options=STAGE3, offloaded=True, **ALL, **SGD),
+    of("ddp", **SGD),
+    of("fsdp", **RECOMPUTED, **SGD),
+    of("fsdp", HOST, **ALL, **SGD),
+    of("fsdp", GATHERED, packed=True, **SGD),
+    of("fsdp", ULYSSES, **SGD),
+    of("ddp", TENSOR, packed=True, **SGD),
+    of("fsdp", WITHOUT_SP, **ALL, **SGD),
+    of("ddp", PIPELINE, packed=True, **SGD),
+    of("ddp", SCHEDULES[-1], **ALL, **SGD),
+    of("fsdp", offloaded=True, **EVERY_SECOND, **SGD),
+    of("ddp", offloaded=True, **ALL, **SGD),
+    of("ddp", **SELECTIVE, **SGD),
+    of("zero", {"stage": 3, "offload": "optimizer"}),
+    of("zero", STAGE3, offloaded=True, **ALL, **SGD),
 ]
 EIGHT = [
-    ParityCase(strategy="ddp", options=DIVIDED_STAGES, packed=True, recomputed=True, **SGD),
-    ParityCase(strategy="ddp", options=DIVIDED_STAGES, **ALL, **SGD),
+    of("ddp", BOTH, packed=True, **RECOMPUTED, **SGD),
+    of("ddp", BOTH, **ALL, **SGD),
 ]
 RECORD = Path(__file__).with_name("collectives.json")
 A_FEW_NUMBERS = 64
@@ -248,24 +226,22 @@ def results(world: int, cases: Sequence[ParityCase], backend: str = "cpu") -> li
     return of_ranks(world, cases, backend)[0]
 
 
-class Matrix:
-    """The results of cases, and those of the reference on the same rows."""
-
-    def __init__(self, world: int, cases: Sequence[ParityCase], backend: str = "cpu") -> None:
-        alone = list(dict.fromkeys(json.dumps(dataclasses.asdict(c.alone())) for c in cases))
-        references = results(1, [ParityCase(**json.loads(each)) for each in alone])
-        self._references = dict(zip(alone, references, strict=True))
-        found = results(world, cases, backend)
-        self._found = dict(zip([case.name for case in cases], found, strict=True))
-
-    def pair(self, case: ParityCase) -> tuple[Result, Result]:
-        """(Of the case, which is forgotten then; of the reference.)"""
-        alone = json.dumps(dataclasses.asdict(case.alone()))
-        return self._found.pop(case.name), self._references[alone]
+def compared(
+    world: int, cases: Sequence[ParityCase], backend: str = "cpu"
+) -> dict[str, tuple[Result, Result]]:
+    """By the name of each case its results, and those of the reference on the same rows."""
+    alone = [json.dumps(dataclasses.asdict(case.alone())) for case in cases]
+    each = list(dict.fromkeys(alone))
+    known = dict(zip(each, results(1, [ParityCase(**json.loads(c)) for c in each]), strict=True))
+    found = results(world, cases, backend)
+    return {
+        case.name: (one, known[reference])
+        for case, one, reference in zip(cases, found, alone, strict=True)
+    }
 
 
 class CaseGroups:
-    """Matrices by name, each made when the first of its cases is asked for.
+    """Cases by group, whose results are made when the first of them is asked for.
 
     Args:
         groups: ranks, cases, and the backend if it is not the host's.
@@ -273,7 +249,7 @@ class CaseGroups:
 
     def __init__(self, **groups: tuple[Any, ...]) -> None:
         self._groups = groups
-        self._made: dict[str, Matrix] = {}
+        self._made: dict[str, dict[str, tuple[Result, Result]]] = {}
 
     def cases(self, *slow: str) -> list[Any]:
         """Parameters of a test: group and case."""
@@ -284,15 +260,12 @@ class CaseGroups:
         ]
 
     def pair(self, name: str, case: ParityCase) -> tuple[Result, Result]:
-        """(Of the case, of the reference.)"""
+        """(Of the case, which is forgotten then; of the reference.)"""
         if name not in self._made:
             if "sim" in self._groups[name]:
                 pytest.importorskip("anygauge_sim", reason="needs `make plugins`")
-            self._made[name] = Matrix(*self._groups[name])
-        return self._made[name].pair(case)
-
-
-SLOW = pytest.mark.slow
+            self._made[name] = compared(*self._groups[name])
+        return self._made[name].pop(case.name)
 
 
 def apart(found: Sequence[float], wanted: Sequence[float]) -> float:
@@ -303,26 +276,17 @@ def apart(found: Sequence[float], wanted: Sequence[float]) -> float:
 CROSSED: dict[int, list[tuple[str, dict[str, Any]]]] = {
     2: [
         ("ddp", {}),
-        ("fsdp", {}),
-        ("fsdp", {"gather": "step"}),
-        ("fsdp", {"offload": "both"}),
-        ("ddp", TENSOR),
-        ("ddp", WITHOUT_SP),
-        *(("ddp", {"pp": 2, "schedule": schedule}) for schedule in SCHEDULES),
+        *(("fsdp", options) for options in ({}, STEP, HOST)),
+        *(("ddp", options) for options in (TENSOR, WITHOUT_SP, *SCHEDULES)),
         ("fsdp", GATHERED),
         ("ddp", ULYSSES),
-        *(("zero", {"stage": stage}) for stage in range(4)),
-        ("zero", STAGE3),
-        *(("zero", {"stage": 2, "offload": "optimizer"}) for _ in range(offloads_gradients())),
-        ("zero", {"stage": 3, "offload": "both"}),
+        *(("zero", options) for options in (*STAGES, STAGE3, *ON_HOST[:1], {"stage": 3, **HOST})),
     ],
     4: [
-        ("fsdp", {}),
-        ("fsdp", {"dp_replicate": 2}),
-        ("fsdp", TENSOR),
+        *(("fsdp", options) for options in ({}, REPLICAS, TENSOR)),
         ("ddp", PIPELINE),
         ("ddp", GATHERED),
-        ("zero", {"stage": 3, "options": {"zero_hpz_partition_size": 2}}),
+        ("zero", {"stage": 3, "options": HPZ}),
     ],
 }
 """Ranks -> strategies, and their options, of the table."""
@@ -346,9 +310,9 @@ def table(steps: int) -> list[str]:
     ]
     for world, given in CROSSED.items():
         rows = [variants(strategy, options, steps) for strategy, options in given]
-        matrix = Matrix(world, [case for row in rows for case in row])
+        pairs_of = compared(world, [case for row in rows for case in row])
         for (strategy, options), row in zip(given, rows, strict=True):
-            *pairs, (adamw, alone) = map(matrix.pair, row)
+            *pairs, (adamw, alone) = (pairs_of[case.name] for case in row)
             columns = [
                 max(apart(found["losses"], wanted["losses"]) for found, wanted in pairs),
                 max(apart(found["norms"][:1], wanted["norms"][:1]) for found, wanted in pairs),

@@ -16,23 +16,29 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.config.sections import CheckpointingSection, OptimizerSection
-from anygauge.data import MicroBatch
 from anygauge.interface import Backend, DeviceBatch, Engine, Precision, Share
+from anygauge.interface import estimate as at
 from anygauge.kernels.install import ModelKernels
 from anygauge.kernels.logits_rule import logits_rule
 from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory
-from anygauge.models.inputs import model_inputs, positions, shift_labels
+from anygauge.models.inputs import model_inputs
 from anygauge.models.masks import MaskPlan
 from anygauge.models.quantised import QuantisedLinear
 from anygauge.strategies.shared.activations import offload_activations
 from anygauge.strategies.shared.flat import FLAT
-from anygauge.strategies.shared.footprint import footprint_of, memory_of
+from anygauge.strategies.shared.footprint import memory_of
 from anygauge.testing.bisect import CollectiveBytes
 from anygauge.training.optimizer import optimizer_factory
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
 from anygauge_kernels.lora import addmm
-from tests.helpers.build import build_context, model_factory, rank_of_world, strategy_of
+from tests.helpers.build import (
+    build_context,
+    model_factory,
+    rank_of_world,
+    shift_labels,
+    strategy_of,
+)
 
 CONFIG = {
     "model_type": "llama",
@@ -171,21 +177,18 @@ def placed(
         segments = torch.repeat_interleave(torch.arange(1, 4), lengths).expand_as(ids)
         places = torch.cat([torch.arange(n) for n in DOCUMENTS]).expand_as(ids)
         labels = labels.masked_fill(places == 0, -100)
-    batch = MicroBatch(
-        input_ids=ids.to(device),
-        labels=shift_labels(labels).to(device),
-        attention_mask=torch.ones_like(ids).to(device),
-        position_ids=places.to(device),
-        segment_ids=None if segments is None else segments.to(device),
-        origins=(),
-        num_loss_tokens=0,
-        tokens=0,
-    )
+    batch = {
+        "input_ids": ids.to(device),
+        "attention_mask": torch.ones_like(ids).to(device),
+        "position_ids": places.to(device),
+    }
+    if segments is not None:
+        batch["segment_ids"] = segments.to(device)
     inputs = model_inputs(batch, torch.float32, MaskPlan("boolean"), share.sequence)
     if case.routers:
-        inputs["tokens"] = batch.attention_mask
-    mine = positions(share.sequence, ids.shape[1])
-    return {**inputs, "shift_labels": batch.labels[:, mine]}
+        inputs["tokens"] = batch["attention_mask"]
+    mine = share.positions(ids.shape[1])
+    return {**inputs, "shift_labels": shift_labels(labels).to(device)[:, mine]}
 
 
 def micro_batches(
@@ -200,7 +203,7 @@ def micro_batches(
 
 def fused_kernels(bare: CausalModelFactory) -> ModelKernels:
     """Of a model that makes its loss without holding its logits."""
-    looked_at = bare.having("eager", None)
+    looked_at = bare.with_kernels("eager", None)
     rule, served = logits_rule(looked_at.adapt(looked_at.skeleton()))
     assert served, served
     of_five_rows = functools.partial(linear_cross_entropy, chunk_bytes=4 * 256 * 5)
@@ -222,7 +225,7 @@ def built(case: ParityCase, backend: Backend, rank: int, world: int) -> tuple[En
     )
     kernels = fused_kernels(bare) if case.fused else ModelKernels()
     context = build_context(
-        factory=bare.having(case.attention, kernels),
+        factory=bare.with_kernels(case.attention, kernels),
         optimizer=optimizer_factory(
             OptimizerSection(
                 name=case.optimizer,
@@ -243,12 +246,13 @@ def built(case: ParityCase, backend: Backend, rank: int, world: int) -> tuple[En
     )
     skeleton = context.factory.adapt(context.factory.skeleton())
     workload = dataclasses.replace(context.workload, skeleton=skeleton)
-    footprint = footprint_of(memory_of(strategy, workload))
+    estimate = memory_of(strategy, workload)
     engine = strategy.build(context)
     if case.offloaded:
         offload_activations(engine.model, backend.placement)
     scales = sum(b.numel() * b.element_size() for b in skeleton.buffers() if b.is_meta)
-    return engine, {**dataclasses.asdict(footprint), "scales": scales}, share
+    weights = estimate.held(at.EVALUATION, at.WEIGHTS)
+    return engine, {"weights": weights, "scales": scales, "sent": estimate.sent}, share
 
 
 def trained(case: ParityCase, backend: Backend, rank: int, world: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from anygauge.interface import Activations, Backend, Engine, Share, UnsupportedE
 from anygauge.kernels.loss import model_loss
 from anygauge.models.recompute import recompute
 from anygauge.registry import Registry
-from anygauge.strategies.shared.activations import HostBuffers, Offload, offload_activations
+from anygauge.strategies.shared.activations import Offload, offload_activations
 from anygauge.strategies.shared.materialise import decoder_layers
 from tests.helpers.operations import Operations
 from tests.helpers.ranks import on_ranks
@@ -65,18 +65,16 @@ def test_layers_are_computed_again_as_the_run_says(
 ) -> None:
     case = ParityCase(strategy="single", **given)
     engine, _, _ = built(case, backend, 0, 1)
-    counts = [0] * LAYERS
+    counts = Counter[int]()
     for index, layer in enumerate(decoder_layers(engine.model)):
-
-        def count(*_: Any, index: int = index) -> None:
-            counts[index] += 1
-
-        layer.get_submodule("mlp").register_forward_pre_hook(count)
+        layer.get_submodule("mlp").register_forward_pre_hook(
+            lambda *_, index=index: counts.update([index])
+        )
     forward(engine).backward()
-    assert counts == computed
+    assert [counts[index] for index in range(LAYERS)] == computed
     section = case.checkpointing
     every = section.every if isinstance(section, CheckpointingSection) else int(section)
-    assert Activations(every=every).recomputed(LAYERS) == counts.count(2)
+    assert Activations(every=every).recomputed(LAYERS) == computed.count(2)
 
 
 def test_selective_recomputation_makes_no_attention_and_no_large_product_again(
@@ -182,6 +180,9 @@ def test_gradients_are_the_same_also_of_a_graph_that_is_retained(
 def test_a_tensor_goes_to_the_host_once_and_a_weight_never(backend: Backend) -> None:
     model = KeptModel()
     offload = offload_activations(model, backend.placement)
+    with torch.no_grad():
+        model(torch.ones(32, 32))
+    assert offload.buffers.made == 0, "without gradients nothing moves"
     gradients(model)
     # Of each layer: the input, of which two views are kept, the product, and the result's factors.
     assert offload.buffers.made == 2 * 4
@@ -199,17 +200,12 @@ def test_what_changes_in_place_is_kept_as_it_was(backend: Backend) -> None:
                 y.mul_(2)
             return first * y.cos()
 
-    model = KeptModel()
-    model.layers[0] = Changes()
-    x = torch.ones(32, 32, requires_grad=True)
-    expected = Changes()
-    expected.load_state_dict(model.layers[0].state_dict())
-    y = expected.linear(x)
+    x, layer = torch.ones(32, 32), Changes()
+    y = layer.linear(x)
     (y.sin() * (y + y.detach()).cos()).sum().backward()
-    assert expected.linear.weight.grad is not None
-    offload_activations(model, backend.placement)
-    model.layers[0](x).sum().backward()
-    torch.testing.assert_close(model.layers[0].linear.weight.grad, expected.linear.weight.grad)
+    expected, layer.linear.weight.grad = layer.linear.weight.grad, None
+    Offload(backend.placement).around(layer, layer.forward)(x).sum().backward()
+    torch.testing.assert_close(layer.linear.weight.grad, expected)
 
 
 def test_a_tensor_made_of_others_is_offloaded_by_its_parts(backend: Backend) -> None:
@@ -223,25 +219,7 @@ def test_a_tensor_made_of_others_is_offloaded_by_its_parts(backend: Backend) -> 
     torch.testing.assert_close(both.grad.b, parts[1].detach().cos())
 
 
-def test_without_gradients_nothing_moves(backend: Backend) -> None:
-    model = KeptModel()
-    offload = offload_activations(model, backend.placement)
-    with torch.no_grad():
-        model(torch.ones(32, 32))
-    assert offload.buffers.made == 0
-
-
-def test_buffers_are_used_again_by_size() -> None:
-    buffers = HostBuffers(pinned=False)
-    first = buffers.take(3000)
-    assert first.numel() == 4096
-    buffers.give(first)
-    assert buffers.take(2049) is first
-    assert buffers.take(4096) is not first
-    assert buffers.take(100).numel() == 128
-
-
-def test_a_model_that_cannot_recompute_is_refused() -> None:
+def test_a_model_that_cannot_recompute_as_asked_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"Model does not support it\. Set"):
         recompute(KeptModel(), Activations(every=1))
     together = SimpleNamespace(
@@ -251,8 +229,5 @@ def test_a_model_that_cannot_recompute_is_refused() -> None:
     )
     with pytest.raises(UnsupportedError, match="recompute together or not at all"):
         recompute(together, Activations(every=2))
-
-
-def test_the_older_form_recomputes_whole_layers_alone() -> None:
     with pytest.raises(UnsupportedError, match="reentrant form"):
         recompute(KeptModel(), Activations(every=1, selective=True), reentrant=True)

@@ -20,7 +20,7 @@ from anygauge.strategies.shared.tensor_plans import plan_of
 from tests.helpers.build import model_factory
 from tests.strategies.matrix import ALL, SGD, WITHOUT_SP, CaseGroups
 from tests.strategies.parity_rank import ParityCase
-from tests.strategies.test_matrix import is_the_references, sends_what_it_says
+from tests.strategies.test_matrix import agrees
 
 SMALL = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 WIDE = {"intermediate_size": 96, "max_position_embeddings": 64}
@@ -76,11 +76,7 @@ GROUPS = CaseGroups(few=(2, [*FEW, *TIED]), many=(2, MANY))
 
 @pytest.mark.parametrize(("group", "case"), GROUPS.cases("many"))
 def test_architectures(group: str, case: ParityCase) -> None:
-    found, wanted = GROUPS.pair(group, case)
-    is_the_references(case, found, wanted)
-    sends_what_it_says(case, found)
-    if case.strategy == "ddp":
-        assert found["held"] == found["footprint"]["weights"]
+    agrees(case, *GROUPS.pair(group, case))
 
 
 FUSED_EXPERTS: list[Any] = [

@@ -33,14 +33,8 @@ from tests.helpers.ranks import on_ranks
 STEPS = 4
 LENGTH = 16
 CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 384,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 6,
-    "vocab_size": 2048,
-    "tie_word_embeddings": False,
+    **{"model_type": "llama", "hidden_size": 384, "intermediate_size": 1024, "vocab_size": 2048},
+    **{"num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 6},
 }
 
 
@@ -194,5 +188,4 @@ def test_a_step_after_an_evaluation_gathers_in_the_same_pieces(ours: dict[str, A
 def test_a_setting_that_peers_ship_gathers_more(ours: dict[str, Any]) -> None:
     worse = count("anygauge", stage3_max_live_parameters=0, stage3_max_reuse_distance=0)
     # Ours stays at or below 2 (above), so the count can tell.
-    assert gathered(worse) > 2.0
-    assert gathered(worse) > 1.1 * gathered(ours)
+    assert gathered(worse) > max(2.0, 1.1 * gathered(ours))

@@ -16,11 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from anygauge.interface import UnsupportedError
 from anygauge.strategies.shared import flat as flat_module
-from anygauge.strategies.shared.flat import (
-    FlatLayers,
-    FlatSizes,
-    flat_layers_fit,
-)
+from anygauge.strategies.shared.flat import FlatLayers, FlatSizes, flat_layers_fit
 
 WIDTH = 5
 CPU = torch.device("cpu")
@@ -44,12 +40,14 @@ class OddLayer(nn.Module):
 class OddModel(nn.Module):
     """Layers in a row."""
 
-    def __init__(self, layers: int, recomputed: bool = False) -> None:
+    def __init__(self, layers: int, recomputed: bool = False, reaches: bool = False) -> None:
         super().__init__()
         self.layers = nn.ModuleList(OddLayer(index) for index in range(layers))
-        self.recomputed = recomputed
+        self.recomputed, self.reaches = recomputed, reaches
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.reaches:
+            x = x + self.layers[0].get_submodule("up")(x).sum()
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.recomputed else layer(x)
         return x
@@ -109,8 +107,11 @@ class RanksInTurn:
         return found
 
 
+Ranks = Callable[[int], RanksInTurn]
+
+
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], RanksInTurn]:
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     return lambda world: RanksInTurn(world, monkeypatch)
 
 
@@ -130,7 +131,7 @@ def step(model: nn.Module, rows: int = 2) -> tuple[Tensor, list[Tensor]]:
 @pytest.mark.parametrize("layers", [1, 2, 3, 4])
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_a_step_is_that_of_the_whole_model(
-    ranks: Callable[[int], RanksInTurn], layers: int, recomputed: bool, world: int
+    ranks: Ranks, layers: int, recomputed: bool, world: int
 ) -> None:
     model = OddModel(layers, recomputed)
     wanted = step(model)
@@ -143,9 +144,7 @@ def test_a_step_is_that_of_the_whole_model(
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_what_is_there_is_not_gathered_again(
-    ranks: Callable[[int], RanksInTurn], recomputed: bool
-) -> None:
+def test_what_is_there_is_not_gathered_again(ranks: Ranks, recomputed: bool) -> None:
     of = ranks(2)
     model = of.shard(OddModel(4, recomputed))
     step(model)
@@ -164,7 +163,7 @@ def test_what_is_there_is_not_gathered_again(
 
 
 def test_the_next_layer_is_under_way_while_one_computes(
-    ranks: Callable[[int], RanksInTurn],
+    ranks: Ranks,
 ) -> None:
     of = ranks(2)
     model = of.shard(OddModel(5))
@@ -178,7 +177,7 @@ def test_the_next_layer_is_under_way_while_one_computes(
         assert ("wait", index + 1) not in of.events[:at]
 
 
-def test_a_step_makes_no_memory_for_weights(ranks: Callable[[int], RanksInTurn]) -> None:
+def test_a_step_makes_no_memory_for_weights(ranks: Ranks) -> None:
     model = ranks(2).shard(OddModel(4))
     step(model, rows=1)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters() if not p.requires_grad}
@@ -203,18 +202,10 @@ def test_a_step_makes_no_memory_for_weights(ranks: Callable[[int], RanksInTurn])
     assert places == [p.data_ptr() for p in model.parameters()]
 
 
-class Reaching(OddModel):
-    """Uses a layer's weights without its forward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        again: Tensor = self.layers[0].get_submodule("up")(x)
-        return super().forward(x) + again.sum()
-
-
 def test_weights_used_outside_of_their_layer_are_refused(
-    ranks: Callable[[int], RanksInTurn],
+    ranks: Ranks,
 ) -> None:
-    model = ranks(2).shard(Reaching(3))
+    model = ranks(2).shard(OddModel(3, reaches=True))
     with pytest.raises(UnsupportedError, match=r"layer 0\.up outside .* strategy\.gather: step"):
         step(model)
 
@@ -249,30 +240,30 @@ def test_each_rank_reads_no_more_rows_than_its_piece_touches(
         assert torch.equal(sharded.get_parameter(name), parameter)
 
 
-def shared() -> nn.Module:
-    model = OddModel(2)
+def shares(model: Any) -> None:
     model.layers[1].up = model.layers[0].up
-    return model
 
 
-def trained() -> nn.Module:
-    return OddModel(2).requires_grad_(True)
+def trains_all(model: Any) -> None:
+    model.requires_grad_(True)
 
 
-def half_trained() -> nn.Module:
-    model = OddModel(2)
+def trains_half(model: Any) -> None:
     model.layers[0].requires_grad_(True)
-    return model
 
 
-def codes() -> nn.Module:
-    model = OddModel(2)
+def has_codes(model: Any) -> None:
     up = torch.zeros(4, dtype=torch.uint8)
-    model.layers[0].up.weight = nn.Parameter(up, requires_grad=False)  # type: ignore[union-attr]
-    return model
+    model.layers[0].up.weight = nn.Parameter(up, requires_grad=False)
 
 
-@pytest.mark.parametrize("made", [shared, trained, half_trained, codes, nn.Module])
-def test_others_are_left_to_fsdp2(made: Callable[[], nn.Module]) -> None:
-    assert flat_layers_fit(OddModel(2))
-    assert not flat_layers_fit(made())
+def has_no_layers(model: Any) -> None:
+    model.layers = nn.Identity()
+
+
+@pytest.mark.parametrize("change", [shares, trains_all, trains_half, has_codes, has_no_layers])
+def test_others_are_left_to_fsdp2(change: Callable[[Any], None]) -> None:
+    model = OddModel(2)
+    assert flat_layers_fit(model)
+    change(model)
+    assert not flat_layers_fit(model)

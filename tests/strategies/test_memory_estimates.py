@@ -1,4 +1,7 @@
-"""What `single`, `ddp` and `fsdp` say of a rank's memory and of what it sends: how cases differ."""
+"""What `single`, `ddp` and `fsdp` say of a rank's memory: how cases differ.
+
+Weights, and bytes that are sent, are held against real ranks in `test_matrix`.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +49,8 @@ def _estimate(
 
 
 def test_a_replica_of_ddp_has_its_buckets_beside_what_one_rank_has() -> None:
-    one, two = _estimate("single", 1), _estimate("ddp")
-    trained = _numbers(False)[2]
-    assert two.device[at.EVALUATION] == {**one.device[at.EVALUATION], at.BUFFERS: 2 * trained}
-    (sent,) = two.traffic
-    assert (sent.operation, sent.group, sent.bytes) == ("all_reduce", (0, 1), 4 * trained)
+    one, two = (_estimate(*way).device[at.EVALUATION] for way in (("single", 1), ("ddp", 2)))
+    assert two == {**one, at.BUFFERS: 2 * _numbers(False)[2]}
 
 
 @pytest.mark.parametrize("name", ["single", "ddp"])
@@ -63,10 +63,9 @@ def test_sums_of_micro_batches_are_there_before_the_next_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_fsdp_holds_parts_and_gathers_two_layers_beside_the_root(ranks: int) -> None:
+def test_fsdp_gathers_two_layers_beside_the_root(ranks: int) -> None:
     root, layer, every = _numbers(False)
     device = _estimate("fsdp", ranks).device
-    assert device[at.BEGIN][at.WEIGHTS] == 4 * every // ranks
     assert device[at.UPDATE][at.OPTIMIZER] == 8 * every // ranks
     for moment in (at.FORWARD, at.BACKWARD, at.END):
         assert device[moment][at.GATHERED] == 2 * (root + 2 * layer)
@@ -76,25 +75,15 @@ def test_fsdp_holds_parts_and_gathers_two_layers_beside_the_root(ranks: int) -> 
     assert at_once[at.FORWARD][at.GATHERED] == 2 * (every + layer)
 
 
-def test_frozen_layers_are_pieces_and_two_buffers_and_no_part_is_a_buffer() -> None:
-    root, layer, trained = _numbers(True)
+def test_frozen_layers_have_two_buffers_and_an_adapters_gradients_are_added_up_whole() -> None:
+    _, layer, trained = _numbers(True)
     frozen = layer - trained // 4
     device = _estimate("fsdp", lora=True).device
-    assert device[at.EVALUATION][at.WEIGHTS] == 2 * (root + 2 * frozen) + 2 * trained
     assert device[at.UPDATE][at.GATHERED] == 4 * frozen
     assert device[at.FORWARD][at.GATHERED] == 4 * frozen + 4 * trained
     assert at.BUFFERS not in device[at.BEGIN]
-
-
-def test_an_adapter_is_reduced_once_a_step_and_all_weights_each_time() -> None:
-    def reduced(**case: Any) -> float:
-        traffic = _estimate("fsdp", offload="both", **case).traffic
-        return float(next(t.bytes for t in traffic if t.operation == "reduce_scatter"))
-
-    assert reduced(lora=True, micro_batches=3) == reduced(lora=True)
-    assert reduced(micro_batches=3) == 3 * reduced()
     added_up = _estimate("fsdp", lora=True, micro_batches=3, offload="both").device
-    assert added_up[at.BEGIN][at.GRADIENTS] == 4 * _numbers(True)[2]
+    assert added_up[at.BEGIN][at.GRADIENTS] == 4 * trained
 
 
 def test_offload_moves_what_is_held_to_the_host() -> None:
@@ -108,10 +97,8 @@ def test_offload_moves_what_is_held_to_the_host() -> None:
 
 def test_replicas_sum_over_ranks_of_the_same_place_and_rank_0_saves_all_on_the_host() -> None:
     estimate = _estimate("fsdp", 4, dp_replicate=2)
-    found = {t.operation: t for t in estimate.traffic}
-    assert found["all_gather"].group == found["reduce_scatter"].group == (0, 1)
-    assert found["all_reduce"].group == (0, 2)
-    assert 2 * found["all_reduce"].bytes == found["reduce_scatter"].bytes
+    found = {t.operation: t.group for t in estimate.traffic}
+    assert found == {"all_gather": (0, 1), "reduce_scatter": (0, 1), "all_reduce": (0, 2)}
     assert 4 < estimate.host[at.SAVE][at.SAVED] / _numbers(False)[2] < 8
 
 

@@ -38,7 +38,7 @@ from anygauge_cpu.backend import CpuBackend
 from tests.helpers.build import a_workload, rank_of_world
 from tests.helpers.ranks import on_ranks
 from tests.strategies.parity_rank import CONFIG, ParityCase, built, micro_batches, num_loss_tokens
-from tests.strategies.state_rank import MadeUp
+from tests.strategies.test_state import MadeUp
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import subprocess
 import sys
 from typing import Any
@@ -11,7 +12,6 @@ from unittest import mock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from transformers import AutoConfig
 
 from anygauge.interface import (
@@ -23,8 +23,7 @@ from anygauge.interface import (
     UnsupportedError,
 )
 from anygauge.strategies.ddp.spec import DDP
-from anygauge.strategies.fsdp.options import FsdpOptions
-from anygauge.strategies.fsdp.spec import FSDP, shards
+from anygauge.strategies.fsdp.spec import FSDP, FsdpOptions, shards
 from anygauge.strategies.shared.degrees import Degrees, axes, check_model, share
 from anygauge.strategies.zero import deepspeed_versions
 from anygauge.strategies.zero.options import ZeroOptions
@@ -51,58 +50,42 @@ INTERLEAVED = {"pp": 2, "schedule": "interleaved"}
 ZERO_BUBBLE = {"pp": 2, "schedule": "zero_bubble", "micro_batches": 4}
 BF16 = Precision(param_dtype="bfloat16", reduce_dtype="bfloat16")
 MIXED = Precision(param_dtype="bfloat16", reduce_dtype="float32")
+OF_ROUTERS = {"micro_batches": 2, "router_aux_loss": True}
 OF_ITS_OWN = r"only its own optimizer.*strategy\.offload: opt"
+DISK = {"device": "nvme", "nvme_path": "/fast"}
 OFFLOADING: list[dict[str, Any]] = [
-    {"offload_optimizer": {"device": "cpu"}},
-    {"offload_optimizer": {"device": "nvme", "nvme_path": "/fast"}},
-    {"offload_param": {"device": "nvme", "nvme_path": "/fast"}},
-    {"cpu_offload": True},
+    *({"offload_optimizer": where} for where in ({"device": "cpu"}, DISK)),
+    *({"offload_param": DISK}, {"cpu_offload": True}),
 ]
 OTHER_OPTIONS: list[dict[str, Any]] = [
-    {"offload_optimizer": {"device": "none"}},
-    {"offload_optimizer": None},
-    {"cpu_offload": False},
-    {"reduce_bucket_size": 1000},
+    *({"offload_optimizer": where} for where in ({"device": "none"}, None)),
+    *({"cpu_offload": False}, {"reduce_bucket_size": 1000}),
 ]
 CASES: list[tuple[str, dict[str, Any], str | None]] = [
     ("ddp", {"pp": 3}, r"not a multiple of 3\. Set strategy\.pp to one of 1, 2, 4"),
     ("ddp", {"pp": 2, "tp": 2, "micro_batches": 2}, None),
     ("ddp", {"tp": 4, "pp": 2}, r"pp: 4 ranks .* divided by strategy\.tp 4 are not .* of 2"),
-    ("ddp", {"tp": 2, "cp": 2}, r"strategy\.cp: 2 and strategy\.tp: 2 cannot be combined: both d"),
-    ("ddp", {"pp": 2, "cp": 2}, r"strategy\.cp: 2 and strategy\.pp: 2 cannot be combined: a stage"),
+    *(
+        ("ddp", {"cp": 2, name: 2}, rf"strategy\.cp: 2 and strategy\.{name}: 2 cannot be combined")
+        for name in ("tp", "pp")
+    ),
     ("ddp", {"schedule": "gpipe"}, "nothing to order"),
     ("ddp", {"pp": 2, "micro_batches": 2}, None),
     ("ddp", {"pp": 2}, "at least 2 micro-batches, but a rank has 1"),
-    (
-        "ddp",
-        {**INTERLEAVED, "micro_batches": 5},
-        "a multiple of 2, or fewer than 4 micro-batches",
-    ),
+    ("ddp", {**INTERLEAVED, "micro_batches": 5}, "a multiple of 2, or fewer than 4 micro-batches"),
     ("ddp", {**ZERO_BUBBLE, "activations": Activations()}, None),
     ("ddp", {**ZERO_BUBBLE, "activations": Activations(every=2)}, r"strategy\.schedule: 1f1b, or"),
     ("ddp", {"pp": 2, "micro_batches": 4, "adapter": "dora"}, r"DoRA.*strategy\.pp divides"),
     *(
-        (
-            "ddp",
-            {name: 2, "micro_batches": 2, "router_aux_loss": True},
-            f"router_aux_loss_coef.*strategy.{name}: 1",
-        )
+        ("ddp", {name: 2, **OF_ROUTERS}, f"router_aux_loss_coef.*strategy.{name}: 1")
         for name in ("cp", "tp", "pp")
     ),
-    (
-        "fsdp",
-        {"pp": 2, "micro_batches": 4},
-        r"name: fsdp and strategy\.pp: 2 cannot.*Use strategy\.name: ddp",
-    ),
+    ("fsdp", {"pp": 2}, r"name: fsdp and strategy\.pp: 2 cannot.*Use strategy\.name: ddp"),
     ("fsdp", {"dp_replicate": 3}, "dp_replicate 3 does not divide 4.*one of 1, 2, 4"),
     ("fsdp", {"dp_replicate": 2, "dp_shard": 4}, "2 x 4 is not 4"),
     ("fsdp", {"dp_shard": 0}, "1 x 0 is not 4"),
     ("fsdp", {"cp": 3}, "4 ranks .* are not a multiple of 3. Set strategy.cp to one of 1, 2, 4"),
-    (
-        "fsdp",
-        {"cp": 2, "dp_shard": 4},
-        "1 x 4 is not 2, the number of ranks .* divided by strategy.cp 2",
-    ),
+    ("fsdp", {"cp": 2, "dp_shard": 4}, "1 x 4 is not 2, .* ranks .* divided by strategy.cp 2"),
     ("fsdp", {"optimizer": "adafactor"}, "only a part of it.*adamw_8bit"),
     ("fsdp", {"adapter": "dora"}, "norms of whole weights.*zero, ddp or single"),
     *(("zero", {"options": options}, OF_ITS_OWN) for options in OFFLOADING),
@@ -111,11 +94,7 @@ CASES: list[tuple[str, dict[str, Any], str | None]] = [
     ("zero", {"stage": 2, "offload": "parameters"}, "stage 2 keeps all weights on every device"),
     ("zero", {"stage": 1, "offload": "both"}, "stage 1 keeps all weights on every device"),
     *(("zero", {"offload": name}, None) for name in ("optimizer", "parameters", "both")),
-    (
-        "zero",
-        {"options": {"reduce_bukcet_size": 1}},
-        r"reduce_bukcet_size: .*did you mean 'reduce_bucket_",
-    ),
+    ("zero", {"options": {"reduce_bukcet_size": 1}}, "bukcet_size: .*mean 'reduce_bucket_"),
     # Where ranks run elsewhere, their DeepSpeed may know more.
     ("zero", {"options": {"brand_new": 1}, "ranks_run_here": False}, None),
     ("zero", {"stage": 1, "precision": MIXED}, None),
@@ -134,25 +113,13 @@ VERSIONS: list[tuple[str, dict[str, Any], str | None]] = [
     ("0.19.8+cpu", {"stage": 3, **HOST}, None),
     ("0.19.8+cpu", {"stage": 2, **HOST}, None),
     ("0.16.9", {"activations": Activations(every=2)}, None),
-    (
-        "0.16.9",
-        {"activations": SELECTIVE},
-        r"DeepSpeed 0\.16\.9 needs .*no longer from 0\.19\.6.*Leave it out",
-    ),
+    ("0.16.9", {"activations": SELECTIVE}, r"0\.16\.9 needs .* from 0\.19\.6.*Leave it out"),
     ("0.19.6", {"activations": SELECTIVE}, None),
-    (
-        "0.19.8",
-        {"reentrant": True, "activations": SELECTIVE},
-        r"strategy\.reentrant asks for.*Leave strategy\.reentrant out",
-    ),
+    ("0.19.8", {"reentrant": True, "activations": SELECTIVE}, r"reentrant asks.*reentrant out"),
     *((version, ROUTED, r"router_aux_loss_coef") for version in ("0.16.9", "0.19.8")),
     # A device that recomputes by one form alone gets no other.
     ("0.19.8", OTHER, None),
-    (
-        "0.19.8",
-        {**OTHER, **NOBODY},
-        r"reentrant: false: with DeepSpeed 0\.19\.8.*nobody has tried the other\. Set strat",
-    ),
+    ("0.19.8", {**OTHER, **NOBODY}, r"false: with .* 0\.19\.8.*nobody has tried .* Set strat"),
     ("0.19.8", {**OTHER, **NOBODY, "reentrant": True}, None),
     ("0.19.8", {**NOBODY, "reentrant": False}, None),
     ("0.19.5", {**OTHER, **NOBODY}, None),
@@ -192,16 +159,10 @@ def test_fields_that_deepspeed_has_are_taken() -> None:
         check("zero", options={name: None})
 
 
-def test_a_value_that_is_none_is_refused() -> None:
-    with pytest.raises(ValidationError):
-        FsdpOptions(offload="optimizer")
-
-
 def test_options_and_checks_of_strategies_need_no_torch() -> None:
     code = (
-        "import sys; import anygauge.strategies, anygauge.strategies.zero.spec, "
-        "anygauge.strategies.zero.options, anygauge.strategies.fsdp.spec, "
-        "anygauge.strategies.fsdp.options; assert 'torch' not in sys.modules"
+        "import sys; import anygauge.strategies, anygauge.strategies.zero.options; "
+        "assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
@@ -222,40 +183,22 @@ def test_kernels_of_the_device_are_called_where_they_were_tried() -> None:
 def test_heads_and_layers_are_divided_by_their_number() -> None:
     sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_hidden_layers": 3}
     config = AutoConfig.for_model("llama", **sizes)
-    for divided in (
-        FsdpOptions(cp=4),
-        FsdpOptions(cp=3, cp_method="ulysses"),
-        Degrees(pp=3),
-    ):
+    for divided in (Degrees(cp=4), Degrees(cp=3, cp_method="ulysses"), Degrees(pp=3)):
         check_model(divided, config)
-    for options, said in (
-        (
-            FsdpOptions(cp=4, cp_method="ulysses"),
-            r"this model has 6 heads. Set strategy.cp to one of 1, 2, 3",
-        ),
-        (Degrees(**INTERLEAVED), r"4 stages, but .* 3 layers.*to at most 1"),
-    ):
-        with pytest.raises(UnsupportedError, match=said):
-            check_model(options, config)
+    with pytest.raises(UnsupportedError, match=r"has 6 heads. Set strategy.cp to one of 1, 2, 3"):
+        check_model(Degrees(cp=4, cp_method="ulysses"), config)
+    with pytest.raises(UnsupportedError, match=r"4 stages, but .* 3 layers.*to at most 1"):
+        check_model(Degrees(**INTERLEAVED), config)
     check_model(Degrees(), AutoConfig.for_model("gpt2"))  # degree 1 asks nothing of a model
 
 
 # -- shares -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fields", "ranks"),
-    [
-        ({}, 4),
-        ({"dp_replicate": 2}, 2),
-        ({"dp_replicate": 4}, 1),
-        ({"dp_shard": 4}, 4),
-        ({"cp": 2}, 4),
-        ({"cp": 2, "dp_replicate": 2}, 2),
-    ],
-)
-def test_what_is_left_shards(fields: dict[str, int], ranks: int) -> None:
-    assert shards(FsdpOptions(**fields), 4) == ranks
+def test_what_is_left_shards() -> None:
+    assert [shards(FsdpOptions(dp_replicate=n), 4) for n in (1, 2, 4)] == [4, 2, 1]
+    assert shards(FsdpOptions(dp_shard=4), 4) == 4
+    assert [shards(FsdpOptions(cp=2, dp_replicate=n), 4) for n in (1, 2)] == [4, 2]
 
 
 @given(
@@ -306,19 +249,15 @@ def answers_of_means(backend: Backend) -> list[str]:
     reduce, group = dist.all_reduce, dist.group.WORLD
     assert group is not None
 
-    def wrong(value: Any, op: Any, group: Any) -> None:
+    def mean(value: Any, op: Any, group: Any, *, divisor: int | None) -> None:
+        if divisor is None:
+            raise RuntimeError("no such operation")
         reduce(value, op=dist.ReduceOp.SUM, group=group)
-
-    def right(value: Any, op: Any, group: Any) -> None:
-        reduce(value, op=dist.ReduceOp.SUM, group=group)
-        value.div_(dist.get_world_size(group))
-
-    def lacking(value: Any, op: Any, group: Any) -> None:
-        raise RuntimeError("no such operation")
+        value.div_(divisor)
 
     said = []
-    for one in (right, wrong, lacking):
-        with mock.patch.object(dist, "all_reduce", one):
+    for divisor in (2, 1, None):
+        with mock.patch.object(dist, "all_reduce", functools.partial(mean, divisor=divisor)):
             try:
                 check_average(group, backend.placement.device)
                 said.append("accepted")

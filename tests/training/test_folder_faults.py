@@ -14,7 +14,7 @@ import pytest
 
 from anygauge.interface import AnygaugeError
 from anygauge.launch.run_directory import claim
-from anygauge.training.meter import MetricsLogger
+from anygauge.training.step_results import MetricsLogger
 from anygauge.util.events import EventWriter
 from tests.helpers.runs import run_file, trained_here
 

@@ -252,7 +252,7 @@ def test_what_is_planned_is_what_the_model_gets() -> None:
     found = planned(run)
     factory = model_factory(run.model, run.adapter)
     for kernels, replaced in ((found.model, found.lora_layers[0]), (ModelKernels(), 0)):
-        made = factory.having(found.attention.name, kernels)
+        made = factory.with_kernels(found.attention.name, kernels)
         model: Any = made.adapt(made.skeleton())
         lora = [m for m in model.modules() if hasattr(m, "lora_A") and "forward" in vars(m)]
         assert len(lora) == replaced
@@ -271,7 +271,7 @@ def test_a_run_states_the_rows_that_have_a_loss(
         stated.append(torch.equal(rows, wanted))
         state_loss_rows(labels, rows)
 
-    monkeypatch.setattr("anygauge.training.moving.state_loss_rows", noting)
+    monkeypatch.setattr("anygauge.training.to_device.state_loss_rows", noting)
     train = {"steps": 2, "global_batch_size": 4, "micro_batch_size": 2}
     path = write_run_file(tmp_path, name="rows", strategy={"name": "single"}, train=train)
     assert trained_here(path).status == 0

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from anygauge.models.initial import changes_base
+from anygauge.models.factors import changes_base
 from tests.helpers.forked import RunPart, finished
 from tests.helpers.runs import Run, run_file, save_tiny
 from tests.helpers.tokenizer import VOCABULARY

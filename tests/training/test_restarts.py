@@ -1,15 +1,21 @@
-"""A rank is killed, and the run resumes by itself from the newest checkpoint."""
+"""A rank is killed, and the run resumes by itself from the newest checkpoint; two machines, too."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.helpers.processes import until
+import pytest
+
+from anygauge.config.load import load_run_file
+from anygauge.launch.run_directory import write_run
+from tests.helpers.jobs import make_job
+from tests.helpers.processes import end, until
 from tests.helpers.runs import run_file
 
 STEPS = 30
@@ -44,3 +50,52 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint(tmp_path: Path) -> N
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [record["step"] for record in records if "loss" in record]
     assert steps == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
+def test_ranks_meet_at_the_port_of_their_job_and_again_after_a_failure(tmp_path: Path) -> None:
+    path = run_file(
+        tmp_path,
+        strategy={"name": "zero"},
+        train={"steps": 12},
+        checkpoint={"every": 3},
+        environment={"GLOO_SOCKET_IFNAME": "lo"},
+    )
+    run = tmp_path / "run"
+    run.mkdir()
+    write_run(run / "run.json", load_run_file(path))
+    job = make_job(
+        name="two", run_directory=str(run), run_file=str(run / "run.json"), backend="cpu",
+        strategy="zero", nodes=2, devices=1, rendezvous="file:///nowhere", token="of this job",
+        max_restarts=1, environment={"GLOO_SOCKET_IFNAME": "lo"},
+    )  # fmt: skip
+    (run / "job.json").write_text(job.dump())
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    agents = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "anygauge.launch.agent", "--job", str(run / "job.json")),
+                *("--node-rank", str(node), "--coordinator", f"127.0.0.1:{port}"),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for node in range(2)
+    ]
+    try:
+        until((run / "checkpoints" / "step-00000003").exists, "a checkpoint")
+        log = (run / "logs" / "agent0.log").read_text()
+        pid = int(log.partition("rank 0 started, process ")[2].split()[0])
+        os.kill(pid, signal.SIGKILL)
+        out, err = agents[0].communicate(timeout=240)
+        assert agents[0].returncode == 0, f"{out}\n{err}"
+        assert agents[1].wait(timeout=60) == 0
+    finally:
+        end(*agents)
+    assert "restart 1 of 1" in out
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in records if "loss" in each] == list(range(1, 12 + 1))

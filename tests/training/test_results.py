@@ -14,7 +14,7 @@ from anygauge.config.load import load_run_file
 from anygauge.data import EvaluationBatches, Layout, prepare
 from anygauge.kernels.loss import summed_cross_entropy
 from anygauge.models.factory import dtype_name
-from anygauge.models.inputs import model_inputs, shift_labels
+from anygauge.models.inputs import model_inputs
 from tests.docs.pages import ROOT, section, table_names
 from tests.helpers.runs import Run, run_file, trained, trained_here
 
@@ -62,7 +62,7 @@ def plain_loss(model: Any, run: Run) -> float:
     with torch.no_grad():
         total = sum(
             summed_cross_entropy(
-                model(**model_inputs(b, torch.float32)).logits, shift_labels(b.labels)
+                model(**model_inputs(b.tensors(), torch.float32)).logits, b.shift_labels
             ).item()
             for b in batches
         )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +16,11 @@ from typing import Any
 import pytest
 
 from anygauge.interface import AnygaugeError, NotAvailableError, Options, TrackerContext
+from anygauge.training.trackers.options import JsonLinesOptions, MLflowOptions, WandbOptions
 from anygauge.training.trackers.services import (
     JsonLinesFile,
-    JsonLinesOptions,
     MLflow,
-    MLflowOptions,
     TensorBoard,
-    WandbOptions,
     WeightsAndBiases,
     keep_id,
     kept_id,
@@ -74,13 +75,13 @@ def test_jsonl_says_what_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_an_id_is_kept_and_a_damaged_file_has_none(tmp_path: Path) -> None:
-    kept = tmp_path / "some-run.json"
-    assert kept_id(kept) is None
-    keep_id(kept, "abc")
-    assert kept_id(kept) == "abc"
+    run = context(tmp_path)
+    assert kept_id(run, "some") is None
+    keep_id(run, "some", "abc")
+    assert kept_id(run, "some") == "abc"
     for damaged in ("", "{", "[]", '{"id": 3}'):
-        kept.write_text(damaged)
-        assert kept_id(kept) is None
+        (tmp_path / "some-run.json").write_text(damaged)
+        assert kept_id(run, "some") is None
 
 
 # -- tensorboard ------------------------------------------------------------------------------
@@ -186,7 +187,7 @@ def test_wandb_offline_holds_everything(tmp_path: Path) -> None:
     first.log(1, {"train/loss": 3.0})
     first.log(2, {"train/loss": 2.0, "system/host_busy_percent": 5.0})
     first.close("stopped", {})
-    kept = kept_id(tmp_path / "wandb-run.json")
+    kept = kept_id(context(tmp_path), "wandb")
     second = WeightsAndBiases(context(tmp_path, WandbOptions, resumed=1, **options))
     second.log(2, {"train/loss": 1.5})
     second.close("failed", {"final_loss": 1.5})
@@ -226,3 +227,66 @@ def test_wandb_without_a_login_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(NotAvailableError, match=r"not logged in to api\.wandb\.ai"):
         WeightsAndBiases(context(tmp_path, WandbOptions))
+
+
+# -- every service, in a process of its own -----------------------------------------------------
+
+
+def trackio_steps(folder: Path) -> Any:
+    import sqlite3
+
+    with sqlite3.connect(folder / "trackio/anygauge.db") as db:
+        return sorted(db.execute("SELECT run_name, step FROM metrics").fetchall())
+
+
+def aim_steps(folder: Path) -> Any:
+    from aim import Repo
+
+    (run,) = Repo.from_path(str(folder / "aim")).iter_runs()
+    (loss,) = [metric for metric in run.metrics() if metric.name == "train/loss"]
+    steps, values = loss.data.sparse_numpy()
+    return run.name, run["hparams"]["name"], list(zip(steps.tolist(), values, strict=True))
+
+
+def dvclive_steps(folder: Path) -> Any:
+    return (folder / "dvclive/plots/metrics/train/loss.tsv").read_text().split()
+
+
+SERVICES: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "tensorboard": ({}, None, None),
+    "wandb": ({"mode": "offline"}, None, None),
+    "mlflow": ({"tracking_uri": "STORE"}, None, None),
+    "trackio": ({}, trackio_steps, [("tiny", step) for step in (1, 2, 2, 2, 3, 3)]),
+    "swanlab": ({"mode": "offline"}, None, None),
+    "comet_ml": ({"online": False}, None, None),
+    "aim": ({}, aim_steps, ("tiny", "tiny", [(1, 1.0), (2, 12.0), (3, 13.0)])),
+    "clearml": ({}, None, None),
+    "dvclive": ({}, dvclive_steps, ["step", "train/loss", "1", "1.0", "2", "12.0", "3", "13.0"]),
+}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_no_service_starts_a_process_group_or_sets_a_device(name: str, tmp_path: Path) -> None:
+    """And a run that is resumed goes on in the same run of the service."""
+    pytest.importorskip(name)
+    options, read, wanted = SERVICES[name]
+    store = (tmp_path / "store").as_uri()
+    given = {key: store if value == "STORE" else value for key, value in options.items()}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.tracker_part", name, tmp_path, json.dumps(given)],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=180,
+        env={
+            **os.environ,
+            "HOME": str(tmp_path / "home"),
+            "MLFLOW_ALLOW_FILE_STORE": "true",
+            "TRACKIO_DIR": str(tmp_path / "trackio"),
+            "CLEARML_OFFLINE_MODE": "1",
+            "CLEARML_CACHE_DIR": str(tmp_path / "cache"),
+        },
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    if read is not None:
+        assert read(tmp_path) == wanted

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from anygauge.interface import Graph, NonFiniteLossError, ShapeKind, ShapePolicy
-from anygauge.training.moving import ToDevice
+from anygauge.training.to_device import ToDevice
 from tests.helpers.forked import RunPart, finished
 from tests.helpers.runs import Run, run_file, trained_here
 
@@ -42,8 +42,7 @@ def widths(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     usual = ToDevice.__call__
 
     def noting(self: Any, batch: Any) -> Any:
-        moved = getattr(batch, "batch", batch)
-        seen.append((int(moved.input_ids.shape[1]), moved.tokens > 0))
+        seen.append((int(batch.input_ids.shape[1]), batch.tokens > 0))
         return usual(self, batch)
 
     monkeypatch.setattr(ToDevice, "__call__", noting)

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,7 @@ from torch.distributed.tensor import DTensor
 from anygauge.interface import HOST_DEVICE, BuildContext, MemoryEstimate, UnsupportedError, Workload
 from anygauge.strategies.context.context_parallel import with_attention
 from anygauge.strategies.fsdp.footprint import fsdp_memory
-from anygauge.strategies.fsdp.options import FsdpOptions
-from anygauge.strategies.fsdp.spec import shards
+from anygauge.strategies.fsdp.spec import FsdpOptions, shards
 from anygauge.strategies.shared.common import torch_dtype
 from anygauge.strategies.shared.degrees import axes, in_words
 from anygauge.strategies.shared.exchanges import device_mesh
@@ -53,30 +53,23 @@ class ReducedByFsdp(Gradients):
     they are reduced after each micro-batch.
 
     Args:
+        every_time: whether they are reduced after each micro-batch.
         keeps_weights: whether weights stay gathered until the last backward.
-        ranks: over which gradients are averaged where torch cannot be set to sum.
-        group, device: ranks that reduce, and on what.
+        factor: what makes sums of what FSDP2 gives.
     """
 
     def __init__(
         self,
-        model: FSDPModule,
+        model: Any,
         trained: Sequence[nn.Parameter],
         *,
         every_time: bool,
         keeps_weights: bool,
-        ranks: int,
-        group: dist.ProcessGroup,
-        device: torch.device,
+        factor: int,
     ) -> None:
-        self._model = model
-        self._trained = trained
-        self._every_time = every_time
-        self._keeps_weights = keeps_weights
-        self._factor = 1
-        if not _sums(model):
-            check_average(group, device)
-            self._factor = ranks
+        self._model, self._trained = model, trained
+        self._every_time, self._keeps_weights = every_time, keeps_weights
+        self._factor = factor
 
     @contextlib.contextmanager
     def during(self, last: bool) -> Iterator[None]:
@@ -94,20 +87,23 @@ class ReducedByFsdp(Gradients):
             gradient, parameter.grad = parameter.grad, None
             if isinstance(gradient, DTensor):
                 gradient = gradient.to_local()
-            found.append(
-                gradient if self._factor == 1 or gradient is None else gradient.mul_(self._factor)
-            )
+            if gradient is not None and self._factor != 1:
+                gradient.mul_(self._factor)
+            found.append(gradient)
         return found
 
 
-def _sums(model: FSDPModule) -> bool:
-    """Have gradients summed, not averaged; False where torch cannot.
+def sum_gradients(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Have gradients summed; False: this torch averages them.
 
     Without the second call a factor of one becomes an operation that NCCL alone has.
+
+    Raises:
+        UnsupportedError: it cannot average here.
     """
-    assert isinstance(model, nn.Module)
     modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
     if not all(hasattr(m, "set_force_sum_reduction_for_comms") for m in modules):
+        check_average(group, device)
         return False
     for module in modules:
         module.set_gradient_divide_factor(1.0)
@@ -187,35 +183,29 @@ class Fsdp(DividedStrategy):
         if self.options.cp > 1:  # ranks with other parts of the same sequences shard weights, too
             shard = sizes["shard"] * sizes["context"]
             mesh = device_mesh({**sizes, "shard": shard, "context": 1}, device, "shard")
-        shard_group = mesh.get_group("shard")
+        ranks = mesh.get_group("shard")
         flat = None
         if is_flat(self.options, model, context.workload):
-            flat = FlatLayers(model, shard_group, device, otherwise="step")
+            flat = FlatLayers(model, ranks, device, otherwise="step")
             setattr(model, FLAT, flat)
         self._shard(model, mesh, context, flat)
-        host = torch.device(HOST_DEVICE)
-        storage = None if self.options.offload == "none" else host
+        storage = device if self.options.offload == "none" else torch.device(HOST_DEVICE)
         fill(model, names, context.factory, device, storage=storage, cuts=divided.cuts, flat=flat)
-        assert isinstance(model, FSDPModule)
-        wrapped: FSDPModule = model
-        everything = all(p.requires_grad for p in model.parameters())
-
-        def gradients(trained: Sequence[nn.Parameter]) -> Gradients:
-            return ReducedByFsdp(
-                wrapped,
-                trained,
-                every_time=everything,
-                keeps_weights=self.options.gather == "step",
-                ranks=context.workload.world_size // self.options.tp,
-                group=shard_group,
-                device=device,
-            )
-
+        factor = 1
+        if not sum_gradients(model, ranks, device):
+            factor = context.workload.world_size // self.options.tp
+        gradients = functools.partial(
+            ReducedByFsdp,
+            model,
+            every_time=all(p.requires_grad for p in model.parameters()),
+            keeps_weights=self.options.gather == "step",
+            factor=factor,
+        )
         return TorchEngine(
             model,
             context,
             gradients=gradients,
-            layout=divided.layout(Sharded(shard_group, device), model),
+            layout=divided.layout(Sharded(ranks, device), model),
             sums=divided.sums(model),
             join_logits=divided.whole_logits,
         )

@@ -9,7 +9,7 @@ from torch import nn
 
 from anygauge.interface import MemoryEstimate, Traffic
 from anygauge.interface import estimate as at
-from anygauge.strategies.fsdp.options import FsdpOptions
+from anygauge.strategies.fsdp.spec import FsdpOptions
 from anygauge.strategies.shared.flat import FlatSizes, not_flat
 from anygauge.strategies.shared.footprint import (
     Kinds,
@@ -71,8 +71,9 @@ class _Shards:
     Attributes:
         ranks: that hold the model together.
         root: what is outside of layers.
-        flat: layers' frozen weights, where `FlatLayers` has them, and FSDP2 what is trained, as
-            one group.
+        every, trained: all weights, and all that are trained, as if they were one group.
+        flat: layers' frozen weights, where `FlatLayers` has them, and FSDP2 what is trained, which
+            is one group then.
     """
 
     options: FsdpOptions
@@ -80,6 +81,8 @@ class _Shards:
     ranks: int
     layers: list[_Group]
     root: _Group
+    every: _Group
+    trained: _Group
     flat: FlatSizes | None
 
     @property
@@ -92,17 +95,12 @@ class _Shards:
         return all(p.requires_grad for p in self.size.model.parameters())
 
     @property
-    def part(self) -> int:
-        """Bytes of a rank's trained weights, in the masters' type."""
-        return self.root.part + sum(one.part for one in self.layers)
-
-    @property
     def weights(self) -> int:
         """Bytes of a rank's weights."""
         if self.flat is None:
-            return self.part + self.root.frozen + sum(one.frozen for one in self.layers)
+            return self.every.part + self.every.frozen
         whole = weight_bytes(not_flat(self.size.model), self.size.workload.precision.param_dtype)
-        return self.part + self.flat.pieces * self.size.compute + whole
+        return self.trained.part + self.flat.pieces * self.size.compute + whole
 
     def in_step(self) -> dict[str, Kinds]:
         """What is there beside what is always held.
@@ -118,7 +116,7 @@ class _Shards:
         largest = max(self.layers, key=lambda one: one.whole)
         at_once = self.options.gather == "step"
         together = 1 if self.ranks > 1 else 0  # alone, there is nothing that comes together
-        gathering, kept = together * largest.whole, sum(one.whole for one in self.layers)
+        gathering, kept = together * largest.whole, self.every.whole - root.whole
         whole = root.whole + (kept if at_once else largest.whole)
         first = root.whole * (1 + together) + gathering + largest.whole
         backward = whole + (0 if at_once else gathering)
@@ -127,9 +125,9 @@ class _Shards:
         added = 0
         if several:
             full = size.trained * size.reduce
-            added = there * self.part if self.every_time else full
+            added = there * self.trained.part if self.every_time else full
         waiting = root.reduced if several and self.every_time else 0
-        done, one = there * sum(layer.part for layer in self.layers), there * largest.part
+        done, one = there * (self.trained.part - root.part), there * largest.part
         # The last of them is added to a sum, or stays as it is; two layers are not there yet.
         before, complete = (one, one) if several else (max(0, done - 2 * one), done)
         head, last = size.head * size.compute, size.layer * size.compute
@@ -165,8 +163,7 @@ class _Shards:
         The group of what is trained is whole from the first forward on, and its gradients are
         reduced when backward is done.
         """
-        size = self.size
-        group = _Group.of(size.parameters, self.ranks, size)
+        size, group = self.size, self.trained
         sums = size.trained * size.reduce if size.several else 0
         step = {at.GATHERED: 2 * group.whole, at.GRADIENTS: sums}
         return {
@@ -182,19 +179,18 @@ class _Shards:
         """Of a step. FSDP2 waits for none of them at once."""
         size, layers, root = self.size, self.layers, self.root
         rank, turns = size.workload.rank, size.workload.accumulation
-        gathered = turns * (2 * sum(one.whole for one in layers) + root.whole)
+        gathered = turns * (2 * self.every.whole - root.whole)
         gathers: float = turns * (2 * len(layers) + 1)
         groups = sum(one.reduced > 0 for one in (*layers, root))
         if self.options.gather == "step":
-            gathered = sum(one.whole for one in (*layers, root))
+            gathered = self.every.whole
             gathers = len(layers) + 1
         elif self.flat is not None:
-            trained = _Group.of(size.parameters, self.ranks, size).whole
-            gathered = turns * (self.flat.gathered * size.compute + trained)
+            gathered = turns * (self.flat.gathered * size.compute + self.trained.whole)
             gathers = turns * (self.flat.gathers + 1)
             groups = 1
         reductions = turns if self.every_time else 1
-        reduced = reductions * sum(one.reduced for one in (*layers, root))
+        reduced = reductions * self.trained.reduced
         first = rank // self.ranks * self.ranks
         beside = range(first, first + self.ranks)
         replicas = range(rank % self.ranks, size.workload.world_size, self.ranks)
@@ -209,9 +205,9 @@ class _Shards:
         if not self.on_host:
             return 0.0
         if self.options.gather == "step":
-            return float(self.weights + self.part)
+            return float(self.weights + self.trained.part)
         turns, root = self.size.workload.accumulation, self.root.part + self.root.frozen
-        sums = (turns if self.every_time else 1) * self.part
+        sums = (turns if self.every_time else 1) * self.trained.part
         return float(turns * (2 * self.weights - root) + sums)
 
 
@@ -223,17 +219,21 @@ def fsdp_memory(options: FsdpOptions, ranks: int, size: Sizes, *, flat: bool) ->
         flat: frozen layers are gathered by `FlatLayers`.
     """
     workload, model = size.workload, size.model
-    layers = list(decoder_layers(model))
-    inside = {id(p) for layer in layers for p in layer.parameters()}
+    layers = [list(layer.parameters()) for layer in decoder_layers(model)]
+    inside = {id(p) for layer in layers for p in layer}
+    outside = [p for p in model.parameters() if id(p) not in inside]
     shards = _Shards(
         options,
         size,
         ranks,
-        [_Group.of(layer.parameters(), ranks, size) for layer in layers],
-        _Group.of((p for p in model.parameters() if id(p) not in inside), ranks, size),
+        [_Group.of(layer, ranks, size) for layer in layers],
+        _Group.of(outside, ranks, size),
+        _Group.of(model.parameters(), ranks, size),
+        _Group.of(size.parameters, ranks, size),
         FlatSizes.of(model, ranks) if flat else None,
     )
-    count = shards.part // size.master
+    part = shards.trained.part
+    count = part // size.master
     own = {at.WEIGHTS: shards.weights, at.OPTIMIZER: round(count * workload.state_bytes)}
     held = {at.WEIGHTS: scale_bytes(model)}
     moments = shards.in_step()
@@ -242,11 +242,11 @@ def fsdp_memory(options: FsdpOptions, ranks: int, size: Sizes, *, flat: bool) ->
         moments = shards.in_flat_step()
     saved = {at.SAVED: SAVED_WHOLES * size.largest * size.master}
     made = update_made(workload, (rows_of(p, ranks) for p in size.parameters))
-    update = {at.GRADIENTS: shards.part, at.OPTIMIZER: made}
+    update = {at.GRADIENTS: part, at.OPTIMIZER: made}
     more = {**moments, at.SAVE: plus(moments[at.SAVE], saved)}
     host = {at.SAVE: size.saved}
     if shards.on_host:
-        there = {at.GRADIENTS: shards.part}
+        there = {at.GRADIENTS: part}
         in_step = there if size.several else {}
         backward = {at.BACKWARD: there, at.END: there, at.UPDATE: update, at.SAVE: size.saved}
         host = by_moment(own, 0, in_step, backward)

@@ -1,8 +1,10 @@
-"""`fsdp` as a plugin: what it needs, and what is refused of it before torch is imported."""
+"""`fsdp` as a plugin: its fields, and what is refused of it before torch is imported."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from anygauge.interface import (
     API_VERSION,
@@ -13,6 +15,7 @@ from anygauge.interface import (
     StrategySpec,
 )
 from anygauge.strategies.shared.degrees import (
+    Degrees,
     check_adapter,
     check_codes,
     check_divides,
@@ -26,7 +29,27 @@ IN_PARTS = {"clip_grad_norm": "each rank has only a part of the gradients"}
 ON_THE_HOST = {"adamw": "strategy.offload: the optimizer's tensors lie in the host's memory"}
 
 
-def shards(options: Any, world_size: int) -> int:
+class FsdpOptions(Degrees):
+    """Fields of ``strategy`` other than its name."""
+
+    dp_replicate: Annotated[int, Field(ge=1)] = Field(
+        1, description="Number of groups of ranks that each hold a whole model; above 1: HSDP."
+    )
+    dp_shard: Annotated[int, Field(ge=-1)] = Field(
+        -1, description="The model is sharded over dp_shard x cp ranks; -1: over all that are left."
+    )
+    gather: Literal["auto", "flat", "layer", "step"] = Field(
+        "auto",
+        description="How weights are gathered. flat: frozen ones of each decoder layer from flat "
+        "pieces, in place; layer: by FSDP2, for each layer's forward and backward; step: once a "
+        "step; auto: flat where it can be, else layer.",
+    )
+    offload: Literal["none", "both"] = Field(
+        "none", description="both: weights and optimizer lie in the host's memory between uses."
+    )
+
+
+def shards(options: FsdpOptions, world_size: int) -> int:
     """Ranks that hold the model together, those with other parts of the same sequences among them.
 
     Raises:
@@ -39,7 +62,7 @@ def shards(options: Any, world_size: int) -> int:
     if shard == -1 and rows % replicate == 0:
         shard = rows // replicate
     if shard > 0 and replicate * shard == rows:
-        return int(shard * options.cp)
+        return shard * options.cp
     divisors = [str(n) for n in range(1, rows + 1) if rows % n == 0]
     product = f"{replicate} x {shard} is not"
     if shard == -1:
@@ -71,7 +94,7 @@ FSDP = StrategySpec(
     factory="anygauge.strategies.fsdp.engine:Fsdp",
     api_version=API_VERSION,
     summary="torch's FSDP2 shards weights, gradients and optimizer; HSDP with dp_replicate.",
-    options="anygauge.strategies.fsdp.options:FsdpOptions",
+    options="anygauge.strategies.fsdp.spec:FsdpOptions",
     needs={"collectives": "FSDP gathers weights from all ranks"},
     engine="fsdp2",
     share=share,

@@ -68,43 +68,17 @@ class _Stored:
         self._host.copy_(whole, non_blocking=buffers.pinned)
         self._back: Tensor | None = None
 
-    def back(self) -> Tensor:
-        """The same on the device."""
+    def view(self, *place: Any) -> Tensor:
+        """A view of the same on the device: what `as_strided` takes."""
         if self._back is None:
             self._back = torch.empty_like(self._host, device=self._device)
             self._back.copy_(self._host, non_blocking=self._buffers.pinned)
-        return self._back
+        return self._back.as_strided(*place)
 
     def __del__(self) -> None:
         # Not counted in `unpack`: whoever retains a graph unpacks more than once.
         if hasattr(self, "_buffer"):
             self._buffers.give(self._buffer)
-
-
-class _View:
-    """A tensor that autograd keeps: its place in a storage that is on the host."""
-
-    def __init__(self, tensor: Tensor, stored: _Stored) -> None:
-        self._stored = stored
-        self._place = (tensor.shape, tensor.stride(), tensor.storage_offset())
-
-    def back(self) -> Tensor:
-        return self._stored.back().as_strided(*self._place)
-
-
-class _Wrapped:
-    """A tensor made of others, such as a DTensor."""
-
-    def __init__(self, tensor: Any, pack: Callable[[Tensor], Any]) -> None:
-        names, self._context = tensor.__tensor_flatten__()
-        self._parts = {name: pack(getattr(tensor, name)) for name in names}
-        self._made = (type(tensor), tensor.shape, tensor.stride())
-
-    def back(self) -> Tensor:
-        kind, shape, stride = self._made
-        parts = {name: _back(part) for name, part in self._parts.items()}
-        whole: Tensor = kind.__tensor_unflatten__(parts, self._context, shape, stride)
-        return whole
 
 
 class Offload:
@@ -132,16 +106,17 @@ class Offload:
             self._weights = {
                 plain.untyped_storage()._cdata for p in layer.parameters() for plain in _plain(p)
             }
-            with saved_tensors_hooks(self._pack, _back):
+            with saved_tensors_hooks(self._pack, lambda packed: packed()):
                 return call(*args, **kwargs)
 
         return offloaded
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """What gives a tensor that autograd keeps back to it."""
         if isinstance(tensor, nn.Parameter):
-            return tensor
+            return lambda: tensor
         if is_traceable_wrapper_subclass(tensor):
-            return _Wrapped(tensor, self._pack)
+            return self._pack_parts(tensor)
         storage = tensor.untyped_storage()
         if (
             tensor.device != self._device
@@ -151,7 +126,8 @@ class Offload:
             or isinstance(tensor._base, nn.Parameter)
         ):
             # An operation's own result would keep the operation, and that its result.
-            return tensor.detach()
+            own = tensor.detach()
+            return lambda: own
         source = StorageWeakRef(storage)
         key = (source.cdata, tensor._version, tensor.dtype)
         stored = self._stored.get(key)
@@ -159,11 +135,22 @@ class Offload:
             numbers = storage.nbytes() // tensor.element_size()
             whole = tensor.detach().as_strided((numbers,), (1,), 0)
             stored = self._stored[key] = _Stored(whole, source, self.buffers)
-        return _View(tensor, stored)
+        return functools.partial(
+            stored.view, tensor.shape, tensor.stride(), tensor.storage_offset()
+        )
 
+    def _pack_parts(self, tensor: Any) -> Callable[[], Tensor]:
+        """Of a tensor made of others, such as a DTensor."""
+        kind, shape, stride = type(tensor), tensor.shape, tensor.stride()
+        names, context = tensor.__tensor_flatten__()
+        parts = {name: self._pack(getattr(tensor, name)) for name in names}
 
-def _back(packed: Any) -> Tensor:
-    return packed.back() if isinstance(packed, _View | _Wrapped) else packed
+        def back() -> Tensor:
+            found = {name: part() for name, part in parts.items()}
+            whole: Tensor = kind.__tensor_unflatten__(found, context, shape, stride)
+            return whole
+
+        return back
 
 
 def _plain(tensor: Any) -> Iterator[Tensor]:

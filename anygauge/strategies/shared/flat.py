@@ -8,6 +8,7 @@ again. A frozen weight has no gradient, so that this is all there is to it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,19 +30,6 @@ FLAT = "flat_layers"
 """Attribute of a model that has them."""
 SMALL_PART = 1 / 4
 """Of the layers' parameters, at most, are trained: more are better sharded by layer."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a parameter lies.
-
-    Attributes:
-        layer: its number.
-        start: of its first element in the layer's.
-    """
-
-    layer: int
-    start: int
 
 
 class FlatLayers:
@@ -78,7 +66,7 @@ class FlatLayers:
         self._handles: list[Any] = [None] * BUFFERS
         self._backward = False
         self._lists = _numbers_of_lists(model, layers)
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, tuple[int, int]] = {}  # its layer, and where it begins in it
         self._inside: set[int] = set()
         self._passes = 0
         self._checks: list[Any] = []
@@ -86,10 +74,10 @@ class FlatLayers:
             self._make_views(index, layer)
             for name, module in layer.named_modules(prefix=f"layer {index}"):
                 if module is not layer and any(p in self for p in module.parameters(False)):
-                    check = self._checking(index, name)
+                    check = functools.partial(self._check, index, name)
                     self._checks.append(module.register_forward_pre_hook(check))
-            layer.register_forward_pre_hook(self._entering(index))
-            layer.register_forward_hook(self._leaving(index))
+            layer.register_forward_pre_hook(functools.partial(self._enter, index))
+            layer.register_forward_hook(functools.partial(self._leave, index))
         model.register_forward_pre_hook(self._start)
 
     @property
@@ -113,19 +101,18 @@ class FlatLayers:
     def keep(self, parameter: Tensor, rows: Tensor) -> None:
         """Take what this rank holds of a parameter from the rows that `rows` asked for."""
         start, end = self._own(parameter)
-        place = self._places[id(parameter)]
-        length = self._lengths[place.layer]
+        layer, first = self._places[id(parameter)]
         row = parameter[0].numel() if parameter.dim() else 1
         skipped = start - start // max(1, row) * row
-        at = place.start + start - self._rank * length
-        piece = self._pieces[place.layer][at : at + end - start]
+        at = first + start - self._rank * self._lengths[layer]
+        piece = self._pieces[layer][at : at + end - start]
         piece.copy_(rows.reshape(-1)[skipped : skipped + end - start])
 
     def _own(self, parameter: Tensor) -> tuple[int, int]:
         """First and last element of a parameter that this rank holds."""
-        place = self._places[id(parameter)]
-        first = self._rank * self._lengths[place.layer] - place.start
-        last = first + self._lengths[place.layer]
+        layer, begins = self._places[id(parameter)]
+        first = self._rank * self._lengths[layer] - begins
+        last = first + self._lengths[layer]
         return max(0, first), min(parameter.numel(), last)
 
     def _make_views(self, index: int, layer: nn.Module) -> None:
@@ -141,7 +128,7 @@ class FlatLayers:
                     # as the same values are there again when they are read.
                     real = nn.Parameter(view.data, requires_grad=False)
                     made[id(parameter)] = real
-                    self._places[id(real)] = _Place(index, start)
+                    self._places[id(real)] = index, start
                     start += _aligned(parameter)
                 module._parameters[name] = made[id(parameter)]
 
@@ -153,38 +140,29 @@ class FlatLayers:
                 self._checks.pop().remove()
         self._passes += 1
 
-    def _entering(self, index: int) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            self._inside.add(index)
-            self._need(index)
+    def _enter(self, index: int, *_: Any) -> None:
+        self._inside.add(index)
+        self._need(index)
 
-        return hook
+    def _leave(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        self._inside.discard(index)
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(functools.partial(self._enter_backward, index))
 
-    def _leaving(self, index: int) -> Any:
-        def before_backward(gradient: Tensor) -> None:
-            self._backward = True
-            self._need(index)
+    def _enter_backward(self, index: int, gradient: Tensor) -> None:
+        self._backward = True
+        self._need(index)
 
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self._inside.discard(index)
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(before_backward)
-
-        return hook
-
-    def _checking(self, index: int, name: str) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            # What is recomputed in backward may be a layer's forward without the layer's call.
-            here = self._held[index % BUFFERS] == index
-            if not here or not (self._backward or index in self._inside):
-                raise UnsupportedError(
-                    f"this model computes with {name} outside of the forward of its layer, whose "
-                    f"weights are not gathered then. Set strategy.gather: {self._otherwise}, or "
-                    "use strategy.name: ddp"
-                )
-
-        return hook
+    def _check(self, index: int, name: str, *_: Any) -> None:
+        # What is recomputed in backward may be a layer's forward without the layer's call.
+        here = self._held[index % BUFFERS] == index
+        if not here or not (self._backward or index in self._inside):
+            raise UnsupportedError(
+                f"this model computes with {name} outside of the forward of its layer, whose "
+                f"weights are not gathered then. Set strategy.gather: {self._otherwise}, or "
+                "use strategy.name: ddp"
+            )
 
     def _need(self, index: int) -> None:
         """A layer is about to be computed: have its weights here, the next one's on their way."""

@@ -159,7 +159,7 @@ class Sizes:
 def update_made(workload: Workload, sizes: Iterable[int]) -> int:
     """Bytes that an update makes on a rank that holds trained tensors of such sizes.
 
-    As `anygauge.training.undo.parts` takes them: some at once, or one that is larger.
+    As `anygauge.training.optimizer` takes them: some at once, or one that is larger.
     """
     most = at_once = 0
     for size in sizes:
@@ -216,55 +216,8 @@ def memory_of(strategy: Strategy, workload: Workload) -> MemoryEstimate:
     """What a strategy's planner says, or that of a rank that is alone where it has none."""
     planner: StrategyPlanner | None = getattr(strategy, "planner", None)
     if planner is None:
-        return whole_memory(workload, whole_model(workload))
+        return whole_memory(workload, replicas=1)
     return planner.memory(workload)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Footprint:
-    """What one rank holds from step to step, in bytes, and what it gives to collectives in one.
-
-    Activations and what is gathered for a while are not held from step to step.
-
-    Attributes:
-        weights: parameters, frozen ones among them, in the compute type.
-        gradients: between two micro-batches of a step.
-        masters: the optimizer's copies of trained weights; 0 where they are the weights.
-        sent: collective -> bytes, as `Traffic.bytes`.
-    """
-
-    weights: int
-    gradients: int
-    masters: int
-    optimizer: int
-    sent: Mapping[str, int]
-
-    @property
-    def held(self) -> int:
-        """All that is held, in bytes."""
-        return self.weights + self.gradients + self.masters + self.optimizer
-
-
-def footprint_of(found: MemoryEstimate) -> Footprint:
-    """What an estimate says that a rank holds from step to step, wherever it is, and sends.
-
-    Gradients have their buffers with them.
-    """
-
-    def held(moment: str, *kinds: str) -> int:
-        parts = (found.device.get(moment, {}), found.host.get(moment, {}))
-        return sum(part.get(kind, 0) for part in parts for kind in kinds)
-
-    every = plus(*({one.operation: int(one.bytes)} for one in found.traffic))
-    masters = held(at.LOAD, at.OPTIMIZER)
-    gradients = max(held(moment, at.GRADIENTS) for moment in (at.BEGIN, at.UPDATE))
-    return Footprint(
-        weights=held(at.EVALUATION, at.WEIGHTS),
-        gradients=gradients + held(at.EVALUATION, at.BUFFERS),
-        masters=masters,
-        optimizer=held(at.EVALUATION, at.OPTIMIZER) - masters,
-        sent=every,
-    )
 
 
 class EstimatedStrategy:
@@ -290,34 +243,28 @@ class EstimatedStrategy:
 # -- the whole model -------------------------------------------------------------------------------
 
 
-def whole_model(workload: Workload) -> Footprint:
-    """Of a rank that holds the whole model and sends nothing."""
-    size, precision = Sizes.of(workload), workload.precision
-    own_masters = precision.param_dtype != "float32"
-    return Footprint(
-        weights=weight_bytes(size.model.parameters(), precision.param_dtype)
-        + scale_bytes(size.model),
-        gradients=size.trained * size.reduce,
-        masters=size.trained * size.master if own_masters else 0,
-        optimizer=round(size.trained * workload.state_bytes),
-        sent={},
-    )
-
-
-def whole_memory(workload: Workload, holds: Footprint | None = None) -> MemoryEstimate:
+def whole_memory(
+    workload: Workload, *, replicas: int | None = None, sum_bytes: int | None = None
+) -> MemoryEstimate:
     """Of a rank whose gradients are those of `LocalGradients`, or of `SummedOverRanks`.
 
     Args:
-        holds: what the rank of another engine does from step to step; None: several ranks are
-            DDP's replicas.
+        replicas: ranks that DDP makes replicas of; None: all of them.
+        sum_bytes: of a number of the sums of gradients; None: of the type of reductions.
     """
-    size, replicas = Sizes.of(workload), 1 if holds else workload.world_size
-    holds = holds or whole_model(workload)
-    held = {at.WEIGHTS: holds.weights, at.OPTIMIZER: holds.masters + holds.optimizer}
+    size, dtype = Sizes.of(workload), workload.precision.param_dtype
+    replicas = replicas or workload.world_size
+    masters = size.trained * size.master if size.compute != size.master else 0
+    state = round(size.trained * workload.state_bytes)
+    gradients = size.trained * (sum_bytes or size.reduce)
+    held = {
+        at.WEIGHTS: weight_bytes(size.model.parameters(), dtype) + scale_bytes(size.model),
+        at.OPTIMIZER: masters + state,
+    }
     if replicas > 1:
         # With `gradient_as_bucket_view`, DDP's Reducer keeps a place for each gradient.
         held[at.BUFFERS] = size.trained * size.compute
-    sums = holds.gradients if size.several else 0
+    sums = gradients if size.several else 0
     one_type = size.compute == size.reduce
 
     def made(count: int) -> int:
@@ -330,18 +277,16 @@ def whole_memory(workload: Workload, holds: Footprint | None = None) -> MemoryEs
     collect = made(size.trained)
     if replicas == 1 and not size.several and not one_type:
         # `LocalGradients.collect` converts them one after another.
-        collect = max(collect, holds.gradients) + size.largest * min(size.compute, size.reduce)
+        collect = max(collect, gradients) + size.largest * min(size.compute, size.reduce)
     # In the update each gets the masters' type; `Tensor.to` makes nothing of what has it.
-    summed = 0 if replicas > 1 and one_type else holds.gradients
+    summed = 0 if replicas > 1 and one_type else gradients
     again = 0 if size.reduce == size.master else size.trained * size.master
     beside = max(update_made(workload, (p.numel() for p in size.parameters)), again and summed)
-    whole = tuple(range(replicas))
     reductions = max(1, round(size.trained * size.compute / BUCKET))
-    everyone = tuple(range(workload.world_size))
     return MemoryEstimate(
         device=by_moment(
             held,
-            holds.masters,
+            masters,
             {at.GRADIENTS: sums},
             {
                 at.BACKWARD: {at.GRADIENTS: made(size.head + size.layer)},
@@ -351,9 +296,6 @@ def whole_memory(workload: Workload, holds: Footprint | None = None) -> MemoryEs
             },
         ),
         host={at.SAVE: size.saved},
-        traffic=(
-            *sent("all_reduce", whole, reductions, size.trained * size.reduce),
-            *(one for name, n in holds.sent.items() for one in sent(name, everyone, 1, n)),
-        ),
-        other_bytes=size.updated(size.trained, holds.optimizer),
+        traffic=sent("all_reduce", range(replicas), reductions, size.trained * size.reduce),
+        other_bytes=size.updated(size.trained, state),
     )

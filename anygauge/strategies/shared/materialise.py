@@ -89,14 +89,11 @@ def materialise(
             continue
         values = factory.values(model, path) if read else {}
         for name, meta in waiting.items():
-            data: Tensor = (
-                values[name].to(device=device, dtype=dtype if meta.is_floating_point() else None)
+            kept = dtype if meta.is_floating_point() else meta.dtype
+            data = (
+                values[name].to(device, kept)
                 if read
-                else torch.empty(
-                    meta.shape,
-                    dtype=dtype if meta.is_floating_point() else meta.dtype,
-                    device=device,
-                )
+                else torch.empty(meta.shape, dtype=kept, device=device)
             )
             real = nn.Parameter(data, requires_grad=meta.requires_grad)
             # A tied weight has several owners: all must keep sharing one parameter.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -168,26 +168,18 @@ def _take_buffers(
 
 def _make_real(model: nn.Module, place: torch.device, foreign: Container[int]) -> None:
     """Give parameters memory at a place, without values; those of others keep or get none."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            return tensor
+        here = torch.device("meta") if id(tensor) in foreign else place
+        return torch.empty_like(tensor, device=here) if tensor.is_meta else tensor.to(here)
+
     tied = owners_of(model)
-    if not foreign:
-        # As FSDP2 wants it done.
-        model._apply(_moved_to(place))
-        for (first, name), *others in tied:
-            for module, key in others:
-                module._parameters[key] = first._parameters[name]
-        return
-    for group in tied:
-        owner, name = group[0]
-        parameter = owner._parameters[name]
-        assert parameter is not None
-        here = torch.device("meta") if id(parameter) in foreign else place
-        real = nn.Parameter(_moved_to(here)(parameter.detach()), parameter.requires_grad)
-        for module, key in group:
-            module._parameters[key] = real
-
-
-def _moved_to(place: torch.device) -> Callable[[Tensor], Tensor]:
-    return lambda t: torch.empty_like(t, device=place) if t.is_meta else t.to(place)
+    model._apply(moved)  # as FSDP2 wants it done
+    for (first, name), *others in tied:
+        for module, key in others:
+            module._parameters[key] = first._parameters[name]
 
 
 def _leave_meta(unit: nn.Module, owners: Sequence[Sequence[tuple[nn.Module, str]]]) -> None:

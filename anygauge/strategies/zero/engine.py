@@ -32,6 +32,7 @@ from anygauge.interface import (
     UpdateResult,
     Workload,
 )
+from anygauge.interface import estimate as at
 from anygauge.strategies.shared.common import (
     NO_FP8,
     Fp8Contexts,
@@ -46,7 +47,7 @@ from anygauge.strategies.shared.common import (
 )
 from anygauge.strategies.shared.finite import FiniteSteps, scaled
 from anygauge.strategies.shared.flat import FLAT, FlatLayers
-from anygauge.strategies.shared.footprint import EstimatedStrategy, footprint_of
+from anygauge.strategies.shared.footprint import EstimatedStrategy
 from anygauge.strategies.shared.materialise import buffers_of, materialise, restore_buffers
 from anygauge.strategies.shared.shards import fill, sharded_later
 from anygauge.strategies.zero.deepspeed_config import as_config, zero_settings
@@ -245,10 +246,11 @@ class Zero(EstimatedStrategy):
         deepspeed.init_distributed()
         swapped = None
         if self.options.nvme is not None:
-            found = footprint_of(self.memory(workload))
+            found = self.memory(workload)
             load_operator()
             # A gradient in the masters' type stands beside each master.
-            swapped = folder_of_rank(self.options.nvme, 2 * found.masters + found.optimizer)
+            size = found.held(at.LOAD, at.OPTIMIZER) + found.held(at.EVALUATION, at.OPTIMIZER)
+            swapped = folder_of_rank(self.options.nvme, size)
             config["zero_optimization"]["offload_optimizer"]["nvme_path"] = swapped.name
 
         stage = self._stage(workload)

@@ -38,7 +38,7 @@ from anygauge.interface import (
     PartFunction,
     TrainedState,
 )
-from anygauge.models.on_demand import OnDemand
+from anygauge.models.files import LazyTensors
 from anygauge.training.checkpoints.sound import (
     FORMAT,
     MANIFEST,
@@ -212,7 +212,7 @@ class ResumedFactory:
             piece = (...,) if part is None else part(prefix + name, shapes[name])
             return kept if piece is None else kept[piece]
 
-        return OnDemand({name: functools.partial(value, name) for name in values})
+        return LazyTensors({name: functools.partial(value, name) for name in values})
 
     def adapt(self, model: nn.Module) -> nn.Module:
         """See `ModelFactory.adapt`."""

@@ -7,29 +7,46 @@ from collections.abc import Iterable
 from typing import Any
 
 from anygauge.interface import API_VERSION, TrackerSpec, hookimpl
-from anygauge.training.trackers.services import mlflow_store, wandb_login
+from anygauge.training.trackers.options import mlflow_store, wandb_login
 
-_SERVICES = "anygauge.training.trackers.services"
+_EXTRAS = ("tensorboard", "wandb", "mlflow")
+"""Libraries that anygauge has an extra for, which bounds their versions."""
 
 
 def _tracker(name: str, kind: str, package: str = "", **more: Any) -> TrackerSpec:
     def missing() -> str | None:
         if package and importlib.util.find_spec(package) is None:
-            install = f"pip install 'anygauge[{package}]'"
-            return f"the package {package} is not installed; {install}"
+            install = f"'anygauge[{package}]'" if package in _EXTRAS else package
+            return f"the package {package} is not installed; pip install {install}"
         return None
 
-    factory = f"{_SERVICES}:{kind}"
-    return TrackerSpec(name=name, factory=factory, api_version=API_VERSION, missing=missing, **more)
+    return TrackerSpec(
+        name=name,
+        factory=f"{__name__}.services:{kind}",
+        api_version=API_VERSION,
+        missing=missing,
+        **more,
+    )
+
+
+def _options(kind: str) -> str:
+    return f"{__name__}.options:{kind}Options"
 
 
 @hookimpl
 def anygauge_provide_trackers() -> Iterable[TrackerSpec]:
     """Announce the trackers of this package."""
-    jsonl, wandb, mlflow = (f"{_SERVICES}:{n}Options" for n in ("JsonLines", "Wandb", "MLflow"))
+    wandb = {"options": _options("Wandb"), "unready": wandb_login}
+    mlflow = {"options": _options("MLflow"), "unready": mlflow_store}
     return [
         _tracker("tensorboard", "TensorBoard", "tensorboard"),
-        _tracker("jsonl", "JsonLinesFile", options=jsonl),
-        _tracker("wandb", "WeightsAndBiases", "wandb", options=wandb, unready=wandb_login),
-        _tracker("mlflow", "MLflow", "mlflow", options=mlflow, unready=mlflow_store),
+        _tracker("jsonl", "JsonLinesFile", options=_options("JsonLines")),
+        _tracker("wandb", "WeightsAndBiases", "wandb", **wandb),
+        _tracker("mlflow", "MLflow", "mlflow", **mlflow),
+        _tracker("trackio", "Trackio", "trackio", options=_options("Trackio")),
+        _tracker("swanlab", "SwanLab", "swanlab", options=_options("SwanLab")),
+        _tracker("comet_ml", "Comet", "comet_ml", options=_options("Comet")),
+        _tracker("aim", "Aim", "aim", options=_options("Aim")),
+        _tracker("clearml", "ClearML", "clearml", options=_options("ClearML")),
+        _tracker("dvclive", "DVCLive", "dvclive", options=_options("DVCLive")),
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ from anygauge.strategies.shared.common import (
     trained_parameters,
 )
 from anygauge.strategies.shared.finite import FiniteSteps, scaled
-from anygauge.strategies.shared.footprint import EstimatedStrategy, whole_memory, whole_model
+from anygauge.strategies.shared.footprint import EstimatedStrategy, whole_memory
 from anygauge.strategies.shared.materialise import materialise
 from anygauge.strategies.shared.optimizer_state import (
     export_plain,
@@ -127,9 +126,8 @@ class Plain(EstimatedStrategy):
 
     def memory(self, workload: Workload) -> MemoryEstimate:
         """See `StrategyPlanner.memory`; gradients are added up in a type of their own."""
-        found = whole_model(workload)
-        wider = getattr(torch, self._sums).itemsize / torch.float32.itemsize
-        return whole_memory(workload, replace(found, gradients=round(found.gradients * wider)))
+        sum_bytes: int = getattr(torch, self._sums).itemsize
+        return whole_memory(workload, replicas=1, sum_bytes=sum_bytes)
 
     def build(self, context: BuildContext) -> PlainEngine:
         """See `Strategy.build`."""

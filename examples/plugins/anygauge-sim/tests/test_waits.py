@@ -39,7 +39,7 @@ class Counted:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the package that notes the card's counters when a step begins."""
     folder = tmp_path_factory.mktemp("noting")
-    return patched(folder, "anygauge/training/pending.py", BEGINS, BEGINS + NOTES)
+    return patched(folder, "anygauge/training/step_results.py", BEGINS, BEGINS + NOTES)
 
 
 def counted(

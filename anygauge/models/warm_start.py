@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import HOST_DEVICE, ModelError, UnsupportedError
-from anygauge.models.files import check_folder, read_fields, read_header
-from anygauge.models.targets import Factors
+from anygauge.models.factors import SCALE_FIELDS, Factors, scale_factors, with_plain_scale
+from anygauge.models.files import check_folder, not_finite, read_fields, read_header
 from anygauge.models.vocabulary import NewTokens, listed_rows, trained_rows
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -20,15 +19,9 @@ CONFIG_FILE = "adapter_config.json"
 
 KEPT = {
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
-    *("modules_to_save", "trainable_token_indices"),
-    *(
-        "target_modules",
-        "exclude_modules",
-        "target_parameters",
-        "layers_to_transform",
-        "layers_pattern",
-    ),
-    *("fan_in_fan_out", "task_type"),
+    *("modules_to_save", "trainable_token_indices", "fan_in_fan_out", "task_type"),
+    *("target_modules", "exclude_modules", "target_parameters"),
+    *("layers_to_transform", "layers_pattern"),
 }
 """What a saved configuration decides."""
 
@@ -42,50 +35,8 @@ IGNORED = {
 SOUND_STARTS = (True, False, "gaussian", "orthogonal")
 """Initial values that leave the base's weights as they are; a saved adapter holds the rest."""
 
-
 TRAINED_AS = "anygauge"
 """Key of the weights' metadata: the fields of the configuration that `with_plain_scale` changed."""
-
-SCALE_FIELDS = ("lora_alpha", "use_rslora", "alpha_pattern")
-
-
-def with_plain_scale(config: Any) -> tuple[Any, dict[str, Any]]:
-    """peft's configuration with one `lora_alpha` for all layers, and what it was trained with.
-
-    Readers other than peft know no ``use_rslora`` and no ``alpha_pattern``: they scale each layer
-    by lora_alpha / rank (llama.cpp's ``convert_lora_to_gguf.py``). `scale_factors` are the rest.
-
-    Returns:
-        The configuration, and the fields that it had; without any where it had that scale.
-    """
-    if not config.use_rslora and not config.alpha_pattern:
-        return config, {}
-    trained_as = {name: getattr(config, name) for name in SCALE_FIELDS}
-    plain = copy.copy(config)
-    plain.lora_alpha = config.lora_alpha * (math.sqrt(config.r) if config.use_rslora else 1)
-    if float(plain.lora_alpha).is_integer():
-        plain.lora_alpha = int(plain.lora_alpha)  # peft's type
-    plain.use_rslora, plain.alpha_pattern = False, {}
-    return plain, trained_as
-
-
-def scale_factors(adapted: Any, adapter_name: str) -> dict[str, float]:
-    """What each factor B is multiplied by beside a configuration of `with_plain_scale`.
-
-    Returns:
-        Name of the tensor, as peft stores it -> number.
-    """
-    from peft.tuners.lora import LoraLayer
-
-    config = adapted.peft_config[adapter_name]
-    plain, _ = with_plain_scale(config)
-    found = {}
-    for name, layer in adapted.named_modules():
-        if isinstance(layer, LoraLayer):
-            times = math.sqrt(layer.r[adapter_name]) if config.use_rslora else 1
-            tensor = "lora_embedding_B" if len(layer.lora_embedding_B) else "lora_B.weight"
-            found[f"{name}.{tensor}"] = layer.lora_alpha[adapter_name] * times / plain.lora_alpha
-    return found
 
 
 def refuse_no_adapter(folder: Path) -> None:
@@ -127,7 +78,7 @@ def read_config(folder: Path, *, dropout: float) -> tuple[Any, bool]:
         raise UnsupportedError(
             f"adapter.start_from: {folder} is a {kind} adapter; anygauge trains only LORA adapters"
         )
-    _refuse_other_kinds(fields, LoraConfig(), folder)
+    _refuse_other_kinds(fields, LoraConfig(), path)
     kept = {name: value for name, value in fields.items() if name in KEPT}
     try:
         config = LoraConfig(**kept, bias="none", lora_dropout=dropout)
@@ -153,10 +104,9 @@ def _trained_as(weights: Path) -> dict[str, Any]:
         return {}  # `fill` says what is wrong with the file
 
 
-def _refuse_other_kinds(fields: Mapping[str, Any], usual: Any, folder: Path) -> None:
-    for name, value in fields.items():
-        if name in KEPT or name in IGNORED:
-            continue
+def _refuse_other_kinds(fields: Mapping[str, Any], usual: Any, path: Path) -> None:
+    for name in sorted(fields.keys() - KEPT - IGNORED):
+        value = fields[name]
         if name == "init_lora_weights":
             sound = value in SOUND_STARTS
         else:
@@ -164,23 +114,23 @@ def _refuse_other_kinds(fields: Mapping[str, Any], usual: Any, folder: Path) -> 
             sound = not value or value == getattr(usual, name, None)
         if not sound:
             raise UnsupportedError(
-                f"adapter.start_from: {folder / CONFIG_FILE} sets {name}: {json.dumps(value)}, "
-                "which anygauge does not train. First merge that adapter into its base with peft, "
-                "then train a new one on the result"
+                f"adapter.start_from: {path} sets {name}: {json.dumps(value)}, which anygauge does "
+                "not train. First merge that adapter into its base with peft, then train a new one "
+                "on the result"
             )
 
 
 def check_given(
     section: AdapterSection,
     config: Any,
-    asked: Mapping[str, Factors] | None,
+    planned: Mapping[str, Factors] | None,
     built: Mapping[str, Factors],
     folder: Path,
 ) -> None:
     """Refuse fields of the run file that say something else than the saved adapter.
 
     Args:
-        asked: layers that the run file names, or None where it leaves them to the adapter.
+        planned: layers that the run file names, or None where it leaves them to the adapter.
         built: layers that the adapter has.
 
     Raises:
@@ -192,36 +142,31 @@ def check_given(
         "rslora": config.use_rslora,
         "dora": config.use_dora,
         "modules_to_save": config.modules_to_save or [],
+        "init": "trained factors",
     }
-    for name, value in saved.items():
-        if name in section.given and getattr(section, name) != value:
-            raise _differs(f"adapter.{name}", getattr(section, name), value, folder)
-    if asked is None:
-        return
-    if asked.keys() != built.keys():
-        only_asked = sorted(asked.keys() - built.keys())
-        only_built = sorted(built.keys() - asked.keys())
-        raise _differs(
-            "adapter.targets",
-            f"{len(asked)} layers" + (f" (with {only_asked[0]})" if only_asked else ""),
-            f"{len(built)}" + (f" (with {only_built[0]})" if only_built else ""),
-            folder,
-        )
-    for name in asked if "groups" in section.given else ():
-        if asked[name] != built[name]:
-            raise _differs(
-                "adapter.groups",
-                f"rank {asked[name].rank}, alpha {asked[name].alpha:g} for {name}",
-                f"rank {built[name].rank}, alpha {built[name].alpha:g}",
-                folder,
+    different: dict[str, tuple[object, object]] = {
+        f"adapter.{name}": (getattr(section, name), value)
+        for name, value in saved.items()
+        if name in section.given and getattr(section, name) != value
+    }
+    if planned is not None:
+        if "groups" not in section.given:  # one rank and alpha for all, which were compared above
+            planned = {name: built.get(name, factors) for name, factors in planned.items()}
+        if (name := first_difference(planned, built)) is not None:
+            different[f"adapter.targets or adapter.groups: layer {name}"] = (
+                planned.get(name, "without factors"),
+                built.get(name, "none"),
             )
+    for field, (given, value) in different.items():
+        raise ModelError(
+            f"{field} is {given}, but the adapter to start from has {value} ({folder}); leave the "
+            "field out: the saved adapter decides it"
+        )
 
 
-def _differs(field: str, given: object, saved: object, folder: Path) -> ModelError:
-    return ModelError(
-        f"{field} is {given}, but the adapter to start from has {saved} ({folder}); leave the "
-        "field out: the saved adapter decides it"
-    )
+def first_difference(one: Mapping[str, Factors], other: Mapping[str, Factors]) -> str | None:
+    """The first layer that has no factors, or others, in one of two plans."""
+    return next((name for name in {**one, **other} if one.get(name) != other.get(name)), None)
 
 
 def whole_modules(section: AdapterSection | None) -> list[str]:
@@ -246,7 +191,7 @@ def check_rows(model: Any, config: Any, new: NewTokens | None, folder: Path) -> 
     """
     saved = listed_rows(config.trainable_token_indices)
     wanted: list[int] = []
-    if new is not None and trained_rows(model, new, iter(()), config.modules_to_save or ()):
+    if new is not None and trained_rows(model, new, (), config.modules_to_save or ()):
         wanted = new.ids
     if saved != wanted:
         there, here = (f"{n[0]} to {n[-1]}" if n else "none" for n in (saved, wanted))
@@ -272,7 +217,6 @@ def fill(
     """
     import torch
     from peft import get_peft_model_state_dict
-    from safetensors.torch import load_file
 
     path = folder / WEIGHTS_FILE
     shapes = read_header(path)
@@ -281,31 +225,43 @@ def fill(
     places = get_peft_model_state_dict(
         adapted, state_dict=trained, adapter_name=adapter_name, save_embedding_layers=False
     )
-    if shapes.keys() != places.keys():
-        lacking, strange = sorted(places.keys() - shapes.keys()), sorted(shapes.keys() - places)
-        raise ModelError(
-            f"{path} does not fit this model: "
-            + (f"{len(lacking)} tensors are missing, first {lacking[0]!r}; " if lacking else "")
-            + (f"{len(strange)} belong to no layer, first {strange[0]!r}; " if strange else "")
-            + "start from an adapter of this base"
-        )
-    for name, parameter in places.items():
-        if shapes[name] != tuple(parameter.shape):
+    for name in sorted(shapes.keys() | places.keys()):
+        there = shapes.get(name)
+        here = tuple(places[name].shape) if name in places else None
+        if there != here:
             raise ModelError(
-                f"{path}: tensor {name!r} has shape {shapes[name]}, but this model needs "
-                f"{tuple(parameter.shape)}; start from an adapter of this base"
+                f"{path} does not fit this model: it has "
+                + (f"shape {there} for" if there is not None else "no tensor")
+                + f" {name!r}, but this model needs "
+                + (f"{here}" if here is not None else "no such tensor")
+                + "; start from an adapter of this base"
             )
     if not values:
         return
+    saved = read_tensors(path)
+    factors = scale_factors(adapted, adapter_name) if rescale else {}
+    with torch.no_grad():
+        for name, parameter in places.items():
+            parameter.copy_(saved[name] / factors.get(name, 1))
+
+
+def read_tensors(path: Path) -> dict[str, Any]:
+    """An adapter's tensors by name, on the host.
+
+    Raises:
+        ModelError: the file cannot be read, or a value in it is not a number.
+    """
+    from safetensors.torch import load_file
+
     try:
         saved = load_file(path, device=HOST_DEVICE)
     except Exception as error:
         raise ModelError(
             f"{path} cannot be read as tensors ({error}); is it whole? Fetch it again"
         ) from error
-    factors = scale_factors(adapted, adapter_name) if rescale else {}
-    with torch.no_grad():
-        for name, parameter in places.items():
-            if not saved[name].isfinite().all():
-                raise ModelError(f"{path}: tensor {name!r} holds values that are not numbers")
-            parameter.copy_(saved[name] / factors.get(name, 1))
+    if (name := not_finite(saved.items())) is not None:
+        raise ModelError(
+            f"{path}: tensor {name!r} holds values that are not numbers, so the adapter cannot be "
+            "used; take that of an earlier checkpoint, or train again"
+        )
+    return saved

@@ -1,8 +1,10 @@
-"""Batches are laid out ahead, and numbers are read late: in which order, and how both end."""
+"""What steps come to: when it is read, what is refused of it, and the speed that it gives."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -11,11 +13,17 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
-from anygauge.interface import DataAccessError, DataError
+from anygauge.interface import Collectives, DataAccessError, DataError, NonFiniteLossError
 from anygauge.training.loop import Loop
-from anygauge.training.meter import MetricsLogger
-from anygauge.training.pending import PendingSteps
+from anygauge.training.step_results import (
+    History,
+    MetricsLogger,
+    PendingSteps,
+    StepResult,
+    check_finite,
+)
 from anygauge_cpu.placement import CpuPlacement
 from tests.helpers.runs import Run, run_file, trained_here
 from tests.helpers.tokenizer import FIXTURES
@@ -42,9 +50,9 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(f"given {index + 1}")
         add(self, index, *args)
 
-    def reading(self: Any, index: int, **fields: Any) -> None:
-        seen.append(f"read {index + 1}")
-        step(self, index, **fields)
+    def reading(self: Any, result: Any, **fields: Any) -> None:
+        seen.append(f"read {result.index + 1}")
+        step(self, result, **fields)
 
     def evaluating(self: Any, done: int, *args: Any) -> None:
         seen.append(f"evaluated {done}")
@@ -159,12 +167,12 @@ def test_an_error_of_the_thread_is_the_runs_and_names_the_row(
 def test_no_rank_waits_for_others_where_the_network_failed_it_alone(
     error: type[DataError], ranks: int, saved: bool
 ) -> None:
-    loop, pending = mock.Mock(start=0), mock.Mock()
-    loop.meter.world_size = ranks
+    loop = mock.Mock(start=0)
+    loop.logger.world_size = ranks
     loop.batches.num_loss_tokens.side_effect = error("x")
     with pytest.raises(error):
-        Loop._loss_tokens(loop, 3, pending)
-    assert loop.checkpoints.save_before_error.called is pending.settle.called is saved
+        Loop._loss_tokens(loop, 3)
+    assert loop.checkpoints.save_before_error.called is loop.pending.read.called is saved
 
 
 def test_a_step_without_loss_tokens_changes_nothing_and_counts(tmp_path: Path) -> None:
@@ -194,3 +202,108 @@ def test_the_thread_ends_when_the_loop_is_interrupted(
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path)
     assert any(ended())
+
+
+# Numbers that are not finite
+
+ALONE = Collectives("none")  # no group was joined: this rank is all there is
+
+
+def check(sums: list[float], norm: float, *, skipped: bool = False) -> None:
+    """Of step 7, with two micro-batches."""
+    step = StepResult(
+        index=6,
+        origins=[("rows:1", "rows:2"), ("rows:3",)],
+        padded_tokens=6,
+        num_loss_tokens=2,
+        lr=0.1,
+        skipped=skipped,
+        on_host={},
+        copied=torch.empty(0),
+        counted=None,
+        began=None,
+        ended=None,
+    )
+    check_finite(step, sum(sums), sums, norm, ALONE)
+
+
+def test_finite_passes_and_so_does_an_update_that_loss_scaling_skipped() -> None:
+    check([1.0, 2.0], 0.5)
+    check([1.0, 2.0], math.inf, skipped=True)
+
+
+@pytest.mark.parametrize(
+    ("sums", "norm", "what", "rows"),
+    [
+        ([1.0, math.nan], 0.5, "the loss became nan", {3}),
+        ([1.0, math.inf], 0.5, "the loss became inf", {3}),
+        ([1.0, 2.0], math.nan, "the gradient's norm became nan", {1, 2, 3}),
+    ],
+)
+def test_what_is_not_finite_names_the_rows_that_may_be_it(
+    sums: list[float], norm: float, what: str, rows: set[int]
+) -> None:
+    with pytest.raises(NonFiniteLossError, match=f"{what} at step 7") as error:
+        check(sums, norm)
+    assert {row for row in (1, 2, 3) if f"rows:{row}" in str(error.value)} == rows
+
+
+# The speed of a run: the first steps are left out of it, and have figures of their own
+
+SECONDS = [30.0, 5.0, 2.0, 2.0, 4.0]
+TOKENS = [100, 100, 100, 100, 200]
+
+
+def run_of(steps: int, warmup: int) -> History:
+    history = History()
+    for index in range(steps):
+        history.add(
+            index,
+            loss=3.0 - index,
+            tokens=TOKENS[index],
+            seconds=SECONDS[index],
+            timed=index >= warmup,
+        )
+    return history
+
+
+def test_the_first_steps_are_left_out_and_have_their_own_figures() -> None:
+    speed = run_of(5, warmup=2).speed()
+    assert speed == {
+        "tokens_per_s": pytest.approx(400 / 8),
+        "timed_steps": 3,
+        "warmup_s": pytest.approx(35.0),
+        # 200 tokens take 4 s at that rate.
+        "warmup_extra_s": pytest.approx(31.0),
+    }
+    assert run_of(5, warmup=2).step_seconds() == pytest.approx(8 / 3)
+
+
+def test_a_warm_up_that_took_no_longer_took_nothing_extra() -> None:
+    history = run_of(2, warmup=0)
+    history.add(2, loss=1.0, tokens=100, seconds=90.0, timed=True)
+    slow = dataclasses.replace(history, timed_tokens=100, timed_seconds=90.0)
+    assert slow.speed()["warmup_extra_s"] == 0.0
+
+
+def test_without_a_warm_up_every_step_counts() -> None:
+    speed = run_of(5, warmup=0).speed()
+    assert speed["tokens_per_s"] == pytest.approx(600 / 43)
+    assert (speed["timed_steps"], speed["warmup_s"], speed["warmup_extra_s"]) == (5, 0, 0)
+
+
+@pytest.mark.parametrize("warmup", [2, 3])
+def test_a_run_that_ends_in_its_warm_up_counts_all_steps_and_says_how_many(warmup: int) -> None:
+    history = run_of(2, warmup)
+    assert history.speed() == {"tokens_per_s": pytest.approx(200 / 35), "timed_steps": 2}
+    assert history.step_seconds() == pytest.approx(35 / 2)
+
+
+def test_a_run_without_steps_has_no_speed() -> None:
+    assert History().speed() == {} and History().step_seconds() is None
+
+
+def test_a_checkpoint_keeps_what_was_timed() -> None:
+    history = run_of(5, warmup=2)
+    record = json.loads(json.dumps(dataclasses.asdict(history)))
+    assert History.of_record(record) == history

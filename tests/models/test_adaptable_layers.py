@@ -13,9 +13,10 @@ from anygauge.cli import run as command
 from anygauge.config.schema import AdapterSection
 from anygauge.config.sections import AdapterGroup
 from anygauge.interface import ModelError, UnsupportedError
+from anygauge.models.adaptable_layers import patterns, peft_targets, planned_layers
 from anygauge.models.adapter import adapted_layers, load_adapter
 from anygauge.models.export import save_adapter
-from anygauge.models.targets import Factors, patterns, planned_layers, short_names
+from anygauge.models.factors import Factors
 from tests.helpers.build import model_factory, on_host
 from tests.helpers.runs import TINY, run_file
 from tests.models.families import adapted, config_of, saved
@@ -30,25 +31,26 @@ def names(model: Any, **fields: Any) -> list[str]:
     return list(planned_layers(model, AdapterSection(**fields)))
 
 
-def test_all_linear_is_all_but_the_output_layer(model: Any) -> None:
-    found = names(model)
-    assert len(found) == 14
-    assert "lm_head" not in found and "model.embed_tokens" not in found
+Q = [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
 
 
-def test_a_list_has_last_parts_of_names_and_all_linear(model: Any) -> None:
-    assert names(model, targets=["q_proj"]) == [
-        f"model.layers.{i}.self_attn.q_proj" for i in range(2)
-    ]
-    assert names(model, targets=["layers.1.mlp.up_proj"]) == ["model.layers.1.mlp.up_proj"]
-    both = names(model, targets=["lm_head", "all-linear", "embed_tokens"])
-    assert len(both) == 16
-    assert (both[0], both[-1]) == ("model.embed_tokens", "lm_head"), "in the model's order"
-
-
-def test_an_expression_matches_whole_names_of_layers(model: Any) -> None:
-    assert len(names(model, targets=r".*layers\.1\..*")) == 7, "not the blocks that hold them"
-    assert len(names(model, targets=".*")) == 16
+@pytest.mark.parametrize(
+    ("targets", "count", "first", "last"),
+    [
+        ("all-linear", 14, Q[0], "model.layers.1.mlp.down_proj"),
+        (["q_proj"], 2, *Q),
+        (["layers.1.mlp.up_proj"], 1, *["model.layers.1.mlp.up_proj"] * 2),
+        (["lm_head", "all-linear", "embed_tokens"], 16, "model.embed_tokens", "lm_head"),
+        # Whole names of layers, not of the blocks that hold them.
+        (r".*layers\.1\..*", 7, Q[1], "model.layers.1.mlp.down_proj"),
+        (".*", 16, "model.embed_tokens", "lm_head"),
+    ],
+)
+def test_targets_name_layers_in_the_models_order(
+    targets: Any, count: int, first: str, last: str, model: Any
+) -> None:
+    found = names(model, targets=targets)
+    assert (len(found), found[0], found[-1]) == (count, first, last)
 
 
 def test_groups_change_layers_and_add_some(model: Any) -> None:
@@ -59,7 +61,7 @@ def test_groups_change_layers_and_add_some(model: Any) -> None:
             alpha=8,
             targets=["q_proj", "v_proj"],
             groups=[
-                AdapterGroup(targets=["v_proj"], r=2),
+                AdapterGroup(targets=["lm_head", "v_proj"], r=2),
                 AdapterGroup(targets="lm_head", alpha=1.5),
             ],
         ),
@@ -78,7 +80,6 @@ def test_groups_change_layers_and_add_some(model: Any) -> None:
         (["self_attn"], "'self_attn' is a LlamaAttention, but only linear"),
         (["norm"], "'norm' is a LlamaRMSNorm"),
         ("q_proj", r"matches no layer; it must match a whole name, .*write a list: \[q_proj\]"),
-        ([], "an empty list"),
     ],
 )
 def test_targets_that_mean_nothing_are_refused(model: Any, targets: Any, message: str) -> None:
@@ -90,16 +91,13 @@ def test_groups_are_refused_by_their_place(model: Any) -> None:
     groups = [AdapterGroup(targets=["q_proj"]), AdapterGroup(targets=["nothing"])]
     with pytest.raises(ModelError, match=r"adapter\.groups\[1\]\.targets: no layer"):
         names(model, groups=groups)
-    groups[1] = AdapterGroup(targets=".*q_proj")
-    with pytest.raises(ModelError, match=r"groups\[1\].*q_proj' is also in adapter\.groups\[0\]"):
-        names(model, groups=groups)
 
 
 def test_what_is_stored_is_as_short_as_it_can_be(model: Any) -> None:
     every = names(model)
-    assert short_names(model, every)[:2] == ["down_proj", "gate_proj"]
+    assert peft_targets(model, every)[0][:2] == ["down_proj", "gate_proj"]
     some = [name for name in every if "layers.1" in name or name.endswith("q_proj")]
-    short = short_names(model, some)
+    short, _ = peft_targets(model, some)
     assert "q_proj" in short and "model.layers.1.mlp.up_proj" in short
     assert patterns({"a.x": 4, "b.x": 4, "a.y": 2, "b.y": 4}, 4) == {"a.y": 2}
     assert patterns({"a.x": 2, "b.x": 2}, 4) == {"x": 2}
@@ -136,11 +134,17 @@ def test_all_linear_leaves_out_what_can_carry_no_adapter(
         ),
         ({"init": "other"}, ModelError, r"peft refused it: Unknown initialization.*'other'"),
         ({"init": "orthogonal", "r": 3}, ModelError, "rank to be even, got 3"),
+        (
+            {"modules_to_save": ["embed_tokens"], "targets": ["embed_tokens"]},
+            ModelError,
+            "peft refused it: No modules were targeted",
+        ),
+        ({"targets": []}, ModelError, "peft (refused it: No|did not build)"),
         ({"modules_to_save": ["lm_haed"]}, ModelError, "'lm_haed'; did you mean 'lm_head'"),
         (
             {"modules_to_save": ["up_proj"]},
             ModelError,
-            "'up_proj' would be trained whole, but .* also has factors",
+            "peft did not build .* first that differs is 'model.layers.0.mlp.up_proj'",
         ),
     ],
 )
