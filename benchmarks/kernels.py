@@ -340,7 +340,7 @@ def attention(timing: Timing, *, lengths: Sequence[int]) -> Cases:
     The contenders are the model library's, each with masks of the form that it takes, and the
     kernels that run on the device.
     """
-    from anygauge.models.masks import MaskPlan
+    from anygauge.models.inputs import MaskPlan
 
     rows, heads, groups, width = 2, 16, 4, 64
     for length in lengths:

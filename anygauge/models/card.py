@@ -167,12 +167,9 @@ def _base(model: ModelSection) -> str:
 
 
 def _kind(adapter: AdapterSection) -> str:
-    return {
-        (False, False): "LoRA",
-        (True, False): "rsLoRA",
-        (False, True): "DoRA",
-        (True, True): "DoRA (scaled as rsLoRA)",
-    }[adapter.rslora, adapter.dora]
+    if adapter.dora:
+        return "DoRA (scaled as rsLoRA)" if adapter.rslora else "DoRA"
+    return "rsLoRA" if adapter.rslora else "LoRA"
 
 
 def packed_in_words(data: DataSection) -> str:

@@ -49,9 +49,14 @@ Progress = Callable[[int, int], None]
 
 
 class HubUnreachableError(ModelError):
-    """No answer of the hub could be had: it may have the model or not."""
+    """No answer of the hub could be had: it may have the model or not.
+
+    Attributes:
+        why: the same without what to do.
+    """
 
     exit_status = 1
+    why = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,7 +258,7 @@ def fetch(
         if copy_of(request.name, request.revision) != known:
             raise  # a part of a newer commit has arrived, which the name finds from now on
         if not constants.HF_HUB_OFFLINE:
-            log(f"{error}. The copy on this machine is used, which may be older: {known}")
+            log(f"{error.why}: using the copy of {request} on this machine, {known}, as it is")
         return Fetched(folder=known)
 
 
@@ -351,7 +356,7 @@ def _download_weights(
 
 def _bytes_in(blobs: Path) -> int:
     found = 0
-    for path in blobs.iterdir():
+    for path in blobs.glob("*"):
         with contextlib.suppress(OSError):  # it was moved meanwhile
             found += path.stat().st_blocks * 512  # some downloads begin with a hole
     return found
@@ -387,9 +392,7 @@ def _explained(request: DownloadRequest) -> Iterator[None]:
         status = getattr(getattr(cause, "response", None), "status_code", None)
         if refused := _refusal(cause, status, request):
             raise ModelError(f"{request.field}: {refused}") from None
-        raise HubUnreachableError(
-            f"{request.field}: {_no_answer(cause, status, request)}"
-        ) from None
+        raise _no_answer(cause, status, request) from None
 
 
 def _refusal(error: BaseException, status: int | None, request: DownloadRequest) -> str | None:
@@ -434,23 +437,28 @@ def _refusal(error: BaseException, status: int | None, request: DownloadRequest)
     return None
 
 
-def _no_answer(error: BaseException, status: int | None, request: DownloadRequest) -> str:
+def _no_answer(
+    error: BaseException, status: int | None, request: DownloadRequest
+) -> HubUnreachableError:
     from huggingface_hub import constants
 
-    if status is not None:
-        return f"the hub cannot answer for {request.name!r} now ({_text(error)}); try later"
     by_hand = f"python -m anygauge.models.fetch {request.name}"
-    if constants.HF_HUB_OFFLINE:
-        return (
-            f"{_absent(request)}, and HF_HUB_OFFLINE is set. Unset it, or fetch the model while "
-            f"there is a network: {by_hand}"
+    hub, absent = f"the hub ({constants.ENDPOINT})", f"{_absent(request)}, and "
+    if status is not None:
+        absent, why, advice = "", f"{hub} cannot answer now: {_text(error)}", "Try again later"
+    elif constants.HF_HUB_OFFLINE:
+        why = "HF_HUB_OFFLINE is set"
+        advice = f"Unset it, or fetch the model while there is a network: {by_hand}"
+    else:
+        why = f"{hub} cannot be reached: {first_line(_root(error))}"
+        advice = (
+            "Check the network, its proxy (HTTPS_PROXY) and HF_ENDPOINT; complete files are kept. "
+            "For machines without a network, fetch the model on another machine into the same "
+            f"HF_HOME ({by_hand}), and export HF_HUB_OFFLINE=1"
         )
-    return (
-        f"{_absent(request)}, and the hub ({constants.ENDPOINT}) cannot be reached: "
-        f"{first_line(_root(error))}. Check the network, its proxy (HTTPS_PROXY) and HF_ENDPOINT; "
-        "complete files are kept. For machines without a network, fetch the model on another "
-        f"machine into the same HF_HOME ({by_hand}), and export HF_HUB_OFFLINE=1"
-    )
+    found = HubUnreachableError(f"{request.field}: {absent}{why}. {advice}")
+    found.why = why
+    return found
 
 
 def _text(error: BaseException) -> str:

@@ -1,5 +1,8 @@
 """From a micro-batch to the model's arguments: positions, masks, and whether there is padding.
 
+Packed documents are isolated by an explicit mask, built from segment numbers, rather than by what
+a model library infers from position ids: it holds for every attention that takes a mask.
+
 For torch's fused attention the model library asks the mask, on the device, and waits for the answer
 in each forward: without padding it leaves the mask out, so that a faster kernel can serve and keys
 are not repeated for each head. Who laid the batch out knows. Where a token sees all before it and
@@ -9,18 +12,103 @@ computes: such a batch needs no mask either.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from anygauge.interface import SequencePart
-from anygauge.models.masks import MaskPlan
+from anygauge.interface import SequencePart, UnsupportedError
+from anygauge.kernels.attention import model_class, setting
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 _STATED = "anygauge_has_padding"
 _current: list[bool | None] = [None]
 """Of the forward that is under way; None: nobody stated it."""
+
+FORMS = {"eager": "additive", "sdpa": "boolean", "flex_attention": "blocks"}
+"""The library's attention that a kind of mask belongs to -> its form."""
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class MaskPlan:
+    """What packed rows' masks look like for one model.
+
+    Attributes:
+        form: ``additive``, ``boolean`` or ``blocks``.
+        windows: positions that a token sees, itself among them, by kind of layer; None: all
+            before it. The kind "" stands for all layers.
+    """
+
+    form: str = "additive"
+    windows: tuple[tuple[str, int | None], ...] = (("", None),)
+
+    def masks(self, segment_ids: Tensor, dtype: torch.dtype, queries: slice = slice(None)) -> Any:
+        """The model's ``attention_mask``: one, or one for each kind of layer.
+
+        Args:
+            segment_ids: (B, T) int64, document number from 1; 0 is padding.
+            dtype: of the attention scores.
+            queries: the positions that see.
+        """
+        if len(self.windows) == 1 and self.windows[0][0] == "":
+            return self._mask(segment_ids, dtype, self.windows[0][1], queries)
+        return {
+            kind: self._mask(segment_ids, dtype, window, queries) for kind, window in self.windows
+        }
+
+    def _mask(
+        self, segment_ids: Tensor, dtype: torch.dtype, window: int | None, queries: slice
+    ) -> Any:
+        if self.form == "blocks":
+            assert queries == slice(None), "blocks are made for whole sequences"
+            return block_mask(segment_ids, window)
+        seen = visible(segment_ids, window, queries)[:, None]
+        if self.form == "boolean":
+            return seen
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        return mask.masked_fill_(~seen, torch.finfo(dtype).min)
+
+
+def visible(segment_ids: Tensor, window: int | None = None, queries: slice = slice(None)) -> Tensor:
+    """Who sees whom: (B, queries, T) bool, by query and key.
+
+    A token sees its own document up to itself. A padding token sees itself, so that no row of the
+    softmax is empty.
+    """
+    keys = torch.arange(segment_ids.shape[1], device=segment_ids.device)
+    behind = keys[queries, None] - keys
+    near = behind >= 0
+    if window is not None:
+        near &= behind < window
+    mine = segment_ids[:, queries, None]
+    return ((mine == segment_ids[:, None, :]) & (mine != 0) & near) | (behind == 0)
+
+
+def block_mask(segment_ids: Tensor, window: int | None = None) -> BlockMask:
+    """The same as a block structure: which blocks of positions see each other at all."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def seen(batch: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        segment = segment_ids[batch, query]
+        near = (query >= key) & (segment == segment_ids[batch, key]) & (segment != 0)
+        if window is not None:
+            near = near & (query - key < window)
+        return near | (query == key)
+
+    rows, length = segment_ids.shape
+    mask = create_block_mask(seen, rows, None, length, length, device=segment_ids.device)
+    # Some models tell a mask that was made for them by this, and ask no further.
+    mask.ndim = 4  # type: ignore[attr-defined]
+    return mask
+
 
 PLAIN = MaskPlan()
 
@@ -55,6 +143,100 @@ def model_inputs(
         return {**inputs, "attention_mask": mask}
     mask = packed.masks(segments, dtype)
     return {**inputs, "attention_mask": mask, "position_ids": batch["position_ids"]}
+
+
+def plan_masks(
+    config: Any, masks_of: str, max_length: int, *, field: str = "data.packing", off: str = "false"
+) -> MaskPlan:
+    """How to say who sees whom in a model's sequences, as packed rows need it.
+
+    Args:
+        config: of the model.
+        masks_of: the library's attention whose masks the model's attention takes.
+        max_length: of a packed row.
+        field: of the run file, that asks for such masks.
+        off: its value that does not.
+
+    Raises:
+        UnsupportedError: they would not be isolated; with the reason and the way out.
+    """
+    if reason := _why_no_masks(config, masks_of):
+        raise UnsupportedError(f"{field}: {reason}; set {field}: {off}")
+    return MaskPlan(FORMS[masks_of], _windows(config, max_length))
+
+
+def _why_no_masks(config: Any, masks_of: str) -> str:
+    """Why a model does not take a mask for each pair of positions; "" if it does."""
+    if masks_of not in FORMS:
+        return (
+            f"attention {masks_of!r} does not take a mask for each pair of positions, as eager or "
+            "sdpa (model.attention) do"
+        )
+    other = sorted({*(getattr(config, "layer_types", None) or ())} - {FULL, SLIDING})
+    other += _recurrent(config)
+    if other or not setting(config, "num_attention_heads"):
+        what = f"layers of kind {', '.join(other)}" if other else "layers with no attention"
+        return f"this model has {what}, on which a mask for each pair of positions has no effect"
+    kind: Any = model_class(config)
+    if kind is None:
+        return ""
+    module = sys.modules[kind.__module__]
+    if not _takes_masks(module, config):
+        return (
+            f"{type(config).__name__.removesuffix('Config')} models build their own masks and do "
+            "not take one for each pair of positions"
+        )
+    # Biases by distance, as MPT has them, need no positions.
+    by_distance = any("alibi" in name for name in vars(module))
+    if not by_distance and "position_ids" not in inspect.signature(kind.forward).parameters:
+        return (
+            f"{kind.__name__} takes no position ids, so it cannot count from 0 again at each "
+            "document of a row"
+        )
+    # As in RoBERTa: the first position is the one after the padding token's number.
+    parts = [part for part in vars(module).values() if isinstance(part, type)]
+    if any(hasattr(part, "create_position_ids_from_input_ids") for part in (module, *parts)):
+        return f"{kind.__name__} counts positions from its padding token's number, and not from 0"
+    return ""
+
+
+def _recurrent(config: Any) -> list[str]:
+    """Fields of a configuration that speak of layers with a state that no mask reaches."""
+    lists = ("layers_block_type", "block_types", "hybrid_layer_ids", "attn_layer_indices")
+    return [
+        name
+        for name, value in sorted(getattr(config, "__dict__", {}).items())
+        if value and (name in lists or name.startswith(("mamba_", "ssm_", "rwkv_", "lru_")))
+    ]
+
+
+def _takes_masks(module: Any, config: Any) -> bool:
+    """Whether the model of a module uses a mask for each pair of positions as it is.
+
+    It does where the library's common functions make masks, in their present or their former form.
+    """
+    if hasattr(module, "build_alibi_tensor") and getattr(config, "alibi", True):
+        return False  # its position biases are made from a mask of one value per token
+    if any(hasattr(module, name) for name in ("create_causal_mask", "create_masks_for_generate")):
+        return True
+    classes = [value for value in vars(module).values() if isinstance(value, type)]
+    return any("_update_causal_mask" in vars(each) for each in classes)
+
+
+def _windows(config: Any, max_length: int) -> tuple[tuple[str, int | None], ...]:
+    window: int | None = setting(config, "sliding_window")
+    if not window or window >= max_length or not getattr(config, "use_sliding_window", True):
+        return (("", None),)
+    if kinds := sorted({*(getattr(config, "layer_types", None) or ())}):
+        slides = tuple((kind, None if kind == FULL else window) for kind in kinds)
+        return slides if len(slides) > 1 else (("", slides[0][1]),)
+    if getattr(config, "max_window_layers", None) is not None:
+        raise UnsupportedError(
+            f"data.packing: some layers of this model see {window} tokens and others all, and its "
+            "configuration does not say which, so anygauge cannot build the masks of packed rows; "
+            f"set data.max_length to at most {window}, or data.packing: false"
+        )
+    return (("", window),)
 
 
 def state_padding(mask: Tensor, has_padding: bool) -> None:

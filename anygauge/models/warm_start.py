@@ -225,17 +225,16 @@ def fill(
     places = get_peft_model_state_dict(
         adapted, state_dict=trained, adapter_name=adapter_name, save_embedding_layers=False
     )
-    for name in sorted(shapes.keys() | places.keys()):
-        there = shapes.get(name)
-        here = tuple(places[name].shape) if name in places else None
-        if there != here:
-            raise ModelError(
-                f"{path} does not fit this model: it has "
-                + (f"shape {there} for" if there is not None else "no tensor")
-                + f" {name!r}, but this model needs "
-                + (f"{here}" if here is not None else "no such tensor")
-                + "; start from an adapter of this base"
-            )
+    needed = {name: tuple(parameter.shape) for name, parameter in places.items()}
+    different = sorted(name for name, _ in shapes.items() ^ needed.items())
+    if different:
+        first = different[0]
+        raise ModelError(
+            f"{path} does not fit this model: {len({*different})} tensors are missing, have "
+            f"another shape or belong to no layer, first {first!r}: its shape is "
+            f"{shapes.get(first, 'missing')}, but this model needs {needed.get(first, 'none')}; "
+            "start from an adapter of this base"
+        )
     if not values:
         return
     saved = read_tensors(path)

@@ -32,8 +32,7 @@ from anygauge.kernels.choose import ATTENTION, CALLED, REFERENCE, kernels_of_run
 from anygauge.kernels.plan import KernelPlan, plan_kernels
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
-from anygauge.models.inputs import PLAIN, model_inputs
-from anygauge.models.masks import MaskPlan, plan_masks
+from anygauge.models.inputs import PLAIN, MaskPlan, model_inputs, plan_masks
 from anygauge.models.quantised import quantised_layers
 from anygauge.models.source import LAYERS, check_positions, check_written
 from anygauge.planning.memory import PHASES, Peak, RunMemory, Work

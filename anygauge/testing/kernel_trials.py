@@ -11,7 +11,7 @@ from torch.nn import functional as nn
 
 from anygauge.interface import HOST_DEVICE
 from anygauge.kernels.rope import rotated
-from anygauge.models.masks import FORMS, MaskPlan, visible
+from anygauge.models.inputs import FORMS, MaskPlan, visible
 from anygauge.registry import Registry
 from anygauge.registry.specs import load_factory
 from anygauge.testing.check import TOLERANCE, Opened

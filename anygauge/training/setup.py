@@ -46,8 +46,7 @@ from anygauge.models.card import packed_in_words
 from anygauge.models.export import save_adapter
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
-from anygauge.models.inputs import PLAIN, answer_from_host
-from anygauge.models.masks import plan_masks
+from anygauge.models.inputs import PLAIN, answer_from_host, plan_masks
 from anygauge.models.quantisation import in_words, quantisation
 from anygauge.models.quantised import quantised_layers
 from anygauge.models.result_files import ResultFiles
@@ -71,7 +70,7 @@ from anygauge.training.progress import Progress
 from anygauge.training.schedule import depends_on_length, peak_advice
 from anygauge.training.step_results import History, MetricsLogger, PendingSteps
 from anygauge.training.strategy import FUSED_ADAMW, check_strategy, share_of, workload_of
-from anygauge.training.system import SystemReader, SystemSampler
+from anygauge.training.system import SystemSampler
 from anygauge.training.to_device import ToDevice, WarmUp, warm_up_widths
 from anygauge.training.trackers.group import Trackers, check_trackers, open_trackers
 from anygauge.util.events import EventWriter
@@ -282,8 +281,8 @@ def prepare_run(
         accept_start(job)
         resumed_from = None if start is None else start.step
         trackers = open_trackers(registry, run, folder, rank.warn, resumed_from_step=resumed_from)
-        reader = SystemReader(backend.placement, folder)
-        system = SystemSampler(reader.read, run.train.system_every_s, rank.warn)
+        every_s = run.train.system_every_s
+        system = SystemSampler(backend.placement, folder, every_s, rank.warn)
     logger = MetricsLogger(
         path=folder / "metrics.jsonl",
         rank=rank.index,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
 
 import psutil
 
@@ -16,12 +15,11 @@ from anygauge.util.text import describe
 STOP_S = 5.0
 
 
-Sample: TypeAlias = tuple[float, Mapping[str, float]]
-"""Seconds since the epoch, and the values of that moment."""
+class SystemSampler:
+    """Takes a sample every so often in a thread of its own; `drain` hands them over.
 
-
-class SystemReader:
-    """Reads the values of one moment. Rates are means since the reading before.
+    Samples wait until they are fetched, so that only one thread writes a run's files. Rates are
+    means since the sample before.
 
     ====================================  ==========================================================
     ``host_busy_percent``                 of all cores of the machine, by everybody, 0 to 100
@@ -35,13 +33,28 @@ class SystemReader:
     ====================================  ==========================================================
     """
 
-    def __init__(self, placement: Placement, folder: Path) -> None:
-        self._placement = placement
-        self._folder = folder
+    def __init__(
+        self, placement: Placement, folder: Path, every_s: float, warn: Callable[[str], None]
+    ) -> None:
+        """Begin.
+
+        Args:
+            folder: the run directory.
+            every_s: seconds between samples; 0: none are taken.
+            warn: called once if reading fails; sampling ends then.
+        """
+        self._placement, self._folder = placement, folder
+        self._every_s, self._warn = every_s, warn
+        self._samples: list[tuple[float, dict[str, float]]] = []
+        self._lock = threading.Lock()
+        self._ending = threading.Event()
         self._process = psutil.Process()
         # The first answer of either is 0: there is no reading before it.
         psutil.cpu_percent()
         self._process.cpu_percent()
+        self._thread = threading.Thread(target=self._run, name="system-metrics", daemon=True)
+        if every_s > 0:
+            self._thread.start()
 
     def read(self) -> dict[str, float]:
         """The values now."""
@@ -61,35 +74,8 @@ class SystemReader:
             values[f"device_{name}"] = value
         return values
 
-
-class SystemSampler:
-    """Takes a sample every so often in a thread of its own; `drain` hands them over.
-
-    Samples wait until they are fetched, so that only one thread writes a run's files.
-    """
-
-    def __init__(
-        self, read: Callable[[], Mapping[str, float]], every_s: float, warn: Callable[[str], None]
-    ) -> None:
-        """Begin.
-
-        Args:
-            every_s: seconds between samples; 0: none are taken.
-            warn: called once if reading fails; sampling ends then.
-        """
-        self._read = read
-        self._every_s = every_s
-        self._warn = warn
-        self._samples: list[Sample] = []
-        self._lock = threading.Lock()
-        self._ending = threading.Event()
-        self._thread: threading.Thread | None = None
-        if every_s > 0:
-            self._thread = threading.Thread(target=self._run, name="system-metrics", daemon=True)
-            self._thread.start()
-
-    def drain(self) -> list[Sample]:
-        """Samples since the last call, oldest first."""
+    def drain(self) -> list[tuple[float, dict[str, float]]]:
+        """Samples since the last call, oldest first: seconds since the epoch, and the values."""
         with self._lock:
             samples, self._samples = self._samples, []
         return samples
@@ -97,10 +83,9 @@ class SystemSampler:
     def stop(self) -> None:
         """End the thread; it takes a last sample, so that the shortest run has one."""
         self._ending.set()
-        if self._thread is not None:
+        if self._thread.is_alive():
             # A driver that does not answer must not hold up the run's end.
             self._thread.join(STOP_S)
-            self._thread = None
 
     def _run(self) -> None:
         try:
@@ -111,6 +96,6 @@ class SystemSampler:
             self._warn(f"system metrics stop here: {describe(error)}. Training continues")
 
     def _take(self) -> None:
-        sample = (time.time(), dict(self._read()))
+        sample = (time.time(), self.read())
         with self._lock:
             self._samples.append(sample)

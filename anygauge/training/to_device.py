@@ -11,8 +11,7 @@ from torch import Tensor
 from anygauge.data import Batches, MicroBatch
 from anygauge.interface import Backend, DeviceBatch, Engine, LossFunction, Share
 from anygauge.kernels.loss import state_loss_rows
-from anygauge.models.inputs import model_inputs, state_padding
-from anygauge.models.masks import MaskPlan
+from anygauge.models.inputs import MaskPlan, model_inputs, state_padding
 from anygauge.strategies.shared.common import torch_dtype
 from anygauge.training.progress import Progress
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -18,8 +17,7 @@ from anygauge.kernels.attention import (
     never_called,
     register_attention,
 )
-from anygauge.models.inputs import model_inputs
-from anygauge.models.masks import plan_masks
+from anygauge.models.inputs import model_inputs, plan_masks
 from anygauge_kernels.attention import with_softmax
 from anygauge_kernels.blocks import block_attention
 from anygauge_kernels.softmax import softmax
@@ -57,27 +55,15 @@ CASES = {
 }
 
 
-@dataclass
-class Batch:
-    input_ids: Tensor
-    attention_mask: Tensor
-    position_ids: Tensor
-    segment_ids: Tensor | None
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {name: value for name, value in vars(self).items() if value is not None}
-
-
-def padded() -> Batch:
+def padded() -> dict[str, Tensor]:
     ids = torch.randint(1, 96, (3, LENGTH), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[1, 23:] = 0
     mask[2, 5:] = 0
-    return Batch(ids * mask, mask, torch.arange(LENGTH).expand(3, -1), None)
+    return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-def packed() -> Batch:
-    whole = padded()
+def packed() -> dict[str, Tensor]:
     segments = torch.ones(3, LENGTH, dtype=torch.long)
     segments[:, 9:] = 2
     segments[0, 30:] = 3
@@ -87,8 +73,12 @@ def packed() -> Batch:
         for number in segments[row].unique():
             here = segments[row] == number
             positions[row, here] = torch.arange(int(here.sum()))
-    ids = whole.input_ids.clamp(min=1)
-    return Batch(ids, (segments != 0).long(), positions, segments)
+    return {
+        "input_ids": padded()["input_ids"].clamp(min=1),
+        "attention_mask": (segments != 0).long(),
+        "position_ids": positions,
+        "segment_ids": segments,
+    }
 
 
 def config(case: str) -> Any:
@@ -117,7 +107,9 @@ def kernel(name: str) -> AttentionKernel:
     return block_attention(flex_attention)
 
 
-def results(model: Any, batch: Batch, masks_of: str) -> tuple[Tensor, dict[str, Tensor]]:
+def results(
+    model: Any, batch: dict[str, Tensor], masks_of: str
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits where there are tokens, and gradients of their mean square."""
     plan = plan_masks(model.config, masks_of, LENGTH)
     # Torch's attention by blocks has no backward on the host.
@@ -125,8 +117,8 @@ def results(model: Any, batch: Batch, masks_of: str) -> tuple[Tensor, dict[str, 
     # transformers compiles what makes masks by blocks; on processors without AVX-512 the code that
     # torch writes for it reads beyond the end of short rows, and says so.
     with torch.compiler.set_stance("force_eager"):
-        logits = model(**model_inputs(batch.tensors(), torch.float32, plan)).logits
-    real = logits[batch.attention_mask.bool()]
+        logits = model(**model_inputs(batch, torch.float32, plan)).logits
+    real = logits[batch["attention_mask"].bool()]
     if real.requires_grad:
         real.pow(2).mean().backward()
     return real.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -159,8 +151,8 @@ def test_windows_matter(case: str) -> None:
         model = build(made, "eager")
         plan = plan_masks(made, "eager", LENGTH)
         assert 7 in dict(plan.windows).values()
-        right = model(**model_inputs(batch.tensors(), torch.float32, plan)).logits
-        wide = model(**model_inputs(batch.tensors(), torch.float32)).logits
+        right = model(**model_inputs(batch, torch.float32, plan)).logits
+        wide = model(**model_inputs(batch, torch.float32)).logits
     assert not torch.allclose(right, wide, atol=1e-4)
 
 
@@ -177,35 +169,18 @@ def test_a_packed_document_is_what_it_is_alone_or_packing_is_refused(case: str) 
         return
     model = build(made, attention).eval()
     batch = packed()
-    assert batch.segment_ids is not None
-    here = batch.segment_ids[0] == 2
+    here = batch["segment_ids"][0] == 2
     with torch.no_grad():
-        together = model(**model_inputs(batch.tensors(), torch.float32, plan)).logits[0, here]
-        alone = model(input_ids=batch.input_ids[:1, here], use_cache=False).logits[0]
+        together = model(**model_inputs(batch, torch.float32, plan)).logits[0, here]
+        alone = model(input_ids=batch["input_ids"][:1, here], use_cache=False).logits[0]
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("model_type", ["jamba", "bamba", "falcon_h1", "zamba", "recurrent_gemma"])
-def test_packed_rows_of_recurrent_models_are_refused(model_type: str) -> None:
-    from transformers import AutoConfig
-
-    with pytest.raises(UnsupportedError, match=r"data.packing: this model has layers of kind"):
-        plan_masks(AutoConfig.for_model(model_type), "eager", LENGTH)
-
-
-def test_blocks_without_a_mask_are_causal() -> None:
-    module = torch.nn.Module().eval()
-    q, k, v = (torch.randn(1, 2, n, 8) for n in (3, 5, 5))
-    found = kernel("blocks").forward(module, q, k, v, None)[0]
-    wanted = kernel("softmax").forward(module, q, k, v, None)[0]
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_weights_are_dropped_in_training_alone() -> None:
     made = config("llama")
     made.attention_dropout = 0.5
     model = build(made, register_attention(kernel("softmax")))
-    ids = padded().input_ids
+    ids = padded()["input_ids"]
     one, other = (model(input_ids=ids, use_cache=False).logits for _ in range(2))
     assert not torch.allclose(one, other)
     model.eval()
@@ -229,14 +204,15 @@ def test_blocks_refuse_what_they_would_leave_out() -> None:
         flex(module, q, q, q, None, alibi=torch.zeros(2))
 
 
-def test_without_a_mask_it_is_causal_unless_the_module_is_not() -> None:
+def test_without_a_mask_they_are_causal_unless_the_module_is_not() -> None:
     forward = kernel("softmax").forward
     module = torch.nn.Module().eval()
     q, k, v = (torch.randn(1, 2, n, 8) for n in (3, 5, 5))
     out, weights = forward(module, q, k, v, None)
     assert out.shape == (1, 3, 2, 8)
-    assert (weights[0, 0] > 0).tolist() == [[True] * 3 + [False] * 2, [True] * 4 + [False],
-                                            [True] * 5]  # fmt: skip
+    assert torch.equal(weights[0, 0] > 0, torch.ones(3, 5).tril(2).bool())
+    blocks = kernel("blocks").forward(module, q, k, v, None)[0]
+    torch.testing.assert_close(blocks, out, rtol=1e-5, atol=1e-5)
     module.is_causal = False  # type: ignore[assignment]
     assert (forward(module, q, k, v, None)[1] > 0).all()
 

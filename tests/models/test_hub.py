@@ -254,7 +254,7 @@ REFUSALS: dict[str, tuple[str, str | None, str]] = {
         "hf_x",
         r"refuses 'somebody/model' \(403: Your token may not.* ask its",
     ),
-    "broken": ("broken", None, r"cannot answer for 'somebody/model' now \(.*503.*try later"),
+    "broken": ("broken", None, r"the hub \(.*\) cannot answer now: .*503.*Try again later"),
 }
 
 
@@ -329,7 +329,8 @@ def test_a_hub_that_is_not_there_or_switched_off(
     logged: list[str] = []
     assert want(hub, log=logged.append) == Fetched(folder=found.folder)
     (line,) = logged
-    assert "cannot be reached" in line and f"may be older: {found.folder}" in line
+    assert line.startswith(f"the hub ({nobody}) cannot be reached: [Errno 111] Connection refused:")
+    assert f"using the copy of {NAME} on this machine, {found.folder}" in line
     (found.folder / "model-2.safetensors").unlink()
     with pytest.raises(HubUnreachableError, match="cannot be reached"):
         want(hub)

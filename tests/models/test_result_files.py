@@ -282,17 +282,36 @@ def test_a_tokenizer_needs_no_configuration_beside_it(
     assert (tokenizer.eos_token, len(tokenizer)) == ("</s>", len(load_tokenizer(section)))
 
 
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from .more import NAME
+class OwnConfig(LlamaConfig):
+    model_type = NAME
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def own_base(folder: Path, **auto_map: Any) -> Path:
+    """A base with code of its own: a configuration, a model and a tokenizer."""
+    base = make_base(folder, None, [])
+    config = fields_of(base / "config.json")
+    classes = {"AutoConfig": "own.OwnConfig", **auto_map}
+    changes = {"model_type": "own", "auto_map": classes, "architectures": ["OwnModel"]}
+    save_fields(base / "config.json", **{**config, **changes})
+    (base / "own.py").write_text(CODE)
+    (base / "more.py").write_text('NAME = "own"\n')
+    return base
+
+
 def test_a_tokenizer_whose_class_only_the_configuration_names(tmp_path: Path) -> None:
     """Transformers 4 reads it there, transformers 5 does not."""
     from transformers import AutoTokenizer
 
-    base = make_base(tmp_path / "base", None, [])
-    classes = {"AutoConfig": "own.OwnConfig", "AutoTokenizer": ["own.OwnTokenizer", None]}
-    config = {**fields_of(base / "config.json"), "model_type": "own", "auto_map": classes}
-    save_fields(base / "config.json", **config)
+    base = own_base(tmp_path / "base", AutoTokenizer=["own.OwnTokenizer", None])
     save_fields(base / "tokenizer_config.json", eos_token="</s>")
-    (base / "own.py").write_text(CODE + OWN_TOKENIZER)
-    (base / "more.py").write_text('NAME = "own"\n')
     section = ModelSection(name=str(base), trust_remote_code=True)
     folder = written(tmp_path / "beside", section)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
@@ -309,33 +328,12 @@ def test_a_tokenizer_that_is_one_file(tmp_path: Path) -> None:
     assert tokenizer.eos_token == "</s>" and tokenizer("a b") == load_tokenizer(section)("a b")
 
 
-CODE = """
-from transformers import LlamaConfig, LlamaForCausalLM
-from .more import NAME
-class OwnConfig(LlamaConfig):
-    model_type = NAME
-class OwnModel(LlamaForCausalLM):
-    config_class = OwnConfig
-"""
-OWN_TOKENIZER = """
-from transformers import PreTrainedTokenizerFast
-class OwnTokenizer(PreTrainedTokenizerFast):
-    pass
-"""
-
-
 def test_code_of_the_models_own_goes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model on the hub, whose copy consists of links."""
     from transformers import AutoModelForCausalLM
     from transformers.dynamic_module_utils import HF_MODULES_CACHE
 
-    base = make_base(tmp_path / "files", None, [])
-    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
-    config = {**fields_of(base / "config.json"), "model_type": "own", "auto_map": classes}
-    config["architectures"] = ["OwnModel"]
-    save_fields(base / "config.json", **config)
-    (base / "own.py").write_text(CODE)
-    (base / "more.py").write_text('NAME = "own"\n')
+    base = own_base(tmp_path / "files", AutoModelForCausalLM="own.OwnModel")
     snapshot = tmp_path / "hub/models--somebody--own/snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
     for path in base.iterdir():

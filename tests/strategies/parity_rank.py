@@ -22,8 +22,7 @@ from anygauge.kernels.install import ModelKernels
 from anygauge.kernels.logits_rule import logits_rule
 from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory
-from anygauge.models.inputs import model_inputs
-from anygauge.models.masks import MaskPlan
+from anygauge.models.inputs import MaskPlan, model_inputs
 from anygauge.models.quantised import QuantisedLinear
 from anygauge.strategies.shared.activations import offload_activations
 from anygauge.strategies.shared.flat import FLAT

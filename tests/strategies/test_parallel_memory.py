@@ -10,11 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from anygauge.config.schema import RunFile
 from anygauge.interface import UnsupportedError
 from anygauge.planning.memory import RunMemory
-from anygauge.planning.plan import plan_run
-from anygauge.registry import Registry
 from anygauge.strategies.context.context_parallel import NAME
 from anygauge.strategies.pipeline.engine import SCHEDULES
 from anygauge.strategies.pipeline.footprint import in_flight
@@ -28,6 +25,8 @@ from anygauge.strategies.shared.exchanges import (
     over_ranks,
 )
 from tests.helpers.runs import TINY
+from tests.planning import standins
+from tests.planning.standins import run
 from tests.strategies.test_architectures import MODELS
 
 LENGTH, BATCH = 64, 2
@@ -36,17 +35,17 @@ UNIT = BATCH * LENGTH * CONFIG["hidden_size"] * 2
 TP, CP = {"name": "ddp", "tp": 2}, {"name": "ddp", "cp": 2}
 
 
-def planned(strategy: dict[str, Any], ranks: int = 2, times: int = 1, **more: Any) -> RunMemory:
-    fields = {
-        "model": {"config": CONFIG, "tokenizer": "none", **more},
-        "data": {"train": {"path": "rows.jsonl"}, "max_length": LENGTH},
-        "precision": {"param_dtype": "bfloat16"},
-        "launch": {"devices": ranks},
-        "strategy": strategy,
-        "train": {"steps": 1, "micro_batch_size": BATCH, "global_batch_size": BATCH * times},
-    }
-    registry, run = Registry.load(), RunFile.model_validate(fields)
-    return plan_run(run, registry, registry.create_backend("cpu"), ranks)
+def planned(strategy: dict[str, Any], ranks: int = 2, times: int = 1, **model: Any) -> RunMemory:
+    train = {"micro_batch_size": BATCH, "global_batch_size": BATCH * times}
+    of = run(
+        strategy=strategy,
+        launch={"devices": ranks},
+        precision={"param_dtype": "bfloat16"},
+        model={"config": CONFIG, **model},
+        data={"max_length": LENGTH},
+        train=train,
+    )
+    return standins.planned(of, "cpu")
 
 
 def test_exchanges_of_a_counted_group_have_shapes_and_gradients() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from anygauge.interface import MemoryStats, Placement
-from anygauge.training.system import SystemReader, SystemSampler
+from anygauge.training.system import SystemSampler
 
 
 class Device(Placement):
@@ -32,7 +32,7 @@ def threads() -> list[str]:
 
 
 def test_reads_host_process_disk_and_device(tmp_path: Path) -> None:
-    reader = SystemReader(Device("any"), tmp_path)
+    reader = SystemSampler(Device("any"), tmp_path, 0, pytest.fail)
     end = time.monotonic() + 0.3
     while time.monotonic() < end:
         pass
@@ -58,13 +58,23 @@ def test_a_device_that_counts_nothing_more_has_no_such_values(tmp_path: Path) ->
         def memory(self) -> MemoryStats:
             return MemoryStats(in_use=5, peak=9)
 
-    values = SystemReader(Plain("any"), tmp_path).read()
+    values = SystemSampler(Plain("any"), tmp_path, 0, pytest.fail).read()
     assert [name for name in values if name.startswith("device_")] == ["device_memory_in_use"]
 
 
+class Counting(SystemSampler):
+    """Reads how often it has read."""
+
+    def __init__(self, every_s: float, warn: Any = pytest.fail) -> None:
+        self.count = itertools.count()
+        super().__init__(Device("any"), Path("/"), every_s, warn)
+
+    def read(self) -> dict[str, float]:
+        return {"n": float(next(self.count))}
+
+
 def test_samples_come_on_time_and_the_thread_ends() -> None:
-    count = iter(range(1000))
-    sampler = SystemSampler(lambda: {"n": float(next(count))}, 0.02, pytest.fail)
+    sampler = Counting(0.02)
     deadline = time.monotonic() + 20
     samples = []
     while len(samples) < 3 and time.monotonic() < deadline:
@@ -80,21 +90,22 @@ def test_samples_come_on_time_and_the_thread_ends() -> None:
 
 
 def test_the_shortest_run_has_a_sample_and_zero_has_none() -> None:
-    sampler = SystemSampler(lambda: {"n": 1.0}, 3600, pytest.fail)
+    sampler = Counting(3600)
     sampler.stop()
-    assert [dict(values) for _, values in sampler.drain()] == [{"n": 1.0}]
-    off = SystemSampler(lambda: {"n": 1.0}, 0, pytest.fail)
+    assert [values for _, values in sampler.drain()] == [{"n": 0.0}]
+    off = Counting(0)
     assert not threads()
     off.stop()
     assert not off.drain()
 
 
 def test_a_failing_reading_is_told_once() -> None:
-    def fail() -> dict[str, float]:
-        raise OSError("gone")
+    class Failing(Counting):
+        def read(self) -> dict[str, float]:
+            raise OSError("gone")
 
     warnings: list[str] = []
-    sampler = SystemSampler(fail, 0.01, warnings.append)
+    sampler = Failing(0.01, warnings.append)
     deadline = time.monotonic() + 20
     while not warnings and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -124,7 +124,7 @@ class Fp8Contexts:
     backward: Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-NO_FP8 = Fp8Contexts(contextlib.nullcontext, contextlib.nullcontext)
+WITHOUT_FP8 = Fp8Contexts(contextlib.nullcontext, contextlib.nullcontext)
 """Of a run without products in FP8."""
 
 
@@ -145,7 +145,7 @@ def fp8_contexts(
         UnsupportedError: by the backend, with its reason.
     """
     if not context.workload.precision.fp8:
-        return NO_FP8
+        return WITHOUT_FP8
     head: Any = causal_of(model).get_output_embeddings()
     again = context.workload.activations.every > 0
     make = context.workload.backend.fp8_products(

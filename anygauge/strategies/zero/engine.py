@@ -34,7 +34,7 @@ from anygauge.interface import (
 )
 from anygauge.interface import estimate as at
 from anygauge.strategies.shared.common import (
-    NO_FP8,
+    WITHOUT_FP8,
     Fp8Contexts,
     compile_regions,
     fp8_contexts,
@@ -89,7 +89,7 @@ class ZeroEngine:
         stage: int,
         context: BuildContext,
         swapped: TemporaryDirectory[str] | None = None,
-        fp8: Fp8Contexts = NO_FP8,
+        fp8: Fp8Contexts = WITHOUT_FP8,
     ) -> None:
         """Args: swapped: where it keeps what is on a disk."""
         self._engine = engine
