@@ -55,12 +55,7 @@ def shards(options: FsdpOptions, world_size: int) -> int:
     Raises:
         RunFileError: the degrees do not make up the ranks.
     """
-    check_divides(options, world_size)
-    if options.pp > 1:
-        raise RunFileError(
-            f"strategy.pp: {options.pp}: fsdp cannot shard the weights of pipeline stages yet. Use "
-            "strategy.name: ddp for stages, or strategy.pp: 1 to shard"
-        )
+    check_divides(options, world_size, "fsdp")
     others = {name: getattr(options, name) for name in ("cp", "tp")}
     replicate, shard = options.dp_replicate, options.dp_shard
     rows = world_size // (options.cp * options.tp)

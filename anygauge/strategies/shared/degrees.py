@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -52,37 +53,74 @@ class Degrees(ContextParallel):
 WIDTH = 64
 """A pipeline has one shape of micro-batches: their widths are multiples of this."""
 
+CANNOT_COMBINE: Mapping[tuple[str, str], tuple[str, str]] = {
+    ("cp", "tp"): (
+        "both divide the positions of a sequence",
+        "Set strategy.cp: 1 (strategy.tp with sequence_parallel divides positions, too), or "
+        "strategy.tp: 1",
+    ),
+    ("cp", "pp"): (
+        "a stage makes masks of whole sequences",
+        "Set strategy.cp: 1 (strategy.tp divides positions within stages), or strategy.pp: 1",
+    ),
+    ("fsdp", "pp"): (
+        "FSDP2 would gather a stage's weights for each of its micro-batches",
+        "Use strategy.name: ddp with strategy.tp and strategy.pp, or strategy.pp: 1 to shard",
+    ),
+}
+"""Pairs of fields, or of a strategy and a field -> why they cannot be, and what to use instead."""
+
+
+def axes(options: Any, world_size: int) -> dict[str, int]:
+    """The axes of the mesh of all ranks, the outermost first, and how many ranks are along each.
+
+    Ranks that send each other most are neighbours: those of a layer, then those of a sequence, then
+    those that shard weights and those that sum gradients; stages send least.
+    """
+    rows = world_size // (options.pp * options.cp * options.tp)
+    data = getattr(options, "dp_replicate", rows)
+    return {
+        "pipeline": options.pp,
+        "data": data,
+        "shard": rows // data,
+        "context": options.cp,
+        "tensor": options.tp,
+    }
+
 
 def in_words(options: Degrees) -> str:
     """For a strategy's description."""
+    words = ""
     if options.pp > 1:
-        return f", {options.pp} stages ({options.schedule or '1f1b'})"
+        words += f", {options.pp} stages ({options.schedule or '1f1b'})"
     if options.tp > 1:
         parts = " and positions" if options.sequence_parallel else ""
-        return f", layers{parts} over {options.tp} ranks"
-    return "" if options.cp == 1 else f", sequences over {options.cp} ranks ({options.cp_method})"
+        words += f", layers{parts} over {options.tp} ranks"
+    if options.cp > 1:
+        words += f", sequences over {options.cp} ranks ({options.cp_method})"
+    return words
 
 
 def share(options: Any, rank: int, world_size: int) -> Share:
     """Which rows, and which part of them, a rank reads."""
     cp, tp, pp = options.cp, options.tp, options.pp
-    if pp > 1 and world_size % pp == 0:
-        rows = world_size // pp
-        # Ranks of one stage are neighbours: stages send little, once a micro-batch.
-        leads = rank < rows
-        return Share(rank % rows, rows, leads=leads, stream=rank, one_width=WIDTH)
-    if tp > 1 and world_size % tp == 0:
-        leads = rank % tp == 0
-        return Share(rank // tp, world_size // tp, leads=leads, multiple=tp)
-    if cp == 1 or world_size % cp:
+    if world_size % (cp * tp * pp):  # refused elsewhere
         return Share(rank, world_size)
+    rows = world_size // (cp * tp * pp)
+    outer, tensor = divmod(rank, tp)
+    outer, context = divmod(outer, cp)
+    stage, row = divmod(outer, rows)
     return Share(
-        rank // cp,
-        world_size // cp,
-        leads=rank % cp == 0,
-        stream=rank,
-        sequence=SequencePart(rank % cp, cp, all_queries=options.cp_method == "ulysses"),
-        multiple=cp,
+        row,
+        rows,
+        leads=stage == context == tensor == 0,
+        # Ranks that divide layers draw alike; each stage and part of a sequence for itself.
+        stream=rank // tp,
+        sequence=SequencePart(context, cp, all_queries=options.cp_method == "ulysses")
+        if cp > 1
+        else None,
+        multiple=cp * tp,
+        one_width=WIDTH if pp > 1 else 0,
     )
 
 
@@ -98,22 +136,31 @@ def check_heads(options: Any, config: Any) -> None:
     )
 
 
-def check_divides(options: Any, world_size: int) -> None:
-    """Raises: RunFileError: the ranks cannot be divided into groups as the degrees ask."""
+def check_divides(options: Any, world_size: int, strategy: str = "ddp") -> None:
+    """Refuse degrees that cannot be together, or do not make up the ranks.
+
+    Raises:
+        RunFileError: names those that would do.
+    """
     degrees = {name: getattr(options, name) for name in ("cp", "tp", "pp")}
     asked = {name: degree for name, degree in degrees.items() if degree > 1}
-    if len(asked) > 1:
-        raise RunFileError(
-            f"strategy: {' and '.join(f'{k} {v}' for k, v in asked.items())} cannot be combined "
-            f"yet. Set one of strategy.{' and strategy.'.join(asked)} to 1"
-        )
-    for name, degree in asked.items():
-        if world_size % degree:
-            divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
+    for pair, (why, instead) in CANNOT_COMBINE.items():
+        if all(one == strategy or one in asked for one in pair):
+            named = [f"{one}: {asked[one]}" if one in asked else f"name: {one}" for one in pair]
             raise RunFileError(
-                f"strategy.{name}: {world_size} ranks (--devices times --nodes) are not a multiple "
-                f"of {degree}. Set strategy.{name} to one of {', '.join(divisors)}"
+                f"{' and '.join(f'strategy.{each}' for each in named)} cannot be combined: {why}. "
+                f"{instead}"
             )
+    ranks, over = world_size, ""
+    for name, degree in asked.items():
+        if ranks % degree:
+            divisors = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
+            raise RunFileError(
+                f"strategy.{name}: {world_size} ranks (--devices times --nodes){over} are not a "
+                f"multiple of {degree}. Set strategy.{name} to one of {', '.join(divisors)}"
+            )
+        ranks //= degree
+        over += f" divided by strategy.{name} {degree}"
 
     if options.schedule and options.pp == 1:
         raise RunFileError(
