@@ -16,12 +16,9 @@ from anygauge.interface import (
 )
 from anygauge.strategies.shared.degrees import (
     Degrees,
-    check_adapter,
-    check_codes,
+    check_degrees,
     check_divides,
     check_model,
-    check_optimizer,
-    check_routers,
     share,
 )
 
@@ -79,14 +76,10 @@ def check(run: StrategyRun) -> None:
     """Refuse what FSDP2, or anygauge with it, cannot do.
 
     Raises:
-        RunFileError: the degrees do not make up the ranks, or the optimizer needs whole matrices.
-        UnsupportedError: the adapter's first values depend on whole weights.
+        RunFileError: the degrees do not make up the ranks; or as `check_degrees`.
     """
     shards(run.options, run.world_size)
-    check_optimizer(run, "strategy fsdp")
-    check_adapter(run, "strategy fsdp")
-    check_routers(run)
-    check_codes(run)
+    check_degrees(run, "fsdp")
 
 
 FSDP = StrategySpec(

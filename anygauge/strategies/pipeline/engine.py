@@ -260,7 +260,7 @@ def build_pipeline(context: BuildContext, options: Degrees) -> PipelineEngine:
 def _ends(mesh: DeviceMesh, last: int) -> dist.ProcessGroup | None:
     """The ranks of the first and the last stage in this rank's pipeline; None in between."""
     found = None
-    for pair in mesh.mesh[[0, last]].flatten(1).T.tolist():
+    for pair in mesh.mesh[[0, last]].reshape(2, -1).T.tolist():
         # Every rank makes every group.
         group = dist.new_group(pair)
         if dist.get_rank() in pair:

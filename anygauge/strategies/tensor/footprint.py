@@ -153,13 +153,16 @@ def tensor_calls(
     config = causal_of(model).config
     width = config.get_text_config().hidden_size
     unit = workload.micro_batch * length * width * item_bytes(workload.precision.param_dtype)
-    embedding, times = division.embedding, Counter[str]()
+    embedding_is_trained = any(
+        p.requires_grad for p in causal_of(model).get_input_embeddings().parameters()
+    )
+    times = Counter[str]()
     for stage in stages:
         first, last = stage.first == 0, stage.end == len(division.layers)
         # A stage's backward goes on to the stage before; see `Stage` for the first one.
         alone = not any(p.requires_grad for p in _parameters(model, division, stage)) and not last
-        flows = not first or alone or _any_trained_before(model, division.layers)
-        embedded = first and embedding is not None
+        flows = not first or alone or embedding_is_trained
+        embedded = first and division.embedding is not None
         passes = Passes(flows=flows)
         for index in range(stage.first, stage.end):
             recomputes = workload.activations.recomputes(index)
@@ -188,9 +191,3 @@ def _parameters(model: nn.Module, division: Division, stage: HeldLayers) -> Iter
         others = {id(p) for p in embedding} - {id(p) for p in head}
         others |= {id(p) for layer in division.layers for p in layer.module.parameters()}
         yield from (p for p in model.parameters() if id(p) not in others)
-
-
-def _any_trained_before(model: nn.Module, layers: Sequence[DividedLayer]) -> bool:
-    inside = {id(p) for layer in layers for p in layer.module.parameters()}
-    embedding = causal_of(model).get_input_embeddings()
-    return any(p.requires_grad for p in embedding.parameters() if id(p) not in inside)
