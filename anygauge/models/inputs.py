@@ -261,14 +261,14 @@ def answer_from_host(model: nn.Module, attention: str, *, causal: bool = False) 
 
     made = ALL_MASK_ATTENTION_FUNCTIONS[attention]
     if not hasattr(made, _STATED):
-        AttentionMaskInterface.register(attention, _unasked(made, causal))
+        AttentionMaskInterface.register(attention, _mask_by_host(made, causal))
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.register_forward_pre_hook(_enter, with_kwargs=True)
             module.register_forward_hook(_leave, always_call=True)
 
 
-def _unasked(made: Callable[..., Any], causal: bool) -> Callable[..., Any]:
+def _mask_by_host(made: Callable[..., Any], causal: bool) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
         has_padding = _current[0]
         unseen = has_padding is not None and _sees_all_before(kwargs)
@@ -284,18 +284,18 @@ def _unasked(made: Callable[..., Any], causal: bool) -> Callable[..., Any]:
     return mask
 
 
-def _sees_all_before(asked: Mapping[str, Any]) -> bool:
+def _sees_all_before(request: Mapping[str, Any]) -> bool:
     """Whether the library asks for a mask in which a token sees itself and all before it.
 
     Args:
-        asked: by keyword; versions before 5 give the queries' positions instead of their number.
+        request: by keyword; versions before 5 give the queries' positions instead of their number.
     """
-    queries = asked["q_length"] if "q_length" in asked else len(asked["cache_position"])
-    keys, window = asked["kv_length"], asked.get("local_size")
+    queries = request["q_length"] if "q_length" in request else len(request["cache_position"])
+    keys, window = request["kv_length"], request.get("local_size")
     return bool(
-        asked.get("allow_is_causal_skip", True)
+        request.get("allow_is_causal_skip", True)
         and queries == keys
-        and not asked.get("kv_offset", 0)
+        and not request.get("kv_offset", 0)
         and (window is None or keys < window)
     )
 

@@ -24,8 +24,8 @@ RECORD_FILE = "quantised_base.json"
 
 def quantisation(section: ModelSection) -> QuantiseSection | None:
     """The section `model.quantise`, written out; None where the base is not quantised."""
-    asked = section.quantise
-    return QuantiseSection(type=asked) if isinstance(asked, str) else asked
+    chosen = section.quantise
+    return QuantiseSection(type=chosen) if isinstance(chosen, str) else chosen
 
 
 def in_words(section: QuantiseSection) -> str:

@@ -47,6 +47,7 @@ ULYSSES = {"cp": 2, "cp_method": "ulysses"}
 TENSOR = {"tp": 2}
 WITHOUT_SP = {"tp": 2, "sequence_parallel": False}
 PIPELINE = {"pp": 2}
+BOTH = {"tp": 2, "pp": 2}
 REPLICAS = {"dp_replicate": 2}
 STEP, HOST = {"gather": "step"}, {"offload": "both"}
 HPZ = {"zero_hpz_partition_size": 2}
@@ -166,6 +167,9 @@ FOUR = [
     of("ddp", PIPELINE, packed=True, **SGD),
     of("ddp", SCHEDULES[0], **ALL, **SGD),
     of("ddp", {"pp": 4}, **RECOMPUTED, **SGD),
+    *(of("ddp", {**TENSOR, **schedule}, **ALL, **SGD) for schedule in SCHEDULES),
+    of("ddp", {**WITHOUT_SP, **PIPELINE}, **RECOMPUTED, **SGD),
+    of("ddp", BOTH, **ALL, **SGD, model=TIED),
     of("fsdp", TENSOR, **SELECTIVE, **ALL, **SGD),
     of("fsdp", {**ULYSSES, "cp": 4}, packed=True, **SGD),
     of("zero", {"stage": 3, "options": HPZ}, **SGD),
@@ -195,6 +199,10 @@ CARDS = [
     of("zero", {"stage": 3, "offload": "optimizer"}),
     of("zero", STAGE3, offloaded=True, **ALL, **SGD),
 ]
+EIGHT = [
+    of("ddp", BOTH, packed=True, **RECOMPUTED, **SGD),
+    of("ddp", BOTH, **ALL, **SGD),
+]
 RECORD = Path(__file__).with_name("collectives.json")
 A_FEW_NUMBERS = 64
 """Bytes of norms and flags in a step, which no footprint speaks of."""
@@ -209,7 +217,7 @@ def of_ranks(world: int, cases: Sequence[ParityCase], backend: str = "cpu") -> l
         backend=backend,
         alone=False,
         timeout_s=1800,
-        environment={"ANYGAUGE_SIM_LOCKS": "", "ANYGAUGE_SIM_CARDS": "4"},
+        environment={"ANYGAUGE_SIM_LOCKS": "", "ANYGAUGE_SIM_CARDS": str(max(4, world))},
     )
 
 

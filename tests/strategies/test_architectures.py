@@ -10,8 +10,11 @@ import pytest
 from transformers import AutoConfig
 
 from anygauge.interface import UnsupportedError
-from anygauge.strategies.pipeline.cut import cut, rank_of_stage
-from anygauge.strategies.pipeline.stage import PipelineModel
+from anygauge.strategies.pipeline.stage import (
+    PipelineModel,
+    cut,
+    rank_of_stage,
+)
 from anygauge.strategies.shared.degrees import Degrees, check_model
 from anygauge.strategies.shared.tensor_plans import plan_of
 from tests.helpers.build import model_factory

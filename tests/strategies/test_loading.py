@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -88,21 +87,22 @@ def test_ranks_that_hold_everything_read_everything(model: tuple[Path, int, int]
     assert [rank["read"] for rank in loaded(folder, "ddp", "cpu")] == [size] * 4
 
 
-def test_each_rank_of_a_group_reads_its_part_of_every_layer(model: tuple[Path, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("degrees", "most"),
+    [({"tp": 2}, 0.53), ({"pp": 2}, 0.6), ({"tp": 2, "pp": 2}, 0.3)],
+)
+def test_each_rank_reads_its_layers_or_its_part_of_them(
+    degrees: dict[str, int], most: float, model: tuple[Path, int, int]
+) -> None:
     folder, size, _ = model
-    config = json.loads((folder / "config.json").read_text())
-    norms = 2 * config["num_hidden_layers"] + 1
+    norms = 2 * LAYERS + 1
     # What tensor parallelism does not divide: norms and the output layer.
-    both = 4 * config["hidden_size"] * (norms + config["vocab_size"])
-    read = [rank["read"] for rank in loaded(folder, "ddp", "cpu", 2, tp=2)]
-    assert read == [(size - both) / 2 + both] * 2
-
-
-def test_each_stage_reads_its_own_layers(model: tuple[Path, int, int]) -> None:
-    folder, size, _ = model
-    read = [rank["read"] for rank in loaded(folder, "ddp", "cpu", 2, pp=2)]
-    assert sum(read) == size
-    assert max(read) < 0.6 * size
+    whole = 4 * CONFIG["hidden_size"] * (norms + CONFIG["vocab_size"])
+    groups = degrees.get("tp", 1)
+    read = [one["read"] for one in loaded(folder, "ddp", "cpu", 2 * len(degrees), **degrees)]
+    assert sum(read) == size + (groups - 1) * whole
+    assert max(read) <= most * size
+    assert read == [rank for rank in read[::groups] for _ in range(groups)]
 
 
 @pytest.mark.parametrize(
@@ -112,6 +112,7 @@ def test_each_stage_reads_its_own_layers(model: tuple[Path, int, int]) -> None:
         ("fsdp", RANKS, {}, 0.26, 2, (2, 3)),  # two layers, which are gathered in turn
         ("ddp", 2, {"tp": 2}, 0.53, 0, (0, 2)),
         ("ddp", 2, {"pp": 2}, 0.5, 1, (0, 2)),
+        ("ddp", RANKS, {"tp": 2, "pp": 2}, 0.25, 1, (0, 2)),
     ],
 )
 def test_a_card_holds_its_part_of_the_model_and_never_much_more(

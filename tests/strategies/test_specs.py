@@ -24,7 +24,7 @@ from anygauge.interface import (
 )
 from anygauge.strategies.ddp.spec import DDP
 from anygauge.strategies.fsdp.spec import FSDP, FsdpOptions, shards
-from anygauge.strategies.shared.degrees import Degrees, check_model, share
+from anygauge.strategies.shared.degrees import Degrees, axes, check_model, share
 from anygauge.strategies.zero import deepspeed_versions
 from anygauge.strategies.zero.spec import ZERO, ZeroOptions
 from tests.helpers.ranks import on_ranks
@@ -63,8 +63,12 @@ OTHER_OPTIONS: list[dict[str, Any]] = [
 ON_DISK = {"nvme": "/fast", "offload": "optimizer"}
 CASES: list[tuple[str, dict[str, Any], str | None]] = [
     ("ddp", {"pp": 3}, r"not a multiple of 3\. Set strategy\.pp to one of 1, 2, 4"),
-    ("ddp", {"pp": 2, "tp": 2}, "tp 2 and pp 2 cannot be combined yet"),
-    ("ddp", {"tp": 2, "cp": 2}, "cp 2 and tp 2 cannot be combined yet"),
+    ("ddp", {"pp": 2, "tp": 2, "micro_batches": 2}, None),
+    ("ddp", {"tp": 4, "pp": 2}, r"pp: 4 ranks .* divided by strategy\.tp 4 are not .* of 2"),
+    *(
+        ("ddp", {"cp": 2, name: 2}, rf"strategy\.cp: 2 and strategy\.{name}: 2 cannot be combined")
+        for name in ("tp", "pp")
+    ),
     ("ddp", {"schedule": "gpipe"}, "nothing to order"),
     ("ddp", {"pp": 2, "micro_batches": 2}, None),
     ("ddp", {"pp": 2}, "at least 2 micro-batches, but a rank has 1"),
@@ -76,7 +80,7 @@ CASES: list[tuple[str, dict[str, Any], str | None]] = [
         ("ddp", {name: 2, **OF_ROUTERS}, f"router_aux_loss_coef.*strategy.{name}: 1")
         for name in ("cp", "tp", "pp")
     ),
-    ("fsdp", {"pp": 2, "micro_batches": 4}, r"cannot shard .* yet\. Use strategy\.name: ddp"),
+    ("fsdp", {"pp": 2}, r"name: fsdp and strategy\.pp: 2 cannot.*Use strategy\.name: ddp"),
     ("fsdp", {"dp_replicate": 3}, "dp_replicate 3 does not divide 4.*one of 1, 2, 4"),
     ("fsdp", {"dp_replicate": 2, "dp_shard": 4}, "2 x 4 is not 4"),
     ("fsdp", {"dp_shard": 0}, "1 x 0 is not 4"),
@@ -190,25 +194,40 @@ def test_what_is_left_shards() -> None:
     assert [shards(FsdpOptions(cp=2, dp_replicate=n), 4) for n in (1, 2)] == [4, 2]
 
 
-@given(kind=st.sampled_from(["cp", "tp", "pp"]), degree=st.integers(1, 4), rows=st.integers(1, 4))
+@given(
+    degrees=st.sampled_from([("cp",), ("tp",), ("pp",), ("tp", "pp")]),
+    degree=st.integers(1, 4),
+    rows=st.integers(1, 4),
+)
 def test_each_part_of_the_rows_has_one_leader_and_whoever_computes_it(
-    kind: str, degree: int, rows: int
+    degrees: tuple[str, ...], degree: int, rows: int
 ) -> None:
     """Of `cp` and `pp`, ranks drop tokens of their own; those of `tp` draw alike."""
-    world = degree * rows
-    shares = [share(Degrees(**{kind: degree}), rank, world) for rank in range(world)]
+    options = Degrees(**dict.fromkeys(degrees, degree))
+    world = options.tp * options.cp * options.pp * rows
+    shares = [share(options, rank, world) for rank in range(world)]
     assert {each.count for each in shares} == {rows}
     assert sorted(each.index for each in shares if each.leads) == list(range(rows))
-    assert sorted(each.index for each in shares) == sorted([*range(rows)] * degree)
-    alike = kind == "tp" and degree > 1
-    assert len({each.random_stream for each in shares}) == (rows if alike else world)
-    neighbours = [rank % rows if kind == "pp" else rank // degree for rank in range(world)]
-    assert [each.index for each in shares] == neighbours
+    assert sorted(each.index for each in shares) == sorted([*range(rows)] * (world // rows))
+    assert len({each.random_stream for each in shares}) == world // options.tp
+    neighbours = options.tp * options.cp
+    assert [each.index for each in shares] == [rank // neighbours % rows for rank in range(world)]
     parts = [each.sequence and (each.sequence.index, each.sequence.count) for each in shares]
-    in_parts = kind == "cp" and degree > 1
+    in_parts = options.cp > 1
     assert parts == [(rank % degree, degree) if in_parts else None for rank in range(world)]
-    assert {each.multiple for each in shares} == {1 if kind == "pp" else degree}
-    assert {each.one_width for each in shares} == {64 if kind == "pp" and degree > 1 else 0}
+    assert {each.multiple for each in shares} == {neighbours}
+    assert {each.one_width for each in shares} == {64 if options.pp > 1 else 0}
+
+
+def test_the_axes_of_a_mesh_are_those_of_the_degrees() -> None:
+    names = ["pipeline", "data", "shard", "context", "tensor"]
+    for options, sizes in (
+        (Degrees(tp=2, pp=2), [2, 2, 1, 1, 2]),
+        (Degrees(cp=2), [1, 4, 1, 2, 1]),
+        (FsdpOptions(tp=2, dp_replicate=2), [1, 2, 2, 1, 2]),
+        (FsdpOptions(cp=4, dp_shard=2), [1, 1, 2, 4, 1]),
+    ):
+        assert axes(options, 8) == dict(zip(names, sizes, strict=True))
 
 
 # -- means ------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ WORDS: dict[str, tuple[int, tuple[str, ...]]] = {
             "train.gradient_checkpointing=false",
         ),
     ),
+    "tensor x pipeline x ddp": (8, ("strategy=ddp", "strategy.tp=2", "strategy.pp=2")),
     **{
         f"{name}, streamed": (2, (f"strategy={name}", STREAMED))
         for name in ("ddp", "fsdp", "tensor", "pipeline")

@@ -113,6 +113,41 @@ def test_what_any_strategy_wrote_any_other_goes_on_with(first: str, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("adapter", "trained"),
+    [
+        ({"r": 4}, {}),
+        (None, {}),
+        # Of the first stage, nothing.
+        (None, {"trainable": [r"model\.layers\.1\..*"]}),
+    ],
+    ids=["adapter", "all weights", "the last layer"],
+)
+def test_layers_stages_and_rows_on_eight_cards_and_shards_on_two(
+    adapter: dict[str, Any] | None, trained: dict[str, Any], tmp_path: Path
+) -> None:
+    """Each goes on with what the other wrote."""
+    pytest.importorskip("anygauge_sim", reason="needs `make plugins`")
+    (tmp_path / "whole").mkdir()
+    alone = run_file(tmp_path / "whole", train=lengths(6, **trained), adapter=adapter, **SINGLE)
+    file = run_file(
+        tmp_path,
+        backend="sim",
+        precision={"param_dtype": "float32"},
+        train=lengths(2, **trained),
+        adapter=adapter,
+        checkpoint={"every": 2, "resume": "auto"},
+        strategy={"name": "ddp", "tp": 2, "pp": 2},
+        launch={"devices": 8},
+    )
+    shards = ("strategy=fsdp", "launch.devices=2", "train.steps=4")
+    ways = ((), shards, ("train.steps=6",))
+    parts = [RunPart(file=str(file), overrides=way) for way in ways]
+    whole, *_, last = finished([RunPart(file=str(alone)), *parts])
+    assert last.steps("loss") == pytest.approx(whole.steps("loss"), rel=CLOSE)
+
+
+@pytest.mark.slow
 def test_from_single_to_zero_with_all_weights_in_bfloat16(tmp_path: Path) -> None:
     """Masters keep the digits that bfloat16 weights lack, and odd sizes are padded per rank."""
     changes: dict[str, Any] = {"adapter": None, "precision": {"param_dtype": "bfloat16"}}

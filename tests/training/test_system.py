@@ -62,7 +62,7 @@ def test_a_device_that_counts_nothing_more_has_no_such_values(tmp_path: Path) ->
     assert [name for name in values if name.startswith("device_")] == ["device_memory_in_use"]
 
 
-class Counting(SystemSampler):
+class CountingSampler(SystemSampler):
     """Reads how often it has read."""
 
     def __init__(self, every_s: float, warn: Any = pytest.fail) -> None:
@@ -74,7 +74,7 @@ class Counting(SystemSampler):
 
 
 def test_samples_come_on_time_and_the_thread_ends() -> None:
-    sampler = Counting(0.02)
+    sampler = CountingSampler(0.02)
     deadline = time.monotonic() + 20
     samples = []
     while len(samples) < 3 and time.monotonic() < deadline:
@@ -90,17 +90,17 @@ def test_samples_come_on_time_and_the_thread_ends() -> None:
 
 
 def test_the_shortest_run_has_a_sample_and_zero_has_none() -> None:
-    sampler = Counting(3600)
+    sampler = CountingSampler(3600)
     sampler.stop()
     assert [values for _, values in sampler.drain()] == [{"n": 0.0}]
-    off = Counting(0)
+    off = CountingSampler(0)
     assert not threads()
     off.stop()
     assert not off.drain()
 
 
 def test_a_failing_reading_is_told_once() -> None:
-    class Failing(Counting):
+    class Failing(CountingSampler):
         def read(self) -> dict[str, float]:
             raise OSError("gone")
 

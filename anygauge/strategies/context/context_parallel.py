@@ -15,18 +15,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from anygauge.interface import BuildContext, MemoryEstimate, UnsupportedError, Workload
+from anygauge.interface import MemoryEstimate, UnsupportedError, Workload
 from anygauge.strategies.shared.degrees import ContextParallel
 from anygauge.strategies.shared.exchanges import (
     EXCHANGE,
     GATHER,
     CountedGroup,
     Group,
-    gathered,
     over_ranks,
     size_of,
 )
@@ -123,29 +120,6 @@ def _exchanged(attention: Attention, group: Group) -> Attention:
         return over_ranks(output, EXCHANGE, group, 1, 2), weights
 
     return forward
-
-
-def divide_sequences(
-    model: nn.Module, options: ContextParallel, context: BuildContext
-) -> dist.ProcessGroup | None:
-    """Let neighbouring ranks share sequences; returns this rank's group, None without any."""
-    if options.cp == 1:
-        return None
-    groups = (context.workload.world_size // options.cp, options.cp)
-    device = context.workload.backend.placement.device.type
-    mesh = init_device_mesh(device, groups, mesh_dim_names=("dp", "cp"))
-    group = mesh.get_group("cp")
-    attend_in_parts(model, group, options.cp_method)
-    return group
-
-
-def joined(group: dist.ProcessGroup | None) -> Callable[[Tensor], Tensor]:
-    """Logits of this rank's positions -> those of all, (B, T, V)."""
-
-    def whole(logits: Tensor) -> Tensor:
-        return logits if group is None else gathered(logits, group, 1)
-
-    return whole
 
 
 def with_attention(

@@ -7,21 +7,22 @@ same ones, from files or from the seed.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from anygauge.interface import BuildContext, MemoryEstimate, Workload
-from anygauge.strategies.context.context_parallel import divide_sequences, joined, with_attention
+from anygauge.strategies.context.context_parallel import with_attention
 from anygauge.strategies.pipeline.engine import build_pipeline
 from anygauge.strategies.pipeline.footprint import pipeline_memory
 from anygauge.strategies.shared.common import torch_dtype
-from anygauge.strategies.shared.degrees import Degrees, in_words
+from anygauge.strategies.shared.degrees import Degrees, axes, in_words
+from anygauge.strategies.shared.exchanges import device_mesh, group_along
 from anygauge.strategies.shared.footprint import whole_memory
 from anygauge.strategies.shared.gradients import Gradients, LocalGradients
 from anygauge.strategies.shared.layout import Whole
@@ -30,7 +31,7 @@ from anygauge.strategies.shared.shards import fill, sharded_later
 from anygauge.strategies.shared.torch_engine import TorchEngine
 from anygauge.strategies.single.engine import build_whole
 from anygauge.strategies.tensor.footprint import tensor_memory
-from anygauge.strategies.tensor.tensor_parallel import DividedStrategy, divide_layers
+from anygauge.strategies.tensor.tensor_parallel import DividedStrategy, divide_model
 
 
 class SummedOverRanks(LocalGradients):
@@ -118,40 +119,31 @@ class Ddp(DividedStrategy):
 
     def memory(self, workload: Workload) -> MemoryEstimate:
         """See `StrategyPlanner.memory`."""
+        plain = whole_memory
         if self.options.pp > 1:
-            return pipeline_memory(self.options, workload)
+            plain = functools.partial(pipeline_memory, self.options)
         if self.options.tp > 1:
-            return tensor_memory(self.options, workload, whole_memory)
-        return with_attention(self.options, workload, whole_memory(workload))
+            return tensor_memory(self.options, workload, plain)
+        return with_attention(self.options, workload, plain(workload))
 
     def build(self, context: BuildContext) -> TorchEngine:
         """See `Strategy.build`."""
         if self.options.pp > 1:
             return build_pipeline(context, self.options)
-        if self.options.tp > 1:
-            return self._build_divided(context)
-        model = build_whole(context)
-        group = divide_sequences(model, self.options, context)
-        wrapper = wrapped(model, None)
-        dtype = torch_dtype(context.workload.precision.reduce_dtype)
-        return TorchEngine(
-            model,
-            context,
-            call=wrapper,
-            gradients=lambda trained: self.gradients(wrapper, trained, dtype),
-            join_logits=joined(group),
-        )
-
-    def _build_divided(self, context: BuildContext) -> TorchEngine:
-        device = context.workload.backend.placement.device
-        replicas = context.workload.world_size // self.options.tp
-        mesh = init_device_mesh(
-            device.type, (replicas, self.options.tp), mesh_dim_names=("dp", "tp")
-        )
-        model, names = sharded_later(context)
-        parallel = divide_layers(model, self.options, mesh.get_group("tp"), device)
-        fill(model, names, context.factory, device, cuts=parallel.division.cuts)
-        wrapper = wrapped(model, mesh.get_group("dp")) if replicas > 1 else None
+        options, device = self.options, context.workload.backend.placement.device
+        mesh, wrapper = None, None
+        if options.tp > 1 or options.cp > 1:
+            mesh = device_mesh(axes(options, context.workload.world_size), device)
+        if options.tp == 1:
+            model = build_whole(context)
+            divided = divide_model(model, options, mesh, device)
+            wrapper = wrapped(model, None)
+        else:
+            model, names = sharded_later(context)
+            divided = divide_model(model, options, mesh, device)
+            fill(model, names, context.factory, device, cuts=divided.cuts)
+            replicas = group_along(mesh, "data")
+            wrapper = None if replicas is None else wrapped(model, replicas)
         dtype = torch_dtype(context.workload.precision.reduce_dtype)
 
         def gradients(trained: Sequence[nn.Parameter]) -> Gradients:
@@ -164,9 +156,9 @@ class Ddp(DividedStrategy):
             context,
             call=wrapper,
             gradients=gradients,
-            layout=parallel.layout(Whole(context.clip_grad_norm), model),
-            sums=parallel.sums(model),
-            join_logits=joined(parallel.group),
+            layout=divided.layout(Whole(context.clip_grad_norm), model),
+            sums=divided.sums(model),
+            join_logits=divided.whole_logits,
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -27,20 +27,20 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from anygauge.interface import HOST_DEVICE, BuildContext, MemoryEstimate, UnsupportedError, Workload
-from anygauge.strategies.context.context_parallel import divide_sequences, joined, with_attention
+from anygauge.strategies.context.context_parallel import with_attention
 from anygauge.strategies.fsdp.footprint import fsdp_memory
 from anygauge.strategies.fsdp.spec import FsdpOptions, shards
 from anygauge.strategies.shared.common import torch_dtype
-from anygauge.strategies.shared.degrees import in_words
+from anygauge.strategies.shared.degrees import axes, in_words
+from anygauge.strategies.shared.exchanges import device_mesh
 from anygauge.strategies.shared.flat import FLAT, FlatLayers, flat_layers_fit
 from anygauge.strategies.shared.footprint import Sizes
 from anygauge.strategies.shared.gradients import Gradients
-from anygauge.strategies.shared.layout import TensorLayout
 from anygauge.strategies.shared.materialise import decoder_layers
 from anygauge.strategies.shared.shards import Sharded, fill, sharded_later
 from anygauge.strategies.shared.torch_engine import TorchEngine
 from anygauge.strategies.tensor.footprint import tensor_memory
-from anygauge.strategies.tensor.tensor_parallel import DividedStrategy, divide_layers
+from anygauge.strategies.tensor.tensor_parallel import DividedStrategy, divide_model
 
 _IGNORES = "ignored_params" in inspect.signature(fully_shard).parameters
 """Whether FSDP2 can leave parameters to others: since torch 2.7."""
@@ -176,27 +176,24 @@ class Fsdp(DividedStrategy):
     def build(self, context: BuildContext) -> TorchEngine:
         """See `Strategy.build`."""
         device = context.workload.backend.placement.device
-        mesh = self._mesh(device.type, context.workload.world_size)
+        sizes = axes(self.options, context.workload.world_size)
+        mesh = device_mesh(sizes, device, "shard")
         model, names = sharded_later(context, masters=True)
-        group = divide_sequences(model, self.options, context)
-        parallel = None
-        if self.options.tp > 1:
-            parallel = divide_layers(model, self.options, mesh.get_group("tp"), device)
+        divided = divide_model(model, self.options, mesh, device)
+        if self.options.cp > 1:  # ranks with other parts of the same sequences shard weights, too
+            shard = sizes["shard"] * sizes["context"]
+            mesh = device_mesh({**sizes, "shard": shard, "context": 1}, device, "shard")
+        ranks = mesh.get_group("shard")
         flat = None
         if is_flat(self.options, model, context.workload):
-            flat = FlatLayers(model, mesh.get_group("dp_shard"), device, otherwise="step")
+            flat = FlatLayers(model, ranks, device, otherwise="step")
             setattr(model, FLAT, flat)
         self._shard(model, mesh, context, flat)
         storage = device if self.options.offload == "none" else torch.device(HOST_DEVICE)
-        cuts = {} if parallel is None else parallel.division.cuts
-        fill(model, names, context.factory, device, storage=storage, cuts=cuts, flat=flat)
-        ranks = mesh.get_group("dp_shard")
+        fill(model, names, context.factory, device, storage=storage, cuts=divided.cuts, flat=flat)
         factor = 1
         if not sum_gradients(model, ranks, device):
             factor = context.workload.world_size // self.options.tp
-        layout: TensorLayout = Sharded(ranks, device)
-        if parallel is not None:
-            layout = parallel.layout(layout, model)
         gradients = functools.partial(
             ReducedByFsdp,
             model,
@@ -208,27 +205,17 @@ class Fsdp(DividedStrategy):
             model,
             context,
             gradients=gradients,
-            layout=layout,
-            sums=() if parallel is None else parallel.sums(model),
-            join_logits=joined(group if parallel is None else parallel.group),
+            layout=divided.layout(Sharded(ranks, device), model),
+            sums=divided.sums(model),
+            join_logits=divided.whole_logits,
         )
-
-    def _mesh(self, device_type: str, world_size: int) -> DeviceMesh:
-        sizes = {
-            "dp_replicate": self.options.dp_replicate,
-            "dp_shard": shards(self.options, world_size),
-            "tp": self.options.tp,
-        }
-        asked = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
-        return init_device_mesh(device_type, tuple(asked.values()), mesh_dim_names=tuple(asked))
 
     def _shard(
         self, model: nn.Module, mesh: DeviceMesh, context: BuildContext, flat: FlatLayers | None
     ) -> None:
         precision = context.workload.precision
         if self.options.tp > 1:
-            outer = ("dp_replicate", "dp_shard") if self.options.dp_replicate > 1 else ("dp_shard",)
-            mesh = mesh[outer]
+            mesh = mesh["data", "shard"] if self.options.dp_replicate > 1 else mesh["shard"]
         policy = MixedPrecisionPolicy(
             param_dtype=torch_dtype(precision.param_dtype),
             reduce_dtype=torch_dtype(precision.reduce_dtype),

@@ -16,12 +16,9 @@ from anygauge.interface import (
 )
 from anygauge.strategies.shared.degrees import (
     Degrees,
-    check_adapter,
-    check_codes,
+    check_degrees,
     check_divides,
     check_model,
-    check_optimizer,
-    check_routers,
     share,
 )
 
@@ -55,12 +52,7 @@ def shards(options: FsdpOptions, world_size: int) -> int:
     Raises:
         RunFileError: the degrees do not make up the ranks.
     """
-    check_divides(options, world_size)
-    if options.pp > 1:
-        raise RunFileError(
-            f"strategy.pp: {options.pp}: fsdp cannot shard the weights of pipeline stages yet. Use "
-            "strategy.name: ddp for stages, or strategy.pp: 1 to shard"
-        )
+    check_divides(options, world_size, "fsdp")
     others = {name: getattr(options, name) for name in ("cp", "tp")}
     replicate, shard = options.dp_replicate, options.dp_shard
     rows = world_size // (options.cp * options.tp)
@@ -84,14 +76,10 @@ def check(run: StrategyRun) -> None:
     """Refuse what FSDP2, or anygauge with it, cannot do.
 
     Raises:
-        RunFileError: the degrees do not make up the ranks, or the optimizer needs whole matrices.
-        UnsupportedError: the adapter's first values depend on whole weights.
+        RunFileError: the degrees do not make up the ranks; or as `check_degrees`.
     """
     shards(run.options, run.world_size)
-    check_optimizer(run, "strategy fsdp")
-    check_adapter(run, "strategy fsdp")
-    check_routers(run)
-    check_codes(run)
+    check_degrees(run, "fsdp")
 
 
 FSDP = StrategySpec(

@@ -7,6 +7,7 @@ schedule for each width of micro-batches.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,18 +15,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from anygauge.interface import HOST_DEVICE, BuildContext, DeviceBatch, LossFunction, Phase
-from anygauge.strategies.pipeline.cut import StagePart, rank_of_stage, stage_parts, stages_at
-from anygauge.strategies.pipeline.stage import PipelineModel, Stage, owned
+from anygauge.interface import (
+    HOST_DEVICE,
+    BuildContext,
+    Counters,
+    DeviceBatch,
+    LossFunction,
+    Phase,
+)
+from anygauge.strategies.pipeline.stage import (
+    PipelineModel,
+    Stage,
+    StagePart,
+    owned,
+    rank_of_stage,
+    stage_parts,
+    stages_at,
+)
 from anygauge.strategies.shared.common import torch_dtype, trained_parameters
-from anygauge.strategies.shared.degrees import Degrees
+from anygauge.strategies.shared.degrees import Degrees, axes
+from anygauge.strategies.shared.exchanges import device_mesh, group_along
 from anygauge.strategies.shared.finite import scaled
 from anygauge.strategies.shared.gradients import LocalGradients
-from anygauge.strategies.shared.layout import GroupLayout, scale_to
+from anygauge.strategies.shared.layout import GroupLayout, TensorLayout, scale_to
 from anygauge.strategies.shared.shards import fill, sharded_later
 from anygauge.strategies.shared.torch_engine import TorchEngine
+from anygauge.strategies.tensor.tensor_parallel import divide_model
 
 SCHEDULES: dict[str, type[Any]] = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -40,7 +57,7 @@ class PipelineEngine(TorchEngine):
 
     Args:
         stages: of a pipeline, in their order; those that this rank has are `mine`.
-        mesh: of pipelines by rows.
+        group: the ranks of this one's pipeline.
     """
 
     def __init__(
@@ -49,14 +66,14 @@ class PipelineEngine(TorchEngine):
         context: BuildContext,
         options: Degrees,
         stages: Sequence[StagePart],
-        mesh: DeviceMesh,
+        group: dist.ProcessGroup,
         **more: Any,
     ) -> None:
         super().__init__(pipeline.model, context, **more)
         self._pipeline = pipeline
         self._options = options
-        self._group = mesh.get_group("pp")
-        self._place = mesh.get_local_rank("pp")
+        self._group = group
+        self._place = dist.get_rank(group)
         self._ranks = [rank_of_stage(part.index, options) for part in stages]
         self._stages = stages
         self._mine = [part for part in stages if self._ranks[part.index] == self._place]
@@ -110,7 +127,7 @@ class PipelineEngine(TorchEngine):
         inputs = {name: value for name, value in batch.items() if name != "shift_labels"}
         outputs = self._forward(inputs)
         last = self._ranks[-1]
-        logits: Tensor | None = None if outputs is None else outputs.logits.float().contiguous()
+        logits = None if outputs is None else self._join_logits(outputs.logits.float())
         if last == 0:
             return None if logits is None else logits.to(HOST_DEVICE)
         if logits is not None:
@@ -122,10 +139,20 @@ class PipelineEngine(TorchEngine):
         found = receive(torch.empty(shape, device=self._device), self._group, last)
         return found.to(HOST_DEVICE)
 
+    def counters(self) -> Counters:
+        """See `Engine.counters`; a stage in which nothing is trained makes no updates."""
+        mine = super().counters()
+        updates = self._backend.collectives.gather_objects(mine.updates)
+        return dataclasses.replace(mine, updates=max(updates))
+
+    def _state_keys(self) -> list[str]:
+        """Likewise of all stages."""
+        return max(self._backend.collectives.gather_objects(super()._state_keys()), key=len)
+
     def _forward(self, batch: DeviceBatch) -> Any:
         """What the model returns of a batch, on the rank of the last stage; None on others."""
         self.model.eval()
-        shape = (*batch["input_ids"].shape, self._hidden)
+        shape = self._between(batch["input_ids"].shape)
         given: Any = None
         for part in self._mine:
             before = self._ranks[part.index - 1]
@@ -137,6 +164,12 @@ class PipelineEngine(TorchEngine):
                 send(given, self._group, after)
         self._graph.mark_step(Phase.FORWARD)
         return given if self._mine[-1].ends else None
+
+    def _between(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of what stages hand on of a micro-batch (B, T): of this rank's positions."""
+        rows, length = shape
+        options = self._options
+        return rows, length // (options.tp if options.sequence_parallel else 1), self._hidden
 
     def _take(self, number: int, part: StagePart | None) -> DeviceBatch:
         """A micro-batch on the device; kept until this rank's last stage has had it."""
@@ -158,7 +191,7 @@ class PipelineEngine(TorchEngine):
         key = (*shape, count)
         if key not in self._schedules:
             hidden = torch.empty(
-                (*shape, self._hidden), dtype=self._dtype, device="meta", requires_grad=True
+                self._between(shape), dtype=self._dtype, device="meta", requires_grad=True
             )
             turn = torch.empty(1, dtype=torch.int64, device="meta")
             loss = torch.empty((), device="meta", requires_grad=True)
@@ -189,23 +222,24 @@ class PipelineEngine(TorchEngine):
 def build_pipeline(context: BuildContext, options: Degrees) -> PipelineEngine:
     """This rank's stages on the opened device; the rest of the model stays on meta."""
     device = context.workload.backend.placement.device
-    rows = context.workload.world_size // options.pp
-    mesh = init_device_mesh(device.type, (options.pp, rows), mesh_dim_names=("pp", "dp"))
+    mesh = device_mesh(axes(options, context.workload.world_size), device)
+    group = mesh.get_group("pipeline")
     model, names = sharded_later(context)
+    divided = divide_model(model, options, mesh, device)
     pipeline = PipelineModel(model)
     stages = stage_parts(model, options)
-    place = mesh.get_local_rank("pp")
+    place = dist.get_rank(group)
     mine = owned(pipeline, stages_at(stages, options, place))
     foreign = {id(p) for p in model.parameters()} - mine
-    fill(model, names, context.factory, device, foreign=foreign)
+    fill(model, names, context.factory, device, foreign=foreign, cuts=divided.cuts)
     owners = [owned(pipeline, stages_at(stages, options, at)) for at in range(options.pp)]
     trained = [parameter for _, parameter in trained_parameters(model)]
     shared = [at for at, p in enumerate(trained) if sum(id(p) in ids for ids in owners) > 1]
-    sums = []
-    if rows > 1:
+    sums = divided.sums(model)
+    if (replicas := group_along(mesh, "data")) is not None:
         # Ranks with the same stages, which read other rows.
         own = [at for at, p in enumerate(trained) if not p.is_meta]
-        sums.append((own, mesh.get_group("dp")))
+        sums.append((own, replicas))
     ends = _ends(mesh, rank_of_stage(len(stages) - 1, options)) if shared else None
     if ends is not None:
         sums.append((shared, ends))
@@ -215,17 +249,18 @@ def build_pipeline(context: BuildContext, options: Degrees) -> PipelineEngine:
         context,
         options,
         stages,
-        mesh,
+        group,
         gradients=lambda trained: StageGradients(trained, dtype),
         sums=sums,
-        layout=Staged(owners, trained, mesh.get_group("pp"), device),
+        layout=Staged(divided.layout(TensorLayout(), model), owners, trained, group, device),
+        join_logits=divided.whole_logits,
     )
 
 
 def _ends(mesh: DeviceMesh, last: int) -> dist.ProcessGroup | None:
     """The ranks of the first and the last stage in this rank's pipeline; None in between."""
     found = None
-    for pair in mesh.mesh[[0, last]].T.tolist():
+    for pair in mesh.mesh[[0, last]].reshape(2, -1).T.tolist():
         # Every rank makes every group.
         group = dist.new_group(pair)
         if dist.get_rank() in pair:
@@ -242,18 +277,20 @@ class Staged(GroupLayout):
     A weight that the first and the last stage share counts on the first rank that has it.
 
     Args:
+        inner: of what the ranks that have the same stages hold.
         owners: for each rank of the pipeline, the identities of the parameters that it has.
         trained: in the engine's order.
     """
 
     def __init__(
         self,
+        inner: TensorLayout,
         owners: Sequence[set[int]],
         trained: Sequence[nn.Parameter],
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        super().__init__(group, device)
+        super().__init__(group, device, inner)
         self._place = dist.get_rank(group)
         self._mine = owners[self._place]
         self._owner = {
@@ -263,23 +300,37 @@ class Staged(GroupLayout):
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter:
         """See `TensorLayout.local`."""
-        return parameter if id(parameter) in self._mine else nn.Parameter(torch.empty(0))
+        mine = id(parameter) in self._mine
+        return self._inner.local(parameter) if mine else nn.Parameter(torch.empty(0))
+
+    def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """See `TensorLayout.shape`."""
+        return self._inner.shape(parameter)
 
     def clip(self, parts: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """See `TensorLayout.clip`."""
-        counted = [part for part, counts in zip(parts, self._counts, strict=True) if counts]
+        nothing = nn.Parameter(torch.empty(0))
+        counted = [
+            part if counts else nothing for part, counts in zip(parts, self._counts, strict=True)
+        ]
         return scale_to(parts, self.square(counted).sqrt(), max_norm)
 
     def whole(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
         """See `TensorLayout.whole`; the first rank of the pipeline alone gets it."""
         owner = self._owner[id(parameter)]
-        if owner == 0 or self._place not in (0, owner):
-            return part
         if self._place == owner:
-            send(part.to(self._device), self._group, 0)
+            whole = self._inner.whole(parameter, part)
+            if owner != 0:
+                send(whole.to(self._device), self._group, 0)
+            return whole
+        if self._place != 0:
             return part
-        found = torch.empty(parameter.shape, dtype=part.dtype, device=self._device)
+        found = torch.empty(self.shape(parameter), dtype=part.dtype, device=self._device)
         return receive(found, self._group, owner)
+
+    def part(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        """See `TensorLayout.part`."""
+        return self._inner.part(parameter, whole)
 
 
 class StageGradients(LocalGradients):

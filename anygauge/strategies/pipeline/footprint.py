@@ -6,9 +6,13 @@ import math
 
 from anygauge.interface import HeldLayers, MemoryEstimate, Workload
 from anygauge.interface import estimate as at
-from anygauge.strategies.pipeline.cut import rank_of_stage, stage_parts, stages_at
-from anygauge.strategies.pipeline.stage import PipelineModel
-from anygauge.strategies.shared.degrees import WIDTH, Degrees
+from anygauge.strategies.pipeline.stage import (
+    PipelineModel,
+    rank_of_stage,
+    stage_parts,
+    stages_at,
+)
+from anygauge.strategies.shared.degrees import Degrees
 from anygauge.strategies.shared.footprint import (
     Sizes,
     by_moment,
@@ -44,7 +48,9 @@ def pipeline_memory(options: Degrees, workload: Workload) -> MemoryEstimate:
     masters = numbers(trained) * size.master if own_masters else 0
     gradients = numbers(trained) * size.reduce
     width = pipeline.causal.config.get_text_config().hidden_size
-    length = min(math.ceil(workload.length / WIDTH) * WIDTH, workload.length)
+    length = math.ceil(workload.length / options.tp)
+    if not options.sequence_parallel:
+        length *= options.tp
     unit = int(workload.micro_batch * length * width * size.compute)
     # Of each stage, edges at which it receives: hidden states one way, their gradients the other.
     edges = [(not part.begins) + (not part.ends) for part in mine]

@@ -1,8 +1,8 @@
-"""One stage of a pipeline: some layers of a model whose tree stays whole.
+"""Stages of a pipeline: where a model is cut, who has which, and how one of them is called.
 
-A stage calls the architecture's own decoder, in which the layers of other stages are passed by; so
-masks, positions and what else surrounds the layers are the architecture's. That this is the whole
-computation is tried once, without weights.
+The model's tree stays whole. A stage calls the architecture's own decoder, in which the layers of
+other stages are passed by; so masks, positions and what else surrounds the layers are the
+architecture's. That this is the whole computation is tried once, without weights.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from anygauge.interface import DeviceBatch, UnsupportedError
-from anygauge.strategies.pipeline.cut import StagePart
+from anygauge.strategies.shared.degrees import Degrees, stages_per_rank
+from anygauge.strategies.shared.footprint import numbers
 from anygauge.strategies.shared.materialise import causal_of, decoder_layers, decoder_of
 
 BEFORE = "it changes its embeddings before its first layer"
@@ -24,21 +26,111 @@ AFTER = "it changes hidden states after its last layer"
 REMEDY = "Set strategy.pp: 1, and use strategy.name: fsdp or zero to shard the model instead"
 
 
-class Passed(nn.Module):
-    """In place of a layer: returns what it is given, in the form in which the layer would."""
+@dataclass(frozen=True, slots=True)
+class StagePart:
+    """Stage `index` of `count`: decoder layers from `first` to before `end`."""
 
-    def __init__(self, layer: nn.Module, as_tuple: bool) -> None:
+    index: int
+    count: int
+    first: int
+    end: int
+
+    @property
+    def begins(self) -> bool:
+        """Whether it has the embedding."""
+        return self.index == 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether it has the output layer, and makes the loss."""
+        return self.index == self.count - 1
+
+
+def stage_parts(model: nn.Module, options: Degrees) -> list[StagePart]:
+    """The stages of an adapted model, cut so that the costliest costs least.
+
+    Args:
+        model: whose layers are divided already, where they are to be.
+
+    A layer costs what its matrices do, in operations a token: as many as it has numbers, times a
+    factor that is the same for all. The output layer belongs to the last stage, and ranks that
+    divide layers each compute their positions of it; to look up an embedding costs nothing.
+    """
+    causal = causal_of(model)
+    layers = list(decoder_layers(decoder_of(causal)))
+    costs = [numbers(layer.parameters()) for layer in layers]
+    head = causal.get_output_embeddings()
+    last = 0 if head is None else numbers(head.parameters()) // options.tp
+    count = options.pp * stages_per_rank(options)
+    ends = cut(costs, count, last)
+    return [
+        StagePart(index, count, first, end)
+        for index, (first, end) in enumerate(zip([0, *ends], ends, strict=False))
+    ]
+
+
+def cut(costs: Sequence[int], count: int, last: int = 0) -> list[int]:
+    """Where each of `count` neighbouring parts ends, none of them empty.
+
+    The largest sum of costs is the least that there is; of equal ones, the first part is smallest.
+
+    Args:
+        last: added to the last part.
+    """
+    total = [0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    # best[n]: (largest cost, ends) of the first n items in as many parts as were made so far.
+    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
+    for part in range(1, count + 1):
+        extra = last if part == count else 0
+        found: dict[int, tuple[int, list[int]]] = {}
+        for end in range(part, len(costs) - (count - part) + 1):
+            options = [
+                (max(worst, total[end] - total[start] + extra), [*ends, end])
+                for start, (worst, ends) in best.items()
+                if start < end
+            ]
+            if options:
+                found[end] = min(options)
+        best = found
+    return best[len(costs)][1]
+
+
+def rank_of_stage(index: int, options: Degrees) -> int:
+    """The place in its pipeline of the rank that has a stage."""
+    turn, place = divmod(index, options.pp)
+    # Of a zero-bubble schedule the second half goes back: the first rank has both ends.
+    backwards = options.schedule == "zero_bubble" and turn % 2 == 1
+    return options.pp - 1 - place if backwards else place
+
+
+def stages_at(stages: Sequence[StagePart], options: Degrees, place: int) -> list[StagePart]:
+    """Those of the rank at a place in its pipeline."""
+    return [part for part in stages if rank_of_stage(part.index, options) == place]
+
+
+class Passed(nn.Module):
+    """In place of a layer: returns what it is given, in the form in which the layer would.
+
+    Args:
+        result: of the stage before, in place of that.
+    """
+
+    def __init__(self, layer: nn.Module, as_tuple: bool, result: Tensor | None = None) -> None:
         super().__init__()
         # No child: its parameters are not this module's.
         self.__dict__["layer"] = layer
         self.as_tuple = as_tuple
+        self.result = result
 
     def __getattr__(self, name: str) -> Any:
         """What decoders read off a layer, such as its kind of attention."""
         return getattr(self.__dict__["layer"], name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Nothing is done."""
+        """Nothing is computed."""
+        hidden_states = hidden_states if self.result is None else self.result
         return (hidden_states,) if self.as_tuple else hidden_states
 
 
@@ -99,24 +191,31 @@ class PipelineModel:
         """A stage's output: hidden states (B, T, H), or what the model returns.
 
         Args:
-            hidden: of the stage before; None for the first.
+            hidden: of the stage before, where layers are divided of this rank's positions alone;
+                of the first, what was embedded, or None.
             inputs: of the model, on every rank.
         """
-        inputs = dict(inputs)
+        inputs, before = dict(inputs), None
         if hidden is not None:
-            del inputs["input_ids"]
+            ids = inputs.pop("input_ids")
             inputs["inputs_embeds"] = hidden
-        with self._having(part):
+            if not part.begins:
+                # Decoders make masks of all positions by it, and give it to the first layer.
+                before, width = hidden, hidden.shape[-1]
+                inputs["inputs_embeds"] = hidden.new_zeros(()).expand(*ids.shape, width)
+        with self._having(part, before):
             if part.ends:
                 return self.model(**inputs)
             inputs.pop("shift_labels", None)
             return self.decoder(**inputs).last_hidden_state
 
     @contextlib.contextmanager
-    def _having(self, part: StagePart) -> Iterator[None]:
+    def _having(self, part: StagePart, before: Tensor | None) -> Iterator[None]:
         """Other stages' layers are passed by; recomputation calls layers alone, not the list."""
         layers = [
-            layer if part.first <= at < part.end else Passed(layer, self._as_tuple)
+            layer
+            if part.first <= at < part.end
+            else Passed(layer, self._as_tuple, before if at == part.first - 1 else None)
             for at, layer in enumerate(self.layers)
         ]
         changes: dict[str, nn.Module] = {self._list: nn.ModuleList(layers)}

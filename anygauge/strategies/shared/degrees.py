@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -52,68 +53,102 @@ class Degrees(ContextParallel):
 WIDTH = 64
 """A pipeline has one shape of micro-batches: their widths are multiples of this."""
 
+CANNOT_COMBINE: Mapping[tuple[str, str], tuple[str, str]] = {
+    ("cp", "tp"): (
+        "both divide the positions of a sequence",
+        "Set strategy.cp: 1 (strategy.tp with sequence_parallel divides positions, too), or "
+        "strategy.tp: 1",
+    ),
+    ("cp", "pp"): (
+        "a stage makes masks of whole sequences",
+        "Set strategy.cp: 1 (strategy.tp divides positions within stages), or strategy.pp: 1",
+    ),
+    ("fsdp", "pp"): (
+        "FSDP2 would gather a stage's weights for each of its micro-batches",
+        "Use strategy.name: ddp with strategy.tp and strategy.pp, or strategy.pp: 1 to shard",
+    ),
+}
+"""Pairs of fields, or of a strategy and a field -> why they cannot be, and what to use instead."""
+
+
+def axes(options: Any, world_size: int) -> dict[str, int]:
+    """The axes of the mesh of all ranks, the outermost first, and how many ranks are along each.
+
+    Ranks that send each other most are neighbours: those of a layer, then those of a sequence, then
+    those that shard weights and those that sum gradients; stages send least.
+    """
+    rows = world_size // (options.pp * options.cp * options.tp)
+    data = getattr(options, "dp_replicate", rows)
+    return {
+        "pipeline": options.pp,
+        "data": data,
+        "shard": rows // data,
+        "context": options.cp,
+        "tensor": options.tp,
+    }
+
 
 def in_words(options: Degrees) -> str:
     """For a strategy's description."""
+    words = ""
     if options.pp > 1:
-        return f", {options.pp} stages ({options.schedule or '1f1b'})"
+        words += f", {options.pp} stages ({options.schedule or '1f1b'})"
     if options.tp > 1:
         parts = " and positions" if options.sequence_parallel else ""
-        return f", layers{parts} over {options.tp} ranks"
-    return "" if options.cp == 1 else f", sequences over {options.cp} ranks ({options.cp_method})"
+        words += f", layers{parts} over {options.tp} ranks"
+    if options.cp > 1:
+        words += f", sequences over {options.cp} ranks ({options.cp_method})"
+    return words
 
 
 def share(options: Any, rank: int, world_size: int) -> Share:
     """Which rows, and which part of them, a rank reads."""
     cp, tp, pp = options.cp, options.tp, options.pp
-    if pp > 1 and world_size % pp == 0:
-        rows = world_size // pp
-        # Ranks of one stage are neighbours: stages send little, once a micro-batch.
-        leads = rank < rows
-        return Share(rank % rows, rows, leads=leads, stream=rank, one_width=WIDTH)
-    if tp > 1 and world_size % tp == 0:
-        leads = rank % tp == 0
-        return Share(rank // tp, world_size // tp, leads=leads, multiple=tp)
-    if cp == 1 or world_size % cp:
+    if world_size % (cp * tp * pp):  # refused elsewhere
         return Share(rank, world_size)
+    rows = world_size // (cp * tp * pp)
+    outer, tensor = divmod(rank, tp)
+    outer, context = divmod(outer, cp)
+    stage, row = divmod(outer, rows)
     return Share(
-        rank // cp,
-        world_size // cp,
-        leads=rank % cp == 0,
-        stream=rank,
-        sequence=SequencePart(rank % cp, cp, all_queries=options.cp_method == "ulysses"),
-        multiple=cp,
+        row,
+        rows,
+        leads=stage == context == tensor == 0,
+        # Ranks that divide layers draw alike; each stage and part of a sequence for itself.
+        stream=rank // tp,
+        sequence=SequencePart(context, cp, all_queries=options.cp_method == "ulysses")
+        if cp > 1
+        else None,
+        multiple=cp * tp,
+        one_width=WIDTH if pp > 1 else 0,
     )
 
 
-def check_heads(options: Any, config: Any) -> None:
-    """Raises: UnsupportedError: the model's query heads cannot be divided as `cp` asks."""
-    heads = getattr(config.get_text_config(), "num_attention_heads", None)
-    if options.cp == 1 or options.cp_method != "ulysses" or not heads or heads % options.cp == 0:
-        return
-    divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-    raise UnsupportedError(
-        f"strategy.cp: {options.cp}: cp_method ulysses divides heads over ranks, but this model "
-        f"has {heads} heads. Set strategy.cp to one of {divisors}, or strategy.cp_method: gather"
-    )
+def check_divides(options: Any, world_size: int, strategy: str = "ddp") -> None:
+    """Refuse degrees that cannot be together, or do not make up the ranks.
 
-
-def check_divides(options: Any, world_size: int) -> None:
-    """Raises: RunFileError: the ranks cannot be divided into groups as the degrees ask."""
+    Raises:
+        RunFileError: names those that would do.
+    """
     degrees = {name: getattr(options, name) for name in ("cp", "tp", "pp")}
     asked = {name: degree for name, degree in degrees.items() if degree > 1}
-    if len(asked) > 1:
-        raise RunFileError(
-            f"strategy: {' and '.join(f'{k} {v}' for k, v in asked.items())} cannot be combined "
-            f"yet. Set one of strategy.{' and strategy.'.join(asked)} to 1"
-        )
-    for name, degree in asked.items():
-        if world_size % degree:
-            divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
+    for pair, (why, instead) in CANNOT_COMBINE.items():
+        if all(one == strategy or one in asked for one in pair):
+            named = [f"{one}: {asked[one]}" if one in asked else f"name: {one}" for one in pair]
             raise RunFileError(
-                f"strategy.{name}: {world_size} ranks (--devices times --nodes) are not a multiple "
-                f"of {degree}. Set strategy.{name} to one of {', '.join(divisors)}"
+                f"{' and '.join(f'strategy.{each}' for each in named)} cannot be combined: {why}. "
+                f"{instead}"
             )
+    ranks, over = world_size, ""
+    for name, degree in asked.items():
+        if ranks % degree:
+            divisors = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
+            raise RunFileError(
+                f"strategy.{name}: {world_size} ranks (--devices times --nodes){over} are not a "
+                f"multiple of {degree}. Set strategy.{name} to one of {', '.join(divisors)}"
+            )
+        ranks //= degree
+        over += f" divided by strategy.{name} {degree}"
 
     if options.schedule and options.pp == 1:
         raise RunFileError(
@@ -122,69 +157,63 @@ def check_divides(options: Any, world_size: int) -> None:
         )
 
 
-def check_routers(run: StrategyRun) -> None:
-    """Raises: UnsupportedError: no rank has what the routers' loss is made of."""
-    degrees = {name: getattr(run.options, name) for name in ("cp", "tp", "pp")}
-    asked = next((name for name, degree in degrees.items() if degree > 1), None)
-    if run.router_aux_loss and asked is not None:
-        raise UnsupportedError(
-            "train.router_aux_loss_coef: the routers' loss needs all layers and tokens of a "
-            f"micro-batch, but under strategy.{asked} no rank has all of them. Set "
-            f"strategy.{asked}: 1, or leave train.router_aux_loss_coef out"
-        )
-
-
-def check_optimizer(run: StrategyRun, because: str) -> None:
-    """Refuse an optimizer that needs whole matrices, or plain tensors.
-
-    Args:
-        because: the field under which a rank has parts of them.
+def check_degrees(run: StrategyRun, strategy: str = "ddp") -> None:
+    """Refuse what ranks cannot do that have parts of layers, sequences or weights.
 
     Raises:
-        RunFileError: names one that does not.
-        UnsupportedError: bitsandbytes' paged memory is asked for.
+        RunFileError, UnsupportedError: says what to use instead.
     """
-    if run.paged:
+    options = run.options
+    check_divides(options, run.world_size, strategy)
+    divided = [f"strategy.{n}" for n in ("cp", "tp", "pp") if getattr(options, n) > 1]
+    # Under what a rank has some of the weights, or parts of each.
+    some = next((field for field in divided if field != "strategy.cp"), "")
+    parts = some if options.tp > 1 else ""
+    if strategy == "fsdp":
+        some = parts = "strategy fsdp"
+    if run.paged and parts:
         raise UnsupportedError(
-            f"train.optimizer.paged: bitsandbytes pages only plain tensors, but under {because} a "
+            f"train.optimizer.paged: bitsandbytes pages only plain tensors, but under {parts} a "
             "parameter is a shard of a distributed tensor. Leave it out, or use strategy.name: ddp "
             "or single without degrees"
         )
-    if run.optimizer == "adafactor":
+    if run.optimizer == "adafactor" and parts:
         raise RunFileError(
             "train.optimizer.name: adafactor keeps one number per row and column of a matrix, but "
-            f"under {because} a rank has only a part of it. Use train.optimizer.name: adamw_8bit, "
-            "or strategy.name: ddp or single without degrees"
+            f"under {parts} a rank has only a part of it. Use train.optimizer.name: adamw_8bit, or "
+            "strategy.name: ddp or single without degrees"
         )
-
-
-def check_adapter(run: StrategyRun, because: str) -> None:
-    """Refuse an adapter whose first values depend on whole weights.
-
-    Raises:
-        UnsupportedError: names strategies that read them first.
-    """
-    if run.adapter == "dora":
+    if run.adapter == "dora" and some:
         raise UnsupportedError(
-            f"adapter.dora: DoRA's magnitudes start as norms of whole weights, but {because} "
-            "divides the weights before it reads them. Leave it out, or use strategy.name: zero, "
-            "ddp or single without degrees"
+            f"adapter.dora: DoRA's magnitudes start as norms of whole weights, but {some} divides "
+            "the weights before it reads them. Leave it out, or use strategy.name: zero, ddp or "
+            "single without degrees"
         )
-    if run.adapter == "taken":
+    if run.adapter == "taken" and some:
         raise UnsupportedError(
-            f"adapter.init: its factors are computed from whole weights, but {because} divides the "
+            f"adapter.init: its factors are computed from whole weights, but {some} divides the "
             "weights before it reads them. Set adapter.init: true, or use strategy.name: zero, ddp "
             "or single without degrees"
         )
-
-
-def check_codes(run: StrategyRun) -> None:
-    """Raises: UnsupportedError: a quantised layer would be cut between its codes' blocks."""
-    if run.quantised and run.options.tp > 1:
+    if run.router_aux_loss and divided:
+        raise UnsupportedError(
+            "train.router_aux_loss_coef: the routers' loss needs all layers and tokens of a "
+            f"micro-batch, but under {divided[0]} no rank has all of them. Set {divided[0]}: 1, or "
+            "leave train.router_aux_loss_coef out"
+        )
+    if run.quantised and options.tp > 1:
         raise UnsupportedError(
             "model.quantise: strategy.tp cuts weights by rows and columns, but quantised codes "
             "come in blocks that share a scale. Leave strategy.tp out, or model.quantise"
         )
+    if options.schedule == "zero_bubble" and run.activations.every:
+        raise UnsupportedError(
+            "strategy.schedule: zero_bubble computes the gradients of weights one by one, after "
+            "those of hidden states: torch recomputes a layer for each of its trained weights, and "
+            "keeps all of it until the last. Set strategy.schedule: 1f1b, or "
+            "train.gradient_checkpointing: false"
+        )
+    _check_micro_batches(run)
 
 
 def stages_per_rank(options: Any) -> int:
@@ -192,31 +221,7 @@ def stages_per_rank(options: Any) -> int:
     return 2 if options.schedule in ("interleaved", "zero_bubble") else 1
 
 
-def check_layers(options: Any, config: Any) -> None:
-    """Raises: UnsupportedError: there are more stages than layers."""
-    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
-    stages = options.pp * stages_per_rank(options)
-    if options.pp == 1 or layers is None or layers >= stages:
-        return
-    most = layers // stages_per_rank(options)
-    raise UnsupportedError(
-        f"strategy.pp: {options.pp} ranks with schedule {options.schedule or '1f1b'} make {stages} "
-        f"stages, but the model has only {layers} layers. Set strategy.pp to at most {most}"
-    )
-
-
-def check_recomputation(run: StrategyRun) -> None:
-    """Raises: UnsupportedError: a schedule would undo what recomputation saves."""
-    if run.options.schedule == "zero_bubble" and run.activations.every:
-        raise UnsupportedError(
-            "strategy.schedule: zero_bubble computes the gradients of weights one by one, after "
-            "those of hidden states: torch recomputes a layer for each of its trained weights, and "
-            "keeps all of it until the last. Set strategy.schedule: 1f1b, or "
-            "train.gradient_checkpointing: false"
-        )
-
-
-def check_micro_batches(run: StrategyRun) -> None:
+def _check_micro_batches(run: StrategyRun) -> None:
     """Refuse a step that a schedule cannot order.
 
     Raises:
@@ -246,6 +251,21 @@ def check_micro_batches(run: StrategyRun) -> None:
 
 def check_model(options: Any, config: Any) -> None:
     """Raises: UnsupportedError: the model cannot be divided as the degrees ask."""
-    check_heads(options, config)
     check_model_divides(options, config)
-    check_layers(options, config)
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if options.cp > 1 and options.cp_method == "ulysses" and heads and heads % options.cp:
+        divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise UnsupportedError(
+            f"strategy.cp: {options.cp}: cp_method ulysses divides heads over ranks, but this "
+            f"model has {heads} heads. Set strategy.cp to one of {divisors}, or "
+            "strategy.cp_method: gather"
+        )
+    layers = getattr(text, "num_hidden_layers", None)
+    each = stages_per_rank(options)
+    if options.pp > 1 and layers is not None and layers < options.pp * each:
+        raise UnsupportedError(
+            f"strategy.pp: {options.pp} ranks with schedule {options.schedule or '1f1b'} make "
+            f"{options.pp * each} stages, but the model has only {layers} layers. Set strategy.pp "
+            f"to at most {layers // each}"
+        )

@@ -1,4 +1,4 @@
-"""What ranks of a group hand to each other within a forward, with the reverse in backward."""
+"""The mesh of ranks, and what those of a group hand to each other, with the reverse in backward."""
 
 from __future__ import annotations
 
@@ -9,6 +9,19 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+def device_mesh(sizes: Mapping[str, int], device: torch.device, *kept: str) -> DeviceMesh:
+    """All ranks along the axes that have several, or are to be kept; see `degrees.axes`."""
+    used = {name: size for name, size in sizes.items() if size > 1 or name in kept}
+    return init_device_mesh(device.type, tuple(used.values()), mesh_dim_names=tuple(used))
+
+
+def group_along(mesh: DeviceMesh | None, axis: str) -> dist.ProcessGroup | None:
+    """This rank's group along an axis; None where it is alone."""
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    return mesh.get_group(axis) if mesh is not None and axis in names else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,15 +67,19 @@ class GroupLayout(TensorLayout):
     Args:
         group: these ranks.
         device: on which they communicate; parts may lie on another.
+        inner: of what each of them holds.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, inner: TensorLayout | None = None
+    ) -> None:
         self._group = group
         self._device = device
+        self._inner = inner or TensorLayout()
 
     def square(self, parts: Sequence[nn.Parameter]) -> Tensor:
         """See `TensorLayout.square`."""
-        square = local_square(parts).to(self._device)
+        square = self._inner.square(parts).to(self._device)
         dist.all_reduce(square, group=self._group)
         return square
 

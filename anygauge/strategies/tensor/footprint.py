@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from anygauge.interface import MemoryEstimate, Workload
+from anygauge.interface import HeldLayers, MemoryEstimate, Workload
 from anygauge.interface import estimate as at
 from anygauge.strategies.context.context_parallel import neighbours
 from anygauge.strategies.shared.common import trained_parameters
@@ -41,19 +42,27 @@ def tensor_memory(
     division = divide(model, options.tp, 0)
     world_size = workload.world_size // options.tp
     found = plain(dataclasses.replace(workload, skeleton=model, world_size=world_size, rank=place))
+    stages = found.stages or (HeldLayers(0, len(division.layers)),)
+    held = {id(p) for stage in stages for p in _parameters(model, division, stage)}
     trained = trained_parameters(model)
     partial = partial_gradients(model, division, options, [name for name, _ in trained])
-    sums = sum(rows_of(p, ranks) for (_, p), part in zip(trained, partial, strict=True) if part)
-    sums *= whole.reduce
+    sums = whole.reduce * sum(
+        rows_of(p, ranks)
+        for (_, p), part in zip(trained, partial, strict=True)
+        if part and id(p) in held
+    )
     group = neighbours(workload.rank, options.tp)
-    unit, calls = tensor_calls(options, workload, model, division)
+    unit, calls = tensor_calls(options, workload, model, division, stages)
     # `TensorParts.whole`: the parts of all ranks, and what is put together of them.
     kept = found.device[at.SAVE]
     saved = max(kept.get(at.SAVED, 0), 2 * whole.largest * whole.master)
     # `sum_at`: partial gradients are put into one message, which then takes their place, before an
     # optimizer makes anything.
-    made = found.device[at.UPDATE].get(at.OPTIMIZER, 0) - kept.get(at.OPTIMIZER, 0)
-    message = {at.GRADIENTS: max(0, sums - made)}
+    update = found.device[at.UPDATE]
+    made = update.get(at.OPTIMIZER, 0) - kept.get(at.OPTIMIZER, 0)
+    # One message of stages that have replicas is gone when another is made.
+    other = update[at.GRADIENTS] - found.device[at.END][at.GRADIENTS] if found.stages else 0
+    message = {at.GRADIENTS: max(0, sums - made - other)}
     beside = [
         dataclasses.replace(one, group=tuple(each * options.tp + index for each in one.group))
         for one in found.traffic
@@ -63,7 +72,7 @@ def tensor_memory(
         device={
             **found.device,
             at.SAVE: {**kept, at.SAVED: saved},
-            at.UPDATE: plus(found.device[at.UPDATE], message),
+            at.UPDATE: plus(update, message),
         },
         host={**found.host, at.SAVE: {**found.host.get(at.SAVE, {}), **whole.saved}},
         traffic=(
@@ -133,36 +142,52 @@ def _blocks(layer: DividedLayer, parts: bool) -> Iterator[tuple[int, int, list[n
 
 
 def tensor_calls(
-    options: Degrees, workload: Workload, model: nn.Module, division: Division
+    options: Degrees,
+    workload: Workload,
+    model: nn.Module,
+    division: Division,
+    stages: Sequence[HeldLayers],
 ) -> tuple[int, dict[str, int]]:
     """Bytes of the hidden states of all positions, and how often they are sent in a step."""
     length = math.ceil(workload.length / options.tp) * options.tp
     config = causal_of(model).config
     width = config.get_text_config().hidden_size
     unit = workload.micro_batch * length * width * item_bytes(workload.precision.param_dtype)
-    embedding = division.embedding
-    begins = embedding is not None and any(p.requires_grad for p in embedding.parameters())
-    passes = Passes(flows=begins or _any_trained_before(model, division.layers))
-    for index, layer in enumerate(division.layers):
-        passes.through(layer, workload.activations.recomputes(index), options.sequence_parallel)
-    embedded = 0 if embedding is None else 1
-    if options.sequence_parallel:
-        gathers = passes.entries + passes.back_rows + (1 if begins else 0)
-        gathers += 0 if all_positions_after(config) is None else 2
-        times = {
-            "all_gather": gathers,
-            "reduce_scatter": passes.rows + passes.back_entries,
-            "all_reduce": embedded,
-        }
-    else:
-        times = {
-            "all_gather": 1 if passes.flows else 0,
-            "all_reduce": embedded + passes.rows + passes.back_entries,
-        }
+    embedding_is_trained = any(
+        p.requires_grad for p in causal_of(model).get_input_embeddings().parameters()
+    )
+    times = Counter[str]()
+    for stage in stages:
+        first, last = stage.first == 0, stage.end == len(division.layers)
+        # A stage's backward goes on to the stage before; see `Stage` for the first one.
+        alone = not any(p.requires_grad for p in _parameters(model, division, stage)) and not last
+        flows = not first or alone or embedding_is_trained
+        embedded = first and division.embedding is not None
+        passes = Passes(flows=flows)
+        for index in range(stage.first, stage.end):
+            recomputes = workload.activations.recomputes(index)
+            passes.through(division.layers[index], recomputes, options.sequence_parallel)
+        if options.sequence_parallel:
+            rejoined = last and all_positions_after(config) is not None
+            times["all_gather"] += passes.entries + passes.back_rows + 2 * rejoined
+            times["all_gather"] += embedded and flows
+            times["reduce_scatter"] += passes.rows + passes.back_entries
+            times["all_reduce"] += embedded
+        else:
+            times["all_gather"] += last and passes.flows
+            times["all_reduce"] += embedded + passes.rows + passes.back_entries
     return unit, {name: n * workload.accumulation for name, n in times.items() if n}
 
 
-def _any_trained_before(model: nn.Module, layers: Sequence[DividedLayer]) -> bool:
-    inside = {id(p) for layer in layers for p in layer.module.parameters()}
-    embedding = causal_of(model).get_input_embeddings()
-    return any(p.requires_grad for p in embedding.parameters() if id(p) not in inside)
+def _parameters(model: nn.Module, division: Division, stage: HeldLayers) -> Iterator[nn.Parameter]:
+    """Of some layers, of the embedding if they are the first, of what follows if the last."""
+    for layer in division.layers[stage.first : stage.end]:
+        yield from layer.module.parameters()
+    embedding = list(causal_of(model).get_input_embeddings().parameters())
+    if stage.first == 0:
+        yield from embedding
+    if stage.end == len(division.layers):
+        head = causal_of(model).get_output_embeddings().parameters()
+        others = {id(p) for p in embedding} - {id(p) for p in head}
+        others |= {id(p) for layer in division.layers for p in layer.module.parameters()}
+        yield from (p for p in model.parameters() if id(p) not in others)

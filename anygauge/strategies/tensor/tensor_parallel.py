@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from anygauge.interface import Workload
 from anygauge.strategies.context.context_parallel import attend_in_parts
@@ -34,6 +35,7 @@ from anygauge.strategies.shared.exchanges import (
     CountedGroup,
     Group,
     gathered,
+    group_along,
     over_ranks,
     own,
     rank_in,
@@ -66,8 +68,7 @@ class TensorParts(GroupLayout):
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        super().__init__(group, device)
-        self._inner = inner
+        super().__init__(group, device, inner)
         self._cuts = cuts
         self._cut = [id(parameter) in cuts for parameter in trained]
 
@@ -107,20 +108,28 @@ class TensorParts(GroupLayout):
 
 
 @dataclass(frozen=True, slots=True)
-class TensorParallel:
-    """A model of which this rank computes a part.
+class DividedModel:
+    """A model of which this rank computes a part: of layers, of sequences, or all of it.
 
     Attributes:
-        group: the ranks that together compute all of it.
+        division: None where layers are whole.
+        group: the ranks that have the logits of a sequence together; None: each has all.
     """
 
-    division: Division
+    division: Division | None
     options: Degrees
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     device: torch.device
 
-    def layout(self, inner: TensorLayout, model: nn.Module) -> TensorParts:
+    @property
+    def cuts(self) -> Mapping[str, Cut]:
+        """See `Division.cuts`."""
+        return {} if self.division is None else self.division.cuts
+
+    def layout(self, inner: TensorLayout, model: nn.Module) -> TensorLayout:
         """Of the whole model's tensors, where `inner` is that of the parts."""
+        if self.division is None or self.group is None:
+            return inner
         at = dict(model.named_parameters())
         cuts = {id(at[name]): cut for name, cut in self.division.cuts.items()}
         trained = [parameter for _, parameter in trained_parameters(model)]
@@ -128,18 +137,36 @@ class TensorParallel:
 
     def sums(self, model: nn.Module) -> list[tuple[list[int], dist.ProcessGroup]]:
         """Places of trained parameters of whose gradients each rank has a part of the sum."""
-        names = [name for name, _ in trained_parameters(model)]
+        if self.division is None or self.group is None:
+            return []
+        trained = trained_parameters(model)
+        names = [name for name, _ in trained]
         partial = partial_gradients(model, self.division, self.options, names)
-        return [([at for at, is_part in enumerate(partial) if is_part], self.group)]
+        here = [not parameter.is_meta for _, parameter in trained]  # other stages' are not
+        places = [at for at, is_part in enumerate(partial) if is_part and here[at]]
+        return [(places, self.group)]
+
+    def whole_logits(self, logits: Tensor) -> Tensor:
+        """Logits of this rank's positions -> those of all, (B, T, V)."""
+        return logits if self.group is None else gathered(logits, self.group, 1)
 
 
-def divide_layers(
-    model: nn.Module, options: Degrees, group: dist.ProcessGroup, device: torch.device
-) -> TensorParallel:
-    """Give this rank its part of every layer of an adapted model, which may be on meta."""
-    division = divide(model, options.tp, rank_in(group))
-    connect(model, division, options, group)
-    return TensorParallel(division, options, group, device)
+def divide_model(
+    model: nn.Module, options: Degrees, mesh: DeviceMesh | None, device: torch.device
+) -> DividedModel:
+    """Give this rank its part of every layer or sequence, where the degrees ask for it.
+
+    Args:
+        model: adapted; may be on meta.
+        mesh: None where there are no degrees.
+    """
+    division = None
+    if (group := group_along(mesh, "tensor")) is not None:
+        division = divide(model, options.tp, rank_in(group))
+        connect(model, division, options, group)
+    elif (group := group_along(mesh, "context")) is not None:
+        attend_in_parts(model, group, options.cp_method)
+    return DividedModel(division, options, group, device)
 
 
 def connect(model: nn.Module, division: Division, options: Degrees, group: Group) -> None:

@@ -28,7 +28,6 @@ from anygauge.strategies.zero.spec import ZeroOptions, check_stage_types
 
 DEFAULT_LIVE = 1_000_000_000
 PREFETCH = 500_000_000
-DEFAULT_PREFETCH = 50_000_000
 DEFAULT_BUCKET = 500_000_000
 PERSISTENCE = 100_000
 """DeepSpeed's default of ``stage3_param_persistence_threshold``: numbers of what stays whole."""

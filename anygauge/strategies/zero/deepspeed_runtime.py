@@ -288,26 +288,6 @@ def synchronise_before_release(
     return _replaced(partition_parameters, "free_param", synchronised)
 
 
-def keep_recomputed_until_backward(model: Any) -> contextlib.AbstractContextManager[None]:
-    """Have ZeRO-3 keep what a layer's recomputation gathers through that layer's backward.
-
-    Since 0.19.6, DeepSpeed frees these weights with the module whose backward began a non-reentrant
-    recomputation, and the rest of the layer gathers its own a third time. So they are given to the
-    layer.
-    """
-    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
-
-    give = getattr(coordinator, "update_recompute_parameters", None)
-    if give is None:
-        return contextlib.nullcontext()
-    layer_of = {module: layer for layer in decoder_layers(model) for module in layer.modules()}
-
-    def give_to_layer(module: nn.Module, parameter: nn.Parameter) -> None:
-        give(layer_of.get(module, module), parameter)
-
-    return _replaced(coordinator, "update_recompute_parameters", give_to_layer)
-
-
 def leave_as_a_step_does(model: nn.Module) -> None:
     """After an evaluation, gather and free weights so that the next step finds what any step does.
 

@@ -64,7 +64,6 @@ from anygauge.strategies.zero.deepspeed_runtime import (
     gathered_by_peft,
     gradients_finite,
     import_deepspeed,
-    keep_recomputed_until_backward,
     leave_as_a_step_does,
     one_partition_group,
     refuse_unserved_type,
@@ -110,11 +109,9 @@ class ZeroEngine:
         )
         self._finite = True
         self._undo = contextlib.ExitStack()
-        if stage == 3:
-            self._undo.enter_context(keep_recomputed_until_backward(self.model))
-            if context.workload.backend.graph.sync_on_release:
-                wait = context.workload.backend.placement.synchronize
-                self._undo.enter_context(synchronise_before_release(wait))
+        if stage == 3 and context.workload.backend.graph.sync_on_release:
+            wait = context.workload.backend.placement.synchronize
+            self._undo.enter_context(synchronise_before_release(wait))
 
     def run_step(
         self, batches: Sequence[DeviceBatch], loss_function: LossFunction, normalizer: int
