@@ -56,7 +56,7 @@ from anygauge.registry import Registry
 from anygauge.strategies.shared.activations import offload_activations
 from anygauge.strategies.shared.common import torch_dtype, trained_parameters
 from anygauge.training.checkpoints.files import Checkpoint, ResumedFactory
-from anygauge.training.checkpoints.identity import identity_of, settings_of, usual_settings
+from anygauge.training.checkpoints.identity import identity_of, settings_of
 from anygauge.training.checkpoints.manager import (
     CheckpointManager,
     StopRequest,
@@ -210,7 +210,7 @@ def prepare_run(
     start = resumed.checkpoint
     identity = identity_of(run, factory.config.to_dict(), batches.fingerprint())
     settings = settings_of(run)
-    changes = check_resumed(resumed, identity, settings, usual_settings(run), batches.steps)
+    changes = check_resumed(resumed, identity, settings, batches.steps)
     if start is not None:
         batches.resume(start.record["data"])
         rank.log(f"resumed: {start.folder} ({start.step} steps done)")

@@ -9,7 +9,7 @@ import re
 import shutil
 import textwrap
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -53,6 +53,15 @@ def hanging(text: str, width: int) -> str:
 def fitted(text: str, stream: IO[str]) -> str:
     """A text for a stream: wrapped where that is a terminal, whole lines for all others."""
     return hanging(text, shutil.get_terminal_size().columns) if stream.isatty() else text
+
+
+def flattened(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """(Dotted path, value) of all that is no mapping."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flattened(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
 
 
 def listed(names: Iterable[str]) -> str:

@@ -1,21 +1,24 @@
-"""Two parts of a run, sent to one tracker as a rank sends them; then what it did to the process.
+"""Two parts of a run, sent to trackers as a rank sends them; then what they did to the process.
 
-For a process of its own, since services keep state in theirs: NAME FOLDER OPTIONS.
+For a process of its own, since services keep state in theirs: FOLDER and their options.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import sys
+import traceback
 from pathlib import Path
+from typing import Any
 
 from anygauge.config.schema import RunFile
 from anygauge.registry import Registry
 from anygauge.training.trackers.group import open_trackers
 
 
-def main(name: str, folder: Path, options: str) -> None:
+def main(folder: Path, options: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
     from accelerate.state import PartialState
@@ -25,9 +28,7 @@ def main(name: str, folder: Path, options: str) -> None:
 
     torch.cuda.set_device = refuse  # type: ignore[assignment]
     file = {"name": "tiny", "model": {"name": "m"}, "data": {"train": {"path": "rows.jsonl"}}}
-    run = RunFile.model_validate(
-        {**file, "trackers": [name], "tracker_options": {name: json.loads(options)}}
-    )
+    run = RunFile.model_validate({**file, "trackers": list(options), "tracker_options": options})
     said: list[str] = []
     for resumed, steps in ((None, (1, 2)), (1, (2, 3))):
         trackers = open_trackers(
@@ -37,10 +38,14 @@ def main(name: str, folder: Path, options: str) -> None:
             losses = {"train/loss": step + 10.0 * (resumed or 0), "train/grad_norm": math.inf}
             trackers.log(step, losses)
         trackers.close("finished" if resumed else "stopped", {"final_loss": 1.5})
-    assert said == []
+    assert said == [], said
     assert PartialState._shared_state == {} and not dist.is_initialized()
     assert not torch.cuda.is_initialized()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
+    try:
+        main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # a service that is open might hold up an ordinary end

@@ -102,7 +102,10 @@ def write_checkpoint(
         text = json.dumps(finite({"format": FORMAT, **record}), indent=2, allow_nan=False)
         (temporary / RECORD).write_text(text + "\n")
         size = _seal(temporary)
-        _put_in_place(temporary, folder)
+        # A run trains a step again only where its checkpoint is not sound.
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+        flush(folder.parent)
     except (OSError, SafetensorError) as error:
         raise AnygaugeError(
             f"the checkpoint {folder} cannot be written: {error}; free space, or give another "
@@ -111,22 +114,6 @@ def write_checkpoint(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return size
-
-
-def _put_in_place(temporary: Path, folder: Path) -> None:
-    """Rename a written checkpoint; an earlier one of the same name is removed only after that."""
-    replaced = folder.with_name(f".{folder.name}.old")
-    if folder.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        folder.rename(replaced)
-    try:
-        temporary.rename(folder)
-    except BaseException:
-        if replaced.exists():
-            replaced.rename(folder)
-        raise
-    flush(folder.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 class Checkpoint:

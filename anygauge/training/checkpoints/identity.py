@@ -19,7 +19,7 @@ from anygauge.interface import AnygaugeError, RunFileError
 from anygauge.models.quantisation import quantisation
 from anygauge.training.checkpoints.sound import read_json
 from anygauge.util.schema import Count, Text
-from anygauge.util.text import short
+from anygauge.util.text import flattened, short
 
 REPORT = "report.json"
 _RESULTS = ("adapter", "model")
@@ -71,37 +71,7 @@ def identity_of_file(run: RunFile) -> dict[str, Any]:
 
 def settings_of(run: RunFile) -> dict[str, Any]:
     """The fields that decide a result or how it is reached, by dotted path."""
-    found: dict[str, Any] = {}
-
-    def collect(value: Any, path: str) -> None:
-        if isinstance(value, dict):
-            for name, below in value.items():
-                collect(below, f"{path}.{name}")
-        else:
-            found[path] = value
-
-    values = run.model_dump(mode="json")
-    for name in _MAY_CHANGE:
-        collect(values[name], name)
-    return found
-
-
-def usual_settings(run: RunFile) -> dict[str, Any]:
-    """The defaults of the same fields, where they have one."""
-    found: dict[str, Any] = {}
-
-    def collect(section: BaseModel, path: str) -> None:
-        for name, field in type(section).model_fields.items():
-            value = getattr(section, name)
-            if isinstance(value, BaseModel):
-                collect(value, f"{path}.{name}")
-            elif not field.is_required():
-                found[f"{path}.{name}"] = field.get_default(call_default_factory=True)
-
-    for name in _MAY_CHANGE:
-        if isinstance(section := getattr(run, name), BaseModel):
-            collect(section, name)
-    return found
+    return dict(flattened(run.model_dump(mode="json", include=set(_MAY_CHANGE))))
 
 
 def check_same_run(folder: Path, kept: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
@@ -127,24 +97,19 @@ def check_same_run(folder: Path, kept: Mapping[str, Any], identity: Mapping[str,
         )
 
 
-def changed_settings(
-    kept: Mapping[str, Any], settings: Mapping[str, Any], usual: Mapping[str, Any]
-) -> list[str]:
+def changed_settings(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
     """Fields that may change when a run is resumed, and did: ``field: before -> now``.
 
+    Options of a strategy that the other does not have are left out.
+
     Args:
-        kept: of the run before; a field that its strategy lacks had its default.
+        kept: of the run before.
         settings: of this run; see `settings_of`.
-        usual: see `usual_settings`.
     """
-    new = {name: usual[name] for name in settings if name in usual}
-    kept = {**new, **kept}
-    # Options of another strategy are not fields of this one.
-    gone = {name for name in kept.keys() - settings.keys() if name.startswith("strategy.")}
-    names = sorted({*kept, *settings} - gone)
+    alone = {n for n in kept.keys() ^ settings.keys() if n.startswith("strategy.")}
     return [
         f"{name}: {short(str(kept.get(name)))} -> {short(str(settings.get(name)))}"
-        for name in names
+        for name in sorted((kept.keys() | settings.keys()) - alone)
         if kept.get(name) != settings.get(name)
     ]
 

@@ -33,13 +33,10 @@ from anygauge.training.checkpoints.sound import (
     FOLDER,
     checkpoints_in,
     complaint_about,
-    hidden_in,
     read_record,
     refusal_of,
-    set_aside,
-    shown,
-    step_of,
 )
+from anygauge.util.files import part_of
 from anygauge.util.text import describe, finite
 
 NEVER, AUTO = "never", "auto"
@@ -85,16 +82,15 @@ class CheckpointManager:
 
     def scan(self) -> None:
         """List the checkpoints that an earlier part of this run left in its folder, and tidy up
-        after kills. Every rank calls it, once all have read the checkpoint that they resume from.
+        after kills. Every rank calls it.
         """
-        gather = self.backend.collectives.gather_objects
-        gather(None)  # a rank may still read a checkpoint by its hidden name, which `tidy` changes
         found: list[list[Any]] = []
         if self.rank == 0:
             tidy(self.run_directory)
             found = losses_in(self.run_directory)
         # Whether a loss is among the best decides whether all ranks write, so they must agree.
-        self.losses.update({step: loss for step, loss in gather(found)[0]})
+        everyone = self.backend.collectives.gather_objects(found)
+        self.losses.update({step: loss for step, loss in everyone[0]})
 
     def overdue(self) -> bool:
         """Whether it is time for one, by the clock of rank 0; the ranks must agree on it."""
@@ -189,10 +185,9 @@ class CheckpointManager:
             if self.rank == 0:
                 # Hidden first: half a folder must never look like a checkpoint.
                 folder = checkpoint_folder(self.run_directory, step)
-                hidden = folder.with_name(f".{folder.name}.old")
                 if folder.exists():
-                    folder.rename(hidden)
-                shutil.rmtree(hidden, ignore_errors=True)
+                    folder.rename(part_of(folder))
+                shutil.rmtree(part_of(folder), ignore_errors=True)
 
 
 def losses_in(run_directory: Path) -> list[list[Any]]:
@@ -206,15 +201,8 @@ def losses_in(run_directory: Path) -> list[list[Any]]:
 
 
 def tidy(run_directory: Path) -> None:
-    """Clean up after a process that was killed while it replaced or removed a checkpoint.
-
-    A sound checkpoint that was hidden and not yet replaced gets its name back; everything else
-    that is hidden is removed. Only while nobody writes a checkpoint.
-    """
-    for path in set_aside(run_directory):
-        if complaint_about(path) is None:
-            path.rename(shown(path))
-    for path in hidden_in(run_directory):
+    """Remove what a process left that was killed while it wrote or removed a checkpoint."""
+    for path in (run_directory / FOLDER).glob(".step-*.part"):
         if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)
         else:
@@ -270,8 +258,7 @@ def _search(resume: str, run_directory: Path) -> list[Any]:
         return [resume if refusal is None else None, [], refusal, None]
     done = finished_run(run_directory)
     report = None if done is None else dict(done.report)
-    found = [*checkpoints_in(run_directory), *set_aside(run_directory)]
-    for folder in sorted(found, key=lambda path: step_of(shown(path)) or 0, reverse=True):
+    for folder in checkpoints_in(run_directory):
         complaint = complaint_about(folder)
         if complaint is None:
             return [str(folder), skipped, None, report]
@@ -283,14 +270,13 @@ def check_resumed(
     resumed: Resumed,
     identity: Mapping[str, Any],
     settings: Mapping[str, Any],
-    usual: Mapping[str, Any],
     steps: int,
 ) -> list[str]:
     """Check that what was found belongs to this run; returns which settings have changed since.
 
     Args:
         identity: see `identity_of`.
-        settings, usual: see `settings_of` and `usual_settings`.
+        settings: see `settings_of`.
         steps: of the whole run, now.
 
     Raises:
@@ -306,7 +292,7 @@ def check_resumed(
     if start is None:
         return []
     check_same_run(start.folder, start.record["identity"], identity)
-    return changed_settings(start.record["settings"], settings, usual)
+    return changed_settings(start.record["settings"], settings)
 
 
 def import_rank_state(

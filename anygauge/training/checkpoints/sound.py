@@ -31,7 +31,6 @@ RECORD_BYTES = 64 * 2**20
 """More than any record or manifest takes."""
 
 _NAME = re.compile(r"step-([0-9]{1,18})")
-_HIDDEN = re.compile(r"\.step-[0-9]{1,18}\.(part|old)")
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError)
 
 RecordT = TypeVar("RecordT", bound=BaseModel)
@@ -51,29 +50,6 @@ def checkpoints_in(run_directory: Path) -> list[Path]:
         if path.is_dir() and (step := step_of(path)) is not None
     ]
     return [path for _, path in sorted(found, reverse=True)]
-
-
-def set_aside(run_directory: Path) -> list[Path]:
-    """Checkpoints that a killed process had hidden to replace them, the only ones of their step."""
-    return [
-        path
-        for path in hidden_in(run_directory)
-        if path.suffix == ".old"
-        and path.is_dir()
-        and not path.is_symlink()
-        and not shown(path).exists()
-    ]
-
-
-def shown(path: Path) -> Path:
-    """The usual name of a hidden checkpoint."""
-    return path.with_name(path.name.removeprefix(".").removesuffix(".old"))
-
-
-def hidden_in(run_directory: Path) -> list[Path]:
-    """Everything that a killed process leaves behind when it writes or removes checkpoints."""
-    names = (run_directory / FOLDER).glob(".step-*")
-    return sorted(path for path in names if _HIDDEN.fullmatch(path.name))
 
 
 def complaint_about(folder: Path, *, contents: bool = True) -> str | None:

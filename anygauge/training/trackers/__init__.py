@@ -38,15 +38,16 @@ def anygauge_provide_trackers() -> Iterable[TrackerSpec]:
     """Announce the trackers of this package."""
     wandb = {"options": _options("Wandb"), "unready": wandb_login}
     mlflow = {"options": _options("MLflow"), "unready": mlflow_store}
+    service = {"options": _options("Service")}
     return [
         _tracker("tensorboard", "TensorBoard", "tensorboard"),
         _tracker("jsonl", "JsonLinesFile", options=_options("JsonLines")),
         _tracker("wandb", "WeightsAndBiases", "wandb", **wandb),
         _tracker("mlflow", "MLflow", "mlflow", **mlflow),
-        _tracker("trackio", "Trackio", "trackio", options=_options("Trackio")),
-        _tracker("swanlab", "SwanLab", "swanlab", options=_options("SwanLab")),
-        _tracker("comet_ml", "Comet", "comet_ml", options=_options("Comet")),
-        _tracker("aim", "Aim", "aim", options=_options("Aim")),
-        _tracker("clearml", "ClearML", "clearml", options=_options("ClearML")),
-        _tracker("dvclive", "DVCLive", "dvclive", options=_options("DVCLive")),
+        _tracker("trackio", "Trackio", "trackio", **service),
+        _tracker("swanlab", "SwanLab", "swanlab", **service),
+        _tracker("comet_ml", "Comet", "comet_ml", **service),
+        _tracker("aim", "Aim", "aim", **service),
+        _tracker("clearml", "ClearML", "clearml", **service),
+        _tracker("dvclive", "DVCLive", "dvclive", **service),
     ]

@@ -5,12 +5,13 @@ The thread is why none of them can slow or stop training.
 
 from __future__ import annotations
 
+import functools
 import json
 import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from anygauge.interface import (
 from anygauge.registry import Registry
 from anygauge.registry.specs import load_factory, read_options, refuse_if_missing
 from anygauge.util.hiding import is_secret
-from anygauge.util.text import describe
+from anygauge.util.text import describe, flattened
 
 OPEN_S = 120.0
 """Seconds in which a tracker must open."""
@@ -99,7 +100,7 @@ class _TrackerThread:
     def __init__(
         self, name: str, make: Callable[[], Tracker], trouble: Callable[[str], None]
     ) -> None:
-        self._name = name
+        self._title = f"tracker {name!r}"
         self._make = make
         self._trouble = trouble
         self._waiting: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue()
@@ -111,19 +112,18 @@ class _TrackerThread:
         self._thread.start()
 
     def wait_until_open(self, deadline: float) -> None:
-        if not self._open.wait(max(0.0, deadline - time.monotonic())):
-            self._dropped = True
-            raise AnygaugeError(
-                f"tracker {self._name!r} did not start in time; is its server reachable? Remove "
-                "it from trackers to train without it"
-            )
+        in_time = self._open.wait(max(0.0, deadline - time.monotonic()))
+        if in_time and self._error is None:
+            return
+        self._dropped = True
         if isinstance(self._error, AnygaugeError):
             raise self._error
+        why = "did not start in time; is its server reachable?"
         if self._error is not None:
-            raise AnygaugeError(
-                f"tracker {self._name!r} could not start: {describe(self._error)}. Remove it from "
-                "trackers to train without it"
-            ) from self._error
+            why = f"could not start: {describe(self._error)}."
+        raise AnygaugeError(
+            f"{self._title} {why} Remove it from trackers to train without it"
+        ) from self._error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._dropped:
@@ -141,7 +141,7 @@ class _TrackerThread:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive() and self._open.is_set():
             self._trouble(
-                f"tracker {self._name!r} did not shut down in time; its last records may be missing"
+                f"{self._title} did not shut down in time; its last records may be missing"
             )
 
     def _run(self) -> None:
@@ -152,7 +152,7 @@ class _TrackerThread:
             return
         finally:
             self._open.set()
-        while (item := self._waiting.get()) is not None:
+        for item in iter(self._waiting.get, None):
             if self._dropped:
                 continue
             try:
@@ -162,12 +162,12 @@ class _TrackerThread:
         try:
             tracker.close(*self._end)
         except BaseException as error:
-            self._trouble(f"tracker {self._name!r} could not be closed: {describe(error)}")
+            self._trouble(f"{self._title} could not be closed: {describe(error)}")
 
     def _drop(self, step: int, reason: str) -> None:
         self._dropped = True
         self._trouble(
-            f"tracker {self._name!r} is disabled from step {step} on: {reason}. Training "
+            f"{self._title} is disabled from step {step} on: {reason}. Training "
             "continues; metrics.jsonl has everything"
         )
 
@@ -186,10 +186,9 @@ def open_trackers(
         AnygaugeError: one of them cannot be opened; says why and what to do.
     """
     parameters = flat_parameters(run)
-
-    def maker(name: str) -> Callable[[], Tracker]:
+    makers = {}
+    for name in run.trackers:
         provided = registry.find_tracker(name)
-        factory = load_factory(provided)
         context = TrackerContext(
             run_directory=run_directory,
             run_name=run.name,
@@ -197,10 +196,8 @@ def open_trackers(
             parameters=parameters,
             resumed_from_step=resumed_from_step,
         )
-        return lambda: factory(context)
-
-    names: Sequence[str] = run.trackers
-    return Trackers({name: maker(name) for name in names}, warn)
+        makers[name] = functools.partial(load_factory(provided), context)
+    return Trackers(makers, warn)
 
 
 def check_trackers(registry: Registry, run: RunFile, environ: Mapping[str, str] | None) -> None:
@@ -235,19 +232,8 @@ def flat_parameters(run: RunFile) -> dict[str, str | int | float | bool | None]:
     Left out because others read it: the values of ``environment``, texts whose name says that
     they are a secret, and user and password within an address.
     """
-    found: dict[str, str | int | float | bool | None] = {}
-
-    def add(path: str, value: Any) -> None:
-        if isinstance(value, Mapping):
-            for name, below in value.items():
-                add(f"{path}.{name}" if path else name, below)
-        elif isinstance(value, list):
-            found[path] = json.dumps(value)
-        else:
-            found[path] = value
-
-    add("", _public(run.model_dump(mode="json", exclude={"environment"})))
-    return found
+    values = flattened(_public(run.model_dump(mode="json", exclude={"environment"})))
+    return {path: json.dumps(v) if isinstance(v, list) else v for path, v in values}
 
 
 def _public(value: Any) -> Any:

@@ -1,7 +1,5 @@
 """What the trackers that come with anygauge take from a run file, and what they need before ranks
 start: what one would otherwise ask for on a terminal. No torch.
-
-Options have the names that accelerate's trackers pass on to their libraries.
 """
 
 from __future__ import annotations
@@ -56,67 +54,10 @@ class MLflowOptions(Options):
     name: Text | None = Field(None, description="Left out: the run's name.")
 
 
-class TrackioOptions(Options):
-    """Options of the tracker trackio."""
-
-    project: Text = Field("anygauge", description="Project.")
-    name: Text | None = Field(None, description="Left out: the run's name.")
-    group: Text | None = Field(None, description="Group of runs.")
-    space_id: Text | None = Field(None, description="Space on the hub; left out: this machine.")
-    dataset_id: Text | None = Field(None, description="Data set on the hub that keeps the space's.")
-    private: bool | None = Field(None, description="Whether a new space is private.")
-
-
-class SwanLabOptions(Options):
-    """Options of the tracker swanlab."""
-
-    project: Text = Field("anygauge", description="Project.")
-    workspace: Text | None = Field(None, description="User or organisation.")
-    name: Text | None = Field(None, description="Left out: the run's name.")
-    description: Text | None = Field(None, description="Longer description.")
-    group: Text | None = Field(None, description="Group of runs.")
-    tags: list[str] | None = Field(None, description="Labels.")
-    mode: Literal["online", "local", "offline", "disabled"] | None = Field(
-        None, description="Left out: SWANLAB_MODE, or online."
-    )
-
-
-class CometOptions(Options):
-    """Options of the tracker comet_ml."""
-
-    project_name: Text = Field("anygauge", description="Project.")
-    workspace: Text | None = Field(None, description="Left out: your usual one.")
-    name: Text | None = Field(None, description="Left out: the run's name.")
-    tags: list[str] | None = Field(None, description="Labels.")
-    online: bool | None = Field(
-        None, description="false: kept in the run directory, to send with `comet upload`."
-    )
-
-
-class AimOptions(Options):
-    """Options of the tracker aim."""
-
-    repo: Text | None = Field(
-        None, description="Folder or server; left out: `aim` in the run directory."
-    )
-    experiment: Text = Field("anygauge", description="Experiment.")
-    name: Text | None = Field(None, description="Left out: the run's name.")
-
-
-class ClearMLOptions(Options):
-    """Options of the tracker clearml."""
-
-    project_name: Text | None = Field(None, description="Left out: CLEARML_PROJECT, or anygauge.")
-    task_name: Text | None = Field(None, description="Left out: CLEARML_TASK, or the run's name.")
-    tags: list[str] | None = Field(None, description="Labels.")
-
-
-class DVCLiveOptions(Options):
-    """Options of the tracker dvclive."""
-
-    dir: Text | None = Field(None, description="Left out: `dvclive` in the run directory.")
-    report: Literal["md", "html"] | None = Field(None, description="A report beside the numbers.")
-    save_dvc_exp: bool = Field(False, description="Commit a DVC experiment at the end.")
+class ServiceOptions(Options, extra="allow"):
+    """Options of the other services: what accelerate's tracker of that name takes, such as the
+    arguments of ``trackio.init``, which refuses what it does not know.
+    """
 
 
 def wandb_login(options: WandbOptions, environ: Mapping[str, str]) -> str | None:

@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -83,19 +84,38 @@ class JsonLinesFile:
 
 
 class _Service:
-    """Over one of accelerate's trackers, whose `log` has its arguments in another order."""
+    """Over one of accelerate's trackers, whose `log` has its arguments in another order.
+
+    Attributes:
+        known: what the service calls the run that this one resumes; None for a new one.
+        id_at: where that is for the run that was started; empty where it needs no such name.
+    """
 
     main_process_only = False
+    id_at = ""
     name: str
     start: Callable[[], None]
     finish: Callable[[], None]
     store_init_configuration: Callable[[dict[str, Any]], None]
 
-    def open(self, context: TrackerContext, *args: Any, **kwargs: Any) -> None:
-        """Start accelerate's tracker, made with these arguments."""
+    def __init__(self, context: TrackerContext) -> None:
         self._last = context.resumed_from_step or 0
-        super().__init__(*args, **kwargs)
+        self.context = context
+        self.known = kept_id(context, self.name)
+        given = context.options.model_dump(exclude_none=True)
+        super().__init__(**{**self._arguments(context, given), **given})
         self.start()
+        if self.id_at:
+            keep_id(context, self.name, str(attrgetter(self.id_at)(self)))
+        self._describe(dict(context.parameters))
+
+    def _arguments(self, context: TrackerContext, given: dict[str, Any]) -> dict[str, Any]:
+        """What accelerate's tracker is made with, beside the run file's options: `given`."""
+        return {}
+
+    def _describe(self, parameters: dict[str, Any]) -> None:
+        """Send the run file."""
+        self.store_init_configuration(parameters)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """See `Tracker.log`."""
@@ -106,9 +126,9 @@ class _Service:
         """See `Tracker.close`. Most services have no summaries: its values become metrics."""
         if summary:
             self.log(self._last, {f"summary/{name}": value for name, value in summary.items()})
-        self.end(status)
+        self._end(status)
 
-    def end(self, status: RunStatus) -> None:
+    def _end(self, status: RunStatus) -> None:
         """The last call to the service."""
         self.finish()
 
@@ -116,13 +136,17 @@ class _Service:
 class TensorBoard(_Service, tracking.TensorBoardTracker):
     """Event files under ``<run directory>/tensorboard``: scalars by step, the run file as text."""
 
-    def __init__(self, context: TrackerContext) -> None:
+    def _arguments(self, context: TrackerContext, given: dict[str, Any]) -> dict[str, Any]:
+        """Steps after the checkpoint are trained, and logged, again."""
         resumed = context.resumed_from_step
-        # Steps after the checkpoint are trained, and logged, again.
         purge = None if resumed is None else resumed + 1
-        self.open(context, "tensorboard", context.run_directory, purge_step=purge)
-        if resumed is None:
-            self.log(0, {"parameters": _table(context.parameters)})
+        folder = context.run_directory
+        return {"run_name": "tensorboard", "logging_dir": folder, "purge_step": purge}
+
+    def _describe(self, parameters: dict[str, Any]) -> None:
+        """As a text: accelerate's way makes a second run of them."""
+        if self.context.resumed_from_step is None:
+            self.log(0, {"parameters": _table(parameters)})
 
     def close(self, status: RunStatus, summary: Mapping[str, float]) -> None:
         """See `Tracker.close`."""
@@ -139,35 +163,34 @@ def _table(values: Mapping[str, Any]) -> Any:
 class WeightsAndBiases(_Service, tracking.WandBTracker):
     """One run of Weights & Biases; its files are under ``<run directory>/wandb``."""
 
-    def __init__(self, context: TrackerContext) -> None:
-        refuse(self.name, wandb_login(context.options, os.environ))
+    id_at = "run.id"
+
+    def _arguments(self, context: TrackerContext, given: dict[str, Any]) -> dict[str, Any]:
+        _refuse(self.name, wandb_login(context.options, os.environ))
         import wandb
 
-        options = context.options.model_dump()
-        project = options.pop("project") or os.environ.get("WANDB_PROJECT") or "anygauge"
-        mode = options.pop("mode") or os.environ.get("WANDB_MODE") or "online"
-        known = kept_id(context, self.name)
-        identity = known or secrets.token_hex(4)
-        self.open(
-            context,
-            project,
-            **{**options, "name": options["name"] or context.run_name},
-            mode=mode,
-            id=identity,
+        project = given.pop("project", None) or os.environ.get("WANDB_PROJECT") or "anygauge"
+        mode = given.get("mode") or os.environ.get("WANDB_MODE") or "online"
+        return {
+            "run_name": project,
+            "name": context.run_name,
+            "mode": mode,
+            "id": self.known or secrets.token_hex(4),
             # Offline there is no server to ask; `wandb sync` joins the parts by their id.
-            resume="allow" if known and mode == "online" else None,
-            dir=str(context.run_directory),
-            config=dict(context.parameters),
-            settings=wandb.Settings(
+            "resume": "allow" if self.known and mode == "online" else None,
+            "dir": str(context.run_directory),
+            "config": dict(context.parameters),
+            "settings": wandb.Settings(
                 console="off",
                 silent=True,
                 login_timeout=_PROMPT_S,
                 finish_timeout=_SEND_S,
                 finish_timeout_raises=True,
             ),
-        )
-        keep_id(context, self.name, identity)
-        # A resumed run repeats steps, which wandb's own step counter would refuse.
+        }
+
+    def _describe(self, parameters: dict[str, Any]) -> None:
+        """A resumed run repeats steps, which wandb's own step counter would refuse."""
         self.run.define_metric("step", hidden=True)
         self.run.define_metric("*", step_metric="step")
 
@@ -184,14 +207,13 @@ class WeightsAndBiases(_Service, tracking.WandBTracker):
 class MLflow(_Service, tracking.MLflowTracker):
     """One run of MLflow."""
 
-    def __init__(self, context: TrackerContext) -> None:
-        refuse(self.name, mlflow_store(context.options, os.environ))
-        import mlflow
+    id_at = "active_run.info.run_id"
 
-        options = context.options
-        mlflow.set_tracking_uri(options.tracking_uri or os.environ["MLFLOW_TRACKING_URI"])
-        self._context = context
-        self.open(context)
+    def _arguments(self, context: TrackerContext, given: dict[str, Any]) -> dict[str, Any]:
+        """None: `start` reads the options."""
+        _refuse(self.name, mlflow_store(context.options, os.environ))
+        given.clear()
+        return {}
 
     def start(self) -> None:
         """Resume the run, or make one: without the tags that accelerate's would add, of whoever
@@ -199,23 +221,26 @@ class MLflow(_Service, tracking.MLflowTracker):
         """
         import mlflow
 
-        context, options = self._context, self._context.options
-        known = kept_id(context, self.name)
-        if known is not None:
-            mlflow.start_run(run_id=known)
-            return
+        options = self.context.options
+        mlflow.set_tracking_uri(options.tracking_uri or os.environ["MLFLOW_TRACKING_URI"])
         client = mlflow.MlflowClient()
-        name = options.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "anygauge"
-        found = client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found else client.create_experiment(name)
-        run = client.create_run(experiment, run_name=options.name or context.run_name)
-        keep_id(context, self.name, run.info.run_id)
-        mlflow.start_run(run_id=run.info.run_id)
-        values = {n: str(v)[:_LONGEST_VALUE] for n, v in context.parameters.items()}
-        self.store_init_configuration(values)
+        identity = self.known
+        if identity is None:
+            name = options.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "anygauge"
+            found = client.get_experiment_by_name(name)
+            experiment = found.experiment_id if found else client.create_experiment(name)
+            named = options.name or self.context.run_name
+            identity = client.create_run(experiment, run_name=named).info.run_id
+        self.active_run = mlflow.start_run(run_id=identity)
 
-    def end(self, status: RunStatus) -> None:
-        """End the run with how it ended."""
+    def _describe(self, parameters: dict[str, Any]) -> None:
+        """Once: MLflow refuses another value."""
+        if self.known is None:
+            short = {name: str(value)[:_LONGEST_VALUE] for name, value in parameters.items()}
+            self.store_init_configuration(short)
+
+    def _end(self, status: RunStatus) -> None:
+        """With how the run ended."""
         import mlflow
 
         mlflow.end_run(_MLFLOW_STATUS[status])
@@ -224,92 +249,89 @@ class MLflow(_Service, tracking.MLflowTracker):
 class Trackio(_Service, tracking.TrackioTracker):
     """One run of Trackio, which knows it by its name."""
 
-    def __init__(self, context: TrackerContext) -> None:
-        options = _given(context, name=context.run_name)
-        resume = "never" if context.resumed_from_step is None else "allow"
-        quiet = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
-        self.open(context, options.pop("project"), **options, resume=resume, **quiet)
-        self.store_init_configuration(dict(context.parameters))
+    def _arguments(self, context: TrackerContext, given: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "run_name": given.pop("project", "anygauge"),
+            "name": context.run_name,
+            "resume": "never" if context.resumed_from_step is None else "allow",
+            **_off("embed", "auto_log_cpu", "auto_log_gpu"),
+        }
 
 
 class SwanLab(_Service, tracking.SwanLabTracker):
     """One run of SwanLab; its files are under ``<run directory>/swanlab``."""
 
-    def __init__(self, context: TrackerContext) -> None:
-        options = _given(context, name=context.run_name)
-        identity = kept_id(context, self.name) or secrets.token_hex(11)[:21]
-        folder = str(context.run_directory / "swanlab")
-        project = options.pop("project")
-        self.open(context, project, **options, id=identity, resume="allow", log_dir=folder)
-        keep_id(context, self.name, identity)
-        self.store_init_configuration(dict(context.parameters))
+    id_at = "known"
+
+    def _arguments(self, context: TrackerContext, given: dict[str, Any]) -> dict[str, Any]:
+        self.known = self.known or secrets.token_hex(11)[:21]  # of this length
+        return {
+            "run_name": given.pop("project", "anygauge"),
+            "name": context.run_name,
+            "id": self.known,
+            "resume": "allow",
+            "log_dir": str(context.run_directory / "swanlab"),
+        }
 
 
 class Comet(_Service, tracking.CometMLTracker):
     """One experiment of Comet; offline it is under ``<run directory>/comet``."""
 
-    def __init__(self, context: TrackerContext) -> None:
+    id_at = "writer.id"
+
+    def _arguments(self, context: TrackerContext, given: dict[str, Any]) -> dict[str, Any]:
         from comet_ml import ExperimentConfig
 
-        options = _given(context, name=context.run_name)
-        key = kept_id(context, self.name) or secrets.token_hex(16)
-        config = ExperimentConfig(
-            name=options.pop("name"),
-            tags=options.pop("tags", None),
-            offline_directory=str(context.run_directory / "comet"),
-            # Only what a run sends to all of its trackers.
-            **dict.fromkeys(
-                ("log_code", "log_git_patch", "parse_args", "auto_output_logging"), False
+        return {
+            "run_name": given.pop("project_name", "anygauge"),
+            "experiment_key": self.known or secrets.token_hex(16),
+            "mode": "get_or_create",
+            "experiment_config": ExperimentConfig(
+                name=context.run_name,
+                offline_directory=str(context.run_directory / "comet"),
+                **_off("log_code", "log_git_patch", "parse_args", "auto_output_logging"),
             ),
-        )
-        more = {"experiment_key": key, "mode": "get_or_create", "experiment_config": config}
-        self.open(context, options.pop("project_name"), **options, **more)
-        keep_id(context, self.name, key)
-        self.store_init_configuration(dict(context.parameters))
+        }
 
 
 class Aim(_Service, tracking.AimTracker):
-    """One run of Aim."""
+    """One run of Aim; without an option ``repo`` it is under ``<run directory>/aim``."""
 
-    def __init__(self, context: TrackerContext) -> None:
+    id_at = "writer.hash"
+
+    def _arguments(self, context: TrackerContext, given: dict[str, Any]) -> dict[str, Any]:
         from aim import Repo
 
-        options = _given(context, name=context.run_name)
-        repo = options.pop("repo", None)
-        if repo is None:
-            repo = str(context.run_directory / "aim")
+        repo = given.pop("repo", None) or str(context.run_directory / "aim")
+        if "://" not in repo:
             Repo.from_path(repo, init=True)
-        known = kept_id(context, self.name)
-        quiet = {"system_tracking_interval": None, "capture_terminal_logs": False}
-        self.open(
-            context,
-            options.pop("name"),
-            repo,
-            **options,
-            run_hash=known,
-            force_resume=known is not None,
-            **quiet,
-        )
-        keep_id(context, self.name, self.writer.hash)
-        self.store_init_configuration(dict(context.parameters))
+        return {
+            "run_name": context.run_name,
+            "logging_dir": repo,
+            "experiment": "anygauge",
+            "run_hash": self.known,
+            "force_resume": self.known is not None,
+            "system_tracking_interval": None,
+            **_off("capture_terminal_logs"),
+        }
 
 
 class ClearML(_Service, tracking.ClearMLTracker):
     """One task of ClearML."""
 
-    def __init__(self, context: TrackerContext) -> None:
-        options = _given(
-            context,
-            project_name=os.environ.get("CLEARML_PROJECT", "anygauge"),
-            task_name=os.environ.get("CLEARML_TASK", context.run_name),
-        )
-        known = kept_id(context, self.name)
-        again = {"reuse_last_task_id": False} if known is None else {"continue_last_task": known}
-        watched = ("arg_parser", "frameworks", "streams")
-        quiet = {"auto_resource_monitoring": False, **{f"auto_connect_{n}": False for n in watched}}
-        self.open(context, **options, **again, **quiet)
-        keep_id(context, self.name, self.task.id)
-        self.store_init_configuration(dict(context.parameters))
+    id_at = "task.id"
+
+    def _arguments(self, context: TrackerContext, given: dict[str, Any]) -> dict[str, Any]:
+        again: dict[str, Any] = {"reuse_last_task_id": False}
+        if self.known is not None:
+            again = {"continue_last_task": self.known}
+        return {
+            "project_name": os.environ.get("CLEARML_PROJECT", "anygauge"),
+            "task_name": os.environ.get("CLEARML_TASK", context.run_name),
+            **again,
+            **_off("auto_resource_monitoring"),
+            **_off(*(f"auto_connect_{name}" for name in ("arg_parser", "frameworks", "streams"))),
+        }
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """See `Tracker.log`; ``train_`` and ``eval_`` are what makes series of one diagram."""
@@ -317,22 +339,21 @@ class ClearML(_Service, tracking.ClearMLTracker):
 
 
 class DVCLive(_Service, tracking.DVCLiveTracker):
-    """Files of DVCLive."""
+    """Files of DVCLive, under ``<run directory>/dvclive`` without an option ``dir``."""
 
-    def __init__(self, context: TrackerContext) -> None:
-        options = _given(context, dir=str(context.run_directory / "dvclive"))
+    def _arguments(self, context: TrackerContext, given: dict[str, Any]) -> dict[str, Any]:
+        """Of `dvclive.Live`; nothing is committed unless the run file says so."""
+        folder = given.setdefault("dir", str(context.run_directory / "dvclive"))
         resume = context.resumed_from_step is not None
-        self.open(context, **options, resume=resume, dvcyaml=f"{options['dir']}/dvc.yaml")
-        if not resume:
-            self.store_init_configuration(dict(context.parameters))
+        return {"resume": resume, "dvcyaml": f"{folder}/dvc.yaml", **_off("save_dvc_exp")}
 
 
-def _given(context: TrackerContext, **usual: str) -> dict[str, Any]:
-    """The options that the run file sets, over the usual ones."""
-    return {**usual, **context.options.model_dump(exclude_none=True)}
+def _off(*names: str) -> dict[str, bool]:
+    """What a service would collect by itself, beside what a run sends to all of its trackers."""
+    return dict.fromkeys(names, False)
 
 
-def refuse(name: str, reason: str | None) -> None:
+def _refuse(name: str, reason: str | None) -> None:
     """Raises: NotAvailableError: there is a reason."""
     if reason is not None:
         raise NotAvailableError(f"tracker {name!r}: {reason}")
