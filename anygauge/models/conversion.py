@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -43,7 +43,7 @@ class Conversion:
     """Tensors of the files that become one or more parameters together.
 
     Attributes:
-        converter: transformers' description, which collects tensors and converts them.
+        converter: transformers' description, of which a copy collects tensors and converts them.
         first: the parameter that it knows the result by.
         sources: the tensors of each of its patterns, in order.
     """
@@ -79,23 +79,43 @@ class Conversion:
     def apply(
         self,
         model: nn.Module,
-        read: Callable[[str, tuple[Any, ...]], Tensor],
+        files: WeightFiles,
         chosen: slice = slice(None),
+        *,
+        values: bool = True,
     ) -> dict[str, Tensor]:
         """Parameter name -> its value.
 
         Args:
             model: the skeleton, whose configuration and shapes some operations ask for.
-            read: gives a part of a tensor of the files.
             chosen: of each pattern's sources, or of their rows.
+            values: False: shapes and types alone, on tensors without memory.
+
+        Raises:
+            ModelError: the operations refuse these tensors.
         """
         converter = copy.deepcopy(self.converter)
         some, part = (slice(None), (chosen,)) if self.by_rows else (chosen, ALL)
-        for pattern, names in self.sources.items():
-            for name in names[some]:
-                # Called by the operations one after the other, and not kept by them.
-                converter.add_tensor(self.first, name, pattern, lambda name=name: read(name, part))
-        made = converter.convert(self.first, model=model, config=model.config)
+
+        def read(name: str) -> Tensor:
+            lazy = files.lazily(name)
+            if values:
+                return lazy.read(part)
+            return torch.empty(lazy.shape, dtype=lazy.dtype, device="meta")
+
+        try:
+            for pattern, names in self.sources.items():
+                for name in names[some]:
+                    # Called by the operations one after the other, and not kept by them.
+                    converter.add_tensor(self.first, name, pattern, partial(read, name))
+            made = converter.convert(self.first, model=model, config=model.config)
+        except ModelError:
+            raise
+        except Exception as error:
+            raise ModelError(
+                f"{files.folder}: {self.first} cannot be made from {self} by transformers' "
+                f"conversion: {first_line(error)}. Does config.json belong to these weights?"
+            ) from error
         return {name: v[0] if isinstance(v, list) else v for name, v in made.items()}
 
 
@@ -118,11 +138,6 @@ class Weights:
         self._twins: dict[str, list[str]] = {}
         self._assign(quantizer)
 
-    @property
-    def folder(self) -> Path:
-        """Where the files are."""
-        return self.files.folder
-
     def _assign(self, quantizer: Any) -> None:
         """Give every tensor of the files its place."""
         one_name = {id(t): name for name, t in tensors_of(self._model)}
@@ -130,7 +145,8 @@ class Weights:
         rules = Rules.of(self._model, quantizer)
         pending: dict[str, Conversion] = {}
         strange: list[str] = []
-        for tensor in rules.order(self.files.names()):
+        # In the order in which the conversions expect tensors: numbers by their value.
+        for tensor in sorted(self.files.names(), key=_by_number):
             name, pattern = rules.place(tensor, places)
             if name not in places:
                 strange.append(name)
@@ -140,31 +156,17 @@ class Weights:
                 else:
                     self._plain[places[name]] = tensor
             else:
-                made = pending.setdefault(name, Conversion(rules.converter(pattern), name))
+                made = pending.setdefault(name, Conversion(rules.converters[pattern], name))
                 made.sources.setdefault(pattern, []).append(tensor)
         for conversion in pending.values():
-            for name, value in self._outcome(conversion).items():
+            shapes = conversion.apply(self._model, self.files, values=False)
+            for name, value in shapes.items():
                 if name in places:
                     self._conversions[places[name]] = (conversion, name, tuple(value.shape))
                 else:
                     strange.append(name)
         lacking = [n for n in one_name.values() if n not in self._plain | self._conversions]
         self._refuse(lacking, [n for n in strange if not _known_beside(self._model, n)])
-
-    def _outcome(self, conversion: Conversion) -> dict[str, Tensor]:
-        """What a conversion gives, tried on tensors without memory."""
-        try:
-            return conversion.apply(self._model, self._on_meta)
-        except Exception as error:
-            raise ModelError(
-                f"{self.files.folder}: {conversion.first} cannot be made from {conversion} "
-                f"by transformers' conversion: {first_line(error)}. Does config.json belong to "
-                "these weights?"
-            ) from error
-
-    def _on_meta(self, name: str, part: tuple[Any, ...]) -> Tensor:
-        lazy = self.files.lazily(name)
-        return torch.empty(lazy.shape, dtype=lazy.dtype, device="meta")
 
     def _refuse(self, lacking: Sequence[str], strange: Sequence[str]) -> None:
         if not lacking and not strange:
@@ -256,18 +258,7 @@ class _Converted:
         self._waiting: dict[str, Tensor] = {}
 
     def made(self, chosen: slice) -> dict[str, Tensor]:
-        try:
-            return self.conversion.apply(self._model, self._read, chosen)
-        except ModelError:
-            raise
-        except Exception as error:
-            raise ModelError(
-                f"{self._files.folder}: {self.conversion.first} could not be made from "
-                f"{self.conversion}: {first_line(error)}"
-            ) from error
-
-    def _read(self, name: str, part: tuple[Any, ...]) -> Tensor:
-        return self._files.lazily(name).read(part)
+        return self.conversion.apply(self._model, self._files, chosen)
 
     def one(self, name: str) -> Tensor:
         """One of the results; the others wait for their turn, if there are any."""
@@ -336,10 +327,6 @@ class Rules:
             prefix,
         )
 
-    def order(self, names: Iterable[str]) -> list[str]:
-        """The order in which the conversions expect tensors: numbers by their value."""
-        return sorted(names, key=_by_number)
-
     def place(self, tensor: str, places: Mapping[str, str]) -> tuple[str, str | None]:
         """The name that a tensor has in the model, and the pattern of a conversion it goes into."""
         if not self.renamings and not self.converters:
@@ -358,10 +345,6 @@ class Rules:
         """A checkpoint of the bare model lacks the prefix that the one with a head has."""
         bare = name.removeprefix(f"{self.prefix}.")
         return next((n for n in (name, f"{self.prefix}.{name}", bare) if n in places), name)
-
-    def converter(self, pattern: str) -> Any:
-        """A conversion of its own, for tensors that match the pattern."""
-        return copy.deepcopy(self.converters[pattern])
 
 
 def tensors_of(model: nn.Module, *, every_name: bool = False) -> Iterable[tuple[str, Tensor]]:

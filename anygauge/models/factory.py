@@ -21,8 +21,7 @@ from anygauge.models.adapter import add_adapter, external_parameters, saved_modu
 from anygauge.models.conversion import Value, Weights, in_published_form, stored_buffers
 from anygauge.models.factors import changes_base
 from anygauge.models.files import LazyTensors, WeightFiles, check_shape, not_finite
-from anygauge.models.formats import dequantiser
-from anygauge.models.quantisation import quantisation
+from anygauge.models.quantisation import dequantiser, quantisation
 from anygauge.models.quantised import QuantisedLinear, quantise_layers, quantised_layers
 from anygauge.models.recompute import recompute
 from anygauge.models.routers import add_router_loss
@@ -135,7 +134,7 @@ class CausalModelFactory:
             return
         weights = self.weights()
         for name, value in weights.values(here).items():
-            check_shape(weights.folder, name, value.shape, tuple(here[name].shape))
+            check_shape(weights.files.folder, name, value.shape, tuple(here[name].shape))
             here[name].copy_(value.read((...,)))
 
     def weights(self) -> Weights:
@@ -206,7 +205,7 @@ class CausalModelFactory:
             if self.new_tokens is not None:
                 value = self.new_tokens.enlarged(model, full, value)
             plain = layers[name].plain_shape if name in layers else expected
-            check_shape(weights.folder, full, value.shape, plain)
+            check_shape(weights.files.folder, full, value.shape, plain)
             wanted = (...,) if part is None else part(full, expected)
             read = value.read
             if name in layers:

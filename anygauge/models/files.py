@@ -303,17 +303,14 @@ def is_pickle_refused(error: BaseException) -> bool:
 
     torch's own text must not reach a user: it advises to load the file without the check.
     """
-    return any(isinstance(each, pickle.UnpicklingError) for each in _causes(error))
+    return any(isinstance(each, pickle.UnpicklingError) for each in causes(error))
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    waiting, seen = [error], set[int]()
-    while waiting:
-        each = waiting.pop()
-        if id(each) not in seen:
-            seen.add(id(each))
-            yield each
-            waiting += [one for one in (each.__cause__, each.__context__) if one is not None]
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those below it that it came of."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from anygauge.interface import ModelError
-from anygauge.models.files import SINGLE_FILES, weight_map
+from anygauge.models.files import SINGLE_FILES, causes, weight_map
 from anygauge.util.text import first_line, near_file, size
 
 if TYPE_CHECKING:
@@ -326,7 +326,7 @@ def _download(request: DownloadRequest, revision: str | None, files: list[str]) 
             break
         except Exception as error:
             # The library tries again after some of these errors; which ones depends on its version.
-            broke_off = isinstance(_root(error), HTTPException | ConnectionResetError)
+            broke_off = isinstance([*causes(error)][-1], HTTPException | ConnectionResetError)
             if not broke_off or turn == _TRIES - 1:
                 raise
     if lacks := [file for file in files if not (folder / file).exists()]:
@@ -450,7 +450,7 @@ def _no_answer(
         why = "HF_HUB_OFFLINE is set"
         advice = f"Unset it, or fetch the model while there is a network: {by_hand}"
     else:
-        why = f"{hub} cannot be reached: {first_line(_root(error))}"
+        why = f"{hub} cannot be reached: {first_line([*causes(error)][-1])}"
         advice = (
             "Check the network, its proxy (HTTPS_PROXY) and HF_ENDPOINT; complete files are kept. "
             "For machines without a network, fetch the model on another machine into the same "
@@ -464,10 +464,3 @@ def _no_answer(
 def _text(error: BaseException) -> str:
     """What the hub said; else a line without addresses and numbers of requests."""
     return first_line(getattr(error, "server_message", None) or error)
-
-
-def _root(error: BaseException) -> BaseException:
-    """What the network said, below what libraries made of it."""
-    while (below := error.__cause__ or error.__context__) is not None:
-        error = below
-    return error

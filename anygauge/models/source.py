@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from anygauge.config.schema import ModelSection
-from anygauge.interface import ModelError
+from anygauge.interface import Collectives, ModelError
 from anygauge.kernels.attention import setting
 from anygauge.models.files import check_folder, read_fields
 from anygauge.models.hub import CONFIG, names_hub, needed_copy
@@ -43,6 +43,28 @@ def local_folder(section: ModelSection) -> Path:
     if not names_hub(section.name):
         raise ModelError(f"model.name: no such folder: {folder}")
     return needed_copy("model.name", section.name, section.revision)
+
+
+def check_one_commit(section: ModelSection, collectives: Collectives) -> None:
+    """Refuse machines whose copies of a model of the hub differ; every rank calls it.
+
+    A branch moves on, and a machine that does not reach the hub takes the copy that it has.
+
+    Raises:
+        ModelError: names the commits, and what to do.
+    """
+    if section.name is None:
+        return
+    mine = local_folder(section).name if names_hub(section.name) else ""
+    first: dict[str, int] = {}
+    for rank, commit in enumerate(collectives.gather_objects(mine)):
+        first.setdefault(commit, rank)
+    if len(first) > 1:
+        found = ", ".join(f"{commit or 'a folder'} (rank {rank})" for commit, rank in first.items())
+        raise ModelError(
+            f"model.name: {section.name}: machines have different copies: {found}. Set "
+            "model.revision to one commit, so that each machine fetches that"
+        )
 
 
 def _refuse_run(folder: Path) -> None:

@@ -16,8 +16,8 @@ from anygauge.config.schema import RunFile, resolve_precision
 from anygauge.interface import ModelError, PluginError, ShapePolicy
 from anygauge.models.adaptable_layers import surely_match
 from anygauge.models.files import check_weights, read_header, surely_fit
-from anygauge.models.formats import refuse_format
 from anygauge.models.hub import CONFIG, copy_of, missing_files, names_hub
+from anygauge.models.quantisation import refuse_format
 from anygauge.models.source import check_positions, load_config, local_folder, quiet_libraries
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.models.vocabulary import new_tokens

@@ -50,7 +50,7 @@ from anygauge.models.inputs import PLAIN, answer_from_host, plan_masks
 from anygauge.models.quantisation import in_words, quantisation
 from anygauge.models.quantised import quantised_layers
 from anygauge.models.result_files import ResultFiles
-from anygauge.models.source import check_positions
+from anygauge.models.source import check_one_commit, check_positions
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.registry import Registry
 from anygauge.strategies.shared.activations import offload_activations
@@ -161,6 +161,7 @@ def prepare_run(
     kernels = kernels_of_run(run, backend, registry)
     backend.adapt_models(packing=run.data.isolates)
     tokenizer = load_tokenizer(run.model)
+    check_one_commit(run.model, backend.collectives)
     factory = CausalModelFactory.of(run, torch_dtype(precision.param_dtype))
     check_vocabulary(factory.config, tokenizer)
     if factory.new_tokens is not None:

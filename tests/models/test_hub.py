@@ -172,21 +172,16 @@ def test_folders_are_not_asked_for(tmp_path: Path) -> None:
     assert (one.name, one.tokenizer, one.weights) == (NAME, False, "all")
 
 
-def test_a_branch_is_found_by_its_name_later_and_a_commit_asks_nobody(hub: Hub) -> None:
-    found = want(hub, SMALL, SHARDS)
-    assert copy_of(NAME, None) == copy_of(NAME, "main") == found.folder
+def test_a_branch_is_found_by_its_name_and_fetched_anew_where_it_moved(hub: Hub) -> None:
+    before = want(hub, SMALL, SHARDS)
+    assert copy_of(NAME, None) == copy_of(NAME, "main") == before.folder
     assert copy_of(NAME, "other") is None
     commit = hub.repositories[NAME].commit
     hub.requests.clear()
-    assert want(hub, revision=commit).folder == found.folder
-    assert hub.requests == []
-
-
-def test_a_branch_that_moved_is_fetched_anew(hub: Hub) -> None:
-    before = want(hub, SMALL, SHARDS)
+    assert want(hub, revision=commit).folder == before.folder
+    assert hub.requests == [], "a commit asks nobody"
     moved = {**SMALL, **SHARDS, "model-2.safetensors": b"3" * 200}
     hub.repositories[NAME] = Repository(files=moved, commit="f00d" * 10)
-    hub.requests.clear()
     after = want(hub)
     assert after.folder != before.folder and copy_of(NAME, None) == after.folder
     assert (after.folder / "model-2.safetensors").read_bytes() == b"3" * 200
@@ -293,6 +288,10 @@ def test_names_and_revisions_that_are_not_there(hub: Hub) -> None:
         ),
         ({**SMALL, "adapter_config.json": b"{}"}, r"it is an adapter: give its base in model\.na"),
         ({**SMALL, **SHARDS, "model.safetensors.index.json": b"["}, "is not an index of weights"),
+        (
+            {**SMALL, **SHARDS, "model.safetensors.index.json": BIN_INDEX.encode()},
+            r"names 'pytorch_model-1\.bin', .*, but the repository does not have",
+        ),
     ],
 )
 def test_repositories_that_are_no_model(
@@ -300,13 +299,7 @@ def test_repositories_that_are_no_model(
 ) -> None:
     with pytest.raises(ModelError, match=expected):
         want(hub, files)
-
-
-def test_an_index_that_names_what_the_repository_lacks(hub: Hub) -> None:
-    shards = {k: v for k, v in SHARDS.items() if k != "model-2.safetensors"}
-    with pytest.raises(ModelError, match=r"names 'model-2\.safetensors', but the repository"):
-        want(hub, SMALL, shards)
-    assert "model-1.safetensors" not in hub.files(), "gigabytes for nothing"
+    assert not {"model-1.safetensors", "model-q4.gguf"} & {*hub.files()}, "gigabytes for nothing"
 
 
 def test_a_hub_that_is_not_there_or_switched_off(

@@ -17,10 +17,9 @@ from anygauge.config.sections import QuantiseSection
 from anygauge.interface import AnygaugeError, ModelError, UnsupportedError
 from anygauge.launch.request import read_request
 from anygauge.models.factory import dtype_name
-from anygauge.models.formats import refuse_format
 from anygauge.models.generate import load_for_inference
 from anygauge.models.merge import merge
-from anygauge.models.quantisation import RECORD_FILE
+from anygauge.models.quantisation import RECORD_FILE, refuse_format
 from anygauge.models.quantised import (
     QuantisedLinear,
     keep_scales,

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from anygauge.config.sections import ModelSection
-from anygauge.interface import ModelError
-from anygauge.models.source import check_written, load_config
+from anygauge.interface import Collectives, ModelError
+from anygauge.models import source
+from anygauge.models.source import check_one_commit, check_written, load_config
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}
 
@@ -66,3 +67,24 @@ def test_a_plan_takes_no_sizes_of_another_model(left_out: tuple[str, ...], expec
 def test_sizes_by_another_name_or_in_a_section_are_written(fields: dict[str, Any]) -> None:
     section = made(**fields)
     check_written(section, load_config(section))
+
+
+class OtherMachine(Collectives):
+    """Another rank's machine has this copy."""
+
+    def __init__(self, copy: str) -> None:
+        super().__init__("cpu")
+        self.copy = copy
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value, self.copy]
+
+
+def test_machines_with_different_copies_of_a_model_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    section = ModelSection(name="some/model")
+    monkeypatch.setattr(source, "needed_copy", lambda *_: tmp_path / "snapshots" / "c0ffee")
+    check_one_commit(section, OtherMachine("c0ffee"))
+    with pytest.raises(ModelError, match=r"c0ffee \(rank 0\), dec0de \(rank 1\)\. Set model.revi"):
+        check_one_commit(section, OtherMachine("dec0de"))
