@@ -60,7 +60,7 @@ class StateCase:
 
 
 def of(strategy: str, ranks: int, **more: Any) -> StateCase:
-    options = {name: more.pop(name) for name in more.keys() - KEPT}
+    options = {name: more.pop(name) for name in [*more] if name not in KEPT}
     return StateCase(strategy=strategy, ranks=ranks, options=options, **more)
 
 
