@@ -17,6 +17,8 @@ import torch.distributed as dist
 from anygauge.interface import RunFileError, UnsupportedError
 from anygauge.launch.request import read_request
 from anygauge.registry import Registry
+from anygauge.strategies.ddp.engine import Ddp
+from anygauge.strategies.shared.degrees import Degrees
 from anygauge.strategies.shared.torch_engine import TorchEngine
 from tests.architecture.repository import ROOT
 from tests.docs.pages import blocks
@@ -172,3 +174,13 @@ def test_what_each_rank_keeps_is_in_the_checkpoint_and_resumed_to_the_last_digit
         assert rest.steps(field) == whole.steps(field)[2:]
     assert "left out: what each rank had of its own" in other.out
     assert len(other.steps("loss")) == len(rest.steps("loss"))
+
+
+def test_stages_do_not_pass_by_what_a_derived_strategy_sums() -> None:
+    class Own(Ddp):
+        def gradients(self, *given: Any) -> Any:
+            return super().gradients(*given)
+
+    nothing: Any = None
+    with pytest.raises(UnsupportedError, match=r"strategy\.pp: 2: stages sum gradients .* 'ddp, 2"):
+        Own(Degrees(pp=2)).build(nothing)

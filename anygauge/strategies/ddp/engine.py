@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from anygauge.interface import BuildContext, MemoryEstimate, Workload
+from anygauge.interface import BuildContext, MemoryEstimate, UnsupportedError, Workload
 from anygauge.strategies.context.context_parallel import with_attention
 from anygauge.strategies.pipeline.engine import build_pipeline
 from anygauge.strategies.pipeline.footprint import pipeline_memory
@@ -129,6 +129,12 @@ class Ddp(DividedStrategy):
     def build(self, context: BuildContext) -> TorchEngine:
         """See `Strategy.build`."""
         if self.options.pp > 1:
+            if type(self).gradients is not Ddp.gradients:
+                raise UnsupportedError(
+                    f"strategy.pp: {self.options.pp}: stages sum gradients over ranks themselves, "
+                    f"and not as {self.description!r} does. Set strategy.pp: 1, or use "
+                    "strategy.name: ddp"
+                )
             return build_pipeline(context, self.options)
         options, device = self.options, context.workload.backend.placement.device
         mesh, wrapper = None, None
