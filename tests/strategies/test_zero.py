@@ -290,7 +290,11 @@ def test_precision_is_said_in_deepspeeds_words() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"reduce_bukcet_size": 1}, "reduce_bukcet_size: .*; did you mean 'reduce_bucket_size'"),
+        (
+            {"reduce_bukcet_size": 1},
+            r"bukcet_size: .* mean 'reduce_bucket_size'\? DeepSpeed",
+        ),
+        ({"stage3_max_live_parametres": 1}, "; did you mean 'stage3_max_live_parameters'"),
         ({"reduce_bucket_size": "many"}, r"options\.reduce_bucket_size: .* valid integer"),
     ],
 )

@@ -89,10 +89,10 @@ def check_fields(zero_optimization: Mapping[str, Any]) -> None:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
+        known = [each.alias or name for name, each in DeepSpeedZeroConfig.model_fields.items()]
         raise RunFileError(
             f"strategy.options.{field}: DeepSpeed's zero_optimization refuses it: {first['msg']}"
-            f"{did_you_mean(field, DeepSpeedZeroConfig.model_fields)}. DeepSpeed's configuration "
-            "reference has its fields"
+            f"{did_you_mean(field, known) or '.'} DeepSpeed's reference has its fields"
         ) from error
 
 
