@@ -161,9 +161,9 @@ def test_a_file_that_changes_while_it_is_read(source, tokenizer, monkeypatch):
     module = sys.modules[prepare.__module__]
     write = module.write_table
 
-    def changing(folder, chunks):
+    def changing(*given):
         source([{"text": "a"}, {"text": "b"}, {"text": "c"}])
-        return write(folder, chunks)
+        return write(*given)
 
     monkeypatch.setattr(module, "write_table", changing)
     data = DataSection(train=section, max_length=64, cache="off")
