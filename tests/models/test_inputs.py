@@ -150,6 +150,7 @@ NO_POSITIONS = "takes no position ids, so it cannot count from 0 again at each d
         (sizes(sliding_window=64, max_window_layers=2), "sdpa", "at most 64"),
         (sizes(), "flash_attention_2", "eager or sdpa"),
         (sizes(layer_types=("full_attention", "linear_attention")), "sdpa", "linear_attention"),
+        (sizes(mamba_d_state=16), "sdpa", "layers of kind mamba_d_state"),
         (SimpleNamespace(), "sdpa", "this model has layers with no attention"),
         (config_of("roberta"), "sdpa", rf"data\.packing: .*({OWN_POSITIONS}).*: false"),
         (config_of("bart"), "sdpa", rf"data\.packing: .*{NO_POSITIONS}.*: false"),
