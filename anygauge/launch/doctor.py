@@ -21,6 +21,7 @@ from anygauge.launch.environment import file_text, inspect_node
 from anygauge.launch.foreign import scrub
 from anygauge.launch.round_trip import round_trip
 from anygauge.registry import installed_version
+from anygauge.util.text import first_line
 
 MIB = 2**20
 SHARED_MEMORY = 2**30
@@ -232,7 +233,7 @@ def hub_access(endpoint: str = "https://huggingface.co", timeout_s: float = 10.0
         user = huggingface_hub.get_token()
         huggingface_hub.HfApi(endpoint=endpoint).model_info("gpt2", timeout=timeout_s, token=False)
     except Exception as error:
-        seen = f"{endpoint} gave {type(error).__name__}: {str(error).splitlines()[0]}"
+        seen = f"{endpoint} gave {type(error).__name__}: {first_line(error)}"
         remedy = (
             "check the network and proxies; models in local folders need no hub (HF_HUB_OFFLINE=1)"
         )

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from anygauge.interface import ATTEMPTS, AnygaugeError, Job
+from anygauge.util.text import first_line
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -86,7 +87,7 @@ def agree(
     except RuntimeError as error:
         raise AnygaugeError(
             f"rank 0 did not announce the run within {patience_s:g} s (launch.join_timeout_s): "
-            f"{str(error).splitlines()[0]}"
+            f"{first_line(error)}"
         ) from error
     store.set(mine, answer["id"])
     return answer

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from anygauge.config.schema import AdapterSection
-from anygauge.interface import HOST_DEVICE, ModelError
+from anygauge.interface import HOST_DEVICE, ModelError, UnsupportedError
 from anygauge.models.adaptable_layers import (
     check_saved_modules,
     is_layer,
@@ -33,6 +33,7 @@ from anygauge.models.warm_start import (
     read_tensors,
     refuse_no_adapter,
 )
+from anygauge.util.text import first_line
 
 ADAPTER_NAME = "default"
 
@@ -78,6 +79,13 @@ def add_adapter(
                 trained_rows(model, new_tokens, planned, section.modules_to_save) or None
             )
     adapted = _with_factors(model, config, seed, on_meta, folder)
+    if changes_base(section.init) and (name := _beside_factors(adapted)) is not None:
+        raise UnsupportedError(
+            f"adapter.init: {section.init} takes the factors of linear layers out of the base; to "
+            f"save them beside the base as it was, nothing else may be trained, and {name!r} is. "
+            "Leave out what trains it (dora, modules_to_save, new tokens, an embedding among the "
+            "targets), or set adapter.init: true"
+        )
     built = adapted_layers(adapted)
     if folder is not None:
         check_given(section, config, planned, built, folder)
@@ -92,6 +100,13 @@ def add_adapter(
     if folder is not None:
         fill(adapted, folder, ADAPTER_NAME, values=not on_meta, rescale=rescale)
     return adapted
+
+
+def _beside_factors(adapted: nn.Module) -> str | None:
+    """The first trained parameter that is not a factor of a linear layer."""
+    factors = (f"lora_A.{ADAPTER_NAME}.weight", f"lora_B.{ADAPTER_NAME}.weight")
+    trained = (name for name, p in adapted.named_parameters() if p.requires_grad)
+    return next((name for name in trained if not name.endswith(factors)), None)
 
 
 def lora_config(model: nn.Module, section: AdapterSection, plan: Mapping[str, Factors]) -> Any:
@@ -132,7 +147,7 @@ def _with_factors(
             )
     except (ValueError, TypeError, RuntimeError) as error:
         where = "adapter" if folder is None else f"adapter.start_from: {folder}"
-        raise ModelError(f"{where}: peft refused it: {str(error).splitlines()[0]}") from error
+        raise ModelError(f"{where}: peft refused it: {first_line(error)}") from error
     return adapted
 
 
@@ -241,7 +256,7 @@ def load_adapter(model: nn.Module, folder: Path) -> Any:
             )
     except Exception as error:
         raise ModelError(
-            f"the adapter in {folder} does not fit this model: {str(error).splitlines()[0]}"
+            f"the adapter in {folder} does not fit this model: {first_line(error)}"
         ) from error
     read_tensors(folder / WEIGHTS_FILE)
     return adapted

@@ -28,6 +28,7 @@ from anygauge.models.routers import add_router_loss
 from anygauge.models.source import load_config, local_folder
 from anygauge.models.tokenizer import load_tokenizer
 from anygauge.models.vocabulary import NewTokens, new_tokens, row_layers
+from anygauge.util.text import first_line
 
 NO_KERNELS = ModelKernels()
 
@@ -121,7 +122,7 @@ class CausalModelFactory:
         except Exception as error:
             raise ModelError(
                 f"model: {type(self.config).__name__} with attention {self._attention!r} cannot "
-                f"be built: {str(error).splitlines()[0]}"
+                f"be built: {first_line(error)}"
             ) from error
         model.tie_weights()
         model.config.use_cache = False

@@ -20,6 +20,7 @@ from anygauge.models.result_files import GENERATION_CONFIG, fields_in
 from anygauge.models.source import load_config, local_folder
 from anygauge.models.vocabulary import fit_adapter
 from anygauge.models.warm_start import refuse_no_adapter
+from anygauge.util.text import first_line
 
 
 def load_for_inference(
@@ -72,7 +73,7 @@ def load_for_inference(
         if is_pickle_refused(error):
             raise ModelError(f"{section.name!r}: its file of weights {NOT_PLAIN}") from None
         raise ModelError(
-            f"no model could be loaded from {section.name!r}: {str(error).splitlines()[0]}"
+            f"no model could be loaded from {section.name!r}: {first_line(error)}"
         ) from error
     if quantised is not None:
         keep_scales(model)

@@ -17,6 +17,7 @@ from anygauge.config.sections import QuantiseSection
 from anygauge.interface import ModelError, UnsupportedError
 from anygauge.models.files import read_fields
 from anygauge.util.files import write_text
+from anygauge.util.text import first_line
 
 RECORD_FILE = "quantised_base.json"
 """In an adapter's folder: how the base was quantised that it was trained on."""
@@ -56,7 +57,7 @@ def read_record(adapter: Path | None) -> tuple[QuantiseSection, str] | None:
         return QuantiseSection(**fields), dtype
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(
-            f"{path} does not say how the base was quantised ({str(error).splitlines()[0]}); "
+            f"{path} does not say how the base was quantised ({first_line(error)}); "
             "restore it from the run's adapter folder"
         ) from None
 

@@ -11,6 +11,7 @@ from anygauge.interface import ModelError
 from anygauge.models.files import check_folder, read_fields
 from anygauge.models.hub import names_hub, needed_copy
 from anygauge.models.source import local_folder
+from anygauge.util.text import first_line
 
 
 def load_tokenizer(section: ModelSection) -> Any:
@@ -42,7 +43,7 @@ def load_tokenizer(section: ModelSection) -> Any:
     except Exception as error:
         raise ModelError(
             f"model.tokenizer: no tokenizer could be loaded from {origin!r}: "
-            f"{str(error).splitlines()[0]}. Give a folder with tokenizer files, a tokenizer.json, "
+            f"{first_line(error)}. Give a folder with tokenizer files, a tokenizer.json, "
             "or a hub name"
         ) from error
     if tokenizer.eos_token_id is None:

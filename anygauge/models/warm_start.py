@@ -13,6 +13,7 @@ from anygauge.interface import HOST_DEVICE, ModelError, UnsupportedError
 from anygauge.models.factors import SCALE_FIELDS, Factors, scale_factors, with_plain_scale
 from anygauge.models.files import check_folder, not_finite, read_fields, read_header
 from anygauge.models.vocabulary import NewTokens, listed_rows, trained_rows
+from anygauge.util.text import first_line
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -90,7 +91,7 @@ def read_config(folder: Path, *, dropout: float) -> tuple[Any, bool]:
         # Whoever has changed the configuration since means what it says.
         return (trained, True) if changed and config == plain else (config, False)
     except (TypeError, ValueError, AttributeError) as error:
-        raise ModelError(f"{path}: peft refused it: {str(error).splitlines()[0]}") from error
+        raise ModelError(f"{path}: peft refused it: {first_line(error)}") from error
 
 
 def _trained_as(weights: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from anygauge.util.errors import AnygaugeError
 from anygauge.util.exchange import derived_key
+from anygauge.util.text import first_line
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -83,7 +84,7 @@ def reach(host: str, port: int, timeout: datetime.timedelta) -> dist.Store:
     try:
         return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
     except RuntimeError as error:  # all of torch's own are
-        raise AnygaugeError(f"{nothing}: {str(error).splitlines()[0]}") from error
+        raise AnygaugeError(f"{nothing}: {first_line(error)}") from error
 
 
 def open_store(

@@ -13,6 +13,7 @@ import torch
 
 from anygauge.cli import run as command
 from anygauge.config.schema import AdapterSection
+from anygauge.interface import UnsupportedError
 from anygauge.models.export import save_adapter
 from anygauge.models.factory import dtype_name
 from anygauge.models.files import WeightFiles
@@ -140,6 +141,18 @@ def test_plain_peft_loads_it_and_it_merges(
     names, before = (WeightFiles(each).names() for each in (output, folder))
     assert (names == before) == (name not in UNTIED | APART) and names >= before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "merged"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"dora": True}, {"modules_to_save": ["lm_head"]}, {"targets": ["q_proj", "embed_tokens"]}],
+)
+def test_factors_out_of_the_base_are_refused_beside_what_could_not_be_saved(
+    fields: dict[str, Any], base: Callable[[str], Path]
+) -> None:
+    made = model_factory(base("llama"), AdapterSection(r=4, init="olora", **fields))
+    with pytest.raises(UnsupportedError, match=r"^adapter\.init: olora takes .* Leave out what"):
+        made.adapt(made.skeleton())
 
 
 @pytest.mark.parametrize("name", ["groups", "dora on everything", "tied embeddings", "conv1d"])

@@ -41,6 +41,7 @@ from anygauge.strategies.shared.shards import Sharded, fill, sharded_later
 from anygauge.strategies.shared.torch_engine import TorchEngine
 from anygauge.strategies.tensor.footprint import tensor_memory
 from anygauge.strategies.tensor.tensor_parallel import DividedStrategy, divide_model
+from anygauge.util.text import first_line
 
 _IGNORES = "ignored_params" in inspect.signature(fully_shard).parameters
 """Whether FSDP2 can leave parameters to others: since torch 2.7."""
@@ -123,7 +124,7 @@ def check_average(group: dist.ProcessGroup, device: torch.device) -> None:
         dist.all_reduce(value, op=dist.ReduceOp.AVG, group=group)
         said = f"gives {float(value)} as the mean of 0 to {ranks - 1}"
     except (RuntimeError, ValueError) as error:
-        said = f"says: {str(error).splitlines()[0]}"
+        said = f"says: {first_line(error)}"
     if float(value) != (ranks - 1) / 2 or said.startswith("says"):
         raise UnsupportedError(
             "strategy.name: fsdp: torch before 2.8 averages gradients, and this device's "

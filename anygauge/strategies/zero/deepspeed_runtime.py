@@ -25,7 +25,7 @@ from anygauge.interface import (
 )
 from anygauge.strategies.shared.materialise import decoder_layers
 from anygauge.strategies.zero.deepspeed_versions import ENGINE, is_at_least
-from anygauge.util.text import did_you_mean
+from anygauge.util.text import did_you_mean, first_line
 
 WAITS_FOR_EACH_SINCE = (0, 19, 8)
 """First version here whose gathering of several weights waits for each of them (#8539)."""
@@ -127,7 +127,7 @@ def folder_on_disk(path: str, needed: int) -> TemporaryDirectory[str]:
         folder.cleanup()
         raise NotAvailableError(
             f"strategy.nvme: DeepSpeed's operator async_io cannot be built: "
-            f"{str(error).splitlines()[0]}. It needs libaio-dev (Debian, Ubuntu) or libaio-devel "
+            f"{first_line(error)}. It needs libaio-dev (Debian, Ubuntu) or libaio-devel "
             "(Fedora), ninja and a C++ compiler, or an image that has it (`anygauge image`). Leave "
             "strategy.nvme out to keep the optimizer in the host's memory"
         ) from error
