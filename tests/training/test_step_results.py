@@ -24,6 +24,7 @@ from anygauge.training.step_results import (
     StepResult,
     check_finite,
 )
+from anygauge.util.events import EventWriter
 from anygauge_cpu.placement import CpuPlacement
 from tests.helpers.runs import Run, run_file, trained_here
 from tests.helpers.tokenizer import FIXTURES
@@ -175,7 +176,18 @@ def test_no_rank_waits_for_others_where_the_network_failed_it_alone(
     assert loop.checkpoints.save_before_error.called is loop.pending.read.called is saved
 
 
-def test_a_step_without_loss_tokens_changes_nothing_and_counts(tmp_path: Path) -> None:
+def test_the_first_loss_is_that_of_the_first_step_that_has_one() -> None:
+    history = History()
+    for index, loss in enumerate((None, 2.0, 1.0)):
+        history.add(index, loss=loss, tokens=3, seconds=1.0, timed=False)
+    assert (history.first_loss, history.last_loss) == (2.0, 1.0)
+
+
+def test_a_step_without_loss_tokens_changes_nothing_and_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(EventWriter, "message", lambda _, text, *level: said.append(text))
     rows = tmp_path / "rows.jsonl"
     lines = [json.dumps({"prompt": "a", "completion": each}) for each in ("b c", "")]
     rows.write_text("".join(f"{line}\n" * 4 for line in lines))
@@ -186,6 +198,10 @@ def test_a_step_without_loss_tokens_changes_nothing_and_counts(tmp_path: Path) -
     assert [record["num_loss_tokens"] > 0 for record in steps] == [True, False] * 2 + [True]
     assert ["loss" in record for record in steps] == [True, False] * 2 + [True]
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5]
+    assert [text.partition(":")[0] for text in said if "anything to learn" in text] == [
+        "step 2",
+        "step 4",
+    ]
     for folder in sorted((whole.folder / "checkpoints").iterdir())[:2]:
         resume = {"resume": str(folder)}
         rest = run(tmp_path, f"rest-{folder.name}", **fields, checkpoint=resume)
