@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from anygauge.interface import ATTEMPTS, RunFileError
-from anygauge.training.checkpoints.identity import check_length, finished_run
+from anygauge.training.checkpoints.identity import changed_settings, check_length, finished_run
 from tests.helpers.runs import Run, hashes, run_file, train
 
 SINGLE: dict[str, Any] = {"strategy": {"name": "single"}}
@@ -118,3 +118,9 @@ def test_a_run_is_extended_from_its_end_alone(tmp_path: Path) -> None:
         check_length(found, 8, None)
     with pytest.raises(RunFileError, match=r"cannot be made shorter"):
         check_length(found, 2, 4)
+
+
+def test_what_changed_since_is_named_but_for_options_of_the_other_strategy() -> None:
+    kept = {"strategy.name": "ddp", "strategy.tp": 2, "train.steps": 4, "precision": "auto"}
+    now = {"strategy.name": "zero", "strategy.stage": 3, "train.steps": 6, "precision": "auto"}
+    assert changed_settings(kept, now) == ["strategy.name: ddp -> zero", "train.steps: 4 -> 6"]
