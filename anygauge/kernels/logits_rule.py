@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from anygauge.interface import FULL, Level, Support
 from anygauge.kernels.loss import LossKernel, base_of, replace_forward
+from anygauge.util.text import first_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def _tried(model: Any) -> LogitsRule:
         with torch.no_grad():
             logits = model.forward(input_ids=ids, use_cache=False).logits
     except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise _NotServed(f"the forward of {name} could not be followed: {reason}") from error
     finally:
         del head.forward, decoder.forward

@@ -13,7 +13,7 @@ from anygauge.config.schema import ModelSection
 from anygauge.interface import Collectives, ModelError
 from anygauge.kernels.attention import setting
 from anygauge.models.files import check_folder, read_fields
-from anygauge.models.hub import CONFIG, names_hub, needed_copy
+from anygauge.models.hub import CONFIG, download_requests, names_hub, needed_copy
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _SIZES = (
@@ -46,25 +46,25 @@ def local_folder(section: ModelSection) -> Path:
 
 
 def check_one_commit(section: ModelSection, collectives: Collectives) -> None:
-    """Refuse machines whose copies of a model of the hub differ; every rank calls it.
+    """Refuse machines whose copies of a repository of the hub differ; every rank calls it.
 
     A branch moves on, and a machine that does not reach the hub takes the copy that it has.
 
     Raises:
-        ModelError: names the commits, and what to do.
+        ModelError: names two ranks with what they have, and what to do.
     """
-    if section.name is None:
-        return
-    mine = local_folder(section).name if names_hub(section.name) else ""
-    first: dict[str, int] = {}
-    for rank, commit in enumerate(collectives.gather_objects(mine)):
-        first.setdefault(commit, rank)
-    if len(first) > 1:
-        found = ", ".join(f"{commit or 'a folder'} (rank {rank})" for commit, rank in first.items())
-        raise ModelError(
-            f"model.name: {section.name}: machines have different copies: {found}. Set "
-            "model.revision to one commit, so that each machine fetches that"
-        )
+    mine = [
+        f"{each} in {needed_copy(each.field, each.name, each.revision).name}"
+        for each in download_requests(section)
+    ]
+    first, *others = collectives.gather_objects(mine)
+    for rank, theirs in enumerate(others, 1):
+        if theirs != first:
+            raise ModelError(
+                "model: machines have different copies of what the hub has: rank 0 has "
+                f"{', '.join(first)}; rank {rank} has {', '.join(theirs)}. Let each machine reach "
+                "the hub, or set model.revision to one commit"
+            )
 
 
 def _refuse_run(folder: Path) -> None:

@@ -70,21 +70,28 @@ def test_sizes_by_another_name_or_in_a_section_are_written(fields: dict[str, Any
 
 
 class OtherMachine(Collectives):
-    """Another rank's machine has this copy."""
+    """Another rank's machine has copies of these commits."""
 
-    def __init__(self, copy: str) -> None:
+    def __init__(self, *commits: str) -> None:
         super().__init__("cpu")
-        self.copy = copy
+        self.commits = commits
 
     def gather_objects(self, value: Any) -> list[Any]:
-        return [value, self.copy]
+        theirs = [
+            f"{v.partition(' in ')[0]} in {c}" for v, c in zip(value, self.commits, strict=True)
+        ]
+        return [value, theirs]
 
 
-def test_machines_with_different_copies_of_a_model_are_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("commits", "said"),
+    [(("dec0de", "c0ffee"), "some/model in dec0de"), (("c0ffee", "dec0de"), "their/words in dec0")],
+)
+def test_machines_with_different_copies_of_a_model_or_tokenizer_are_refused(
+    commits: tuple[str, str], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    section = ModelSection(name="some/model")
+    section = ModelSection(name="some/model", tokenizer="their/words")
     monkeypatch.setattr(source, "needed_copy", lambda *_: tmp_path / "snapshots" / "c0ffee")
-    check_one_commit(section, OtherMachine("c0ffee"))
-    with pytest.raises(ModelError, match=r"c0ffee \(rank 0\), dec0de \(rank 1\)\. Set model.revi"):
-        check_one_commit(section, OtherMachine("dec0de"))
+    check_one_commit(section, OtherMachine("c0ffee", "c0ffee"))
+    with pytest.raises(ModelError, match=f"rank 0 has some/model in c0ffee, .* rank 1 .*{said}"):
+        check_one_commit(section, OtherMachine(*commits))

@@ -20,6 +20,7 @@ from anygauge.interface import DeviceBatch, UnsupportedError
 from anygauge.strategies.shared.degrees import Degrees, stages_per_rank
 from anygauge.strategies.shared.footprint import numbers
 from anygauge.strategies.shared.materialise import causal_of, decoder_layers, decoder_of
+from anygauge.util.text import first_line
 
 BEFORE = "it changes its embeddings before its first layer"
 AFTER = "it changes hidden states after its last layer"
@@ -259,7 +260,7 @@ class PipelineModel:
                         use_cache=False,
                     ).last_hidden_state
             except Exception as error:
-                said = (str(error).splitlines() or [type(error).__name__])[0]
+                said = first_line(error)
                 reasons.append(said if entered else BEFORE)
                 continue
             if not entered or not torch.equal(entered[0], hidden):

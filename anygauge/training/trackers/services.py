@@ -254,7 +254,7 @@ class Trackio(_Service, tracking.TrackioTracker):
             "run_name": given.pop("project", "anygauge"),
             "name": context.run_name,
             "resume": "never" if context.resumed_from_step is None else "allow",
-            **dict(embed=False, auto_log_cpu=False, auto_log_gpu=False),
+            **_off("embed", "auto_log_cpu", "auto_log_gpu"),
         }
 
 
