@@ -3,8 +3,11 @@
 A record's origin is its file and a place: `data.jsonl:17` (a line), `data.json[16]` (an index).
 What cannot be read or used raises `DataError`, which names that place.
 
-What reads JSON, and the options of CSV, are our own, since `datasets` changes rows: docs/data.md
-says how. Here all cells of CSV are text: ``007`` stays what it is, an empty one is empty text.
+What reads JSON, and the options of CSV, are our own, since `datasets` 5.2 changes rows. In JSON it
+infers types over rows (texts that look like dates become times, ``"1"`` beside ``2`` becomes 1,
+numbers beyond 64 bits are rounded), makes a missing key null, and names no line. In CSV it shifts
+the cells of a row with one too many, fills up a short row and renames a duplicate column, without a
+message. Here all cells of CSV are text: ``007`` stays what it is, an empty one is empty text.
 """
 
 from __future__ import annotations

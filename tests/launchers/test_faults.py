@@ -1,7 +1,7 @@
 """What may go wrong on a cluster: the job ends everywhere, the cause is named, nothing stays.
 
 A real fine-tuning over two nodes is hit once it has done some steps. With ANYGAUGE_FAULTS=FILE, the
-seconds until each node was empty are added to a file, for the table in docs/launchers.md.
+seconds until each node was empty are added to a file, for the table in docs/launchers-measured.md.
 """
 
 from __future__ import annotations

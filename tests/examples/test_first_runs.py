@@ -75,7 +75,7 @@ def test_chat_trains(tmp_path: Path) -> None:
     tokenizer.chat_template = template("chatml")
     tokenizer.save_pretrained(tmp_path / "model")
     run = trained("chat", tmp_path, CHATS)
-    assert all(0 < tokens for tokens in run.steps("num_loss_tokens"))
+    assert all(tokens > 0 for tokens in run.steps("num_loss_tokens"))
 
 
 def test_moe_trains_on_one_device(tmp_path: Path) -> None:
