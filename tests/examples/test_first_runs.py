@@ -31,15 +31,23 @@ MIXTURE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_they_are_read_as_they_stand(path: Path) -> None:
-    request = read_request(path, [], {"backend": "cpu"})
+def test_they_are_read_as_they_stand(path: Path, tmp_path: Path) -> None:
+    # Their rows are on the hub. This row has the columns of each.
+    rows = [{**QUESTIONS[0], **CHATS[0], "instruction": "Add 1.", "output": "1"}]
+    at = write_rows(tmp_path, rows * 40)
+    overrides = [f"data.train.path={at}", "backend_options=null"]
+    request = read_request(path, overrides, {"backend": "cpu"}, need_device=False)
     assert request.run.name in (path.stem, "llama2-70b-lora")
-    assert request.run.data.train
+
+
+def write_rows(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return folder / "rows.jsonl"
 
 
 def trained(name: str, folder: Path, rows: list[dict[str, Any]], **changes: Any) -> Run:
     """Three steps of an example on the CPU, with a model and rows of this test's own."""
-    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_rows(folder, rows)
     over = {
         "extends": str(EXAMPLES / f"{name}.yaml"),
         "output": str(folder / "runs"),
@@ -86,8 +94,10 @@ def test_moe_trains_on_one_device(tmp_path: Path) -> None:
 
 
 def test_two_nodes_says_what_it_would_start(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path, QUESTIONS)
     arguments = ["launch", EXAMPLES / "two-nodes.yaml", "--render", tmp_path / "plan"]
-    done = called([*arguments, "--set", "backend=cpu"], prepare_with=None)
+    changes = ["--backend", "cpu", "--set", f"data.train.path={rows}"]
+    done = called([*arguments, *changes], prepare_with=None)
     assert done.returncode == 0, done.stderr
     plan = "".join(path.read_text() for path in (tmp_path / "plan").iterdir())
     assert "node1" in plan
