@@ -86,7 +86,7 @@ def test_every_hook_capability_and_strategy_is_documented() -> None:
         spec.name for spec in anygauge_provide_strategies()
     ]
     shared = {each.stem for each in (ROOT / "anygauge/strategies/shared").glob("[a-z]*.py")}
-    assert table_names(section(ROOT / "docs/plugins.md", "## A strategy")) == shared
+    assert table_names(section(ROOT / "docs/other-plugins.md", "## A strategy")) == shared
 
 
 def test_every_room_is_on_the_map() -> None:

@@ -1,9 +1,9 @@
 """Every causal architecture of the installed transformers, tiny: which of them load, train, merge.
 
 ``make zoo``, by hand and before a release, adds what it finds to ``zoo.json`` and writes the tables
-of docs/models.md anew; what is there already for the installed versions stays. To try some again:
-``python -m tests.models.zoo mixtral gemma3``. It ends with status 1 if a failure has no
-explanation among `limits`. What else ``zoo.json`` has, its `about` says.
+of docs/models.md anew (docs/generate.py); what is there already for the installed versions stays.
+To try some again: ``python -m tests.models.zoo mixtral gemma3``. It ends with status 1 if a failure
+has no explanation among `limits`. What else ``zoo.json`` has, its `about` says.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from anygauge.cli import run as command
 from anygauge.interface import Backend
 from anygauge.kernels.attention import library_attention
 from anygauge.models.verify import relative_difference
-from tests.docs.pages import ROOT
+from docs import generate
 from tests.helpers.build import model_factory, on_host
 from tests.helpers.forked import RunPart, finished
 from tests.helpers.ranks import on_ranks
@@ -38,7 +38,6 @@ from tests.helpers.tokenizer import make_tokenizer
 RESULTS = Path(__file__).with_name("zoo.json")
 STORED = json.loads(RESULTS.read_text())
 STACK = f"transformers {version('transformers')}"
-PAGE, TABLES = ROOT / "docs" / "models.md", "## With "  # how its generated part begins
 UNEXPLAINED = "nobody has explained this"
 ERROR = r"^(?:\w+\.)*(\w+(?:Error|Exception)\b.*(?:\n.*){0,2})"
 LIMIT_S, MEMORY = 150.0, 6 * 2**30
@@ -57,10 +56,8 @@ def main(again: list[str]) -> None:
         here["rows"] = dict(sorted({**here["rows"], model: result(model)}.items()))
         RESULTS.write_text(json.dumps(STORED, indent=1) + "\n")
         print(model, here["rows"][model].get("failed", "yes"), flush=True)
-    text = "\n".join(tables()) + "\n"
-    PAGE.write_text(PAGE.read_text().partition(TABLES)[0] + text)
-    print(f"{PAGE} is written")
-    sys.exit("\n".join(line for line in text.splitlines() if UNEXPLAINED in line) or 0)
+    generate.main()
+    sys.exit("\n".join(line for line in tables() if UNEXPLAINED in line) or 0)
 
 
 def result(name: str) -> dict[str, Any]:
@@ -91,7 +88,7 @@ def tables() -> Iterator[str]:
         named = ", ".join(f"{name} {number}" for name, number in stack["versions"].items())
         built = sum("made" not in parts for parts in failed)
         passed = f"{built} can be built, and {failed.count({})} pass all tests"
-        yield f"{TABLES}{named}\n\nOf {len(failed)} architectures, {passed}.\n"
+        yield f"## With {named}\n\nOf {len(failed)} architectures, {passed}.\n"
         yield "| model type | class | result | attention | loss |\n|---|---|---|---|---|"
         for name, row in stack["rows"].items():
             said = []
