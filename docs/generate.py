@@ -244,7 +244,7 @@ def devices() -> str:
 
 
 def compared(reports: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Tables of several reports, a column each; checks that all passed are only counted."""
+    """Tables of several reports, a column each; checks with equal results are counted."""
     from anygauge.testing.plugin import RESULTS
 
     names = [f"`{report['backend']}`" for report in reports]
@@ -258,18 +258,15 @@ def compared(reports: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         ],
     )
     checks = [{line["name"]: line for line in report["checks"]} for report in reports]
-    marks = {
-        (line["part"], line["title"]): [
-            {**RESULTS, "skipped": ("-", "")}[found[name]["result"]][0] for found in checks
-        ]
-        for name, line in checks[0].items()
-    }
-    rows = []
-    for part in dict.fromkeys(part for part, _ in marks):
-        inside = {title: cells for (each, title), cells in marks.items() if each == part}
-        differ = {t: cells for t, cells in inside.items() if set(cells) != {"pass"}}
-        rows += [[f"{part}: {len(inside) - len(differ)} more checks", *["pass"] * len(reports)]]
-        rows[-1:-1] = [[title.replace("|", "\\|"), *cells] for title, cells in differ.items()]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, line in checks[0].items():
+        results = [found[name]["result"] for found in checks]
+        marks = ("-" if each == "skipped" else RESULTS[each][0] for each in results)
+        alike.setdefault((line["part"], *marks), []).append(line["title"].replace("|", "\\|"))
+    rows = [
+        [f"{part}: {titles[0] if len(titles) == 1 else f'{len(titles)} checks'}", *marks]
+        for (part, *marks), titles in alike.items()
+    ]
     yield table(["check", *names], rows)
     figures = dict.fromkeys(name for report in reports for name in report["figures"])
     rows = []
