@@ -20,7 +20,7 @@
 #   make test-image  the same, then the tests of that image
 #   make gpu         check and measure an NVIDIA card: at most 8 minutes, no network (docs/gpu.md)
 #   make gpu-full    the same with all parts; an hour and a half
-#   make docs        write the generated parts of the documentation (docs/generate.py)
+#   make docs        write the generated parts of the documentation (docs/make_docs.py)
 #   make lint        lint, types and import contracts alone
 #   make format      format the code, and repair what the linter can
 #   make .venv       only make the environment
@@ -195,7 +195,7 @@ lint: $(STAMP)
 	@PYTHONPATH=$(subst $(SPACE),:,$(wildcard examples/plugins/*)) $(BIN)/lint-imports --no-logo
 
 docs: $(STAMP)
-	@$(BIN)/python -m docs.generate
+	@$(BIN)/python -m docs.make_docs
 
 format: $(STAMP)
 	@$(BIN)/ruff format

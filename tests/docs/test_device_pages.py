@@ -9,7 +9,7 @@ import pytest
 from anygauge.interface import CARD_FIGURES, FLOPS_TYPES, read_cards
 from anygauge.planning.machines import MACHINE_FIGURES, Hardware
 from anygauge.registry import Registry
-from docs.generate import hardware as shipped
+from docs.make_docs import hardware as shipped
 from tests.docs.pages import ROOT, marked
 
 HARDWARE = ROOT / "docs/hardware.md"

@@ -1,7 +1,7 @@
 """Every causal architecture of the installed transformers, tiny: which of them load, train, merge.
 
 ``make zoo``, by hand and before a release, adds what it finds to ``zoo.json`` and writes the tables
-of docs/models.md anew (docs/generate.py); what is there already for the installed versions stays.
+of docs/models.md anew (docs/make_docs.py); what is there already for the installed versions stays.
 To try some again: ``python -m tests.models.zoo mixtral gemma3``. It ends with status 1 if a failure
 has no explanation among `limits`. What else ``zoo.json`` has, its `about` says.
 """
@@ -28,7 +28,7 @@ from anygauge.cli import run as command
 from anygauge.interface import Backend
 from anygauge.kernels.attention import library_attention
 from anygauge.models.verify import relative_difference
-from docs import generate
+from docs import make_docs
 from tests.helpers.build import model_factory, on_host
 from tests.helpers.forked import RunPart, finished
 from tests.helpers.ranks import on_ranks
@@ -56,7 +56,7 @@ def main(again: list[str]) -> None:
         here["rows"] = dict(sorted({**here["rows"], model: result(model)}.items()))
         RESULTS.write_text(json.dumps(STORED, indent=1) + "\n")
         print(model, here["rows"][model].get("failed", "yes"), flush=True)
-    generate.main()
+    make_docs.main()
     sys.exit("\n".join(line for line in tables() if UNEXPLAINED in line) or 0)
 
 

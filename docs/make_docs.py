@@ -2,7 +2,7 @@
 
 A page has two marks for each such part, ``<!-- generated: NAME (make docs) -->`` and
 ``<!-- end -->``. `PARTS` has a function of that name, which gives what stands between them.
-tests/docs/test_generated.py fails if a page is stale, or if a name stands on no page.
+tests/docs/test_make_docs.py fails if a page is stale, or if a name stands on no page.
 """
 
 from __future__ import annotations

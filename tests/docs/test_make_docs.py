@@ -11,8 +11,8 @@ import pytest
 from anygauge.config.describe import sections
 from anygauge.testing import BackendContract
 from anygauge.testing.plugin import contents
-from docs import generate
-from docs.generate import MARKS, PARTS, REPORTS, ROOT, generated, pages
+from docs import make_docs
+from docs.make_docs import MARKS, PARTS, REPORTS, ROOT, generated, pages
 
 FOUND = [
     pytest.param(path, part[2], part[3], id=f"{path.relative_to(ROOT / 'docs')}: {part[2]}")
@@ -31,7 +31,7 @@ def test_each_part_stands_on_one_page() -> None:
 
 
 def test_only_what_is_between_the_marks_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "PARTS", {"cards": lambda: "new\n"})
+    monkeypatch.setattr(make_docs, "PARTS", {"cards": lambda: "new\n"})
     before, after = "a\n<!-- generated: cards (make docs) -->\n", "<!-- end -->\nb\n"
     assert generated(f"{before}old\n{after}") == f"{before}\nnew\n\n{after}"
     with pytest.raises(KeyError, match="hills"):
@@ -63,7 +63,7 @@ def test_a_page_of_several_reports_has_a_column_for_each() -> None:
         return {"backend": name, "conforms": conforms, "conditions": versions, "checks": checks,
                 "figures": figures if conforms else {}}  # fmt: skip
 
-    text = "".join(generate.compared([report("one", "skipped"), report("two", "failed")]))
+    text = "".join(make_docs.compared([report("one", "skipped"), report("two", "failed")]))
     assert "| verdict | conforms | does NOT conform |" in text
     assert "| ranks: 2 checks | pass | pass |\n| ranks: c \\| it | - | FAIL |" in text
     assert "| losses | 2.0e-06 | 1.0e-07 | - |" in text
@@ -75,7 +75,7 @@ def test_a_page_of_several_reports_has_a_column_for_each() -> None:
 def test_every_field_of_every_section_has_a_full_row() -> None:
     text = PARTS["run file fields"]()
     for _, section in sections():
-        rows = generate.fields(section).splitlines()[2:]
+        rows = make_docs.fields(section).splitlines()[2:]
         assert "\n".join(rows) in text
         assert [row.split("`")[1] for row in rows] == list(section.model_fields)
         for row in rows:
