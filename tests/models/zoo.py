@@ -14,7 +14,6 @@ import re
 import resource
 import sys
 import tempfile
-import textwrap
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -57,7 +56,7 @@ def main(again: list[str]) -> None:
         here["rows"] = dict(sorted({**here["rows"], model: result(model)}.items()))
         RESULTS.write_text(json.dumps(STORED, indent=1) + "\n")
         print(model, here["rows"][model].get("failed", "yes"), flush=True)
-    text = "\n".join(tables()) + "\n"
+    text = "\n".join(tables())
     PAGE.write_text(PAGE.read_text().partition(TABLES)[0] + text)
     print(f"{PAGE} is written")
     sys.exit("\n".join(line for line in text.splitlines() if UNEXPLAINED in line) or 0)
@@ -84,31 +83,35 @@ def result(name: str) -> dict[str, Any]:
 
 
 def tables() -> Iterator[str]:
-    """The lines of the page that are made of the results; versions with more models come first."""
-    notes: dict[str, str] = {}  # what is said of a limit -> the first message
+    """A part of the page for each set of versions; those with more models come first.
+
+    Model types with equal results share a row: those that pass everything first, then the most.
+    """
     for stack in sorted(STORED["stacks"].values(), key=lambda stack: -len(stack["rows"])):
         failed = [row.get("failed", {}) for row in stack["rows"].values()]
         named = ", ".join(f"{name} {number}" for name, number in stack["versions"].items())
         built = sum("made" not in parts for parts in failed)
         passed = f"{built} can be built, and {failed.count({})} pass all tests"
-        yield f"{TABLES}{named}\n\nOf {len(failed)} architectures, {passed}.\n"
-        yield "| model type | class | result | attention | loss |\n|---|---|---|---|---|"
+        lines = [f"{TABLES}{named}\n\nOf {len(failed)} architectures, {passed}.\n"]
+        lines += ["| model types | result | attention | loss | why |", "|---|---|---|---|---|"]
+        alike: dict[tuple[str, ...], list[str]] = {}
         for name, row in stack["rows"].items():
-            said = []
-            for part, message in row.get("failed", {}).items():
-                line = f"{name}: {message}"
-                found = (text for form, text in STORED["limits"].items() if re.search(form, line))
-                text = next(found, f"{UNEXPLAINED}: {name}")
-                notes.setdefault(text, message)
-                said.append(f"{STORED['parts'][part]} [{[*notes].index(text) + 1}](#notes)")
+            parts = row.get("failed", {})
+            result = "; ".join(STORED["parts"][part] for part in parts) or "yes"
             less = ", without recomputation" if {"recomputes", "loss"} <= {*row} else ""
-            cells = [f"`{name}`", row["class"], ("; ".join(said) or "yes") + less]
-            yield f"| {' | '.join([*cells, row.get('attention', ''), row.get('loss', '')])} |"
-        yield ""
-    yield "## Notes\n"
-    for number, (text, first) in enumerate(notes.items(), 1):
-        message = textwrap.shorten(first.replace("`", "'"), 200, placeholder=" ...")
-        yield f"{number}. {text}: `{message}`"
+            why = "; ".join(explained(name, message) for message in parts.values())
+            used = (row.get("attention", ""), row.get("loss", ""))
+            alike.setdefault((result + less, *used, why), []).append(f"`{name}`")
+        for cells, names in sorted(alike.items(), key=lambda row: (row[0][3] > "", -len(row[1]))):
+            lines.append(f"| {' | '.join([', '.join(names), *cells])} |")
+        yield "\n".join(lines) + "\n"
+
+
+def explained(model_type: str, message: str) -> str:
+    """Whose limit a failure is; the message itself if nobody has explained it."""
+    line = f"{model_type}: {message}"
+    found = (text for form, text in STORED["limits"].items() if re.search(form, line))
+    return next(found, f"{UNEXPLAINED}: {line}")
 
 
 def tiny_config(kind: Any) -> Any:
