@@ -226,11 +226,45 @@ def amount(value: float | None, unit: float, digits: int = 0) -> str:
 # -- models.md, conformance/ ---------------------------------------------------------------------
 
 
-def architectures() -> str:
-    """What ``make zoo`` found."""
-    from tests.models.zoo import tables
+UNEXPLAINED = "nobody has explained this"
 
-    return "\n".join(tables()) + "\n"
+
+def architectures() -> str:
+    """What ``make zoo`` found, of each set of versions; those with more models come first.
+
+    Model types with equal results share a row: those that pass everything first, then the most.
+    """
+    found = json.loads((ROOT / "tests/models/zoo.json").read_text(encoding="utf-8"))
+    parts = []
+    for stack in sorted(found["stacks"].values(), key=lambda stack: -len(stack["rows"])):
+        failed = [row.get("failed", {}) for row in stack["rows"].values()]
+        named = ", ".join(f"{name} {number}" for name, number in stack["versions"].items())
+        built = sum("made" not in tests for tests in failed)
+        passed = f"{built} can be built, and {failed.count({})} pass all tests"
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for name, row in stack["rows"].items():
+            tests = row.get("failed", {})
+            result = "; ".join(found["parts"][test] for test in tests) or "yes"
+            less = ", without recomputation" if {"recomputes", "loss"} <= {*row} else ""
+            lines = [f"{name}: {message}" for message in tests.values()]
+            why = "; ".join(explained(line, found["limits"]) for line in lines)
+            used = (row.get("attention", ""), row.get("loss", ""))
+            alike.setdefault((result + less, *used, why), []).append(f"`{name}`")
+        rows = sorted(alike.items(), key=lambda row: (row[0][3] > "", -len(row[1])))
+        parts.append(
+            f"## With {named}\n\nOf {len(failed)} architectures, {passed}.\n\n"
+            + table(
+                ["model types", "result", "attention", "loss", "why"],
+                [[", ".join(names), *cells] for cells, names in rows],
+            )
+        )
+    return "\n".join(parts)
+
+
+def explained(line: str, limits: Mapping[str, str]) -> str:
+    """Whose limit a failure is; the message itself if nobody has explained it."""
+    texts = (text for form, text in limits.items() if re.search(form, line))
+    return next(texts, f"{UNEXPLAINED}: {line}")
 
 
 REPORTS = [DOCS / "conformance" / f"{device}.json" for device in ("cpu", "sim", "lazy")]
