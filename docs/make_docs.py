@@ -141,7 +141,7 @@ def environment_rules() -> str:
 
 def gaudi_releases() -> str:
     """Gaudi's releases, and what goes with each."""
-    from anygauge_hpu.software import RELEASES
+    from anygauge_hpu.backend import RELEASES
 
     rows = []
     for release in RELEASES:
@@ -157,7 +157,7 @@ def gaudi_releases() -> str:
 
 def gaudi_options() -> str:
     """The fields of `backend_options`."""
-    from anygauge_hpu.options import HpuOptions
+    from anygauge_hpu.backend import HpuOptions
 
     return fields(HpuOptions)
 
