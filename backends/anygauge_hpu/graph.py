@@ -22,7 +22,7 @@ COUNTERS = (
 
 WARM_UP = 2
 """After one alone, a width that only the first step had is compiled once more: from the second on,
-DeepSpeed fetches weights ahead, in other pieces (counted: docs/gaudi-measured.md, the census)."""
+DeepSpeed fetches weights ahead, in other pieces (counted: docs/gaudi.md, the census)."""
 
 _REENTRANT = (
     "lazy mode has been run with the reentrant form alone: Intel's DeepSpeed and optimum-habana "
