@@ -129,13 +129,12 @@ def environment_rules() -> str:
     for backend in map(registry.create_backend, names):
         networks = [[f"`{f.name}`", f.what, "yes" if f.detect else "no"] for f in backend.fabrics]
         rules = [
-            [f"`{r.name}`", r.value, r.scope.value, r.reason, r.source]
-            for r in backend.environment_rules
+            [f"`{r.name}`", r.value, r.scope.value, r.reason] for r in backend.environment_rules
         ]
         parts += [f"## `{backend.name}`\n"]
         if networks:
             parts += [table(["network", "what", "detected by `auto`"], networks)]
-        parts += [table(["variable", "value", "scope", "why", "source"], rules)]
+        parts += [table(["variable", "value", "scope", "why"], rules)]
     return "\n".join(parts)
 
 
