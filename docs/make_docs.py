@@ -312,18 +312,18 @@ def compared(reports: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def defects() -> str:
     """A line for each check that finds wrong backends; those of real runs are not among them."""
+    from anygauge.testing.process import PARTS as KIT
     from tests.testing import wrong
 
-    found: dict[tuple[str, str], list[str]] = {}
+    found: dict[str, dict[str, list[str]]] = {part: {} for part in KIT}
     for mutant in wrong.table().values():
-        found.setdefault((mutant.part, mutant.check), []).append(mutant.name)
-    rows = [
-        [part, f"`{check}`", "; ".join(names)]
-        for tried in ("basic", "device", "operators", "ranks")
-        for (part, check), names in found.items()
-        if part == tried
-    ]
-    return table(["part", "check that fails", "defects"], rows)
+        if mutant.part in found:
+            found[mutant.part].setdefault(mutant.check, []).append(mutant.name)
+    parts = []
+    for part, checks in found.items():
+        rows = [[f"`{check}`", "; ".join(names)] for check, names in checks.items()]
+        parts.append(f"## {part}\n\n" + table(["check that fails", "defects"], rows))
+    return "\n".join(parts)
 
 
 PARTS: Mapping[str, Callable[[], str]] = {
