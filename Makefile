@@ -20,6 +20,7 @@
 #   make test-image  the same, then the tests of that image
 #   make gpu         check and measure an NVIDIA card: at most 8 minutes, no network (docs/gpu.md)
 #   make gpu-full    the same with all parts; an hour and a half
+#   make docs        write the generated parts of the documentation (docs/make_docs.py)
 #   make lint        lint, types and import contracts alone
 #   make format      format the code, and repair what the linter can
 #   make .venv       only make the environment
@@ -61,7 +62,7 @@ export OMP_NUM_THREADS ?= 1
 USABLE := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
 .DEFAULT_GOAL := test
-.PHONY: gpu gpu-full demo plugins test test-kit test-more test-slow test-launchers test-gaudi-stack test-core zoo \
+.PHONY: gpu gpu-full demo docs plugins test test-kit test-more test-slow test-launchers test-gaudi-stack test-core zoo \
     image-cpu test-image clean-images lint format clean .venv
 
 demo: $(STAMP)
@@ -192,6 +193,9 @@ lint: $(STAMP)
 	@$(BIN)/mypy
 	@echo "==> import contracts"
 	@PYTHONPATH=$(subst $(SPACE),:,$(wildcard examples/plugins/*)) $(BIN)/lint-imports --no-logo
+
+docs: $(STAMP)
+	@$(BIN)/python -m docs.make_docs
 
 format: $(STAMP)
 	@$(BIN)/ruff format

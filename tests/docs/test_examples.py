@@ -167,8 +167,8 @@ def test_a_run_leaves_what_the_pages_say(desk: Path, monkeypatch: pytest.MonkeyP
         run_rank(request.job, 0, EventWriter(None), opened)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     fields = {name for line in lines for name in json.loads(line)}
-    documented = table_names(section(ROOT / "docs/training.md", "## Metrics"))
+    documented = table_names(section(ROOT / "docs/run-folder.md", "## Metrics"))
     assert documented - fields == {"mfu", "skipped", "graph_..."}, "not on this device"
     assert not fields - documented
-    page = section(ROOT / "docs/training.md", "## The run directory")
+    page = section(ROOT / "docs/run-folder.md", "## Files")
     assert {path.name for path in folder.iterdir()} <= {n.rstrip("/") for n in table_names(page)}

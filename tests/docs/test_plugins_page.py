@@ -1,4 +1,4 @@
-"""docs/plugins.md, line by line: from an empty folder to a backend that conforms."""
+"""The pages on plugins, line by line: from an empty folder to a backend that conforms."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.docs.pages import ROOT, Block, blocks, section
+from tests.docs.pages import ROOT, Block, blocks
 from tests.docs.test_examples import ROWS, RUN_FILE
 from tests.helpers.tokenizer import make_tokenizer
-from tests.testing.test_mutations import CASES, CAUGHT_BY
 
-PAGE = ROOT / "docs/plugins.md"
+PAGES = [ROOT / "docs" / name for name in ("plugins.md", "conformance-kit.md", "other-plugins.md")]
+"""In the order in which they are read."""
 ONE_PROCESS = "on_paper or on_device"
 TIMEOUT_S = 1500
 
@@ -29,7 +29,7 @@ class Desk:
     """An empty folder, and an environment of its own in which anygauge is installed.
 
     Attributes:
-        printed: by each command of the page.
+        printed: by each command of the pages.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -57,7 +57,7 @@ class Desk:
                 self.printed.append(self.run(*command, *chosen))
 
     def run(self, program: str, *arguments: str) -> str:
-        """Run a command of the page; it must succeed."""
+        """Run a command of the pages; it must succeed."""
         modules = {"pip": ("pip",), "anygauge": ("anygauge.cli",), "pytest": ("pytest",)}
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
         if arguments[0] == "env":
@@ -79,10 +79,10 @@ class Desk:
 
 
 def steps() -> list[Block]:
-    return [block for block in blocks() if block.page == PAGE]
+    return [block for page in PAGES for block in blocks() if block.page == page]
 
 
-def test_the_page_is_true_but_for_ranks_and_the_loop(tmp_path: Path) -> None:
+def test_the_pages_are_true_but_for_ranks_and_the_loop(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     shutil.copy(ROWS, desk.folder / "rows.jsonl")
     make_tokenizer(desk.folder / "tokenizer")
@@ -121,14 +121,3 @@ def test_ranks_and_a_run_conform_too(tmp_path: Path) -> None:
     report = (desk.folder / "report.md").read_text()
     (untried,) = re.findall(r"\d+ checks were not tried: (.*)$", report, re.M)
     assert "several ranks" not in untried and "the loop (8 of 9)" in untried
-
-
-def test_the_table_of_defects_is_that_of_the_tests() -> None:
-    text = section(PAGE, "### What the kit catches")
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    told = {
-        (part, defect): check.strip("`")
-        for part, check, defects in rows[1:]
-        for defect in defects.split("; ")
-    }
-    assert told == {(part, name): CAUGHT_BY[part][name] for part, name in CASES}

@@ -74,7 +74,3 @@ def test_ranks_learn_together(backend: str, tmp_path: Path) -> None:
     one, other = map(losses, ranks)
     assert one == other, "the mean of both"
     assert one[-1] < one[0] / 2
-
-
-def test_the_documentation_shows_it() -> None:
-    assert SCRIPT.read_text() in (ROOT / "docs" / "backends.md").read_text()

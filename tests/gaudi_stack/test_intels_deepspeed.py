@@ -43,7 +43,7 @@ pytestmark = [
 ]
 
 LACKING = {
-    "reset_max_memory_allocated": "no release has it; docs/gaudi.md names it as a trap",
+    "reset_max_memory_allocated": "no release has it; docs/gaudi-measured.md names it as a trap",
     "setDeterministic": "asked for by a variable that anygauge does not set; deprecated",
     "HPUGraph": "captured graphs are for inference",
     "graph": "captured graphs are for inference",

@@ -1,6 +1,7 @@
 """The dry run of the 8-card recipe beside what optimum-habana's own tools do for the same job.
 
-Every difference is a row of docs/gaudi.md, with its reason; a row without a difference fails, too.
+Every difference is a row of docs/gaudi-measured.md, with its reason; a row without a difference
+fails, too.
 """
 
 from __future__ import annotations
@@ -91,8 +92,9 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def documented(title: str) -> dict[str, tuple[str, str]]:
-    """The rows below a title of docs/gaudi.md: name -> (anygauge, optimum-habana)."""
-    _, _, text = (ROOT / "docs/gaudi.md").read_text(encoding="utf-8").partition(f"### {title}\n")
+    """The rows below a title of docs/gaudi-measured.md: name -> (anygauge, optimum-habana)."""
+    page = (ROOT / "docs/gaudi-measured.md").read_text(encoding="utf-8")
+    _, _, text = page.partition(f"### {title}\n")
     assert text, title
     rows: dict[str, tuple[str, str]] = {}
     for line in text.partition("\n#")[0].splitlines():

@@ -1,6 +1,7 @@
 """What a step of the 8-card recipe does, beside optimum-habana's: its kernels, marks and numbers.
 
-docs/gaudi.md has a row for each part; every other option of optimum-habana's command is equal.
+docs/gaudi-measured.md has a row for each part; every other option of optimum-habana's command is
+equal.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Every causal architecture of the installed transformers, tiny: which of them load, train, merge.
 
 ``make zoo``, by hand and before a release, adds what it finds to ``zoo.json`` and writes the tables
-of docs/models.md anew; what is there already for the installed versions stays. To try some again:
-``python -m tests.models.zoo mixtral gemma3``. It ends with status 1 if a failure has no
-explanation among `limits`. What else ``zoo.json`` has, its `about` says.
+of docs/models.md anew (docs/make_docs.py); what is there already for the installed versions stays.
+To try some again: ``python -m tests.models.zoo mixtral gemma3``. It ends with status 1 if a failure
+has no explanation among `limits`. What else ``zoo.json`` has, its `about` says.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import re
 import resource
 import sys
 import tempfile
-import textwrap
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from anygauge.cli import run as command
 from anygauge.interface import Backend
 from anygauge.kernels.attention import library_attention
 from anygauge.models.verify import relative_difference
-from tests.docs.pages import ROOT
+from docs import make_docs
 from tests.helpers.build import model_factory, on_host
 from tests.helpers.forked import RunPart, finished
 from tests.helpers.ranks import on_ranks
@@ -38,8 +36,6 @@ from tests.helpers.tokenizer import make_tokenizer
 RESULTS = Path(__file__).with_name("zoo.json")
 STORED = json.loads(RESULTS.read_text())
 STACK = f"transformers {version('transformers')}"
-PAGE, TABLES = ROOT / "docs" / "models.md", "## With "  # how its generated part begins
-UNEXPLAINED = "nobody has explained this"
 ERROR = r"^(?:\w+\.)*(\w+(?:Error|Exception)\b.*(?:\n.*){0,2})"
 LIMIT_S, MEMORY = 150.0, 6 * 2**30
 """Seconds, and bytes of data in a process, for each part of what is tried."""
@@ -57,10 +53,9 @@ def main(again: list[str]) -> None:
         here["rows"] = dict(sorted({**here["rows"], model: result(model)}.items()))
         RESULTS.write_text(json.dumps(STORED, indent=1) + "\n")
         print(model, here["rows"][model].get("failed", "yes"), flush=True)
-    text = "\n".join(tables()) + "\n"
-    PAGE.write_text(PAGE.read_text().partition(TABLES)[0] + text)
-    print(f"{PAGE} is written")
-    sys.exit("\n".join(line for line in text.splitlines() if UNEXPLAINED in line) or 0)
+    make_docs.main()
+    text = make_docs.architectures()
+    sys.exit("\n".join(line for line in text.splitlines() if make_docs.UNEXPLAINED in line) or 0)
 
 
 def result(name: str) -> dict[str, Any]:
@@ -81,34 +76,6 @@ def result(name: str) -> dict[str, Any]:
                 if part != "merges":  # ZeRO-3 does not need it
                     break
     return row
-
-
-def tables() -> Iterator[str]:
-    """The lines of the page that are made of the results; versions with more models come first."""
-    notes: dict[str, str] = {}  # what is said of a limit -> the first message
-    for stack in sorted(STORED["stacks"].values(), key=lambda stack: -len(stack["rows"])):
-        failed = [row.get("failed", {}) for row in stack["rows"].values()]
-        named = ", ".join(f"{name} {number}" for name, number in stack["versions"].items())
-        built = sum("made" not in parts for parts in failed)
-        passed = f"{built} can be built, and {failed.count({})} pass all tests"
-        yield f"{TABLES}{named}\n\nOf {len(failed)} architectures, {passed}.\n"
-        yield "| model type | class | result | attention | loss |\n|---|---|---|---|---|"
-        for name, row in stack["rows"].items():
-            said = []
-            for part, message in row.get("failed", {}).items():
-                line = f"{name}: {message}"
-                found = (text for form, text in STORED["limits"].items() if re.search(form, line))
-                text = next(found, f"{UNEXPLAINED}: {name}")
-                notes.setdefault(text, message)
-                said.append(f"{STORED['parts'][part]} [{[*notes].index(text) + 1}](#notes)")
-            less = ", without recomputation" if {"recomputes", "loss"} <= {*row} else ""
-            cells = [f"`{name}`", row["class"], ("; ".join(said) or "yes") + less]
-            yield f"| {' | '.join([*cells, row.get('attention', ''), row.get('loss', '')])} |"
-        yield ""
-    yield "## Notes\n"
-    for number, (text, first) in enumerate(notes.items(), 1):
-        message = textwrap.shorten(first.replace("`", "'"), 200, placeholder=" ...")
-        yield f"{number}. {text}: `{message}`"
 
 
 def tiny_config(kind: Any) -> Any:

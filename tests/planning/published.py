@@ -1,7 +1,7 @@
 """Runs whose memory or speed others have published (``published.yaml``), planned.
 
-Run as a script, it prints the tables of docs/planning.md. With ``--fit`` it prints the constants of
-`anygauge.planning.time` that meet `FITTED` best, and nothing of the other half.
+Run as a script, it prints the figures of docs/planning-measured.md. With ``--fit`` it prints the
+constants of `anygauge.planning.time` that meet `FITTED` best, and nothing of the other half.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Plans against what the allocator of simulated cards counted in real runs (``measured.yaml``).
 
-Run as a script, it prints the table of docs/planning.md.
+Run as a script, it prints all cases; docs/planning-measured.md has the worst.
 """
 
 from __future__ import annotations

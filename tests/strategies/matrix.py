@@ -1,7 +1,7 @@
 """Every strategy against `single` on the same rows: the cases, their results, and a table of them.
 
 ``python -m tests.strategies.matrix [--rows FILE.jsonl] [--steps N]`` prints the table that
-docs/training.md has, of rows with an ``answer`` in FILE (random ones without): each strategy with
+docs/measured.md has, of rows with an ``answer`` in FILE (random ones without): each strategy with
 an adapter and with all weights, recomputed and not, with packed rows and padded ones.
 """
 

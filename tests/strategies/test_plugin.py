@@ -116,7 +116,7 @@ def test_what_it_cannot_do_is_refused_when_the_run_is_read(
         read_request(path, [override] if override else [], {}, need_device=False)
 
 
-# -- a strategy that derives from `ddp`: that of docs/plugins.md -----------------------------------
+# -- a strategy that derives from `ddp`: that of docs/other-plugins.md -----------------------------
 
 SENDS_LESS = "anygauge_mine_strategy"
 TOP_K = {"name": "topk", "share": 0.05}

@@ -1,7 +1,7 @@
 """Bytes of `zero`: what plans are told by moment, and what simulated cards count by phase.
 
 Run as a script (``python -m tests.strategies.test_zero_memory``), it prints the table of
-docs/comparison.md: peaks by phase, of each way of gathering.
+docs/measured.md: peaks by phase, of each way of gathering.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def test_what_flat_layers_cost_is_what_the_docs_say(name: str) -> None:
         device = zero_memory(ZeroOptions(gather=gather), workload).device
         for moment in (of.LOSS, of.BACKWARD):
             row.append(f"{(device[moment][WEIGHTS] + device[moment][GATHERED]) / 1e9:.1f}")
-    docs = (Path(__file__).parents[2] / "docs/training.md").read_text(encoding="utf-8")
+    docs = (Path(__file__).parents[2] / "docs/measured.md").read_text(encoding="utf-8")
     assert f"| {' | '.join(row)} |" in docs
 
 

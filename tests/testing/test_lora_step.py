@@ -17,9 +17,14 @@ from anygauge.testing.lora_step import OPINFOS
 from tests.docs.pages import section
 
 ROOT = Path(__file__).parents[2]
-ROW = re.compile(r"^\| `(\w+)` \| (?:(our own case|only through the loop)|OpInfo `(.+)`) \|$", re.M)
-"""Operator of aten; what else than OpInfo tests it; OpInfo's name."""
-ROWS = ROW.findall(section(ROOT / "docs/plugins.md", "### Operators"))
+LISTS = re.search(
+    r"^```text\nOpInfo: (.*?)\nour own cases: (.*?)\nonly through the loop: (.*?)\n```",
+    section(ROOT / "docs/conformance-kit.md", "## Operators"),
+    re.M | re.S,
+)
+assert LISTS is not None
+BY_OPINFO, *OTHERS = (words.split() for words in LISTS.groups())
+OPERATORS = {word.partition("=")[0] for words in (BY_OPINFO, *OTHERS) for word in words}
 KNOWN = """
 import json
 from torch.testing._internal.common_methods_invocations import op_db
@@ -48,8 +53,8 @@ def test_each_operator_of_a_recorded_step_is_listed(backend: str, tmp_path: Path
         pytest.skip("the simulated cards are not installed (make plugins)")
     found = printed("-m", "tests.testing.recorded_step", backend, ANYGAUGE_SIM_LOCKS=str(tmp_path))
     assert {"mm", "embedding", "copy_"} < set(found), "nothing was recorded"
-    missing = set(found) - {operator for operator, _, _ in ROWS}
-    assert not missing, f"docs/plugins.md lacks what tests {', '.join(sorted(missing))}"
+    missing = set(found) - OPERATORS
+    assert not missing, f"docs/conformance-kit.md lacks {', '.join(sorted(missing))}"
 
 
 @pytest.mark.skipif(
@@ -62,6 +67,6 @@ def test_torch_has_the_operators_under_the_names_of_the_list() -> None:
 
 
 def test_the_kit_tries_what_the_page_lists() -> None:
-    assert sorted(ROWS) == ROWS
-    named = {name for _, _, name in ROWS if name}
+    assert all(sorted(words) == words for words in (BY_OPINFO, *OTHERS))
+    named = {word.rpartition("=")[2] for word in BY_OPINFO}
     assert named <= set(OPINFOS), named - set(OPINFOS)

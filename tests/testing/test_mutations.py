@@ -1,6 +1,6 @@
 """Every defect is caught by a check, and the backend without one passes all.
 
-The table of `CAUGHT_BY` is the documentation's; `docs/plugins.md` shows it.
+docs/conformance/defects.md shows `CAUGHT_BY`.
 """
 
 from __future__ import annotations

@@ -6,11 +6,8 @@ import json
 
 import pytest
 
-from anygauge.testing import BackendContract
-from anygauge.testing.plugin import ConformanceReport, Line, contents, written
-from docs.conformance_table import PAGE, page
+from anygauge.testing.plugin import ConformanceReport, Line, written
 
-TODAY = contents(BackendContract)
 CONTENTS = {
     "test_on_paper[a]": ("on paper", "it is told"),
     "test_on_ranks[b]": ("on several ranks", "they meet"),
@@ -76,26 +73,3 @@ def test_several_reports_are_one_json_document() -> None:
         "mine",
     ]
     assert written([report(), report()], ".md").count("# `mine` is not fully tried") == 2
-
-
-# -- those that are published ---------------------------------------------------------------------
-
-
-def test_the_page_of_our_own_devices_is_of_todays_checks() -> None:
-    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if "|" in line]
-    (devices,) = {tuple(row[1:]) for row in rows if row[0] == "check"}
-    assert devices == ("`cpu`", "`sim`", "`lazy`")
-    shown = {row[0].replace("\\|", "|"): row[1:] for row in rows}
-    assert set(shown["verdict"]) == {"conforms"}
-    titles = {title for _, title in TODAY.values()}
-    assert titles <= shown.keys(), titles - shown.keys()
-    told = {told for title in titles for told in shown[title]}
-    assert told <= {"pass", "not supported", "-"}
-
-
-def test_a_page_of_several_reports_has_a_column_for_each() -> None:
-    reports = [report(a="passed", b="passed", c=last).record() for last in ("skipped", "failed")]
-    named = zip(("one", "two"), reports, strict=True)
-    text = page([{**each, "backend": name} for name, each in named])
-    assert "| verdict | conforms | does NOT conform |" in text
-    assert "| they part | - | FAIL |" in text

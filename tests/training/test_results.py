@@ -119,7 +119,7 @@ def test_the_run_directory_tells_all(base: Run, adapted: Run) -> None:
     assert (threads["value"], threads["set_by"]) == ("1", "user")
     for name in ("run.yaml", "run.json", "job.json", "environment-node0.json"):
         assert (adapted.folder / name).stat().st_mode & 0o777 == 0o600, name
-    told = table_names(section(ROOT / "docs/training.md", "## The run directory"))
+    told = table_names(section(ROOT / "docs/run-folder.md", "## Files"))
     for entry in (*base.folder.iterdir(), *adapted.folder.iterdir()):
         assert {entry.name, f"{entry.name}/"} & told or entry.name.startswith("."), entry
     assert list((base.folder / "tensorboard").glob("events.*")), "TensorBoard was asked for"
