@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import AfterValidator, Field, StringConstraints
+from pydantic import AfterValidator, Field, JsonValue, StringConstraints
 
 from anygauge.interface import (
     REPOSITORY_VARIABLE,
@@ -67,7 +67,7 @@ class CloudOptions(LauncherOptions):
     image: Image | None = None
     in_image: list[Folder] = Field(default_factory=list)
     python: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_./+-]+$")] = "python3"
-    extra: dict[str, Any] = Field(default_factory=dict)
+    extra: dict[str, JsonValue] = Field(default_factory=dict)
 
     def image_for(self, job: Job, profile: LaunchProfile) -> str:
         """The image to run.
@@ -114,13 +114,13 @@ def fill(template: Any, values: Mapping[str, Any]) -> Any:
 
 
 def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, section by section; where both have a value, that of `extra`."""
+    """Both, section by section; where both have a value, that of `extra`. None removes one."""
     made = dict(base)
     for key, value in extra.items():
         old = made.get(key)
         sections = isinstance(old, dict) and isinstance(value, dict)
         made[key] = merge(dict(old or {}), value) if sections else value
-    return made
+    return {key: value for key, value in made.items() if value is not None}
 
 
 def relocate(job: Job, run_directory: str) -> Job:

@@ -61,9 +61,10 @@ def test_one_agent_starts_on_each_machine() -> None:
     assert (made["environment"], made["compute"]) == (
         {"image": "vendor/stack:1"}, "azureml:gpu-cluster",
     )  # fmt: skip
-    extra = {"limits": {"timeout": 60}, "resources": {"docker_args": "-x"}}
+    extra = {"limits": {"timeout": 60}, "resources": {"docker_args": "-x"}, "display_name": None}
     other = described(rendered({"environment": "ours:4", "extra": extra}))
     assert other["environment"] == "azureml:ours:4" and other["limits"] == {"timeout": 60}
+    assert "display_name" not in other
     # The user's fields win, beside those of the launcher.
     assert other["resources"] == {"instance_count": 2, "shm_size": "16g", "docker_args": "-x"}
 
