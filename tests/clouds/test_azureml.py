@@ -194,8 +194,9 @@ def test_a_job_is_submitted_and_found_again(az: Client, tmp_path: Path) -> None:
 
 
 def test_a_job_is_followed_through_the_stream_of_its_first_machine(
-    az: Client, tmp_path: Path
+    az: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(AzureService, "log_delay_s", 60.0)
     running = submitted(az, tmp_path)
     for state in ("Queued", "Running", "Completed"):
         az.answer("show", out=f"{state}\n")

@@ -245,8 +245,9 @@ def test_what_belongs_to_a_job_goes_into_a_secret_that_the_job_owns(
 
 
 def test_a_job_is_followed_from_the_queue_to_its_end(
-    kubectl: Client, running: ServiceJob, tmp_path: Path
+    kubectl: Client, running: ServiceJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(KubernetesService, "log_delay_s", 60.0)
     unschedulable = {
         "type": "PodScheduled", "status": "False", "reason": "Unschedulable",
         "message": "0/3 nodes have enough example.com/card",

@@ -222,8 +222,9 @@ def test_a_variable_that_the_service_would_refuse_is_named(
 
 
 def test_a_job_is_followed_through_the_log_of_its_first_machine(
-    aws: Client, tmp_path: Path
+    aws: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(SagemakerService, "log_delay_s", 60.0)
     running = submitted(aws, tmp_path)
     said = events_text(
         {"event": "step", "time": 1.0, "step": 1},
@@ -233,8 +234,7 @@ def test_a_job_is_followed_through_the_log_of_its_first_machine(
         {"eventId": str(n), "timestamp": 1000 + n, "message": m} for n, m in enumerate(said)
     ]}  # fmt: skip
     aws.answer("describe-training-job", out=state("InProgress", "Downloading"))
-    for _ in range(30):
-        aws.answer("describe-training-job", out=state("InProgress", "Training"))
+    aws.answer("describe-training-job", out=state("InProgress", "Training"))
     aws.answer("describe-training-job", out=state("Completed", "Completed"))
     prefix = f"{running.record['name']}/algo-1-"
     aws.answer("filter-log-events", prefix, out=page)
