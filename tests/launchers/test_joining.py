@@ -21,7 +21,7 @@ from tests.helpers.runs import Run, run_file, trained
 from tests.launchers.emulated import Machines, why_not
 from tests.launchers.targets import NODES, losses
 
-PATIENCE_S = 240.0
+PATIENCE_S = 600.0
 BLOCKS = {block.option("joining"): block.text for block in blocks() if block.option("joining")}
 TOOLS = ("skypilot", "dstack", "ray")
 
