@@ -118,6 +118,8 @@ class Plan:
         batch: how the job is submitted without this package's commands, where that is possible.
         grace_s: of ranks that the command itself supervises: seconds from the end of a rank's peers
             to SIGKILL.
+        record: by which the submitted job will be found (`RunningJob.record`), where that is known
+            before; plain values.
     """
 
     files: tuple[PlannedFile, ...] = ()
@@ -129,6 +131,7 @@ class Plan:
     held: tuple[int, ...] = ()
     batch: BatchFile | None = None
     grace_s: float = 5.0
+    record: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ WRITTEN_FOR = 1
 @hookimpl
 def anygauge_provide_launchers() -> Iterable[LauncherSpec]:
     """Announce the clouds' launchers."""
-    kubernetes = "kubernetes:Kubernetes", "kubernetes_options:KubernetesOptions"
+    kubernetes = "kubernetes:Kubernetes", "kubernetes:KubernetesOptions"
     azureml = "azureml:Azureml", "azureml:AzuremlOptions"
     sagemaker = "sagemaker:Sagemaker", "sagemaker:SagemakerOptions"
     return [

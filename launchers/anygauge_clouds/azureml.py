@@ -25,26 +25,25 @@ from anygauge.interface import (
     Plan,
     PlannedFile,
     PlannedProcess,
-    RunFileError,
 )
-from anygauge.util.clients import last_line, printed, run_client
-from anygauge_clouds.service_job import Service, ServiceJob, ServiceLauncher
+from anygauge.util.clients import run_client
+from anygauge_clouds.service_job import Service, ServiceLauncher
 from anygauge_clouds.submission import (
     CloudOptions,
     Folder,
     Variable,
+    fill,
+    merge,
+    read_template,
     relocate,
     service_name,
-    submit_by_client,
     variables_file,
-    write_files,
 )
 
 RUNS = "/anygauge/run"
 """Where machines find the run directory."""
 
-JOB_YAML, CODE = "job.yaml", "code"
-SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
+_TEMPLATE = read_template("azureml.yaml")
 _NAME_LIMIT = 64
 _POLLING = "AZUREML_RUN_POLLING_INTERVAL_MAX"
 """Most seconds between two looks of Azure's client at a log; it takes 60 by itself."""
@@ -95,7 +94,7 @@ class AzureInput(Options):
 
 
 class AzuremlOptions(CloudOptions):
-    """Options of the azureml launcher.
+    """Options of the azureml launcher; `extra` is of the command job's YAML.
 
     Attributes:
         compute: a cluster of the workspace.
@@ -103,7 +102,6 @@ class AzuremlOptions(CloudOptions):
         output: in a datastore: where run directories are kept, each under its name.
         inputs: name -> data.
         shm: size of /dev/shm.
-        docker_args: further arguments for the container runtime; the backend's own by default.
         secrets: variable -> address in a Key Vault, read by the job's identity on each machine.
         identity: whose rights the job has.
     """
@@ -115,16 +113,9 @@ class AzuremlOptions(CloudOptions):
     environment: Environment | None = None
     output: Datastore
     inputs: dict[InputName, AzureInput] = Field(default_factory=dict)
-    instance_type: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
     shm: Shm = "16g"
-    docker_args: str | None = None
-    time_limit_s: Annotated[int, Field(ge=1)] | None = None
-    experiment: Name | None = None
     identity: Literal["managed", "user_identity", "aml_token"] | None = None
-    priority: Literal["low", "medium", "high"] | None = None
-    job_tier: Literal["spot", "basic", "standard", "premium"] | None = None
     secrets: dict[Variable, VaultSecret] = Field(default_factory=dict)
-    tags: dict[str, str] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _go_together(self) -> AzuremlOptions:
@@ -140,27 +131,6 @@ class AzuremlOptions(CloudOptions):
             )
         return self
 
-    def check(self, job: Job, profile: LaunchProfile) -> None:
-        """What depends on the job.
-
-        Raises:
-            RunFileError: the options do not go with it.
-        """
-        if self.environment is None:
-            self.image_for(job, profile)
-        if job.launch.max_restarts and self.job_tier == "spot":
-            raise RunFileError(
-                "launch.max_restarts: ranks are started again on the same machines, which a spot "
-                "job loses; start it again with --resume auto"
-            )
-
-    @property
-    def scope(self) -> tuple[str, ...]:
-        """Words by which the client finds the workspace."""
-        where = ("--resource-group", self.resource_group, "--workspace-name", self.workspace)
-        more = () if self.subscription is None else ("--subscription", self.subscription)
-        return (*where, *more)
-
 
 _PHASES: Mapping[str, Literal["running", "done", "failed", "stopped"]] = {
     "Running": "running",
@@ -173,7 +143,14 @@ _PHASES: Mapping[str, Literal["running", "done", "failed", "stopped"]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AzureService(Service):
-    """One job of a workspace."""
+    """One job of a workspace.
+
+    Attributes:
+        scope: words by which the client finds the workspace.
+    """
+
+    owner = "Azure"
+    gone = r"ResourceNotFound|\(UserError\).* not found"
 
     name: str
     scope: tuple[str, ...]
@@ -187,14 +164,17 @@ class AzureService(Service):
         """A command of the az client on this job."""
         return ("az", "ml", "job", action, "--name", self.name, *self.scope, *words)
 
+    @property
+    def ask(self) -> tuple[str, ...]:
+        """The command that prints its state."""
+        return self.az("show", "--query", "status", "--output", "tsv")
+
     def state(self) -> JobState:
         """See `Service.state`."""
-        done = run_client(self.az("show", "--query", "status", "--output", "tsv"))
-        if done.returncode:
-            if re.search(r"ResourceNotFound|\(UserError\).* not found", done.stderr):
-                return JobState(phase="gone", text=f"{self.shown} is gone")
-            return JobState(phase="silent", text=f"Azure does not answer: {last_line(done.stderr)}")
-        word = done.stdout.strip()
+        out = self.answer(self.ask)
+        if isinstance(out, JobState):
+            return out
+        word = out.strip()
         return JobState(phase=_PHASES.get(word, "waiting"), text=f"{self.shown}: {word}")
 
     def log_command(self) -> tuple[str, ...] | None:
@@ -211,15 +191,14 @@ class AzureService(Service):
 
     def stop(self, *, force: bool) -> None:
         """See `Service.stop`; whether ranks are asked before they are killed, Azure decides."""
-        done = run_client(self.az("cancel"))
-        if done.returncode:
-            raise AnygaugeError(f"Azure ML cannot end {self.shown}: {last_line(done.stderr)}")
+        self.end("Azure ML", self.az("cancel"))
 
 
 class Azureml(ServiceLauncher):
     """Hands a job to an Azure ML workspace."""
 
     service = AzureService
+    title = "Azure ML"
     called = "an Azure ML job"
 
     def render(self, job: Job, options: AzuremlOptions, profile: LaunchProfile) -> Plan:
@@ -228,25 +207,26 @@ class Azureml(ServiceLauncher):
         Raises:
             RunFileError: an option is wrong.
         """
-        options.check(job, profile)
         here = Path(job.run_directory)
         there = relocate(job, RUNS)
-        name = service_name(job, _NAME_LIMIT)
-        described = _job_yaml(there, options, profile, here.name, name)
+        scope = ["--resource-group", options.resource_group, "--workspace-name", options.workspace]
+        if options.subscription is not None:
+            scope += ["--subscription", options.subscription]
+        service = AzureService(name=service_name(job, _NAME_LIMIT), scope=tuple(scope))
+        described = _job_yaml(there, options, profile, here.name, service.name)
+        job_yaml = str(here / "job.yaml")
         create = (
-            *("az", "ml", "job", "create", "--file", str(here / JOB_YAML), *options.scope),
+            *("az", "ml", "job", "create", "--file", job_yaml, *scope),
             *("--query", "name", "--output", "tsv"),
         )
-        service = AzureService(name=name, scope=options.scope)
-        given = json.dumps({"secrets": options.secrets})
+        code = here / "code"
+        secrets = json.dumps({"secrets": options.secrets})
         return Plan(
             files=(
-                PlannedFile(path=str(here / CODE / "job.json"), text=there.dump(), mode=0o600),
-                variables_file(here / CODE),
-                PlannedFile(path=str(here / CODE / "secrets.json"), text=given),
-                PlannedFile(
-                    path=str(here / JOB_YAML), text=yaml.safe_dump(described, sort_keys=False)
-                ),
+                PlannedFile(path=str(code / "job.json"), text=there.dump(), mode=0o600),
+                variables_file(code),
+                PlannedFile(path=str(code / "secrets.json"), text=secrets),
+                PlannedFile(path=job_yaml, text=yaml.safe_dump(described, sort_keys=False)),
             ),
             processes=(
                 PlannedProcess(node_rank=0, host=f"Azure ML {options.workspace}", argv=create),
@@ -254,95 +234,45 @@ class Azureml(ServiceLauncher):
             pass_environment=tuple(job.launch.pass_environment),
             operations={
                 "submit": create,
-                "status": service.az("show", "--query", "status", "--output", "tsv"),
+                "status": service.ask,
                 "logs": service.az("stream"),
                 "cancel": service.az("cancel"),
             },
             notes=() if options.environment else options.notes_for(profile),
             folders=(RUNS, *(one.at for one in options.inputs.values()), *options.in_image),
+            record=service.record,
         )
-
-    def submit(self, plan: Plan) -> ServiceJob:
-        """Create the job.
-
-        Raises:
-            AnygaugeError: the az client is missing or refuses, or a file cannot be written.
-        """
-        write_files(plan)
-        job_yaml = Path(plan.files[-1].path)
-        argv = plan.processes[0].argv
-        done = submit_by_client(argv, yaml.safe_load(job_yaml.read_text())["name"])
-        name = done.stdout.strip()
-        if done.returncode or not name:
-            raise AnygaugeError(f"Azure ML refused the job: {printed(done)}")
-        scope = argv[argv.index("--resource-group") : argv.index("--query")]
-        return ServiceJob(AzureService(name=name, scope=scope), job_yaml.parent)
 
 
 def _job_yaml(
     job: Job, own: AzuremlOptions, profile: LaunchProfile, run: str, name: str
 ) -> dict[str, Any]:
-    links = [f'--link {one.at}="${{{{inputs.{name}}}}}"' for name, one in own.inputs.items()]
-    command = " ".join(
-        (
-            own.python,
-            "-m anygauge_clouds.azureml_node",
-            f'--link {RUNS}="${{{{outputs.run}}}}"',
-            *links,
-            f"--grace {own.grace_s:g}",
-        )
-    )
-    arguments = own.docker_args
-    if arguments is None:
-        # Devices and shared memory are Azure's business.
-        flags = [f for f in profile.container_flags if f.startswith(("--cap-add=", "--ulimit"))]
-        arguments = " ".join(flags)
-    found: dict[str, Any] = {
-        "$schema": SCHEMA,
-        "type": "command",
-        "name": name,
-        "display_name": run,
-        **({} if own.experiment is None else {"experiment_name": own.experiment}),
-        "code": f"./{CODE}",
-        "command": command,
-        "environment": (
-            {"image": own.image_for(job, profile)}
-            if own.environment is None
-            else _prefixed(own.environment)
-        ),
-        "compute": _prefixed(own.compute),
-        # One process on each machine: the agent, which starts the ranks.
-        "distribution": {"type": "pytorch", "process_count_per_instance": 1},
-        "resources": {
-            "instance_count": job.launch.nodes,
-            **({} if own.instance_type is None else {"instance_type": own.instance_type}),
-            "shm_size": own.shm,
-            # As a text: Azure's client drops other resources where it is a list.
-            **({"docker_args": arguments} if arguments else {}),
-        },
-        "outputs": {
-            "run": {
-                "type": "uri_folder",
-                "path": f"{own.output.rstrip('/')}/{run}/",
-                "mode": "rw_mount",
-            }
-        },
+    links = {RUNS: "outputs.run", **{one.at: f"inputs.{key}" for key, one in own.inputs.items()}}
+    command = [
+        f"{own.python} -m anygauge_clouds.container azureml",
+        *(f'--link {path}="${{{{{source}}}}}"' for path, source in links.items()),
+        f"--grace {own.grace_s:g}",
+    ]
+    # Devices and shared memory are Azure's business. As a text: Azure's client drops other
+    # resources where it is a list.
+    flags = [f for f in profile.container_flags if f.startswith(("--cap-add=", "--ulimit"))]
+    inputs = {
+        name: {"type": one.type, "path": one.path, "mode": one.mode}
+        for name, one in own.inputs.items()
     }
-    if own.inputs:
-        found["inputs"] = {
-            name: {"type": one.type, "path": one.path, "mode": one.mode}
-            for name, one in own.inputs.items()
-        }
-    if own.time_limit_s is not None:
-        found["limits"] = {"timeout": own.time_limit_s}
-    if own.identity is not None:
-        found["identity"] = {"type": own.identity}
-    queue = {"job_tier": own.job_tier, "priority": own.priority}
-    if any(queue.values()):
-        found["queue_settings"] = {key: value for key, value in queue.items() if value}
-    if own.tags:
-        found["tags"] = dict(own.tags)
-    return found
+    values = {
+        **{"name": name, "run": run, "command": " ".join(command), "nodes": job.launch.nodes},
+        "environment": (
+            _prefixed(own.environment)
+            if own.environment
+            else {"image": own.image_for(job, profile)}
+        ),
+        **{"compute": _prefixed(own.compute), "shm": own.shm, "inputs": inputs or None},
+        "docker_args": " ".join(flags) or None,
+        "output": f"{own.output.rstrip('/')}/{run}/",
+        "identity": None if own.identity is None else {"type": own.identity},
+    }
+    return merge(fill(_TEMPLATE, values), own.extra)
 
 
 def _prefixed(name: str) -> str:

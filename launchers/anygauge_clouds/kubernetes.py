@@ -8,43 +8,220 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import yaml
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from anygauge.interface import (
     AnygaugeError,
     Job,
     JobState,
     LaunchProfile,
+    Options,
     Plan,
     PlannedFile,
     PlannedProcess,
+    RunFileError,
 )
-from anygauge.util.clients import last_line, printed, run_client
-from anygauge_clouds.kubernetes_manifest import SUBMISSION_LABEL, manifest_of, secret_of
-from anygauge_clouds.kubernetes_options import NAME_LIMIT, Kind, KubernetesOptions
-from anygauge_clouds.service_job import Service, ServiceJob, ServiceLauncher
-from anygauge_clouds.submission import relocate, service_name, variables_file, write_files
+from anygauge.util.clients import printed, run_client
+from anygauge_clouds.service_job import Service, ServiceLauncher
+from anygauge_clouds.submission import (
+    CloudOptions,
+    Folder,
+    Variable,
+    fill,
+    merge,
+    read_template,
+    relocate,
+    service_name,
+    submission_id,
+    variables_file,
+    write_files,
+)
 
-MANIFEST = "manifest.yaml"
-_COORDINATORS = {
-    "JobSet": "jobset.sigs.k8s.io/jobset-name={},batch.kubernetes.io/job-completion-index=0",
-    "TrainJob": "jobset.sigs.k8s.io/jobset-name={},batch.kubernetes.io/job-completion-index=0,"
-    "jobset.sigs.k8s.io/replicatedjob-name=node",
-}
-_PODS = "jobset.sigs.k8s.io/jobset-name={}"
-"""A TrainJob makes a JobSet of its name."""
-_NOT_FOUND = "(NotFound)"
-_DONE = ("Succeeded", "Complete", "Completed")
+Kind = Literal["JobSet", "TrainJob"]
+_TEMPLATES = read_template("kubernetes.yaml")
+
+_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+Label = Annotated[str, StringConstraints(pattern=rf"^{_LABEL}$")]
+"""A name as Kubernetes has it for namespaces, claims and volumes (RFC 1123 label)."""
+JobName = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$")]
+Dotted = Annotated[str, StringConstraints(pattern=rf"^{_LABEL}(\.{_LABEL})*$", max_length=253)]
+"""A name of a Secret or class (RFC 1123 subdomain)."""
+Quantity = Annotated[
+    str, StringConstraints(pattern=r"^([0-9]+|[0-9]*\.[0-9]+)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$")
+]
+Size = Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)$")]
+Capability = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Z_]*$")]
+SecretKey = Annotated[str, StringConstraints(pattern=r"^[-._a-zA-Z0-9]+$")]
+_KEY = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
+Key = Annotated[str, StringConstraints(pattern=_KEY)]
+"""A resource's key, with or without a domain in front."""
+
+_NAME_LIMIT = 45
+"""A pod's name and host name are made from the job's, and may have 63 characters."""
+
+_JOB, _SECRETS, _SHM = "/anygauge/job", "/anygauge/secrets", "/dev/shm"
+_RESERVED = (_JOB, _SECRETS, _SHM)
+"""Where pods have what the launcher itself mounts."""
+
+
+def _below(path: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._-][A-Za-z0-9._/-]*", path) or ".." in path.split("/"):
+        raise ValueError("a folder of the claim is needed: a relative path without '..'")
+    return path
+
+
+class Claim(Options):
+    """A PersistentVolumeClaim, and where pods have it.
+
+    Attributes:
+        claim: its name.
+        path: where it is mounted.
+        sub_path: a folder of it.
+        read_only: pods cannot write to it.
+    """
+
+    claim: Dotted
+    path: Folder
+    sub_path: Annotated[str, AfterValidator(_below)] | None = None
+    read_only: bool = False
+
+
+class Storage(Claim):
+    """The claim that holds run directories; all pods write to it (ReadWriteMany)."""
+
+    path: Folder = "/anygauge/runs"
+    read_only: Literal[False] = False
+
+
+class SecretRef(Options):
+    """One entry of a Secret in the cluster."""
+
+    secret: Dotted
+    key: SecretKey
+
+
+class KubernetesOptions(CloudOptions):
+    """Options of the kubernetes launcher; `extra` is of the pod.
+
+    Attributes:
+        kind: of the object that the job is; a TrainJob makes a JobSet of itself.
+        name: of the object; by default it is made from the run's name.
+        context: kubectl's; its current one by default.
+        storage: where run directories are.
+        volumes: further claims, for data and models.
+        secrets: variable -> the entry of a Secret that it gets its value from.
+        resources: of each pod beyond its devices, as limit and as request: memory, cpu, network
+            devices; the backend's own by default.
+        device_resource: used instead of the backend's, such as a slice of a card.
+        runtime_class: of pods with devices, instead of the backend's; ``none``: the cluster's.
+        shm: memory for /dev/shm; loaders and collectives of one machine need it.
+        restarts: how often the cluster starts all pods again, from the newest checkpoint, after
+            it lost or pre-empted one.
+        keep_s: seconds after which an ended job is removed; a week by default.
+        time_limit_s: seconds after which the cluster ends the job.
+        runtime: of TrainJob.
+        queue: of Kueue (label kueue.x-k8s.io/queue-name).
+    """
+
+    kind: Kind = "JobSet"
+    name: JobName | None = None
+    namespace: Label = "default"
+    context: str | None = None
+    storage: Storage
+    volumes: list[Claim] = Field(default_factory=list)
+    secrets: dict[Variable, SecretRef] = Field(default_factory=dict)
+    resources: dict[Key, Quantity] = Field(default_factory=dict)
+    device_resource: Key | None = None
+    runtime_class: Dotted | None = None
+    shm: Size = "16Gi"
+    capabilities: list[Capability] = Field(default_factory=list)
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    restarts: Annotated[int, Field(ge=0, le=100)] = 0
+    time_limit_s: Annotated[int, Field(ge=1)] | None = None
+    keep_s: Annotated[int, Field(ge=0)] | None = None
+    runtime: Dotted | None = None
+    queue: Label | None = None
+
+    @property
+    def claims(self) -> list[Claim]:
+        """What pods mount of the user's."""
+        return [self.storage, *self.volumes]
+
+    @model_validator(mode="after")
+    def _go_together(self) -> KubernetesOptions:
+        paths = [*(claim.path for claim in self.claims), *_RESERVED]
+        twice = sorted({path for path in paths if paths.count(path) > 1})
+        if twice:
+            own = ", ".join(_RESERVED)
+            raise ValueError(f"{twice[0]} is mounted twice, or the launcher mounts it ({own})")
+        for key, quantity in self.resources.items():
+            if "/" in key and not quantity.isdecimal():
+                raise ValueError(
+                    f"resources.{key}: {quantity!r}: devices are whole numbers (a quoted '4')"
+                )
+        huge = [key for key in self.resources if key.startswith("hugepages-")]
+        if huge and not {"memory", "cpu"} & self.resources.keys():
+            raise ValueError(f"resources.{huge[0]}: Kubernetes requires memory or cpu beside it")
+        if self.kind == "TrainJob":
+            for field in ("restarts", "image_pull_policy", "keep_s", "runtime_class"):
+                if getattr(self, field) not in (0, None):
+                    raise ValueError(
+                        f"{field}: a TrainJob takes this only from its runtime; leave it out"
+                    )
+        elif self.runtime is not None:
+            raise ValueError(f"runtime: belongs to kind TrainJob, and kind is {self.kind}")
+        if self.name is not None and len(self.name) > _NAME_LIMIT:
+            raise ValueError(
+                f"name: {len(self.name)} characters; pods of a {self.kind} are named after it, "
+                f"which leaves {_NAME_LIMIT}"
+            )
+        return self
+
+    def check(self, job: Job, profile: LaunchProfile) -> None:
+        """What depends on the job.
+
+        Raises:
+            RunFileError: the options do not go with it.
+        """
+        device = self.device_resource or profile.cluster_resource
+        if device is not None and device in self.resources:
+            raise RunFileError(
+                f"launch.options.resources.{device}: launch.devices "
+                f"({job.launch.devices}) says how many a pod gets"
+            )
+        wanted = profile.network_resource
+        if wanted is not None and wanted not in self.resources:
+            raise RunFileError(
+                f"launch.options.resources: with launch.fabric: {job.launch.fabric}, pods must "
+                f"ask for {wanted}; add it, with the number that each machine has"
+            )
+
+    def notes_for(self, profile: LaunchProfile) -> tuple[str, ...]:
+        """What the user should know before."""
+        wanted = profile.runtime_class
+        if self.kind != "TrainJob" or wanted is None or self.runtime is not None:
+            return super().notes_for(profile)
+        return (
+            *super().notes_for(profile),
+            f"pods with devices need runtimeClassName: {wanted}, which a TrainJob takes from its "
+            "runtime alone: name one that has it in launch.options.runtime",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KubernetesService(Service):
     """The object of one job in a cluster."""
+
+    owner = "the cluster"
+    gone = r"\(NotFound\)"
 
     kind: Kind
     name: str
@@ -57,14 +234,20 @@ class KubernetesService(Service):
         return f"{self.kind} {self.namespace}/{self.name}"
 
     @property
+    def pods(self) -> str:
+        """Selector of its pods; a TrainJob makes a JobSet of its name."""
+        return f"jobset.sigs.k8s.io/jobset-name={self.name}"
+
+    @property
     def coordinator(self) -> str:
         """Selector of the pod of the coordinator, whose output is about the whole job."""
-        return _COORDINATORS[self.kind].format(self.name)
+        more = ",jobset.sigs.k8s.io/replicatedjob-name=node" if self.kind == "TrainJob" else ""
+        return f"{self.pods},batch.kubernetes.io/job-completion-index=0{more}"
 
     @property
     def secret(self) -> str:
         """Name of the Secret with the job's files."""
-        return secret_of(self.name)
+        return f"{self.name}-anygauge"
 
     def kubectl(self, *words: str) -> tuple[str, ...]:
         """A command for this object's namespace."""
@@ -85,10 +268,9 @@ class KubernetesService(Service):
         if "Failed" in conditions:
             text = _reason(conditions["Failed"]) + (_cause_left(pod) if pod else "")
             return JobState(phase="failed", text=f"{self.shown} failed{text}")
-        if any(kind in conditions for kind in _DONE):
+        if {"Succeeded", "Complete", "Completed"} & conditions.keys():
             return JobState(phase="done", text=f"{self.shown} is complete")
-        phase = (pod or {}).get("status", {}).get("phase")
-        if phase in ("Running", "Succeeded", "Failed"):
+        if _has_begun(pod):
             return JobState(phase="running", text=f"{self.shown} runs")
         if "Suspended" in conditions:
             return JobState(phase="waiting", text=f"{self.shown} is suspended (in a queue)")
@@ -97,27 +279,19 @@ class KubernetesService(Service):
     def log_command(self) -> tuple[str, ...] | None:
         """See `Service.log_command`."""
         pod = self._coordinator_pod()
-        if pod is None or pod.get("status", {}).get("phase") not in (
-            "Running", "Succeeded", "Failed",
-        ):  # fmt: skip
+        if pod is None or not _has_begun(pod):
             return None
         return self.kubectl("logs", "-f", pod["metadata"]["name"])
 
     def stop(self, *, force: bool) -> None:
         """See `Service.stop`; the pods' grace is long enough for a checkpoint."""
-        done = run_client(
-            self.kubectl(
-                *("delete", self.kind.lower(), self.name, "--ignore-not-found"),
-                # In the foreground: the object is there until its pods have ended.
-                *("--cascade=foreground", "--wait=false"),
-            )
-        )
-        if done.returncode == 0 and force:
+        delete = ("delete", self.kind.lower(), self.name, "--ignore-not-found")
+        # In the foreground: the object is there until its pods have ended.
+        self.end("kubectl", self.kubectl(*delete, "--cascade=foreground", "--wait=false"))
+        if force:
             # The object's own grace is not that of its pods.
-            pods = ("-l", _PODS.format(self.name), "--grace-period=0", "--force")
-            done = run_client(self.kubectl("delete", "pods", *pods, "--wait=false"))
-        if done.returncode:
-            raise AnygaugeError(f"kubectl cannot end {self.shown}: {last_line(done.stderr)}")
+            pods = ("delete", "pods", "-l", self.pods, "--grace-period=0", "--force")
+            self.end("kubectl", self.kubectl(*pods, "--wait=false"))
 
     def _coordinator_pod(self) -> dict[str, Any] | None:
         found = self._get("pods", "-l", self.coordinator)
@@ -126,16 +300,13 @@ class KubernetesService(Service):
         return max(made, key=lambda one: one[0])[1] if made else None
 
     def _get(self, *words: str) -> dict[str, Any] | JobState:
-        done = run_client(self.kubectl("get", *words, "-o", "json", "--request-timeout=20s"))
-        if done.returncode == 0:
-            try:
-                return dict(json.loads(done.stdout))
-            except ValueError:
-                return JobState(phase="silent", text="kubectl printed no JSON")
-        if _NOT_FOUND in done.stderr:
-            return JobState(phase="gone", text=f"{self.shown} is gone")
-        why = last_line(done.stderr)
-        return JobState(phase="silent", text=f"the cluster does not answer: {why}")
+        out = self.answer(self.kubectl("get", *words, "-o", "json", "--request-timeout=20s"))
+        if isinstance(out, JobState):
+            return out
+        try:
+            return dict(json.loads(out))
+        except ValueError:
+            return self.silent("kubectl printed no JSON")
 
 
 class Kubernetes(ServiceLauncher):
@@ -153,68 +324,56 @@ class Kubernetes(ServiceLauncher):
         options.check(job, profile)
         here = Path(job.run_directory)
         there = relocate(job, f"{options.storage.path}/{here.name}")
-        name = options.name or service_name(job, NAME_LIMIT)
-        manifest = manifest_of(there, options, profile, name)
         service = KubernetesService(
-            kind=options.kind, name=name, namespace=options.namespace, context=options.context
+            kind=options.kind,
+            name=options.name or service_name(job, _NAME_LIMIT),
+            namespace=options.namespace,
+            context=options.context,
         )
-        secret = (
-            *service.kubectl("create", "secret", "generic", service.secret),
-            *(f"--from-file=job.json={here / 'job.json'}",),
-            *(f"--from-file=variables.json={here / 'variables.json'}",),
-        )
+        create = service.kubectl("create", "-f", str(here / "manifest.yaml"))
+        manifest = yaml.safe_dump(_manifest(there, options, profile, service), sort_keys=False)
         return Plan(
             files=(
                 PlannedFile(path=str(here / "job.json"), text=there.dump(), mode=0o600),
                 variables_file(here),
-                PlannedFile(
-                    path=str(here / MANIFEST), text=yaml.safe_dump(manifest, sort_keys=False)
-                ),
+                PlannedFile(path=str(here / "manifest.yaml"), text=manifest),
             ),
             processes=(
-                PlannedProcess(
-                    node_rank=0,
-                    host=service.shown,
-                    argv=service.kubectl("create", "-f", str(here / MANIFEST), "-o", "json"),
-                ),
+                PlannedProcess(node_rank=0, host=service.shown, argv=(*create, "-o", "json")),
             ),
             pass_environment=tuple(job.launch.pass_environment),
             operations={
-                "submit": service.kubectl("create", "-f", str(here / MANIFEST)),
-                "secret": secret,
-                "status": service.kubectl("get", options.kind.lower(), name),
+                "submit": create,
+                "secret": (
+                    *service.kubectl("create", "secret", "generic", service.secret),
+                    *(f"--from-file=job.json={here / 'job.json'}",),
+                    *(f"--from-file=variables.json={here / 'variables.json'}",),
+                ),
+                "status": service.kubectl("get", options.kind.lower(), service.name),
                 "logs": service.kubectl("logs", "-f", "-l", service.coordinator, "--tail=-1"),
-                "cancel": service.kubectl("delete", options.kind.lower(), name),
+                "cancel": service.kubectl("delete", options.kind.lower(), service.name),
             },
-            folders=options.folders,
+            folders=(*(claim.path for claim in options.claims), *options.in_image),
             notes=options.notes_for(profile),
+            record=service.record,
         )
 
-    def submit(self, plan: Plan) -> ServiceJob:
+    def create(self, plan: Plan) -> None:
         """Create the Secret and the object, and have the object own the Secret.
 
         Raises:
-            AnygaugeError: kubectl is missing or refuses, or a file cannot be written. Nothing is
-                left in the cluster.
+            AnygaugeError: see `ServiceLauncher.submit`. Nothing is left in the cluster.
         """
         write_files(plan)
         job_file, variables, manifest = (Path(file.path) for file in plan.files)
-        command = plan.processes[0].argv
-        wanted = yaml.safe_load(manifest.read_text())
-        service = _service(wanted, command)
-        secret = {
-            "apiVersion": "v1",
-            "kind": "Secret",
-            "metadata": {
-                "name": service.secret,
-                "namespace": service.namespace,
-                "labels": wanted["metadata"]["labels"],
-            },
-            "stringData": {file.name: file.read_text() for file in (job_file, variables)},
-        }
+        service = KubernetesService(**plan.record)
+        labels = yaml.safe_load(manifest.read_text())["metadata"]["labels"]
+        metadata = {"name": service.secret, "namespace": service.namespace, "labels": labels}
+        files = {file.name: file.read_text() for file in (job_file, variables)}
+        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": files}
         try:
             _carry_out(service.kubectl("create", "-f", "-"), "the job's Secret", json.dumps(secret))
-            made = json.loads(_carry_out(command, "the job"))
+            made = json.loads(_carry_out(plan.processes[0].argv, "the job"))
             owner = {
                 **{"apiVersion": made["apiVersion"], "kind": made["kind"]},
                 **{"name": made["metadata"]["name"], "uid": made["metadata"]["uid"]},
@@ -223,12 +382,15 @@ class Kubernetes(ServiceLauncher):
             patch = json.dumps({"metadata": {"ownerReferences": [owner]}})
             _carry_out(service.kubectl("patch", "secret", service.secret, "-p", patch), "its owner")
         except BaseException as error:
-            # Where kubectl did not answer, it may have created the object all the same.
-            _remove(service, wanted["metadata"]["labels"][SUBMISSION_LABEL])
+            # Where kubectl did not answer, it may have created the object all the same. What has
+            # this submission's label is deleted, and nothing else.
+            kinds = ("delete", f"{service.kind.lower()},secret", "--wait=false")
+            label = f"{_SUBMISSION_LABEL}={labels[_SUBMISSION_LABEL]}"
+            with contextlib.suppress(AnygaugeError):
+                run_client(service.kubectl(*kinds, "-l", label), timeout_s=30)
             if isinstance(error, (ValueError, KeyError, TypeError)):
                 raise AnygaugeError(f"kubectl printed no {service.kind}: {error!r}") from error
             raise
-        return ServiceJob(service, job_file.parent)
 
 
 def _carry_out(command: Sequence[str], what: str, stdin: str | None = None) -> str:
@@ -238,22 +400,83 @@ def _carry_out(command: Sequence[str], what: str, stdin: str | None = None) -> s
     return done.stdout
 
 
-def _remove(service: KubernetesService, submission: str) -> None:
-    """Delete what a failed submission may have made: what has its label, and nothing else."""
-    with contextlib.suppress(AnygaugeError):
-        kinds = f"{service.kind.lower()},secret"
-        label = f"{SUBMISSION_LABEL}={submission}"
-        run_client(service.kubectl("delete", kinds, "-l", label, "--wait=false"), timeout_s=30)
+_SUBMISSION_LABEL = "anygauge.io/submission"
+"""The label by which a submission finds what it has created."""
 
 
-def _service(made: Mapping[str, Any], command: Sequence[str]) -> KubernetesService:
-    context = command[command.index("--context") + 1] if "--context" in command else None
-    return KubernetesService(
-        kind=made["kind"],
-        name=made["metadata"]["name"],
-        namespace=made["metadata"]["namespace"],
-        context=context,
-    )
+def _manifest(
+    job: Job, own: KubernetesOptions, profile: LaunchProfile, service: KubernetesService
+) -> dict[str, Any]:
+    """The object that kubectl creates."""
+    rank, coordinator = {
+        "JobSet": ("$JOB_COMPLETION_INDEX", f"{service.name}-node-0-0.{service.name}"),
+        "TrainJob": ("$PET_NODE_RANK", "$PET_MASTER_ADDR"),
+    }[own.kind]
+    # It holds no free text of the user's, which a cluster might interpret.
+    command = [
+        *(own.python, "-m", "anygauge.launch.agent", "--job", f"{_JOB}/job.json"),
+        *("--node-rank", rank, "--coordinator", f"{coordinator}:{job.launch.port}"),
+        *("--variables", f"{_JOB}/variables.json", "--grace", f"{own.grace_s:g}"),
+        *(("--secrets", _SECRETS) if own.secrets else ()),
+        *("--cause-file", "/dev/termination-log"),
+    ]
+    device = own.device_resource or profile.cluster_resource
+    resources = {device: job.launch.devices} if device is not None else {}
+    flags = [flag.partition("=") for flag in profile.container_flags]
+    added = {value.upper() for name, _, value in flags if name == "--cap-add"}
+    added |= {*profile.capabilities, *own.capabilities}
+    labels = {_SUBMISSION_LABEL: submission_id(job), "kueue.x-k8s.io/queue-name": own.queue}
+    runtime_class = own.runtime_class or profile.runtime_class
+    mounts, volumes = _storage(own, service)
+    values = {
+        **{"name": service.name, "namespace": own.namespace},
+        "labels": {name: value for name, value in labels.items() if value} or None,
+        **{"nodes": job.launch.nodes, "devices": job.launch.devices, "command": command},
+        **{"image": own.image_for(job, profile), "image_pull_policy": own.image_pull_policy},
+        "resources": {**resources, **profile.node_resources, **own.resources},
+        "security_context": {"capabilities": {"add": sorted(added)}} if added else None,
+        **{"mounts": mounts, "volumes": volumes},
+        "runtime_class": None if runtime_class == "none" else runtime_class,
+        "runtime": own.runtime or "torch-distributed",
+        **{"restarts": own.restarts, "time_limit_s": own.time_limit_s},
+        "keep_s": 7 * 86400 if own.keep_s is None else own.keep_s,
+        "grace_s": math.ceil(job.stop_grace_s + own.grace_s) + 10,
+    }
+    template = _TEMPLATES[own.kind]
+    pod = merge(fill(template["pod"], values), own.extra)
+    return dict(fill(template["object"], {**values, "pod": pod}))
+
+
+def _storage(
+    own: KubernetesOptions, service: KubernetesService
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The mounts of a container, and the volumes; a claim that is mounted twice has one volume."""
+    names = {
+        claim: f"claim{n}" for n, claim in enumerate(dict.fromkeys(c.claim for c in own.claims))
+    }
+    mounts: list[dict[str, Any]] = [{"name": "job", "mountPath": _JOB, "readOnly": True}]
+    volumes: list[dict[str, Any]] = [{"name": "job", "secret": {"secretName": service.secret}}]
+    if own.secrets:
+        mounts.append({"name": "secrets", "mountPath": _SECRETS, "readOnly": True})
+        sources = [
+            {"secret": {"name": ref.secret, "items": [{"key": ref.key, "path": variable}]}}
+            for variable, ref in own.secrets.items()
+        ]
+        volumes.append({"name": "secrets", "projected": {"sources": sources}})
+    for claim in own.claims:
+        sub_path = {} if claim.sub_path is None else {"subPath": claim.sub_path}
+        read_only = {"readOnly": True} if claim.read_only else {}
+        mount = {"name": names[claim.claim], "mountPath": claim.path}
+        mounts.append({**mount, **sub_path, **read_only})
+    for name, volume in names.items():
+        volumes.append({"name": volume, "persistentVolumeClaim": {"claimName": name}})
+    mounts.append({"name": "shm", "mountPath": _SHM})
+    volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": own.shm}})
+    return mounts, volumes
+
+
+def _has_begun(pod: Mapping[str, Any] | None) -> bool:
+    return (pod or {}).get("status", {}).get("phase") in ("Running", "Succeeded", "Failed")
 
 
 def _reason(condition: Mapping[str, Any]) -> str:

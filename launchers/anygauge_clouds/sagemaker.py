@@ -12,7 +12,6 @@ either, prints each message once, and ends with its parent.
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -20,9 +19,9 @@ import sys
 import time
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -39,20 +38,21 @@ from anygauge.interface import (
     RunFileError,
     UnsupportedError,
 )
-from anygauge.util.clients import last_line, printed, run_client
-from anygauge.util.files import write_text
 from anygauge.util.processes import tie_to_parent
-from anygauge_clouds.sagemaker_node import CHANNELS, PIECE, RUNS, packed
-from anygauge_clouds.service_job import Service, ServiceJob, ServiceLauncher
+from anygauge_clouds.container import CHANNELS, CHECKPOINTS, PIECE, packed
+from anygauge_clouds.service_job import Service, ServiceLauncher
 from anygauge_clouds.submission import (
     CloudOptions,
     Variable,
+    fill,
+    merge,
+    passed_variables,
+    read_template,
     relocate,
     service_name,
-    submit_by_client,
 )
 
-REQUEST = "request.json"
+_TEMPLATE = read_template("sagemaker.yaml")
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 LOG_POLL_S = 5.0
 """Seconds between two reads of the log."""
@@ -74,14 +74,14 @@ _ECR = r"^\d{12}\.dkr\.ecr(-fips)?\.[a-z0-9-]+\.amazonaws\.com(\.cn)?/\S+$"
 
 Registry = Annotated[str, StringConstraints(pattern=_ECR, max_length=255)]
 
-FABRICS = ("efa", "ethernet")
+_FABRICS = ("efa", "ethernet")
 """Networks between machines that instance types have."""
 
-STOP_S = 120
+_STOP_S = 120
 """Seconds from SIGTERM to SIGKILL."""
 
 _MACHINES = tomllib.loads(Path(__file__).with_name("aws.toml").read_text(encoding="utf-8"))
-CARDS: Mapping[str, int] = {
+_CARDS: Mapping[str, int] = {
     name: machine["cards"][0]
     for machine in _MACHINES["machine"].values()
     for name in machine["names"]
@@ -104,18 +104,16 @@ class FileSystem(Options):
 
 
 class SagemakerOptions(CloudOptions):
-    """Options of the sagemaker launcher.
+    """Options of the sagemaker launcher; `extra` is of the request CreateTrainingJob.
 
     Attributes:
         image: in Amazon ECR.
-        output: where in S3 run directories are kept, each under its name; SageMaker copies there
-            while the job runs, and back when it is started again.
+        output: where in S3 run directories are kept, each under its name.
         channels: name -> where it comes from: data that machines find in /opt/ml/input/data/NAME.
         channel_mode: of channels in S3: copied first, or read as they are needed.
         spot: spare capacity, which may be taken away; the job then resumes from its newest
             checkpoint.
         max_wait_s: with spot: seconds that waiting and running may take.
-        restarts: after faults of the service.
         secrets: variable -> ARN in Secrets Manager, read by the role on each machine.
         region: of the aws client; its own by default.
         profile: of the aws client.
@@ -129,22 +127,10 @@ class SagemakerOptions(CloudOptions):
     output: S3
     channels: dict[Channel, S3 | FileSystem] = Field(default_factory=dict, max_length=20)
     channel_mode: Literal["File", "FastFile"] = "File"
-    volume_gb: Annotated[int, Field(ge=1, le=16384)] | None = None
     time_limit_s: Annotated[int, Field(ge=1, le=28 * 86400)] = 86400
     spot: bool = False
     max_wait_s: Annotated[int, Field(ge=1)] | None = None
-    restarts: Annotated[int, Field(ge=0, le=30)] = 0
-    keep_alive_s: Annotated[int, Field(ge=0, le=21600)] = 0
-    subnets: list[Annotated[str, StringConstraints(pattern=r"^[-0-9a-zA-Z]{1,32}$")]] = Field(
-        default_factory=list, max_length=16
-    )
-    security_groups: list[Annotated[str, StringConstraints(pattern=r"^[-0-9a-zA-Z]{1,32}$")]] = (
-        Field(default_factory=list, max_length=5)
-    )
-    encrypt_traffic: bool = False
-    network_isolation: bool = False
     secrets: dict[Variable, SecretArn] = Field(default_factory=dict)
-    tags: dict[str, str] = Field(default_factory=dict, max_length=50)
     region: Annotated[str, StringConstraints(pattern=r"^[a-z]{2}(-[a-z]+)+-\d$")] | None = None
     profile: Annotated[str, StringConstraints(pattern=r"^\S+$")] | None = None
 
@@ -157,23 +143,16 @@ class SagemakerOptions(CloudOptions):
             )
         if self.max_wait_s is not None and not self.spot:
             raise ValueError("max_wait_s: it works only with spot: true; set that, or leave it out")
-        if self.spot and self.keep_alive_s:
-            raise ValueError(
-                "keep_alive_s: SageMaker does not keep the machines of spot jobs; leave it out, "
-                "or leave spot out"
-            )
-        if bool(self.subnets) is not bool(self.security_groups):
-            raise ValueError("subnets and security_groups: give both or neither")
         files = [name for name, one in self.channels.items() if isinstance(one, FileSystem)]
-        if files and not self.subnets:
+        if files and "VpcConfig" not in self.extra:
             raise ValueError(
                 f"channels.{files[0]}: SageMaker reaches a file system only through your subnets; "
-                "give subnets and security_groups"
+                "give VpcConfig in extra"
             )
-        if self.secrets and self.network_isolation:
+        if self.secrets and self.extra.get("EnableNetworkIsolation"):
             raise ValueError(
-                "secrets: with network_isolation, machines cannot reach Secrets Manager; leave one "
-                "of them out"
+                "secrets: with EnableNetworkIsolation, machines cannot reach Secrets Manager; "
+                "leave one of them out"
             )
         return self
 
@@ -197,22 +176,22 @@ class SagemakerOptions(CloudOptions):
         if job.launch.max_restarts and job.launch.nodes > 1:
             raise RunFileError(
                 "launch.max_restarts: on several machines of SageMaker, the other machines get "
-                "checkpoints only when the job is started again. Use launch.options.restarts or "
-                "spot instead"
+                "checkpoints only when the job is started again. Use launch.options.spot, or "
+                "RetryStrategy in launch.options.extra, instead"
             )
-        if job.launch.fabric not in ("auto", *FABRICS):
+        if job.launch.fabric not in ("auto", *_FABRICS):
             raise RunFileError(
                 f"launch.fabric: {job.launch.fabric}: machines of SageMaker have "
-                f"{' or '.join(FABRICS)}"
+                f"{' or '.join(_FABRICS)}"
             )
         needed = job.stop_grace_s + self.grace_s
-        if needed > STOP_S - 10:
+        if needed > _STOP_S - 10:
             raise RunFileError(
                 f"checkpoint.grace_s ({job.stop_grace_s:g} s) and launch.options.grace_s "
-                f"({self.grace_s:g} s) may have at most {STOP_S - 10} s together: SageMaker kills "
-                f"a job {STOP_S} s after it asks it to end"
+                f"({self.grace_s:g} s) may have at most {_STOP_S - 10} s together: SageMaker kills "
+                f"a job {_STOP_S} s after it asks it to end"
             )
-        cards = CARDS.get(self.instance_type)
+        cards = _CARDS.get(self.instance_type)
         if cards is not None and job.launch.devices > cards:
             raise RunFileError(
                 f"launch.options.instance_type: {self.instance_type} has {cards} accelerators, and "
@@ -220,106 +199,41 @@ class SagemakerOptions(CloudOptions):
             )
 
 
-def request_of(
-    job: Job,
-    own: SagemakerOptions,
-    profile: LaunchProfile,
-    name: str,
-    run: str,
-    carried: dict[str, str],
-) -> dict[str, object]:
-    """The request for CreateTrainingJob.
-
-    Args:
-        job: as its machines see it.
-        run: under which its run directory is kept.
-        carried: hyperparameters that bring the job there.
-    """
-    stop: dict[str, int] = {"MaxRuntimeInSeconds": own.time_limit_s}
-    if own.max_wait_s is not None:
-        stop["MaxWaitTimeInSeconds"] = own.max_wait_s
-    resources: dict[str, object] = {
-        "InstanceType": own.instance_type,
-        "InstanceCount": job.launch.nodes,
-        **({} if own.volume_gb is None else {"VolumeSizeInGB": own.volume_gb}),
-        **({"KeepAlivePeriodInSeconds": own.keep_alive_s} if own.keep_alive_s else {}),
-    }
-    request: dict[str, object] = {
-        "TrainingJobName": name,
-        "RoleArn": own.role,
-        "AlgorithmSpecification": {
-            "TrainingImage": own.image_for(job, profile),
-            "TrainingInputMode": "File",
-            "ContainerEntrypoint": [own.python, "-m", "anygauge_clouds.sagemaker_node"],
-            "ContainerArguments": ["--grace", f"{own.grace_s:g}"],
-        },
-        "HyperParameters": carried,
-        "OutputDataConfig": {"S3OutputPath": own.output},
-        "CheckpointConfig": {
-            "S3Uri": f"{own.output.rstrip('/')}/{run}",
-            "LocalPath": job.run_directory,
-        },
-        "ResourceConfig": resources,
-        "StoppingCondition": stop,
-        "EnableManagedSpotTraining": own.spot,
-        "EnableInterContainerTrafficEncryption": own.encrypt_traffic,
-        "EnableNetworkIsolation": own.network_isolation,
-    }
-    if own.channels:
-        request["InputDataConfig"] = [_channel(n, c, own) for n, c in own.channels.items()]
-    if own.subnets:
-        request["VpcConfig"] = {"Subnets": own.subnets, "SecurityGroupIds": own.security_groups}
-    if own.restarts:
-        request["RetryStrategy"] = {"MaximumRetryAttempts": own.restarts}
-    if own.tags:
-        request["Tags"] = [{"Key": key, "Value": value} for key, value in own.tags.items()]
-    return request
-
-
-def _channel(name: str, source: str | FileSystem, own: SagemakerOptions) -> dict[str, object]:
+def _channel(name: str, source: str | FileSystem, mode: str) -> dict[str, object]:
     if isinstance(source, FileSystem):
-        where: dict[str, object] = {
-            "FileSystemDataSource": {
-                "FileSystemId": source.id,
-                "FileSystemAccessMode": source.access,
-                "FileSystemType": source.type,
-                "DirectoryPath": source.path,
-            }
+        files = {
+            "FileSystemId": source.id,
+            "FileSystemAccessMode": source.access,
+            "FileSystemType": source.type,
+            "DirectoryPath": source.path,
         }
-        return {"ChannelName": name, "DataSource": where, "InputMode": "File"}
-    where = {
-        "S3DataSource": {
-            "S3DataType": "S3Prefix",
-            "S3Uri": source,
-            "S3DataDistributionType": "FullyReplicated",
-        }
-    }
-    return {"ChannelName": name, "DataSource": where, "InputMode": own.channel_mode}
+        where, mode = {"FileSystemDataSource": files}, "File"
+    else:
+        prefix = {"S3DataType": "S3Prefix", "S3Uri": source}
+        where = {"S3DataSource": {**prefix, "S3DataDistributionType": "FullyReplicated"}}
+    return {"ChannelName": name, "DataSource": where, "InputMode": mode}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SagemakerService(Service):
     """One training job."""
 
+    log_delay_s = 30.0
+    owner = "AWS"
+    gone = r"ValidationException.*(not found|Could not find)"
+
     name: str
     region: str | None = None
     profile: str | None = None
-    log_delay_s = 30.0
 
     @property
     def shown(self) -> str:
         """For humans."""
         return f"SageMaker training job {self.name}"
 
-    @property
-    def describe(self) -> tuple[str, ...]:
-        """Words that ask for its state."""
-        return ("sagemaker", "describe-training-job", "--training-job-name", self.name)
-
-    @property
-    def end(self) -> tuple[str, ...]:
-        """Words that ask for its end."""
-        return ("sagemaker", "stop-training-job", "--training-job-name", self.name)
+    def job(self, action: str, *words: str) -> tuple[str, ...]:
+        """A command of the aws client on this job."""
+        return self.aws("sagemaker", action, "--training-job-name", self.name, *words)
 
     def aws(self, *words: str) -> tuple[str, ...]:
         """A command of the aws client."""
@@ -332,16 +246,14 @@ class SagemakerService(Service):
 
     def state(self) -> JobState:
         """See `Service.state`."""
-        done = run_client(self.aws(*self.describe, "--output", "json"))
-        if done.returncode:
-            if re.search(r"ValidationException.*(not found|Could not find)", done.stderr, re.S):
-                return JobState(phase="gone", text=f"{self.shown} is gone")
-            return JobState(phase="silent", text=f"AWS does not answer: {last_line(done.stderr)}")
+        out = self.answer(self.job("describe-training-job", "--output", "json"))
+        if isinstance(out, JobState):
+            return out
         try:
-            found = json.loads(done.stdout)
+            found = json.loads(out)
             status, second = found["TrainingJobStatus"], found.get("SecondaryStatus", "")
         except (ValueError, KeyError, TypeError):
-            return JobState(phase="silent", text="the aws client printed no training job")
+            return self.silent("the aws client printed no training job")
         if status == "Failed":
             reason = found.get("FailureReason", "no reason is given")
             return JobState(phase="failed", text=f"{self.shown} failed: {reason}")
@@ -349,10 +261,8 @@ class SagemakerService(Service):
             return JobState(phase="done", text=f"{self.shown} is complete")
         if status == "Stopped":
             return JobState(phase="stopped", text=f"{self.shown} was stopped ({second})")
-        running = second == "Training"
-        return JobState(
-            phase="running" if running else "waiting", text=f"{self.shown}: {second or status}"
-        )
+        phase: Literal["running", "waiting"] = "running" if second == "Training" else "waiting"
+        return JobState(phase=phase, text=f"{self.shown}: {second or status}")
 
     def log_command(self) -> tuple[str, ...] | None:
         """See `Service.log_command`; the aws client of version 1 cannot follow by itself."""
@@ -365,16 +275,15 @@ class SagemakerService(Service):
 
     def stop(self, *, force: bool) -> None:
         """See `Service.stop`: SageMaker sends SIGTERM, and SIGKILL 120 s later, in any case."""
-        done = run_client(self.aws(*self.end))
         # One that has just ended cannot be stopped, and need not.
-        if done.returncode and "in status" not in done.stderr:
-            raise AnygaugeError(f"SageMaker cannot end {self.shown}: {last_line(done.stderr)}")
+        self.end("SageMaker", self.job("stop-training-job"), unless="in status")
 
 
 class Sagemaker(ServiceLauncher):
     """Hands a job to SageMaker."""
 
     service = SagemakerService
+    title = "SageMaker"
     called = "a SageMaker job"
 
     def render(self, job: Job, options: SagemakerOptions, profile: LaunchProfile) -> Plan:
@@ -382,24 +291,20 @@ class Sagemaker(ServiceLauncher):
 
         Raises:
             RunFileError: an option is wrong.
-            UnsupportedError: the run file is too large for a request.
+            UnsupportedError: the run file is too long for a request.
         """
         options.check(job, profile)
         here = Path(job.run_directory)
-        there = relocate(job, RUNS)
-        name = service_name(job, _NAME_LIMIT)
-        carried = packed(there, options.secrets)
-        if len(carried) > _PIECES_LIMIT:
-            raise UnsupportedError(
-                f"the run file is too long: it takes {len(carried)} pieces of {PIECE} characters, "
-                f"and a request to SageMaker may have at most {_PIECES_LIMIT}"
-            )
-        request = request_of(there, options, profile, name, here.name, carried)
-        service = SagemakerService(name=name, region=options.region, profile=options.profile)
-        path = str(here / REQUEST)
+        service = SagemakerService(
+            name=service_name(job, _NAME_LIMIT), region=options.region, profile=options.profile
+        )
+        request = _request(relocate(job, CHECKPOINTS), options, profile, here.name, service.name)
+        path = str(here / "request.json")
         command = service.aws(
             *("sagemaker", "create-training-job", "--cli-input-json", f"file://{path}")
         )
+        logs = ("logs", "tail", LOG_GROUP, "--follow")
+        channels = (f"{CHANNELS}/{channel}" for channel in options.channels)
         return Plan(
             # The token that the agents know each other by is in it.
             files=(PlannedFile(path=path, text=json.dumps(request, indent=2) + "\n", mode=0o600),),
@@ -407,29 +312,21 @@ class Sagemaker(ServiceLauncher):
             pass_environment=tuple(job.launch.pass_environment),
             operations={
                 "submit": command,
-                "status": service.aws(*service.describe),
-                "logs": service.aws(
-                    *("logs", "tail", LOG_GROUP, "--follow"),
-                    *("--log-stream-name-prefix", f"{name}/"),
-                ),
-                "cancel": service.aws(*service.end),
+                "status": service.job("describe-training-job"),
+                "logs": service.aws(*logs, "--log-stream-name-prefix", f"{service.name}/"),
+                "cancel": service.job("stop-training-job"),
             },
-            folders=(
-                RUNS,
-                *(f"{CHANNELS}/{channel}" for channel in options.channels),
-                *options.in_image,
-            ),
+            folders=(CHECKPOINTS, *channels, *options.in_image),
+            record=service.record,
         )
 
-    def submit(self, plan: Plan) -> ServiceJob:
-        """Send the request.
+    def create(self, plan: Plan) -> None:
+        """Send the request, with the variables that are passed on.
 
         Raises:
-            AnygaugeError: the aws client is missing or refuses, or a file cannot be written.
+            AnygaugeError: see `ServiceLauncher.submit`; or SageMaker would not take a variable.
         """
-        (file,) = plan.files
-        request = json.loads(file.text)
-        passed = {n: os.environ[n] for n in plan.pass_environment if n in os.environ}
+        passed = passed_variables(plan)
         long = next((n for n, value in passed.items() if len(value) > _VARIABLE_LIMIT), None)
         if long is not None or len(passed) > _VARIABLES_LIMIT:
             found = f"{len(passed)} variables" if long is None else f"a longer value of {long}"
@@ -438,26 +335,40 @@ class Sagemaker(ServiceLauncher):
                 f"{_VARIABLES_LIMIT} variables of up to {_VARIABLE_LIMIT} characters; put them "
                 "into the run file's environment, or into the image"
             )
+        (file,) = plan.files
+        request = json.loads(file.text)
         if passed:
-            request["Environment"] = passed
-        try:
-            write_text(file.path, json.dumps(request, indent=2) + "\n", file.mode)
-        except OSError as error:
-            raise AnygaugeError(f"cannot write {file.path}: {error}") from error
-        done = submit_by_client(plan.processes[0].argv, request["TrainingJobName"])
-        if done.returncode:
-            raise AnygaugeError(f"SageMaker refused the job: {printed(done)}")
-        argv = plan.processes[0].argv
-        service = SagemakerService(
-            name=request["TrainingJobName"],
-            region=_after("--region", argv),
-            profile=_after("--profile", argv),
+            request["Environment"] = {**passed, **request.get("Environment", {})}
+        file = replace(file, text=json.dumps(request, indent=2) + "\n")
+        super().create(replace(plan, files=(file,)))
+
+
+def _request(
+    job: Job, own: SagemakerOptions, profile: LaunchProfile, run: str, name: str
+) -> dict[str, Any]:
+    """The request for CreateTrainingJob; `job` is as its machines see it.
+
+    Raises:
+        UnsupportedError: the run file is too long for it.
+    """
+    carried = packed(job, own.secrets)
+    if len(carried) > _PIECES_LIMIT:
+        raise UnsupportedError(
+            f"the run file is too long: it takes {len(carried)} pieces of {PIECE} characters, "
+            f"and a request to SageMaker may have at most {_PIECES_LIMIT}"
         )
-        return ServiceJob(service, Path(file.path).parent)
-
-
-def _after(flag: str, argv: tuple[str, ...]) -> str | None:
-    return argv[argv.index(flag) + 1] if flag in argv else None
+    channels = [_channel(key, source, own.channel_mode) for key, source in own.channels.items()]
+    values = {
+        **{"name": name, "role": own.role, "image": own.image_for(job, profile)},
+        "command": [own.python, "-m", "anygauge_clouds.container"],
+        "arguments": ["sagemaker", "--grace", f"{own.grace_s:g}"],
+        **{"carried": carried, "output": own.output, "run_directory": job.run_directory},
+        "checkpoints": f"{own.output.rstrip('/')}/{run}",
+        **{"instance_type": own.instance_type, "nodes": job.launch.nodes, "spot": own.spot},
+        **{"time_limit_s": own.time_limit_s, "max_wait_s": own.max_wait_s},
+        "channels": channels or None,
+    }
+    return merge(fill(_TEMPLATE, values), own.extra)
 
 
 def follow_log(argv: list[str]) -> int:

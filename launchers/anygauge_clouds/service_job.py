@@ -6,21 +6,29 @@ import abc
 import contextlib
 import os
 import queue
+import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from anygauge.interface import LOST, AnygaugeError, JobState, UnsupportedError
-from anygauge.util.clients import NotInstalledError, last_line
+from anygauge.interface import LOST, AnygaugeError, JobState, Plan, UnsupportedError
+from anygauge.util.clients import (
+    NoAnswerError,
+    NotInstalledError,
+    last_line,
+    printed,
+    run_client,
+)
 from anygauge.util.events import message_event, read_event
 from anygauge.util.processes import parent_environment
+from anygauge_clouds.submission import write_files
 
 Event = Mapping[str, Any]
 
@@ -37,13 +45,22 @@ class Service(abc.ABC):
     """A service with one job of it: a dataclass of what the job is found by.
 
     Attributes:
+        owner: who answers, in words.
+        gone: pattern of its complaint about a job that it does not know.
         log_delay_s: seconds that the coordinator's log may take to arrive once the service reports
             the end of the job.
     """
 
     __slots__ = ()
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    owner: ClassVar[str]
+    gone: ClassVar[str]
     log_delay_s = 15.0
+
+    @property
+    @abc.abstractmethod
+    def shown(self) -> str:
+        """The job, for humans."""
 
     @property
     def record(self) -> Mapping[str, Any]:
@@ -78,17 +95,69 @@ class Service(abc.ABC):
             AnygaugeError: the service refuses.
         """
 
+    def answer(self, command: Sequence[str]) -> str | JobState:
+        """What the client's command prints; the job's state where it fails."""
+        done = run_client(command)
+        if done.returncode == 0:
+            return done.stdout
+        if re.search(self.gone, done.stderr, re.DOTALL):
+            return JobState(phase="gone", text=f"{self.shown} is gone")
+        return self.silent(f"{self.owner} does not answer: {last_line(done.stderr)}")
+
+    def silent(self, text: str) -> JobState:
+        """The state of a job about which there is no answer."""
+        return JobState(phase="silent", text=text)
+
+    def end(self, client: str, command: Sequence[str], unless: str = r"\Z.") -> None:
+        """Have the client ask for the job's end.
+
+        Raises:
+            AnygaugeError: it refuses, and not for the reason `unless`.
+        """
+        done = run_client(command)
+        if done.returncode and not re.search(unless, done.stderr):
+            raise AnygaugeError(f"{client} cannot end {self.shown}: {last_line(done.stderr)}")
+
 
 class ServiceLauncher:
     """What launchers of such jobs share.
 
     Attributes:
         service: of its jobs.
+        title: of the service.
         called: a job of it, in words.
     """
 
     service: ClassVar[type[Service]]
+    title: ClassVar[str]
     called: ClassVar[str]
+
+    def submit(self, plan: Plan) -> ServiceJob:
+        """Write the plan's files and create the job.
+
+        Raises:
+            AnygaugeError: the client is missing or refuses, or a file cannot be written.
+        """
+        job = self.attach(plan.record, Path(plan.files[-1].path).parent)
+        self.create(plan)
+        return job
+
+    def create(self, plan: Plan) -> None:
+        """Write the plan's files, and run the command that submits them.
+
+        Raises:
+            AnygaugeError: see `submit`.
+        """
+        write_files(plan)
+        try:
+            done = run_client(plan.processes[0].argv)
+        except NoAnswerError as error:
+            name = plan.record["name"]
+            raise NoAnswerError(
+                f"{error}. The service may have accepted the job all the same, as {name}"
+            ) from error
+        if done.returncode:
+            raise AnygaugeError(f"{self.title} refused the job: {printed(done)}")
 
     def attach(self, record: Mapping[str, Any], run_directory: Path) -> ServiceJob:
         """A job that was submitted before.

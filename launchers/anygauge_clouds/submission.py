@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
 import re
-import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, StringConstraints
+import yaml
+from pydantic import AfterValidator, Field, JsonValue, StringConstraints
 
 from anygauge.interface import (
     REPOSITORY_VARIABLE,
@@ -24,7 +25,6 @@ from anygauge.interface import (
     PlannedFile,
     RunFileError,
 )
-from anygauge.util.clients import NoAnswerError, run_client
 from anygauge.util.files import write_text
 
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -61,11 +61,13 @@ class CloudOptions(LauncherOptions):
         image: container image with anygauge in it; the backend's own by default.
         in_image: folders of the image that the run file may name.
         python: the interpreter in the image.
+        extra: further fields of what is submitted, under the service's names; they win.
     """
 
     image: Image | None = None
     in_image: list[Folder] = Field(default_factory=list)
     python: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_./+-]+$")] = "python3"
+    extra: dict[str, JsonValue] = Field(default_factory=dict)
 
     def image_for(self, job: Job, profile: LaunchProfile) -> str:
         """The image to run.
@@ -93,6 +95,34 @@ class CloudOptions(LauncherOptions):
         )
 
 
+def read_template(name: str) -> Any:
+    """A file beside this one: what is submitted, with ``$name`` where values go."""
+    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+def fill(template: Any, values: Mapping[str, Any]) -> Any:
+    """A template with its values; fields whose value is None are left out."""
+    if isinstance(template, dict):
+        made = {key: fill(part, values) for key, part in template.items()}
+        return {key: part for key, part in made.items() if part is not None}
+    if isinstance(template, list):
+        return [fill(part, values) for part in template]
+    if isinstance(template, str) and template.startswith("$"):
+        # A copy: YAML would write what stands at two places as a reference.
+        return copy.deepcopy(values[template[1:]])
+    return template
+
+
+def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, section by section; where both have a value, that of `extra`. None removes one."""
+    made = dict(base)
+    for key, value in extra.items():
+        old = made.get(key)
+        sections = isinstance(old, dict) and isinstance(value, dict)
+        made[key] = merge(dict(old or {}), value) if sections else value
+    return {key: value for key, value in made.items() if value is not None}
+
+
 def relocate(job: Job, run_directory: str) -> Job:
     """The job as its machines see it, with this run directory on their storage."""
     moved = replace(
@@ -109,12 +139,9 @@ def relocate(job: Job, run_directory: str) -> Job:
 
 
 def service_name(job: Job, limit: int) -> str:
-    """The run's name as services accept it: lower case, digits and dashes.
+    """The run's name as services accept it: at most `limit` of lower case, digits and dashes.
 
     It ends with the submission's id, so that a run can be submitted again.
-
-    Args:
-        limit: most characters.
     """
     end = f"-{submission_id(job)}" if submission_id(job) else ""
     text = re.sub(r"[^a-z0-9]+", "-", Path(job.run_directory).name.lower()).strip("-")
@@ -133,31 +160,21 @@ def variables_file(folder: Path) -> PlannedFile:
     return PlannedFile(path=str(folder / VARIABLES), text="{}", mode=0o600)
 
 
+def passed_variables(plan: Plan) -> dict[str, str]:
+    """The variables that the plan passes on, with the values that they have in this process."""
+    return {name: os.environ[name] for name in plan.pass_environment if name in os.environ}
+
+
 def write_files(plan: Plan) -> None:
     """Write the plan's files, with the values that variables have in this process now.
 
     Raises:
         AnygaugeError: a file cannot be written.
     """
-    passed = {n: os.environ[n] for n in plan.pass_environment if n in os.environ}
+    variables = json.dumps(passed_variables(plan))
     for file in plan.files:
-        text = json.dumps(passed) if Path(file.path).name == VARIABLES else file.text
+        text = variables if Path(file.path).name == VARIABLES else file.text
         try:
             write_text(file.path, text, file.mode)
         except OSError as error:
             raise AnygaugeError(f"{file.path} cannot be written: {error}") from error
-
-
-def submit_by_client(argv: Sequence[str], name: str) -> subprocess.CompletedProcess[str]:
-    """Run the client's command that submits a job of this name.
-
-    Raises:
-        AnygaugeError: this machine does not have the client.
-        NoAnswerError: the client did not answer; the service may have the job all the same.
-    """
-    try:
-        return run_client(argv)
-    except NoAnswerError as error:
-        raise NoAnswerError(
-            f"{error}. The service may have accepted the job all the same, as {name}"
-        ) from error

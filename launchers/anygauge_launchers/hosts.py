@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import Field
@@ -29,45 +28,38 @@ class HostsOptions(LauncherOptions):
     coordinator: str | None = None
 
     def resolve(self, job: Job) -> tuple[tuple[str, ...], str]:
-        """One host for each node, and ``host:port`` of the coordinator's agent.
+        """One host for each node, in order, and ``host:port`` of the coordinator's agent.
 
         Raises:
-            RunFileError: see `_hosts_of`.
+            RunFileError: none or both are given, a name is not a host name, or there are not as
+                many as nodes.
         """
-        found = _hosts_of(job, self.hosts, self.hostfile)
-        return found, f"{self.coordinator or _without_user(found[0])}:{job.launch.port}"
+        if bool(self.hosts) is (self.hostfile is not None):
+            raise RunFileError(
+                "launch.options: list the machines, either as hosts ([node1, node2]) or as "
+                "hostfile (a path; lines `node1 slots=8`)"
+            )
+        found = (
+            tuple(self.hosts) if self.hostfile is None else _read_hostfile(job, Path(self.hostfile))
+        )
+        where = "hosts" if self.hostfile is None else f"hostfile ({self.hostfile})"
+        for host in found:
+            if not _HOST.match(host):
+                raise RunFileError(f"launch.options.{where}: {host!r} is not a host name")
+        twice = sorted({host for host in found if found.count(host) > 1})
+        if twice:
+            raise RunFileError(f"launch.options.{where}: {', '.join(twice)} is listed twice")
+        if len(found) != job.launch.nodes:
+            raise RunFileError(
+                f"launch.options.{where}: {len(found)} machines are listed ({', '.join(found)}), "
+                f"and launch.nodes is {job.launch.nodes}. They must be the same; --nodes "
+                f"{len(found)} takes all"
+            )
+        first = self.coordinator or found[0].rpartition("@")[2]
+        return found, f"{first}:{job.launch.port}"
 
 
 _HOST = re.compile(r"^(?!-)[A-Za-z0-9_.:@\[\]%-]+$")
-
-
-def _hosts_of(job: Job, hosts: Sequence[str], hostfile: str | None) -> tuple[str, ...]:
-    """One host for each node, in order; the first is the coordinator.
-
-    Raises:
-        RunFileError: none or both are given, a name is not a host name, or there are not as many as
-            nodes.
-    """
-    if bool(hosts) is (hostfile is not None):
-        raise RunFileError(
-            "launch.options: list the machines, either as hosts ([node1, node2]) or as hostfile "
-            "(a path; lines `node1 slots=8`)"
-        )
-    found = tuple(hosts) if hostfile is None else _read_hostfile(job, Path(hostfile))
-    where = "hosts" if hostfile is None else f"hostfile ({hostfile})"
-    for host in found:
-        if not _HOST.match(host):
-            raise RunFileError(f"launch.options.{where}: {host!r} is not a host name")
-    twice = sorted({host for host in found if found.count(host) > 1})
-    if twice:
-        raise RunFileError(f"launch.options.{where}: {', '.join(twice)} is listed twice")
-    if len(found) != job.launch.nodes:
-        raise RunFileError(
-            f"launch.options.{where}: {len(found)} machines are listed ({', '.join(found)}), and "
-            f"launch.nodes is {job.launch.nodes}. They must be the same; --nodes {len(found)} "
-            "takes all"
-        )
-    return found
 
 
 def _read_hostfile(job: Job, path: Path) -> tuple[str, ...]:
@@ -100,8 +92,3 @@ def _read_hostfile(job: Job, path: Path) -> tuple[str, ...]:
                 )
         found.append(host)
     return tuple(found)
-
-
-def _without_user(host: str) -> str:
-    """The host as other nodes reach it."""
-    return host.rpartition("@")[2]

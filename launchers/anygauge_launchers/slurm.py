@@ -27,6 +27,7 @@ from anygauge.interface import (
     PlannedFile,
     PlannedProcess,
     RunFileError,
+    UnsupportedError,
 )
 from anygauge_launchers.remote import RemoteJob, job_file
 from anygauge_launchers.slurm_job import SlurmJob
@@ -187,7 +188,12 @@ class Slurm:
         Raises:
             UnsupportedError: the record is not one of this launcher.
         """
-        return SlurmJob.attach(record, run_directory)
+        try:
+            return SlurmJob(str(record["job"]), run_directory, int(record["offset"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise UnsupportedError(
+                f"{run_directory}: {dict(record)} is not a record of a job"
+            ) from error
 
     def _agent(self, own: SlurmOptions, job: Job) -> tuple[str, ...]:
         """Arguments of an agent."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from anygauge.interface import LOST, AnygaugeError, JobState, Plan, UnsupportedError
+from anygauge.interface import LOST, AnygaugeError, JobState, Plan
 from anygauge.util.clients import last_line, run_client
 from anygauge.util.events import message_event, read_event
 from anygauge.util.files import write_text
@@ -81,18 +81,6 @@ class SlurmJob:
             )
         number = done.stdout.strip().split(";")[0]
         return cls(number, folder, offset)
-
-    @classmethod
-    def attach(cls, record: Mapping[str, Any], folder: Path) -> SlurmJob:
-        """A job that was submitted before.
-
-        Raises:
-            UnsupportedError: the record is not one of a job of Slurm's.
-        """
-        try:
-            return cls(str(record["job"]), folder, int(record["offset"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise UnsupportedError(f"{folder}: {dict(record)} is not a record of a job") from error
 
     def events(self) -> Iterator[Event]:
         """What the agents report and the job's state in Slurm, until it is over."""
@@ -193,7 +181,9 @@ class SlurmJob:
         if self._cancellations:
             kind, status = "cancelled", 143
         log = self._folder / "logs" / "slurm.log"
-        tail = "\n".join(f"  | {line}" for line in _lines(log)[-10:])
+        text_of = log.read_text(errors="replace") if log.exists() else ""
+        lines = [line for line in text_of.splitlines() if line.strip()]
+        tail = "\n".join(f"  | {line}" for line in lines[-10:])
         return {
             "event": "ended",
             "state": kind,
@@ -202,10 +192,3 @@ class SlurmJob:
             + (f" ({reason})" if reason not in ("", "None") else "")
             + (f"\nits log: {log}\n{tail}" if tail else ""),
         }
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    except OSError:
-        return []

@@ -47,7 +47,8 @@ class Client:
     first that fits is taken, and taken off unless it is the last of its kind.
     """
 
-    SCRIPT = """#!{python}
+    # Without site-packages: it starts often.
+    SCRIPT = """#!{python} -IS
 import json, sys, time
 from pathlib import Path
 folder = Path({folder!r})

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from anygauge.interface import AnygaugeError, LaunchProfile, Plan
-from anygauge_clouds import azureml_node
+from anygauge_clouds import container
 from anygauge_clouds.azureml import Azureml, AzureService
 from anygauge_clouds.service_job import ServiceJob
 from tests.clouds.helpers import CARDS, Client, client_for, events_text, job, merged
@@ -54,16 +54,19 @@ def test_one_agent_starts_on_each_machine() -> None:
         "docker_args": "--cap-add=sys_nice --ulimit=memlock=-1",
     }
     assert made["command"] == (
-        'python3 -m anygauge_clouds.azureml_node --link /anygauge/run="${{outputs.run}}" '
+        'python3 -m anygauge_clouds.container azureml --link /anygauge/run="${{outputs.run}}" '
         '--link /data="${{inputs.data}}" --link /models/llama="${{inputs.model}}" --grace 5'
     )
     assert made["outputs"]["run"]["path"] == f"{STORE}/runs/Tiny_Run.1/"
     assert (made["environment"], made["compute"]) == (
         {"image": "vendor/stack:1"}, "azureml:gpu-cluster",
     )  # fmt: skip
-    other = described(rendered({"environment": "ours:4", "priority": "low", "time_limit_s": 60}))
-    assert other["environment"] == "azureml:ours:4"
-    assert (other["queue_settings"], other["limits"]) == ({"priority": "low"}, {"timeout": 60})
+    extra = {"limits": {"timeout": 60}, "resources": {"docker_args": "-x"}, "display_name": None}
+    other = described(rendered({"environment": "ours:4", "extra": extra}))
+    assert other["environment"] == "azureml:ours:4" and other["limits"] == {"timeout": 60}
+    assert "display_name" not in other
+    # The user's fields win, beside those of the launcher.
+    assert other["resources"] == {"instance_count": 2, "shm_size": "16g", "docker_args": "-x"}
 
 
 def test_the_job_is_described_as_its_machines_see_it() -> None:
@@ -100,17 +103,10 @@ class TestAzureContainer:
         monkeypatch.setenv("NODE_RANK", "1")
         monkeypatch.setenv("MASTER_ADDR", "10.0.0.4")
         for _ in range(2):  # a container that starts again finds its links
-            command, variables = azureml_node.agent_command(self.words(tmp_path))
+            command, variables = container.azureml_agent(self.words(tmp_path))
         assert command[1:] == [
-            *(
-                "-m",
-                "anygauge.launch.agent",
-                "--job",
-                str(tmp_path / "job.json"),
-                "--node-rank",
-                "1",
-            ),
-            *("--coordinator", "10.0.0.4:4711", "--grace", "5"),
+            *("-m", "anygauge.launch.agent", "--job", str(tmp_path / "job.json")),
+            *("--node-rank", "1", "--coordinator", "10.0.0.4:4711", "--grace", "5"),
             *("--variables", str(tmp_path / "variables.json")),
         ]
         assert variables == {}
@@ -118,19 +114,19 @@ class TestAzureContainer:
 
     def test_without_azures_variables_it_says_so(self, tmp_path: Path) -> None:
         with pytest.raises(AnygaugeError, match="NODE_RANK and MASTER_ADDR are not set"):
-            azureml_node.agent_command(self.words(tmp_path))
+            container.azureml_agent(self.words(tmp_path))
 
     def test_a_mount_that_is_missing_or_in_the_way_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(
             AnygaugeError,
             match="/data: Azure did not mount this folder: what it gave, '/nowhere', does",
         ):
-            azureml_node.link("/data=/nowhere")
+            container.link("/data=/nowhere")
         (tmp_path / "taken").mkdir()
         with pytest.raises(
             AnygaugeError, match=r"cannot make .*taken a link to .* Choose another folder"
         ):
-            azureml_node.link(f"{tmp_path / 'taken'}={tmp_path / 'mounted'}")
+            container.link(f"{tmp_path / 'taken'}={tmp_path / 'mounted'}")
 
     def test_secrets_come_from_the_vault(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The packages are stand-ins of the same names; a vault was never asked."""
@@ -156,7 +152,7 @@ class TestAzureContainer:
             module = ModuleType(name)
             vars(module).update(members)
             monkeypatch.setitem(sys.modules, name, module)
-        assert azureml_node.fetch_secrets(OPTIONS["secrets"]) == {"HF_TOKEN": "hf_xyz"}
+        assert container.vault_secrets(OPTIONS["secrets"]) == {"HF_TOKEN": "hf_xyz"}
         assert asked == [("https://keys.vault.azure.net", "hf")]
 
     def test_without_azures_packages_the_image_is_blamed(
@@ -164,7 +160,7 @@ class TestAzureContainer:
     ) -> None:
         monkeypatch.setitem(sys.modules, "azure.identity", None)
         with pytest.raises(AnygaugeError, match="needs azure-identity and azure-keyvault-secrets"):
-            azureml_node.fetch_secrets(OPTIONS["secrets"])
+            container.vault_secrets(OPTIONS["secrets"])
 
 
 @pytest.fixture
@@ -173,11 +169,11 @@ def az(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Client:
     return client_for("az", AzureService, tmp_path, monkeypatch)
 
 
-HEADER = "RunId: calm_river_x1\nWeb View: https://ml.azure.com/runs/calm_river_x1\n"
+HEADER = f"RunId: {NAME}\nWeb View: https://ml.azure.com/runs/{NAME}\n"
 
 
 def submitted(client: Client, folder: Path) -> ServiceJob:
-    client.answer("create", out="calm_river_x1\n")
+    client.answer("create", out=f"{NAME}\n")
     return Azureml().submit(rendered(folder=folder / "Tiny_Run.1"))
 
 
@@ -192,14 +188,15 @@ def test_a_job_is_submitted_and_found_again(az: Client, tmp_path: Path) -> None:
     variables = folder / "code" / "variables.json"
     assert json.loads(variables.read_text()) == {"HF_HOME": "/cache"}
     assert variables.stat().st_mode & 0o777 == 0o600
-    az.answer("show", "calm_river_x1", out="Preparing\n")
+    az.answer("show", NAME, out="Preparing\n")
     again = Azureml().attach(json.loads(json.dumps(running.record)), folder)
-    assert again.state().text == "Azure ML job calm_river_x1: Preparing"
+    assert again.state().text == f"Azure ML job {NAME}: Preparing"
 
 
 def test_a_job_is_followed_through_the_stream_of_its_first_machine(
-    az: Client, tmp_path: Path
+    az: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(AzureService, "log_delay_s", 60.0)
     running = submitted(az, tmp_path)
     for state in ("Queued", "Running", "Completed"):
         az.answer("show", out=f"{state}\n")
@@ -214,26 +211,19 @@ def test_a_job_is_followed_through_the_stream_of_its_first_machine(
     assert events[-1]["exit_status"] == 0
 
 
-def test_a_job_that_azure_says_failed_is_failed(az: Client, tmp_path: Path) -> None:
-    running = submitted(az, tmp_path)
-    az.answer("show", out="Failed\n")
-    az.answer("stream", status=1, out=HEADER, err="JobException")
-    az.answer("download", status=1, err="no artifacts")
-    final = list(running.events())[-1]
-    assert (final["state"], final["exit_status"]) == ("failed", 1)
-    assert final["cause"] == "Azure ML job calm_river_x1: Failed"
-
-
+@pytest.mark.parametrize("has_log", [False, True])
 def test_of_a_job_that_has_ended_the_log_is_fetched(
-    az: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    az: Client, tmp_path: Path, has_log: bool
 ) -> None:
     running = submitted(az, tmp_path)
-    folder = tmp_path / "Tiny_Run.1"
+    kept = tmp_path / "Tiny_Run.1" / "azure" / "artifacts" / "user_logs"
     az.answer("show", out="Failed\n")
-    az.answer("stream", out=HEADER)
-    az.answer("download", str(folder / "azure"))
-    kept = folder / "azure" / "artifacts" / "user_logs"
-    kept.mkdir(parents=True)
-    ended = {"event": "ended", "time": 2.0, "state": "failed", "exit_status": 1, "cause": "rank 3"}
-    (kept / "std_log_process_00.txt").write_text(events_text(ended))
-    assert list(running.events())[-1]["cause"] == "rank 3"
+    az.answer("stream", status=1, out=HEADER, err="JobException")
+    az.answer("download", status=0 if has_log else 1, err="no artifacts")
+    if has_log:
+        kept.mkdir(parents=True)
+        ended = {"event": "ended", "state": "failed", "exit_status": 1, "cause": "rank 3"}
+        (kept / "std_log_process_00.txt").write_text(events_text(ended))
+    final = list(running.events())[-1]
+    assert (final["state"], final["exit_status"]) == ("failed", 1)
+    assert final["cause"] == ("rank 3" if has_log else f"Azure ML job {NAME}: Failed")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from anygauge.interface import AnygaugeError, Job, LaunchProfile, Plan, UnsupportedError
-from anygauge_clouds import sagemaker_node
+from anygauge_clouds import container
 from anygauge_clouds.sagemaker import Sagemaker, SagemakerService
 from anygauge_clouds.service_job import ServiceJob
 from tests.clouds.helpers import (
@@ -27,6 +27,7 @@ from tests.clouds.helpers import (
 from tests.helpers.options import render
 
 SECRET = "arn:aws:secretsmanager:eu-west-1:123456789012:secret:hf-AbCdEf"
+VPC = {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]}
 OPTIONS: dict[str, Any] = {
     "role": "arn:aws:iam::123456789012:role/SageMakerRole",
     "image": "123456789012.dkr.ecr.eu-west-1.amazonaws.com/anygauge:1",
@@ -36,8 +37,7 @@ OPTIONS: dict[str, Any] = {
         "data": "s3://bucket/data/",
         "models": {"id": "fs-0123456789abcdef0", "type": "FSxLustre", "path": "/x/models"},
     },
-    "subnets": ["subnet-1"],
-    "security_groups": ["sg-1"],
+    "extra": {"VpcConfig": VPC},
     "secrets": {"HF_TOKEN": SECRET},
     "region": "eu-west-1",
 }
@@ -59,25 +59,25 @@ def request(plan: Plan) -> dict[str, Any]:
 
 
 def test_machines_storage_and_time_are_as_asked_for() -> None:
-    made = request(rendered({"spot": True, "max_wait_s": 90000, "restarts": 2, "tags": {"a": "b"}}))
-    assert made["ResourceConfig"] == {"InstanceType": "ml.p5.48xlarge", "InstanceCount": 2}
-    assert made["AlgorithmSpecification"]["ContainerEntrypoint"] == [
-        "python3", "-m", "anygauge_clouds.sagemaker_node",
-    ]  # fmt: skip
+    extra = {"VpcConfig": VPC, "ResourceConfig": {"VolumeSizeInGB": 500}}
+    made = request(rendered({"spot": True, "max_wait_s": 90000, "extra": extra}))
+    assert made["ResourceConfig"] == {
+        "InstanceType": "ml.p5.48xlarge", "InstanceCount": 2, "VolumeSizeInGB": 500,
+    }  # fmt: skip
+    how = made["AlgorithmSpecification"]
+    assert how["ContainerEntrypoint"] == ["python3", "-m", "anygauge_clouds.container"]
+    assert how["ContainerArguments"] == ["sagemaker", "--grace", "5"]
     assert made["CheckpointConfig"] == {
         "S3Uri": "s3://bucket/runs/Tiny_Run.1", "LocalPath": "/opt/ml/checkpoints",
     }  # fmt: skip
     assert made["StoppingCondition"] == {
         "MaxRuntimeInSeconds": 86400, "MaxWaitTimeInSeconds": 90000,
     }  # fmt: skip
-    assert (made["EnableManagedSpotTraining"], made["RetryStrategy"]) == (
-        True, {"MaximumRetryAttempts": 2},
-    )  # fmt: skip
+    assert made["EnableManagedSpotTraining"] is True
     data, models = made["InputDataConfig"]
     assert data["DataSource"]["S3DataSource"]["S3Uri"] == "s3://bucket/data/"
     assert models["DataSource"]["FileSystemDataSource"]["FileSystemAccessMode"] == "ro"
-    assert made["VpcConfig"] == {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]}
-    assert made["Tags"] == [{"Key": "a", "Value": "b"}]
+    assert made["VpcConfig"] == VPC
 
 
 def test_each_submission_has_a_name_of_its_own() -> None:
@@ -95,7 +95,7 @@ def test_a_job_travels_in_pieces_that_the_service_takes() -> None:
     assert len(pieces) > 3
     for piece in pieces.values():
         assert len(piece) <= 2500 and "\n" not in piece and piece.isascii()
-    job_text, secrets = sagemaker_node.unpacked(dict(reversed(pieces.items())))
+    job_text, secrets = container.unpacked(dict(reversed(pieces.items())))
     assert json.loads(job_text)["run_text"] == text
     assert json.loads(job_text)["run_directory"] == "/opt/ml/checkpoints"
     assert secrets == {"HF_TOKEN": SECRET}
@@ -108,9 +108,9 @@ class TestSageMakerContainer:
 
     @pytest.fixture
     def config(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        monkeypatch.setattr(sagemaker_node, "CONFIG", str(tmp_path))
-        monkeypatch.setattr(sagemaker_node, "FAILURE", str(tmp_path / "output" / "failure"))
-        monkeypatch.setattr(sagemaker_node, "JOB_FILE", str(tmp_path / "job.json"))
+        monkeypatch.setattr(container, "CONFIG", str(tmp_path))
+        monkeypatch.setattr(container, "FAILURE", str(tmp_path / "output" / "failure"))
+        monkeypatch.setattr(container, "JOB_FILE", str(tmp_path / "job.json"))
         made = request(rendered({"secrets": None}))
         (tmp_path / "hyperparameters.json").write_text(json.dumps(made["HyperParameters"]))
         self.of(tmp_path, "algo-2", ["algo-1", "algo-2"])
@@ -121,7 +121,7 @@ class TestSageMakerContainer:
         (folder / "resourceconfig.json").write_text(json.dumps(where))
 
     def test_it_becomes_the_agent_of_its_machine(self, config: Path) -> None:
-        command, variables = sagemaker_node.agent_command(["--grace", "5"])
+        command, variables = container.sagemaker_agent(["--grace", "5"])
         assert command[1:] == [
             *("-m", "anygauge.launch.agent", "--job", str(config / "job.json"), "--node-rank", "1"),
             *("--coordinator", "algo-1:4711", "--cause-file", str(config / "output" / "failure")),
@@ -142,13 +142,13 @@ class TestSageMakerContainer:
         self, config: Path, name: str, hosts: list[str], said: str
     ) -> None:
         self.of(config, name, hosts)
-        assert sagemaker_node.main() == 1
+        assert container.main("sagemaker") == 1
         assert said in (config / "output" / "failure").read_text()
 
     def test_a_piece_that_is_missing_is_noticed(self, config: Path) -> None:
         (config / "hyperparameters.json").write_text(json.dumps({"anygauge.001": "}"}))
         with pytest.raises(AnygaugeError, match="the hyperparameters hold no job of anygauge"):
-            sagemaker_node.agent_command([])
+            container.sagemaker_agent([])
 
     def test_secrets_come_from_secrets_manager(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The packages are stand-ins; the real client was run against a simulated service."""
@@ -165,7 +165,7 @@ class TestSageMakerContainer:
         vars(exceptions).update(BotoCoreError=OSError, ClientError=OSError)
         monkeypatch.setitem(sys.modules, "boto3", boto3)
         monkeypatch.setitem(sys.modules, "botocore.exceptions", exceptions)
-        assert sagemaker_node.fetch_secrets({"HF_TOKEN": SECRET}) == {"HF_TOKEN": "value of AbCdEf"}
+        assert container.manager_secrets({"HF_TOKEN": SECRET}) == {"HF_TOKEN": "value of AbCdEf"}
         assert asked == [("secretsmanager", "eu-west-1")]
 
 
@@ -222,8 +222,9 @@ def test_a_variable_that_the_service_would_refuse_is_named(
 
 
 def test_a_job_is_followed_through_the_log_of_its_first_machine(
-    aws: Client, tmp_path: Path
+    aws: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(SagemakerService, "log_delay_s", 60.0)
     running = submitted(aws, tmp_path)
     said = events_text(
         {"event": "step", "time": 1.0, "step": 1},
@@ -233,8 +234,7 @@ def test_a_job_is_followed_through_the_log_of_its_first_machine(
         {"eventId": str(n), "timestamp": 1000 + n, "message": m} for n, m in enumerate(said)
     ]}  # fmt: skip
     aws.answer("describe-training-job", out=state("InProgress", "Downloading"))
-    for _ in range(30):
-        aws.answer("describe-training-job", out=state("InProgress", "Training"))
+    aws.answer("describe-training-job", out=state("InProgress", "Training"))
     aws.answer("describe-training-job", out=state("Completed", "Completed"))
     prefix = f"{running.record['name']}/algo-1-"
     aws.answer("filter-log-events", prefix, out=page)
@@ -264,18 +264,21 @@ def test_the_log_is_asked_again_and_nothing_is_told_twice(aws: Client, tmp_path:
     assert starts == ["0", "30000", "39000"]
 
 
-def test_the_reason_that_the_agent_left_is_the_cause(aws: Client, tmp_path: Path) -> None:
-    running = submitted(aws, tmp_path)
-    reason = "AlgorithmError: rank 3 on algo-1 failed with KeyError, exit code: 1"
-    aws.answer("describe-training-job", out=state("Failed", "Failed", FailureReason=reason))
-    aws.answer("filter-log-events", status=255, err="AccessDenied")
-    final = list(running.events())[-1]
-    assert final["state"] == "failed" and reason in final["cause"]
+REASON = "AlgorithmError: rank 3 on algo-1 failed with KeyError, exit code: 1"
 
 
-def test_the_end_of_the_time_is_no_success(aws: Client, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("answer", "outcome", "said"),
+    [
+        (state("Failed", "Failed", FailureReason=REASON), "failed", REASON),
+        (state("Stopped", "MaxRuntimeExceeded"), "lost", "was stopped (MaxRuntimeExceeded)"),
+    ],
+)
+def test_without_a_log_the_service_says_how_it_ended(
+    aws: Client, tmp_path: Path, answer: dict[str, str], outcome: str, said: str
+) -> None:
     running = submitted(aws, tmp_path)
-    aws.answer("describe-training-job", out=state("Stopped", "MaxRuntimeExceeded"))
+    aws.answer("describe-training-job", out=answer)
     aws.answer("filter-log-events", status=255, err="AccessDenied")
     final = list(running.events())[-1]
-    assert final["exit_status"] != 0 and "was stopped (MaxRuntimeExceeded)" in final["cause"]
+    assert final["state"] == outcome and said in final["cause"]

@@ -15,14 +15,14 @@ from tests.docs.pages import ROOT, blocks, section, table_names
 PAGE = ROOT / "docs/clouds.md"
 JOBS = {block.option("job"): block for block in blocks() if block.option("job")}
 OPTIONS = {
-    "## Kubernetes": "kubernetes_options:KubernetesOptions",
+    "## Kubernetes": "kubernetes:KubernetesOptions",
     "## Azure ML": "azureml:AzuremlOptions",
     "## SageMaker": "sagemaker:SagemakerOptions",
 }
 
 
 def test_there_is_a_job_for_each() -> None:
-    assert set(JOBS) == {"whole", "kubernetes", "azureml", "sagemaker"}
+    assert set(JOBS) == {"whole", "azureml", "sagemaker"}
 
 
 def test_the_whole_run_file_is_whole(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_the_whole_run_file_is_whole(tmp_path: Path) -> None:
     assert not rendered(read_request(path, [], {}, need_device=True)).notes
 
 
-@pytest.mark.parametrize("name", ["kubernetes", "azureml", "sagemaker"])
+@pytest.mark.parametrize("name", ["azureml", "sagemaker"])
 def test_the_jobs_on_the_page_can_be_rendered(name: str, tmp_path: Path) -> None:
     root = "/opt/ml/input/data" if name == "sagemaker" else ""
     run: dict[str, Any] = {
