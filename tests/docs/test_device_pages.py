@@ -9,9 +9,9 @@ import pytest
 from anygauge.interface import CARD_FIGURES, FLOPS_TYPES, ImageRelease, read_cards
 from anygauge.planning.machines import MACHINE_FIGURES, Hardware
 from anygauge.registry import Registry
-from anygauge_cuda.versions import OLDEST_DRIVER
-from anygauge_hpu.options import HpuOptions
-from anygauge_hpu.software import RELEASES
+from anygauge_cuda.diagnostics import OLDEST_DRIVER
+from anygauge_hpu.backend import HpuOptions
+from anygauge_hpu.diagnostics import RELEASES
 from docs import hardware_tables, rule_tables
 from docs.run_file_tables import field_rows
 from tests.docs.pages import ROOT, marked
