@@ -286,7 +286,7 @@ class HpuCollectives(Collectives):
 
 
 class HpuBackend(Backend):
-    """Gaudi cards. Options: see `anygauge_hpu.options`."""
+    """Gaudi cards. Options: see `HpuOptions`."""
 
     name = "hpu"
     device_type = "hpu"
