@@ -10,12 +10,14 @@ import pytest
 from transformers import AutoConfig
 
 from anygauge.interface import UnsupportedError
+from anygauge.strategies.context.context_parallel import attend_in_parts
 from anygauge.strategies.pipeline.stage import (
     PipelineModel,
     cut,
     rank_of_stage,
 )
 from anygauge.strategies.shared.degrees import Degrees, check_model
+from anygauge.strategies.shared.exchanges import CountedGroup
 from anygauge.strategies.shared.tensor_plans import plan_of
 from tests.helpers.build import model_factory
 from tests.strategies.matrix import ALL, SGD, WITHOUT_SP, CaseGroups
@@ -115,6 +117,12 @@ def test_what_cannot_be_divided_is_refused(fields: dict[str, Any], said: str) ->
     with pytest.raises(UnsupportedError, match=said) as refused:
         check_model(Degrees(tp=2), config)
     assert "Set strategy.tp" in str(refused.value)
+
+
+def test_attention_that_computes_by_itself_takes_no_cp() -> None:
+    model = model_factory(MODELS["gptj"], attention="eager").skeleton()
+    with pytest.raises(UnsupportedError, match=r"strategy\.cp: the attention of GPTJForCausalLM"):
+        attend_in_parts(model, CountedGroup(2, 0), "gather")
 
 
 def test_an_embedding_before_the_layers_stays_whole_and_one_within_them_is_refused() -> None:

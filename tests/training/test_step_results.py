@@ -98,6 +98,12 @@ def test_the_numbers_are_those_that_are_read_at_once(
     assert numbers(run(tmp_path, "late")) == numbers(at_once)
 
 
+def test_the_first_steps_are_not_in_the_speed(tmp_path: Path) -> None:
+    ended = run(tmp_path, checkpoint={"every": 7}, train={"throughput_warmup_steps": 3})
+    record = json.loads((ended.folder / "checkpoints/step-00000007/checkpoint.json").read_text())
+    assert (record["history"]["step"], record["history"]["timed_steps"]) == (7, 4)
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_checkpoint_has_all_steps_and_a_run_resumes_where_it_was(
     streaming: bool, tmp_path: Path, works_ahead: None
