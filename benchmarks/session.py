@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from anygauge.registry import installed_version
+from anygauge.interface import installed_version
 from anygauge.util.files import write_text
 from benchmarks.entrants import Entrant, processes
 from benchmarks.measure import MeasureError, RunOutcome, TableRow, outcome, rotated, table

@@ -1,6 +1,6 @@
 # syntax=docker/dockerfile:1
 # anygauge on CPUs: gloo, ssh and Open MPI. From the repository's root:
-#   docker buildx bake -f docker/docker-bake.hcl -f backends/anygauge_cpu/releases.json cpu
+#   python docker/buildx.py cpu
 
 ARG BASE
 

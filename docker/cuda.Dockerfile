@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # anygauge on NVIDIA GPUs, over PyTorch's own images: the one with CUDA's compiler builds, the one
 # without runs. From the repository's root:
-#   docker buildx bake -f docker/docker-bake.hcl -f backends/anygauge_cuda/releases.json cuda
+#   python docker/buildx.py cuda
 
 ARG BASE
 ARG BUILD_BASE

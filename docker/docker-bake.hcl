@@ -1,8 +1,8 @@
-# Images of all backends. What they are made of is in the backends' own tables, which `anygauge doctor`,
-# `anygauge image` and the launchers read, too. Name the tables of the images that are wanted; later
-# files win, so each takes the place of an empty one here:
+# Images of all backends. What they are made of is in the backends' own tables (device.toml), which
+# `anygauge doctor`, `anygauge image` and the launchers read, too. This puts them in the place of the
+# empty ones here, and starts docker's bake:
 #
-#   docker buildx bake -f docker/docker-bake.hcl -f backends/anygauge_cpu/releases.json cpu
+#   python docker/buildx.py cpu
 
 variable "CPU_RELEASES" {
   default = []
@@ -52,9 +52,9 @@ target "common" {
 
 target "cpu" {
   inherits = ["common"]
-  name     = "cpu-${replace(item.release, ".", "-")}"
+  name     = "cpu-${replace(item.name, ".", "-")}"
   matrix = {
-    item = [for one in CPU_RELEASES : one if one.image]
+    item = [for one in CPU_RELEASES : one if one.built]
   }
   dockerfile = "docker/cpu.Dockerfile"
   args = {
@@ -66,18 +66,18 @@ target "cpu" {
   }
   labels = {
     "org.opencontainers.image.base.name" = item.base
-    "org.opencontainers.image.ref.name"  = "${VERSION}-cpu-${item.release}"
+    "org.opencontainers.image.ref.name"  = "${VERSION}-cpu-${item.name}"
   }
-  tags       = ["${ANYGAUGE_REPOSITORY}:${VERSION}-cpu-${item.release}"]
-  cache-from = CACHE == "" ? [] : ["type=registry,ref=${CACHE}:cpu-${item.release}"]
-  cache-to   = CACHE == "" ? [] : ["type=registry,ref=${CACHE}:cpu-${item.release},mode=max"]
+  tags       = ["${ANYGAUGE_REPOSITORY}:${VERSION}-cpu-${item.name}"]
+  cache-from = CACHE == "" ? [] : ["type=registry,ref=${CACHE}:cpu-${item.name}"]
+  cache-to   = CACHE == "" ? [] : ["type=registry,ref=${CACHE}:cpu-${item.name},mode=max"]
 }
 
 target "cuda" {
   inherits = ["common"]
-  name     = "cuda-${replace(item.release, ".", "-")}"
+  name     = "cuda-${replace(item.name, ".", "-")}"
   matrix = {
-    item = [for one in CUDA_RELEASES : one if one.image]
+    item = [for one in CUDA_RELEASES : one if one.built]
   }
   dockerfile = "docker/cuda.Dockerfile"
   args = {
@@ -90,18 +90,18 @@ target "cuda" {
   }
   labels = {
     "org.opencontainers.image.base.name" = item.base
-    "org.opencontainers.image.ref.name"  = "${VERSION}-cuda-${item.release}"
+    "org.opencontainers.image.ref.name"  = "${VERSION}-cuda-${item.name}"
   }
-  tags       = ["${ANYGAUGE_REPOSITORY}:${VERSION}-cuda-${item.release}"]
-  cache-from = CACHE == "" ? [] : ["type=registry,ref=${CACHE}:cuda-${item.release}"]
-  cache-to   = CACHE == "" ? [] : ["type=registry,ref=${CACHE}:cuda-${item.release},mode=max"]
+  tags       = ["${ANYGAUGE_REPOSITORY}:${VERSION}-cuda-${item.name}"]
+  cache-from = CACHE == "" ? [] : ["type=registry,ref=${CACHE}:cuda-${item.name}"]
+  cache-to   = CACHE == "" ? [] : ["type=registry,ref=${CACHE}:cuda-${item.name},mode=max"]
 }
 
 target "hpu" {
   inherits = ["common"]
-  name     = "hpu-${replace(item.release, ".", "-")}"
+  name     = "hpu-${replace(item.name, ".", "-")}"
   matrix = {
-    item = [for one in HPU_RELEASES : one if one.image]
+    item = [for one in HPU_RELEASES : one if one.built]
   }
   dockerfile = "docker/hpu.Dockerfile"
   args = {
@@ -116,9 +116,9 @@ target "hpu" {
   }
   labels = {
     "org.opencontainers.image.base.name" = item.base
-    "org.opencontainers.image.ref.name"  = "${VERSION}-hpu-${item.release}"
+    "org.opencontainers.image.ref.name"  = "${VERSION}-hpu-${item.name}"
   }
-  tags       = ["${ANYGAUGE_REPOSITORY}:${VERSION}-hpu-${item.release}"]
-  cache-from = CACHE == "" ? [] : ["type=registry,ref=${CACHE}:hpu-${item.release}"]
-  cache-to   = CACHE == "" ? [] : ["type=registry,ref=${CACHE}:hpu-${item.release},mode=max"]
+  tags       = ["${ANYGAUGE_REPOSITORY}:${VERSION}-hpu-${item.name}"]
+  cache-from = CACHE == "" ? [] : ["type=registry,ref=${CACHE}:hpu-${item.name}"]
+  cache-to   = CACHE == "" ? [] : ["type=registry,ref=${CACHE}:hpu-${item.name},mode=max"]
 }

@@ -101,12 +101,13 @@ make_debian() {
 
 # A field of a backend's newest row: field cpu versions.torch
 field() {
-    python3 -c 'import json, sys
-(table,) = json.load(open(sys.argv[1]))["variable"].values()
-one = [row for row in table["default"] if row["image"]][-1]
-for name in sys.argv[2].split("."):
+    python3 -c 'import sys
+sys.path.insert(0, sys.argv[1])
+from buildx import releases
+one = [row for row in releases(sys.argv[2]) if row["built"]][-1]
+for name in sys.argv[3].split("."):
     one = one[name]
-print(one)' "$top/backends/anygauge_$1/releases.json" "$2"
+print(one)' "$top/docker" "$1" "$2"
 }
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$top/pyproject.toml")
 revision=$(git -C "$top" rev-parse --short HEAD 2>/dev/null || echo unknown)

@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # anygauge on Gaudi, over Intel's image, which brings torch, its plugin, the driver's libraries, ssh
 # and Open MPI. None of these is touched: what is installed here must go with them. From the root:
-#   docker buildx bake -f docker/docker-bake.hcl -f backends/anygauge_hpu/releases.json hpu
+#   python docker/buildx.py hpu
 
 ARG BASE
 

@@ -18,7 +18,7 @@ fi
 index=$(field cpu arguments.index)
 # The machine's own source of torch comes first, where it has one.
 grep -q 'find-links\|index-url' pip.conf && index=
-image=localhost/anygauge:$version-cpu-$(field cpu release)
+image=localhost/anygauge:$version-cpu-$(field cpu name)
 say "building $image"
 began=$(date +%s)
 ./build --quiet --build-arg BASE="$base" --build-arg TORCH_VERSION="$(field cpu versions.torch)" \

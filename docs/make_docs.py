@@ -163,7 +163,7 @@ def gaudi_options() -> str:
 
 def oldest_drivers() -> str:
     """NVIDIA's oldest driver for each version of CUDA."""
-    from anygauge_cuda.versions import OLDEST_DRIVER
+    from anygauge_cuda.diagnostics import OLDEST_DRIVER
 
     return table(["CUDA", "oldest driver"], [[str(c), str(d)] for c, d in OLDEST_DRIVER.items()])
 

@@ -82,9 +82,8 @@ def image(
     if row is not None:
         found["release"] = {k: v for k, v in asdict(row).items() if k not in ("built", "image")}
         if row.image is None:  # it is built from anygauge's sources
-            files = "docker/docker-bake.hcl", f"backends/anygauge_{chosen.name}/releases.json"
             target = f"{chosen.name}-{row.name.replace('.', '-')}"
-            found["build"] = ["docker", "buildx", "bake", "-f", files[0], "-f", files[1], target]
+            found["build"] = ["python", "docker/buildx.py", target]
     if json_:
         typer.echo(json.dumps(found, indent=2))
     else:

@@ -21,16 +21,10 @@ from anygauge.interface import (
     LauncherSpec,
     StrategySpec,
     UnsupportedError,
+    installed_version,
 )
 from anygauge.planning.machines import Hardware
-from anygauge.registry import (
-    AUTO,
-    BLOCK_VARIABLE,
-    Provided,
-    Registry,
-    installed_version,
-    select_backend,
-)
+from anygauge.registry import AUTO, BLOCK_VARIABLE, Provided, Registry, select_backend
 from anygauge.util.console import Console
 
 # -- backends -------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from anygauge.interface.collectives import Collectives
 from anygauge.interface.environment import EnvironmentRule, RuleContext, Scope, Setting, Skip
-from anygauge.interface.fabric import ETHERNET, Fabric, choose_fabric, named_fabric
+from anygauge.interface.fabric import ETHERNET, ONE_NODE, Fabric, choose_fabric, named_fabric
 from anygauge.interface.graph import Graph
 from anygauge.interface.job import Job
 from anygauge.interface.launch import LaunchProfile
@@ -60,6 +60,9 @@ class Backend:
     unsupported_engines: Mapping[str, str] = {}
     """Engines that this device cannot run, by the names that strategies give them
     (`StrategySpec.engine`), and why. Those that are not named are taken to run."""
+
+    engine_names: Mapping[str, str] = {}
+    """Engine -> what it calls this device, where it knows it; it is then not left to choose."""
 
     sums_vary: str = ""
     """Why the same operations on the same values may differ in their last bits from one time to the
@@ -130,23 +133,23 @@ class Backend:
     ) -> Sequence[tuple[EnvironmentRule, Setting | Skip]]:
         """What each of `environment_rules` decides here, also those that skip their variable."""
         fabric = choose_fabric(self.fabrics, job, node)
-        return [
-            (
-                rule,
-                rule.decide(
-                    RuleContext(
-                        rule=rule,
-                        job=job,
-                        node=node,
-                        options=self.options,
-                        local_rank=local_rank,
-                        fabric=fabric,
-                    )
-                ),
+        found: list[tuple[EnvironmentRule, Setting | Skip]] = []
+        for rule in self.environment_rules:
+            if local_rank is None and rule.scope is Scope.RANK:
+                continue
+            if rule.between_machines and job.launch.nodes == 1:
+                found.append((rule, Skip(ONE_NODE)))
+                continue
+            context = RuleContext(
+                rule=rule,
+                job=job,
+                node=node,
+                options=self.options,
+                local_rank=local_rank,
+                fabric=fabric,
             )
-            for rule in self.environment_rules
-            if local_rank is not None or rule.scope is not Scope.RANK
-        ]
+            found.append((rule, rule.decide(context)))
+        return found
 
     def launch_profile(self, fabric: str) -> LaunchProfile:
         """`launch`, and what the network adds to it that ``launch.fabric`` names.
@@ -201,11 +204,20 @@ class Backend:
         raise UnsupportedError(f"precision.fp8: backend {self.name!r} has no products in FP8")
 
     def engine_settings(self, engine: str) -> Sequence[Setting]:
-        """Fields of an engine's own configuration that this device needs.
+        """Fields of an engine's own configuration that this device needs; by default, its name.
 
         docs/backends.md lists what each engine takes.
         """
-        return ()
+        if engine not in self.engine_names:
+            return ()
+        return (
+            Setting(
+                name="accelerator",
+                value=self.engine_names[engine],
+                reason=f"the run asked for {self.name}, whatever else is installed",
+                source=f"the accelerators that {engine} chooses from",
+            ),
+        )
 
     def diagnostics(self) -> Sequence[Check]:
         """The checks that ``doctor`` runs for this device."""

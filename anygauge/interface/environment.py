@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from anygauge.interface.fabric import NO_FABRIC, ONE_NODE, ChosenFabric
+from anygauge.interface.fabric import NO_FABRIC, ChosenFabric
 from anygauge.interface.job import Job
 from anygauge.interface.node import Node
 
@@ -22,7 +22,7 @@ __all__ = [
     "Scope",
     "Setting",
     "Skip",
-    "main_interface",
+    "interface_rule",
     "meeting_rule",
 ]
 
@@ -70,6 +70,7 @@ class EnvironmentRule:
     Attributes:
         value: the rule in words, for tables: ``1 in lazy mode, else 0``.
         scope: rules of `Scope.RANK` are asked for ranks only.
+        between_machines: it is asked only of jobs on several machines.
         reason: why it is set at all.
         source: where that is documented.
         decide: pure; what `RuleContext.set_to` gives, or a `Skip`.
@@ -81,6 +82,7 @@ class EnvironmentRule:
     reason: str
     source: str
     decide: Callable[[RuleContext], Setting | Skip]
+    between_machines: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,23 +122,41 @@ class RuleContext:
         return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
 
 
-def main_interface(context: RuleContext, only_one: str, *, exactly: str = "") -> Setting | Skip:
-    """The main interface, for a library that would choose among several of a machine.
+def interface_rule(
+    name: str,
+    library: str,
+    source: str,
+    *,
+    only_one: str = "there is a single one",
+    exactly: str = "",
+) -> EnvironmentRule:
+    """The variable by which a library takes the interface that its collectives use.
 
     Args:
-        only_one: why it is left alone where there is a single one.
+        only_one: why the library is left alone where there is a single one.
         exactly: what the library wants before a name that is no prefix.
     """
-    node = context.node
-    if context.job.launch.nodes == 1:
-        return Skip(ONE_NODE)
-    if node.main_interface is None:
-        return Skip("no interface is the obvious one: the library chooses")
-    if len(node.outward) == 1:
-        return Skip(only_one)
-    why = "ranks must meet on interfaces that reach each other"
-    why += f"; {exactly!r}: the whole name, not a prefix" if exactly else ""
-    return context.set_to(exactly + node.main_interface.name, why + _others_up(node))
+
+    def decide(context: RuleContext) -> Setting | Skip:
+        node = context.node
+        if node.main_interface is None:
+            return Skip("no interface is the obvious one: the library chooses")
+        if len(node.outward) == 1:
+            return Skip(only_one)
+        why = "ranks must meet on interfaces that reach each other"
+        why += f"; {exactly!r}: the whole name, not a prefix" if exactly else ""
+        return context.set_to(exactly + node.main_interface.name, why + _others_up(node))
+
+    which = f"{exactly}NAME of the first" if exactly else "the first"
+    return EnvironmentRule(
+        name=name,
+        value=f"{which} physical interface, on several machines with several interfaces",
+        scope=Scope.NODE,
+        reason=f"{library} may otherwise use a network that other machines cannot reach",
+        source=source,
+        decide=decide,
+        between_machines=True,
+    )
 
 
 def _others_up(node: Node) -> str:

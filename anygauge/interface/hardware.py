@@ -225,6 +225,8 @@ def read_tables(
         document = tomllib.loads(text.removeprefix("\ufeff"))
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{where}: not TOML: {error}") from None
+    if sourced:
+        document.pop("release", None)  # what images are built of: see `read_releases`
     reader = _Reader(where, None if sourced else where)
     document = reader.table(document, "", kinds)
     found: dict[str, tuple[Any, ...]] = {}

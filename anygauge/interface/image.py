@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,18 +42,14 @@ class ImageRelease:
 
 
 def read_releases(file: Path) -> tuple[ImageRelease, ...]:
-    """A backend's table of releases, oldest first, as docker's bake reads it, too.
+    """A backend's table of releases, of which the last is the default.
 
     Args:
-        file: JSON with one entry under ``variable``, whose ``default`` is the list of rows: the
-            fields of `ImageRelease`, some under bake's names, and ``arguments`` for bake alone.
+        file: TOML, as a rule the one that describes the cards, too: each ``[[release]]`` has the
+            fields of `ImageRelease`, and ``arguments`` for the build of the image.
     """
-    (table,) = json.loads(file.read_text(encoding="utf-8-sig"))["variable"].values()
-    ours = {"release": "name", "image": "built"}
-    return tuple(
-        ImageRelease(**{ours.get(key, key): row[key] for key in row if key != "arguments"})
-        for row in table["default"]
-    )
+    rows = tomllib.loads(file.read_text(encoding="utf-8")).get("release", ())
+    return tuple(ImageRelease(**{k: row[k] for k in row if k != "arguments"}) for row in rows)
 
 
 def own_image(backend: str, releases: tuple[ImageRelease, ...]) -> str:

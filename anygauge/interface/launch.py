@@ -32,7 +32,7 @@ class LaunchProfile:
         visibility_variable: names the devices that a process may see; None where there is none.
         image: container image with anygauge and what the device needs, which jobs run in; None
             where there is none.
-        releases: what such images are built of, oldest first; empty if the backend builds none.
+        releases: what such images are built of, the default last; empty if the backend builds none.
         container_flags: extra arguments for the container runtime, as Docker takes them.
         podman_flags: those that podman takes instead; None: the same.
         cluster_resource: resource name in a cluster scheduler, such as ``nvidia.com/gpu``.

@@ -184,11 +184,18 @@ class Placement:
         """
         return {}
 
+    out_of_memory_texts: tuple[str, ...] = ()
+    """What a `RuntimeError` says where the device's memory is exhausted, and no allocator of
+    torch's raised `torch.OutOfMemoryError`."""
+
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether an exception means that the device's memory is exhausted."""
         import torch
 
-        return isinstance(error, torch.OutOfMemoryError)
+        return isinstance(error, torch.OutOfMemoryError) or (
+            isinstance(error, RuntimeError)
+            and any(text in str(error) for text in self.out_of_memory_texts)
+        )
 
     # -- randomness ------------------------------------------------------------------------
 
@@ -197,20 +204,25 @@ class Placement:
         import torch
 
         torch.manual_seed(seed)
-        self._module().manual_seed(seed)
+        if self.device_type != HOST_DEVICE:  # its generator is the host's
+            self._module().manual_seed(seed)
 
     def rng_state(self) -> dict[str, torch.Tensor]:
         """States of the host's and the device's generators, as byte tensors on the host."""
         import torch
 
-        return {"host": torch.get_rng_state(), "device": self._module().get_rng_state()}
+        states = {"host": torch.get_rng_state()}
+        if self.device_type != HOST_DEVICE:
+            states["device"] = self._module().get_rng_state()
+        return states
 
     def set_rng_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore what `rng_state` returned."""
         import torch
 
         torch.set_rng_state(state["host"])
-        self._module().set_rng_state(state["device"])
+        if self.device_type != HOST_DEVICE:
+            self._module().set_rng_state(state["device"])
 
     # -- arithmetic ------------------------------------------------------------------------
 

@@ -6,11 +6,62 @@ and `importlib.util.find_spec`, imports nothing heavy and changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
-__all__ = ["API_VERSION", "BackendSpec", "Check", "Finding", "Outcome", "Probe"]
+__all__ = [
+    "API_VERSION",
+    "BackendSpec",
+    "Check",
+    "Finding",
+    "Outcome",
+    "Probe",
+    "counted",
+    "file_text",
+    "installed_version",
+    "pci_devices",
+]
+
+
+def file_text(path: Path) -> str:
+    """A file's text without spaces around it, or "" where it cannot be read: a driver may refuse
+    (EINVAL while a link is down)."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version of a package on this machine; None without it."""
+    from importlib import metadata  # takes longer than all that is here
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def pci_devices(root: Path, vendor: str, kind: str = "") -> list[str]:
+    """Addresses of a vendor's devices on the PCI bus.
+
+    Args:
+        root: where /sys is found.
+        vendor: the vendor's PCI id, such as ``0x1da3``.
+        kind: what the PCI class begins with, such as ``0x03`` for displays.
+    """
+    return sorted(
+        path.name
+        for path in (root / "sys/bus/pci/devices").glob("*")
+        if file_text(path / "vendor") == vendor and file_text(path / "class").startswith(kind)
+    )
+
+
+def counted(devices: Sequence[str], what: str) -> str:
+    """``2 GPUs``, or ``1 GPU``."""
+    return f"{len(devices)} {what}{'' if len(devices) == 1 else 's'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,3 +199,13 @@ class Check:
     def of(cls, name: str, passed: bool, seen: str, remedy: str) -> Check:
         """One that passed, or else failed and has a remedy."""
         return cls(name, Outcome.PASS, seen) if passed else cls(name, Outcome.FAIL, seen, remedy)
+
+    @classmethod
+    def warn(cls, name: str, seen: str, remedy: str) -> Check:
+        """One that found what may be meant and may be wrong."""
+        return cls(name, Outcome.WARN, seen, remedy)
+
+    @classmethod
+    def skip(cls, name: str, seen: str) -> Check:
+        """One that could not be made, for what others found."""
+        return cls(name, Outcome.SKIP, seen, "solve the checks above first")

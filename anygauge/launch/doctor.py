@@ -16,11 +16,19 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from anygauge.interface import AnygaugeError, Backend, Check, LaunchProfile, Node, Outcome
-from anygauge.launch.environment import file_text, inspect_node
+from anygauge.interface import (
+    AnygaugeError,
+    Backend,
+    Check,
+    LaunchProfile,
+    Node,
+    Outcome,
+    file_text,
+    installed_version,
+)
+from anygauge.launch.environment import inspect_node
 from anygauge.launch.foreign import scrub
 from anygauge.launch.round_trip import round_trip
-from anygauge.registry import installed_version
 from anygauge.util.text import first_line
 
 MIB = 2**20

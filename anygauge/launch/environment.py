@@ -25,13 +25,14 @@ from anygauge.interface import (
     RdmaDevice,
     Scope,
     choose_fabric,
+    file_text,
+    installed_version,
 )
 from anygauge.registry import (
     Registry,
     ResolvedSetting,
     applied,
     installed_plugins,
-    installed_version,
     resolve_environment,
 )
 from anygauge.registry.environment import USER
@@ -233,14 +234,6 @@ def _texts(root: Path, patterns: Iterable[str]) -> dict[str, str]:
         for pattern in patterns
         for path in sorted(root.glob(pattern.lstrip("/")))
     }
-
-
-def file_text(path: Path) -> str:
-    """A file's text, or "": a driver may refuse to be read (EINVAL while a link is down)."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def _number(path: Path) -> int | None:

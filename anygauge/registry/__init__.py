@@ -2,7 +2,7 @@
 
 from anygauge.registry.environment import ResolvedSetting, applied, resolve_environment
 from anygauge.registry.plugins import AUTO, BLOCK_VARIABLE, PluginFailure, Provided
-from anygauge.registry.registry import Registry, installed_plugins, installed_version, missing_of
+from anygauge.registry.registry import Registry, installed_plugins, missing_of
 from anygauge.registry.selection import Selection, select_backend
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "Selection",
     "applied",
     "installed_plugins",
-    "installed_version",
     "missing_of",
     "resolve_environment",
     "select_backend",

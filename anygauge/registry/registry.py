@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from anygauge.interface import (
     Support,
     TrackerSpec,
     UnknownNameError,
+    installed_version,
 )
 from anygauge.registry.loading import entry_points, load_plugin, normal_name
 from anygauge.registry.plugins import (
@@ -48,14 +48,6 @@ def missing_of(spec: StrategySpec) -> str:
         return ""
     command = spec.install or f"pip install {' '.join(names)}"
     return f"{' and '.join(names)}, which this machine lacks: {command}"
-
-
-def installed_version(distribution: str) -> str | None:
-    """The version of a package on this machine; None without it."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 class Registry:

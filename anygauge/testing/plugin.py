@@ -253,7 +253,7 @@ class ConformanceReport:
 
     def conditions(self) -> dict[str, str]:
         """Versions and machine."""
-        from anygauge.registry import installed_version
+        from anygauge.interface import installed_version
         from anygauge.testing.check import sharding
 
         packages = ("anygauge", "torch", "transformers", "peft", *sharding().distributions)

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from anygauge.data import Tokens, described
-from anygauge.interface import HOST_DEVICE, Job, StrategySpec
+from anygauge.interface import HOST_DEVICE, Job, StrategySpec, installed_version
 from anygauge.models import card
 from anygauge.models.adapter import load_adapter
 from anygauge.models.curve import loss_curve
 from anygauge.models.export import check_whole, completed, save_adapter, save_model
 from anygauge.models.generate import load_for_inference
 from anygauge.models.verify import Verification, no_room, probe_tokens, proving, verify
-from anygauge.registry import installed_version
 from anygauge.strategies.shared.common import torch_dtype
 from anygauge.strategies.shared.materialise import materialise
 from anygauge.training.setup import PreparedRun, Rank, parameter_counts, trained_shapes

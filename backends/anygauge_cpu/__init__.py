@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from anygauge.interface import BackendSpec, hookimpl
-from anygauge_cpu.memory import limit_bytes
-from anygauge_cpu.probe import probe
+from anygauge_cpu.probe import probe, this_machine
 
 # Written out, not taken from the interface: it must not move along when the contract does.
 WRITTEN_FOR = 1
@@ -19,18 +18,12 @@ def anygauge_provide_backends() -> Iterable[BackendSpec]:
         BackendSpec(
             name="cpu",
             factory="anygauge_cpu.backend:CpuBackend",
-            options="anygauge_cpu.options:CpuOptions",
+            options="anygauge_cpu.backend:CpuOptions",
             probe=probe,
             api_version=WRITTEN_FOR,
             priority=0,
             drives="this machine's processors",
-            hardware="anygauge_cpu:cards.toml",
+            hardware="anygauge_cpu:device.toml",
             this_machine=this_machine,
         )
     ]
-
-
-def this_machine() -> Mapping[str, float]:
-    """What the description of the card leaves to the machine at hand."""
-    limit = limit_bytes()
-    return {} if limit is None else {"memory": limit}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pydantic import Field
+
 from anygauge.interface import (
     FULL,
     Backend,
@@ -12,23 +14,31 @@ from anygauge.interface import (
     Collectives,
     LaunchProfile,
     Level,
-    Setting,
+    Options,
     Support,
     own_image,
     read_releases,
 )
 from anygauge_cpu.diagnostics import checks
 from anygauge_cpu.environment import ALLOCATORS, RULES
-from anygauge_cpu.options import CpuOptions
 from anygauge_cpu.placement import CpuPlacement
 
-RELEASES = read_releases(Path(__file__).with_name("releases.json"))
+RELEASES = read_releases(Path(__file__).with_name("device.toml"))
 
 # Source: PyTorch, tools/autograd/derivatives.yaml, which has no line for _scaled_mm.
 NO_FP8 = Support(
     Level.NOT_WRITTEN_YET,
     "torch's product of FP8 numbers (_scaled_mm) has no gradient, and no layer here brings one",
 )
+
+
+class CpuOptions(Options):
+    """Options of the cpu backend."""
+
+    bind_cores: bool = Field(True, description="Each rank of a machine gets cores of its own.")
+    preload_allocator: bool = Field(
+        True, description="Use a faster memory allocator, where one is installed."
+    )
 
 
 class CpuCollectives(Collectives):
@@ -48,6 +58,7 @@ class CpuBackend(Backend):
     attention = "sdpa"
     attention_why = "torch's fused operation, which never holds the scores of all positions"
     options: CpuOptions
+    engine_names: Mapping[str, str] = {"deepspeed": "cpu"}
     environment_rules = RULES
     files = ALLOCATORS
     launch = LaunchProfile(
@@ -87,19 +98,6 @@ class CpuBackend(Backend):
 
     def __init__(self, options: CpuOptions | None = None) -> None:
         super().__init__(options or CpuOptions())
-
-    def engine_settings(self, engine: str) -> Sequence[Setting]:
-        """DeepSpeed would take a GPU of this machine if it were left to choose."""
-        if engine != "deepspeed":
-            return ()
-        return (
-            Setting(
-                name="accelerator",
-                value="cpu",
-                reason="the run asked for the host's processors, whatever else is installed",
-                source="deepspeed/accelerator/real_accelerator.py",
-            ),
-        )
 
     def diagnostics(self) -> Sequence[Check]:
         """See `anygauge_cpu.diagnostics`."""

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from anygauge.interface import Check, Outcome, UnsupportedError
-from anygauge_cpu import memory
+from anygauge.interface import Check, Outcome, UnsupportedError, installed_version
 from anygauge_cpu.placement import hardware_dtypes
+from anygauge_cpu.probe import memory_limit, resident_bytes
 
 _GIB = 2**30
 
 
 def checks(root: Path = Path("/")) -> Sequence[Check]:
     """Look at torch, the collectives library, cores, arithmetic and memory."""
-    return [_torch(), _collectives(), _cores(), _arithmetic(root), _memory(root)]
-
-
-def _torch() -> Check:
-    try:
-        return Check("torch", Outcome.PASS, importlib.metadata.version("torch"))
-    except importlib.metadata.PackageNotFoundError:
-        return Check("torch", Outcome.FAIL, "not installed", "pip install torch")
+    torch = installed_version("torch")
+    return [
+        Check.of("torch", torch is not None, torch or "not installed", "pip install torch"),
+        _collectives(),
+        _cores(),
+        _arithmetic(root),
+        _memory(root),
+    ]
 
 
 def _collectives() -> Check:
@@ -32,12 +31,11 @@ def _collectives() -> Check:
         from torch.distributed import is_available, is_gloo_available
     except ImportError as error:
         seen = f"torch.distributed cannot be imported: {error}"
-        remedy = "install a build of torch with distributed support"
-        return Check(name, Outcome.FAIL, seen, remedy)
+        return Check.of(name, False, seen, "install a build of torch with distributed support")
     if is_available() and is_gloo_available():
         return Check(name, Outcome.PASS, "gloo is built in")
     remedy = "run one process only, or install a build with gloo"
-    return Check(name, Outcome.WARN, "this build of torch has no gloo", remedy)
+    return Check.warn(name, "this build of torch has no gloo", remedy)
 
 
 def _cores() -> Check:
@@ -46,7 +44,7 @@ def _cores() -> Check:
     if usable >= installed:
         return Check("cores", Outcome.PASS, seen)
     remedy = "widen the affinity mask or the container's cpuset, if that was not meant"
-    return Check("cores", Outcome.WARN, seen, remedy)
+    return Check.warn("cores", seen, remedy)
 
 
 def _arithmetic(root: Path) -> Check:
@@ -56,9 +54,9 @@ def _arithmetic(root: Path) -> Check:
 
 
 def _memory(root: Path) -> Check:
-    limit = memory.limit_bytes(root)
+    limit = memory_limit(root)
     try:
-        in_use, _ = memory.resident_bytes(root)
+        in_use, _ = resident_bytes(root)
     except UnsupportedError as error:
         return Check("memory", Outcome.SKIP, str(error), "use the backend on Linux")
     total = "an unknown limit" if limit is None else f"{limit / _GIB:.1f} GiB"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anygauge.interface import MemoryStats, NotAvailableError, Placement
-from anygauge_cpu import memory
+from anygauge.interface import MemoryStats, NotAvailableError, Placement, file_text
 from anygauge_cpu.environment import CORES_VARIABLE, THREADS_VARIABLE
+from anygauge_cpu.probe import memory_limit, resident_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -18,18 +17,13 @@ if TYPE_CHECKING:
 _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """Instruction sets that multiply bfloat16, as /proc/cpuinfo names them (the last one is Arm's)."""
 
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")
-"""What torch's DefaultCPUAllocator says; it has no exception class of its own."""
+CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def hardware_dtypes(root: Path = Path("/")) -> frozenset[str]:
     """Types that the processor computes in without emulation; not all are worth choosing."""
-    try:
-        text = (root / "proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
     flags: set[str] = set()
-    for line in text.splitlines():
+    for line in file_text(root / "proc/cpuinfo").splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("flags", "Features"):
             flags.update(value.split())
@@ -40,12 +34,12 @@ class CpuPlacement(Placement):
     """The host's memory, and the cores that the environment gave to this rank."""
 
     pinned_memory = False
+    # Of torch's DefaultCPUAllocator, which has no exception of its own.
+    out_of_memory_texts = ("can't allocate memory", "not enough memory")
 
-    def __init__(self, device_type: str) -> None:
-        super().__init__(device_type)
-        self._affinity_before: set[int] | None = None
-        self._threads_before: int | None = None
-        self._peak_note = ""
+    _affinity_before: set[int] | None = None
+    _threads_before: int | None = None
+    _peak_note = ""
 
     # -- opening ---------------------------------------------------------------------------
 
@@ -100,55 +94,30 @@ class CpuPlacement(Placement):
             self._threads_before = torch.get_num_threads()
             torch.set_num_threads(len(cores))
 
-    # -- moving data -----------------------------------------------------------------------
-
-    def synchronize(self) -> None:
-        """Nothing to wait for: the host runs each operation before it returns."""
-
     # -- memory ----------------------------------------------------------------------------
 
     def memory(self) -> MemoryStats:
         """Resident bytes of this process: tensors, libraries and everything else."""
-        in_use, peak = memory.resident_bytes()
+        in_use, peak = resident_bytes()
         return MemoryStats(
             in_use=in_use,
             peak=max(peak, in_use),
-            limit=memory.limit_bytes(),
+            limit=memory_limit(),
             kind="process" + self._peak_note,
         )
 
     def reset_peak(self) -> None:
         """Start a new peak; where the kernel refuses, `memory` says so in its kind."""
-        refusal = memory.reset_peak()
-        self._peak_note = f", peak since its start ({refusal})" if refusal else ""
+        self._peak_note = ""
+        try:
+            # Resets VmHWM to VmRSS (proc(5), since Linux 4.0).
+            CLEAR_REFS.write_text("5")
+        except OSError as error:
+            self._peak_note = f", peak since its start ({CLEAR_REFS}: {error.strerror})"
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether the host could not give more memory."""
-        if isinstance(error, MemoryError):
-            return True
-        return isinstance(error, RuntimeError) and any(
-            text in str(error) for text in _OUT_OF_MEMORY
-        )
-
-    # -- randomness ------------------------------------------------------------------------
-
-    def seed(self, seed: int) -> None:
-        """Seed the host's generator."""
-        import torch
-
-        torch.manual_seed(seed)
-
-    def rng_state(self) -> dict[str, torch.Tensor]:
-        """State of the host's generator, which is the device's too."""
-        import torch
-
-        return {"host": torch.get_rng_state()}
-
-    def set_rng_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore what `rng_state` returned; another device's state is left alone."""
-        import torch
-
-        torch.set_rng_state(state["host"])
+        return isinstance(error, MemoryError) or super().is_out_of_memory(error)
 
 
 def _set_affinity(cores: set[int]) -> None:

@@ -23,6 +23,6 @@ def anygauge_provide_backends() -> Iterable[BackendSpec]:
             api_version=WRITTEN_FOR,
             priority=100,
             drives="NVIDIA GPUs",
-            hardware="anygauge_cuda:cards.toml",
+            hardware="anygauge_cuda:device.toml",
         )
     ]

@@ -15,27 +15,22 @@ from anygauge.interface import (
     LaunchProfile,
     Level,
     Options,
-    Setting,
     ShapePolicy,
     Support,
     own_image,
 )
-from anygauge_cuda.diagnostics import checks
+from anygauge_cuda.diagnostics import RELEASES, checks
 from anygauge_cuda.environment import (
     ALLOCATOR_NEW,
     ALLOCATOR_OLD,
-    CARDS,
-    DRIVER,
     FABRICS,
     NCCL_SETTINGS,
+    READINGS,
     RULES,
-    SLICES,
     TOPOLOGIES,
     VISIBLE,
-    WSL_DEVICE,
 )
 from anygauge_cuda.placement import CudaPlacement, hardware_dtypes
-from anygauge_cuda.versions import RELEASES
 
 if TYPE_CHECKING:
     import torch
@@ -77,15 +72,16 @@ class CudaBackend(Backend):
     attention = "sdpa"
     attention_why = "torch chooses a fused operation by shape and mask"
     options: CudaOptions
+    engine_names: Mapping[str, str] = {"deepspeed": "cuda"}
     # Source: torch.use_deterministic_algorithms, operations that differ on CUDA.
     sums_vary = "atomic additions finish in any order"
     fabrics = FABRICS
     environment_rules = RULES
     variables = (ALLOCATOR_OLD, ALLOCATOR_NEW, VISIBLE)
     files = (*TOPOLOGIES, NCCL_SETTINGS)
-    readings = (DRIVER, CARDS, SLICES, WSL_DEVICE)
+    readings = READINGS
     launch = LaunchProfile(
-        visibility_variable="CUDA_VISIBLE_DEVICES",
+        visibility_variable=VISIBLE,
         image=own_image("cuda", RELEASES),
         releases=RELEASES,
         container_flags=("--gpus=all", *_SHARED_MEMORY),
@@ -128,19 +124,6 @@ class CudaBackend(Backend):
         types = {name: FULL if name in found else lacking for name in ("bfloat16", "float16")}
         self.capabilities = {**self.capabilities, **types}
         return device
-
-    def engine_settings(self, engine: str) -> Sequence[Setting]:
-        """DeepSpeed gets the accelerator's name, so that it does not search by itself."""
-        if engine != "deepspeed":
-            return ()
-        return (
-            Setting(
-                name="accelerator",
-                value="cuda",
-                reason="the run asked for NVIDIA GPUs, whatever else is installed",
-                source="deepspeed/accelerator/real_accelerator.py",
-            ),
-        )
 
     def diagnostics(self) -> Sequence[Check]:
         """See `anygauge_cuda.diagnostics`."""

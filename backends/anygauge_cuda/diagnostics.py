@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from anygauge.interface import Check, Outcome
+from anygauge.interface import Check, Outcome, read_releases
 from anygauge_cuda.placement import without_kernels
 from anygauge_cuda.probe import driver_version, probe
-from anygauge_cuda.versions import RELEASES, driver_serves
+
+RELEASES = read_releases(Path(__file__).with_name("device.toml"))
+"""What images are built of."""
+
+OLDEST_DRIVER: Mapping[int, int] = {11: 450, 12: 525, 13: 580}
+"""CUDA major version -> oldest driver branch (NVIDIA CUDA Compatibility, minor versions)."""
+
+_BUILD, _PAIR, _USABLE = "torch and CUDA", "driver for this torch", "usable GPUs"
+_NO_GPU = "in a container, hand the GPUs in (docker run --gpus=all); in a cluster, ask for them"
+_NO_DRIVER = "install NVIDIA's driver on the host (not in the container) and load it"
+_NO_SOFTWARE = "install a build of torch with CUDA: pytorch.org/get-started"
 
 
 def checks(root: Path = Path("/"), torch_folder: Path | None = None) -> Sequence[Check]:
@@ -23,24 +33,16 @@ def checks(root: Path = Path("/"), torch_folder: Path | None = None) -> Sequence
         results += [_build(), _compatibility(driver_version(root)), _usable(found.device_count)]
         results += _surprises() if results[-1].outcome != Outcome.FAIL else ()
     else:
-        results += [_skip(name, "needs a torch with CUDA") for name in (_BUILD, _PAIR, _USABLE)]
+        results += [
+            Check.skip(name, "needs a torch with CUDA") for name in (_BUILD, _PAIR, _USABLE)
+        ]
     return results
 
 
-_BUILD, _PAIR, _USABLE = "torch and CUDA", "driver for this torch", "usable GPUs"
-
-
-_NO_GPU = "in a container, hand the GPUs in (docker run --gpus=all); in a cluster, ask for them"
-_NO_DRIVER = "install NVIDIA's driver on the host (not in the container) and load it"
-_NO_SOFTWARE = "install a build of torch with CUDA: pytorch.org/get-started"
-
-
-def _skip(name: str, seen: str) -> Check:
-    return Check(name, Outcome.SKIP, seen, "solve the checks above first")
-
-
-def _warn(name: str, seen: str, remedy: str) -> Check:
-    return Check(name, Outcome.WARN, seen, remedy)
+def driver_serves(driver: str, cuda: str) -> bool | None:
+    """Whether a driver such as ``550.54.15`` serves CUDA such as ``12.8``; None if unknown."""
+    oldest = OLDEST_DRIVER.get(int(cuda.split(".")[0]))
+    return None if oldest is None else int(driver.split(".")[0]) >= oldest
 
 
 def _build() -> Check:
@@ -55,12 +57,12 @@ def _compatibility(driver: str | None) -> Check:
     cuda, name = torch.version.cuda, _PAIR
     if driver is None or cuda is None:
         missing = "driver" if driver is None else "CUDA version of torch"
-        return _skip(name, f"nothing to compare: the {missing} is not known")
+        return Check.skip(name, f"nothing to compare: the {missing} is not known")
     seen = f"driver {driver}, torch built for CUDA {cuda}"
     serves = driver_serves(driver, cuda)
     if serves is None:
         remedy = "compare with NVIDIA's CUDA Compatibility guide: this version is not known here"
-        return _warn(name, seen, remedy)
+        return Check.warn(name, seen, remedy)
     images = [r.name for r in RELEASES if r.built and driver_serves(driver, r.versions["cuda"])]
     ready = f"; images for this driver: anygauge image --release {images[-1]}" if images else ""
     return Check.of(
@@ -86,7 +88,7 @@ def _usable(expected: int | None) -> Check:
     if expected is None or count >= expected:
         return Check.of(_USABLE, True, seen, "")
     seen = f"{seen}, of {expected} in this machine"
-    return _warn(_USABLE, seen, "check CUDA_VISIBLE_DEVICES, if fewer were not meant")
+    return Check.warn(_USABLE, seen, "check CUDA_VISIBLE_DEVICES, if fewer were not meant")
 
 
 def _surprises() -> Sequence[Check]:
@@ -97,12 +99,12 @@ def _surprises() -> Sequence[Check]:
     if torch.backends.cuda.matmul.allow_tf32:
         # Source: NVIDIA's release notes of its PyTorch images, which set this variable to 1.
         remedy = "for runs in float32: environment: {TORCH_ALLOW_TF32_CUBLAS_OVERRIDE: '0'}"
-        found.append(_warn("float32 products", "TF32, of 11 significant bits", remedy))
+        found.append(Check.warn("float32 products", "TF32, of 11 significant bits", remedy))
     if torch.cuda.device_count() > 1 and not torch.cuda.can_device_access_peer(0, 1):
         # Source: NVIDIA/nccl, issue 1838. Whether NCCL then fails shows only there.
         remedy = (
             "if NCCL fails with 'peer access is not supported between these two devices': "
             "environment: {NCCL_CUMEM_HOST_ENABLE: '0'} in the run file"
         )
-        found.append(_warn("peer access", "GPU 0 cannot reach the memory of GPU 1", remedy))
+        found.append(Check.warn("peer access", "GPU 0 cannot reach the memory of GPU 1", remedy))
     return found

@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 from anygauge.interface import (
     ETHERNET,
-    ONE_NODE,
     THREADS,
     EnvironmentRule,
     Fabric,
@@ -21,7 +20,7 @@ from anygauge.interface import (
     Setting,
     Skip,
     detected_by,
-    main_interface,
+    interface_rule,
     meeting_rule,
 )
 
@@ -34,16 +33,17 @@ TOPOLOGIES = ("/opt/microsoft/ndv4-topo.xml", "/opt/microsoft/ndv5-topo.xml")
 NCCL_SETTINGS = "/etc/nccl.conf"
 """NCCL's own file of settings, which some images fill for the machine they run on."""
 
-WSL_DEVICE = "/dev/dxg"
-"""A device of Windows' host, under WSL2."""
-
-DRIVER = "/proc/driver/nvidia/version"
-CARDS = "/proc/driver/nvidia/gpus/*/information"
-SLICES = "/proc/driver/nvidia/capabilities/gpu*/mig/gi*/access"
-"""Where the driver has its version, its cards and their MIG slices (NVIDIA's README and MIG user
-guide)."""
-
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+WSL_DEVICE = "/dev/dxg"
+DRIVER = "/proc/driver/nvidia/version"
+READINGS = (
+    WSL_DEVICE,  # of Windows' host, under WSL2
+    DRIVER,
+    # Its cards and their MIG slices (NVIDIA's README and MIG user guide).
+    "/proc/driver/nvidia/gpus/*/information",
+    "/proc/driver/nvidia/capabilities/gpu*/mig/gi*/access",
+)
 
 _ALLOCATOR_SOURCE = "pytorch.org/docs: notes/cuda, optimizing memory usage"
 _NCCL_SOURCE = "NVIDIA NCCL user guide: environment variables"
@@ -149,11 +149,6 @@ _RECORDER = (
 )
 
 
-def _nccl_interface(context: RuleContext) -> Setting | Skip:
-    only_one = "there is a single one, and NCCL's own rules for InfiniBand do better"
-    return main_interface(context, only_one, exactly="=")
-
-
 def _topology(context: RuleContext) -> Setting | Skip:
     files = context.node.files
     present = [path for path in TOPOLOGIES if path in files]
@@ -169,8 +164,6 @@ def _topology(context: RuleContext) -> Setting | Skip:
 
 
 def _net(context: RuleContext) -> Setting | Skip:
-    if context.job.launch.nodes == 1:
-        return Skip(ONE_NODE)
     if not context.fabric.requested:
         return Skip("launch.fabric is auto: NCCL takes the best that it finds")
     names = {"ethernet": "Socket", "infiniband": "IB", "roce": "IB"}
@@ -183,8 +176,6 @@ def _net(context: RuleContext) -> Setting | Skip:
 
 
 def _huge_pages(context: RuleContext) -> Setting | Skip:
-    if context.job.launch.nodes == 1:
-        return Skip(ONE_NODE)
     if context.fabric.name != "efa":
         return Skip(f"the network between machines is {context.fabric.name or 'unknown'}")
     return context.set_to(
@@ -234,13 +225,12 @@ RULES = (
     _allocator(since_2_9=False),
     _allocator(since_2_9=True),
     meeting_rule("GLOO_SOCKET_IFNAME", "gloo"),
-    EnvironmentRule(
-        name="NCCL_SOCKET_IFNAME",
-        value="=NAME of the first physical interface, on several machines with several interfaces",
-        scope=Scope.NODE,
-        reason="NCCL may otherwise use a bridge or a network that other machines cannot reach",
-        source=_NCCL_SOURCE + ", NCCL_SOCKET_IFNAME",
-        decide=_nccl_interface,
+    interface_rule(
+        "NCCL_SOCKET_IFNAME",
+        "NCCL",
+        _NCCL_SOURCE + ", NCCL_SOCKET_IFNAME",
+        only_one="there is a single one, and NCCL's own rules for InfiniBand do better",
+        exactly="=",
     ),
     EnvironmentRule(
         name="NCCL_NET",
@@ -249,6 +239,7 @@ RULES = (
         reason="NCCL otherwise falls back to a slower network silently",
         source=_NCCL_SOURCE + ", NCCL_NET",
         decide=_net,
+        between_machines=True,
     ),
     *_CONSUMER_CARDS,
     *_RECORDER,
@@ -267,6 +258,7 @@ RULES = (
         reason="a process that holds huge pages may fail to start child processes",
         source=_EFA_SOURCE,
         decide=_huge_pages,
+        between_machines=True,
     ),
     THREADS,
 )

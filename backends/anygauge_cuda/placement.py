@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge.interface import Card, NotAvailableError, PeakFlops, Placement, read_cards
-from anygauge_cuda.versions import has_kernels
 
 if TYPE_CHECKING:
     import torch
-
-_OUT_OF_MEMORY = (
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "NVML_SUCCESS == r INTERNAL ASSERT FAILED",
-)
-"""Exhausted memory that torch's allocator did not see, as the driver or cuBLAS asked for it; or of
-which it could not report how much there is (pytorch/pytorch, issue 112377)."""
 
 
 def hardware_dtypes(device: torch.device) -> frozenset[str]:
@@ -36,6 +28,21 @@ def hardware_dtypes(device: torch.device) -> frozenset[str]:
     if torch.cuda.get_device_capability(device) >= (7, 0):
         found.add("float16")
     return frozenset(found)
+
+
+def has_kernels(capability: tuple[int, int], built: Iterable[str]) -> bool:
+    """Whether a card runs what torch was built for (``torch.cuda.get_arch_list``).
+
+    Code for ``sm_86`` runs on cards of the same major version and no smaller minor one;
+    ``compute_86``, compiled when it is loaded, on all that are not smaller (CUDA C++ guide).
+    """
+    found = (re.match(r"(sm|compute)_(\d+)(\d)", name) for name in built)
+    return any(
+        (int(each[2]), int(each[3])) <= capability
+        and (each[1] == "compute" or int(each[2]) == capability[0])
+        for each in found
+        if each
+    )
 
 
 def without_kernels(index: int) -> str:
@@ -58,7 +65,7 @@ def without_kernels(index: int) -> str:
 def published_peak(device_name: str, dtype: str) -> PeakFlops | None:
     """The dense peak of a card for ``float32``, ``float16`` or ``bfloat16``.
 
-    None for a card that cards.toml does not list by the driver's whole name: those of slices of a
+    None for a card that device.toml does not list by the driver's whole name: those of slices of a
     card, and of other cards, begin alike, and a guess would make a wrong utilisation look measured.
     """
     card = _by_driver_name().get(device_name)
@@ -69,13 +76,21 @@ def published_peak(device_name: str, dtype: str) -> PeakFlops | None:
 
 @cache
 def _by_driver_name() -> dict[str, Card]:
-    file = Path(__file__).with_name("cards.toml")
+    file = Path(__file__).with_name("device.toml")
     cards = read_cards(file.read_text(encoding="utf-8"), file.name)
     return {name: card for card in cards for name in card.names}
 
 
 class CudaPlacement(Placement):
     """One GPU, by its number among those that the process may see."""
+
+    # What torch's allocator did not see, as the driver or cuBLAS asked for it; or of which it could
+    # not report how much there is (pytorch/pytorch, issue 112377).
+    out_of_memory_texts = (
+        "CUDA error: out of memory",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+        "NVML_SUCCESS == r INTERNAL ASSERT FAILED",
+    )
 
     # -- opening ---------------------------------------------------------------------------
 
@@ -137,12 +152,6 @@ class CudaPlacement(Placement):
             with contextlib.suppress(Exception):
                 found[name] = float(read(self.device))
         return found
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether the GPU's memory is exhausted, whoever noticed it."""
-        return super().is_out_of_memory(error) or (
-            isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
-        )
 
     # -- arithmetic ------------------------------------------------------------------------
 

@@ -11,8 +11,9 @@ import importlib.util
 import re
 from pathlib import Path
 
-from anygauge.interface import Finding, Probe
+from anygauge.interface import Finding, Probe, counted, file_text, pci_devices
 
+_GPU = "NVIDIA GPU"
 _VENDOR = "0x10de"
 _DISPLAY_CLASS = "0x03"  # PCI base class 3: VGA (0x0300) and 3D (0x0302) controllers
 _WSL_DEVICE = "dev/dxg"
@@ -33,7 +34,8 @@ def probe(root: Path = Path("/"), torch_folder: Path | None = None) -> Probe:
         root: where /dev, /proc, /sys and /usr are found.
         torch_folder: the installed torch package; None looks for it.
     """
-    nodes, listed, on_bus = _device_files(root), _driver_folders(root), _on_pci_bus(root)
+    nodes, on_bus = _device_files(root), pci_devices(root, _VENDOR, _DISPLAY_CLASS)
+    listed = sorted(path.name for path in (root / "proc/driver/nvidia/gpus").glob("*"))
     notes = []
     if on_bus and not nodes:
         notes.append(
@@ -54,25 +56,26 @@ def probe(root: Path = Path("/"), torch_folder: Path | None = None) -> Probe:
 
 def driver_version(root: Path = Path("/")) -> str | None:
     """Version of the loaded kernel driver, such as ``550.54.15``; None if there is none."""
-    loaded = _text(root / "proc/driver/nvidia/version").partition("\n")[0]
-    match = _VERSION.search(loaded) or _VERSION.search(_text(root / "sys/module/nvidia/version"))
+    loaded = file_text(root / "proc/driver/nvidia/version").partition("\n")[0]
+    of_module = file_text(root / "sys/module/nvidia/version")
+    match = _VERSION.search(loaded) or _VERSION.search(of_module)
     return match.group(1) if match else None
 
 
 def torch_cuda_version(torch_folder: Path) -> str | None:
     """The CUDA version that an installed torch was built for; None if for none."""
-    match = _TORCH_CUDA.search(_text(torch_folder / "version.py"))
+    match = _TORCH_CUDA.search(file_text(torch_folder / "version.py"))
     return match.group(1) if match else None
 
 
 def _devices(root: Path, nodes: list[str], listed: list[str], on_bus: list[str]) -> Finding:
     looked = ("/sys/bus/pci/devices", "/proc/driver/nvidia/gpus", "/dev/nvidia*", f"/{_WSL_DEVICE}")
     if nodes:
-        return Finding.yes(f"{_gpus(len(nodes))} ({', '.join(nodes)})", *looked)
+        return Finding.yes(f"{counted(nodes, _GPU)} ({', '.join(nodes)})", *looked)
     if listed:
-        return Finding.yes(f"{_gpus(len(listed))} known to the driver", *looked)
+        return Finding.yes(f"{counted(listed, _GPU)} known to the driver", *looked)
     if on_bus:
-        return Finding.yes(f"{_gpus(len(on_bus))} on the PCI bus", *looked)
+        return Finding.yes(f"{counted(on_bus, _GPU)} on the PCI bus", *looked)
     if _is_wsl(root):
         return Finding.yes("GPUs of the Windows host, through WSL", *looked)
     return Finding.no("no NVIDIA GPU", *looked)
@@ -118,25 +121,12 @@ def _device_files(root: Path) -> list[str]:
     return sorted(found, key=lambda name: int(name.removeprefix("nvidia")))
 
 
-def _driver_folders(root: Path) -> list[str]:
-    return sorted(path.name for path in (root / "proc/driver/nvidia/gpus").glob("*"))
-
-
 def _models(root: Path) -> tuple[str, ...]:
     """Names of the models, as the driver lists them (NVIDIA's README, "Using the /proc File System
     Interface")."""
     files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
-    found = (_MODEL.search(_text(file)) for file in files)
+    found = (_MODEL.search(file_text(file)) for file in files)
     return tuple(dict.fromkeys(match.group(1) for match in found if match))
-
-
-def _on_pci_bus(root: Path) -> list[str]:
-    return sorted(
-        path.name
-        for path in (root / "sys/bus/pci/devices").glob("*")
-        if _text(path / "vendor").strip() == _VENDOR
-        and _text(path / "class").startswith(_DISPLAY_CLASS)
-    )
 
 
 def _is_wsl(root: Path) -> bool:
@@ -145,14 +135,3 @@ def _is_wsl(root: Path) -> bool:
         any((root / folder).glob(pattern))
         for folder, pattern in ((_WSL_LIBRARIES, "libcuda.so*"), (_WSL_DRIVERS, "*/libcuda.so*"))
     )
-
-
-def _gpus(count: int) -> str:
-    return f"{count} NVIDIA GPU" + ("" if count == 1 else "s")
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -5,36 +5,44 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
 
 from anygauge.interface import (
     FULL,
     Backend,
     Check,
     Collectives,
+    Compiler,
+    Graph,
+    HeldAtOnce,
     LaunchProfile,
     Level,
+    Options,
+    Phase,
+    RunFileError,
     Setting,
+    ShapeKind,
+    ShapePolicy,
     Support,
     UnsupportedError,
+    installed_version,
     own_image,
 )
-from anygauge_hpu.diagnostics import checks
-from anygauge_hpu.environment import FABRICS, MODULES_VARIABLE, RULES, refuse_contradictions
-from anygauge_hpu.fp8 import (
-    convert,
-    fp8_support,
-    load_engine,
-    signal_recomputation,
-    training_context,
+from anygauge_hpu.diagnostics import RELEASES, checks
+from anygauge_hpu.environment import (
+    FABRICS,
+    MODULES_VARIABLE,
+    RULES,
+    Mode,
+    choose_mode,
+    refuse_contradictions,
 )
-from anygauge_hpu.graph import HpuGraph
-from anygauge_hpu.kernels import fused_name
-from anygauge_hpu.mode import Mode, choose_mode
-from anygauge_hpu.modules import PATTERNS
-from anygauge_hpu.options import HpuOptions, check_options
+from anygauge_hpu.gaudi_fp8 import fp8_support, train_in_fp8
+from anygauge_hpu.gaudi_kernels import fused_name
 from anygauge_hpu.placement import HpuPlacement
-from anygauge_hpu.software import PLUGIN, RELEASES, installed_version
+from anygauge_hpu.probe import PATTERNS, PLUGIN
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,6 +65,219 @@ NO_FSDP_IN_LAZY_MODE = (
 )
 
 
+# -- options -----------------------------------------------------------------------------------
+
+LAZY_ONLY = ("graph_limit", "graph_limit_sync", "split_forward_backward")
+"""Options that mean nothing where no graph is accumulated."""
+
+
+def _folder(path: str) -> str:
+    if path[:1] != "/" or "," in path:
+        raise ValueError("an absolute path without commas is needed")
+    return path
+
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class HpuOptions(Options):
+    """Options of the hpu backend."""
+
+    mode: Literal["lazy", "compile", "eager"] | None = Field(
+        None, description="how operations are executed; by default, as the installed release does"
+    )
+    graph_limit: Count | None = Field(
+        None, description="the most operations in one graph; limits the memory of lazy mode"
+    )
+    graph_limit_sync: bool = Field(False, description="wait for a graph that the limit has cut")
+    split_forward_backward: bool = Field(
+        False,
+        description="also cut the graph between forward and backward, so that the host traces one "
+        "while the device runs the other; sync_on_release leaves nothing of that",
+    )
+    sync_on_release: bool = Field(
+        False,
+        description="the host waits for the device before ZeRO-3 releases a gathered weight, as "
+        "Intel's DeepSpeed did before release 1.16",
+    )
+    recipe_cache: Annotated[str, AfterValidator(_folder)] | None = Field(
+        None,
+        description="folder in which compiled graphs are kept between runs: an absolute path "
+        "without commas",
+    )
+    recipe_cache_mb: Count = Field(1024, description="the most megabytes of that folder")
+    buckets: Count = Field(8, description="number of distinct lengths that batches are padded to")
+    warm_up: bool = Field(
+        True,
+        description="compute each distinct length of the run in the first two steps of a process, "
+        "so that no later step waits for graphs to be compiled",
+    )
+    attention: Literal["fused", "softmax"] = Field(
+        "fused",
+        description="fused: one kernel with a softmax of its own; softmax: products and a softmax",
+    )
+    softmax: Literal["bfloat16", "float32"] | None = Field(
+        None,
+        description="type in which attention's softmax is computed, with attention: softmax "
+        "(left out: bfloat16)",
+    )
+    fast_softmax: bool = Field(
+        False,
+        description="the optimised softmax of fused attention, as optimum-habana's "
+        "flash_attention_fast_softmax",
+    )
+    attention_recompute: bool = Field(
+        False,
+        description="fused attention keeps no scores for backward and computes them again there, "
+        "as optimum-habana's flash_attention_recompute",
+    )
+    rms_norm: Literal["fused", "reference"] = Field(
+        "fused", description="fused: one kernel; reference: the model's own"
+    )
+    rope: Literal["fused", "reference"] = Field(
+        "fused",
+        description="rotary position embeddings; fused: one kernel, as optimum-habana has it; "
+        "reference: the model's own",
+    )
+    optimum_habana: bool = Field(
+        False,
+        description="let optimum-habana adapt transformers' models before one is built",
+    )
+
+
+def check_options(options: HpuOptions, mode: Mode) -> None:
+    """Check what goes together.
+
+    Raises:
+        RunFileError: an option means nothing with another one.
+    """
+    given = options.model_fields_set
+    for name in LAZY_ONLY:
+        if mode is not Mode.LAZY and getattr(options, name):
+            raise RunFileError(
+                f"backend_options.{name}: it acts on accumulated graphs, and {mode} mode "
+                "accumulates none. Remove it, or set backend_options.mode: lazy"
+            )
+    if options.graph_limit_sync and options.graph_limit is None:
+        raise RunFileError(
+            "backend_options.graph_limit_sync: there is no limit to act on; set "
+            "backend_options.graph_limit, too"
+        )
+    if "recipe_cache_mb" in given and options.recipe_cache is None:
+        raise RunFileError(
+            "backend_options.recipe_cache_mb: there is no cache; set backend_options.recipe_cache"
+        )
+    if options.softmax is not None and options.attention == "fused":
+        raise RunFileError(
+            "backend_options.softmax: fused attention has a softmax of its own, which this does "
+            "not reach; set backend_options.attention: softmax, or remove it"
+        )
+    for name in ("fast_softmax", "attention_recompute"):
+        if getattr(options, name) and (options.attention != "fused" or options.optimum_habana):
+            raise RunFileError(
+                f"backend_options.{name}: it is a property of fused attention, which this run does "
+                f"not use; set backend_options.attention: fused, or remove {name}"
+            )
+    if options.optimum_habana and {"attention", "rms_norm", "rope"} & given:
+        raise RunFileError(
+            "backend_options.optimum_habana: its models bring their own attention, norms and "
+            "rotary embeddings; remove attention, rms_norm and rope, or optimum_habana"
+        )
+
+
+# -- graphs ------------------------------------------------------------------------------------
+
+COMPILER = "hpu_backend"
+"""torch.compile's backend (gaudi-pytorch-bridge, dynamo/compile_backend/backends.py)."""
+
+COUNTERS = (
+    ("compiled", "graph_compilation", "TotalNumber", 1),
+    ("compile_s", "graph_compilation", "TotalTime", 1e-6),  # given in microseconds
+    ("fallbacks", "cpu_fallback", "TotalNumber", 1),
+    ("reused", "recipe_cache", "TotalHit", 1),
+)
+"""Name of a counter -> the library's metric, its statistic, and what that is multiplied with."""
+
+
+WARM_UP = 2
+"""After one alone, a width that only the first step had is compiled once more: from the second on,
+DeepSpeed fetches weights ahead, in other pieces (counted: docs/gaudi.md, the census)."""
+
+_REENTRANT = (
+    "lazy mode has been run with the reentrant form alone: Intel's DeepSpeed and optimum-habana "
+    "recompute by a function of that form, which ends the graph before each layer"
+)
+"""Source: HabanaAI/DeepSpeed 1.21.0, activation_checkpointing/checkpointing.py; optimum-habana,
+trainer.py."""
+
+
+_HELD = HeldAtOnce(
+    share=0.474,
+    source="fitted to one run, LoRA of Llama-2-70B on 8 cards, whose peak was published as 73.9 GB",
+)
+"""Nothing else is published of the memory of Gaudi's graphs."""
+
+
+class HpuGraph(Graph):
+    """Graphs of a mode. In lazy mode the limit itself is kept by Gaudi's library, which reads it
+    from the environment."""
+
+    def __init__(self, mode: Mode, options: HpuOptions) -> None:
+        self._mode = mode
+        self._between = options.split_forward_backward
+        self.accumulates = mode is Mode.LAZY
+        self.limit = options.graph_limit if mode is Mode.LAZY else None
+        # Intel's DeepSpeed did this up to 1.15.1, as a workaround, and not since 1.16.0
+        # (runtime/zero/partition_parameters.py, free_param): no release that runs here needs it.
+        self.sync_on_release = options.sync_on_release
+        self.reentrant_only = _REENTRANT if mode is Mode.LAZY else ""
+        # Every new shape is compiled anew, in each mode.
+        self.shapes = ShapePolicy(
+            kind=ShapeKind.BUCKETED,
+            multiple=32,
+            buckets=options.buckets,
+            warm_up=WARM_UP if options.warm_up else 0,
+        )
+        self.held = None if mode is Mode.EAGER else _HELD
+        self.compiler = (
+            Compiler(backend=COMPILER, regions="layer") if mode is Mode.COMPILE else None
+        )
+
+    def mark_step(self, phase: Phase) -> None:
+        """Cut the graph at each place that a phase names, after forward only if that was asked for.
+
+        Engines call it after forward, backward and update (also forward in an evaluation),
+        recomputation before a layer computes its activations again, and the loss before and after
+        each of its chunks. Cuts in lazy mode alone: in the others, the library's function does
+        nothing but warn.
+        """
+        if self._mode is not Mode.LAZY or (phase is Phase.FORWARD and not self._between):
+            return
+        from habana_frameworks.torch.core import mark_step
+
+        mark_step()
+
+    def counters(self) -> Mapping[str, float]:
+        """By Gaudi's own metrics: graphs compiled so far and the seconds that took, operators that
+        the host ran in the device's place, and graphs that a recipe was there for.
+
+        The last is counted only where ``PT_HPU_ENABLE_CACHE_METRICS=1`` is exported: the library
+        calls Python for every graph then (gaudi-pytorch-bridge, hpu/metrics/metrics.py).
+        """
+        from habana_frameworks.torch.hpu.metrics import metric_global
+
+        found = {}
+        for key, metric_name, tag, unit in COUNTERS:
+            metric = metric_global(metric_name)
+            stats = {} if metric is None else dict(metric.stats())
+            if tag in stats:
+                found[key] = float(stats[tag]) * unit
+        return found
+
+
+# -- the backend -------------------------------------------------------------------------------
+
+
 class HpuCollectives(Collectives):
     """HCCL. It has no mean: the sum is divided, as everywhere. Gaudi's software replaces torch's
     calls that make groups by ones without ``device_id``, so that it must not be passed."""
@@ -65,7 +286,7 @@ class HpuCollectives(Collectives):
 
 
 class HpuBackend(Backend):
-    """Gaudi cards. Options: see `anygauge_hpu.options`."""
+    """Gaudi cards. Options: see `HpuOptions`."""
 
     name = "hpu"
     device_type = "hpu"
@@ -74,6 +295,7 @@ class HpuBackend(Backend):
     collectives_class = HpuCollectives
     attention = "eager"
     options: HpuOptions
+    engine_names: Mapping[str, str] = {"deepspeed": "hpu"}
     fabrics = FABRICS
     environment_rules = RULES
     libraries = (PLUGIN,)
@@ -158,12 +380,7 @@ class HpuBackend(Backend):
             return ()
         source = "Intel's article on Llama 2 70B; optimum-habana's ZeRO-3 configuration"
         return (
-            Setting(
-                name="accelerator",
-                value="hpu",
-                reason="the run asked for Gaudi cards, whatever else is installed",
-                source="deepspeed/accelerator/real_accelerator.py",
-            ),
+            *super().engine_settings(engine),
             Setting(
                 name="zero_optimization.overlap_comm",
                 value=False,
@@ -216,25 +433,8 @@ class HpuBackend(Backend):
     def fp8_products(
         self, model: nn.Module, kept: Collection[nn.Module], *, reentrant: bool | None
     ) -> Callable[[], AbstractContextManager[Any]]:
-        """Intel's layers in place of torch's, as optimum-habana: see `anygauge_hpu.fp8`.
-
-        Raises:
-            UnsupportedError: layers recompute by torch's newer form, the card or its software has
-                no FP8, or the model no layer for it.
-        """
-        if reentrant is False:
-            raise UnsupportedError(
-                "precision.fp8: Intel tests it with torch's reentrant form of recomputation alone. "
-                "Use strategy: {name: zero, reentrant: true}, or set train.gradient_checkpointing: "
-                "false"
-            )
-        engine = load_engine()
-        # In optimum-habana's order (trainer.py): first recomputation, then accelerate converts.
-        if reentrant:
-            signal_recomputation(model, engine)
-        # Kept from forward to backward, all layers in FP8 would be a whole model on each card.
-        convert(model, kept, engine, minimize_memory=reentrant is None)
-        return training_context(engine)
+        """See `anygauge_hpu.gaudi_fp8`."""
+        return train_in_fp8(model, kept, reentrant)
 
     def diagnostics(self) -> Sequence[Check]:
         """See `anygauge_hpu.diagnostics`."""

@@ -7,21 +7,20 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from anygauge.interface import Check, Outcome
-from anygauge_hpu.environment import MODULES_VARIABLE
-from anygauge_hpu.mode import LAZY_VARIABLE
-from anygauge_hpu.modules import look, modules_here
-from anygauge_hpu.probe import driver_version, probe
-from anygauge_hpu.software import (
+from anygauge.interface import Check, ImageRelease, Outcome, installed_version, read_releases
+from anygauge_hpu.environment import LAZY_VARIABLE, MODULES_VARIABLE
+from anygauge_hpu.probe import (
     PLUGIN,
-    RELEASES,
-    built_for,
-    installed_version,
+    driver_version,
     is_fork,
-    is_of,
+    look,
     major_minor,
-    release_of,
+    modules_here,
+    probe,
 )
+
+RELEASES = read_releases(Path(__file__).with_name("device.toml"))
+"""Releases of Gaudi's software, oldest first, named as Intel does: ``1.23.0``."""
 
 _NO_CARD = (
     "in a container, hand the cards in (--runtime=habana -e HABANA_VISIBLE_DEVICES=all); in a "
@@ -63,6 +62,20 @@ def checks(
     ]
 
 
+def release_of(version: str | None) -> ImageRelease | None:
+    """The known release that a plugin's version belongs to: the one of its three numbers, else the
+    newest of its first two; None for an unknown one.
+    """
+    pair = major_minor(version)
+    alike = [r for r in RELEASES if pair and major_minor(r.name) == pair]
+    return next((r for r in alike if is_of(version, r)), alike[-1] if alike else None)
+
+
+def is_of(version: str | None, release: ImageRelease) -> bool:
+    """Whether a plugin's version, such as ``1.24.1.482``, has all numbers of a release."""
+    return f"{version}.".startswith(f"{release.name}.")
+
+
 def _versions(root: Path, versions: Mapping[str, str]) -> list[Check]:
     release, torch = release_of(versions[PLUGIN]), versions.get("torch", "")
     seen = f"{PLUGIN} {versions[PLUGIN]}, torch {torch or 'not installed'}"
@@ -70,7 +83,8 @@ def _versions(root: Path, versions: Mapping[str, str]) -> list[Check]:
     fits = release is not None and major_minor(torch) == major_minor(release.versions["torch"])
     # A patch that is not known here may come with another torch, as 1.24.1 did.
     if release is None or not (fits or is_of(versions[PLUGIN], release)):
-        release_check = _warn("release", seen, f"releases known here: {known}; compare Intel's")
+        remedy = f"releases known here: {known}; compare Intel's"
+        release_check = Check.warn("release", seen, remedy)
     else:
         release_check = Check.of(
             "release",
@@ -83,11 +97,20 @@ def _versions(root: Path, versions: Mapping[str, str]) -> list[Check]:
     same = driver is not None and major_minor(driver) == major_minor(versions[PLUGIN])
     pair = f"driver {driver or 'not loaded'}, {PLUGIN} {versions[PLUGIN]}"
     if driver is None:
-        return [release_check, _skip("driver release", "the driver is not loaded")]
+        return [release_check, Check.skip("driver release", "the driver is not loaded")]
     if same:
         return [release_check, Check("driver release", Outcome.PASS, pair)]
     remedy = "use driver and software of one release"
-    return [release_check, _warn("driver release", pair, remedy)]
+    return [release_check, Check.warn("driver release", pair, remedy)]
+
+
+def _built_for(deepspeed: str) -> str | None:
+    """The release that a build of DeepSpeed is Intel's for; None for a build that is not Intel's.
+
+    Intel's builds are versions such as ``0.16.1+hpu.synapse.v1.21.0``.
+    """
+    match = re.search(r"\+hpu\.synapse\.v(\d+\.\d+\.\d+)", deepspeed)
+    return match[1] if match else None
 
 
 def _deepspeed(versions: Mapping[str, str]) -> Check:
@@ -102,10 +125,10 @@ def _deepspeed(versions: Mapping[str, str]) -> Check:
     if PLUGIN not in versions:
         return _skip(name)
     if version is None:
-        return _warn(name, "deepspeed is not installed", f"strategy zero needs it: {install}")
-    built = built_for(version)
+        return Check.warn(name, "deepspeed is not installed", f"strategy zero needs it: {install}")
+    built = _built_for(version)
     if built is None:
-        return _warn(
+        return Check.warn(
             name,
             f"deepspeed {version} is not Intel's build, whose version ends in +hpu.synapse.v...",
             f"{install}; with another one, lazy mode needs strategy.reentrant: true",
@@ -114,7 +137,7 @@ def _deepspeed(versions: Mapping[str, str]) -> Check:
     seen = f"deepspeed {version}, Intel's build of release {built}"
     if wanted is None or major_minor(built) == major_minor(wanted):
         return Check(name, Outcome.PASS, seen)
-    return _warn(name, f"{seen}; {PLUGIN} {versions[PLUGIN]} goes with {wanted}", install)
+    return Check.warn(name, f"{seen}; {PLUGIN} {versions[PLUGIN]} goes with {wanted}", install)
 
 
 def _mode(environ: Mapping[str, str], versions: Mapping[str, str]) -> Check:
@@ -126,7 +149,7 @@ def _mode(environ: Mapping[str, str], versions: Mapping[str, str]) -> Check:
         remedy = "unset the variable, or use Intel's image"
         remedy = f"lazy mode needs Intel's build of torch (+git...): {remedy}"
         return Check("mode", Outcome.FAIL, seen, remedy)
-    return _warn("mode", seen, "unset it: a run file chooses with backend_options.mode")
+    return Check.warn("mode", seen, "unset it: a run file chooses with backend_options.mode")
 
 
 def _modules(environ: Mapping[str, str], cards: int | None, here: Sequence[str] | None) -> Check:
@@ -149,7 +172,7 @@ def _modules(environ: Mapping[str, str], cards: int | None, here: Sequence[str] 
         remedy = f"name modules that are here, or unset {MODULES_VARIABLE}"
         return Check(name, Outcome.FAIL, seen, remedy)
     if cards is not None and len(numbers) > cards:
-        return _warn(name, f"{seen}, but {cards} cards are here", "name as many as there are")
+        return Check.warn(name, f"{seen}, but {cards} cards are here", "name as many as there are")
     return Check(name, Outcome.PASS, seen)
 
 
@@ -165,7 +188,7 @@ def _kernels_path(environ: Mapping[str, str], *, installed: bool) -> Check:
         return Check("kernel library", Outcome.PASS, f"GC_KERNEL_PATH={path}")
     if not installed:
         return _skip("kernel library")
-    return _warn(
+    return Check.warn(
         "kernel library",
         "GC_KERNEL_PATH is unset, though Intel's images set it",
         "start ranks through a shell or launcher that keeps the image's variables",
@@ -176,9 +199,5 @@ def _stated(name: str, versions: Mapping[str, str]) -> str:
     return f"{name} {versions[name]}" if name in versions else f"{name} is not installed"
 
 
-def _skip(name: str, seen: str = "Gaudi's software is not installed") -> Check:
-    return Check(name, Outcome.SKIP, seen, "solve the checks above first")
-
-
-def _warn(name: str, seen: str, remedy: str) -> Check:
-    return Check(name, Outcome.WARN, seen, remedy)
+def _skip(name: str) -> Check:
+    return Check.skip(name, "Gaudi's software is not installed")

@@ -5,10 +5,10 @@ What is named here stands in Gaudi's own sources; each rule cites the place.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 
 from anygauge.interface import (
-    ONE_NODE,
     THREADS,
     EnvironmentRule,
     Fabric,
@@ -17,11 +17,15 @@ from anygauge.interface import (
     Scope,
     Setting,
     Skip,
-    main_interface,
+    interface_rule,
     meeting_rule,
 )
-from anygauge_hpu.mode import LAZY_VARIABLE, Mode, choose_mode
-from anygauge_hpu.modules import modules_here
+from anygauge_hpu.probe import PLUGIN, major_minor, modules_here
+
+LAZY_VARIABLE = "PT_HPU_LAZY_MODE"
+
+LAZY_BY_DEFAULT_BEFORE = (1, 21)
+"""The release that made eager mode, with torch.compile, the default (Gaudi-tutorials, PR 154)."""
 
 MODULES_VARIABLE = "HABANA_VISIBLE_MODULES"
 """Module numbers that a process may take, as in ``0,1``; the position is the local rank."""
@@ -32,6 +36,40 @@ MODULE_VARIABLE = "HLS_MODULE_ID"
 _BRIDGE = "gaudi-pytorch-bridge 1.19.0"
 _FLAGS = f"{_BRIDGE}, scripts/env_flags.yaml"
 _HCL = "HCL 1.21.0, hcl_global_conf.cpp"
+
+
+class Mode(enum.StrEnum):
+    """How Gaudi executes: accumulated graphs, compiled regions, or one operation after another.
+
+    `COMPILE` and `EAGER` are one to Gaudi's software, which calls both eager.
+    """
+
+    LAZY = "lazy"
+    COMPILE = "compile"
+    EAGER = "eager"
+
+    @property
+    def variable(self) -> str:
+        """What `LAZY_VARIABLE` must be."""
+        return "1" if self is Mode.LAZY else "0"
+
+
+def choose_mode(asked: str | None, libraries: Mapping[str, str]) -> tuple[Mode, str]:
+    """The mode of a run and why. Pure.
+
+    Args:
+        asked: the run file's ``backend_options.mode``.
+        libraries: installed distributions and their versions.
+    """
+    if asked is not None:
+        return Mode(asked), "backend_options.mode"
+    version = libraries.get(PLUGIN)
+    known = major_minor(version)
+    if known is None:
+        return Mode.COMPILE, f"{PLUGIN} is not installed here: as releases since 1.21 do"
+    if known < LAZY_BY_DEFAULT_BEFORE:
+        return Mode.LAZY, f"the default of {PLUGIN} {version}"
+    return Mode.COMPILE, f"the default of {PLUGIN} {version} is eager mode, which compiles regions"
 
 
 def mode_of(context: RuleContext) -> tuple[Mode, str]:
@@ -86,14 +124,10 @@ def _recipe_cache(context: RuleContext) -> Setting | Skip:
     return context.set_to(f"{folder},false,{size}", "backend_options.recipe_cache")
 
 
-def modules(context: RuleContext) -> tuple[str, ...] | None:
-    """The modules that the user allows, in rank order; None where all are."""
-    text = context.variable(MODULES_VARIABLE)
-    return tuple(part.strip() for part in text.split(",")) if text else None
-
-
 def _module(context: RuleContext) -> Setting | Skip:
-    rank, allowed, here = context.local_rank, modules(context), modules_here(context.node.texts)
+    rank, text = context.local_rank, context.variable(MODULES_VARIABLE)
+    allowed = tuple(part.strip() for part in text.split(",")) if text else None
+    here = modules_here(context.node.texts)
     assert rank is not None
     if allowed is None:
         if context.job.launch.devices == 1:
@@ -125,8 +159,6 @@ def _module(context: RuleContext) -> Setting | Skip:
 
 def _over_ofi(context: RuleContext) -> Setting | Skip:
     fabric = context.fabric
-    if context.job.launch.nodes == 1:
-        return Skip(ONE_NODE)
     if not fabric.requested:
         return Skip("the library looks for Gaudi's own NICs, then the host's, while it is unset")
     return context.set_to(
@@ -135,8 +167,6 @@ def _over_ofi(context: RuleContext) -> Setting | Skip:
 
 
 def _gaudi_direct(context: RuleContext) -> Setting | Skip:
-    if context.job.launch.nodes == 1:
-        return Skip(ONE_NODE)
     if context.fabric.name != "host_nic_direct":
         return Skip("launch.fabric is not host_nic_direct")
     return context.set_to("1", "launch.fabric: host_nic_direct")
@@ -144,8 +174,6 @@ def _gaudi_direct(context: RuleContext) -> Setting | Skip:
 
 def _efa(name: str) -> EnvironmentRule:
     def decide(context: RuleContext) -> Setting | Skip:
-        if context.job.launch.nodes == 1:
-            return Skip(ONE_NODE)
         if not any(device.driver == "efa" for device in context.node.rdma_devices):
             return Skip("no EFA device")
         return context.set_to("1", "Intel asks for it on EFA; its images set it, too")
@@ -157,6 +185,7 @@ def _efa(name: str) -> EnvironmentRule:
         reason="the library sends through EFA",
         source="Intel's container images (Dockerfile ENV)",
         decide=decide,
+        between_machines=True,
     )
 
 
@@ -215,6 +244,7 @@ RULES = (
         reason="chooses between Gaudi's own NICs and the host's",
         source=_HCL,
         decide=_over_ofi,
+        between_machines=True,
     ),
     EnvironmentRule(
         name="HCCL_GAUDI_DIRECT",
@@ -223,15 +253,9 @@ RULES = (
         reason="the host's NICs read card memory without a copy through the host's",
         source=f"{_HCL}; kernel 5.12 and libfabric 1.20 (1.16.1 on EFA) or newer",
         decide=_gaudi_direct,
+        between_machines=True,
     ),
-    EnvironmentRule(
-        name="HCCL_SOCKET_IFNAME",
-        value="the first physical interface, on several machines with several interfaces",
-        scope=Scope.NODE,
-        reason="ranks may otherwise use a network that other machines cannot reach",
-        source=_HCL,
-        decide=lambda context: main_interface(context, "there is a single one"),
-    ),
+    interface_rule("HCCL_SOCKET_IFNAME", "HCCL", _HCL),
     meeting_rule("GLOO_SOCKET_IFNAME", "gloo"),
     _efa("RDMAV_FORK_SAFE"),
     _efa("FI_EFA_USE_DEVICE_RDMA"),

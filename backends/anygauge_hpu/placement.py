@@ -9,20 +9,18 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from anygauge.interface import MemoryStats, NotAvailableError, Placement
-from anygauge_hpu.environment import MODULE_VARIABLE, MODULES_VARIABLE
-from anygauge_hpu.mode import LAZY_VARIABLE, Mode
-from anygauge_hpu.modules import look, modules_here
-from anygauge_hpu.software import PACKAGE, is_fork, why_missing
+from anygauge_hpu.environment import LAZY_VARIABLE, MODULE_VARIABLE, MODULES_VARIABLE, Mode
+from anygauge_hpu.probe import PACKAGE, is_fork, look, modules_here, why_missing
 
 if TYPE_CHECKING:
     import torch
 
-_OUT_OF_MEMORY = ("MODULE:PT_DEVMEM Allocation failed",)
-"""What Gaudi's library writes when card memory is exhausted; accelerate looks for it, too."""
-
 
 class HpuPlacement(Placement):
     """One card. A process drives one: its device is always the only one, of index 0."""
+
+    # Of Gaudi's library; accelerate looks for it, too.
+    out_of_memory_texts = ("MODULE:PT_DEVMEM Allocation failed",)
 
     # Token ids are a few kilobytes: what pinning could gain is nothing to a step. Torch's call
     # takes the device as an argument in some of the releases and refuses it in others.
@@ -124,10 +122,4 @@ class HpuPlacement(Placement):
         stats: dict[str, Any] = self._module().memory_stats()
         return MemoryStats(
             in_use=int(stats["InUse"]), peak=int(stats["MaxInUse"]), limit=int(stats["Limit"])
-        )
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether card memory is exhausted, by the text of Gaudi's library."""
-        return super().is_out_of_memory(error) or (
-            isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
         )

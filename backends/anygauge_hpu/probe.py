@@ -1,4 +1,6 @@
-"""Are there Gaudi cards, is their driver loaded, and is Gaudi's software installed? Files only.
+"""What a machine has for the backend: Gaudi cards, which modules they are, driver and software.
+
+Files and installed metadata only; nothing is imported.
 
 ``/dev/accel`` belongs to the kernel's accelerator subsystem, which other vendors' chips use, too:
 a device file counts only if the PCI device behind it is Habana's.
@@ -7,13 +9,22 @@ a device file counts only if the PCI device behind it is Habana's.
 from __future__ import annotations
 
 import importlib.util
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
-from anygauge.interface import Finding, Probe
-from anygauge_hpu.software import PACKAGE, PLUGIN, installed_version
+from anygauge.interface import Finding, Probe, counted, file_text, installed_version, pci_devices
 
 VENDOR = "0x1da3"
 """Habana Labs' PCI vendor id."""
+
+PLUGIN = "habana-torch-plugin"
+"""The distribution that brings the device to torch. It comes with Intel's image or from Intel's
+own archive; it is on no public package index."""
+
+PACKAGE = "habana_frameworks"
+
+_CARD = "Gaudi card"
 
 
 def probe(root: Path = Path("/"), software: str | None = None) -> Probe:
@@ -23,7 +34,7 @@ def probe(root: Path = Path("/"), software: str | None = None) -> Probe:
         root: where /dev and /sys are found.
         software: version of the installed plugin; None looks for it.
     """
-    nodes, on_bus = _device_files(root), _on_pci_bus(root)
+    nodes, on_bus = _device_files(root), pci_devices(root, VENDOR)
     notes = []
     if on_bus and not nodes:
         notes.append(
@@ -42,15 +53,37 @@ def probe(root: Path = Path("/"), software: str | None = None) -> Probe:
 
 def driver_version(root: Path = Path("/")) -> str | None:
     """Version of the loaded kernel driver; None if it is not loaded."""
-    return _text(root / "sys/module/habanalabs/version") or None
+    return file_text(root / "sys/module/habanalabs/version") or None
+
+
+def why_missing() -> str | None:
+    """Why Gaudi's software cannot be used here, or None; for kernels."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        return f"{PACKAGE} is not installed: it comes with Intel's container image"
+    return None
+
+
+def is_fork(torch_version: str) -> bool:
+    """Whether a torch is Intel's own build, which lazy mode needs: its local part says so.
+
+    Source: gaudi-pytorch-bridge 1.19.0, habana_frameworks/torch/__init__.py, for ``git``; later
+    releases report themselves as ``2.6.0+hpu_1.20.0-543.git4952fce``, too.
+    """
+    return torch_version.partition("+")[2].startswith(("git", "hpu"))
+
+
+def major_minor(version: str | None) -> tuple[int, int] | None:
+    """``1.23.0.695`` is (1, 23); None for what is not a version."""
+    match = re.match(r"(\d+)\.(\d+)", version or "")
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def _devices(nodes: list[str], on_bus: list[str]) -> Finding:
     looked = (f"/sys/bus/pci/devices (vendor {VENDOR})", "/dev/accel/accel*", "/sys/class/accel")
     if nodes:
-        return Finding.yes(f"{_cards(len(nodes))} ({', '.join(nodes)})", *looked)
+        return Finding.yes(f"{counted(nodes, _CARD)} ({', '.join(nodes)})", *looked)
     if on_bus:
-        return Finding.yes(f"{_cards(len(on_bus))} on the PCI bus", *looked)
+        return Finding.yes(f"{counted(on_bus, _CARD)} on the PCI bus", *looked)
     return Finding.no(f"no Gaudi card (PCI vendor {VENDOR})", *looked)
 
 
@@ -78,26 +111,47 @@ def _device_files(root: Path) -> list[str]:
     found = []
     for path in (root / "dev/accel").glob("accel*"):
         number = path.name.removeprefix("accel")
-        vendor = _text(root / "sys/class/accel" / path.name / "device/vendor")
+        vendor = file_text(root / "sys/class/accel" / path.name / "device/vendor")
         if number.isdigit() and vendor == VENDOR:
             found.append(path.name)
     return sorted(found, key=lambda name: int(name.removeprefix("accel")))
 
 
-def _on_pci_bus(root: Path) -> list[str]:
-    return sorted(
-        path.name
-        for path in (root / "sys/bus/pci/devices").glob("*")
-        if _text(path / "vendor") == VENDOR
-    )
+# -- modules ----------------------------------------------------------------------------------
+#
+# The kernel numbers device files as it finds cards (``accel0``). Gaudi's library takes a card by
+# its module: the place on the board where it sits. The two need not agree, and a container may have
+# any of the cards. Source: Linux, Documentation/ABI/testing/sysfs-driver-habanalabs, ``module_id``.
+
+DEVICE_FILES = "/dev/accel/accel*"
+MODULE_FILES = "/sys/class/accel/accel*/device/module_id"
+PATTERNS = (DEVICE_FILES, MODULE_FILES)
+"""Files that say which modules a machine or container has."""
 
 
-def _cards(count: int) -> str:
-    return f"{count} Gaudi card" + ("" if count == 1 else "s")
+def modules_here(texts: Mapping[str, str]) -> tuple[str, ...] | None:
+    """Module numbers of the cards that have a device file, in ascending order.
+
+    Args:
+        texts: path -> text of the files of `PATTERNS`; the text of a device file is not read.
+
+    Returns:
+        None where there is no card, or the driver does not say the module of each.
+    """
+    cards = {m[1] for path in texts if (m := re.fullmatch(r"/dev/accel/(accel\d+)", path))}
+    found = {card: texts.get(MODULE_FILES.replace("accel*", card), "").strip() for card in cards}
+    # Chips of other vendors have device files of this kind, but no module.
+    numbers = sorted(int(text) for text in found.values() if text.isdigit())
+    if not numbers or len(set(numbers)) < len(numbers):
+        return None
+    return tuple(map(str, numbers))
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
+def look(root: Path = Path("/")) -> dict[str, str]:
+    """The files of `PATTERNS` below a folder; opens no device."""
+    found = {}
+    for pattern in PATTERNS:
+        for path in root.glob(pattern.lstrip("/")):
+            text = file_text(path) if path.is_file() else ""
+            found[f"/{path.relative_to(root)}"] = text
+    return found

@@ -19,8 +19,9 @@ def project() -> dict[str, Any]:
 
 def packages() -> list[Path]:
     """Folders of the import packages that the wheel carries."""
-    listed = project()["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    return [ROOT / path for path in listed]
+    wheel = project()["tool"]["hatch"]["build"]["targets"]["wheel"]
+    found = [sorted(ROOT.glob(f"{folder}/*/__init__.py")) for folder in wheel["sources"]]
+    return [CORE, *(path.parent for paths in found for path in paths)]
 
 
 def example_plugins() -> list[Path]:

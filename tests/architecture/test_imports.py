@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from tests.architecture import contracts
 from tests.architecture.repository import ROOT, core_packages, example_plugins, packages, project
 
-LINTER = project()["tool"]["importlinter"]
+COMMON, CONTRACTS = contracts.read()
 
 
 def contract(name: str) -> dict[str, set[str]]:
-    found = next(c for c in LINTER["contracts"] if c["name"] == name)
+    found = next(c for c in CONTRACTS if c["name"] == name)
     return {key: set(value) for key, value in found.items() if isinstance(value, list)}
 
 
@@ -25,7 +26,7 @@ def test_no_package_of_the_core_escapes() -> None:
 
 def test_no_plugin_escapes() -> None:
     names = {path.name for path in (*packages(), *example_plugins())}
-    assert set(LINTER["root_packages"]) == names
+    assert set(COMMON["root_packages"]) == names
     plugins = names - {"anygauge"}
     assert contract("Plugins import the interface alone")["source_modules"] == plugins
     assert contract("Nothing imports a plugin")["forbidden_modules"] == plugins
@@ -34,6 +35,7 @@ def test_no_plugin_escapes() -> None:
 
 
 def test_every_package_on_disk_is_shipped() -> None:
-    folders = (ROOT, ROOT / "backends", ROOT / "kernels", ROOT / "launchers")
-    on_disk = {path.parent for folder in folders for path in folder.glob("anygauge*/__init__.py")}
-    assert set(packages()) == on_disk
+    on_disk = {path.parent for path in ROOT.glob("*/anygauge_*/__init__.py")}
+    assert {ROOT / "anygauge", *on_disk} == set(packages())
+    wheel = project()["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel["only-include"] == ["anygauge", *wheel["sources"]]

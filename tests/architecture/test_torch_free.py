@@ -72,7 +72,10 @@ def test_no_module_imports_torch_when_it_is_imported(package: Path):
         ("--version",),
         ("backends",),
         ("backends", "--json"),
-        *(("env", "--backend", name) for name in ("cpu", "cuda", "hpu")),
+        *(
+            ("env", "--backend", path.name.removeprefix("anygauge_"))
+            for path in sorted((ROOT / "backends").glob("anygauge_*"))
+        ),
         ("env", "--backend", "cpu", "--devices", "2", "--format", "json"),
         ("env", str(ROOT / "examples/demo/finetune.yaml"), "--backend", "cpu"),
         ("train", "--help"),

@@ -21,10 +21,9 @@ from anygauge.kernels.choose import choose_kernels
 from anygauge.launch.environment import inspect_node
 from anygauge.registry import Registry
 from anygauge_cuda.backend import CudaBackend
-from anygauge_cuda.diagnostics import _compatibility, _surprises, checks
+from anygauge_cuda.diagnostics import _compatibility, _surprises, checks, driver_serves
 from anygauge_cuda.placement import CudaPlacement, published_peak, without_kernels
 from anygauge_cuda.probe import driver_version, probe, torch_cuda_version
-from anygauge_cuda.versions import driver_serves
 from tests.helpers.machines import (
     BRIDGE,
     ETH0,

@@ -23,18 +23,15 @@ from anygauge.interface import (
     RunFileError,
     Setting,
     UnsupportedError,
+    installed_version,
 )
 from anygauge.launch.environment import inspect_node
 from anygauge.registry import Registry
 from anygauge.training.strategy import check_backend
-from anygauge_hpu.backend import HpuBackend
-from anygauge_hpu.diagnostics import checks
-from anygauge_hpu.environment import RULES
-from anygauge_hpu.mode import Mode, choose_mode
-from anygauge_hpu.modules import look
-from anygauge_hpu.options import LAZY_ONLY
-from anygauge_hpu.probe import probe
-from anygauge_hpu.software import PLUGIN, RELEASES, installed_version, is_fork, release_of
+from anygauge_hpu.backend import LAZY_ONLY, HpuBackend
+from anygauge_hpu.diagnostics import RELEASES, checks, release_of
+from anygauge_hpu.environment import RULES, Mode, choose_mode
+from anygauge_hpu.probe import PLUGIN, is_fork, look, probe
 from tests.helpers.machines import BRIDGE, ETH0, ETH1, LO, by_name, job, machine
 from tests.helpers.options import backend_with
 from tests.helpers.tree import write_tree

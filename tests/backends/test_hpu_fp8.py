@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from anygauge_hpu.fp8 import RECIPE
+from anygauge_hpu.gaudi_fp8 import RECIPE
 from tests.backends.test_hpu_runs import (
     ACCUMULATION,
     RANKS,

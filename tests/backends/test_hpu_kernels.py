@@ -13,7 +13,7 @@ from anygauge.interface import RunFileError, UnsupportedError
 from anygauge.kernels.rope import rotated
 from anygauge.registry import Registry
 from anygauge.registry.specs import load_factory
-from anygauge_hpu.kernels import fused_attention, fused_rms_norm, fused_rope
+from anygauge_hpu.gaudi_kernels import fused_attention, fused_rms_norm, fused_rope
 from tests.helpers.gaudi import STANDIN
 from tests.helpers.options import backend_with
 from tests.standins.signatures import Tree

@@ -9,12 +9,13 @@ import pytest
 from anygauge.testing.check import CHECKS
 from anygauge.testing.paper import Paper
 from anygauge.testing.process import import_checks
+from tests.architecture.repository import ROOT
 from tests.helpers.machines import assert_pure, by_name, job, machine
 from tests.helpers.options import backend_with, registry
 
 import_checks("basic")
-OPTIONS: dict[str, dict[str, Any]] = {"cpu": {}, "cuda": {}, "hpu": {"mode": "lazy"}}
-PRIORITIES = {"cpu": 0, "cuda": 100, "hpu": 100}
+SHIPPED = sorted(one.spec.name for one in registry().backends if one.distribution == "anygauge")
+OPTIONS: dict[str, dict[str, Any]] = {name: {} for name in SHIPPED} | {"hpu": {"mode": "lazy"}}
 ON_PAPER = (
     *("described", "options_are_checked", "probe_is_pure"),
     *("settings_are_sound", "scopes_hold", "rules_hold_on_any_machine"),
@@ -53,10 +54,17 @@ def test_without_torch_the_probe_says_so(name: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_auto_and_deepspeed_know_it_by_its_name(name: str) -> None:
+def test_it_is_where_a_reader_looks(name: str) -> None:
     spec = registry().find_backend(name).spec
     assert spec.factory == f"anygauge_{name}.backend:{name.capitalize()}Backend"
-    assert spec.priority == PRIORITIES[name]
+    assert spec.hardware == f"anygauge_{name}:device.toml"
+    assert spec.priority == (0 if name == "cpu" else 100)
+    files = {path.name for path in (ROOT / f"backends/anygauge_{name}").iterdir()}
+    assert files >= {"__init__.py", "backend.py", "probe.py", "device.toml"}
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda", "hpu"])
+def test_deepspeed_knows_it_by_its_name(name: str) -> None:
     backend = backend_with(name, {})
     assert by_name(backend.engine_settings("deepspeed"))["accelerator"].value == name
     assert backend.engine_settings("another") == ()

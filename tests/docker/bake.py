@@ -5,8 +5,8 @@ It knows the few expressions that our file has, and refuses any other.
 
 from __future__ import annotations
 
-import json
 import re
+import runpy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ BACKENDS = ("cpu", "cuda", "hpu")
 
 def table(backend: str) -> list[dict[str, Any]]:
     """A backend's rows."""
-    record = json.loads((ROOT / f"backends/anygauge_{backend}/releases.json").read_text())
-    return list(record["variable"][f"{backend.upper()}_RELEASES"]["default"])
+    made = runpy.run_path(str(ROOT / "docker/buildx.py"))["variables"]()
+    return list(made["variable"][f"{backend.upper()}_RELEASES"]["default"])
 
 
 def bake_file() -> dict[str, Any]:
@@ -33,7 +33,7 @@ def bake_file() -> dict[str, Any]:
     }
 
 
-def targets(backend: str, variables: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
+def targets(backend: str, given: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
     """Rendered targets of a backend, name -> args, dockerfile and tags."""
     file = bake_file()
     scope: dict[str, Any] = {
@@ -41,15 +41,15 @@ def targets(backend: str, variables: Mapping[str, str] | None = None) -> dict[st
         for name, block in file["variable"].items()
         if block["default"] != []  # a table's place
     }
-    scope.update(variables or {})
+    scope.update(given or {})
     block = file["target"][backend]
     chosen = re.fullmatch(
-        r"\$\{\[for one in (\w+) : one if one\.image\]\}", block["matrix"]["item"]
+        r"\$\{\[for one in (\w+) : one if one\.built\]\}", block["matrix"]["item"]
     )
     assert chosen is not None and chosen[1] == f"{backend.upper()}_RELEASES"
     found = {}
     for row in table(backend):
-        if row["image"]:
+        if row["built"]:
             here = {**scope, "item": row}
             found[_value(block["name"], here)] = {
                 "args": {key: _value(text, here) for key, text in block["args"].items()},

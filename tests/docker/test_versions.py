@@ -36,7 +36,7 @@ def arguments(backend: str, *, needed: bool = False) -> set[str]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_release_with_an_image_is_a_target(backend: str) -> None:
     rendered = targets(backend)
-    rows = [row for row in table(backend) if row["image"]]
+    rows = [row for row in table(backend) if row["built"]]
     assert len(rendered) == len(rows) > 0
     for (name, target), row in zip(rendered.items(), rows, strict=True):
         assert re.fullmatch(r"[a-zA-Z0-9_-]+", name)
@@ -68,23 +68,23 @@ def test_further_arguments() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_row_cites_its_source_and_pins_its_bases(backend: str) -> None:
     for row in table(backend):
-        assert row["source"] and row["release"]
-        assert row["image"] or row["note"], "why is there no image of it?"
+        assert row["source"] and row["name"]
+        assert row["built"] or row.get("note"), "why is there no image of it?"
         for base in (row["base"], row["arguments"].get("build_base", row["base"])):
             tag = base.rpartition(":")[2]
             assert re.search(r"\d+\.\d+", tag) and "latest" not in tag, base
 
 
-@pytest.mark.parametrize("row", table("hpu"), ids=lambda row: row["release"])
+@pytest.mark.parametrize("row", table("hpu"), ids=lambda row: row["name"])
 def test_gaudis_rows_agree_with_themselves(row: dict[str, Any]) -> None:
-    release, torch = row["release"], row["versions"]["torch"]
+    release, torch = row["name"], row["versions"]["torch"]
     # Ubuntu 22.04 has Python 3.10, which anygauge does not run on.
     assert row["base"].startswith(
         f"vault.habana.ai/gaudi-docker/{release}/ubuntu24.04/habanalabs/pytorch-installer-{torch}:"
     )
-    assert row["image"] is (Requirement(requirement("torch")).specifier.contains(torch))
+    assert row["built"] is (Requirement(requirement("torch")).specifier.contains(torch))
     own = Requirement(requirement("transformers")).specifier
-    if row["image"]:
+    if row["built"]:
         assert own.contains(row["versions"]["transformers"])
     if "optimum-habana" in row["versions"]:
         assert row["versions"]["optimum-habana"] == row["goes_with"]["optimum-habana"]
@@ -143,7 +143,7 @@ def test_operations_that_would_not_be_loaded_fail_the_build(
 
 def test_gaudis_releases_are_all_there() -> None:
     known = [*(f"1.{n}.0" for n in range(19, 25)), "1.24.1"]
-    assert [row["release"] for row in table("hpu")] == known
+    assert [row["name"] for row in table("hpu")] == known
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -154,7 +154,7 @@ def test_the_command_and_the_launchers_name_what_the_bake_file_builds(backend: s
     assert told["image"] == rendered[newest]["tags"][0] == PROFILES[backend].image
     assert told["build"][-1] == newest
     assert told["release"]["base"] == rendered[newest]["args"]["BASE"]
-    assert set(told["releases"]) == {row["release"] for row in table(backend)}
+    assert set(told["releases"]) == {row["name"] for row in table(backend)}
 
 
 def test_one_variable_names_the_repository_for_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from anygauge.config.load import load_run_file
 from anygauge.data import accumulation
-from anygauge_hpu.options import LAZY_ONLY
+from anygauge_hpu.backend import LAZY_ONLY
 from tests.gaudi_stack.their_command import OPTIONS, VARIABLES
 from tests.helpers.runs import anygauge
 

@@ -24,8 +24,8 @@ from anygauge.config.load import load_run_file
 from anygauge.config.schema import RunFile
 from anygauge.interface import Phase
 from anygauge.strategies.zero.spec import ZeroOptions
-from anygauge_hpu.fp8 import ENGINE
-from anygauge_hpu.fp8 import RECIPE as FP8_RECIPE
+from anygauge_hpu.gaudi_fp8 import ENGINE
+from anygauge_hpu.gaudi_fp8 import RECIPE as FP8_RECIPE
 from tests.gaudi_stack import needs_optimum_habana
 from tests.gaudi_stack.test_recipe import RECIPE, ROOT, TOOLS, documented, told
 from tests.gaudi_stack.their_command import (
@@ -127,7 +127,7 @@ def test_fp8_is_asked_for_as_by_them() -> None:
     accelerate = _package().parent / "accelerate/utils"
     assert read_defaults(accelerate / "dataclasses.py") == FP8_RECIPE
     theirs = (accelerate / "transformer_engine.py").read_text(encoding="utf-8")
-    ours = (Path(anygauge_hpu.__file__).parent / "fp8.py").read_text(encoding="utf-8")
+    ours = (Path(anygauge_hpu.__file__).parent / "gaudi_fp8.py").read_text(encoding="utf-8")
     assert f"import {ENGINE} as te" in theirs
     for source, engine in ((theirs, "te"), (ours, "engine")):
         layers, contexts, recipes, regions = (
@@ -194,7 +194,7 @@ def _kernels(run: RunFile) -> dict[str, tuple[Any, Any]]:
     assert backend.kernels["rope"] == backend.kernels["rms_norm"] == "gaudi_fused"
     assert backend.kernels["adamw"] == "gaudi_fused"
     ours = Path(anygauge_hpu.__file__)
-    kernels = ours.with_name("kernels.py").read_text(encoding="utf-8")
+    kernels = ours.with_name("gaudi_kernels.py").read_text(encoding="utf-8")
     trainer, llama = _text("trainer.py"), _text("models/llama/modeling_llama.py")
     models = _text("models/modeling_all_models.py")
     library = "habana_frameworks.torch.hpex"

@@ -72,7 +72,7 @@ def library_adamw() -> Callable[..., Any]:
     )
     with mock.patch.dict(sys.modules, {**outside, name: optimizers}):
         spec.loader.exec_module(optimizers)
-        from anygauge_hpu.kernels import fused_adamw
+        from anygauge_hpu.gaudi_kernels import fused_adamw
 
         return fused_adamw()
 

@@ -151,7 +151,7 @@ def test_input_is_left_as_it_was() -> None:
 
 def test_causal_masks_are_made_by_comparing_positions() -> None:
     """Not every device has a kernel for a triangle of truths."""
-    from anygauge_hpu.kernels import softmax_in_float32
+    from anygauge_hpu.gaudi_kernels import softmax_in_float32
 
     x = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1))
     reaching = torch.ones(3, 5, dtype=torch.bool).tril(1)

@@ -174,10 +174,7 @@ def test_a_small_run_starts_no_process(
 def test_ranks_of_one_host_share_its_memory(
     tmp_path: Path, planner: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from anygauge_cpu import memory
-
-    monkeypatch.setattr(memory, "limit_bytes", lambda: 200 * MIB)
-    monkeypatch.setattr("anygauge_cpu.limit_bytes", lambda: 200 * MIB)
+    monkeypatch.setattr("anygauge_cpu.probe.memory_limit", lambda: 200 * MIB)
     planner.found = takes(150 * MIB)
     path = run_file(tmp_path, model={"config": {**TINY, **WIDE}, "tokenizer": "none"})
     assert expected(path).note.startswith("the run may not fit")

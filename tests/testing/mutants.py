@@ -27,7 +27,7 @@ def anygauge_provide_backends() -> Iterable[BackendSpec]:
     fields: dict[str, Any] = {
         "name": "mutant",
         "factory": "anygauge_mutant:make",
-        "options": "anygauge_cpu.options:CpuOptions",
+        "options": "anygauge_cpu.backend:CpuOptions",
         "probe": wrong().probe,
         "api_version": API_VERSION,
         "priority": -1000,

@@ -43,7 +43,7 @@ from anygauge.interface import (
     ShapePolicy,
     Support,
 )
-from anygauge_cpu.options import CpuOptions
+from anygauge_cpu.backend import CpuOptions
 from tests.testing.wrong import Change, Changes, lines, mutant, torch
 
 FOR_EVER = 10**6

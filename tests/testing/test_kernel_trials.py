@@ -14,7 +14,7 @@ from anygauge.kernels.rope import rotated
 from anygauge.testing.check import Opened
 from anygauge.testing.kernel_trials import KERNEL_TRIALS
 from anygauge_cpu.backend import CpuBackend
-from anygauge_hpu.kernels import softmax_in_bfloat16, softmax_in_float32
+from anygauge_hpu.gaudi_kernels import softmax_in_bfloat16, softmax_in_float32
 from anygauge_kernels.adamw import early_epsilon
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
 from anygauge_kernels.lora import addmm, down, up

@@ -8,7 +8,7 @@ import habana_standin
 
 import anygauge_hpu
 from anygauge.interface import Finding, Probe, hookimpl
-from anygauge_hpu.graph import HpuGraph
+from anygauge_hpu.backend import HpuGraph
 
 anygauge_provide_kernels = anygauge_hpu.anygauge_provide_kernels
 

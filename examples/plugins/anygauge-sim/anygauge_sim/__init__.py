@@ -24,12 +24,12 @@ def anygauge_provide_backends() -> Iterable[BackendSpec]:
             api_version=WRITTEN_FOR,
             priority=-100,  # only for whoever asks for it by name
             drives="simulated cards, for tests",
-            hardware="anygauge_sim:cards.toml",
+            hardware="anygauge_sim:device.toml",
             this_machine=this_machine,
         )
     ]
 
 
 def this_machine() -> Mapping[str, float]:
-    """What cards.toml leaves to the machine at hand."""
+    """What device.toml leaves to the machine at hand."""
     return {"memory": settings.read(os.environ).capacity}

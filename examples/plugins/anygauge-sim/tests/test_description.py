@@ -14,7 +14,7 @@ from anygauge.registry import Registry
 def test_plans_find_the_card_with_the_memory_that_torch_reports(sim: Any) -> None:
     card = Hardware.load(Registry.load()).card("sim")
     version = importlib.metadata.version("anygauge-sim")
-    assert (card.backend, card.origin) == ("sim", f"cards.toml of anygauge-sim {version}")
+    assert (card.backend, card.origin) == ("sim", f"device.toml of anygauge-sim {version}")
     assert card.memory == sim.mem_get_info()[1]
 
 

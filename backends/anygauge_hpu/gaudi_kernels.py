@@ -82,17 +82,13 @@ fused_attention_recompute = functools.partial(fused_attention, recompute=True)
 fused_attention_fast_recompute = functools.partial(fused_attention, fast=True, recompute=True)
 
 
-def attention_with_softmax_in_bfloat16() -> AttentionKernel:
-    """Products and a softmax in the type of the scores: half the memory of float32's."""
-    return _with_softmax("gaudi_softmax_bf16", "the compute type", in_float32=False)
+def attention_with_softmax(*, in_float32: bool) -> AttentionKernel:
+    """Products and a softmax.
 
-
-def attention_with_softmax_in_float32() -> AttentionKernel:
-    """Products and a softmax in float32, as the model library has it on other devices."""
-    return _with_softmax("gaudi_softmax_fp32", "float32", in_float32=True)
-
-
-def _with_softmax(name: str, kind: str, *, in_float32: bool) -> AttentionKernel:
+    Args:
+        in_float32: the softmax is in float32, as the model library has it on other devices; else in
+            the type of the scores, which takes half the memory.
+    """
     import torch
 
     def forward(
@@ -122,28 +118,28 @@ def _with_softmax(name: str, kind: str, *, in_float32: bool) -> AttentionKernel:
         weights = torch.nn.functional.dropout(weights, p=dropout, training=module.training)
         return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
-    describe = f"products and a softmax in {kind}"
-    return AttentionKernel(name=name, forward=forward, describe=describe)
+    return AttentionKernel(
+        name=f"gaudi_softmax_{'fp32' if in_float32 else 'bf16'}",
+        forward=forward,
+        describe=f"products and a softmax in {'float32' if in_float32 else 'the compute type'}",
+    )
 
 
-def softmax_in_bfloat16() -> Callable[..., Tensor]:
-    """The softmax operation in the type of its input, scale and mask as well.
+attention_with_softmax_in_bfloat16 = functools.partial(attention_with_softmax, in_float32=False)
+attention_with_softmax_in_float32 = functools.partial(attention_with_softmax, in_float32=True)
 
-    An exception from the operation's rule, to be asked for: what the library accumulates in is not
-    known.
+
+def softmax(*, in_float32: bool) -> Callable[..., Tensor]:
+    """The softmax operation.
+
+    Args:
+        in_float32: it is rounded at the end; else scale, mask and all are in the type of the input:
+            an exception from the operation's rule, to be asked for, as what the library accumulates
+            in is not known.
     """
-    return _softmax(in_float32=False)
-
-
-def softmax_in_float32() -> Callable[..., Tensor]:
-    """The softmax operation in float32, rounded at the end."""
-    return _softmax(in_float32=True)
-
-
-def _softmax(*, in_float32: bool) -> Callable[..., Tensor]:
     import torch
 
-    def softmax(
+    def forward(
         x: Tensor,
         dim: int = -1,
         mask: Tensor | None = None,
@@ -169,7 +165,11 @@ def _softmax(*, in_float32: bool) -> Callable[..., Tensor]:
         weights = torch.softmax(scores.masked_fill(empty, 0.0), dim=dim, dtype=scores.dtype)
         return weights.masked_fill(empty, 0.0).to(x.dtype)
 
-    return softmax
+    return forward
+
+
+softmax_in_bfloat16 = functools.partial(softmax, in_float32=False)
+softmax_in_float32 = functools.partial(softmax, in_float32=True)
 
 
 def fused_rope() -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:

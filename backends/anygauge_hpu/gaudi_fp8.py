@@ -52,7 +52,32 @@ def fp8_support(*, installed: bool) -> Support:
     )
 
 
-def load_engine() -> Any:
+def train_in_fp8(
+    model: nn.Module, kept: Collection[nn.Module], reentrant: bool | None
+) -> Callable[[], AbstractContextManager[Any]]:
+    """As `Backend.fp8_products`: Intel's layers in place of torch's.
+
+    Raises:
+        UnsupportedError: layers recompute by torch's newer form, the card or its software has no
+            FP8, or the model no layer for it.
+    """
+    if reentrant is False:
+        raise UnsupportedError(
+            "precision.fp8: Intel tests it with torch's reentrant form of recomputation alone. Use "
+            "strategy: {name: zero, reentrant: true}, or set train.gradient_checkpointing: false"
+        )
+    engine = _load_engine()
+    # In optimum-habana's order (trainer.py): first recomputation, then accelerate converts.
+    if reentrant:
+        _signal_recomputation(model, engine)
+    # Kept from forward to backward, all layers in FP8 would be a whole model on each card.
+    _convert(model, kept, engine, minimize_memory=reentrant is None)
+    given = {**RECIPE, "fp8_format": getattr(engine.recipe.Format, str(RECIPE["fp8_format"]))}
+    recipe = engine.recipe.DelayedScaling(**given)
+    return functools.partial(engine.fp8_autocast, enabled=True, fp8_recipe=recipe)
+
+
+def _load_engine() -> Any:
     """Intel's library, on a card that can.
 
     Raises:
@@ -77,7 +102,7 @@ def load_engine() -> Any:
     return engine
 
 
-def signal_recomputation(model: nn.Module, engine: Any) -> None:
+def _signal_recomputation(model: nn.Module, engine: Any) -> None:
     """Let layers know that they are computed twice, so that both times have the same scales.
 
     Args:
@@ -97,9 +122,9 @@ def signal_recomputation(model: nn.Module, engine: Any) -> None:
         layer._gradient_checkpointing_func = signalling(layer._gradient_checkpointing_func)
 
 
-def convert(
+def _convert(
     model: nn.Module, kept: Collection[nn.Module], engine: Any, *, minimize_memory: bool
-) -> int:
+) -> None:
     """Put the library's layers in the place of torch's, over the same parameters.
 
     Of a LoRA layer the frozen product alone is converted: the factors are too small to gain.
@@ -107,8 +132,6 @@ def convert(
     Args:
         kept: modules to leave as they are, with all in them.
         minimize_memory: forward keeps no weight in FP8 for backward, which converts it again.
-
-    Returns: how many layers were replaced.
 
     Raises:
         UnsupportedError: there is none to replace.
@@ -133,7 +156,6 @@ def convert(
             f"precision.fp8: {type(model).__name__} has no torch.nn.Linear outside of its output "
             "layer, so that nothing would be computed in FP8. Set precision.fp8: false"
         )
-    return len(places)
 
 
 def _places(model: nn.Module, kept: Collection[int]) -> Iterator[tuple[nn.Module, str, Any]]:
@@ -150,10 +172,3 @@ def _places(model: nn.Module, kept: Collection[int]) -> Iterator[tuple[nn.Module
             yield model, name, child
         else:
             yield from _places(child, kept)
-
-
-def training_context(engine: Any) -> Callable[[], AbstractContextManager[Any]]:
-    """Makes the context in which the library's layers multiply in FP8."""
-    given = {**RECIPE, "fp8_format": getattr(engine.recipe.Format, str(RECIPE["fp8_format"]))}
-    recipe = engine.recipe.DelayedScaling(**given)
-    return functools.partial(engine.fp8_autocast, enabled=True, fp8_recipe=recipe)
