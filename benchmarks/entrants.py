@@ -12,8 +12,8 @@ from typing import Any
 import typer
 import yaml
 
-from benchmarks.plan import ContenderPlan, Layout
-from benchmarks.processes import SHARED, Processes, identities, settings_of_accelerate
+from benchmarks.contender_plan import ContenderPlan, Layout
+from benchmarks.contender_processes import SHARED, Processes, identities, settings_of_accelerate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

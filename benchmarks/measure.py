@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple, TypeVar
 
+from benchmarks.contender_plan import ContenderPlan
 from benchmarks.entrants import Entrant
-from benchmarks.plan import ContenderPlan
 
 Item = TypeVar("Item")
 

@@ -21,9 +21,9 @@ from typing import Annotated
 import typer
 
 from benchmarks import session
+from benchmarks.contender_plan import BenchmarkError
 from benchmarks.entrants import Entrant, chosen
 from benchmarks.measure import MIB, RunOutcome, TableRow, in_order
-from benchmarks.plan import BenchmarkError
 
 CONTENDERS = ("anygauge-fsdp", "anygauge", "trainer", "trl")
 PHASES = ("load", "training", "evaluation", "save")

@@ -18,11 +18,11 @@ import typer
 
 from anygauge.interface import installed_version
 from anygauge.util.files import write_text
+from benchmarks.contender_plan import BenchmarkError, ContenderPlan
+from benchmarks.contender_processes import ROOT, cause, last_lines, run, shared_environment
 from benchmarks.entrants import Entrant, processes
 from benchmarks.measure import MeasureError, RunOutcome, TableRow, outcome, rotated, table
-from benchmarks.plan import BenchmarkError, ContenderPlan
-from benchmarks.processes import ROOT, cause, last_lines, run, shared_environment
-from benchmarks.rows import WrittenRows, source, write_rows
+from benchmarks.workload_rows import WrittenRows, source, write_rows
 
 PARAMETERS = "parameters.txt"
 """File beside a model's weights that has their number."""

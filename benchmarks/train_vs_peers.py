@@ -20,11 +20,11 @@ import typer
 
 from anygauge.util.files import write_text
 from benchmarks import session
+from benchmarks.contender_plan import ContenderPlan, Dtype
+from benchmarks.contender_processes import raise_when_terminated
 from benchmarks.entrants import ENTRANTS, Entrant, chosen
 from benchmarks.measure import markdown, summarise
-from benchmarks.plan import ContenderPlan, Dtype
-from benchmarks.processes import raise_when_terminated
-from benchmarks.rows import WORKLOADS
+from benchmarks.workload_rows import WORKLOADS
 
 
 def measure(

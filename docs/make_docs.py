@@ -93,7 +93,7 @@ def escaped(text: str) -> str:
 
 def default(field: Any) -> str:
     """A field's default, as a cell."""
-    from anygauge.util.schema import Section
+    from anygauge.util.section import Section
 
     if field.is_required():
         return "required"

@@ -28,7 +28,7 @@ import yaml
 from tests.helpers.gaudi import calls, standin_environment, standin_site
 from tests.helpers.runs import merged, train
 from tests.helpers.sizes import LLAMA_8B, LLAMA_70B
-from tests.helpers.tokenizer import make_tokenizer
+from tests.helpers.tiny_tokenizer import make_tokenizer
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "examples/llama2-70b-lora-gaudi2.yaml"

@@ -38,6 +38,7 @@ _HOMES = {
     **dict.fromkeys(("launchers", "backends", "strategies", "kernels"), "listings"),
     **dict.fromkeys(("generate", "merge"), "trained"),
     "launch": "train",
+    "job": "job_command",
 }
 """Command -> its file, where that has another name."""
 
@@ -118,7 +119,7 @@ def run(arguments: list[str], *, own_process: bool = False) -> int:
         import typer
         import typer.main
 
-        from anygauge.cli.options import UsageCommand
+        from anygauge.cli.shared_options import UsageCommand
 
         app = typer.Typer(
             add_completion=False,

@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from anygauge.cli.options import choose_backend
+from anygauge.cli.shared_options import choose_backend
 from anygauge.interface import Card, UsageError
 from anygauge.planning.machines import Hardware, measured_file
 from anygauge.registry import Registry

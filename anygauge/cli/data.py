@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from anygauge.cli.options import BackendOption, RunFileArgument, SetOption
+from anygauge.cli.shared_options import BackendOption, RunFileArgument, SetOption
 from anygauge.util.console import Console, table
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _stretches(tokenizer: Any, tokens: Any) -> Iterator[tuple[bool, bool, str]]:
 
 def _show_counts(console: Console, section: DataSection, rows: TokenizedRows, which: str) -> None:
     from anygauge.config.paths import names_address
-    from anygauge.data.remote import describe_address
+    from anygauge.data.remote_files import describe_address
 
     held_out = which == "eval" and section.eval is None
     sources = section.train_sources if held_out or which == "train" else section.eval_sources

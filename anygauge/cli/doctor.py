@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from anygauge.cli.options import BackendOption, JsonOption, choose_backend
+from anygauge.cli.shared_options import BackendOption, JsonOption, choose_backend
 from anygauge.interface import Outcome
 from anygauge.util.console import Console
 
@@ -39,7 +39,7 @@ def doctor(
     json_: JsonOption = False,
 ) -> None:
     """Check whether this machine is ready for a backend. Exit status 1 if a check failed."""
-    from anygauge.launch.doctor import run_checks, worst
+    from anygauge.launch.machine_checks import run_checks, worst
 
     _, selection, chosen = choose_backend(backend, need_device=False)
     checks = run_checks(chosen, output.absolute(), hub=hub, ranks=collectives)

@@ -23,8 +23,8 @@ from anygauge.launch.rank_start import rank_numbers
 from anygauge.launch.request import RunRequest, rendered
 from anygauge.launch.submit import resume_target
 from anygauge.training.auto import AUTO
+from anygauge.training.build_strategy import share_of
 from anygauge.training.schedule import learning_rate, warmup_steps
-from anygauge.training.strategy import share_of
 from anygauge.util.console import Console
 from anygauge.util.files import write_text
 

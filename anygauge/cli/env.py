@@ -12,12 +12,12 @@ from typing import Annotated, Any
 
 import typer
 
-from anygauge.cli.options import BackendOption, DevicesOption, NodesOption, SetOption
+from anygauge.cli.shared_options import BackendOption, DevicesOption, NodesOption, SetOption
 from anygauge.config.load import load_run_file
 from anygauge.config.strategies import DEFAULT
 from anygauge.interface import Job, LaunchSettings, Setting, UsageError, choose_fabric
-from anygauge.launch.environment import inspect_node
 from anygauge.launch.foreign import scrub
+from anygauge.launch.rank_environment import inspect_node
 from anygauge.registry import (
     AUTO,
     Registry,

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from anygauge.cli.options import BackendOption, JsonOption, choose_backend
+from anygauge.cli.shared_options import BackendOption, JsonOption, choose_backend
 from anygauge.interface import (
     REPOSITORY_VARIABLE,
     AnygaugeError,

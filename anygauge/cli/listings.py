@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from anygauge.cli.options import BackendOption, JsonOption, choose_backend
+from anygauge.cli.shared_options import BackendOption, JsonOption, choose_backend
 from anygauge.interface import (
     ABILITIES,
     API_VERSION,
@@ -222,7 +222,7 @@ def _describe_strategy(
 ) -> dict[str, Any]:
     """A strategy in plain values; ``refused`` is why the backend cannot run it, empty if it can."""
     from anygauge.config.strategies import DEFAULT
-    from anygauge.training.strategy import check_backend
+    from anygauge.training.build_strategy import check_backend
 
     spec, refused = provided.spec, ""
     try:

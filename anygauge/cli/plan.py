@@ -18,7 +18,7 @@ import typer
 
 from anygauge.cli import interrupts_end_process
 from anygauge.cli.calibrate import calibrate as measure
-from anygauge.cli.options import (
+from anygauge.cli.shared_options import (
     RUN_FILE,
     BackendOption,
     DevicesOption,

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from anygauge.cli.options import (
+from anygauge.cli.shared_options import (
     BackendOption,
     DevicesOption,
     ForceOption,

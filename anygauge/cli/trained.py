@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anygauge.cli.options import BackendOption, ModelArgument, TokenizerOption
+from anygauge.cli.shared_options import BackendOption, ModelArgument, TokenizerOption
 from anygauge.interface import ModelError, UsageError
 from anygauge.util.console import Console
 from anygauge.util.files import why_no_folder
@@ -166,8 +166,8 @@ def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> Mod
     """
     from anygauge.config.load import load_run_file
     from anygauge.config.schema import ModelSection
-    from anygauge.models.files import read_fields
     from anygauge.models.hub import CONFIG
+    from anygauge.models.model_files import read_fields
     from anygauge.models.result_files import GENERATION_CONFIG, TOKENIZER_CONFIG
     from anygauge.models.warm_start import CONFIG_FILE
 

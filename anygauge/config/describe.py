@@ -15,7 +15,7 @@ from anygauge.config.schema import RunFile
 from anygauge.config.strategies import StrategySection, all_sections, section_of
 from anygauge.config.tree import YamlNode
 from anygauge.interface import PluginError
-from anygauge.util.schema import Section
+from anygauge.util.section import Section
 
 LARGEST_SHOWN = 100_000
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}

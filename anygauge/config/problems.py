@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from anygauge.config.describe import LARGEST_SHOWN, Kind, meaning, sections
 from anygauge.config.strategies import StrategySection, all_sections, named
 from anygauge.config.tree import Problem, YamlNode, dotted, is_private, received
-from anygauge.util.schema import Section
+from anygauge.util.section import Section
 
 _YAML_BOOLEANS = ("yes", "no", "on", "off", "true", "false")
 

@@ -12,7 +12,7 @@ from anygauge.config.paths import locate, paths_in, value_at
 from anygauge.config.schema import RunFile
 from anygauge.config.yaml_text import write_yaml
 from anygauge.interface import AnygaugeError
-from anygauge.util.schema import first_complaint
+from anygauge.util.section import first_complaint
 
 _HEADER = """\
 # A resolved run file (format 2): every field with its value, all paths absolute.

@@ -31,7 +31,7 @@ from anygauge.interface import (
     Support,
     UnsupportedError,
 )
-from anygauge.util.schema import (
+from anygauge.util.section import (
     LARGEST,
     NULLS_REMOVED,
     Positive,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from anygauge.interface import Activations
-from anygauge.util.schema import (
+from anygauge.util.section import (
     LARGEST_NUMBER,
     BatchSize,
     Fraction,

@@ -15,7 +15,7 @@ from anygauge.config.tree import YamlNode
 from anygauge.interface import PluginError, StrategySpec
 from anygauge.registry import Provided, installed_plugins
 from anygauge.registry.specs import load_options
-from anygauge.util.schema import Section
+from anygauge.util.section import Section
 
 DEFAULT = "auto"
 """The strategy of a run file that names none."""

@@ -11,7 +11,7 @@ from anygauge.data.batches import (
     accumulation,
 )
 from anygauge.data.encode import prompt_ids
-from anygauge.data.prepare import (
+from anygauge.data.prepare_rows import (
     Prepared,
     addresses,
     advice,

@@ -20,7 +20,14 @@ from anygauge.data import readers
 from anygauge.data.cache import Cache, key_of, unreadable
 from anygauge.data.formats import detect_format
 from anygauge.data.readers import Record
-from anygauge.data.remote import BLOCK, FEW, copied, describe_address, open_remote, remote_identity
+from anygauge.data.remote_files import (
+    BLOCK,
+    FEW,
+    copied,
+    describe_address,
+    open_remote,
+    remote_identity,
+)
 from anygauge.interface import DataAccessError, DataError
 from anygauge.util.files import open_regular
 from anygauge.util.text import near_file

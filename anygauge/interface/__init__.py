@@ -5,13 +5,13 @@ Each module names what it offers in its own ``__all__``.
 
 from anygauge.interface.backend import *
 from anygauge.interface.collectives import *
+from anygauge.interface.container_image import *
 from anygauge.interface.engine import *
 from anygauge.interface.environment import *
 from anygauge.interface.estimate import *
 from anygauge.interface.fabric import *
 from anygauge.interface.graph import *
 from anygauge.interface.hardware import *
-from anygauge.interface.image import *
 from anygauge.interface.job import *
 from anygauge.interface.kernels import *
 from anygauge.interface.launch import *

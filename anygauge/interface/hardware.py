@@ -23,7 +23,7 @@ from pydantic import PlainValidator, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
 from anygauge.util.errors import UsageError
-from anygauge.util.schema import Flag
+from anygauge.util.section import Flag
 from anygauge.util.text import did_you_mean
 
 __all__ = ["CARD_FIGURES", "FLOPS_TYPES", "Card", "Rates", "read_cards"]

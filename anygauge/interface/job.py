@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from anygauge.util.errors import AnygaugeError
-from anygauge.util.schema import (
+from anygauge.util.section import (
     NULLS_REMOVED,
     NonNegative,
     Positive,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from anygauge.interface.image import ImageRelease
+from anygauge.interface.container_image import ImageRelease
 from anygauge.interface.job import Job
 
 __all__ = [

@@ -40,7 +40,7 @@ class RdmaDevice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """What one machine shows of itself; `anygauge.launch.environment.inspect_node` fills it.
+    """What one machine shows of itself; `anygauge.launch.rank_environment.inspect_node` fills it.
 
     Backends read it and nothing else, so that their environment is a pure function.
 

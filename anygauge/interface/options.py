@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-from anygauge.util.schema import Section
+from anygauge.util.section import Section
 
 __all__ = ["LauncherOptions", "Options"]
 

@@ -18,13 +18,13 @@ from pathlib import Path
 from anygauge.interface import LOST, AnygaugeError, Job
 from anygauge.launch.attempt import Requests
 from anygauge.launch.decision import Decision
-from anygauge.launch.environment import NodeEnvironment, write_provenance
 from anygauge.launch.foreign import scrub
 from anygauge.launch.hello import Hello
 from anygauge.launch.meeting import CancelledError, meet
 from anygauge.launch.nodes import Instruction, Nodes
 from anygauge.launch.outbox import Outbox
 from anygauge.launch.outcome import JobFailure, NodeReport
+from anygauge.launch.rank_environment import NodeEnvironment, write_provenance
 from anygauge.launch.rank_start import RankArgv, rank_argv
 from anygauge.launch.startup import (
     StartAbortedError,

@@ -14,7 +14,7 @@ from typing import ClassVar
 from pydantic import ConfigDict, TypeAdapter
 
 from anygauge.interface import Job
-from anygauge.util.schema import Count, Number, Text
+from anygauge.util.section import Count, Number, Text
 
 UNDECIDED = "the ranks decide once their devices are open"
 

@@ -87,7 +87,7 @@ def take_part(
         return 0
     job = job_of(launch, known, answer)
     if provenance is not None:
-        from anygauge.launch.environment import write_provenance
+        from anygauge.launch.rank_environment import write_provenance
 
         write_provenance(job, launch.node_rank, provenance)
     os.chdir(job.working_directory)

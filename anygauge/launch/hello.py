@@ -12,7 +12,7 @@ from typing import ClassVar
 from pydantic import ConfigDict, TypeAdapter
 
 from anygauge.interface import AnygaugeError
-from anygauge.util.schema import Count, Text
+from anygauge.util.section import Count, Text
 
 _ANY_NETWORK = "what its library finds"
 

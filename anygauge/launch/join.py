@@ -24,7 +24,7 @@ from anygauge.interface import AnygaugeError
 from anygauge.launch.foreign import ForeignLaunch, scrub
 
 if TYPE_CHECKING:
-    from anygauge.launch.environment import NodeEnvironment
+    from anygauge.launch.rank_environment import NodeEnvironment
     from anygauge.launch.request import RunRequest
 
 _FOR_AGENTS = ("lost_after_s", "options", "pass_environment", "port")
@@ -37,8 +37,8 @@ def join(request: RunRequest, foreign: ForeignLaunch, *, quiet: bool) -> NoRetur
     Raises:
         AnygaugeError: what any rank would refuse.
     """
-    from anygauge.launch.environment import NodeEnvironment
     from anygauge.launch.hello import Hello
+    from anygauge.launch.rank_environment import NodeEnvironment
     from anygauge.launch.rank_start import rank_numbers
     from anygauge.training.checks import check_settings
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from anygauge.interface import AnygaugeError, Job, JobState
 from anygauge.launch.attempt import Requests
-from anygauge.launch.environment import NodeEnvironment, write_provenance
 from anygauge.launch.foreign import scrub
 from anygauge.launch.nodes import Nodes
 from anygauge.launch.outbox import Outbox
+from anygauge.launch.rank_environment import NodeEnvironment, write_provenance
 from anygauge.launch.rank_start import RankArgv, rank_argv
 from anygauge.launch.supervisor import GRACE_S, Supervisor
 from anygauge.util.events import read_event

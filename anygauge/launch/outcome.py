@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import AfterValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 
 from anygauge.interface import LOST, STOPPED
-from anygauge.util.schema import Count, Flag, Text, first_complaint
+from anygauge.util.section import Count, Flag, Text, first_complaint
 
 _LONGEST_S = 1e12
 

@@ -44,7 +44,7 @@ def prepare_run(
     """
     from anygauge.config.resolved import run_json
     from anygauge.data import addresses
-    from anygauge.launch.memory import not_planned, without_a_plan
+    from anygauge.launch.memory_check import not_planned, without_a_plan
     from anygauge.launch.prepare_request import PrepareRequest
     from anygauge.models.hub import download_requests
     from anygauge.training.auto import forms_of
@@ -102,7 +102,7 @@ def prepare_run(
 
 def without_checks(request: RunRequest) -> RunRequest:
     """A run of which nothing is checked or planned, with the strategy that `auto` is then."""
-    from anygauge.launch.memory import without_a_plan
+    from anygauge.launch.memory_check import without_a_plan
 
     if request.launcher.remote:
         return request

@@ -70,7 +70,7 @@ def prepare(
         HubUnreachableError: no answer of the hub could be had.
         AnygaugeError: what the process refuses; or it hung or was killed.
     """
-    from anygauge.launch.memory import not_planned
+    from anygauge.launch.memory_check import not_planned
 
     if not (request.fetches or request.stages):
         return PrepareAnswer()

@@ -10,7 +10,7 @@ from anygauge.config.schema import ModelSection
 from anygauge.launch.decision import Decision
 from anygauge.models.hub import DownloadRequest
 from anygauge.training.checks import Findings
-from anygauge.util.schema import Count, Section
+from anygauge.util.section import Count, Section
 
 
 class PrepareRequest(Section):
@@ -24,7 +24,7 @@ class PrepareRequest(Section):
         stages: others than ``fetch``, as `Stages` has them.
         run: as `run_json` gives it, without its variables, which this process has.
         backend: name of the chosen one.
-        id: of this start; see `anygauge.data.prepare`.
+        id: of this start; see `anygauge.data.prepare_rows`.
         has_files: this machine has the files that the run file names.
         engine: also tell the engine's settings and the run's steps, for a dry run.
         forms: which of `anygauge.training.auto.forms_of` the run may be, if not the one it names.

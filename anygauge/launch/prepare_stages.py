@@ -12,7 +12,7 @@ from typing import Any
 from anygauge.config.resolved import parse_run
 from anygauge.config.schema import DataSection, ModelSection, RunFile
 from anygauge.data.rows import share_of_memory
-from anygauge.launch.memory import looked_at, planned
+from anygauge.launch.memory_check import looked_at, planned
 from anygauge.launch.prepare_request import PrepareAnswer, PrepareRequest
 from anygauge.models.hub import HubUnreachableError, fetch
 from anygauge.models.source import quiet_libraries

@@ -72,10 +72,10 @@ def read_request(
             alone chooses the run directory; the others' is a guess.
     """
     from anygauge.config.load import load_run_file
-    from anygauge.launch.memory import forms_of_auto
+    from anygauge.launch.memory_check import forms_of_auto
     from anygauge.registry import installed_plugins, select_backend
     from anygauge.training.auto import AUTO
-    from anygauge.training.strategy import check_batch, check_strategy
+    from anygauge.training.build_strategy import check_batch, check_strategy
 
     run = load_run_file(path, list(overrides or ()), flags)
     if foreign is not None:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anygauge.interface import AnygaugeError, Plan, RunFileError, RunningJob
-from anygauge.launch.environment import NodeEnvironment
 from anygauge.launch.follow import Signals
 from anygauge.launch.foreign import scrub
 from anygauge.launch.local_run import LocalRun
+from anygauge.launch.rank_environment import NodeEnvironment
 from anygauge.launch.run_directory import (
     LAUNCHED,
     RUN_FILE,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from anygauge.interface import ModelError
-from anygauge.models.files import LazyTensor, WeightFiles, check_shape
+from anygauge.models.model_files import LazyTensor, WeightFiles, check_shape
 from anygauge.util.text import first_line
 
 ALL = (...,)

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from anygauge.config.schema import AdapterSection, ModelSection, RunFile
 from anygauge.config.sections import CheckpointingSection, recomputation
 from anygauge.interface import HOST_DEVICE, ModelError, PartFunction, UnsupportedError
-from anygauge.kernels.install import ModelKernels, install
+from anygauge.kernels.install_kernels import ModelKernels, install
 from anygauge.models.adaptable_layers import freeze
 from anygauge.models.adapter import add_adapter, external_parameters, saved_modules
 from anygauge.models.conversion import Value, Weights, in_published_form, stored_buffers
 from anygauge.models.factors import changes_base
-from anygauge.models.files import LazyTensors, WeightFiles, check_shape, not_finite
+from anygauge.models.model_files import LazyTensors, WeightFiles, check_shape, not_finite
 from anygauge.models.quantisation import dequantiser, quantisation
 from anygauge.models.quantised import QuantisedLinear, quantise_layers, quantised_layers
 from anygauge.models.recompute import recompute

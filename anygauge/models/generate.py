@@ -13,7 +13,7 @@ from anygauge.config.sections import QuantiseSection
 from anygauge.interface import HOST_DEVICE, ModelError
 from anygauge.models.adapter import load_adapter
 from anygauge.models.factory import dtype_name
-from anygauge.models.files import NOT_PLAIN, is_pickle_refused
+from anygauge.models.model_files import NOT_PLAIN, is_pickle_refused
 from anygauge.models.quantisation import plain_weights, quantisation, read_record
 from anygauge.models.quantised import dequantise, keep_scales, transformers_config
 from anygauge.models.result_files import GENERATION_CONFIG, fields_in

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from anygauge.interface import ModelError
-from anygauge.models.files import SINGLE_FILES, causes, weight_map
+from anygauge.models.model_files import SINGLE_FILES, causes, weight_map
 from anygauge.util.text import first_line, near_file, size
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from anygauge.interface import HOST_DEVICE, ModelError, ResultError
 from anygauge.models import card
 from anygauge.models.conversion import in_published_form
 from anygauge.models.export import completed, save_model
-from anygauge.models.files import WeightFiles, not_finite
 from anygauge.models.generate import load_for_inference, quantisation_of
+from anygauge.models.model_files import WeightFiles, not_finite
 from anygauge.models.quantisation import in_words
 from anygauge.models.result_files import ResultFiles
 from anygauge.models.source import local_folder

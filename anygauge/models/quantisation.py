@@ -15,7 +15,7 @@ from packaging.version import Version
 from anygauge.config.schema import ModelSection
 from anygauge.config.sections import QuantiseSection
 from anygauge.interface import ModelError, UnsupportedError
-from anygauge.models.files import read_fields
+from anygauge.models.model_files import read_fields
 from anygauge.util.files import write_text
 from anygauge.util.text import first_line
 

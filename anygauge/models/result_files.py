@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.config.schema import ModelSection
-from anygauge.models.files import read_fields
 from anygauge.models.hub import CONFIG, TOKENIZER_FILES
+from anygauge.models.model_files import read_fields
 from anygauge.models.source import load_config, local_folder
 from anygauge.models.tokenizer import (
     add_tokens,

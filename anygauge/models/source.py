@@ -12,8 +12,8 @@ from typing import Any
 from anygauge.config.schema import ModelSection
 from anygauge.interface import Collectives, ModelError
 from anygauge.kernels.attention import setting
-from anygauge.models.files import check_folder, read_fields
 from anygauge.models.hub import CONFIG, download_requests, names_hub, needed_copy
+from anygauge.models.model_files import check_folder, read_fields
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _SIZES = (

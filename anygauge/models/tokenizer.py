@@ -8,8 +8,8 @@ from typing import Any
 
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
-from anygauge.models.files import check_folder, read_fields
 from anygauge.models.hub import names_hub, needed_copy
+from anygauge.models.model_files import check_folder, read_fields
 from anygauge.models.source import local_folder
 from anygauge.util.text import first_line
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError, UnsupportedError
-from anygauge.models.files import read_fields, read_header
+from anygauge.models.model_files import read_fields, read_header
 from anygauge.models.tokenizer import token_names
 
 if TYPE_CHECKING:

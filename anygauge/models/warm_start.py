@@ -11,7 +11,7 @@ from typing import Any
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import HOST_DEVICE, ModelError, UnsupportedError
 from anygauge.models.factors import SCALE_FIELDS, Factors, scale_factors, with_plain_scale
-from anygauge.models.files import check_folder, not_finite, read_fields, read_header
+from anygauge.models.model_files import check_folder, not_finite, read_fields, read_header
 from anygauge.models.vocabulary import NewTokens, listed_rows, trained_rows
 from anygauge.util.text import first_line
 

@@ -20,7 +20,7 @@ from anygauge.planning.trials import Target, Trial, Trials, changed
 from anygauge.registry import Provided, Registry
 from anygauge.registry.specs import load_options
 from anygauge.training.auto import AUTO
-from anygauge.training.strategy import share_of
+from anygauge.training.build_strategy import share_of
 
 USEFUL = 0.01
 """Of a card's memory: a change that gains less, and no verdict, is left out."""

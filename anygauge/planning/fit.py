@@ -16,9 +16,9 @@ from anygauge.config.schema import RunFile
 from anygauge.interface import Card
 from anygauge.interface.estimate import SAVED
 from anygauge.models.hub import CONFIG, copy_of
+from anygauge.planning.forecast import Peak, RunMemory
 from anygauge.planning.machines import Machine
-from anygauge.planning.memory import Peak, RunMemory
-from anygauge.training.strategy import STATE_BYTES
+from anygauge.training.build_strategy import STATE_BYTES
 from anygauge.util.files import read_json
 
 GIB = 2**30

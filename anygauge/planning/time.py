@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from anygauge.interface import AnygaugeError, Card
+from anygauge.planning.forecast import Traffic, Work
 from anygauge.planning.machines import Machine
-from anygauge.planning.memory import Traffic, Work
 
 REACHED = 0.8
 """Of a card's peak: what large matrix products reach, where nobody has measured it."""

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from anygauge.interface import AttentionKernel
 from anygauge.interface.estimate import BACKWARD, BEGIN, END, FORWARD, LOSS
 from anygauge.kernels.loss import model_loss
-from anygauge.planning.memory import Work
+from anygauge.planning.forecast import Work
 from anygauge.strategies.shared.materialise import decoder_layers
 
 ops = torch.ops.aten

@@ -15,13 +15,13 @@ from anygauge.config.schema import AUTO_ORDER, RunFile
 from anygauge.data.batches import accumulation
 from anygauge.interface import AnygaugeError, Backend, Card, RunFileError, UnsupportedError
 from anygauge.planning.fit import Fit, fit, on_disk
+from anygauge.planning.forecast import RunMemory
 from anygauge.planning.machines import Machine
-from anygauge.planning.memory import RunMemory
 from anygauge.planning.time import Duration, UnknownRateError, duration
 from anygauge.registry import Registry
 from anygauge.strategies.shared.degrees import stages_per_rank
 from anygauge.training.auto import AUTO, candidates
-from anygauge.training.strategy import check_batch, check_installed, check_strategy, share_of
+from anygauge.training.build_strategy import check_batch, check_installed, check_strategy, share_of
 from anygauge.util.text import describe
 
 
@@ -87,7 +87,7 @@ class Trial:
 
 
 Plan = Callable[[RunFile, Registry, Backend, int], RunMemory]
-"""See `anygauge.planning.plan.plan_run`."""
+"""See `anygauge.planning.memory_plan.plan_run`."""
 
 
 class Trials:
@@ -176,7 +176,7 @@ class Trials:
     def _planned(self, run: RunFile, backend: Backend, ranks: int) -> RunMemory | AnygaugeError:
         if self._plan is None:  # it imports what takes long
             from anygauge.models.source import quiet_libraries
-            from anygauge.planning.plan import plan_run
+            from anygauge.planning.memory_plan import plan_run
 
             quiet_libraries()
             self._plan = plan_run

@@ -1,8 +1,8 @@
 """Finds plugins, chooses among them and explains the choice; imports no torch."""
 
-from anygauge.registry.environment import ResolvedSetting, applied, resolve_environment
-from anygauge.registry.plugins import AUTO, BLOCK_VARIABLE, PluginFailure, Provided
+from anygauge.registry.load_plugins import AUTO, BLOCK_VARIABLE, PluginFailure, Provided
 from anygauge.registry.registry import Registry, installed_plugins, missing_of
+from anygauge.registry.resolve_environment import ResolvedSetting, applied, resolve_environment
 from anygauge.registry.selection import Selection, select_backend
 
 __all__ = [

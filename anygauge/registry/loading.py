@@ -21,7 +21,7 @@ import pluggy
 from anygauge.interface import API_VERSION, BackendSpec, PluginError
 from anygauge.interface import plugins as hooks
 from anygauge.interface.plugins import ENTRY_POINT_GROUP, PROJECT
-from anygauge.registry.plugins import (
+from anygauge.registry.load_plugins import (
     AUTO,
     HOOK_NAMES,
     KINDS,

@@ -24,8 +24,7 @@ from anygauge.interface import (
     UnknownNameError,
     installed_version,
 )
-from anygauge.registry.loading import entry_points, load_plugin, normal_name
-from anygauge.registry.plugins import (
+from anygauge.registry.load_plugins import (
     AUTO,
     BLOCK_VARIABLE,
     KINDS,
@@ -37,6 +36,7 @@ from anygauge.registry.plugins import (
     Provided,
     SpecT,
 )
+from anygauge.registry.loading import entry_points, load_plugin, normal_name
 from anygauge.registry.specs import guarded_probe, load_factory, read_options
 from anygauge.util.text import describe, did_you_mean, listed
 

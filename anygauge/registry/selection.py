@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from anygauge.interface import BackendSpec, NotAvailableError, Probe
-from anygauge.registry.plugins import AUTO, Provided
+from anygauge.registry.load_plugins import AUTO, Provided
 from anygauge.registry.registry import Registry
 from anygauge.registry.specs import guarded_probe
 from anygauge.util.text import listed

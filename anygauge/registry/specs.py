@@ -21,7 +21,7 @@ from anygauge.interface import (
     Probe,
     RunFileError,
 )
-from anygauge.registry.plugins import Provided
+from anygauge.registry.load_plugins import Provided
 from anygauge.util.hiding import holds_secret, is_secret
 from anygauge.util.text import describe, did_you_mean
 

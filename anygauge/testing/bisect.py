@@ -85,9 +85,9 @@ def prepared(folder: Path, rendezvous: str) -> PreparedRun:
     """A run, ready for its first step once more, in a folder beside its own."""
     from anygauge.config.resolved import read_run
     from anygauge.registry import Registry
+    from anygauge.training.build_strategy import create_strategy
     from anygauge.training.progress import Progress
     from anygauge.training.setup import Rank, open_device, prepare_run
-    from anygauge.training.strategy import create_strategy
     from anygauge.util.events import EventWriter
 
     registry, run = Registry.load(), read_run(folder / "run.json")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from anygauge.interface import Backend, Level, StrategySpec, Support
-from anygauge.util.schema import first_complaint
+from anygauge.util.section import first_complaint
 
 if TYPE_CHECKING:
     import torch

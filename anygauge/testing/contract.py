@@ -31,7 +31,7 @@ from anygauge.testing.check import (
     ConformanceCheck,
     worst,
 )
-from anygauge.testing.loop import EVALUATION, LoopTrials, strategies
+from anygauge.testing.loop_checks import EVALUATION, LoopTrials, strategies
 from anygauge.testing.process import PARTS, PartVerdicts, Subject, ask, import_checks
 
 for _part in PARTS:
@@ -39,7 +39,7 @@ for _part in PARTS:
 Ask = Callable[..., PartVerdicts]
 """Of a part, and a number of ranks if there are several."""
 ALONE = ("adapter-float32", "adapter-bfloat16", "packed-float32", "whole-bfloat16")
-"""What one process trains, by `anygauge.testing.loop.KINDS`, and its type."""
+"""What one process trains, by `anygauge.testing.loop_checks.KINDS`, and its type."""
 
 
 def _of(part: str) -> Any:
@@ -58,7 +58,7 @@ class BackendContract:
             or 4; at most the devices of the machine. What they leave out counts as not tried.
         loss_noise: largest relative difference of a loss from the host's that the device's
             arithmetic explains, by compute type, where that is known better than
-            `anygauge.testing.loop.NOISE` is. The report says what was allowed, and what it was.
+            `anygauge.testing.loop_checks.NOISE` is. The report says what was allowed, and what it was.
     """
 
     backend: ClassVar[str]

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.interface import AnygaugeError, Backend, LaunchSettings
-from anygauge.launch.environment import NodeEnvironment
+from anygauge.launch.rank_environment import NodeEnvironment
 from anygauge.registry import BLOCK_VARIABLE, Registry
 from anygauge.testing.check import (
     CHECKS,
@@ -45,9 +45,15 @@ from anygauge.testing.rules import JOB, NODE, jobs
 
 PARTS: Mapping[str, tuple[str, Sequence[str]]] = {
     "basic": ("on paper", ("paper", "rules", "leaks")),  # which import no torch
-    "device": ("on a device", ("device", "memory", "copies", "chance", "real_sizes", "leaks")),
+    "device": (
+        "on a device",
+        ("device_checks", "memory_checks", "copies", "chance", "real_sizes", "leaks"),
+    ),
     "operators": ("on torch's operators", ("operators",)),
-    "ranks": ("on {ranks} ranks", ("collectives", "ranks", "memory", "leaks")),
+    "ranks": (
+        "on {ranks} ranks",
+        ("collective_checks", "rank_checks", "memory_checks", "leaks"),
+    ),
 }
 """What one kind of process is asked: where, in words, and the modules whose checks it asks, those
 that say most of a device first."""

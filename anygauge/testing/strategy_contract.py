@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from anygauge.interface import HOST_DEVICE, StrategySpec
 from anygauge.registry import Registry
 from anygauge.testing.check import CHOSEN_STRATEGY
-from anygauge.testing.loop import LoopTrials
+from anygauge.testing.loop_checks import LoopTrials
 from anygauge.testing.process import Subject, run_ranks
 
 WEIGHTS = "weights"
@@ -85,7 +85,7 @@ def sent_and_said(request: Any) -> Any:
     counted while the run's engine makes its third step, and by its planner: None if it has none."""
     from anygauge.interface import estimate as at
     from anygauge.testing.bisect import CollectiveBytes, one_step, prepared
-    from anygauge.training.strategy import workload_of
+    from anygauge.training.build_strategy import workload_of
 
     again = prepared(Path(request["run"]), request["rendezvous"])
     for step in range(3):  # the first ones set up what is no step's own, such as DDP's buckets

@@ -1,6 +1,6 @@
 """What strategy `auto` becomes: the first of the others' forms that fits, whole models first.
 
-Who prepares the run decides where it knows the devices (`anygauge.launch.memory`), and the ranks
+Who prepares the run decides where it knows the devices (`anygauge.launch.memory_check`), and the ranks
 decide where nobody did. Imports no torch before a rank decides.
 """
 
@@ -10,8 +10,13 @@ from anygauge.config.schema import RunFile, resolve_precision
 from anygauge.config.strategies import section_of
 from anygauge.interface import AnygaugeError, Backend, Job
 from anygauge.registry import Registry
+from anygauge.training.build_strategy import (
+    check_batch,
+    check_strategy,
+    create_strategy,
+    workload_of,
+)
 from anygauge.training.checks import check_settings
-from anygauge.training.strategy import check_batch, check_strategy, create_strategy, workload_of
 
 AUTO = "auto"
 GIB = 2**30

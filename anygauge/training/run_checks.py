@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 from anygauge.config.schema import RunFile, resolve_precision
 from anygauge.interface import ModelError, PluginError, ShapePolicy
 from anygauge.models.adaptable_layers import surely_match
-from anygauge.models.files import check_weights, read_header, surely_fit
 from anygauge.models.hub import CONFIG, copy_of, missing_files, names_hub
+from anygauge.models.model_files import check_weights, read_header, surely_fit
 from anygauge.models.quantisation import refuse_format
 from anygauge.models.source import check_positions, load_config, local_folder, quiet_libraries
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.models.vocabulary import new_tokens
 from anygauge.models.warm_start import WEIGHTS_FILE, refuse_no_adapter
 from anygauge.registry import installed_plugins
+from anygauge.training.build_strategy import create_strategy, share_of, workload_of
 from anygauge.training.checks import Findings
 from anygauge.training.schedule import peak_advice
-from anygauge.training.strategy import create_strategy, share_of, workload_of
 
 if TYPE_CHECKING:
     from anygauge.data.template import Rendering

@@ -40,8 +40,8 @@ from anygauge.interface import (
     UnsupportedError,
 )
 from anygauge.kernels.choose import kernels_of_run
+from anygauge.kernels.kernel_plan import plan_kernels
 from anygauge.kernels.loss import model_loss
-from anygauge.kernels.plan import plan_kernels
 from anygauge.models.card import packed_in_words
 from anygauge.models.export import save_adapter
 from anygauge.models.factory import CausalModelFactory
@@ -55,7 +55,8 @@ from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.registry import Registry
 from anygauge.strategies.shared.activations import offload_activations
 from anygauge.strategies.shared.common import torch_dtype, trained_parameters
-from anygauge.training.checkpoints.files import Checkpoint, ResumedFactory
+from anygauge.training.build_strategy import FUSED_ADAMW, check_strategy, share_of, workload_of
+from anygauge.training.checkpoints.checkpoint_files import Checkpoint, ResumedFactory
 from anygauge.training.checkpoints.identity import identity_of, settings_of
 from anygauge.training.checkpoints.manager import (
     CheckpointManager,
@@ -69,7 +70,6 @@ from anygauge.training.optimizer import optimizer_factory
 from anygauge.training.progress import Progress
 from anygauge.training.schedule import depends_on_length, peak_advice
 from anygauge.training.step_results import History, MetricsLogger, PendingSteps
-from anygauge.training.strategy import FUSED_ADAMW, check_strategy, share_of, workload_of
 from anygauge.training.system import SystemSampler
 from anygauge.training.to_device import ToDevice, WarmUp, warm_up_widths
 from anygauge.training.trackers.group import Trackers, check_trackers, open_trackers

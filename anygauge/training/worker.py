@@ -90,11 +90,11 @@ def run_rank(
         hiding = unused_hidden(few_bits=run.has_few_bits, trackers=run.trackers)
         importing.enter_context(hiding)
         from anygauge.training.auto import decided, decided_before
+        from anygauge.training.build_strategy import create_strategy
         from anygauge.training.checkpoints.identity import REPORT, FinishedError, settings_of
         from anygauge.training.checkpoints.manager import checkpoint_folder
         from anygauge.training.save import save, versions
         from anygauge.training.setup import Rank, open_device, prepare_run
-        from anygauge.training.strategy import create_strategy
 
         rank = Rank(
             index=index,

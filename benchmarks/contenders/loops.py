@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq
 
-from benchmarks.contenders.common import (
+from benchmarks.contender_plan import ContenderPlan
+from benchmarks.contenders.peer_parts import (
     IGNORED,
     Recorder,
     adapted_model,
@@ -35,7 +36,6 @@ from benchmarks.contenders.common import (
     start,
     tokenised_rows,
 )
-from benchmarks.plan import ContenderPlan
 
 PREFETCH = 500_000_000
 DEFAULT_LIVE = 1_000_000_000

@@ -23,7 +23,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from benchmarks.contenders.common import (
+from benchmarks.contender_plan import ContenderPlan
+from benchmarks.contenders.peer_parts import (
     Recorder,
     adapted_model,
     adapter,
@@ -33,7 +34,6 @@ from benchmarks.contenders.common import (
     start,
     tokenised_rows,
 )
-from benchmarks.plan import ContenderPlan
 
 
 def hf_trainer(plan: ContenderPlan) -> Trainer:

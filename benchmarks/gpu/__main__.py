@@ -18,10 +18,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from benchmarks.contender_plan import BenchmarkError
+from benchmarks.contender_processes import raise_when_terminated
 from benchmarks.gpu.install import OLDEST_TORCH
 from benchmarks.gpu.part import OK, PARTS, SKIPPED, Context, Report, names, run_parts, write
-from benchmarks.plan import BenchmarkError
-from benchmarks.processes import raise_when_terminated
 from benchmarks.session import command, versions
 
 LOOK = """

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.util.files import write_text
+from benchmarks.contender_processes import Processes, last_lines, raise_when_terminated, run
 from benchmarks.measure import TableRow, line, shown, table
-from benchmarks.processes import Processes, last_lines, raise_when_terminated, run
 
 OK, FAILED, SKIPPED, LATE = "ok", "failed", "skipped", "out of time"
 

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from benchmarks.contender_processes import ROOT
 from benchmarks.gpu.part import FAILED, SKIPPED, Context, PartError, Report
 from benchmarks.measure import TableRow
-from benchmarks.processes import ROOT
 
 QUICK_TESTS = "not (test_masks_scales_and_offsets and float16 and not bfloat16)"
 """`make gpu` leaves out masks in the type that runs take only where there is no bfloat16."""

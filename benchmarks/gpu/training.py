@@ -20,11 +20,11 @@ import yaml
 
 from anygauge.planning.machines import Hardware, measured_files
 from anygauge.registry import Registry
+from benchmarks.contender_plan import ContenderPlan, Dtype
+from benchmarks.contender_processes import Processes, cause, last_lines, started, wait
 from benchmarks.entrants import ENTRANTS, run_file
 from benchmarks.gpu.part import FAILED, LATE, SKIPPED, Clock, Context, PartError, Report
 from benchmarks.measure import Figure, RunOutcome, TableRow, rotated, speed_ratio
-from benchmarks.plan import ContenderPlan, Dtype
-from benchmarks.processes import Processes, cause, last_lines, started, wait
 from benchmarks.session import make_model, prepare_rows, run_once
 
 ALLOWED: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 3e-2}

@@ -60,7 +60,7 @@ def anygauge_provide_kernels() -> Iterable[KernelSpec]:
         KernelSpec(
             operation="attention",
             name="softmax",
-            factory="anygauge_kernels.attention:with_softmax",
+            factory="anygauge_kernels.softmax_attention:with_softmax",
             api_version=WRITTEN_FOR,
             uses=("softmax",),
         ),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from anygauge.interface import AttentionKernel, UnsupportedError
-from anygauge_kernels.attention import refuse
+from anygauge_kernels.softmax_attention import refuse
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -42,7 +42,7 @@ def block_attention(flex: Any) -> AttentionKernel:
     ) -> tuple[Tensor, None]:
         """Query (B, H, T, D), key and value (B, G, S, D), G dividing H -> (B, T, H, D).
 
-        `s_aux`: see `anygauge_kernels.attention`.
+        `s_aux`: see `anygauge_kernels.softmax_attention`.
         """
         refuse(module, others)
         if attention_mask is None and getattr(module, "is_causal", True):

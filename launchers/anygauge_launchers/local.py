@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from anygauge.interface import Job, LauncherOptions, LaunchProfile, Plan, RunFileError
-from anygauge_launchers.remote import ForegroundLauncher
+from anygauge_launchers.remote_job import ForegroundLauncher
 
 
 class Local(ForegroundLauncher):

@@ -29,7 +29,7 @@ from anygauge.interface import (
     RunFileError,
     UnsupportedError,
 )
-from anygauge_launchers.remote import RemoteJob, job_file
+from anygauge_launchers.remote_job import RemoteJob, job_file
 from anygauge_launchers.slurm_job import SlurmJob
 
 BATCH_FILE = "job.sbatch"

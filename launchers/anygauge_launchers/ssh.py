@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field
 
 from anygauge.interface import Job, LaunchProfile, Plan, PlannedProcess
 from anygauge_launchers.hosts import HostsOptions
-from anygauge_launchers.remote import ForegroundLauncher, job_file, keep_alive
+from anygauge_launchers.remote_job import ForegroundLauncher, job_file, keep_alive
 
 
 def _plain(path: str) -> str:

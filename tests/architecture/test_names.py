@@ -98,7 +98,10 @@ WAIVERS = {
         "zero_force_ds_cpu_optimizer",
     ): "a field of DeepSpeed's",
     (CORE / "training/trackers/services.py", "auto_log_cpu"): "an option of Trackio's",
-    (CORE / "launch/environment.py", "sys/devices/system/cpu/cpu"): "a path of the Linux kernel",
+    (
+        CORE / "launch/rank_environment.py",
+        "sys/devices/system/cpu/cpu",
+    ): "a path of the Linux kernel",
     (CORE / "data/rows.py", "/sys/fs/cgroup/cpu.max"): "likewise",
 }
 """(file, the whole text) of what may stand, and why."""

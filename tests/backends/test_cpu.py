@@ -17,7 +17,10 @@ from anygauge.interface import Level, Scope, UnsupportedError
 from anygauge_cpu.backend import CpuBackend
 from anygauge_cpu.placement import hardware_dtypes
 from anygauge_cpu.probe import memory_limit, probe, resident_bytes
-from tests.helpers.machines import (
+from tests.helpers.child_processes import printed
+from tests.helpers.fake_files import write_tree
+from tests.helpers.plans_from_options import backend_with
+from tests.helpers.sample_machines import (
     BRIDGE,
     DOWN,
     ETH0,
@@ -28,9 +31,6 @@ from tests.helpers.machines import (
     job,
     machine,
 )
-from tests.helpers.options import backend_with
-from tests.helpers.processes import printed
-from tests.helpers.tree import write_tree
 
 
 def in_process(code: str, **environment: str) -> Any:

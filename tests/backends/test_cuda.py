@@ -18,13 +18,15 @@ from anygauge.interface import (
     Skip,
 )
 from anygauge.kernels.choose import choose_kernels
-from anygauge.launch.environment import inspect_node
+from anygauge.launch.rank_environment import inspect_node
 from anygauge.registry import Registry
 from anygauge_cuda.backend import CudaBackend
 from anygauge_cuda.diagnostics import _compatibility, _surprises, checks, driver_serves
 from anygauge_cuda.placement import CudaPlacement, published_peak, without_kernels
 from anygauge_cuda.probe import driver_version, probe, torch_cuda_version
-from tests.helpers.machines import (
+from tests.helpers.fake_files import write_tree
+from tests.helpers.plans_from_options import backend_with
+from tests.helpers.sample_machines import (
     BRIDGE,
     ETH0,
     ETH1,
@@ -34,8 +36,6 @@ from tests.helpers.machines import (
     job,
     machine,
 )
-from tests.helpers.options import backend_with
-from tests.helpers.tree import write_tree
 
 PROPRIETARY = (
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\n"

@@ -16,10 +16,10 @@ import pytest
 from anygauge.config.load import load_run_file
 from anygauge.interface import LaunchSettings
 from anygauge.launch.run_directory import write_run
+from tests.helpers.child_processes import end, printed
 from tests.helpers.gaudi import calls
 from tests.helpers.jobs import make_job
 from tests.helpers.nvidia import NAME, needs_cards, standin_environment, standin_site
-from tests.helpers.processes import end, printed
 from tests.helpers.runs import anygauge, run_file, train
 
 pytestmark = needs_cards

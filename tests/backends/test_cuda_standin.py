@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.child_processes import printed
 from tests.helpers.nvidia import STANDIN, needs_cards, standin_site
-from tests.helpers.processes import printed
 from tests.standins.signatures import Function, arguments
 
 TORCH = Path(importlib.util.find_spec("torch").origin).parent  # type: ignore[union-attr, arg-type]

@@ -25,16 +25,16 @@ from anygauge.interface import (
     UnsupportedError,
     installed_version,
 )
-from anygauge.launch.environment import inspect_node
+from anygauge.launch.rank_environment import inspect_node
 from anygauge.registry import Registry
-from anygauge.training.strategy import check_backend
+from anygauge.training.build_strategy import check_backend
 from anygauge_hpu.backend import LAZY_ONLY, HpuBackend
 from anygauge_hpu.diagnostics import RELEASES, checks, release_of
 from anygauge_hpu.environment import RULES, Mode, choose_mode
 from anygauge_hpu.probe import PLUGIN, is_fork, look, probe
-from tests.helpers.machines import BRIDGE, ETH0, ETH1, LO, by_name, job, machine
-from tests.helpers.options import backend_with
-from tests.helpers.tree import write_tree
+from tests.helpers.fake_files import write_tree
+from tests.helpers.plans_from_options import backend_with
+from tests.helpers.sample_machines import BRIDGE, ETH0, ETH1, LO, by_name, job, machine
 
 LAZY = {"mode": "lazy"}
 GAUDI = {

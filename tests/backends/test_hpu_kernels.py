@@ -15,7 +15,7 @@ from anygauge.registry import Registry
 from anygauge.registry.specs import load_factory
 from anygauge_hpu.gaudi_kernels import fused_attention, fused_rms_norm, fused_rope
 from tests.helpers.gaudi import STANDIN
-from tests.helpers.options import backend_with
+from tests.helpers.plans_from_options import backend_with
 from tests.standins.signatures import Tree
 
 KERNELS = "habana_frameworks.torch.hpex.kernels"

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from anygauge.testing import BackendContract
-from anygauge.testing.loop import host_kernels
+from anygauge.testing.loop_checks import host_kernels
 from anygauge.testing.process import Subject
 from tests.helpers.gaudi import needs_cards, standin_environment, standin_site
 

@@ -19,8 +19,8 @@ from anygauge.strategies.zero.deepspeed_versions import (
     needs_reentrant_checkpointing,
     skips_non_finite,
 )
+from tests.helpers.child_processes import printed
 from tests.helpers.gaudi import calls, needs_cards, standin_environment, standin_site
-from tests.helpers.processes import printed
 from tests.helpers.runs import Run, merged, run_file, train
 
 pytestmark = needs_cards

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.child_processes import printed
 from tests.helpers.gaudi import (
     STANDIN,
     calls,
@@ -17,7 +18,6 @@ from tests.helpers.gaudi import (
     standin_environment,
     standin_site,
 )
-from tests.helpers.processes import printed
 from tests.standins.signatures import differences
 
 SOURCE = os.environ.get("ANYGAUGE_GAUDI_SOURCE")
@@ -30,7 +30,7 @@ import habana_standin
 from torch.utils import _foreach_utils as lists
 from anygauge.config.sections import OptimizerSection
 from anygauge.training.optimizer import optimizer_factory
-from anygauge.training.strategy import FUSED_ADAMW
+from anygauge.training.build_strategy import FUSED_ADAMW
 from anygauge_hpu.backend import HpuBackend
 
 hpu.init()

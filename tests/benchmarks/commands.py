@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
-from benchmarks.processes import ROOT
+from benchmarks.contender_processes import ROOT
 
 
 def run(module: str, *arguments: Any, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.contender_plan import ContenderPlan
 from benchmarks.entrants import ENTRANTS
 from benchmarks.measure import MeasureError, RunOutcome, outcome
-from benchmarks.plan import ContenderPlan
 
 STEPS = 4
 

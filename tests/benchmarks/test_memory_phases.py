@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.contender_plan import BenchmarkError
 from benchmarks.measure import RunOutcome
 from benchmarks.memory_phases import PHASES, check
-from benchmarks.plan import BenchmarkError
 from tests.benchmarks.commands import run
 
 

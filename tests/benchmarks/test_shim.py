@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.processes import SHIM
+from benchmarks.contender_processes import SHIM
 
 sys.path.insert(0, str(SHIM))
 from benchmark_watch import WAITS, Phases, StepWatch, count_steps, on_device, peak, reset, union

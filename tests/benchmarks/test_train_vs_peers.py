@@ -13,11 +13,11 @@ import typer
 
 from anygauge.config.load import load_run_file
 from benchmarks import session
+from benchmarks.contender_plan import ContenderPlan
+from benchmarks.contender_processes import Ended, Processes, shared_environment
 from benchmarks.entrants import ENTRANTS, chosen, processes
-from benchmarks.plan import ContenderPlan
-from benchmarks.processes import Ended, Processes, shared_environment
-from benchmarks.rows import WrittenRows
 from benchmarks.train_vs_peers import chosen_workloads, named
+from benchmarks.workload_rows import WrittenRows
 from tests.benchmarks.commands import run
 from tests.benchmarks.test_measure import plan, two_ranks
 

@@ -13,8 +13,8 @@ from anygauge.interface import Activations
 from anygauge.strategies.zero.deepspeed_config import ModelSizes, as_config, zero_settings
 from anygauge.strategies.zero.spec import ZeroOptions
 from anygauge_cpu.backend import CpuBackend
+from benchmarks.contender_plan import Dtype
 from benchmarks.contenders.loops import zero3_by_hand
-from benchmarks.plan import Dtype
 from tests.benchmarks.test_measure import plan
 from tests.helpers.build import a_workload
 

@@ -18,7 +18,7 @@ import pytest
 from anygauge.interface import Job
 from anygauge.util.processes import REPEATED_SIGNAL_S
 from tests.clouds.helpers import Client, events_text
-from tests.helpers.processes import as_in_a_terminal, begin, end, running, until
+from tests.helpers.child_processes import as_in_a_terminal, begin, end, running, until
 from tests.helpers.runs import called, run_file
 
 OPTIONS: dict[str, Any] = {

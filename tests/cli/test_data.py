@@ -19,7 +19,7 @@ from anygauge.interface import DataError, RunFileError
 from anygauge.launch import prepare, prepare_endings
 from tests.helpers.chats import make_chat_tokenizer
 from tests.helpers.runs import check_here, run_file
-from tests.helpers.tokenizer import FIXTURES
+from tests.helpers.tiny_tokenizer import FIXTURES
 from tests.standins.files import File, FileServer
 
 CHATML = FIXTURES / "templates" / "chatml.jinja"

@@ -18,7 +18,7 @@ from anygauge.config.schema import ModelSection
 from anygauge.data import prompt_ids
 from anygauge.interface import FULL, ModelError, UsageError
 from anygauge.util.files import write_text
-from tests.helpers.tokenizer import make_tokenizer
+from tests.helpers.tiny_tokenizer import make_tokenizer
 from tests.standins.hub import Hub
 
 

@@ -18,8 +18,8 @@ import pytest
 from anygauge.interface import STOPPED, AnygaugeError, Job
 from anygauge.launch import foreign_meeting
 from anygauge.launch.foreign import ForeignLaunch
+from tests.helpers.child_processes import alive, begin, end, free_port, until
 from tests.helpers.forked import RunPart, finished
-from tests.helpers.processes import alive, begin, end, free_port, until
 from tests.helpers.runs import Run, called, run_file, train
 
 PATIENCE_S = 120.0

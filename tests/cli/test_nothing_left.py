@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from anygauge.interface import STOPPED
+from tests.helpers.child_processes import begin, running
 from tests.helpers.faults import TOLD_TO_FAIL, keep
-from tests.helpers.processes import begin, running
 from tests.helpers.runs import run_file
 
 MARK = "MARK_OF_THIS_TEST"

@@ -11,7 +11,7 @@ import pytest
 
 from anygauge import cli
 from anygauge.cli.trained import EMPTY
-from tests.helpers.processes import begin, bounded, running, until
+from tests.helpers.child_processes import begin, bounded, running, until
 from tests.helpers.runs import anygauge, run_file, trained_here
 
 SSH = """#!/bin/sh

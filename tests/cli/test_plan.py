@@ -19,7 +19,7 @@ from anygauge.interface import AnygaugeError
 from anygauge.planning.machines import Hardware
 from anygauge.planning.trials import Target, Trials
 from anygauge.registry import Registry
-from tests.helpers.processes import begin, running
+from tests.helpers.child_processes import begin, running
 from tests.helpers.runs import TINY, anygauge, run_file
 from tests.standins.hub import Hub, Repository
 

@@ -21,7 +21,7 @@ import yaml
 
 from anygauge import cli
 from anygauge.interface import ModelError
-from anygauge.models.files import WeightFiles
+from anygauge.models.model_files import WeightFiles
 from tests.helpers.gaudi import without_driver
 from tests.helpers.runs import (
     TINY,

@@ -1,6 +1,6 @@
 """Strategies on the command line: listed, chosen by a word alone, and without DeepSpeed.
 
-What is refused stands in `messages.txt`, what `auto` takes in `tests/launch/test_memory.py`.
+What is refused stands in `messages.txt`, what `auto` takes in `tests/launch/test_memory_check.py`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from anygauge_clouds import container
 from anygauge_clouds.azureml import Azureml, AzureService
 from anygauge_clouds.service_job import ServiceJob
 from tests.clouds.helpers import CARDS, Client, client_for, events_text, job, merged
-from tests.helpers.options import render
+from tests.helpers.plans_from_options import render
 
 NAME = "tiny-run-1-d94772fd"
 STORE = "azureml://datastores/blobs/paths"

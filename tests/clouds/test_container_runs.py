@@ -24,7 +24,7 @@ import pytest
 import yaml
 
 from tests.clouds.helpers import Client
-from tests.helpers.processes import until
+from tests.helpers.child_processes import until
 from tests.helpers.runs import TINY, Run, anygauge, run_file, trained
 from tests.launchers.emulated import Machines, SshServers, why_not
 from tests.launchers.targets import gsm8k, losses

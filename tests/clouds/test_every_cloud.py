@@ -20,8 +20,8 @@ from anygauge_clouds.sagemaker import Sagemaker, SagemakerService
 from anygauge_clouds.submission import write_files
 from tests.clouds import test_azureml, test_kubernetes, test_sagemaker
 from tests.clouds.helpers import CARDS, client_for, job
-from tests.helpers.machines import assert_pure
-from tests.helpers.options import render
+from tests.helpers.plans_from_options import render
+from tests.helpers.sample_machines import assert_pure
 
 # Launcher, service, the tests of what it alone does, its client, and what it is called.
 CLOUDS: dict[str, tuple[Any, Any, Any, str, str]] = {

@@ -24,7 +24,7 @@ from anygauge_clouds.service_job import ServiceJob
 from anygauge_clouds.submission import relocate
 from anygauge_hpu.backend import HpuBackend
 from tests.clouds.helpers import CARDS, Client, client_for, events_text, job, merged
-from tests.helpers.options import render
+from tests.helpers.plans_from_options import render
 
 OPTIONS: dict[str, Any] = {
     "namespace": "train",

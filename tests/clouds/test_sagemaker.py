@@ -24,7 +24,7 @@ from tests.clouds.helpers import (
     job,
     merged,
 )
-from tests.helpers.options import render
+from tests.helpers.plans_from_options import render
 
 SECRET = "arn:aws:secretsmanager:eu-west-1:123456789012:secret:hf-AbCdEf"
 VPC = {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]}

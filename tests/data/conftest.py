@@ -11,7 +11,7 @@ from anygauge.data.cache import Cache
 from anygauge.data.sources import first_records, open_source
 from anygauge.interface import ShapePolicy, Share
 from tests.helpers.chats import make_chat_tokenizer
-from tests.helpers.tokenizer import make_tokenizer
+from tests.helpers.tiny_tokenizer import make_tokenizer
 
 # A busy machine is not a failure.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -27,7 +27,7 @@ from anygauge.data.readers import Record
 from anygauge.interface import DataError, ModelError
 from tests.helpers.chats import assistant, template, user
 from tests.helpers.masks import encode, encoder, marked
-from tests.helpers.tokenizer import make_tokenizer
+from tests.helpers.tiny_tokenizer import make_tokenizer
 
 
 def ids(tokenizer, text):

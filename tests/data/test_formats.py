@@ -11,7 +11,7 @@ from anygauge.config.schema import SourceSection
 from anygauge.data.formats import Row, detect_format, parse, parse_all, question_text
 from anygauge.data.readers import Record
 from anygauge.interface import DataError, RunFileError
-from tests.helpers.tokenizer import FIXTURES
+from tests.helpers.tiny_tokenizer import FIXTURES
 
 U = {"role": "user", "content": "q"}
 A = {"role": "assistant", "content": "a"}

@@ -11,7 +11,7 @@ import os
 
 import pytest
 
-from tests.helpers.processes import printed
+from tests.helpers.child_processes import printed
 from tests.helpers.runs import run_file
 
 MIB = 2**20
@@ -19,7 +19,7 @@ ROW_BYTES = 1000
 
 PREPARE = """
 import sys
-from tests.helpers.memory import peak
+from tests.helpers.resident_memory import peak
 from transformers import AutoTokenizer
 from anygauge.config.schema import DataSection
 from anygauge.data import prepare
@@ -31,7 +31,7 @@ print([peak(), len(rows)])
 TRAIN = """
 import sys
 from pathlib import Path
-from tests.helpers.memory import peak
+from tests.helpers.resident_memory import peak
 from tests.helpers.runs import trained_here
 run = trained_here(Path(sys.argv[1]))
 print([peak(), len(run.steps("loss"))])

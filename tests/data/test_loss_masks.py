@@ -28,7 +28,7 @@ from anygauge.data.template import read_template
 from anygauge.interface import DataError
 from tests.helpers.chats import assistant, system, template, user
 from tests.helpers.masks import encode, encoder, shown, stretches, text_of
-from tests.helpers.tokenizer import FIXTURES, make_tokenizer
+from tests.helpers.tiny_tokenizer import FIXTURES, make_tokenizer
 
 MARKED, CHATML, INST = map(template, ("headers_marked", "chatml", "inst"))
 LLAMA = read_template("llama3")

@@ -18,8 +18,8 @@ from pyarrow import parquet
 from anygauge.config.load import load_run_file
 from anygauge.config.resolved import run_json
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data import addresses, peek, prepare, remote
-from anygauge.data.remote import open_remote, remote_identity
+from anygauge.data import addresses, peek, prepare, remote_files
+from anygauge.data.remote_files import open_remote, remote_identity
 from anygauge.data.sources import Source, first_records, open_source
 from anygauge.interface import DataAccessError, DataError
 from anygauge.launch.prepare_call import prepare as prepare_run
@@ -63,7 +63,7 @@ def server():
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(remote, "WAITS_S", (0.0,) * 5)
+    monkeypatch.setattr(remote_files, "WAITS_S", (0.0,) * 5)
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_each_failure_has_its_message_at_once(name, streaming, server, monkeypat
     file, said = FAILURES[name]
     if file is not None:
         server.files[name] = file
-    monkeypatch.setattr(remote, "WAITS_S", (60.0,) * 5)
+    monkeypatch.setattr(remote_files, "WAITS_S", (60.0,) * 5)
     source = SourceSection(path=server.address(name) + "?signature=hidden")
     with pytest.raises(DataError, match=said) as caught:
         peek(DataSection(train=source, streaming=streaming))
@@ -144,11 +144,11 @@ def test_each_failure_has_its_message_at_once(name, streaming, server, monkeypat
 def test_a_look_at_the_first_rows_fetches_a_beginning(server):
     server.files["long.jsonl"] = File(body=LINES * 200)
     assert len(first_records(SourceSection(path=server.address("long.jsonl")), 20, "f")) == 20
-    assert server.sent <= 2 * remote.FEW < len(server.files["long.jsonl"].body)
+    assert server.sent <= 2 * remote_files.FEW < len(server.files["long.jsonl"].body)
 
 
 def test_addresses_that_nobody_answers_or_no_package_reads(impatient, monkeypatch):
-    monkeypatch.setattr(remote, "SILENCE_S", 0.05)
+    monkeypatch.setattr(remote_files, "SILENCE_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         for address, error, said in (

@@ -16,7 +16,7 @@ from anygauge.config.schema import DataSection, SourceSection
 from anygauge.data import Layout, Prefetcher, Schedule, readers
 from anygauge.data.batches import pack
 from anygauge.data.encode import Counts
-from anygauge.data.prepare import packs_of
+from anygauge.data.prepare_rows import packs_of
 from anygauge.data.readers import Record
 from anygauge.data.rows import Tokens
 from anygauge.data.streaming import PackedStream, RowStream, StreamedRows

@@ -19,7 +19,7 @@ from anygauge.launch.request import read_request
 from anygauge.registry import BLOCK_VARIABLE
 from tests.docs.pages import ROOT, Block, blocks, click_command, marked, section, table_names
 from tests.helpers.runs import TINY
-from tests.helpers.tokenizer import make_tokenizer
+from tests.helpers.tiny_tokenizer import make_tokenizer
 
 ROWS = ROOT / "tests/fixtures/rows.jsonl"
 RUN_FILE = {

@@ -11,7 +11,7 @@ import pytest
 
 from anygauge.cli import COMMANDS
 from anygauge.interface import CAPABILITIES
-from anygauge.registry.plugins import BLOCK_VARIABLE, HOOK_NAMES
+from anygauge.registry.load_plugins import BLOCK_VARIABLE, HOOK_NAMES
 from anygauge.strategies import anygauge_provide_strategies
 from anygauge.util.events import EVENTS_FD
 from tests.docs.pages import (
@@ -141,7 +141,7 @@ def test_the_line_that_names_the_attention_is_the_one_that_is_printed() -> None:
     told = re.search(r"begins with `(\w+:)` says which attention is active", page)
     assert told is not None
     assert f'f"{told[1]} {{plan.describe()}}"' in (ROOT / "anygauge/training/setup.py").read_text()
-    assert 'parts = [f"attention ' in (ROOT / "anygauge/kernels/plan.py").read_text()
+    assert 'parts = [f"attention ' in (ROOT / "anygauge/kernels/kernel_plan.py").read_text()
     assert f"\n{told[1]} attention " in (ROOT / "docs" / "commands.md").read_text()
 
 

@@ -17,7 +17,7 @@ import yaml
 
 from tests.docs.pages import ROOT, Block, blocks
 from tests.docs.test_examples import ROWS, RUN_FILE
-from tests.helpers.tokenizer import make_tokenizer
+from tests.helpers.tiny_tokenizer import make_tokenizer
 
 PAGES = [ROOT / "docs" / name for name in ("plugins.md", "conformance-kit.md", "other-plugins.md")]
 """In the order in which they are read."""

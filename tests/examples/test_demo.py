@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 from anygauge.config.load import load_run_file
-from tests.helpers.processes import as_in_a_terminal
+from tests.helpers.child_processes import as_in_a_terminal
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 

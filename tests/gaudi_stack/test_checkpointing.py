@@ -23,7 +23,7 @@ from anygauge.strategies.zero import deepspeed_versions
 from anygauge.strategies.zero.engine import Zero
 from anygauge.strategies.zero.spec import ZeroOptions
 from tests.helpers.build import batch_of, build_context, model_factory, open_rank
-from tests.helpers.ranks import run_ranks
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.runs import TINY
 
 pytestmark = pytest.mark.skipif(

@@ -19,8 +19,8 @@ import pytest
 import yaml
 from packaging.version import Version
 
+from tests.helpers.child_processes import printed
 from tests.helpers.gaudi import STANDIN, calls, intels_deepspeed, standin_environment, standin_site
-from tests.helpers.processes import printed
 from tests.helpers.runs import FIXTURES, TINY, Run, merged, run_file, train
 
 CHECKOUT = os.environ.get("ANYGAUGE_GAUDI_DEEPSPEED")

@@ -25,7 +25,7 @@ from tests.gaudi_stack import needs_optimum_habana
 from tests.helpers.gaudi import standin_environment, standin_site
 from tests.helpers.runs import FIXTURES, anygauge
 from tests.helpers.sizes import LLAMA_70B
-from tests.helpers.tokenizer import make_tokenizer
+from tests.helpers.tiny_tokenizer import make_tokenizer
 
 pytestmark = needs_optimum_habana
 

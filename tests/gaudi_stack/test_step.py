@@ -37,7 +37,7 @@ from tests.gaudi_stack.their_command import (
     read_defaults,
 )
 from tests.gaudi_stack.their_job import CONFIGURATION
-from tests.helpers.options import backend_with
+from tests.helpers.plans_from_options import backend_with
 
 pytestmark = needs_optimum_habana
 

@@ -29,8 +29,8 @@ from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
 from anygauge.registry.specs import load_factory, load_options
 from anygauge.strategies.shared.materialise import materialise
+from anygauge.training.build_strategy import adapter_kind
 from anygauge.training.optimizer import optimizer_factory
-from anygauge.training.strategy import adapter_kind
 
 FLOAT32 = Precision(param_dtype="float32", reduce_dtype="float32")
 

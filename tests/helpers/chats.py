@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from tests.helpers.tokenizer import FIXTURES, make_tokenizer
+from tests.helpers.tiny_tokenizer import FIXTURES, make_tokenizer
 
 SPECIAL = (
     "<|start_header_id|>",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anygauge.config.schema import CheckpointSection
 from anygauge.interface import PARAMETER, Collectives, Counters
-from anygauge.training.checkpoints.files import write_checkpoint
+from anygauge.training.checkpoints.checkpoint_files import write_checkpoint
 from anygauge.training.checkpoints.manager import CheckpointManager
 from anygauge.training.checkpoints.sound import digest_of
 

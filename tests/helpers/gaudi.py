@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from tests.helpers.tree import add_distribution
+from tests.helpers.fake_files import add_distribution
 
 STANDIN = Path(__file__).parents[1] / "standins/gaudi"
 needs_cards = pytest.mark.skipif(

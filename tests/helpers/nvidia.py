@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.tree import add_distribution, write_tree
+from tests.helpers.fake_files import add_distribution, write_tree
 
 STANDIN = Path(__file__).parents[1] / "standins/cuda"
 NAME = "NVIDIA H100 80GB HBM3"

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from anygauge.launch.prepare_call import prepare
-from tests.helpers.tokenizer import FIXTURES, make_tokenizer
+from tests.helpers.tiny_tokenizer import FIXTURES, make_tokenizer
 from tests.helpers.zygote import Fork, is_early, run_forks
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
-from tests.helpers.operations import VIEW, Operations
+from tests.helpers.dispatched_operations import VIEW, Operations
 
 ROWS, WIDTH, CLASSES = 37, 16, 51
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from anygauge_kernels.attention import _with_sinks
 from anygauge_kernels.softmax import softmax
-from tests.helpers.operations import TRIANGLES, Operations
+from anygauge_kernels.softmax_attention import _with_sinks
+from tests.helpers.dispatched_operations import TRIANGLES, Operations
 
 EPSILON = {"float64": 1e-14, "float32": 3e-7, "bfloat16": 8e-3, "float16": 1e-3}
 """Half a unit in the last place of the largest output, with room for the sum's order."""

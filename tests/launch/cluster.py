@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.child_processes import PATIENCE_S, as_in_a_terminal, free_port, until
 from tests.helpers.jobs import make_job
-from tests.helpers.processes import PATIENCE_S, as_in_a_terminal, free_port, until
 from tests.launch.fakes import FAKE_AGENT, read_pid, write_script
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.processes import end
+from tests.helpers.child_processes import end
 from tests.launch.cluster import Cluster
 
 

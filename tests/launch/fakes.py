@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.processes import until
+from tests.helpers.child_processes import until
 
 FAKE_AGENT = str(Path(__file__).with_name("fake_agent.py"))
 FAKE_CLI = str(Path(__file__).with_name("fake_cli.py"))

@@ -13,7 +13,7 @@ from anygauge.launch.channel import Channel
 from anygauge.launch.decision import Decision
 from anygauge.launch.nodes import Instruction, Nodes
 from anygauge.launch.outcome import JobFailure, JobOutcome, NodeReport
-from tests.helpers.processes import until
+from tests.helpers.child_processes import until
 from tests.launch.simulated import Simulation
 
 NAN, HUGE, HALF = float("nan"), 10**400, "\ud800"

@@ -12,7 +12,7 @@ import pytest
 
 from anygauge.interface import AnygaugeError
 from anygauge.launch.run_directory import claim
-from tests.helpers.processes import alive, as_in_a_terminal, until
+from tests.helpers.child_processes import alive, as_in_a_terminal, until
 from tests.launch.fakes import FAKE_CLI, read_pid, write_script
 
 

@@ -13,7 +13,7 @@ WATCHED = {
     "anygauge.config.resolved": ["parse_run"],
     "anygauge.registry.registry": ["Registry.load", "Registry.create_backend"],
     "anygauge.registry.selection": ["select_backend"],
-    "anygauge.training.strategy": ["check_strategy", "check_ranks", "check_batch"],
+    "anygauge.training.build_strategy": ["check_strategy", "check_ranks", "check_batch"],
     "anygauge.training.checks": ["check_settings", "check_optimizer"],
     "anygauge.training.run_checks": ["RunChecks.check"],
     "anygauge.training.trackers.group": ["check_trackers"],

@@ -17,11 +17,11 @@ from anygauge.interface import (
     NotAvailableError,
     RdmaDevice,
 )
-from anygauge.launch.environment import NodeEnvironment, cores_of_ranks, inspect_node
+from anygauge.launch.rank_environment import NodeEnvironment, cores_of_ranks, inspect_node
 from anygauge_cpu.backend import CpuBackend
 from anygauge_hpu.backend import HpuBackend
+from tests.helpers.fake_files import write_tree
 from tests.helpers.jobs import make_job
-from tests.helpers.tree import write_tree
 
 # Two packages of four cores with two threads each, as `inspect_node` orders them.
 SERVER = Node(cores=(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15), physical_cores=8)

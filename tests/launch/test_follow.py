@@ -22,7 +22,7 @@ from anygauge.launch.follow import Signals, follow
 from anygauge.launch.view import View, evaluation_line, step_line, summary_lines
 from anygauge.util.console import Console
 from anygauge.util.text import size
-from tests.helpers.processes import PATIENCE_S, alive, as_in_a_terminal, until
+from tests.helpers.child_processes import PATIENCE_S, alive, as_in_a_terminal, until
 from tests.launch.fakes import FAKE_CLI, FOREVER, read_pid, sends, write_script
 
 STEP = {

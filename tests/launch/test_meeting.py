@@ -21,7 +21,7 @@ from anygauge.launch.hello import Hello
 from anygauge.launch.listener import MOST_UNKNOWN, Listener
 from anygauge.launch.meeting import meet
 from anygauge.launch.outbox import Outbox
-from tests.helpers.processes import PATIENCE_S, free_port, until
+from tests.helpers.child_processes import PATIENCE_S, free_port, until
 from tests.launch.cluster import Cluster
 from tests.launch.fakes import FINISHED
 

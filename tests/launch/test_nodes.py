@@ -14,7 +14,7 @@ import pytest
 
 from anygauge.interface import LOST, AnygaugeError
 from anygauge.launch.hello import Hello, check_hello
-from tests.helpers.processes import PATIENCE_S, alive, as_in_a_terminal, until
+from tests.helpers.child_processes import PATIENCE_S, alive, as_in_a_terminal, until
 from tests.launch.cluster import Cluster
 from tests.launch.fakes import FAKE_AGENT, FINISHED, FOREVER, sends
 

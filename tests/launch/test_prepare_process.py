@@ -18,7 +18,7 @@ from anygauge.config.schema import ModelSection
 from anygauge.interface import DataError, ModelError
 from anygauge.launch import prepare_process, prepare_stages
 from anygauge.launch.decision import Decision
-from anygauge.launch.memory import planned
+from anygauge.launch.memory_check import planned
 from anygauge.launch.prepare import prepare
 from anygauge.launch.prepare_process import failed, misses_torch
 from anygauge.launch.prepare_request import PrepareRequest

@@ -24,7 +24,7 @@ from anygauge.training.checkpoints.identity import identity_of_file
 from anygauge.training.setup import accept_start
 from tests.helpers.checkpoints import RECORD, write
 from tests.helpers.jobs import make_job
-from tests.helpers.options import render
+from tests.helpers.plans_from_options import render
 from tests.helpers.runs import anygauge, hashes, run_file
 
 TIMEOUT_S = 200

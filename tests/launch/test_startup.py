@@ -17,8 +17,8 @@ from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, Job
 from anygauge.launch.startup import OWNER, claim_run_directory, place_run_file, read_secrets
 from anygauge.training.setup import accept_start
+from tests.helpers.child_processes import until
 from tests.helpers.jobs import make_job
-from tests.helpers.processes import until
 from tests.helpers.runs import run_file
 from tests.launch.cluster import Cluster
 from tests.launch.fakes import FINISHED

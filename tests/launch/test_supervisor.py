@@ -15,8 +15,8 @@ from anygauge.launch.nodes import Instruction, Nodes
 from anygauge.launch.outbox import Outbox
 from anygauge.launch.supervisor import Supervisor
 from anygauge.util.processes import END_AT_ONCE
+from tests.helpers.child_processes import PATIENCE_S, alive, until
 from tests.helpers.jobs import make_job
-from tests.helpers.processes import PATIENCE_S, alive, until
 from tests.launch.cluster import Cluster
 from tests.launch.fakes import FINISHED, FOREVER, read_pid, sends
 

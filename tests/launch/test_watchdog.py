@@ -13,7 +13,7 @@ import pytest
 
 from anygauge.launch.rank_start import bound_to
 from anygauge.launch.watchdog import SHORTEST_LIMIT_S, ProcessSample, Watchdog, sample_process
-from tests.helpers.processes import until
+from tests.helpers.child_processes import until
 
 DOING = {"event": "progress", "doing": "step 7, update"}
 WAITS = ProcessSample(0.0, "S")

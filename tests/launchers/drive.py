@@ -11,7 +11,7 @@ from pathlib import Path
 
 from anygauge.interface import Job
 from anygauge.registry import Registry
-from tests.helpers.options import render
+from tests.helpers.plans_from_options import render
 
 
 def main() -> int:

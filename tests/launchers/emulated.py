@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.helpers.processes import until
+from tests.helpers.child_processes import until
 
 LOGIN = "login"
 OF_JOB = (

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.processes import as_in_a_terminal
-from tests.helpers.tokenizer import FIXTURES
+from tests.helpers.child_processes import as_in_a_terminal
+from tests.helpers.tiny_tokenizer import FIXTURES
 from tests.launchers.emulated import LOGIN, Machines, SlurmCluster, SshServers, why_not
 
 PROGRAMS = {

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import pytest
 
 from anygauge.interface import LOST, STOPPED
+from tests.helpers.child_processes import until
 from tests.helpers.faults import TOLD_TO_FAIL, keep
-from tests.helpers.processes import until
 from tests.helpers.runs import run_file
 from tests.launchers.emulated import LOGIN
 from tests.launchers.targets import NODES, PROGRAMS, LaunchTarget, brought_up

@@ -12,7 +12,7 @@ import pytest
 
 from anygauge.interface import AnygaugeError, Plan, PlannedFile, PlannedProcess
 from anygauge.launch.run_directory import claim
-from anygauge_launchers.remote import RemoteJob
+from anygauge_launchers.remote_job import RemoteJob
 
 TIMEOUT_S = 60
 

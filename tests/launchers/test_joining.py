@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tests.docs.pages import blocks
-from tests.helpers.processes import end, until
+from tests.helpers.child_processes import end, until
 from tests.helpers.runs import Run, run_file, trained
 from tests.launchers.emulated import Machines, why_not
 from tests.launchers.targets import NODES, losses

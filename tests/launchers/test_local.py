@@ -15,9 +15,9 @@ from anygauge.interface import AnygaugeError, Job, Plan, RunFileError
 from anygauge.launch.local_run import LOG, LocalRun
 from anygauge.launch.run_directory import claim
 from anygauge.util.processes import REPEATED_SIGNAL_S
+from tests.helpers.child_processes import alive, until
 from tests.helpers.jobs import make_job
-from tests.helpers.options import render
-from tests.helpers.processes import alive, until
+from tests.helpers.plans_from_options import render
 from tests.launch.fake_cli import FAKE_RANK
 from tests.launch.fakes import FINISHED, FOREVER, read_pid, sends, write_script
 

@@ -13,8 +13,8 @@ from anygauge_launchers.mpi import Mpi
 from anygauge_launchers.slurm import SCRIPT, Slurm
 from anygauge_launchers.ssh import Ssh
 from tests.helpers.jobs import make_job
-from tests.helpers.machines import assert_pure
-from tests.helpers.options import render
+from tests.helpers.plans_from_options import render
+from tests.helpers.sample_machines import assert_pure
 
 ODD = '/runs/it\'s a "b" $HOME\n雪'
 HOSTS = {"hosts": ["node1", "me@node2"]}

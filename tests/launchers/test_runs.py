@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from anygauge.interface import LOST, STOPPED
-from tests.helpers.processes import until
+from tests.helpers.child_processes import until
 from tests.helpers.runs import Run, run_file, trained
 from tests.launchers.emulated import LOGIN
 from tests.launchers.targets import PROGRAMS, LaunchTarget, brought_up, gsm8k, losses

@@ -16,10 +16,10 @@ from anygauge.config.schema import AdapterSection
 from anygauge.interface import UnsupportedError
 from anygauge.models.export import save_adapter
 from anygauge.models.factory import dtype_name
-from anygauge.models.files import WeightFiles
+from anygauge.models.model_files import WeightFiles
 from tests.helpers.build import model_factory, on_host
 from tests.helpers.runs import run_file, save_tiny, trained_here
-from tests.helpers.tokenizer import make_tokenizer
+from tests.helpers.tiny_tokenizer import make_tokenizer
 from tests.models.families import FAMILIES, saved
 from tests.training.test_results import plain_loss
 

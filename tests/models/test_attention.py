@@ -18,9 +18,9 @@ from anygauge.kernels.attention import (
     register_attention,
 )
 from anygauge.models.inputs import model_inputs, plan_masks
-from anygauge_kernels.attention import with_softmax
 from anygauge_kernels.blocks import block_attention
 from anygauge_kernels.softmax import softmax
+from anygauge_kernels.softmax_attention import with_softmax
 from tests.models.test_fused_loss import MODELS, SMALL
 
 LENGTH = 40

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
-from anygauge.models.files import LazyTensor, WeightFiles
 from anygauge.models.generate import load_for_inference
+from anygauge.models.model_files import LazyTensor, WeightFiles
 from tests.helpers.build import model_factory, on_host
 from tests.models.families import FAMILIES, SIZES, as_fp8_blocks, as_mxfp4, saved
 

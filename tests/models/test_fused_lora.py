@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anygauge.kernels.install import fuse_lora, plain_lora
+from anygauge.kernels.install_kernels import fuse_lora, plain_lora
 from anygauge_kernels.lora import addmm
 from tests.models.test_fused_loss import batch, build
 

@@ -16,9 +16,9 @@ from anygauge.interface import UnsupportedError
 from anygauge.models.inputs import MaskPlan, model_inputs, plan_masks, visible
 from anygauge.models.source import check_positions
 from anygauge.models.verify import VerificationError, probe_tokens, verify
-from tests.helpers.operations import TRIANGLES, Operations
+from tests.helpers.dispatched_operations import TRIANGLES, Operations
 from tests.helpers.runs import tiny_model
-from tests.helpers.tokenizer import FIXTURES, make_tokenizer
+from tests.helpers.tiny_tokenizer import FIXTURES, make_tokenizer
 from tests.models.families import config_of
 
 LENGTH = 96

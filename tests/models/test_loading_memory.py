@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from anygauge.models.files import LazyTensor
+from anygauge.models.model_files import LazyTensor
 from anygauge.strategies.shared.materialise import decoder_layers, materialise
 from tests.helpers.build import model_factory
 from tests.helpers.host_bytes import HostBytes

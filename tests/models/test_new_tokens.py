@@ -16,13 +16,13 @@ from anygauge.config.load import load_run_file
 from anygauge.config.resolved import dump_run
 from anygauge.config.schema import ModelSection
 from anygauge.interface import AnygaugeError, ModelError
-from anygauge.models.files import LazyTensor
+from anygauge.models.model_files import LazyTensor
 from anygauge.models.source import load_config
 from anygauge.models.tokenizer import load_tokenizer
 from anygauge.models.verify import probe_tokens, relative_difference
 from anygauge.models.vocabulary import Enlarged, NewTokens, new_tokens, start_rows
 from tests.helpers.runs import check_here, run_file, save_tiny, trained_here
-from tests.helpers.tokenizer import VOCABULARY
+from tests.helpers.tiny_tokenizer import VOCABULARY
 
 MODEL = {"new_tokens": ["gaugeword"], "new_special_tokens": ["<|user|>", "<|end|>"]}
 PLAIN: dict[str, Any] = {"strategy": {"name": "single"}, "precision": {"param_dtype": "float32"}}

@@ -31,7 +31,7 @@ from anygauge.models.result_files import ResultFiles
 from anygauge.models.tokenizer import load_tokenizer
 from anygauge.models.verify import probe_tokens
 from anygauge.registry import Registry
-from anygauge.training.strategy import check_quantised
+from anygauge.training.build_strategy import check_quantised
 from tests.helpers.build import model_factory, on_host
 from tests.helpers.runs import TINY, Run, anygauge, run_file, tiny_model, trained_here
 

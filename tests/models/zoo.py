@@ -29,9 +29,9 @@ from anygauge.models.verify import relative_difference
 from docs import make_docs
 from tests.helpers.build import model_factory, on_host
 from tests.helpers.forked import RunPart, finished
-from tests.helpers.ranks import on_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.runs import Run, run_file
-from tests.helpers.tokenizer import make_tokenizer
+from tests.helpers.tiny_tokenizer import make_tokenizer
 
 RESULTS = Path(__file__).with_name("zoo.json")
 STORED = json.loads(RESULTS.read_text())

@@ -9,9 +9,9 @@ from typing import Any
 from anygauge.config.schema import RunFile
 from anygauge.interface import Precision
 from anygauge.interface.estimate import BACKWARD
+from anygauge.planning.forecast import PHASES, Peak, RunMemory, Work
 from anygauge.planning.machines import Hardware
-from anygauge.planning.memory import PHASES, Peak, RunMemory, Work
-from anygauge.planning.plan import plan_run
+from anygauge.planning.memory_plan import plan_run
 from anygauge.registry import Registry
 from tests.helpers.runs import TINY, merged
 

@@ -18,7 +18,7 @@ from anygauge.config.resolved import values_of
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, RunFileError, UnsupportedError
 from anygauge.planning.fit import GIB
-from anygauge.planning.memory import Peak, RunMemory, Traffic, Work
+from anygauge.planning.forecast import Peak, RunMemory, Traffic, Work
 from anygauge.planning.trials import Plan, changed
 from anygauge.util import text as lines
 from tests.docs.pages import ROOT, section, table_names
@@ -89,7 +89,7 @@ def plan(
     Path("model/config.json").write_text(json.dumps(TINY))
 
     def planned(formula: Plan, *options: str, **sections: Any) -> str:
-        monkeypatch.setattr("anygauge.planning.plan.plan_run", formula)
+        monkeypatch.setattr("anygauge.planning.memory_plan.plan_run", formula)
         Path("run.yaml").write_text(yaml.safe_dump(values(sections)))
         where = () if "--machine" in options else ("--machine", "eight")
         assert cli.run(["plan", "run.yaml", "--hardware", "cards.toml", *where, *options]) == 0
@@ -120,7 +120,9 @@ def test_an_answer(case: dict[str, Any], plan: Command, monkeypatch: pytest.Monk
     formula = Formula(case.get("needs", "GIB"), case.get("host", "0"), **case.get("of", {}))
     options, sections = case.get("options", "").split(), case.get("run", {})
     if "missing" in case:
-        monkeypatch.setattr("anygauge.training.strategy.missing_of", lambda spec: case["missing"])
+        monkeypatch.setattr(
+            "anygauge.training.build_strategy.missing_of", lambda spec: case["missing"]
+        )
     if "raises" in case:
         with pytest.raises(AnygaugeError, match=case["raises"]):
             plan(formula, *options, **sections)

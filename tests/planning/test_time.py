@@ -11,8 +11,8 @@ import yaml
 
 from anygauge.interface import Card, Rates
 from anygauge.planning import time as times
+from anygauge.planning.forecast import Traffic, Work
 from anygauge.planning.machines import Machine
-from anygauge.planning.memory import Traffic, Work
 from anygauge.planning.time import Duration, UnknownRateError, duration
 
 TABLES = yaml.safe_load((Path(__file__).parent / "time.yaml").read_text(encoding="utf-8"))

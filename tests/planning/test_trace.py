@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from anygauge.interface.estimate import ACTIVATIONS, LOGITS
-from anygauge.planning.memory import RunMemory
+from anygauge.planning.forecast import RunMemory
 from tests.helpers.runs import TINY
 from tests.planning.standins import REGISTRY, planned, run
 

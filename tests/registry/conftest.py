@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from anygauge.registry import BLOCK_VARIABLE, Registry
-from tests.helpers.tree import add_distribution
+from tests.helpers.fake_files import add_distribution
 
 Install = Callable[..., None]
 

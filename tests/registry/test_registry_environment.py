@@ -6,7 +6,7 @@ import pytest
 
 from anygauge.interface import EnvironmentRule, Node, PluginError, Scope, Setting
 from anygauge.registry import applied, resolve_environment
-from tests.helpers import machines
+from tests.helpers import sample_machines
 from tests.registry.test_registry_kernels import BareBackend
 
 
@@ -26,7 +26,7 @@ def backend_with(*settings):
 
 
 def job(**environment):
-    return machines.job(environment=environment)
+    return sample_machines.job(environment=environment)
 
 
 @pytest.fixture

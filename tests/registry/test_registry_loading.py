@@ -9,7 +9,7 @@ import pytest
 
 from anygauge.interface import PluginError
 from anygauge.registry import BLOCK_VARIABLE, Registry, select_backend
-from tests.helpers.tree import add_distribution
+from tests.helpers.fake_files import add_distribution
 from tests.registry.conftest import SHIPPED
 
 

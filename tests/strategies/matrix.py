@@ -22,7 +22,7 @@ from anygauge.strategies.zero.deepspeed_versions import (
     needs_reentrant_checkpointing,
     offloads_gradients,
 )
-from tests.helpers.ranks import on_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.strategies import parity_rank
 from tests.strategies.parity_rank import CONFIG, ParityCase
 

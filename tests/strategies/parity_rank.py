@@ -18,7 +18,7 @@ from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.config.sections import CheckpointingSection, OptimizerSection
 from anygauge.interface import Backend, DeviceBatch, Engine, Precision, Share
 from anygauge.interface import estimate as at
-from anygauge.kernels.install import ModelKernels
+from anygauge.kernels.install_kernels import ModelKernels
 from anygauge.kernels.logits_rule import logits_rule
 from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory

@@ -11,7 +11,7 @@ import pytest
 
 from anygauge.config.load import load_run_file
 from anygauge.interface import MemoryStats
-from anygauge.launch import memory
+from anygauge.launch import memory_check
 from anygauge.registry import Registry
 from anygauge.training import auto
 from anygauge.training.auto import decided
@@ -55,7 +55,7 @@ def test_the_first_form_that_fits_is_taken(
 def test_a_rank_decides_what_the_command_left_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "forms_of_auto", lambda *_, **__: ((), "undecided"))
+    monkeypatch.setattr(memory_check, "forms_of_auto", lambda *_, **__: ((), "undecided"))
     run = trained_here(run_file(tmp_path, train={"steps": 2}))
     report: dict[str, Any] = json.loads((run.folder / "report.json").read_text())
     assert report["strategy"] == report["settings"]["strategy.name"] == "single"

@@ -28,7 +28,7 @@ from anygauge.strategies.zero.engine import Zero
 from anygauge.strategies.zero.spec import ZeroOptions
 from anygauge.testing.bisect import CollectiveBytes
 from tests.helpers.build import batch_of, build_context, model_factory, rank_of_world
-from tests.helpers.ranks import on_ranks
+from tests.helpers.run_ranks import on_ranks
 
 STEPS = 4
 LENGTH = 16

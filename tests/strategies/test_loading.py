@@ -11,7 +11,7 @@ import torch
 
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import Backend
-from anygauge.models.files import LazyTensor
+from anygauge.models.model_files import LazyTensor
 from anygauge.strategies.shared.materialise import decoder_layers
 from tests.helpers.build import (
     build_context,
@@ -20,7 +20,7 @@ from tests.helpers.build import (
     rank_of_world,
     strategy_of,
 )
-from tests.helpers.ranks import on_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.strategies.parity_rank import CONFIG
 
 RANKS = 4

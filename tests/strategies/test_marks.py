@@ -9,9 +9,9 @@ import torch
 
 from anygauge.config.sections import CheckpointingSection
 from anygauge.interface import Graph, Phase, ShapeKind, ShapePolicy
-from anygauge.kernels.install import ModelKernels
+from anygauge.kernels.install_kernels import ModelKernels
+from anygauge.kernels.kernel_plan import _on_graphs
 from anygauge.kernels.loss import model_loss
-from anygauge.kernels.plan import _on_graphs
 from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
 from anygauge.strategies.shared.common import mark_recomputation

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from anygauge.registry import Registry
-from anygauge.testing.collectives import FUNCTIONS
+from anygauge.testing.collective_checks import FUNCTIONS
 from anygauge.training.auto import AUTO
 from tests.strategies.matrix import (
     A_FEW_NUMBERS,

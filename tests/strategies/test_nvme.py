@@ -18,7 +18,7 @@ from anygauge.strategies.zero.deepspeed_runtime import folder_on_disk
 from anygauge.strategies.zero.spec import ZeroOptions
 from anygauge_cpu.backend import CpuBackend
 from tests.helpers.build import a_workload, rank_of_world
-from tests.helpers.ranks import on_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.strategies.parity_rank import CONFIG, ParityCase, built, micro_batches, num_loss_tokens
 from tests.strategies.test_state import MadeUp
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from anygauge.interface import UnsupportedError
-from anygauge.planning.memory import RunMemory
+from anygauge.planning.forecast import RunMemory
 from anygauge.strategies.context.context_parallel import NAME
 from anygauge.strategies.pipeline.engine import SCHEDULES
 from anygauge.strategies.pipeline.footprint import in_flight

@@ -27,7 +27,7 @@ from anygauge.strategies.fsdp.spec import FSDP, FsdpOptions, shards
 from anygauge.strategies.shared.degrees import Degrees, axes, check_model, share
 from anygauge.strategies.zero import deepspeed_versions
 from anygauge.strategies.zero.spec import ZERO, ZeroOptions
-from tests.helpers.ranks import on_ranks
+from tests.helpers.run_ranks import on_ranks
 
 SPECS: dict[str, tuple[Any, Any]] = {
     "ddp": (DDP, Degrees),

@@ -27,7 +27,7 @@ from anygauge.strategies.shared.common import trained_parameters
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.build import batch_of, build_context, model_factory, rank_of_world, strategy_of
 from tests.helpers.gaudi import library_adamw
-from tests.helpers.ranks import on_ranks
+from tests.helpers.run_ranks import on_ranks
 
 CONFIG = {
     **{"model_type": "llama", "hidden_size": 10, "intermediate_size": 21, "vocab_size": 37},

@@ -36,7 +36,7 @@ from anygauge.strategies.zero.engine import Zero, on_the_host
 from anygauge.strategies.zero.spec import ZeroOptions
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.build import a_workload, batch_of, build_context, model_factory
-from tests.helpers.ranks import on_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.runs import TINY
 
 

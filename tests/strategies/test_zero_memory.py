@@ -23,7 +23,7 @@ from anygauge.strategies.zero.engine import Zero
 from anygauge.strategies.zero.footprint import zero_memory
 from anygauge.strategies.zero.spec import ZeroOptions
 from tests.helpers.build import a_workload, batch_of, build_context, model_factory
-from tests.helpers.ranks import on_ranks
+from tests.helpers.run_ranks import on_ranks
 
 LAYERS, WIDTH, WORDS = 4, 64, 512
 CONFIG = {

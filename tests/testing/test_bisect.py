@@ -11,10 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anygauge.testing import bisect, loop
+from anygauge.testing import bisect, loop_checks
 from anygauge.testing.bisect import Replay
 from anygauge.testing.check import sharding
-from anygauge.testing.loop import EVALUATION, LOSS, NORM, LoopTrials, RunFailed, Trained, compared
+from anygauge.testing.loop_checks import (
+    EVALUATION,
+    LOSS,
+    NORM,
+    LoopTrials,
+    RunFailed,
+    Trained,
+    compared,
+)
 from anygauge.testing.process import Subject
 
 
@@ -123,7 +131,7 @@ def test_a_run_that_fails_in_training_has_a_cause(
         return run([6.0], {})
 
     monkeypatch.setattr(LoopTrials, "run", made)
-    monkeypatch.setattr(loop, "cause_of", lambda *at, **of: f"{at[2]} on {of['ranks']}")
+    monkeypatch.setattr(loop_checks, "cause_of", lambda *at, **of: f"{at[2]} on {of['ranks']}")
     kind, spec = ("adapter", None) if ranks == 1 else ("spread", sharding())
     of = LoopTrials(Subject(name="cpu"), tmp_path)
     assert of.trial(kind, spec=spec, ranks=ranks) == str(failed), "it has not come to a step"

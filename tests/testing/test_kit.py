@@ -20,7 +20,7 @@ from anygauge.interface import FULL, Level, Support
 from anygauge.registry import Registry
 from anygauge.testing import BackendContract
 from anygauge.testing.check import CHECKS, NotAsked, judged
-from anygauge.testing.loop import is_beside
+from anygauge.testing.loop_checks import is_beside
 from anygauge.testing.plugin import CONFORMANCE, contents
 from tests.testing.mutation_forks import mutant_site
 

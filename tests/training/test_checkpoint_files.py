@@ -12,7 +12,7 @@ import torch
 
 from anygauge.interface import AnygaugeError, Counters
 from anygauge.training.checkpoints import manager as module
-from anygauge.training.checkpoints.files import Checkpoint, write_checkpoint
+from anygauge.training.checkpoints.checkpoint_files import Checkpoint, write_checkpoint
 from anygauge.training.checkpoints.manager import find_checkpoint
 from anygauge.training.checkpoints.sound import complaint_about
 from tests.helpers.checkpoints import ALONE, RECORD, a_manager, exported, write

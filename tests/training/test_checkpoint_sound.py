@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from anygauge.interface import AnygaugeError
-from anygauge.training.checkpoints.files import Checkpoint, write_checkpoint
+from anygauge.training.checkpoints.checkpoint_files import Checkpoint, write_checkpoint
 from anygauge.training.checkpoints.manager import find_checkpoint, losses_in, tidy
 from anygauge.training.checkpoints.sound import complaint_about
 from tests.helpers.checkpoints import ALONE, RECORD, exported, reseal, write

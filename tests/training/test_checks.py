@@ -16,7 +16,7 @@ from anygauge.config.load import load_run_file
 from anygauge.data import described, prepare
 from anygauge.interface import ModelError
 from anygauge.models.adaptable_layers import surely_match
-from anygauge.models.files import check_weights
+from anygauge.models.model_files import check_weights
 from anygauge.models.tokenizer import load_tokenizer
 from anygauge.training.checks import Findings
 from anygauge.training.run_checks import RunChecks

@@ -1,4 +1,4 @@
-"""A finished run stays what it is; what the command itself sees is in tests/cli/test_resume.py."""
+"""A finished run stays what it is; what the command itself sees is in tests/cli/test_resume_refusals.py."""
 
 from __future__ import annotations
 

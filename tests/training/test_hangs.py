@@ -16,8 +16,8 @@ from unittest import mock
 
 import pytest
 
+from tests.helpers.child_processes import alive, end, until
 from tests.helpers.forked import RunPart, finished
-from tests.helpers.processes import alive, end, until
 from tests.helpers.runs import run_file
 
 LIMIT_S, GRACE_S = 8.0, 5.0

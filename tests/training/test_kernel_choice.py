@@ -16,11 +16,11 @@ from anygauge.interface import (
     Compiler,
     UnsupportedError,
 )
-from anygauge.kernels import plan
+from anygauge.kernels import kernel_plan
 from anygauge.kernels.choose import KernelChoice, kernels_of_run, load_kernel
-from anygauge.kernels.install import ModelKernels
+from anygauge.kernels.install_kernels import ModelKernels
+from anygauge.kernels.kernel_plan import KernelPlan, plan_kernels
 from anygauge.kernels.loss import state_loss_rows
-from anygauge.kernels.plan import KernelPlan, plan_kernels
 from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
 from anygauge_cpu.backend import CpuBackend
@@ -157,7 +157,7 @@ def test_what_a_kernel_that_was_asked_for_cannot_serve_is_refused_with_the_way_o
         def load(choices: Mapping[str, KernelChoice], operation: str) -> Any:
             return made if operation == "attention" else load_kernel(choices, operation)
 
-        monkeypatch.setattr(plan, "load_kernel", load)
+        monkeypatch.setattr(kernel_plan, "load_kernel", load)
         assert attention_of(run, {**LLAMA, **served}).name == "limited"
     with pytest.raises(UnsupportedError, match=rf"(?s){said}"):
         attention_of(run, {**LLAMA, **config})

@@ -18,6 +18,7 @@ from anygauge.strategies.shared.common import set_learning_rate
 from anygauge.strategies.shared.finite import FiniteSteps, scaled
 from anygauge.training import checks
 from anygauge.training import optimizer as optimizers
+from anygauge.training.build_strategy import check_strategy
 from anygauge.training.optimizer import PAGED as PAGED_FROM
 from anygauge.training.optimizer import (
     DecoupledSGD,
@@ -26,9 +27,8 @@ from anygauge.training.optimizer import (
     parameter_groups,
     with_found_inf,
 )
-from anygauge.training.strategy import check_strategy
 from anygauge_kernels.adamw import early_epsilon
-from tests.helpers.operations import Operations
+from tests.helpers.dispatched_operations import Operations
 
 
 def run(**fields: object) -> RunFile:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from anygauge.models.factors import changes_base
 from tests.helpers.forked import RunPart, finished
 from tests.helpers.runs import Run, run_file, save_tiny
-from tests.helpers.tokenizer import VOCABULARY
+from tests.helpers.tiny_tokenizer import VOCABULARY
 from tests.models.test_new_tokens import MODEL, rows_of_text
 
 TOLERANCE = 2e-5

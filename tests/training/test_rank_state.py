@@ -12,11 +12,11 @@ from torch import Tensor
 
 from anygauge.interface import AnygaugeError, Backend
 from anygauge.strategies.shared.torch_engine import TorchEngine
-from anygauge.training.checkpoints.files import Checkpoint
+from anygauge.training.checkpoints.checkpoint_files import Checkpoint
 from anygauge.training.checkpoints.manager import find_checkpoint
 from anygauge.training.setup import Rank
 from tests.helpers.checkpoints import ALONE, FakeEngine, a_manager, reseal, write
-from tests.helpers.ranks import on_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.runs import run_file, trained_here
 
 WORLD = 3

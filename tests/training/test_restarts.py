@@ -14,8 +14,8 @@ import pytest
 
 from anygauge.config.load import load_run_file
 from anygauge.launch.run_directory import write_run
+from tests.helpers.child_processes import end, until
 from tests.helpers.jobs import make_job
-from tests.helpers.processes import end, until
 from tests.helpers.runs import run_file
 
 STEPS = 30

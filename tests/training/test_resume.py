@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from anygauge.interface import STOPPED, RunFileError
+from tests.helpers.child_processes import bounded
 from tests.helpers.forked import RunPart, finished, random_delays, runs_of
-from tests.helpers.processes import bounded
 from tests.helpers.runs import Run, run_file, trained_here
 
 CLOSE = 2e-5

@@ -27,7 +27,7 @@ from anygauge.training.step_results import (
 from anygauge.util.events import EventWriter
 from anygauge_cpu.placement import CpuPlacement
 from tests.helpers.runs import Run, run_file, trained_here
-from tests.helpers.tokenizer import FIXTURES
+from tests.helpers.tiny_tokenizer import FIXTURES
 from tests.training.test_non_finite import HostEvent
 from tests.training.test_warm_up import numbers
 

@@ -24,13 +24,13 @@ from anygauge.interface import (
     Support,
     UnsupportedError,
 )
-from anygauge.planning.plan import plan_run
+from anygauge.planning.memory_plan import plan_run
 from anygauge.registry import Registry
 from anygauge.strategies.shared.activations import offload_activations
 from anygauge.strategies.shared.materialise import decoder_layers
 from anygauge.training import setup
-from anygauge.training.strategy import FP8 as CAPABILITY
-from anygauge.training.strategy import check_backend, check_fp8, check_ranks, check_strategy
+from anygauge.training.build_strategy import FP8 as CAPABILITY
+from anygauge.training.build_strategy import check_backend, check_fp8, check_ranks, check_strategy
 from anygauge_cpu.backend import CpuBackend
 from tests.helpers.runs import run_file, trained_here
 

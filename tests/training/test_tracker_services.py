@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from anygauge.interface import AnygaugeError, NotAvailableError, Options, TrackerContext
-from anygauge.training.trackers.options import JsonLinesOptions, MLflowOptions, WandbOptions
 from anygauge.training.trackers.services import (
     JsonLinesFile,
     MLflow,
@@ -26,6 +25,7 @@ from anygauge.training.trackers.services import (
     keep_id,
     kept_id,
 )
+from anygauge.training.trackers.tracker_options import JsonLinesOptions, MLflowOptions, WandbOptions
 
 ROOT = Path(__file__).parents[2]
 PARAMETERS = {"train.seed": 3, "adapter": None, "name": "tiny"}

@@ -25,7 +25,7 @@ from anygauge.training.trackers.group import (
     flat_parameters,
     open_trackers,
 )
-from anygauge.training.trackers.options import WandbOptions, wandb_login
+from anygauge.training.trackers.tracker_options import WandbOptions, wandb_login
 
 
 def run(**fields: object) -> RunFile:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.helpers.processes import printed, until
+from tests.helpers.child_processes import printed, until
 
 RUNNING = (sys.executable, "-m", "anygauge.util.processes")
 PARENT = """

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from anygauge.interface import AnygaugeError
 from anygauge.util.exchange import LONGEST, SignedExchange, derived_key
 from anygauge.util.rendezvous import file_of, listen_at, open_store, tcp_address
-from tests.helpers.processes import free_port
-from tests.util.meeting import opened, run_roles
+from tests.helpers.child_processes import free_port
+from tests.util.meet_processes import opened, run_roles
 
 needs_gloo = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(),

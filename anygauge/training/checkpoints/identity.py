@@ -18,7 +18,7 @@ from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, RunFileError
 from anygauge.models.quantisation import quantisation
 from anygauge.training.checkpoints.sound import read_json
-from anygauge.util.schema import Count, Text
+from anygauge.util.section import Count, Text
 from anygauge.util.text import flattened, short
 
 REPORT = "report.json"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from anygauge.config.schema import CheckpointSection
 from anygauge.interface import AnygaugeError, Backend, Collectives, Engine, HasRankState
-from anygauge.training.checkpoints.files import Checkpoint, gathered, write_checkpoint
+from anygauge.training.checkpoints.checkpoint_files import Checkpoint, gathered, write_checkpoint
 from anygauge.training.checkpoints.identity import (
     Finished,
     FinishedError,

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, Valid
 
 from anygauge.interface import AnygaugeError
 from anygauge.util.files import read_json as read_any_json
-from anygauge.util.schema import Count, Number, Text, first_complaint
+from anygauge.util.section import Count, Number, Text, first_complaint
 from anygauge.util.text import short
 
 FORMAT = 1

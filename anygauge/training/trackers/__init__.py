@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from anygauge.interface import API_VERSION, TrackerSpec, hookimpl
-from anygauge.training.trackers.options import mlflow_store, wandb_login
+from anygauge.training.trackers.tracker_options import mlflow_store, wandb_login
 
 _EXTRAS = ("tensorboard", "wandb", "mlflow")
 """Libraries that anygauge has an extra for, which bounds their versions."""

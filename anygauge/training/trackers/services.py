@@ -20,7 +20,7 @@ from typing import Any
 from accelerate import tracking
 
 from anygauge.interface import AnygaugeError, NotAvailableError, RunStatus, TrackerContext
-from anygauge.training.trackers.options import mlflow_store, wandb_login
+from anygauge.training.trackers.tracker_options import mlflow_store, wandb_login
 from anygauge.util.files import write_text
 from anygauge.util.text import finite
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import kernels
-from benchmarks.gpu import operations, training
+from benchmarks import kernel_timings
+from benchmarks.contender_processes import Processes
+from benchmarks.gpu import time_operations, training
 from benchmarks.gpu.part import FAILED, LATE, PARTS, Context, PartError, Report, names
-from benchmarks.processes import Processes
 from tests.benchmarks.commands import run
 from tests.helpers.gaudi import calls
 from tests.helpers.nvidia import NAME, built, standin_environment, standin_site
@@ -56,19 +56,19 @@ def test_a_kernel_is_as_exact_as_torchs_own_or_fails(
 ) -> None:
     """With many classes, bfloat16's logits alone put any gradient off by a few per cent."""
     host = torch.device("cpu")
-    loss = kernels.plain_loss
-    assert operations.errors_of(loss, loss, 32_000, torch.bfloat16, host)[1] > 0.02
-    fitting = kernels.fitting_kernels
+    loss = kernel_timings.plain_loss
+    assert time_operations.errors_of(loss, loss, 32_000, torch.bfloat16, host)[1] > 0.02
+    fitting = kernel_timings.fitting_kernels
 
     def off(operation: str, device: torch.device) -> Any:
         found = fitting(operation, device)
         return {name: lambda *given, k=k: k(*given) * 1.05 for name, k in found.items()}
 
     where = Context(device="cpu", folder=str(tmp_path), seconds=60.0, tiny=True)
-    operations.accuracy(where, Report(tmp_path / "report.json"))
-    monkeypatch.setattr(kernels, "fitting_kernels", off)
+    time_operations.accuracy(where, Report(tmp_path / "report.json"))
+    monkeypatch.setattr(kernel_timings, "fitting_kernels", off)
     with pytest.raises(PartError, match="chunked, linear_cross_entropy, float32, 90") as raised:
-        operations.accuracy(where, Report(tmp_path / "report.json"))
+        time_operations.accuracy(where, Report(tmp_path / "report.json"))
     assert raised.value.status == FAILED
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import typer
 
+from benchmarks.contender_plan import BenchmarkError
+from benchmarks.contender_processes import ROOT
 from benchmarks.gpu import __main__ as page_command
 from benchmarks.gpu import part, training
 from benchmarks.gpu.__main__ import QUICK_S, chosen, hosts_of
@@ -33,8 +35,6 @@ from benchmarks.gpu.pytests import outcomes
 from benchmarks.gpu.training import TINY, Prediction, TrainingCase, plan_of, prediction, table
 from benchmarks.measure import RunOutcome, TableRow
 from benchmarks.measure import table as markdown
-from benchmarks.plan import BenchmarkError
-from benchmarks.processes import ROOT
 
 PROBE = """
 import time

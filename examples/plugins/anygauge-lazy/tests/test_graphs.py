@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.testing.loop import Trained, train
+from anygauge.testing.loop_checks import Trained, train
 from anygauge.testing.process import Subject
 
 LIMITS = (60, 100_000)

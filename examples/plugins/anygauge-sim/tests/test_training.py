@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from children import SIM, patched
 
-from anygauge.testing.loop import RunFailed, Trained, train
+from anygauge.testing.loop_checks import RunFailed, Trained, train
 
 
 def zero(folder: Path, name: str, ranks: int, **settings: Any) -> Trained:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from children import SIM, patched
 
-from anygauge.testing.loop import MODEL, train
+from anygauge.testing.loop_checks import MODEL, train
 
 STEPS = 8
 WARM = 3

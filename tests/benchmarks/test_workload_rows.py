@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks.plan import BenchmarkError, ContenderPlan
-from benchmarks.rows import WrittenRows, texts, write_rows
+from benchmarks.contender_plan import BenchmarkError, ContenderPlan
+from benchmarks.workload_rows import WrittenRows, texts, write_rows
 
 
 @pytest.fixture(autouse=True)
 def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.rows.GENERATED_TEXTS", 300)
+    monkeypatch.setattr("benchmarks.workload_rows.GENERATED_TEXTS", 300)
 
 
 def written(folder: Path, workload: str, **changes: Any) -> WrittenRows:

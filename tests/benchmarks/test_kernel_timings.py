@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import kernels
-from benchmarks.kernels import Timing, chosen_kernel, peak_bytes
+from benchmarks import kernel_timings
+from benchmarks.kernel_timings import Timing, chosen_kernel, peak_bytes
 
 HOST = torch.device("cpu")
 TIMING = Timing(HOST, torch.float32, rounds=3)
@@ -92,7 +92,7 @@ def test_a_benchmark_runs(
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     output = tmp_path / "out" / "figures.json"
-    kernels.main(operation, device="cpu", rounds=2, output=output, **settings)
+    kernel_timings.main(operation, device="cpu", rounds=2, output=output, **settings)
     rows = json.loads(output.read_text())["rows"]
     assert len(rows) == cases * len(contenders)
     assert len({row["case"] for row in rows}) == cases

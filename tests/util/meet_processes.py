@@ -1,4 +1,4 @@
-"""Processes of tests beside that meet: `python -m tests.util.meeting ROLE AT`.
+"""Processes of tests beside that meet: `python -m tests.util.meet_processes ROLE AT`.
 
 Each prints what came of it as JSON.
 """
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from anygauge.interface import AnygaugeError, Collectives
-from tests.helpers.processes import end
+from tests.helpers.child_processes import end
 
 LIMIT_S = 3.0
 LONG_S = 4.5

@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from benchmarks.plan import ContenderPlan
+from benchmarks.contender_plan import ContenderPlan
 
 IGNORED = -100
 

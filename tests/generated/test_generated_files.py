@@ -20,7 +20,7 @@ from anygauge.data import peek, prepare
 from anygauge.interface import AnygaugeError
 from anygauge.launch.request import read_request
 from tests.helpers.runs import TINY
-from tests.helpers.tokenizer import FIXTURES, make_tokenizer
+from tests.helpers.tiny_tokenizer import FIXTURES, make_tokenizer
 
 PATHS = [
     (*path, name)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from anygauge.interface import AnygaugeError, Backend, Job, Node, PluginError, Setting
-from anygauge.registry.plugins import BLOCK_VARIABLE, TUNING_HOOK
+from anygauge.registry.load_plugins import BLOCK_VARIABLE, TUNING_HOOK
 from anygauge.registry.registry import Registry
 from anygauge.util.hiding import HIDDEN, is_secret, without_secrets
 from anygauge.util.text import describe

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.processes import Processes, cause, last_lines, run
+from benchmarks.contender_processes import Processes, cause, last_lines, run
 
 CODE = """
 import os, sys, time

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from anygauge.util.processes import describe_exit
-from benchmarks.plan import ContenderPlan
+from benchmarks.contender_plan import ContenderPlan
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIM = Path(__file__).resolve().parent / "shim"

@@ -9,7 +9,7 @@ import torch
 
 from anygauge.interface import AttentionKernel
 from anygauge.kernels.attention import register_attention
-from anygauge.kernels.install import plain_norms, replace_norms
+from anygauge.kernels.install_kernels import plain_norms, replace_norms
 from anygauge_hpu.gaudi_kernels import (
     attention_with_softmax_in_bfloat16,
     attention_with_softmax_in_float32,

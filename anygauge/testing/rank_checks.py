@@ -19,7 +19,7 @@ import torch.distributed as dist
 from anygauge.interface import HOST_DEVICE
 from anygauge.testing.bounds import types
 from anygauge.testing.check import COLLECTIVE_TIMEOUT_S, sharding
-from anygauge.testing.collectives import groups
+from anygauge.testing.collective_checks import groups
 from anygauge.testing.rank_context import RankContext, check_on_ranks
 from anygauge.util.limits import libraries_of
 

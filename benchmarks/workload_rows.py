@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.plan import BenchmarkError, ContenderPlan
+from benchmarks.contender_plan import BenchmarkError, ContenderPlan
 
 WORKLOADS = ("full", "gsm8k", "alpaca", "generated")
 FILES = {"full": "wiki_demo.txt", "gsm8k": "gsm8k_train.jsonl", "alpaca": "alpaca_en_demo.json"}

@@ -11,9 +11,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from benchmarks import kernels
+from benchmarks import kernel_timings
 from benchmarks.gpu.part import FAILED, LATE, Clock, Context, PartError, Report
-from benchmarks.kernels import Kernel, Timing, chosen_kernel, plain_loss
+from benchmarks.kernel_timings import Kernel, Timing, chosen_kernel, plain_loss
 from benchmarks.measure import Figure, TableRow
 
 MARGIN = 2.0
@@ -33,7 +33,7 @@ def _has_bfloat16(context: Context) -> bool:
 
 
 def _add_all(
-    context: Context, report: Report, cases: kernels.Cases, count: int, prefix: str = ""
+    context: Context, report: Report, cases: kernel_timings.Cases, count: int, prefix: str = ""
 ) -> None:
     """Add what is measured case by case."""
     clock = Clock(context.seconds)
@@ -53,14 +53,14 @@ def softmax(context: Context, report: Report) -> None:
     """The Triton kernel where it can run, else the one that a run has."""
     timing = _timing(context)
     elements = 6000 if context.tiny else 2**28 if context.full else 2**26
-    columns = (64,) if context.tiny else kernels.COLUMNS if context.full else (4096,)
-    name = "triton" if "triton" in kernels.fitting_kernels("softmax", timing.device) else ""
+    columns = (64,) if context.tiny else kernel_timings.COLUMNS if context.full else (4096,)
+    name = "triton" if "triton" in kernel_timings.fitting_kernels("softmax", timing.device) else ""
     name, kernel = chosen_kernel("softmax", timing.device, name)
     copy = timing.copy_bandwidth(elements)
     report.note(f"anygauge's kernel is `{name}`. A copy of {elements:,} numbers: {copy / 1e9:,.0f} "
                 "GB/s; `of copy` is a kernel's share of that.")  # fmt: skip
     _say_liger(report)
-    cases = kernels.softmax(timing, kernel, columns=columns, elements=elements, copy=copy)
+    cases = kernel_timings.softmax(timing, kernel, columns=columns, elements=elements, copy=copy)
     _add_all(context, report, cases, 2 * len(columns))
 
 
@@ -69,10 +69,12 @@ def loss(context: Context, report: Report) -> None:
     timing = _timing(context)
     tokens, width = (32, 16) if context.tiny else (8192, 4096)
     _say_liger(report)
-    ours = kernels.fitting_kernels("linear_cross_entropy", timing.device)
+    ours = kernel_timings.fitting_kernels("linear_cross_entropy", timing.device)
     classes = (90,) if context.tiny else (32_000, 131_072)
     kinds = ((False, 0.0), (True, 0.0))[: 2 if context.full else 1]
-    cases = kernels.loss(timing, ours, classes=classes, tokens=tokens, width=width, cases=kinds)
+    cases = kernel_timings.loss(
+        timing, ours, classes=classes, tokens=tokens, width=width, cases=kinds
+    )
     count = len(classes) * len(kinds)
     _add_all(context, report, cases, count, prefix=f"{tokens:,} x {width:,}, ")
 
@@ -80,7 +82,7 @@ def loss(context: Context, report: Report) -> None:
 def attention(context: Context, report: Report) -> None:
     """16 heads of 64, 4 of them for keys and values; ratios are to torch's own operation."""
     lengths = (64,) if context.tiny else (512, 2048, 8192)
-    cases = kernels.attention(_timing(context), lengths=lengths)
+    cases = kernel_timings.attention(_timing(context), lengths=lengths)
     _add_all(context, report, cases, 2 * len(lengths))
 
 
@@ -88,8 +90,8 @@ def lora(context: Context, report: Report) -> None:
     """Layers of one input, rank 16."""
     timing = _timing(context)
     _, kernel = chosen_kernel("lora_linear", timing.device, "addmm")
-    sizes = kernels.LORA_SIZES[: 1 if context.tiny else None]
-    cases = kernels.lora(timing, kernel, tokens=32 if context.tiny else 8192, sizes=sizes)
+    sizes = kernel_timings.LORA_SIZES[: 1 if context.tiny else None]
+    cases = kernel_timings.lora(timing, kernel, tokens=32 if context.tiny else 8192, sizes=sizes)
     _add_all(context, report, cases, 2 * len(sizes))
 
 
@@ -110,12 +112,14 @@ def accuracy(context: Context, report: Report) -> None:
             exact = errors_of(own, own, size, dtype, device)
             allowed = [MARGIN * (error + unit) for error in exact]
             report.add(_accuracy(case, "torch", exact, allowed))
-            for name, kernel in kernels.fitting_kernels(operation, device).items():
+            for name, kernel in kernel_timings.fitting_kernels(operation, device).items():
                 try:
                     errors = errors_of(kernel, own, size, dtype, device)
                 except Exception as raised:  # one that cannot be compiled leaves the others
-                    report.add(TableRow(case=case, name=name, note=kernels.first_line(raised)))
-                    worst.append(f"{name}, {case}: {kernels.first_line(raised)}")
+                    report.add(
+                        TableRow(case=case, name=name, note=kernel_timings.first_line(raised))
+                    )
+                    worst.append(f"{name}, {case}: {kernel_timings.first_line(raised)}")
                     continue
                 report.add(_accuracy(case, name, errors, allowed))
                 if not all(map(operator.le, errors, allowed)):

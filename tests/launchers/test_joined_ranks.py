@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.processes import until
+from tests.helpers.child_processes import until
 from tests.helpers.runs import Run, run_file, trained
 from tests.launchers.targets import NODES, LaunchTarget, brought_up, losses
 

@@ -15,14 +15,14 @@ from anygauge.config.load import load_run_file
 from anygauge.config.resolved import parse_run
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, Precision, RunFileError
-from anygauge.launch import memory as launch_memory
+from anygauge.launch import memory_check as launch_memory
 from anygauge.launch.decision import DECISION, UNDECIDED, Decision
-from anygauge.launch.memory import planned
+from anygauge.launch.memory_check import planned
 from anygauge.launch.outcome import read_record
 from anygauge.launch.prepare import prepare_run
 from anygauge.launch.prepare_request import PrepareAnswer, PrepareRequest
 from anygauge.launch.request import read_request
-from anygauge.planning.memory import PHASES, Peak, RunMemory, Work
+from anygauge.planning.forecast import PHASES, Peak, RunMemory, Work
 from anygauge.registry import installed_plugins
 from anygauge.training.auto import candidates, decided_before, forms_of, in_words
 from anygauge.training.checks import Findings
@@ -87,7 +87,7 @@ def takes(count: int) -> RunMemory:
 def planner(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     stand_in = StandIn()
     monkeypatch.setattr("anygauge.launch.prepare.prepare", stand_in.prepare)
-    monkeypatch.setattr("anygauge.planning.plan.plan_run", stand_in.plan)
+    monkeypatch.setattr("anygauge.planning.memory_plan.plan_run", stand_in.plan)
     return stand_in
 
 

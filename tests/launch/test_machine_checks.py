@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from anygauge.interface import Check, LaunchProfile, Node, Outcome, RdmaDevice
-from anygauge.launch import doctor
-from tests.helpers.machines import BRIDGE, ETH0, LO, VIRTUAL, machine
-from tests.helpers.tree import write_tree
+from anygauge.launch import machine_checks
+from tests.helpers.fake_files import write_tree
+from tests.helpers.sample_machines import BRIDGE, ETH0, LO, VIRTUAL, machine
 
 RDMA = RdmaDevice(name="mlx5_0", driver="mlx5_core", link_layer="InfiniBand")
 CARDS = LaunchProfile(visibility_variable="VISIBLE")
@@ -41,7 +41,7 @@ def test_packages_are_held_against_what_was_tested(
     wanted: list[str], backend: str, outcome: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: wanted)
-    check = doctor.packages(backend=backend)
+    check = machine_checks.packages(backend=backend)
     assert check.outcome == outcome and said in check.seen
     assert "pytest" not in check.seen
     if said == NARROWED:
@@ -69,27 +69,27 @@ def test_each_set_of_the_page_on_versions_passes_and_a_mixture_does_not(
     versions = {**tested, **changed}
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda n: versions.get(n) or real(n))
-    check = doctor.packages(backend="hpu")
+    check = machine_checks.packages(backend="hpu")
     assert check.outcome == (Outcome.FAIL if said else Outcome.PASS), check.seen
     assert said in check.seen
 
 
 def test_the_installed_packages_are_those_that_were_tested() -> None:
-    check = doctor.packages()
+    check = machine_checks.packages()
     assert check.outcome == Outcome.PASS, check.seen
-    unread = doctor.packages("no-such-distribution")
+    unread = machine_checks.packages("no-such-distribution")
     assert unread.outcome == Outcome.SKIP and unread.remedy
 
 
 def test_hidden_devices() -> None:
-    assert doctor.visibility(LaunchProfile(), {"VISIBLE": " "}).outcome == Outcome.PASS
-    assert doctor.visibility(CARDS, {}).outcome == Outcome.PASS
-    assert doctor.visibility(CARDS, {"VISIBLE": "0,1"}).outcome == Outcome.PASS
-    assert doctor.visibility(CARDS, {"VISIBLE": " "}).outcome == Outcome.FAIL
+    assert machine_checks.visibility(LaunchProfile(), {"VISIBLE": " "}).outcome == Outcome.PASS
+    assert machine_checks.visibility(CARDS, {}).outcome == Outcome.PASS
+    assert machine_checks.visibility(CARDS, {"VISIBLE": "0,1"}).outcome == Outcome.PASS
+    assert machine_checks.visibility(CARDS, {"VISIBLE": " "}).outcome == Outcome.FAIL
 
 
 UNLIMITED = resource.RLIM_INFINITY
-LOCKED, OPEN = doctor.locked_memory, lambda node: doctor.open_files()
+LOCKED, OPEN = machine_checks.locked_memory, lambda node: machine_checks.open_files()
 
 
 @pytest.mark.parametrize(
@@ -117,11 +117,11 @@ def test_limits_of_processes(
 
 
 def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor.shared_memory(tmp_path).outcome == Outcome.WARN
+    assert machine_checks.shared_memory(tmp_path).outcome == Outcome.WARN
     (tmp_path / "dev/shm").mkdir(parents=True)
     small = os.statvfs_result((4096, 4096, 16384, 16384, 16384, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: small)
-    check = doctor.shared_memory(tmp_path)
+    check = machine_checks.shared_memory(tmp_path)
     assert (check.outcome, "64 MiB" in check.seen) == (Outcome.WARN, True)
 
 
@@ -132,32 +132,32 @@ def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_numa_balancing(tmp_path: Path, nodes: int, value: str, outcome: str) -> None:
     files = {f"sys/devices/system/node/node{n}/cpulist": "0" for n in range(nodes)}
     files["proc/sys/kernel/numa_balancing"] = value
-    assert doctor.numa_balancing(write_tree(tmp_path, files)).outcome == outcome
+    assert machine_checks.numa_balancing(write_tree(tmp_path, files)).outcome == outcome
 
 
 def test_networks() -> None:
-    assert "eth0" in doctor.interfaces(machine(interfaces=(LO, ETH0, BRIDGE))).seen
-    unsure = doctor.interfaces(machine(interfaces=(LO, BRIDGE, VIRTUAL)))
+    assert "eth0" in machine_checks.interfaces(machine(interfaces=(LO, ETH0, BRIDGE))).seen
+    unsure = machine_checks.interfaces(machine(interfaces=(LO, BRIDGE, VIRTUAL)))
     assert unsure.outcome == Outcome.WARN and "anygauge env" in unsure.remedy
-    assert doctor.interfaces(machine(interfaces=(LO,))).outcome == Outcome.PASS
-    assert "InfiniBand" in doctor.rdma_devices(machine(rdma_devices=(RDMA,))).seen
+    assert machine_checks.interfaces(machine(interfaces=(LO,))).outcome == Outcome.PASS
+    assert "InfiniBand" in machine_checks.rdma_devices(machine(rdma_devices=(RDMA,))).seen
 
 
 def test_writing_leaves_nothing_behind(tmp_path: Path) -> None:
-    check = doctor.write_speed(tmp_path, size=2 * 2**20)
+    check = machine_checks.write_speed(tmp_path, size=2 * 2**20)
     assert "MiB/s" in check.seen and not list(tmp_path.iterdir())
-    missing = doctor.write_speed(tmp_path / "nowhere")
+    missing = machine_checks.write_speed(tmp_path / "nowhere")
     assert missing.outcome == Outcome.FAIL and "--output" in missing.remedy
 
 
 def test_a_hub_that_does_not_answer_is_a_failed_line() -> None:
-    check = doctor.hub_access("http://127.0.0.1:9", timeout_s=2)
+    check = machine_checks.hub_access("http://127.0.0.1:9", timeout_s=2)
     assert check.outcome == Outcome.FAIL and "127.0.0.1:9" in check.seen
 
 
 def test_the_gravest_outcome_counts() -> None:
     def worst(*outcomes: str) -> str:
-        return doctor.worst([Check(name="one", outcome=each, seen="") for each in outcomes])
+        return machine_checks.worst([Check(name="one", outcome=each, seen="") for each in outcomes])
 
     assert worst() == Outcome.PASS
     assert worst("skip", "pass") == Outcome.SKIP

@@ -20,7 +20,7 @@ import torch
 
 from anygauge.cli import run as command
 from tests.helpers.runs import TINY, run_file, trained_here
-from tests.helpers.tokenizer import make_tokenizer
+from tests.helpers.tiny_tokenizer import make_tokenizer
 from tests.models.test_new_tokens import MODEL, rows_of_text
 
 pytestmark = pytest.mark.slow

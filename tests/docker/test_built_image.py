@@ -17,7 +17,7 @@ import pytest
 
 from tests.docker.bake import ROOT, targets
 from tests.helpers.runs import anygauge, run_file
-from tests.helpers.tokenizer import FIXTURES
+from tests.helpers.tiny_tokenizer import FIXTURES
 
 pytestmark = pytest.mark.image
 

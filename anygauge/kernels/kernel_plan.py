@@ -40,7 +40,7 @@ from anygauge.kernels.choose import (
     KernelChoice,
     load_kernel,
 )
-from anygauge.kernels.install import ModelKernels, plain_lora, plain_norms
+from anygauge.kernels.install_kernels import ModelKernels, plain_lora, plain_norms
 from anygauge.kernels.logits_rule import logits_rule
 from anygauge.kernels.loss import LossKernel, base_of
 from anygauge.kernels.rope import plain_rotations

@@ -29,19 +29,19 @@ from anygauge.interface import (
 from anygauge.interface import estimate as at
 from anygauge.kernels.attention import register_attention
 from anygauge.kernels.choose import ATTENTION, CALLED, REFERENCE, kernels_of_run
-from anygauge.kernels.plan import KernelPlan, plan_kernels
+from anygauge.kernels.kernel_plan import KernelPlan, plan_kernels
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
 from anygauge.models.inputs import PLAIN, MaskPlan, model_inputs, plan_masks
 from anygauge.models.quantised import quantised_layers
 from anygauge.models.source import LAYERS, check_positions, check_written
-from anygauge.planning.memory import PHASES, Peak, RunMemory, Work
+from anygauge.planning.forecast import PHASES, Peak, RunMemory, Work
 from anygauge.planning.trace import FUSED, LayerTrace, ModelTrace, trace_model
 from anygauge.registry import Registry
 from anygauge.strategies.shared.common import torch_dtype
 from anygauge.strategies.shared.footprint import memory_of
 from anygauge.strategies.shared.materialise import decoder_layers
-from anygauge.training.strategy import create_strategy, workload_of
+from anygauge.training.build_strategy import create_strategy, workload_of
 
 
 def plan_run(run: RunFile, registry: Registry, backend: Backend, world_size: int) -> RunMemory:

@@ -35,7 +35,7 @@ from anygauge.registry import (
     installed_plugins,
     resolve_environment,
 )
-from anygauge.registry.environment import USER
+from anygauge.registry.resolve_environment import USER
 from anygauge.util.files import write_text
 
 _ETHERNET = 1  # ARPHRD_ETHER, <linux/if_arp.h>

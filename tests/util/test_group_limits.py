@@ -10,8 +10,8 @@ import torch.distributed.distributed_c10d as c10d
 
 from anygauge.interface import Collectives
 from anygauge.util.limits import limit_groups, release_groups
-from tests.helpers.processes import printed
-from tests.util.meeting import HANGS_S, run_roles
+from tests.helpers.child_processes import printed
+from tests.util.meet_processes import HANGS_S, run_roles
 
 
 @pytest.mark.skipif(
@@ -64,7 +64,7 @@ def test_a_process_alone_is_patient_with_nobody() -> None:
 ALONE = """
 import sys
 from pathlib import Path
-from tests.util.meeting import opened
+from tests.util.meet_processes import opened
 
 def threads():
     tasks = Path("/proc/self/task").iterdir()

@@ -16,7 +16,7 @@ from anygauge.data.cache import Cache, Entry, cache_folder, key_of
 from anygauge.data.encode import Counts, RowEncoder
 from anygauge.data.formats import detect_format, parse_all
 from anygauge.data.order import split
-from anygauge.data.remote import copied, describe_address
+from anygauge.data.remote_files import copied, describe_address
 from anygauge.data.rows import (
     TABLE_VERSION,
     Tokenise,

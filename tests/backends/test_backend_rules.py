@@ -10,8 +10,8 @@ from anygauge.testing.check import CHECKS
 from anygauge.testing.paper import Paper
 from anygauge.testing.process import import_checks
 from tests.architecture.repository import ROOT
-from tests.helpers.machines import assert_pure, by_name, job, machine
-from tests.helpers.options import backend_with, registry
+from tests.helpers.plans_from_options import backend_with, registry
+from tests.helpers.sample_machines import assert_pure, by_name, job, machine
 
 import_checks("basic")
 SHIPPED = sorted(one.spec.name for one in registry().backends if one.distribution == "anygauge")

@@ -26,8 +26,8 @@ from anygauge.interface import (
     file_text,
     installed_version,
 )
-from anygauge.launch.environment import inspect_node
 from anygauge.launch.foreign import scrub
+from anygauge.launch.rank_environment import inspect_node
 from anygauge.launch.round_trip import round_trip
 from anygauge.util.text import first_line
 

@@ -11,7 +11,7 @@ import pytest
 from anygauge.cli import dry_run, run
 from anygauge.config.load import load_run_file
 from anygauge.interface import AnygaugeError, RunFileError
-from anygauge.launch.environment import NodeEnvironment, write_provenance
+from anygauge.launch.rank_environment import NodeEnvironment, write_provenance
 from anygauge.launch.run_directory import write_run
 from anygauge.launch.startup import place_run_file
 from anygauge.util.files import write_text
@@ -103,7 +103,7 @@ def test_a_secret_of_the_wrong_type_is_not_repeated(
 
 def test_an_address_is_quoted_without_its_password(tmp_path: Path) -> None:
     from anygauge.data import peek
-    from anygauge.data.remote import describe_address
+    from anygauge.data.remote_files import describe_address
 
     address = f"nowhere://ann:{VALUE}@hub.example/rows.jsonl?sig={VALUE}"
     run = load_run_file(run_file(tmp_path, data={"train": {"path": address}}))

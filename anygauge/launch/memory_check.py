@@ -16,14 +16,14 @@ from anygauge.interface import AnygaugeError, RunFileError
 from anygauge.launch.decision import UNDECIDED, Decision
 from anygauge.registry import Registry, select_backend
 from anygauge.training.auto import AUTO, candidates, forms_of, in_words
-from anygauge.training.strategy import share_of
+from anygauge.training.build_strategy import share_of
 from anygauge.util.text import size
 
 if TYPE_CHECKING:
     from anygauge.config.schema import RunFile
     from anygauge.interface import Backend, Card
     from anygauge.planning.fit import Fit
-    from anygauge.planning.memory import RunMemory
+    from anygauge.planning.forecast import RunMemory
     from anygauge.planning.trials import Trial
     from anygauge.registry import Selection
 

@@ -1,7 +1,7 @@
 """Kernels beside torch, Liger and peft: time and memory, forward and backward.
 
-    python -m benchmarks.kernels softmax --rounds 7
-    python -m benchmarks.kernels loss --classes 32000,131072
+    python -m benchmarks.kernel_timings softmax --rounds 7
+    python -m benchmarks.kernel_timings loss --classes 32000,131072
 
 Each round runs every contender once, beginning one further on than the round before; ratios are to
 the first contender. Memory is the most that tensors held at once beyond those that were given.
@@ -377,8 +377,8 @@ def _attentions(device: torch.device) -> Mapping[str, tuple[Callable[..., Any], 
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.models.llama.modeling_llama import eager_attention_forward
 
-    from anygauge_kernels.attention import with_softmax
     from anygauge_kernels.blocks import compiled
+    from anygauge_kernels.softmax_attention import with_softmax
 
     found: dict[str, tuple[Callable[..., Any], str]] = {
         "sdpa": (sdpa_attention_forward, "boolean"),
@@ -406,7 +406,7 @@ def lora(
     products, and without their factors."""
     from peft import LoraConfig, get_peft_model
 
-    from anygauge.kernels.install import fuse_lora, plain_lora
+    from anygauge.kernels.install_kernels import fuse_lora, plain_lora
 
     place = (timing.device, timing.dtype)
 

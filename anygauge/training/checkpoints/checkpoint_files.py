@@ -38,7 +38,7 @@ from anygauge.interface import (
     PartFunction,
     TrainedState,
 )
-from anygauge.models.files import LazyTensors
+from anygauge.models.model_files import LazyTensors
 from anygauge.training.checkpoints.sound import (
     FORMAT,
     MANIFEST,

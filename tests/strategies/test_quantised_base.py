@@ -14,7 +14,7 @@ from anygauge.interface import Backend
 from anygauge.models.quantised import Nf4Linear
 from anygauge.strategies.zero.deepspeed_versions import offloads_gradients
 from tests.helpers.build import model_factory, on_host, rank_of_world
-from tests.helpers.ranks import on_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.strategies.matrix import GATHERED, NOTHING_RESIDENT, PIPELINE, Result, of_ranks, results
 from tests.strategies.parity_rank import CONFIG, ParityCase, built
 
