@@ -329,7 +329,7 @@ def speed_ratio(over: Iterable[RunOutcome], under: Iterable[RunOutcome]) -> Rati
     return paired([first[r] for r in both], [second[r] for r in both]) if both else None
 
 
-def summarise(outcomes: Sequence[RunOutcome], entrants: Sequence[Entrant]) -> list[TableRow]:
+def summarize(outcomes: Sequence[RunOutcome], entrants: Sequence[Entrant]) -> list[TableRow]:
     """A row for each contender that has run: medians of its rounds, and the speed of each of ours
     as a multiple of its own, where both ran in a round."""
     ran = [each for each in entrants if any(o.name == each.name for o in outcomes)]

@@ -23,7 +23,7 @@ from benchmarks import session
 from benchmarks.contender_plan import ContenderPlan, Dtype
 from benchmarks.contender_processes import raise_when_terminated
 from benchmarks.entrants import ENTRANTS, Entrant, chosen
-from benchmarks.measure import markdown, summarise
+from benchmarks.measure import markdown, summarize
 from benchmarks.workload_rows import WORKLOADS
 
 
@@ -47,7 +47,7 @@ def measure(
     shown, outcomes = "", []
     for outcome in session.each_run(entrants, plan, rows, output / workload, may_fail=True):
         outcomes.append(outcome)
-        summary = summarise(outcomes, entrants)
+        summary = summarize(outcomes, entrants)
         shown = markdown(title, summary)
         runs = [{**asdict(each), "final_loss": each.final_loss} for each in outcomes]
         workloads[workload] = {"summary": [asdict(row) for row in summary], "runs": runs}

@@ -37,7 +37,7 @@ class Text:
     """One piece of text; `prompt` is empty for plain text.
 
     A prompt ends with a newline and a completion begins with a visible character, so that
-    tokenising both together or apart gives the same tokens.
+    tokenizing both together or apart gives the same tokens.
     """
 
     prompt: str
@@ -103,7 +103,7 @@ def full_rows(
 ) -> list[tuple[Text, int]]:
     """Up to `count` pieces of text of exactly `length` tokens with the end token.
 
-    A piece counts only if its text, tokenised anew, has as many tokens as were cut: cutting may
+    A piece counts only if its text, tokenized anew, has as many tokens as were cut: cutting may
     split a word or a character in another way.
     """
     rows: list[tuple[Text, int]] = []

@@ -87,18 +87,18 @@ def data(
     if short := advice(trained, section):
         console.print(f"  {short}", style="yellow")
     _show_padding(console, run, trained, Layout.of(run, share, tokenizer.pad_token_id, shapes))
-    in_colour = console.is_terminal and not console.no_color
+    in_color = console.is_terminal and not console.no_color
     rows = min(rows, len(trained))
     for number in range(rows):
         tokens = trained.tokens(
             number * len(trained) // rows
         )  # evenly spaced, the first among them
         console.print(f"\n{tokens.origin}  {len(tokens.ids):,} tokens", style="bold")
-        console.print(example(tokenizer, tokens, in_colour=in_colour))
+        console.print(example(tokenizer, tokens, in_color=in_color))
 
 
-def example(tokenizer: Any, tokens: Any, *, in_colour: bool) -> Text:
-    """One row as the model reads it: loss tokens in colour, or between ⟦ and ⟧.
+def example(tokenizer: Any, tokens: Any, *, in_color: bool) -> Text:
+    """One row as the model reads it: loss tokens in color, or between ⟦ and ⟧.
 
     Args:
         tokens: with `ids` and `loss_mask`.
@@ -106,12 +106,12 @@ def example(tokenizer: Any, tokens: Any, *, in_colour: bool) -> Text:
     text = Text()
     in_loss = False
     for has_loss, is_special, part in _stretches(tokenizer, tokens):
-        if has_loss != in_loss and not in_colour:
+        if has_loss != in_loss and not in_color:
             text.append("⟦" if has_loss else "⟧")
         in_loss = has_loss
         style = ("bold green" if has_loss else "bold blue") if is_special else ""
         text.append(part, style=style or ("green" if has_loss else "dim"))
-    if in_loss and not in_colour:
+    if in_loss and not in_color:
         text.append("⟧")
     return text
 

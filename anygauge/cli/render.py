@@ -93,11 +93,11 @@ _LEFT_OUT = (
     "submits the job (launch.pass_environment passes it on)"
 )
 _DRAWN_LATER = (
-    "this plan has no token, by which agents recognise each other: anygauge launch draws one when "
+    "this plan has no token, by which agents recognize each other: anygauge launch draws one when "
     "it submits the job, and then also fills in the variables of launch.pass_environment"
 )
 _DRAWN_NOW = (
-    "job.json holds the token by which the job's agents recognise each other: only you can read "
+    "job.json holds the token by which the job's agents recognize each other: only you can read "
     "it, and Git ignores it. Variables of pass_environment get their values from the shell that "
     "submits the job"
 )

@@ -132,9 +132,9 @@ def merge(
     )
     if report.from_codes is not None:
         console.print(
-            f"the base was quantised ({report.quantised}), and the adapter was merged into its "
-            f"dequantised weights; the logits differ by {report.from_codes:.1e} from those of the "
-            "adapter on the quantised base"
+            f"the base was quantized ({report.quantized}), and the adapter was merged into its "
+            f"dequantized weights; the logits differ by {report.from_codes:.1e} from those of the "
+            "adapter on the quantized base"
         )
     if report.untied:
         console.print("input and output embedding share one tensor in the base; they are now two")

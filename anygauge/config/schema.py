@@ -133,12 +133,12 @@ class DataSection(Section):
     )
     workers: Annotated[int, Field(ge=1, le=256)] | None = Field(
         None,
-        description="Processes that tokenise rows before the run; null: the usable cores, at most "
+        description="Processes that tokenize rows before the run; null: the usable cores, at most "
         "16, and one for fewer than 10,000 rows.",
     )
     streaming: bool = Field(
         False,
-        description="Tokenise rows during training instead of before it; remote rows are then "
+        description="Tokenize rows during training instead of before it; remote rows are then "
         "read over the network, without a copy on disk.",
     )
     shuffle_buffer: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
@@ -147,8 +147,8 @@ class DataSection(Section):
     )
     cache: str | None = Field(
         None,
-        description="Folder for tokenised rows; null: $ANYGAUGE_CACHE, or ~/.cache/anygauge; off: "
-        "tokenise anew in each run.",
+        description="Folder for tokenized rows; null: $ANYGAUGE_CACHE, or ~/.cache/anygauge; off: "
+        "tokenize anew in each run.",
     )
 
     @field_validator("cache", mode="before")
@@ -202,7 +202,7 @@ class DataSection(Section):
         if self.streaming and self.group_by_length:
             raise ValueError(
                 "give 'streaming' or 'group_by_length', not both: lengths are known only once rows "
-                "are tokenised"
+                "are tokenized"
             )
         if not self.shuffle and (self.packs or self.group_by_length):
             field = "packing" if self.packs else "group_by_length"
@@ -217,7 +217,7 @@ class DataSection(Section):
 
     def _check_streamed(self) -> None:
         """What cannot be done with rows that are read in their own order."""
-        way_out = "; leave 'streaming' out (rows are then tokenised before the run)"
+        way_out = "; leave 'streaming' out (rows are then tokenized before the run)"
         weighted = [source for source in self.train_sources if source.weight != 1]
         if weighted:
             raise ValueError(
@@ -233,7 +233,7 @@ class DataSection(Section):
             if is_remote(source.path) and source.limit is None:
                 raise ValueError(
                     f"{source.path} in 'eval' needs a 'limit' when 'streaming' is on, because "
-                    "rows of 'eval' are always tokenised before the run"
+                    "rows of 'eval' are always tokenized before the run"
                 )
 
 
@@ -392,8 +392,8 @@ class RunFile(Section):
 
     @property
     def has_few_bits(self) -> bool:
-        """Whether weights or the optimizer's state are quantised."""
-        return self.model.quantise is not None or self.train.optimizer.name.endswith("8bit")
+        """Whether weights or the optimizer's state are quantized."""
+        return self.model.quantize is not None or self.train.optimizer.name.endswith("8bit")
 
 
 AUTO_ORDER = ("bfloat16", "float16", "float32")

@@ -23,25 +23,25 @@ from anygauge.util.section import (
 )
 
 
-class QuantiseSection(Section):
-    """How the base's linear layers are quantised. They stay frozen; an adapter is trained."""
+class QuantizeSection(Section):
+    """How the base's linear layers are quantized. They stay frozen; an adapter is trained."""
 
     type: Literal["nf4", "int8"] = Field(
-        description="Quantisation by bitsandbytes: 4 bits (nf4) or 8 bits (int8)."
+        description="Quantization by bitsandbytes: 4 bits (nf4) or 8 bits (int8)."
     )
-    double_quantisation: bool = Field(
-        False, description="nf4 alone: scales of blocks are quantised as well."
+    double_quantization: bool = Field(
+        False, description="nf4 alone: scales of blocks are quantized as well."
     )
     compute_dtype: Literal["param_dtype", "float32", "bfloat16", "float16"] = Field(
         "param_dtype",
-        description="nf4 only: type in which layers multiply with their dequantised weights.",
+        description="nf4 only: type in which layers multiply with their dequantized weights.",
     )
 
     @model_validator(mode="after")
-    def _fits_type(self) -> QuantiseSection:
-        given = self.double_quantisation or self.compute_dtype != "param_dtype"
+    def _fits_type(self) -> QuantizeSection:
+        given = self.double_quantization or self.compute_dtype != "param_dtype"
         if self.type == "int8" and given:
-            raise ValueError("'double_quantisation' and 'compute_dtype' are for type nf4 alone")
+            raise ValueError("'double_quantization' and 'compute_dtype' are for type nf4 alone")
         return self
 
 
@@ -71,8 +71,8 @@ class ModelSection(Section):
         description="Initial embedding rows of new tokens: the mean of the existing rows, or drawn "
         "by the seed from a normal distribution with their mean and covariance.",
     )
-    quantise: Literal["nf4", "int8"] | QuantiseSection | None = Field(
-        None, description="Quantise linear layers while they are read: a type, or a section."
+    quantize: Literal["nf4", "int8"] | QuantizeSection | None = Field(
+        None, description="Quantize linear layers while they are read: a type, or a section."
     )
 
     @model_validator(mode="after")

@@ -61,7 +61,7 @@ _SAID = ("content", "reasoning_content", "reasoning", "thinking")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row without turns, ready to be tokenised; `origin` is its record's."""
+    """One row without turns, ready to be tokenized; `origin` is its record's."""
 
     prompt: str | None
     """All that the model reads before it answers; None for plain text: every token has a loss."""
@@ -95,7 +95,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """One row that was tokenised elsewhere; its ids are not yet compared with a vocabulary."""
+    """One row that was tokenized elsewhere; its ids are not yet compared with a vocabulary."""
 
     ids: list[int]
     loss_mask: list[bool]

@@ -9,8 +9,8 @@ written into a turn, found in the rendering of the whole chat, and the text that
 shorter renderings is found behind it in the whole. Where neither gives an answer, the chat is
 refused: a mask is never guessed.
 
-The text, or a prompt with its completion, is then tokenised as a whole. Where a token would stand
-on both sides of a stretch's border, it is cut at the borders and tokenised in pieces instead: so
+The text, or a prompt with its completion, is then tokenized as a whole. Where a token would stand
+on both sides of a stretch's border, it is cut at the borders and tokenized in pieces instead: so
 the mask is that of the characters.
 """
 
@@ -270,7 +270,7 @@ def bounded_parts(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 class Aligner:
-    """Tokenises texts with stretches; by a tokenizer without offsets (a slow one) in pieces."""
+    """Tokenizes texts with stretches; by a tokenizer without offsets (a slow one) in pieces."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

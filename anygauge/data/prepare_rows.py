@@ -1,4 +1,4 @@
-"""From the run file's data section to rows: read, split, tokenise, keep in the cache."""
+"""From the run file's data section to rows: read, split, tokenize, keep in the cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from anygauge.data.order import split
 from anygauge.data.remote_files import copied, describe_address
 from anygauge.data.rows import (
     TABLE_VERSION,
-    Tokenise,
+    Tokenize,
     TokenizedRows,
     Workers,
     chunks_of,
@@ -122,10 +122,10 @@ def prepare(
     rendering: Rendering = unwatched,
     memory: int | None = None,
 ) -> Prepared:
-    """Read and tokenise all rows, or take them from the cache; with streaming, open the sources.
+    """Read and tokenize all rows, or take them from the cache; with streaming, open the sources.
 
     `eval_fraction` holds out whole records, of each source its share. Rows to evaluate on are
-    tokenised before the run in any case.
+    tokenized before the run in any case.
 
     Args:
         tokenizer: a tokenizer of the transformers library.
@@ -134,7 +134,7 @@ def prepare(
         run: what tells this start of a run from others; see `Cache`.
         first: prepare so many rows of each source alone, also with streaming; None: all.
         rendering: see `ChatTemplate`.
-        memory: bytes for a process that tokenises streamed rows; None: they are in this one.
+        memory: bytes for a process that tokenizes streamed rows; None: they are in this one.
 
     Raises:
         RunFileError: settings that do not go together.
@@ -178,7 +178,7 @@ def training_batches(
 def packs_of(rows: StreamedRows, data: DataSection) -> list[int]:
     """Packs of each block of a stream, which decide how many steps an epoch has.
 
-    All rows are tokenised once for it, by one process of a machine; the cache keeps the numbers.
+    All rows are tokenized once for it, by one process of a machine; the cache keeps the numbers.
     """
     with Cache(cache_folder(data.cache, os.environ)) as cache:
         key = key_of(rows.identity, data.max_length)
@@ -189,7 +189,7 @@ def packs_of(rows: StreamedRows, data: DataSection) -> list[int]:
 
 
 _Part = Literal["all", "kept", "held out"]
-_Sources = list[tuple[Source, Tokenise]]
+_Sources = list[tuple[Source, Tokenize]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,11 +218,11 @@ class _Preparer:
             )
             source = open_source(section, field, kept)
             skip = data.on_bad_row == "skip"
-            found.append((source, Tokenise(encoder=encoder, origin=source.origin, skip=skip)))
+            found.append((source, Tokenize(encoder=encoder, origin=source.origin, skip=skip)))
         return found
 
     def rows(self, sources: _Sources, part: _Part) -> TokenizedRows:
-        """The tokenised rows of all sources, or of a part of each."""
+        """The tokenized rows of all sources, or of a part of each."""
         pieces = []
         for number, (source, work) in enumerate(sources):
             entry = self._entry(source, work)
@@ -242,23 +242,23 @@ class _Preparer:
         return rows
 
     def stream(self, sources: _Sources, memory: int | None) -> StreamedRows:
-        """The sources, to be read and tokenised later."""
+        """The sources, to be read and tokenized later."""
         works = [work for _, work in sources]
-        tokeniser = None if memory is None else Workers(works, memory=memory)
+        tokenizer = None if memory is None else Workers(works, memory=memory)
         identities = [
             key_of(source.identity(), work.encoder.source.limit, work.encoder.key())
             for source, work in sources
         ]
         size = self.data.shuffle_buffer
         identity = key_of("stream", size, *identities)
-        return StreamedRows(sources, identity, size, tokeniser, self.rendering)
+        return StreamedRows(sources, identity, size, tokenizer, self.rendering)
 
-    def _entry(self, source: Source, work: Tokenise) -> Entry:
-        """The tokenised rows of a source, in the cache."""
+    def _entry(self, source: Source, work: Tokenize) -> Entry:
+        """The tokenized rows of a source, in the cache."""
         identity, section = source.identity(), work.encoder.source
 
         def log(rows: int) -> None:
-            self.log(f"tokenising {source.name}: {rows:,} rows so far")
+            self.log(f"tokenizing {source.name}: {rows:,} rows so far")
 
         def write(folder: Path) -> dict[str, Any]:
             chunks = chunks_of(source.rows(0), work, self.data.workers, self.rendering)

@@ -41,9 +41,9 @@ from anygauge.util import errors
 from anygauge.util.processes import tie_to_parent
 
 CHUNK = 1024
-"""Rows that are tokenised at once."""
+"""Rows that are tokenized at once."""
 FEW_ROWS = 10_000
-"""As many are tokenised here before workers are started, which takes seconds."""
+"""As many are tokenized here before workers are started, which takes seconds."""
 MOST_WORKERS = 16
 START_S = 300.0
 """Until a worker has begun: it imports the model library, perhaps from a slow disk."""
@@ -121,7 +121,7 @@ def _column(table: Any, name: str) -> NDArray[Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tokenise:
+class Tokenize:
     """Turns chunks of rows into tokens; `origin`: of a row, ``data.jsonl:{}``; `skip`: bad ones."""
 
     encoder: RowEncoder
@@ -163,7 +163,7 @@ def usable_cores() -> int:
 
 
 def chunks_of(
-    rows: Iterator[Record], work: Tokenise, workers: int | None, rendering: Rendering
+    rows: Iterator[Record], work: Tokenize, workers: int | None, rendering: Rendering
 ) -> Iterator[pa.RecordBatch]:
     """What rows became, chunk by chunk, in the rows' order.
 
@@ -191,7 +191,7 @@ def chunks_of(
 
 
 class Workers:
-    """Processes that tokenise rows of several sources; the first row starts them.
+    """Processes that tokenize rows of several sources; the first row starts them.
 
     Args:
         memory: bytes that each process may have; None: without a limit of its own.
@@ -200,7 +200,7 @@ class Workers:
 
     def __init__(
         self,
-        works: Sequence[Tokenise],
+        works: Sequence[Tokenize],
         count: int = 1,
         memory: int | None = None,
         rendering: Rendering = unwatched,
@@ -275,12 +275,12 @@ def _not_ended() -> Iterator[None]:
         yield
     except BrokenProcessPool:
         raise DataAccessError(
-            "a process that tokenises rows was ended from outside; there may be too little memory. "
+            "a process that tokenizes rows was ended from outside; there may be too little memory. "
             f"Set data.workers below {min(usable_cores(), MOST_WORKERS)}"
         ) from None
 
 
-_WORKS: list[Tokenise] = []
+_WORKS: list[Tokenize] = []
 """In a worker: what it does with rows of each source."""
 
 

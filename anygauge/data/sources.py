@@ -167,7 +167,7 @@ def _file(path: str, name: str, cache: Cache | None, block: int, column: str = "
     def identity() -> str:
         if names_address(path):
             return remote_identity(path)
-        assert cache is not None, "a file of this machine is opened with one to be tokenised"
+        assert cache is not None, "a file of this machine is opened with one to be tokenized"
         return cache.digest(path)
 
     mark = "[{}]" if suffix in (".json", ".parquet", ".arrow") else ":{}"

@@ -1,8 +1,8 @@
-"""Rows that are read and tokenised during the run, in their own order; threads work ahead.
+"""Rows that are read and tokenized during the run, in their own order; threads work ahead.
 
 A stream is cut into blocks of `data.shuffle_buffer` rows, and each is shuffled by seed, epoch and
 its number. So what a step reads depends on nothing else. Every rank reads the whole stream and
-tokenises all rows of a step, so that it knows the step's counts, and meets a bad row, without a
+tokenizes all rows of a step, so that it knows the step's counts, and meets a bad row, without a
 word from the others. Reading from a far place passes over the rows before, which are not parsed.
 
 With packing, the rows of a block are packed together and dealt to its steps, as evenly as may be:
@@ -39,7 +39,7 @@ from anygauge.data.order import BLOCKS, STREAM, permutation
 from anygauge.data.readers import Record
 from anygauge.data.rows import (
     NAMED_BAD,
-    Tokenise,
+    Tokenize,
     Tokens,
     Workers,
     bad_of,
@@ -70,7 +70,7 @@ class StreamedRows:
     Two blocks are held: the one that is read from, and the next, which a thread reads meanwhile.
 
     Args:
-        tokeniser: another process that turns rows into tokens; None: this one does.
+        tokenizer: another process that turns rows into tokens; None: this one does.
 
     Attributes:
         identity: digest of what the sources hold and how it becomes tokens.
@@ -81,14 +81,14 @@ class StreamedRows:
 
     def __init__(
         self,
-        sources: Sequence[tuple[Source, Tokenise]],
+        sources: Sequence[tuple[Source, Tokenize]],
         identity: str,
         size: int,
-        tokeniser: Workers | None = None,
+        tokenizer: Workers | None = None,
         rendering: Rendering = unwatched,
     ) -> None:
         self.identity, self.size = identity, size
-        self._sources, self._tokeniser, self._rendering = sources, tokeniser, rendering
+        self._sources, self._tokenizer, self._rendering = sources, tokenizer, rendering
         self.name = ", ".join(source.name for source, _ in sources)
         lengths = [source.count() for source, _ in sources]
         self.length = None if None in lengths else sum(filter(None, lengths))
@@ -105,7 +105,7 @@ class StreamedRows:
             return f"streamed {self.counts}"
         count = "rows" if self.length is None else f"{self.length} rows"
         return (
-            f"{count} of {self.name}, read and tokenised while training, shuffled in blocks of "
+            f"{count} of {self.name}, read and tokenized while training, shuffled in blocks of "
             f"{self.size}"
         )
 
@@ -134,7 +134,7 @@ class StreamedRows:
             if not places:
                 continue
             given = tuple(rows[place][1] for place in places)
-            chunk = self._tokeniser(number, given) if self._tokeniser else work(given)
+            chunk = self._tokenizer(number, given) if self._tokenizer else work(given)
             found, count = documents_of(chunk, work.origin, whole=whole)
             counts += count
             fresh = [text for text in bad_of(chunk) if text not in self.bad]
@@ -144,7 +144,7 @@ class StreamedRows:
         return documents, counts
 
     def packs(self, capacity: int, workers: int | None) -> list[int]:
-        """Packs of each block of an epoch; reads and tokenises all rows once."""
+        """Packs of each block of an epoch; reads and tokenizes all rows once."""
         blocks, lengths, first = [], [], 0
         for source, work in self._sources:
             for chunk in chunks_of(source.rows(0), work, workers, self._rendering):
@@ -187,7 +187,7 @@ def _of_block(count: int, seed: int, epoch: int, number: int) -> NDArray[np.int6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Part:
-    """Steps whose rows are tokenised together: those of a block with packing, else one step."""
+    """Steps whose rows are tokenized together: those of a block with packing, else one step."""
 
     first: int
     steps: list[list[list[Tokens]]]

@@ -95,7 +95,7 @@ class Graph:
     """Whether operations accumulate in a graph that `mark_step` ends."""
 
     sync_on_release: bool = False
-    """Whether gathered parameters may be freed only after a synchronisation."""
+    """Whether gathered parameters may be freed only after a synchronization."""
 
     reentrant_only: str = ""
     """Why layers are to be recomputed in backward by torch's reentrant form here, in words; empty

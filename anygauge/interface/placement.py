@@ -177,10 +177,10 @@ class Placement:
         """Start a new peak from what is in use now."""
         self._module().reset_peak_memory_stats()
 
-    def utilisation(self) -> Mapping[str, float]:
+    def utilization(self) -> Mapping[str, float]:
         """How busy the opened device is, where it can tell; called every few seconds.
 
-        Names end in their unit: ``utilisation_percent``, ``power_w``, ``temperature_c``.
+        Names end in their unit: ``utilization_percent``, ``power_w``, ``temperature_c``.
         """
         return {}
 

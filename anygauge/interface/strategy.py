@@ -183,7 +183,7 @@ class StrategyRun:
             base's weights; empty where all weights are trained.
         router_aux_loss: a mixture's routers have a loss of their own, made of a whole micro-batch.
         ranks_run_here: the packages of this machine are those that ranks will have.
-        quantised: frozen linear layers hold codes, which cannot be cut like weights.
+        quantized: frozen linear layers hold codes, which cannot be cut like weights.
         paged: the optimizer's state is in memory that moves to the host by itself, which torch
             takes for the host's.
         reentrant_only: see `Graph.reentrant_only`.
@@ -198,7 +198,7 @@ class StrategyRun:
     precision: Precision | None = None
     router_aux_loss: bool = False
     ranks_run_here: bool = True
-    quantised: bool = False
+    quantized: bool = False
     paged: bool = False
     reentrant_only: str = ""
 

@@ -52,8 +52,8 @@ CAPABILITIES: Mapping[str, str] = {
     "bfloat16": "compute in bfloat16; `auto` chooses it where it is full",
     "float16": "compute in float16, with loss scaling; `auto` chooses it where it alone is full",
     "collectives": "more than one process",
-    "quantised_base": "products with weights of 4 bits (nf4) by bitsandbytes",
-    "quantised_base_int8": "products with weights of 8 bits by bitsandbytes",
+    "quantized_base": "products with weights of 4 bits (nf4) by bitsandbytes",
+    "quantized_base_int8": "products with weights of 8 bits by bitsandbytes",
     "paged_memory": "bitsandbytes' memory that moves between the device and the host by itself",
     "fused_adamw": "torch's fused AdamW by a kernel of the device's own; without it, torch's plain "
     "one updates",

@@ -55,7 +55,7 @@ def plain_norms(model: nn.Module) -> tuple[list[nn.Module], int]:
     """The RMS norms of a model that a kernel can compute, and how many there are in all.
 
     A norm counts only if what its class computes is the plain formula: some architectures add one
-    to the weight, or normalise in another way under the same name.
+    to the weight, or normalize in another way under the same name.
     """
     plain: dict[type[nn.Module], bool] = {}
     found, total = [], 0

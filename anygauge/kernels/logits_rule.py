@@ -99,7 +99,7 @@ def _check_head(head: Any, name: str) -> None:
         kind = "none" if head is None else f"a {type(head).__name__}"
         raise _NotServed(f"the output layer of {name} is {kind}, not a torch.nn.Linear")
     if head.use_dora[head.active_adapters[0]]:
-        raise _NotServed("DoRA on the output layer normalises its whole weight")
+        raise _NotServed("DoRA on the output layer normalizes its whole weight")
 
 
 def _decoder(model: Any, head: Any, name: str) -> Any:

@@ -223,7 +223,7 @@ def write_speed(folder: Path, size: int = WRITTEN) -> Check:
         return Check("output folder", Outcome.FAIL, f"{folder}: {error.strerror}", remedy)
     finally:
         path.unlink(missing_ok=True)
-    seen = f"{folder}: {rate / MIB:.0f} MiB/s, synchronised"
+    seen = f"{folder}: {rate / MIB:.0f} MiB/s, synchronized"
     remedy = "checkpoints will slow the run down: choose a faster disk"
     return _advice("output folder", rate >= SLOW_WRITES, seen, remedy)
 

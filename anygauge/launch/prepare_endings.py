@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 LIMITS_S = {"fetch": 300.0, "model": 120.0, "data": 1800.0, "plan": 30.0}
 """Silence after which a stage counts as hung. The hub's library itself tries again for a minute.
-Tokenising reports from time to time; a digest of a large file, or the wait for another run that
-tokenises the same rows, does not. Without a plan the run starts all the same."""
+Tokenizing reports from time to time; a digest of a large file, or the wait for another run that
+tokenizes the same rows, does not. Without a plan the run starts all the same."""
 RENDERING_LIMIT_S = 60.0
 """For one rendering of a chat template, which takes milliseconds; a second for a thousand turns."""
 

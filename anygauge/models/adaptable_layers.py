@@ -275,7 +275,7 @@ def takes_no_adapter(model: Any, name: str, module: nn.Module) -> bool:
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 
-    # Layers of other libraries, such as quantised ones, are known to peft.
+    # Layers of other libraries, such as quantized ones, are known to peft.
     if type(module).__module__ == type(model).__module__ and not _maps_rows(module):
         return True
     try:

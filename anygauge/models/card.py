@@ -18,7 +18,7 @@ from anygauge.config.paths import names_address, names_data_set
 from anygauge.config.schema import AdapterSection, DataSection, ModelSection, RunFile
 from anygauge.interface import ModelError
 from anygauge.models import curve
-from anygauge.models.quantisation import in_words, quantisation
+from anygauge.models.quantization import in_words, quantization
 from anygauge.models.source import local_folder
 from anygauge.util.files import read_bounded, write_text
 
@@ -187,9 +187,9 @@ def _settings(run: RunFile, facts: Facts) -> dict[str, str]:
         + packed_in_words(run.data)
         + f"; loss on: {run.data.loss_on}",
     }
-    quantised = quantisation(run.model)
-    if quantised is not None:
-        found["base"] = f"quantised: {in_words(quantised)}"
+    quantized = quantization(run.model)
+    if quantized is not None:
+        found["base"] = f"quantized: {in_words(quantized)}"
     if run.adapter is not None:
         found |= _adapter_settings(run.adapter)
     optimizer = train.optimizer.model_dump(exclude_none=True)

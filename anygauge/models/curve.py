@@ -9,8 +9,8 @@ from html import escape
 FILE = "loss.svg"
 WIDTH, HEIGHT = 720, 320
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 32, 40
-COLOURS = ("#332288", "#cc6677", "#44aa99", "#999933")
-"""Of Paul Tol's muted scheme, safe for people with colour blindness."""
+COLORS = ("#332288", "#cc6677", "#44aa99", "#999933")
+"""Of Paul Tol's muted scheme, safe for people with color blindness."""
 MOST = 400
 """Points of a line; the losses of neighbouring steps are averaged."""
 TICKS = 5
@@ -53,10 +53,10 @@ def loss_curve(lines: Mapping[str, Points]) -> str:
         parts.append(_text(x(step), HEIGHT - BOTTOM + 18, f"{step:.0f}", "middle"))
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, "step", "middle"))
     for place, (name, points) in enumerate(drawn.items()):
-        colour = COLOURS[place % len(COLOURS)]
+        color = COLORS[place % len(COLORS)]
         at = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in points)
-        parts.append(f'<polyline points="{at}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        parts.append(_text(LEFT + 120 * place, 20, f"{name} loss", "start", colour))
+        parts.append(f'<polyline points="{at}" fill="none" stroke="{color}" stroke-width="1.5"/>')
+        parts.append(_text(LEFT + 120 * place, 20, f"{name} loss", "start", color))
     return "\n".join([*parts, "</svg>\n"])
 
 
@@ -67,6 +67,6 @@ def _averaged(points: Points) -> Points:
     return [(block[-1][0], sum(loss for _, loss in block) / len(block)) for block in blocks]
 
 
-def _text(x: float, y: float, text: str, anchor: str, colour: str = "#222222") -> str:
+def _text(x: float, y: float, text: str, anchor: str, color: str = "#222222") -> str:
     place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
-    return f'<text {place} fill="{colour}">{escape(text)}</text>'
+    return f'<text {place} fill="{color}">{escape(text)}</text>'

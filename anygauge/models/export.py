@@ -21,7 +21,7 @@ from anygauge.config.schema import ModelSection
 from anygauge.interface import ResultError
 from anygauge.models.adapter import ADAPTER_NAME
 from anygauge.models.factors import relative_to_original_base, scale_factors, with_plain_scale
-from anygauge.models.quantisation import quantisation, write_record
+from anygauge.models.quantization import quantization, write_record
 from anygauge.models.result_files import ResultFiles
 from anygauge.models.verify import UNVERIFIED, VerificationError
 from anygauge.models.warm_start import CONFIG_FILE, TRAINED_AS, WEIGHTS_FILE
@@ -121,7 +121,7 @@ def save_adapter(
         trained: parameter name -> whole float32 tensor.
         shapes: the whole shape of each trained parameter.
         base: what the adapter was trained on; its name is stored, for loading by peft alone, and
-            in a file of ours how it was quantised.
+            in a file of ours how it was quantized.
         files: what stands beside them; None for nothing.
         dtype: of the base's weights in training.
         first: of factors that were taken out of the base's weights, what they were then.
@@ -165,7 +165,7 @@ def save_adapter(
     (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
     if files is not None:
         files.write(folder)
-    asked = quantisation(base)
+    asked = quantization(base)
     if asked is not None:
         write_record(folder, asked, dtype)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 NOT_SERVED = {
     "corda": "needs covariances of activations before training",
     "eva": "needs activations of the training rows before training",
-    "loftq": "needs a base that peft quantises itself",
+    "loftq": "needs a base that peft quantizes itself",
     "lora_ga": "needs gradients of the base's weights before training",
     "mica": "takes a factor out of weights that some strategies shard before they read them",
 }

@@ -21,8 +21,8 @@ from anygauge.models.adapter import add_adapter, external_parameters, saved_modu
 from anygauge.models.conversion import Value, Weights, in_published_form, stored_buffers
 from anygauge.models.factors import changes_base
 from anygauge.models.model_files import LazyTensors, WeightFiles, check_shape, not_finite
-from anygauge.models.quantisation import dequantiser, quantisation
-from anygauge.models.quantised import QuantisedLinear, quantise_layers, quantised_layers
+from anygauge.models.quantization import dequantizer, quantization
+from anygauge.models.quantized import QuantizedLinear, quantize_layers, quantized_layers
 from anygauge.models.recompute import recompute
 from anygauge.models.routers import add_router_loss
 from anygauge.models.source import load_config, local_folder
@@ -61,7 +61,7 @@ class CausalModelFactory:
         self.section = section
         self.adapter = adapter
         self.config = load_config(section)
-        self._quantizer = dequantiser(self.config, quantise=section.quantise is not None)
+        self._quantizer = dequantizer(self.config, quantize=section.quantize is not None)
         self._stored_config = copy.deepcopy(self.config)
         self.new_tokens: NewTokens | None = None
         if section.new_tokens or section.new_special_tokens:
@@ -102,9 +102,9 @@ class CausalModelFactory:
     def skeleton(self) -> nn.Module:
         """See `ModelFactory.skeleton`; buffers are float32, as the architecture computes them."""
         model = self._built(self.config)
-        section = quantisation(self.section)
+        section = quantization(self.section)
         if section is not None:
-            quantise_layers(model, section, self.dtype)
+            quantize_layers(model, section, self.dtype)
         return model
 
     def _built(self, config: Any) -> nn.Module:
@@ -112,7 +112,7 @@ class CausalModelFactory:
         from transformers import AutoModelForCausalLM
 
         try:
-            with init_empty_weights(include_buffers=False), _no_initialisation():
+            with init_empty_weights(include_buffers=False), _no_initialization():
                 model = AutoModelForCausalLM.from_config(
                     copy.deepcopy(config),  # what is set on the model is not the user's
                     attn_implementation=self._attention,
@@ -185,7 +185,7 @@ class CausalModelFactory:
         module = model.get_submodule(unit)
         names = [name for name, p in module.named_parameters() if p.is_meta]
         prefix = f"{unit}." if unit else ""
-        layers = quantised_layers(module)
+        layers = quantized_layers(module)
         if self.section.name is None:
             drawn = self._drawn(model, unit, names)
             if part is None:
@@ -225,7 +225,7 @@ class CausalModelFactory:
         module = model.get_submodule(unit)
         # A parent with parameters of its own comes after its children, which are real by then.
         whole = all(p.is_meta for p in module.parameters())
-        layers = quantised_layers(module)
+        layers = quantized_layers(module)
         twins: dict[int, nn.Parameter] = {}
         found: dict[str, Tensor] = {}
         for name in names:
@@ -370,7 +370,7 @@ def _with_zeros(model: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
     return metas
 
 
-def _encoded(layer: QuantisedLinear, value: Value, part: tuple[Any, ...]) -> Tensor:
+def _encoded(layer: QuantizedLinear, value: Value, part: tuple[Any, ...]) -> Tensor:
     """A part of a layer's codes, made of its weight; what belongs to them becomes the layer's."""
     return layer.encode(value.read((...,)))[part].clone()
 
@@ -384,7 +384,7 @@ def dtype_name() -> str:
     return "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
 
 
-def _no_initialisation() -> Any:
+def _no_initialization() -> Any:
     """Construct without drawing values: they come from files or from `_drawn`."""
     try:
         from transformers.initialization import no_init_weights

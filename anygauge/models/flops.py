@@ -1,4 +1,4 @@
-"""Floating-point operations of a training step, for model FLOPs utilisation (MFU).
+"""Floating-point operations of a training step, for model FLOPs utilization (MFU).
 
 Per token, a weight of a matrix product costs 2 operations forward, 2 for the gradient of its input
 and 2 for its own gradient; a frozen weight has no own gradient. Attention scores cost 4 x heads x

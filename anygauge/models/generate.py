@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from anygauge.config.schema import ModelSection
-from anygauge.config.sections import QuantiseSection
+from anygauge.config.sections import QuantizeSection
 from anygauge.interface import HOST_DEVICE, ModelError
 from anygauge.models.adapter import load_adapter
 from anygauge.models.factory import dtype_name
 from anygauge.models.model_files import NOT_PLAIN, is_pickle_refused
-from anygauge.models.quantisation import plain_weights, quantisation, read_record
-from anygauge.models.quantised import dequantise, keep_scales, transformers_config
+from anygauge.models.quantization import plain_weights, quantization, read_record
+from anygauge.models.quantized import dequantize, keep_scales, transformers_config
 from anygauge.models.result_files import GENERATION_CONFIG, fields_in
 from anygauge.models.source import load_config, local_folder
 from anygauge.models.vocabulary import fit_adapter
@@ -30,14 +30,14 @@ def load_for_inference(
     device: torch.device,
     dtype: torch.dtype,
     attention: str,
-    dequantised: bool = False,
+    dequantized: bool = False,
 ) -> Any:
     """The whole model on one device, in evaluation mode.
 
-    A base that the section, or what lies beside the adapter, says was quantised is quantised again.
+    A base that the section, or what lies beside the adapter, says was quantized is quantized again.
 
     Args:
-        dequantised: such a base has plain linear layers in `dtype`, with the values of its codes.
+        dequantized: such a base has plain linear layers in `dtype`, with the values of its codes.
 
     Raises:
         ModelError: weights or adapter cannot be loaded.
@@ -49,14 +49,14 @@ def load_for_inference(
             "a model made from model.config has random weights, which are not kept; give the "
             "folder of a trained model"
         )
-    quantised, quantised_from = quantisation_of(section, adapter, dtype)
+    quantized, quantized_from = quantization_of(section, adapter, dtype)
     config = load_config(section)
     # Put where it belongs at once: a model of codes is not moved.
-    where = torch.device(HOST_DEVICE) if dequantised else device
-    options = plain_weights(config, quantise=quantised is not None)
-    if quantised is not None:
+    where = torch.device(HOST_DEVICE) if dequantized else device
+    options = plain_weights(config, quantize=quantized is not None)
+    if quantized is not None:
         options = {
-            "quantization_config": transformers_config(quantised, quantised_from),
+            "quantization_config": transformers_config(quantized, quantized_from),
             "device_map": {"": where},
         }
     folder = local_folder(section)
@@ -64,7 +64,7 @@ def load_for_inference(
         model = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
-            **{dtype_name(): quantised_from},
+            **{dtype_name(): quantized_from},
             attn_implementation=attention,
             trust_remote_code=section.trust_remote_code,
             **options,
@@ -75,17 +75,17 @@ def load_for_inference(
         raise ModelError(
             f"no model could be loaded from {section.name!r}: {first_line(error)}"
         ) from error
-    if quantised is not None:
+    if quantized is not None:
         keep_scales(model)
-        if dequantised:
-            model = dequantise(model).to(dtype)
+        if dequantized:
+            model = dequantize(model).to(dtype)
     if adapter is not None:
         refuse_no_adapter(adapter)
         fit_adapter(model, adapter)
         if ends := fields_in(adapter / GENERATION_CONFIG).get("eos_token_id"):
             model.generation_config.eos_token_id = ends
         model = load_adapter(model, adapter)
-    if quantised is None or dequantised:
+    if quantized is None or dequantized:
         return model.to(device).eval()
     # peft reads an adapter onto the host.
     for parameter in model.parameters():
@@ -94,17 +94,17 @@ def load_for_inference(
     return model.eval()
 
 
-def quantisation_of(
+def quantization_of(
     section: ModelSection, adapter: Path | None, dtype: torch.dtype
-) -> tuple[QuantiseSection | None, torch.dtype]:
-    """How the base is to be quantised, and from which type: as the adapter's record says, if any.
+) -> tuple[QuantizeSection | None, torch.dtype]:
+    """How the base is to be quantized, and from which type: as the adapter's record says, if any.
 
     Raises:
         ModelError: the record cannot be read.
     """
     record = read_record(adapter)
     if record is None:
-        return quantisation(section), dtype
+        return quantization(section), dtype
     named = getattr(torch, record[1], None)
     if not isinstance(named, torch.dtype):
         raise ModelError(

@@ -15,9 +15,9 @@ from anygauge.interface import HOST_DEVICE, ModelError, ResultError
 from anygauge.models import card
 from anygauge.models.conversion import in_published_form
 from anygauge.models.export import completed, save_model
-from anygauge.models.generate import load_for_inference, quantisation_of
+from anygauge.models.generate import load_for_inference, quantization_of
 from anygauge.models.model_files import WeightFiles, not_finite
-from anygauge.models.quantisation import in_words
+from anygauge.models.quantization import in_words
 from anygauge.models.result_files import ResultFiles
 from anygauge.models.source import local_folder
 from anygauge.models.verify import TOLERANCE as VERIFIED
@@ -38,10 +38,10 @@ class MergeReport:
         from_base: the merged model as it is stored from the base.
         untied: whether input and output embedding, one tensor before, are now two.
         trained_on: the base that the adapter names, where that is another than the one given.
-        quantised: how the base was, whose dequantised weights the adapter was merged into; empty:
+        quantized: how the base was, whose dequantized weights the adapter was merged into; empty:
             it was not.
-        from_codes: the merged model in float32 from the adapter on the quantised base, as it was
-            trained; None where the base was not quantised.
+        from_codes: the merged model in float32 from the adapter on the quantized base, as it was
+            trained; None where the base was not quantized.
     """
 
     from_adapter: float
@@ -49,7 +49,7 @@ class MergeReport:
     from_base: float
     untied: bool
     trained_on: str | None
-    quantised: str = ""
+    quantized: str = ""
     from_codes: float | None = None
 
 
@@ -63,15 +63,15 @@ def merge(section: ModelSection, adapter: Path, output: Path, files: ResultFiles
             float32 or once rounded to the base's type; nothing is written then.
     """
     stored = stored_dtype(section)
-    asked, quantised_from = quantisation_of(section, adapter, stored)
-    as_trained = None if asked is None else _on_codes(section, adapter, quantised_from)
+    asked, quantized_from = quantization_of(section, adapter, stored)
+    as_trained = None if asked is None else _on_codes(section, adapter, quantized_from)
     model = load_for_inference(
         section,
         adapter=adapter,
         device=torch.device(HOST_DEVICE),
         dtype=torch.float32,
         attention="eager",
-        dequantised=True,
+        dequantized=True,
     )
     if (bad := not_finite(model.get_base_model().named_parameters())) is not None:
         raise ModelError(
@@ -100,10 +100,10 @@ def merge(section: ModelSection, adapter: Path, output: Path, files: ResultFiles
         from_base=relative_difference(rounded, base),
         untied=untied,
         trained_on=named if named not in (None, section.name) else None,
-        quantised="" if asked is None else in_words(asked),
+        quantized="" if asked is None else in_words(asked),
         from_codes=None if as_trained is None else relative_difference(merged, as_trained),
     )
-    _check_codes(report, adapter, quantised_from)
+    _check_codes(report, adapter, quantized_from)
     _check(report, relative_difference(merged, base), adapter, stored)
     with completed(output) as part:
         save_model(
@@ -124,7 +124,7 @@ def merge(section: ModelSection, adapter: Path, output: Path, files: ResultFiles
             f"merged, in {_type(stored)}, from the base": f"{report.from_base:.1e}",
         }
         if report.from_codes is not None:
-            checks[f"merged, from the adapter on codes ({report.quantised})"] = (
+            checks[f"merged, from the adapter on codes ({report.quantized})"] = (
                 f"{report.from_codes:.1e}"
             )
         write_text(part / card.FILE, card.merged_card(output.name, section, adapter, checks))
@@ -149,11 +149,11 @@ CODES_TOLERANCE = 5e-2
 def _check_codes(report: MergeReport, adapter: Path, dtype: torch.dtype) -> None:
     if report.from_codes is None:
         return
-    allowed = VERIFIED[dtype] if report.quantised.startswith("nf4") else CODES_TOLERANCE
+    allowed = VERIFIED[dtype] if report.quantized.startswith("nf4") else CODES_TOLERANCE
     if not report.from_codes <= allowed:
         raise ResultError(
-            f"merging {adapter} into the dequantised base ({report.quantised}) went wrong: logits "
-            f"differ by {report.from_codes:.1e} of their norm from the adapter on the quantised "
+            f"merging {adapter} into the dequantized base ({report.quantized}) went wrong: logits "
+            f"differ by {report.from_codes:.1e} of their norm from the adapter on the quantized "
             f"base, more than {allowed:.0e}; nothing was written"
         )
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from anygauge.config.resolved import values_of
 from anygauge.config.schema import RunFile
-from anygauge.config.sections import QuantiseSection
+from anygauge.config.sections import QuantizeSection
 from anygauge.interface import AnygaugeError, StrategySpec
 from anygauge.kernels.choose import LOSS, REFERENCE
 from anygauge.planning.trials import Target, Trial, Trials, changed
@@ -123,15 +123,15 @@ def _smaller_base(run: RunFile) -> Iterator[Choice]:
     if run.adapter is None:
         yield Choice("an adapter in place of all weights", {"adapter": {"r": 16}})
         return
-    given, costs = run.model.quantise, "the base has 4 bits: some loss of quality"
+    given, costs = run.model.quantize, "the base has 4 bits: some loss of quality"
     scales = "its scales have 8"
     if given is None:
-        yield Choice(costs, {"model.quantise": "nf4"})
+        yield Choice(costs, {"model.quantize": "nf4"})
         given, scales = "nf4", f"{costs}; {scales}"
-    section = given if isinstance(given, QuantiseSection) else QuantiseSection(type=given)
-    if section.type == "nf4" and not section.double_quantisation:
-        double = {**section.model_dump(), "double_quantisation": True}
-        yield Choice(scales, {"model.quantise": double})
+    section = given if isinstance(given, QuantizeSection) else QuantizeSection(type=given)
+    if section.type == "nf4" and not section.double_quantization:
+        double = {**section.model_dump(), "double_quantization": True}
+        yield Choice(scales, {"model.quantize": double})
 
 
 def _lighter(run: RunFile, registry: Registry) -> Sequence[list[Choice]]:

@@ -33,14 +33,14 @@ from anygauge.kernels.kernel_plan import KernelPlan, plan_kernels
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
 from anygauge.models.inputs import PLAIN, MaskPlan, model_inputs, plan_masks
-from anygauge.models.quantised import quantised_layers
+from anygauge.models.quantized import quantized_layers
 from anygauge.models.source import LAYERS, check_positions, check_written
 from anygauge.planning.forecast import PHASES, Peak, RunMemory, Work
 from anygauge.planning.trace import FUSED, LayerTrace, ModelTrace, trace_model
 from anygauge.registry import Registry
 from anygauge.strategies.shared.common import torch_dtype
 from anygauge.strategies.shared.footprint import memory_of
-from anygauge.strategies.shared.materialise import decoder_layers
+from anygauge.strategies.shared.materialize import decoder_layers
 from anygauge.training.build_strategy import create_strategy, workload_of
 
 
@@ -116,7 +116,7 @@ def _plan_rank(
     layers = [of_kind[kind] for kind in kinds]
     flops = step_flops(model, factory.config, lambda parameter: tuple(parameter.shape))
     every = list(model.parameters())
-    codes = quantised_layers(model).values()
+    codes = quantized_layers(model).values()
     numbers = sum(p.numel() for p in every)
     numbers += sum(math.prod(c.plain_shape) - c.weight.numel() for c in codes)
     buffers = sum(b.nbytes for b in model.buffers() if not b.is_meta)

@@ -80,7 +80,7 @@ class Duration:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation, as `anygauge train` reports it; None without a known peak."""
+        """Model FLOPs utilization, as `anygauge train` reports it; None without a known peak."""
         return None if self.peak is None else self.flops / self.step / self.peak
 
     def record(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from anygauge.interface import AttentionKernel
 from anygauge.interface.estimate import BACKWARD, BEGIN, END, FORWARD, LOSS
 from anygauge.kernels.loss import model_loss
 from anygauge.planning.forecast import Work
-from anygauge.strategies.shared.materialise import decoder_layers
+from anygauge.strategies.shared.materialize import decoder_layers
 
 ops = torch.ops.aten
 UNTOUCHED = ("_unsafe_view", "resize_", "set_")

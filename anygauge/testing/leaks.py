@@ -147,4 +147,4 @@ for _part, _when in {
 def leaves_no_group(state: ProcessState) -> None:
     import torch.distributed as dist
 
-    assert not dist.is_initialized(), "torch.distributed is still initialised"
+    assert not dist.is_initialized(), "torch.distributed is still initialized"

@@ -21,7 +21,7 @@ from anygauge.interface import (
     Workload,
 )
 from anygauge.models.factors import changes_base
-from anygauge.models.quantisation import quantisation
+from anygauge.models.quantization import quantization
 from anygauge.models.warm_start import whole_modules
 from anygauge.registry import Registry, missing_of
 from anygauge.registry.specs import load_factory
@@ -35,8 +35,8 @@ EIGHT_BIT = "adamw_8bit"
 FP8 = "fp8_products"
 """The capability that ``precision.fp8`` needs."""
 
-QUANTISED = {"nf4": "quantised_base", "int8": "quantised_base_int8"}
-"""Type of a quantised base -> the capability that it needs."""
+QUANTIZED = {"nf4": "quantized_base", "int8": "quantized_base_int8"}
+"""Type of a quantized base -> the capability that it needs."""
 
 STATE_BYTES = {
     "adamw": 8.0,
@@ -131,7 +131,7 @@ def check_strategy(
             precision=precision,
             router_aux_loss=run.train.router_aux_loss_coef > 0,
             ranks_run_here=ranks_run_here,
-            quantised=run.model.quantise is not None,
+            quantized=run.model.quantize is not None,
             paged=run.train.optimizer.paged,
             reentrant_only=backend.graph.reentrant_only,
         )
@@ -140,7 +140,7 @@ def check_strategy(
     check_backend(spec, backend)
     check_offloading(run, backend)
     check_optimizer_support(run, backend)
-    check_quantised(run, backend, ranks_run_here=ranks_run_here)
+    check_quantized(run, backend, ranks_run_here=ranks_run_here)
 
 
 def adapter_kind(adapter: AdapterSection | None) -> str:
@@ -212,9 +212,9 @@ def check_fp8(run: RunFile, spec: StrategySpec, backend: Backend) -> None:
             f"precision.fp8: strategy {spec.name!r}: {why}. Use strategy.name: zero without "
             "offload, or single; or set precision.fp8: false"
         )
-    if run.model.quantise is not None:
-        field = "model.quantise"
-        why = "quantised layers hold codes and multiply by a library of their own"
+    if run.model.quantize is not None:
+        field = "model.quantize"
+        why = "quantized layers hold codes and multiply by a library of their own"
     elif run.adapter is not None and run.adapter.dora:
         field = "adapter.dora"
         why = "DoRA computes norms of whole weights, which nobody has tried with converted layers"
@@ -228,7 +228,7 @@ def check_fp8(run: RunFile, spec: StrategySpec, backend: Backend) -> None:
     )
 
 
-def check_quantised(run: RunFile, backend: Backend, *, ranks_run_here: bool) -> None:
+def check_quantized(run: RunFile, backend: Backend, *, ranks_run_here: bool) -> None:
     """Refuse what is known to fail.
 
     Args:
@@ -238,28 +238,28 @@ def check_quantised(run: RunFile, backend: Backend, *, ranks_run_here: bool) -> 
         RunFileError: a section does not go with it, or the package is missing.
         UnsupportedError: quotes the backend's reason, or peft's limit.
     """
-    asked = quantisation(run.model)
+    asked = quantization(run.model)
     if asked is None:
         return
     if run.adapter is None:
         raise RunFileError(
-            f"model.quantise: {asked.type}: quantised weights cannot be trained, and the run has "
-            "no adapter. Add an adapter section, or leave model.quantise out to train all weights"
+            f"model.quantize: {asked.type}: quantized weights cannot be trained, and the run has "
+            "no adapter. Add an adapter section, or leave model.quantize out to train all weights"
         )
     if run.adapter.dora and asked.type == "int8":
         raise UnsupportedError(
             "adapter.dora: peft cannot load a DoRA adapter onto bitsandbytes' 8-bit layers, so you "
-            "could not use the result. Use model.quantise: nf4, or leave dora out"
+            "could not use the result. Use model.quantize: nf4, or leave dora out"
         )
-    _need(backend, QUANTISED[asked.type], f"model.quantise: {asked.type}", "Leave it out")
+    _need(backend, QUANTIZED[asked.type], f"model.quantize: {asked.type}", "Leave it out")
     if backend.graph.compiler is not None:
         raise UnsupportedError(
-            f"model.quantise: backend {backend.name!r} compiles layers, which was not tested with "
+            f"model.quantize: backend {backend.name!r} compiles layers, which was not tested with "
             "bitsandbytes' layers. Leave it out"
         )
     if ranks_run_here and importlib.util.find_spec("bitsandbytes") is None:
         raise RunFileError(
-            "model.quantise needs the package bitsandbytes, which is not installed; "
+            "model.quantize needs the package bitsandbytes, which is not installed; "
             "pip install 'anygauge[8bit]', or leave it out"
         )
 

@@ -17,7 +17,7 @@ from anygauge.interface import ModelError, PluginError, ShapePolicy
 from anygauge.models.adaptable_layers import surely_match
 from anygauge.models.hub import CONFIG, copy_of, missing_files, names_hub
 from anygauge.models.model_files import check_weights, read_header, surely_fit
-from anygauge.models.quantisation import refuse_format
+from anygauge.models.quantization import refuse_format
 from anygauge.models.source import check_positions, load_config, local_folder, quiet_libraries
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.models.vocabulary import new_tokens
@@ -86,7 +86,7 @@ class RunChecks:
         config = None
         if here:
             config = load_config(run.model)
-            refuse_format(config, quantise=run.model.quantise is not None)
+            refuse_format(config, quantize=run.model.quantize is not None)
             check_positions(config, run.data.max_length)
             spec = installed_plugins().find_strategy(run.strategy.name).spec
             spec.check_model(run.strategy, config)

@@ -21,7 +21,7 @@ from anygauge.models.export import check_whole, completed, save_adapter, save_mo
 from anygauge.models.generate import load_for_inference
 from anygauge.models.verify import Verification, no_room, probe_tokens, proving, verify
 from anygauge.strategies.shared.common import torch_dtype
-from anygauge.strategies.shared.materialise import materialise
+from anygauge.strategies.shared.materialize import materialize
 from anygauge.training.setup import PreparedRun, Rank, parameter_counts, trained_shapes
 from anygauge.util.run_lock import check_lock
 
@@ -91,7 +91,7 @@ def untrained(
     model = prepared.factory.skeleton()
     if all(name in trained for name, _ in model.named_parameters()):
         return {}
-    materialise(model, prepared.factory, device=torch.device(HOST_DEVICE), dtype=dtype)
+    materialize(model, prepared.factory, device=torch.device(HOST_DEVICE), dtype=dtype)
     return {name: p.detach() for name, p in model.named_parameters() if name not in trained}
 
 
@@ -129,7 +129,7 @@ def _verified(prepared: PreparedRun, logits: Tensor | None, part: Path, name: st
             # where a device's attention may not run.
             factory = prepared.factory.with_kernels("eager", None)
             model: Any = factory.skeleton()
-            materialise(model, factory, device=host, dtype=dtype)
+            materialize(model, factory, device=host, dtype=dtype)
             return load_adapter(model, part).eval()
         adapter = None if run.adapter is None else part
         section = (

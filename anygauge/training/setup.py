@@ -47,8 +47,8 @@ from anygauge.models.export import save_adapter
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
 from anygauge.models.inputs import PLAIN, answer_from_host, plan_masks
-from anygauge.models.quantisation import in_words, quantisation
-from anygauge.models.quantised import quantised_layers
+from anygauge.models.quantization import in_words, quantization
+from anygauge.models.quantized import quantized_layers
 from anygauge.models.result_files import ResultFiles
 from anygauge.models.source import check_one_commit, check_positions
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
@@ -175,7 +175,7 @@ def prepare_run(
     if share.sequence is not None or run.data.isolates:
         because = {} if share.sequence is None else {"field": "strategy.cp", "off": "1"}
         packed = plan_masks(factory.config, plan.attention.masks_of, run.data.max_length, **because)
-    # Any rank may be the one that tokenises, so each says for itself how far it has come.
+    # Any rank may be the one that tokenizes, so each says for itself how far it has come.
     data = prepare(
         run.data,
         tokenizer,
@@ -247,13 +247,13 @@ def prepare_run(
         engine.import_state(start)
         import_rank_state(engine, start, changes, rank.index, rank.world_size, rank.log)
     total, trained = parameter_counts(engine)
-    quantised = quantisation(run.model)
+    quantized = quantization(run.model)
     bits = backend.placement.float32_product_bits
     shortened = bits < Placement.float32_product_bits and precision.param_dtype == "float32"
     rank.log(
         f"model: {type(factory.config).__name__.removesuffix('Config')}, {total:,} parameters, "
         f"{trained:,} trained ({trained / total:.2%}); {precision.param_dtype} ({precision.why})"
-        + ("" if quantised is None else f"; linear layers {in_words(quantised)}")
+        + ("" if quantized is None else f"; linear layers {in_words(quantized)}")
         + ("; linear layers multiply in FP8" if precision.fp8 else "")
         + (f"; products keep {bits} bits of each factor" if shortened else "")
     )
@@ -376,7 +376,7 @@ def prepare_run(
             **plan.record(),
             "strategy": strategy.description
             + (f" ({job.strategy_why})" if job.strategy_why else ""),
-            **({} if quantised is None else {"quantised_base": in_words(quantised)}),
+            **({} if quantized is None else {"quantized_base": in_words(quantized)}),
             "precision": dataclasses.asdict(precision),
         },
     )
@@ -404,7 +404,7 @@ def trained_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
 def parameter_counts(engine: Engine) -> tuple[int, int]:
     """(Total, trained) parameters, unsharded."""
     total: int = sum(math.prod(engine.parameter_shape(p)) for p in engine.model.parameters())
-    for layer in quantised_layers(engine.model).values():
+    for layer in quantized_layers(engine.model).values():
         # A byte of codes may stand for several numbers.
         codes: Any = layer.weight
         total += math.prod(layer.plain_shape) - math.prod(engine.parameter_shape(codes))

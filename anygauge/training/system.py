@@ -29,7 +29,7 @@ class SystemSampler:
     ``disk_free``                         bytes left where the run directory is
     ``device_memory_in_use``              bytes held by live tensors; see `MemoryStats`
     ``device_memory_reserved``            bytes taken from the device, where it is counted
-    ``device_...``                        what `Placement.utilisation` gives
+    ``device_...``                        what `Placement.utilization` gives
     ====================================  ==========================================================
     """
 
@@ -70,7 +70,7 @@ class SystemSampler:
         }
         if device.reserved is not None:
             values["device_memory_reserved"] = device.reserved
-        for name, value in self._placement.utilisation().items():
+        for name, value in self._placement.utilization().items():
             values[f"device_{name}"] = value
         return values
 

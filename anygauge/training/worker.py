@@ -212,7 +212,7 @@ def unused_hidden(*, few_bits: bool, trackers: Collection[str]) -> Iterator[None
     """Within it, libraries do not find what a run does not use; afterwards all can be imported.
 
     Args:
-        few_bits: the run's weights or its optimizer's state are quantised. Otherwise bitsandbytes
+        few_bits: the run's weights or its optimizer's state are quantized. Otherwise bitsandbytes
             is hidden, which PEFT imports, and with it torch's compiler.
         trackers: any of which may use mlflow. DeepSpeed's tuner does the same with that.
     """

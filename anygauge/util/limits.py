@@ -13,7 +13,7 @@ from typing import Any
 
 PATIENT_S = 12 * 3600.0
 """Limit, in seconds, while some ranks have long work of their own and the others wait for them:
-reading, tokenising, merging, writing."""
+reading, tokenizing, merging, writing."""
 
 _DEFAULTS: dict[str, datetime.timedelta] = {}
 """What torch had before `limit_groups` was first called: name in its module -> value."""

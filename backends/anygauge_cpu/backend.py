@@ -83,8 +83,8 @@ class CpuBackend(Backend):
         ),
         "collectives": FULL,
         # Source: bitsandbytes 0.50, backends/cpu/ops.py and backends/default/ops.py.
-        "quantised_base": FULL,
-        "quantised_base_int8": FULL,
+        "quantized_base": FULL,
+        "quantized_base_int8": FULL,
         "paged_memory": Support(
             Level.UNSUPPORTED_BY_HARDWARE,
             "there is no device to make room on: its tensors lie in the host's memory",

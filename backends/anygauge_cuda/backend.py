@@ -98,8 +98,8 @@ class CudaBackend(Backend):
         "float16": Support(Level.DEPENDS, "cards of compute capability 7.0 or newer have it"),
         "collectives": FULL,
         # Source: bitsandbytes 0.50, backends/cuda/ops.py; its wheel has a library for each CUDA.
-        "quantised_base": FULL,
-        "quantised_base_int8": FULL,
+        "quantized_base": FULL,
+        "quantized_base_int8": FULL,
         # Source: the same, functional.py: cget_managed_ptr is cudaMallocManaged.
         "paged_memory": FULL,
         # Source: PyTorch, aten/src/ATen/native/cuda/FusedAdamWKernel.cu.

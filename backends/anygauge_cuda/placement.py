@@ -66,7 +66,7 @@ def published_peak(device_name: str, dtype: str) -> PeakFlops | None:
     """The dense peak of a card for ``float32``, ``float16`` or ``bfloat16``.
 
     None for a card that device.toml does not list by the driver's whole name: those of slices of a
-    card, and of other cards, begin alike, and a guess would make a wrong utilisation look measured.
+    card, and of other cards, begin alike, and a guess would make a wrong utilization look measured.
     """
     card = _by_driver_name().get(device_name)
     if card is None or dtype not in card.flops:
@@ -134,15 +134,15 @@ class CudaPlacement(Placement):
 
     # -- memory ----------------------------------------------------------------------------
 
-    def utilisation(self) -> Mapping[str, float]:
+    def utilization(self) -> Mapping[str, float]:
         """What NVML tells of the opened card; nothing where its bindings are not installed."""
         import torch
 
         if importlib.util.find_spec("pynvml") is None:
             return {}
         readers: dict[str, Callable[[torch.device], float]] = {
-            "utilisation_percent": torch.cuda.utilization,
-            "memory_utilisation_percent": torch.cuda.memory_usage,
+            "utilization_percent": torch.cuda.utilization,
+            "memory_utilization_percent": torch.cuda.memory_usage,
             "power_w": lambda device: torch.cuda.power_draw(device) / 1000,
             "temperature_c": torch.cuda.temperature,
         }

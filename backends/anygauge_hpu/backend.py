@@ -123,7 +123,7 @@ class HpuOptions(Options):
     )
     fast_softmax: bool = Field(
         False,
-        description="the optimised softmax of fused attention, as optimum-habana's "
+        description="the optimized softmax of fused attention, as optimum-habana's "
         "flash_attention_fast_softmax",
     )
     attention_recompute: bool = Field(
@@ -325,12 +325,12 @@ class HpuBackend(Backend):
         ),
         "collectives": FULL,
         # Source: bitsandbytes 0.50, backends/hpu/ops.py: its one kernel there decodes nf4.
-        "quantised_base": Support(
+        "quantized_base": Support(
             Level.PARTIAL,
             "bitsandbytes 0.50 decodes nf4 there, and multiplies in the compute type; not tried on "
             "a card",
         ),
-        "quantised_base_int8": Support(
+        "quantized_base_int8": Support(
             Level.UNSUPPORTED_BY_VERSION,
             "bitsandbytes 0.50 has kernels for nf4 alone on these cards; use nf4",
         ),

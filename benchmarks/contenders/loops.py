@@ -34,7 +34,7 @@ from benchmarks.contenders.peer_parts import (
     documented_zero3,
     skip_inference_kernel,
     start,
-    tokenised_rows,
+    tokenized_rows,
 )
 
 PREFETCH = 500_000_000
@@ -96,7 +96,7 @@ def main(plan: ContenderPlan, recorder: Recorder, build: Build) -> None:
 def loader_of(plan: ContenderPlan, rank: int = 0, ranks: int = 1) -> Any:
     """Padded micro-batches, in random order, of this rank among so many."""
     tokenizer = AutoTokenizer.from_pretrained(plan.model)
-    rows: Any = tokenised_rows(plan, tokenizer)
+    rows: Any = tokenized_rows(plan, tokenizer)
     return DataLoader(
         rows,
         batch_size=plan.micro_batch,

@@ -134,7 +134,7 @@ def raw_rows(plan: ContenderPlan) -> list[dict[str, str]]:
         return [json.loads(line) for line in lines]
 
 
-def tokenised_rows(plan: ContenderPlan, tokenizer: Any) -> list[dict[str, list[int]]]:
+def tokenized_rows(plan: ContenderPlan, tokenizer: Any) -> list[dict[str, list[int]]]:
     """Rows as `input_ids` and `labels`: the end token has a loss, a prompt has none."""
     rows = []
     for row in raw_rows(plan):

@@ -32,7 +32,7 @@ from benchmarks.contenders.peer_parts import (
     raw_rows,
     skip_inference_kernel,
     start,
-    tokenised_rows,
+    tokenized_rows,
 )
 
 
@@ -45,7 +45,7 @@ def hf_trainer(plan: ContenderPlan) -> Trainer:
         model=adapted_model(plan, checkpointing=False),  # the trainer recomputes by itself
         args=arguments,
         data_collator=DataCollatorForSeq2Seq(tokenizer),
-        **given(plan, tokenised_rows(plan, tokenizer), tokenizer),
+        **given(plan, tokenized_rows(plan, tokenizer), tokenizer),
     )
 
 

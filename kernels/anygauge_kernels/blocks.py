@@ -71,8 +71,8 @@ def block_attention(flex: Any) -> AttentionKernel:
         output = found
         if s_aux is not None:
             # A score that takes part and has no value: all weights shrink by one factor.
-            output, normaliser = found
-            share = torch.sigmoid(normaliser - s_aux.float().view(1, -1, 1))
+            output, normalizer = found
+            share = torch.sigmoid(normalizer - s_aux.float().view(1, -1, 1))
             output = output * share.unsqueeze(3).to(output.dtype)
         return output.transpose(1, 2).contiguous(), None
 

@@ -208,12 +208,12 @@ def plain_chunk(
         capped = logits.div_(options.softcap).tanh_()
         slope = 1 - capped.square() if with_gradient else None
         logits = capped.mul_(options.softcap)
-    normaliser = logits.logsumexp(1, keepdim=True)
-    losses = normaliser - logits.gather(1, targets)
+    normalizer = logits.logsumexp(1, keepdim=True)
+    losses = normalizer - logits.gather(1, targets)
     total = losses.squeeze(1).where(counts, losses.new_zeros(())).sum()
     if not with_gradient:
         return total, None
-    gradient = logits.sub_(normaliser).exp_()
+    gradient = logits.sub_(normalizer).exp_()
     # Not added by `scatter_add_`, whose deterministic form may sort: a row has one target.
     gradient.scatter_(1, targets, gradient.gather(1, targets) - 1)
     gradient.mul_(counts.unsqueeze(1))

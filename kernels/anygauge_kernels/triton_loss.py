@@ -90,10 +90,10 @@ def _rows(
         largest = higher
     top = tl.max(largest, axis=0)
     base = tl.where(largest == float("-inf"), top, largest)
-    normaliser = top + tl.log(tl.sum(total * tl.exp(base - top), axis=0))
+    normalizer = top + tl.log(tl.sum(total * tl.exp(base - top), axis=0))
     place = first + tl.where(counts, target, 0)
     aimed = _final(logits, place, counts, scale, softcap, CAPPED)
-    loss = normaliser - aimed
+    loss = normalizer - aimed
     tl.store(losses + row, tl.where(counts, loss, 0.0))
     if GRADIENT:
         # All must have read the target's logit before one writes over it.
@@ -102,7 +102,7 @@ def _rows(
             column = start + tl.arange(0, BLOCK)
             inside = column < classes
             x = _final(logits, first + column, inside, scale, softcap, CAPPED)
-            slope = tl.exp(x - normaliser)
+            slope = tl.exp(x - normalizer)
             slope = tl.where(column == target, slope - 1.0, slope)
             if CAPPED:
                 slope = slope * (1.0 - (x / softcap) * (x / softcap))

@@ -224,7 +224,7 @@ def test_cores_that_do_not_exist_are_refused_in_words() -> None:
     assert "bind_cores" in seen
 
 
-def test_exhausted_memory_is_recognised() -> None:
+def test_exhausted_memory_is_recognized() -> None:
     placement = CpuBackend().placement
     assert placement.is_out_of_memory(MemoryError())
     assert placement.is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))

@@ -511,7 +511,7 @@ def test_torchs_own_complaint_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None
         ("CUDA error: device-side assert triggered", False),
     ],
 )
-def test_exhausted_memory_is_recognised(said: str, exhausted: bool) -> None:
+def test_exhausted_memory_is_recognized(said: str, exhausted: bool) -> None:
     import torch
 
     placement = CudaBackend().placement

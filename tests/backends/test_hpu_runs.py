@@ -122,7 +122,7 @@ def test_each_rank_takes_its_card_and_ends_its_graphs(lazy: TrainedOnStandIn) ->
 
 def test_a_step_calls_in_order(lazy: TrainedOnStandIn) -> None:
     """Graphs end around the loss and before each layer's recomputation; gradients are reduced in
-    backward, after which the graph ends; weights are released after a synchronisation; the norm is
+    backward, after which the graph ends; weights are released after a synchronization; the norm is
     reduced over ranks in the update, whose graph ends last."""
     for each in lazy.calls:
         names = [call[0] if call[0] != "collective" else call[1] for call in each]
@@ -167,7 +167,7 @@ def test_norms_are_fused_and_attention_is_not(lazy: TrainedOnStandIn) -> None:
 def test_by_default_only_the_meters_wait_for_the_device(
     lazy: TrainedOnStandIn, folder: Path
 ) -> None:
-    other = trained(folder, "unsynchronised", attention="softmax")
+    other = trained(folder, "unsynchronized", attention="softmax")
     assert min(lazy.count("synchronize")) > 10 * max(other.count("synchronize"))
     assert other.run.steps("loss") == lazy.run.steps("loss")
 

@@ -17,7 +17,7 @@ from benchmarks.measure import (
     markdown,
     paired,
     rotated,
-    summarise,
+    summarize,
     table,
 )
 from benchmarks.memory_phases import PHASES
@@ -70,7 +70,7 @@ def test_ratios_pair_only_rounds_in_which_both_ran() -> None:
         ran("anygauge", 3, 300.0),
         ran("deepspeed", 3, 100.0),
     ]
-    ours, theirs = summarise(outcomes, CONTENDERS)
+    ours, theirs = summarize(outcomes, CONTENDERS)
     ratio = theirs.figures["anygauge / this"]
     assert isinstance(ratio, Ratio)
     assert (ratio.median, ratio.rounds) == (pytest.approx(2.5), 2)
@@ -80,16 +80,16 @@ def test_ratios_pair_only_rounds_in_which_both_ran() -> None:
 
 
 def test_a_contender_has_the_figures_of_what_it_trained() -> None:
-    rows = summarise([ran("anygauge", 1, 9.0), failed("deepspeed", 1)], CONTENDERS)
+    rows = summarize([ran("anygauge", 1, 9.0), failed("deepspeed", 1)], CONTENDERS)
     line = "| DeepSpeed, by hand | - | - | - | - | - | - | - | 0 | failed: process 1 ended |"
     assert line in markdown("t", rows)
     afterwards = ran("anygauge", 1, 9.0, status="failed", problem="not verified")
-    (ours,) = summarise([afterwards], CONTENDERS)
+    (ours,) = summarize([afterwards], CONTENDERS)
     assert (ours.figures["tokens/s"], ours.note) == (9.0, "failed: not verified")
 
 
 def test_markdown_and_json_have_every_contender() -> None:
-    rows = summarise([ran("anygauge", 1, 2000.0), ran("deepspeed", 1, 1000.0)], CONTENDERS)
+    rows = summarize([ran("anygauge", 1, 2000.0), ran("deepspeed", 1, 1000.0)], CONTENDERS)
     shown = markdown("A title", rows)
     lines = [line for line in shown.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in lines}) == 1

@@ -1,4 +1,4 @@
-"""Workloads: rows of the right length, tokenised alike whether prompt and answer are joined."""
+"""Workloads: rows of the right length, tokenized alike whether prompt and answer are joined."""
 
 from __future__ import annotations
 

@@ -133,17 +133,17 @@ def test_errors_name_row_or_field(chats: Path) -> None:
         command(["data", str(chats)])
 
 
-def test_colours_show_what_is_learned(tmp_path: Path) -> None:
+def test_colors_show_what_is_learned(tmp_path: Path) -> None:
     tokenizer: Any = make_chat_tokenizer(tmp_path)
     ids = tokenizer("ab[INST]cd</s>", add_special_tokens=False)["input_ids"]
     from_here = ids.index(tokenizer.convert_tokens_to_ids("[INST]")) + 1
     loss_mask = np.arange(len(ids)) >= from_here
     sequence = Tokens(ids=np.asarray(ids, dtype=np.int32), loss_mask=loss_mask, record=0)
-    text = example(tokenizer, sequence, in_colour=True)
+    text = example(tokenizer, sequence, in_color=True)
     assert text.plain == "ab[INST]cd</s>"
     styles = {text.plain[span.start : span.end]: span.style for span in text.spans}
     assert styles == {"ab": "dim", "[INST]": "bold blue", "cd": "green", "</s>": "bold green"}
-    plain = example(tokenizer, sequence, in_colour=False)
+    plain = example(tokenizer, sequence, in_color=False)
     console = Console(no_color=True, width=200)
     with console.capture() as capture:
         console.print(plain)

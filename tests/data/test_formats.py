@@ -1,4 +1,4 @@
-"""From records to rows: formats, prompts with answers, chats, and rows tokenised elsewhere."""
+"""From records to rows: formats, prompts with answers, chats, and rows tokenized elsewhere."""
 
 from __future__ import annotations
 

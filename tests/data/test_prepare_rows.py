@@ -1,4 +1,4 @@
-"""Sources to tokenised rows: several of them, splits, the cache, and what is said of bad ones."""
+"""Sources to tokenized rows: several of them, splits, the cache, and what is said of bad ones."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_several_sources_of_several_forms(source, tokenizer):
 
 
 def test_rows_come_from_the_cache_and_are_the_same(source, tokenizer, tmp_path):
-    """One rank tokenises, the others find its entry: whoever reports, the run made it."""
+    """One rank tokenizes, the others find its entry: whoever reports, the run made it."""
     lines = "\n".join(json.dumps(row) + "\n" for row in rows("a", "bcd"))
     sources = [source(lines, name="one.jsonl"), source("x\ny\n", name="two.txt")]
     data = section(sources, tmp_path / "cache", loss_on="all")

@@ -302,7 +302,7 @@ def test_a_line_that_is_too_long_is_not_even_read(source, cache, monkeypatch):
         read(source("one,two\n1,2\n", name="data.csv"), cache)
 
 
-def test_texts_are_tokenised_as_many_at_once_as_memory_allows(tokenizer, monkeypatch):
+def test_texts_are_tokenized_as_many_at_once_as_memory_allows(tokenizer, monkeypatch):
     texts = ["one two", "", "three" * 9, "four", "five", "six"]
     together = encode_texts(tokenizer, texts)
     monkeypatch.setattr(loss_masks, "_AT_ONCE", 10)

@@ -16,7 +16,7 @@ import pytest
 from anygauge.config.schema import DataSection
 from anygauge.data import described, prepare, rows
 from anygauge.data.readers import Record
-from anygauge.data.rows import Tokenise, Workers, chunks_of, documents_of, records_of, usable_cores
+from anygauge.data.rows import Tokenize, Workers, chunks_of, documents_of, records_of, usable_cores
 from anygauge.data.template import unwatched
 from anygauge.interface import DataAccessError, DataError
 from tests.helpers.chats import assistant, user
@@ -45,7 +45,7 @@ def chats(*texts):
 
 @pytest.fixture
 def work(tokenizer):
-    return Tokenise(encoder=encoder(tokenizer, "messages", chat_template=HANGS), origin="x:{}")
+    return Tokenize(encoder=encoder(tokenizer, "messages", chat_template=HANGS), origin="x:{}")
 
 
 def test_several_workers_make_the_same_table(source, tokenizer, tmp_path):
@@ -111,7 +111,7 @@ def test_of_several_workers_the_oldest_rendering_is_reported(work):
     assert "was ended from outside; there may be too little memory. Set data.workers be" in message
 
 
-def test_rows_of_a_stream_are_tokenised_by_a_process_within_limits(work, monkeypatch):
+def test_rows_of_a_stream_are_tokenized_by_a_process_within_limits(work, monkeypatch):
     before = multiprocessing.active_children()
     given = chats("one", "two")
     workers = Workers([work], memory=2**40)

@@ -215,7 +215,7 @@ def test_a_number_of_rows_that_shows_at_the_end(batches, counting):
     assert (known.rows.length, unknown.rows.length) == (23, None)
     assert known.rows.report.startswith("23 rows of ")
     assert unknown.rows.report == (
-        f"rows of {counting}, read and tokenised while training, shuffled in blocks of 5"
+        f"rows of {counting}, read and tokenized while training, shuffled in blocks of 5"
     )
     wanted, epochs = [content(known, index) for index in range(20)], []
     for index in range(20):

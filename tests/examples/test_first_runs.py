@@ -73,7 +73,7 @@ def test_first_trains(tmp_path: Path) -> None:
 def test_qlora_trains(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model")
     run = trained("qlora", tmp_path, QUESTIONS)
-    record = json.loads((run.folder / "adapter" / "quantised_base.json").read_text())
+    record = json.loads((run.folder / "adapter" / "quantized_base.json").read_text())
     assert "nf4" in json.dumps(record)
 
 

@@ -155,7 +155,7 @@ def test_it_trains_in_compile_mode_as_with_the_other_build(folder: Path, checkou
     assert min(intels.count("compile")) > 0 and intels.count("mark_step") == [0] * RANKS
 
 
-def test_the_doctor_recognises_the_build(folder: Path, checkout: Path) -> None:
+def test_the_doctor_recognizes_the_build(folder: Path, checkout: Path) -> None:
     code = (
         "from anygauge_hpu.diagnostics import checks; "
         "print(*(f'{c.name}: {c.outcome} {c.seen}' for c in checks()), sep='\\n')"

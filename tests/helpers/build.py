@@ -28,7 +28,7 @@ from anygauge.interface import (
 from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
 from anygauge.registry.specs import load_factory, load_options
-from anygauge.strategies.shared.materialise import materialise
+from anygauge.strategies.shared.materialize import materialize
 from anygauge.training.build_strategy import adapter_kind
 from anygauge.training.optimizer import optimizer_factory
 
@@ -101,7 +101,7 @@ def model_factory(
 def on_host(factory: CausalModelFactory, dtype: torch.dtype = torch.float32) -> Any:
     """The model, without its adapter, with its weights in the host's memory."""
     model = factory.skeleton()
-    materialise(model, factory, device=torch.device("cpu"), dtype=dtype)
+    materialize(model, factory, device=torch.device("cpu"), dtype=dtype)
     return model
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from anygauge.models.model_files import LazyTensor
-from anygauge.strategies.shared.materialise import decoder_layers, materialise
+from anygauge.strategies.shared.materialize import decoder_layers, materialize
 from tests.helpers.build import model_factory
 from tests.helpers.host_bytes import HostBytes
 from tests.models.families import as_fp8_blocks, as_mxfp4, of_family
@@ -65,7 +65,7 @@ def test_at_most_one_layer_is_in_the_hosts_memory(
     made.weights()
     with host:
         # Nothing of the host's stays: what was read is there until it was moved.
-        materialise(model, made, device=torch.device("meta"), dtype=torch.float32)
+        materialize(model, made, device=torch.device("meta"), dtype=torch.float32)
     whole = 4 * sum(p.numel() for p in model.parameters())
     assert layer < whole / 3
     assert 0.2 * layer < host.peak <= layer, f"{host.peak / layer:.2f} layers"

@@ -18,7 +18,7 @@ from anygauge.interface import ModelError, UnsupportedError
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.generate import load_for_inference
 from anygauge.models.model_files import WeightFiles, is_pickle_refused, surely_fit
-from anygauge.strategies.shared.materialise import units
+from anygauge.strategies.shared.materialize import units
 from tests.helpers.build import model_factory, on_host
 from tests.helpers.runs import TINY
 

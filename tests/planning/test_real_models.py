@@ -84,7 +84,7 @@ def test_70b_with_an_adapter_over_32_cards_by_fsdp(codes: bool) -> None:
     else:
         # A rank's piece of the layers, two layers at once, and whole tables.
         by_hand = 80 * LAYER * 2 / RANKS + 2 * LAYER * 2 + tables + factors + KEPT + IN_A_LAYER
-    found = planned(of_nodes(4, model={"quantise": "nf4"} if codes else {}))
+    found = planned(of_nodes(4, model={"quantize": "nf4"} if codes else {}))
     assert found.worst[1].total == pytest.approx(by_hand, rel=0.1)
     for card in map(HARDWARE.card, ("v100-16", "v100-32")):
         held = fit(found, card, RANKS, 8)

@@ -73,10 +73,10 @@ def test_layers_keep_what_backward_needs_of_them() -> None:
 
 
 @pytest.mark.parametrize(("codes", "size"), [("nf4", 0.5 + 4 / 64), ("int8", 1)])
-def test_a_quantised_base_has_its_codes(codes: str, size: float) -> None:
+def test_a_quantized_base_has_its_codes(codes: str, size: float) -> None:
     whole, coded = (
         traced(adapter={"r": 8}, model=model).device["forward"].kinds["weights"]
-        for model in ({}, {"quantise": codes})
+        for model in ({}, {"quantize": codes})
     )
     assert whole - coded == pytest.approx(LAYERS * LAYER * (2 - size), rel=0.03)
 

@@ -23,7 +23,7 @@ from anygauge.kernels.logits_rule import logits_rule
 from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.inputs import MaskPlan, model_inputs
-from anygauge.models.quantised import QuantisedLinear
+from anygauge.models.quantized import QuantizedLinear
 from anygauge.strategies.shared.activations import offload_activations
 from anygauge.strategies.shared.flat import FLAT
 from anygauge.strategies.shared.footprint import memory_of
@@ -70,7 +70,7 @@ class ParityCase:
         rule: other fields of the optimizer's section.
         routers: weight of the loss of a mixture's routers.
         fused: the loss is made in the output layer, in chunks, and LoRA's products are fused.
-        quantise: of the section ``model``.
+        quantize: of the section ``model``.
     """
 
     strategy: str
@@ -90,7 +90,7 @@ class ParityCase:
     rule: dict[str, Any] = field(default_factory=dict)
     routers: float = 0.0
     fused: bool = False
-    quantise: dict[str, Any] = field(default_factory=dict)
+    quantize: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -103,7 +103,7 @@ class ParityCase:
         words += [self.dtype] * (self.dtype != "float32")
         words += [self.model.get("model_type", "files")] if self.model else []
         words += ["routers' loss"] * bool(self.routers)
-        words += [f"{k}={v}" for k, v in {**self.adapter, **self.rule, **self.quantise}.items()]
+        words += [f"{k}={v}" for k, v in {**self.adapter, **self.rule, **self.quantize}.items()]
         return " ".join(words)
 
     @property
@@ -213,9 +213,9 @@ def built(case: ParityCase, backend: Backend, rank: int, world: int) -> tuple[En
     """(engine, footprint, share) of a case on this rank."""
     strategy, share = strategy_of(case.strategy, case.options, rank, world)
     described = {"config": case.model or CONFIG, "tokenizer": "none"}
-    quantised = {"quantise": case.quantise} if case.quantise else {}
+    quantized = {"quantize": case.quantize} if case.quantize else {}
     bare = model_factory(
-        ModelSection(**(case.model if "name" in case.model else described), **quantised),
+        ModelSection(**(case.model if "name" in case.model else described), **quantized),
         case.section,
         attention=case.attention,
         dtype=getattr(torch, case.dtype),
@@ -316,10 +316,10 @@ def _trained(case: ParityCase, backend: Backend, rank: int, world: int) -> dict[
 
 
 def codes_of(model: torch.nn.Module) -> dict[str, list[int]]:
-    """The codes of each quantised weight that this rank has, or of its part of it."""
+    """The codes of each quantized weight that this rank has, or of its part of it."""
     found = {}
     for name, module in model.named_modules():
-        if isinstance(module, QuantisedLinear):
+        if isinstance(module, QuantizedLinear):
             weight: Any = module.weight
             part = weight.to_local() if hasattr(weight, "to_local") else weight
             part = getattr(weight, "ds_tensor", part)

@@ -17,7 +17,7 @@ from anygauge.kernels.loss import model_loss
 from anygauge.models.recompute import recompute
 from anygauge.registry import Registry
 from anygauge.strategies.shared.activations import Offload, offload_activations
-from anygauge.strategies.shared.materialise import decoder_layers
+from anygauge.strategies.shared.materialize import decoder_layers
 from tests.helpers.dispatched_operations import Operations
 from tests.helpers.run_ranks import on_ranks
 from tests.strategies.parity_rank import CONFIG, LENGTH, MICRO, ParityCase, built, placed, rows

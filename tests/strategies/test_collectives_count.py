@@ -17,7 +17,7 @@ from anygauge.config.schema import AdapterSection
 from anygauge.interface import Backend, BuildContext, Engine
 from anygauge.kernels.loss import model_loss
 from anygauge.strategies.shared.common import trained_parameters
-from anygauge.strategies.shared.materialise import materialise
+from anygauge.strategies.shared.materialize import materialize
 from anygauge.strategies.zero.deepspeed_config import as_config
 from anygauge.strategies.zero.deepspeed_runtime import import_deepspeed
 from anygauge.strategies.zero.deepspeed_versions import (
@@ -83,7 +83,7 @@ def by_hand_step(strategy: Zero, context: BuildContext) -> Callable[[torch.Tenso
     config = as_config(strategy.settings(dataclasses.replace(context.workload, skeleton=skeleton)))
     deepspeed.init_distributed()
     model = context.factory.skeleton()
-    materialise(model, context.factory, device=torch.device("cpu"), dtype=torch.float32)
+    materialize(model, context.factory, device=torch.device("cpu"), dtype=torch.float32)
     deepspeed.zero.Init(module=model, config_dict_or_path=config)
     model = context.factory.adapt(model)
     del model.get_base_model().forward  # the model's own loss

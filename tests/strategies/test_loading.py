@@ -12,7 +12,7 @@ import torch
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import Backend
 from anygauge.models.model_files import LazyTensor
-from anygauge.strategies.shared.materialise import decoder_layers
+from anygauge.strategies.shared.materialize import decoder_layers
 from tests.helpers.build import (
     build_context,
     model_factory,

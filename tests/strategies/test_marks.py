@@ -15,7 +15,7 @@ from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
 from anygauge.strategies.shared.common import mark_recomputation
-from anygauge.strategies.shared.materialise import decoder_layers
+from anygauge.strategies.shared.materialize import decoder_layers
 from anygauge.strategies.single.engine import Single
 from anygauge_kernels.linear_cross_entropy import chunked
 from tests.helpers.build import batch_of, build_context, model_factory

@@ -14,7 +14,7 @@ from anygauge.interface import Precision, Share
 from anygauge.interface import estimate as at
 from anygauge.strategies.shared import footprint
 from anygauge.strategies.shared.footprint import memory_of, update_made
-from anygauge.strategies.shared.materialise import decoder_layers
+from anygauge.strategies.shared.materialize import decoder_layers
 from anygauge_cpu.backend import CpuBackend
 from tests.helpers.build import a_workload, model_factory, strategy_of
 from tests.helpers.runs import TINY

@@ -22,7 +22,7 @@ from anygauge.interface import (
     UnsupportedError,
 )
 from anygauge.kernels.loss import model_loss
-from anygauge.strategies.shared.materialise import decoder_layers
+from anygauge.strategies.shared.materialize import decoder_layers
 from anygauge.strategies.zero import deepspeed_config, deepspeed_versions
 from anygauge.strategies.zero.deepspeed_config import ModelSizes, as_config, zero_settings
 from anygauge.strategies.zero.deepspeed_runtime import (

@@ -219,7 +219,7 @@ for _part, _step, _acts in LEFT:
         lines(_part, [_line])
 
 
-def unnormalised(x: Any, dim: int, *rest: Any, **named: Any) -> Any:
+def unnormalized(x: Any, dim: int, *rest: Any, **named: Any) -> Any:
     """A softmax that forgets to divide."""
     return (x - x.amax(dim, keepdim=True)).exp()
 
@@ -233,7 +233,7 @@ def broken(_: Any) -> Any:
 
 
 lines("device", (
-    ("a kernel is wrong", "kernels_agree", "kernel softmax", unnormalised),
+    ("a kernel is wrong", "kernels_agree", "kernel softmax", unnormalized),
     ("close leaves it open", "closes", "placement.close", lambda u: None),
     ("close raises", "ends_on_device", "backend.close", lambda u: broken(u())),
 ))  # fmt: skip

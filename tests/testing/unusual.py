@@ -31,7 +31,7 @@ ALONE = "a single device"
 GRAIN = 2**21
 
 
-# -- errors that are raised late, at the next synchronisation -------------------------------------
+# -- errors that are raised late, at the next synchronization -------------------------------------
 
 _late: list[Exception] = []
 
@@ -142,7 +142,7 @@ def _opens_one(usual: Any, local_rank: int) -> Any:
 
 # Name, the sound backend that it is otherwise, and what is unusual, by target.
 UNUSUAL: Sequence[tuple[str, str, Changes]] = (
-    ("errors are raised late, at the next synchronisation", "sim",
+    ("errors are raised late, at the next synchronization", "sim",
      {f"op {ANY}": _late_errors, "placement.synchronize": lambda u: then(u(), _raise_now())}),
     ("sums differ in their last bits from run to run, as it says", "sim",
      {"class backend.sums_vary": lambda u: "threads add in the order in which they finish",

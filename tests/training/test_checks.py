@@ -55,7 +55,7 @@ def test_a_dry_run_says_that_the_peak_is_never_reached(
     assert found(4) == ""
 
 
-def test_rows_are_tokenised_once_and_ranks_say_that_this_run_did_it(tmp_path: Path) -> None:
+def test_rows_are_tokenized_once_and_ranks_say_that_this_run_did_it(tmp_path: Path) -> None:
     path = run_file(tmp_path)
     first = checked(path, id="this")
     run = load_run_file(path)

@@ -324,9 +324,9 @@ def test_follows_its_formula(name: str) -> None:
     for key, parameter in parameters.items():
         error = (parameter.detach().double() - expected[key]).abs()
         # Codes of 8 bits are off by percents of their block's largest; the mean update by less.
-        quantised = name == "adamw_8bit" and key == "w"
-        assert error.mean() < (0.03 if quantised else 1e-5) * moved[key], key
-        assert not quantised or error.max() > 1e-6, "the moments were not quantised"
+        quantized = name == "adamw_8bit" and key == "w"
+        assert error.mean() < (0.03 if quantized else 1e-5) * moved[key], key
+        assert not quantized or error.max() > 1e-6, "the moments were not quantized"
 
 
 def test_state_is_of_the_parameters_shape() -> None:

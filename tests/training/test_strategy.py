@@ -27,7 +27,7 @@ from anygauge.interface import (
 from anygauge.planning.memory_plan import plan_run
 from anygauge.registry import Registry
 from anygauge.strategies.shared.activations import offload_activations
-from anygauge.strategies.shared.materialise import decoder_layers
+from anygauge.strategies.shared.materialize import decoder_layers
 from anygauge.training import setup
 from anygauge.training.build_strategy import FP8 as CAPABILITY
 from anygauge.training.build_strategy import check_backend, check_fp8, check_ranks, check_strategy

@@ -23,7 +23,7 @@ class Device(Placement):
     def memory(self) -> MemoryStats:
         return MemoryStats(in_use=5, peak=9, reserved=7)
 
-    def utilisation(self) -> dict[str, float]:
+    def utilization(self) -> dict[str, float]:
         return {"power_w": 250.0}
 
 
@@ -134,11 +134,11 @@ def test_a_card_tells_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "power_draw", power)
     monkeypatch.setattr(torch.cuda, "temperature", lambda device: 61)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert placement.utilisation() == {}
+    assert placement.utilization() == {}
     monkeypatch.setitem(sys.modules, "pynvml", types.ModuleType("pynvml"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert placement.utilisation() == {
-        "utilisation_percent": 97.0,
+    assert placement.utilization() == {
+        "utilization_percent": 97.0,
         "power_w": 412.345,
         "temperature_c": 61.0,
     }

@@ -22,7 +22,7 @@ ADDRESSES = {
 
 
 @pytest.mark.parametrize("name", [*KNOWN, *ADDRESSES])
-def test_secrets_are_recognised_by_name_or_value(name: str) -> None:
+def test_secrets_are_recognized_by_name_or_value(name: str) -> None:
     assert is_secret(name) or holds_secret(ADDRESSES[name])
 
 

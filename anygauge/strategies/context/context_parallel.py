@@ -28,7 +28,7 @@ from anygauge.strategies.shared.exchanges import (
     size_of,
 )
 from anygauge.strategies.shared.footprint import item_bytes, sent
-from anygauge.strategies.shared.materialise import causal_of, decoder_layers
+from anygauge.strategies.shared.materialize import causal_of, decoder_layers
 
 NAME = "anygauge_context_parallel"
 EAGER = "eager"

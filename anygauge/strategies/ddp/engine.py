@@ -26,7 +26,7 @@ from anygauge.strategies.shared.exchanges import device_mesh, group_along
 from anygauge.strategies.shared.footprint import whole_memory
 from anygauge.strategies.shared.gradients import Gradients, LocalGradients
 from anygauge.strategies.shared.layout import Whole
-from anygauge.strategies.shared.materialise import decoder_layers
+from anygauge.strategies.shared.materialize import decoder_layers
 from anygauge.strategies.shared.shards import fill, sharded_later
 from anygauge.strategies.shared.torch_engine import TorchEngine
 from anygauge.strategies.single.engine import build_whole

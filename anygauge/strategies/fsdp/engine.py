@@ -36,7 +36,7 @@ from anygauge.strategies.shared.exchanges import device_mesh
 from anygauge.strategies.shared.flat import FLAT, FlatLayers, flat_layers_fit
 from anygauge.strategies.shared.footprint import Sizes
 from anygauge.strategies.shared.gradients import Gradients
-from anygauge.strategies.shared.materialise import decoder_layers
+from anygauge.strategies.shared.materialize import decoder_layers
 from anygauge.strategies.shared.shards import Sharded, fill, sharded_later
 from anygauge.strategies.shared.torch_engine import TorchEngine
 from anygauge.strategies.tensor.footprint import tensor_memory

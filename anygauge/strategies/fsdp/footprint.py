@@ -24,7 +24,7 @@ from anygauge.strategies.shared.footprint import (
     update_made,
     weight_bytes,
 )
-from anygauge.strategies.shared.materialise import decoder_layers
+from anygauge.strategies.shared.materialize import decoder_layers
 
 SAVED_WHOLES = 3
 """Whole tensors that `Sharded.whole` has at once: what a gather gives out, a copy without what rows

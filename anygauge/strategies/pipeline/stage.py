@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from anygauge.interface import DeviceBatch, UnsupportedError
 from anygauge.strategies.shared.degrees import Degrees, stages_per_rank
 from anygauge.strategies.shared.footprint import numbers
-from anygauge.strategies.shared.materialise import causal_of, decoder_layers, decoder_of
+from anygauge.strategies.shared.materialize import causal_of, decoder_layers, decoder_of
 from anygauge.util.text import first_line
 
 BEFORE = "it changes its embeddings before its first layer"

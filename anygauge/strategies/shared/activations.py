@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from anygauge.interface import HOST_DEVICE, Placement
-from anygauge.strategies.shared.materialise import decoder_layers
+from anygauge.strategies.shared.materialize import decoder_layers
 
 SMALLEST = 1024
 """Bytes; what is smaller is not worth a copy. That of torchtune and TRL."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from anygauge.interface import Backend, BuildContext, DeviceBatch, Graph, LossFunction, Phase
-from anygauge.strategies.shared.materialise import causal_of, decoder_layers
+from anygauge.strategies.shared.materialize import causal_of, decoder_layers
 
 
 def torch_dtype(name: str) -> torch.dtype:

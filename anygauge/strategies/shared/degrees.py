@@ -201,10 +201,10 @@ def check_degrees(run: StrategyRun, strategy: str = "ddp") -> None:
             f"micro-batch, but under {divided[0]} no rank has all of them. Set {divided[0]}: 1, or "
             "leave train.router_aux_loss_coef out"
         )
-    if run.quantised and options.tp > 1:
+    if run.quantized and options.tp > 1:
         raise UnsupportedError(
-            "model.quantise: strategy.tp cuts weights by rows and columns, but quantised codes "
-            "come in blocks that share a scale. Leave strategy.tp out, or model.quantise"
+            "model.quantize: strategy.tp cuts weights by rows and columns, but quantized codes "
+            "come in blocks that share a scale. Leave strategy.tp out, or model.quantize"
         )
     if options.schedule == "zero_bubble" and run.activations.every:
         raise UnsupportedError(

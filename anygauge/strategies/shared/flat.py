@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from anygauge.interface import UnsupportedError
-from anygauge.strategies.shared.materialise import decoder_layers
+from anygauge.strategies.shared.materialize import decoder_layers
 
 ALIGNED = 64
 """Elements: where a parameter begins in its layer's piece, kernels read it fastest."""

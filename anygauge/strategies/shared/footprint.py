@@ -18,7 +18,7 @@ from anygauge.interface import MemoryEstimate, Setting, Strategy, StrategyPlanne
 from anygauge.interface import estimate as at
 from anygauge.strategies.shared.common import torch_dtype
 from anygauge.strategies.shared.finite import UPDATED_AT_ONCE
-from anygauge.strategies.shared.materialise import decoder_layers
+from anygauge.strategies.shared.materialize import decoder_layers
 
 Kinds: TypeAlias = "Mapping[str, int]"
 """Kind -> bytes."""

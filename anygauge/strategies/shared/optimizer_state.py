@@ -49,7 +49,7 @@ def prime(optimizer: Any, parameters: Iterable[Tensor], step: Callable[[], Any])
 
 def state_keys(state: Mapping[str, Any]) -> list[str]:
     """Keys of the tensors in an optimizer's state of one parameter: not its step count, nor what
-    describes quantised tensors."""
+    describes quantized tensors."""
     return [
         key
         for key, value in state.items()

@@ -13,7 +13,7 @@ from anygauge.interface import BuildContext, ModelFactory
 from anygauge.strategies.shared.common import floating, prepare, torch_dtype
 from anygauge.strategies.shared.flat import FlatLayers
 from anygauge.strategies.shared.layout import Cut, GroupLayout
-from anygauge.strategies.shared.materialise import owners_of, units
+from anygauge.strategies.shared.materialize import owners_of, units
 
 
 class Sharded(GroupLayout):
@@ -72,7 +72,7 @@ def sharded_later(
 ) -> tuple[nn.Module, Mapping[str, str]]:
     """A model before it has values, whose layers recompute and are compiled as the run asks for.
 
-    Parameters have the type of arithmetic; codes of quantised weights stay what they are.
+    Parameters have the type of arithmetic; codes of quantized weights stay what they are.
 
     Args:
         masters: trained parameters have the optimizer's, and are converted when they are gathered.

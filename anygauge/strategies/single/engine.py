@@ -13,7 +13,7 @@ from torch import nn
 from anygauge.interface import BuildContext
 from anygauge.strategies.shared.common import prepare, torch_dtype
 from anygauge.strategies.shared.footprint import EstimatedStrategy
-from anygauge.strategies.shared.materialise import materialise
+from anygauge.strategies.shared.materialize import materialize
 from anygauge.strategies.shared.torch_engine import TorchEngine
 
 
@@ -33,7 +33,7 @@ class Single(EstimatedStrategy):
 def build_whole(context: BuildContext) -> nn.Module:
     """The whole model on the opened device, with its adapter, in the compute type."""
     model = context.factory.skeleton()
-    materialise(
+    materialize(
         model,
         context.factory,
         device=context.workload.backend.placement.device,

@@ -17,7 +17,7 @@ from torch import nn
 from anygauge.interface import UnsupportedError
 from anygauge.strategies.shared.degrees import Degrees
 from anygauge.strategies.shared.layout import Cut
-from anygauge.strategies.shared.materialise import causal_of, decoder_layers, decoder_of
+from anygauge.strategies.shared.materialize import causal_of, decoder_layers, decoder_of
 from anygauge.strategies.shared.tensor_plans import (
     COLUMNS,
     EXPERTS,

@@ -17,7 +17,7 @@ from anygauge.strategies.context.context_parallel import neighbours
 from anygauge.strategies.shared.common import trained_parameters
 from anygauge.strategies.shared.degrees import Degrees
 from anygauge.strategies.shared.footprint import Sizes, item_bytes, plus, rows_of, sent
-from anygauge.strategies.shared.materialise import causal_of
+from anygauge.strategies.shared.materialize import causal_of
 from anygauge.strategies.shared.tensor_plans import all_positions_after
 from anygauge.strategies.tensor.division import DividedLayer, Division, divide, partial_gradients
 

@@ -43,7 +43,7 @@ from anygauge.strategies.shared.exchanges import (
 )
 from anygauge.strategies.shared.footprint import EstimatedStrategy
 from anygauge.strategies.shared.layout import Cut, GroupLayout, TensorLayout
-from anygauge.strategies.shared.materialise import causal_of, decoder_of
+from anygauge.strategies.shared.materialize import causal_of, decoder_of
 from anygauge.strategies.shared.tensor_plans import all_positions_after
 from anygauge.strategies.tensor.division import Division, divide, partial_gradients
 from anygauge.strategies.tensor.experts import use_own_experts

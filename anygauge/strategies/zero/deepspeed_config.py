@@ -22,7 +22,7 @@ from torch import nn
 from anygauge.interface import HOST_DEVICE, Setting, UnsupportedError, Workload
 from anygauge.strategies.shared.common import trained_parameters
 from anygauge.strategies.shared.flat import flat_layers_fit
-from anygauge.strategies.shared.materialise import decoder_layers
+from anygauge.strategies.shared.materialize import decoder_layers
 from anygauge.strategies.zero.deepspeed_versions import ENGINE, offloads_gradients
 from anygauge.strategies.zero.spec import ZeroOptions, check_stage_types
 

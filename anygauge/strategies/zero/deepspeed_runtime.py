@@ -23,7 +23,7 @@ from anygauge.interface import (
     RunFileError,
     UnsupportedError,
 )
-from anygauge.strategies.shared.materialise import decoder_layers
+from anygauge.strategies.shared.materialize import decoder_layers
 from anygauge.strategies.zero.deepspeed_versions import ENGINE, is_at_least
 from anygauge.util.text import did_you_mean, first_line
 
@@ -270,7 +270,7 @@ def share_buffers(unit: nn.Module, device: torch.device) -> None:
             module._buffers[name] = here
 
 
-def synchronise_before_release(
+def synchronize_before_release(
     synchronize: Callable[[], None],
 ) -> contextlib.AbstractContextManager[None]:
     """Wait for the device each time ZeRO-3 frees a gathered parameter.
@@ -281,11 +281,11 @@ def synchronise_before_release(
 
     release = partition_parameters.free_param
 
-    def synchronised(param: Any) -> None:
+    def synchronized(param: Any) -> None:
         synchronize()
         release(param)
 
-    return _replaced(partition_parameters, "free_param", synchronised)
+    return _replaced(partition_parameters, "free_param", synchronized)
 
 
 def leave_as_a_step_does(model: nn.Module) -> None:

@@ -48,7 +48,7 @@ from anygauge.strategies.shared.common import (
 from anygauge.strategies.shared.finite import FiniteSteps, scaled
 from anygauge.strategies.shared.flat import FLAT, FlatLayers
 from anygauge.strategies.shared.footprint import EstimatedStrategy
-from anygauge.strategies.shared.materialise import buffers_of, materialise, restore_buffers
+from anygauge.strategies.shared.materialize import buffers_of, materialize, restore_buffers
 from anygauge.strategies.shared.shards import fill, sharded_later
 from anygauge.strategies.zero.deepspeed_config import (
     ModelSizes,
@@ -68,7 +68,7 @@ from anygauge.strategies.zero.deepspeed_runtime import (
     one_partition_group,
     refuse_unserved_type,
     share_buffers,
-    synchronise_before_release,
+    synchronize_before_release,
 )
 from anygauge.strategies.zero.deepspeed_versions import (
     needs_reentrant_checkpointing,
@@ -111,7 +111,7 @@ class ZeroEngine:
         self._undo = contextlib.ExitStack()
         if stage == 3 and context.workload.backend.graph.sync_on_release:
             wait = context.workload.backend.placement.synchronize
-            self._undo.enter_context(synchronise_before_release(wait))
+            self._undo.enter_context(synchronize_before_release(wait))
 
     def run_step(
         self, batches: Sequence[DeviceBatch], loss_function: LossFunction, normalizer: int
@@ -298,7 +298,7 @@ class Zero(EstimatedStrategy):
 
         sharded = self.options.stage == 3
         model = factory.skeleton()
-        materialise(
+        materialize(
             model,
             factory,
             device=device,

@@ -27,7 +27,7 @@ from anygauge.strategies.shared.footprint import (
     update_made,
     weight_bytes,
 )
-from anygauge.strategies.shared.materialise import decoder_layers
+from anygauge.strategies.shared.materialize import decoder_layers
 from anygauge.strategies.zero.deepspeed_config import (
     DEFAULT_BUCKET,
     DEFAULT_LIVE,

@@ -108,10 +108,10 @@ def check(run: StrategyRun) -> None:
         _check_disk(run)
     if run.ranks_run_here:
         _check_recomputation(run)
-    if run.quantised and options.stage == 3 and run.ranks_run_here and not offloads_gradients():
+    if run.quantized and options.stage == 3 and run.ranks_run_here and not offloads_gradients():
         raise UnsupportedError(
-            f"model.quantise: stage 3 of DeepSpeed {metadata.version(ENGINE)} gathers only weights "
-            "of one type, but quantised codes are bytes. Use strategy.stage: 2, or strategy.name: "
+            f"model.quantize: stage 3 of DeepSpeed {metadata.version(ENGINE)} gathers only weights "
+            "of one type, but quantized codes are bytes. Use strategy.stage: 2, or strategy.name: "
             "fsdp"
         )
     if run.paged:

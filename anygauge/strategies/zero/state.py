@@ -221,7 +221,7 @@ class ZeroState:
 
     @contextlib.contextmanager
     def _unpacked(self, *, written: bool) -> Iterator[None]:
-        """Quantised state as plain float32 while they are read or written, then codes again."""
+        """Quantized state as plain float32 while they are read or written, then codes again."""
         packed = []
         for kept in self._states():
             for key in state_keys(kept):

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, RunFileError
-from anygauge.models.quantisation import quantisation
+from anygauge.models.quantization import quantization
 from anygauge.training.checkpoints.sound import read_json
 from anygauge.util.section import Count, Text
 from anygauge.util.text import flattened, short
@@ -53,14 +53,14 @@ def identity_of_file(run: RunFile) -> dict[str, Any]:
     adapter = None
     if run.adapter is not None:
         adapter = run.adapter.model_dump(mode="json", exclude={*_FREE_IN_ADAPTER})
-    asked = quantisation(run.model)
+    asked = quantization(run.model)
     return {
         "adapter": adapter,
         "model.new_tokens": [
             tokens for tokens in (run.model.new_tokens, run.model.new_special_tokens) if tokens
         ]
         or None,
-        "model.quantise": None if asked is None else asked.model_dump(mode="json"),
+        "model.quantize": None if asked is None else asked.model_dump(mode="json"),
         "train.trainable": run.train.trainable or None,
         "train.frozen": run.train.frozen or None,
         "train.seed": run.train.seed,

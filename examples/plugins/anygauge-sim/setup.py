@@ -9,7 +9,7 @@ SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cpp"))
 
 setup(
     ext_modules=[
-        # Little optimised: the time goes into torch's own kernels, and this builds sooner.
+        # Little optimized: the time goes into torch's own kernels, and this builds sooner.
         CppExtension("anygauge_sim._C", SOURCES, extra_compile_args=["-O1", "-g0", "-Wall"])
     ],
     cmdclass={"build_ext": BuildExtension},

@@ -1,7 +1,7 @@
 """What the card would compile, copy to the host and leave to the host, counted without a card.
 
 In lazy mode operations are gathered into graphs, which end where the bridge ends them: at the
-limit, at a mark, before a synchronisation, an eager collective and a copy to the host. A graph is
+limit, at a mark, before a synchronization, an eager collective and a copy to the host. A graph is
 compiled once for each key: its operators, and of every argument the type, the shape, the place
 within its memory (what a slice leaves out is part of it), or the value; but numbers that the bridge
 keeps as tensors of the card are no part of it. Otherwise each operation is a graph of its own, and

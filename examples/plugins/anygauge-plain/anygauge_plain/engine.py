@@ -27,7 +27,7 @@ from anygauge.strategies.shared.common import (
 )
 from anygauge.strategies.shared.finite import FiniteSteps, scaled
 from anygauge.strategies.shared.footprint import EstimatedStrategy, whole_memory
-from anygauge.strategies.shared.materialise import materialise
+from anygauge.strategies.shared.materialize import materialize
 from anygauge.strategies.shared.optimizer_state import (
     export_plain,
     import_plain,
@@ -133,7 +133,7 @@ class Plain(EstimatedStrategy):
         """See `Strategy.build`."""
         model = context.factory.skeleton()
         device = context.workload.backend.placement.device
-        materialise(model, context.factory, device=device, dtype=torch.float32)
+        materialize(model, context.factory, device=device, dtype=torch.float32)
         model = context.factory.adapt(model)
         context.factory.checkpoint_activations(model)
         return PlainEngine(model, context, getattr(torch, self._sums))

@@ -187,7 +187,7 @@ def _cuda_getDeviceCount() -> int:
     return _count()
 
 
-def _initialised() -> None:
+def _initialized() -> None:
     """As the original does at its first use (torch::utils::device_lazy_init)."""
     import torch
 
@@ -195,13 +195,13 @@ def _initialised() -> None:
 
 
 def _cuda_setDevice(device: int) -> None:
-    _initialised()
+    _initialized()
     record("set_device", device)
     cards().set_device(_checked(device))
 
 
 def _cuda_getDevice() -> int:
-    _initialised()
+    _initialized()
     return int(cards().current_device())
 
 

@@ -17,7 +17,7 @@ from anygauge.interface import ModelFactory, UnsupportedError
 
 
 def units(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules to materialise, children before the parents that own parameters too."""
+    """Names and modules to materialize, children before the parents that own parameters too."""
     has_layers = any(isinstance(m, nn.ModuleList) for m in model.modules())
     if not has_layers:
         if any(True for _ in model.parameters()):
@@ -67,7 +67,7 @@ def owners_of(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     return list(found.values())
 
 
-def materialise(
+def materialize(
     model: nn.Module,
     factory: ModelFactory,
     *,

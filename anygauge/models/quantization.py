@@ -1,4 +1,4 @@
-"""Weights of few bits: how a run file has a base quantised, and the formats that publishers use.
+"""Weights of few bits: how a run file has a base quantized, and the formats that publishers use.
 
 Imports no torch but for what reads a publisher's format.
 """
@@ -13,36 +13,36 @@ from typing import Any
 from packaging.version import Version
 
 from anygauge.config.schema import ModelSection
-from anygauge.config.sections import QuantiseSection
+from anygauge.config.sections import QuantizeSection
 from anygauge.interface import ModelError, UnsupportedError
 from anygauge.models.model_files import read_fields
 from anygauge.util.files import write_text
 from anygauge.util.text import first_line
 
-RECORD_FILE = "quantised_base.json"
-"""In an adapter's folder: how the base was quantised that it was trained on."""
+RECORD_FILE = "quantized_base.json"
+"""In an adapter's folder: how the base was quantized that it was trained on."""
 
 
-def quantisation(section: ModelSection) -> QuantiseSection | None:
-    """The section `model.quantise`, written out; None where the base is not quantised."""
-    chosen = section.quantise
-    return QuantiseSection(type=chosen) if isinstance(chosen, str) else chosen
+def quantization(section: ModelSection) -> QuantizeSection | None:
+    """The section `model.quantize`, written out; None where the base is not quantized."""
+    chosen = section.quantize
+    return QuantizeSection(type=chosen) if isinstance(chosen, str) else chosen
 
 
-def in_words(section: QuantiseSection) -> str:
+def in_words(section: QuantizeSection) -> str:
     """For records and cards."""
-    double = ", double quantisation" if section.double_quantisation else ""
+    double = ", double quantization" if section.double_quantization else ""
     return f"{section.type}{double}, by bitsandbytes"
 
 
-def write_record(folder: Path, section: QuantiseSection, dtype: str) -> None:
-    """Tell beside an adapter how its base was quantised, and from numbers of which type."""
-    fields = {**section.model_dump(), "provider": "bitsandbytes", "quantised_from": dtype}
+def write_record(folder: Path, section: QuantizeSection, dtype: str) -> None:
+    """Tell beside an adapter how its base was quantized, and from numbers of which type."""
+    fields = {**section.model_dump(), "provider": "bitsandbytes", "quantized_from": dtype}
     write_text(folder / RECORD_FILE, json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
-def read_record(adapter: Path | None) -> tuple[QuantiseSection, str] | None:
-    """What `write_record` wrote; None where the adapter's base was not quantised.
+def read_record(adapter: Path | None) -> tuple[QuantizeSection, str] | None:
+    """What `write_record` wrote; None where the adapter's base was not quantized.
 
     Raises:
         ModelError: the file is not one of these.
@@ -52,12 +52,12 @@ def read_record(adapter: Path | None) -> tuple[QuantiseSection, str] | None:
         return None
     try:
         fields = read_fields(path)
-        dtype = str(fields.pop("quantised_from"))
+        dtype = str(fields.pop("quantized_from"))
         fields.pop("provider")
-        return QuantiseSection(**fields), dtype
+        return QuantizeSection(**fields), dtype
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(
-            f"{path} does not say how the base was quantised ({first_line(error)}); "
+            f"{path} does not say how the base was quantized ({first_line(error)}); "
             "restore it from the run's adapter folder"
         ) from None
 
@@ -74,11 +74,11 @@ READABLE = ("mxfp4", "fp8", "mxfp8")
 """Formats that transformers' operations turn into plain numbers on any host."""
 
 
-def refuse_format(config: Any, *, quantise: bool = False) -> None:
+def refuse_format(config: Any, *, quantize: bool = False) -> None:
     """Refuse weights in a format that is not read here. Imports no torch.
 
     Args:
-        quantise: they are to be quantised while they are read.
+        quantize: they are to be quantized while they are read.
 
     Raises:
         UnsupportedError: names the format, and what to do.
@@ -92,10 +92,10 @@ def refuse_format(config: Any, *, quantise: bool = False) -> None:
         f"model.name: its weights are stored in the format {method!r} (quantization_config in its "
         "config.json)"
     )
-    if method in READABLE and quantise:
+    if method in READABLE and quantize:
         raise UnsupportedError(
-            f"model.quantise: {stored}; anygauge converts them to plain numbers while it reads "
-            "them, and does not quantise them again. Leave model.quantise out, or give the model "
+            f"model.quantize: {stored}; anygauge converts them to plain numbers while it reads "
+            "them, and does not quantize them again. Leave model.quantize out, or give the model "
             "in 16 bits"
         )
     installed = metadata.version("transformers")
@@ -107,17 +107,17 @@ def refuse_format(config: Any, *, quantise: bool = False) -> None:
         readable += f", and these with transformers 5 or newer; {installed} is installed"
     raise UnsupportedError(
         f"{stored}; {readable}. Use the model that these weights were made from, which the model "
-        "card names. To hold that model's weights in few bits, also set model.quantise: nf4 or int8"
+        "card names. To hold that model's weights in few bits, also set model.quantize: nf4 or int8"
     )
 
 
-def plain_weights(config: Any, *, quantise: bool = False) -> dict[str, Any]:
+def plain_weights(config: Any, *, quantize: bool = False) -> dict[str, Any]:
     """Arguments of transformers' ``from_pretrained``, so that weights become plain; see
     `refuse_format`."""
     format_ = stored_format(config)
     if format_ is None:
         return {}
-    refuse_format(config, quantise=quantise)
+    refuse_format(config, quantize=quantize)
     from transformers.quantizers.auto import AutoQuantizationConfig
 
     chosen = AutoQuantizationConfig.from_dict(format_)
@@ -125,13 +125,13 @@ def plain_weights(config: Any, *, quantise: bool = False) -> dict[str, Any]:
     return {"quantization_config": chosen}
 
 
-def dequantiser(config: Any, *, quantise: bool = False) -> Any:
+def dequantizer(config: Any, *, quantize: bool = False) -> Any:
     """transformers' own reader of a format, set to give plain numbers; None for plain weights.
 
     Takes the format out of the configuration: what is trained and saved is plain. See
     `refuse_format`.
     """
-    given = plain_weights(config, quantise=quantise)
+    given = plain_weights(config, quantize=quantize)
     if not given:
         return None
     from transformers.quantizers.auto import AutoHfQuantizer

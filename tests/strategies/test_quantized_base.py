@@ -1,4 +1,4 @@
-"""Adapters on a quantised base: each strategy has the losses, and the codes, of one rank."""
+"""Adapters on a quantized base: each strategy has the losses, and the codes, of one rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from anygauge.interface import Backend
-from anygauge.models.quantised import Nf4Linear
+from anygauge.models.quantized import Nf4Linear
 from anygauge.strategies.zero.deepspeed_versions import offloads_gradients
 from tests.helpers.build import model_factory, on_host, rank_of_world
 from tests.helpers.run_ranks import on_ranks
@@ -19,7 +19,7 @@ from tests.strategies.matrix import GATHERED, NOTHING_RESIDENT, PIPELINE, Result
 from tests.strategies.parity_rank import CONFIG, ParityCase, built
 
 NF4 = {"type": "nf4"}
-DOUBLE = {"type": "nf4", "double_quantisation": True}
+DOUBLE = {"type": "nf4", "double_quantization": True}
 INT8 = {"type": "int8"}
 DORA = {"adapter": {"dora": True}}
 BIASED = {**CONFIG, "num_hidden_layers": 2, "attention_bias": True}
@@ -29,7 +29,7 @@ ZERO3 = {"stage": 3} if offloads_gradients() else {"stage": 2}
 
 
 def of(strategy: str, options: dict[str, Any], codes: dict[str, Any], **more: Any) -> ParityCase:
-    return ParityCase(strategy=strategy, options=options, quantise=codes, **more)
+    return ParityCase(strategy=strategy, options=options, quantize=codes, **more)
 
 
 USUAL = [
@@ -103,7 +103,7 @@ def live_bytes() -> int:
 
 
 def peaks_while_loading(backend: Backend, cases: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Of each case: bytes at most after a tensor was quantised, and when all were."""
+    """Of each case: bytes at most after a tensor was quantized, and when all were."""
     found = []
     plain = Nf4Linear.encode
     for fields in cases:

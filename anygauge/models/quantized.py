@@ -2,7 +2,7 @@
 
 Codes are parameters, which strategies divide, gather and count as any others. What belongs to
 them, scales and their tables, are buffers, whole on each rank: about 1/16 byte for each weight, a
-quarter of it with double quantisation. A layer computes with what its module has when it is called,
+quarter of it with double quantization. A layer computes with what its module has when it is called,
 also in backward: a strategy may replace its parameter, or free and gather it in between.
 """
 
@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anygauge.config.sections import QuantiseSection
+from anygauge.config.sections import QuantizeSection
 from anygauge.interface import UnsupportedError
 
 BLOCK = 64
 """Weights that share a scale in nf4; transformers has no other."""
 NESTED_BLOCK = 256
-"""Scales that share one of their own, with double quantisation."""
+"""Scales that share one of their own, with double quantization."""
 OUTLIERS = 6.0
 """Inputs above it are multiplied in 16 bits under int8, in evaluation on any device and in training
 where bitsandbytes multiplies codes; transformers' default."""
 
 
-class QuantisedLinear(nn.Linear):
+class QuantizedLinear(nn.Linear):
     """A frozen linear layer; its `weight` holds codes.
 
     Attributes:
@@ -46,7 +46,7 @@ class QuantisedLinear(nn.Linear):
     ) -> None:
         """Args:
         codes, statistics: shapes and types, on the meta device.
-        dtype: the weight has it when it is quantised.
+        dtype: the weight has it when it is quantized.
         """
         nn.Module.__init__(self)
         self._from = dtype
@@ -91,7 +91,7 @@ class _Product(torch.autograd.Function):
     """A product with codes, whose backward reads them anew from the layer."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: QuantisedLinear) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layer: QuantizedLinear) -> Tensor:
         ctx.layer = layer
         if x.is_meta:  # a plan's: kernels decode into a weight, too
             return nn.functional.linear(x, layer.dequantize().to(x.dtype), layer.bias)
@@ -105,7 +105,7 @@ class _Product(torch.autograd.Function):
         return gradient @ layer._decoded(gradient.dtype), None
 
 
-class Nf4Linear(QuantisedLinear):
+class Nf4Linear(QuantizedLinear):
     """Two codes in each byte: `weight` is (ceil(numbers / 2), 1) uint8."""
 
     absmax: Tensor
@@ -114,13 +114,13 @@ class Nf4Linear(QuantisedLinear):
     quant_map: Tensor
     nested_quant_map: Tensor
 
-    def __init__(self, plain: nn.Linear, section: QuantiseSection, dtype: torch.dtype) -> None:
-        """Args: dtype: see `QuantisedLinear`."""
+    def __init__(self, plain: nn.Linear, section: QuantizeSection, dtype: torch.dtype) -> None:
+        """Args: dtype: see `QuantizedLinear`."""
         numbers = math.prod(plain.weight.shape)
         blocks = -(-numbers // BLOCK)
         meta = functools.partial(torch.empty, device="meta")
         statistics = {"absmax": meta(blocks), "quant_map": meta(16)}
-        if section.double_quantisation:
+        if section.double_quantization:
             statistics |= {
                 "absmax": meta(blocks, dtype=torch.uint8),
                 "nested_absmax": meta(-(-blocks // NESTED_BLOCK)),
@@ -129,11 +129,11 @@ class Nf4Linear(QuantisedLinear):
             }
         codes = meta(-(-numbers // 2), 1, dtype=torch.uint8)
         super().__init__(plain, codes, statistics, dtype)
-        self._double = section.double_quantisation
+        self._double = section.double_quantization
         self._compute = _compute_dtype(section)
 
     def encode(self, weight: Tensor) -> Tensor:
-        """See `QuantisedLinear.encode`."""
+        """See `QuantizedLinear.encode`."""
         from bitsandbytes.functional import quantize_4bit
 
         codes, state = quantize_4bit(
@@ -183,19 +183,19 @@ class Nf4Linear(QuantisedLinear):
         return matmul_4bit(x.to(dtype), self.weight.data, self._state(), bias=bias)
 
 
-class Int8Linear(QuantisedLinear):
+class Int8Linear(QuantizedLinear):
     """A code in each byte, a scale for each output: `weight` is (outputs, inputs) int8."""
 
     SCB: Tensor
 
-    def __init__(self, plain: nn.Linear, section: QuantiseSection, dtype: torch.dtype) -> None:
-        """Args: dtype: see `QuantisedLinear`."""
+    def __init__(self, plain: nn.Linear, section: QuantizeSection, dtype: torch.dtype) -> None:
+        """Args: dtype: see `QuantizedLinear`."""
         codes = torch.empty(plain.weight.shape, dtype=torch.int8, device="meta")
         scales = torch.empty(plain.out_features, device="meta")
         super().__init__(plain, codes, {"SCB": scales}, dtype)
 
     def encode(self, weight: Tensor) -> Tensor:
-        """See `QuantisedLinear.encode`."""
+        """See `QuantizedLinear.encode`."""
         from bitsandbytes.functional import int8_vectorwise_quant
 
         # float16 in between, as bitsandbytes' own layer does it.
@@ -218,13 +218,13 @@ class Int8Linear(QuantisedLinear):
         return matmul(x, self.weight.data, bias=bias, state=state)
 
 
-def _compute_dtype(section: QuantiseSection) -> torch.dtype | None:
+def _compute_dtype(section: QuantizeSection) -> torch.dtype | None:
     name = section.compute_dtype
     return None if name == "param_dtype" else getattr(torch, name)
 
 
-def quantise_layers(model: Any, section: QuantiseSection, dtype: torch.dtype) -> None:
-    """Put layers for codes in place of a skeleton's linear ones, those that transformers quantises.
+def quantize_layers(model: Any, section: QuantizeSection, dtype: torch.dtype) -> None:
+    """Put layers for codes in place of a skeleton's linear ones, those that transformers quantizes.
 
     Raises:
         UnsupportedError: most weights are in no linear layer, or in layers that lie transposed.
@@ -232,9 +232,9 @@ def quantise_layers(model: Any, section: QuantiseSection, dtype: torch.dtype) ->
     fused = next((name for name, p in model.named_parameters() if p.dim() == 3), None)
     if fused is not None:
         raise UnsupportedError(
-            f"model.quantise: {fused!r} holds a layer's experts as one tensor, but bitsandbytes "
-            "quantises only linear layers, so most of the model would stay unquantised. Leave "
-            "model.quantise out"
+            f"model.quantize: {fused!r} holds a layer's experts as one tensor, but bitsandbytes "
+            "quantizes only linear layers, so most of the model would stay unquantized. Leave "
+            "model.quantize out"
         )
     kept = _left_alone(model)
     layers = {
@@ -244,8 +244,8 @@ def quantise_layers(model: Any, section: QuantiseSection, dtype: torch.dtype) ->
     }
     if not layers:
         raise UnsupportedError(
-            f"model.quantise: {type(model).__name__} has no torch.nn.Linear other than its output "
-            "layer (Conv1D, as in GPT-2, is not quantised). Leave it out"
+            f"model.quantize: {type(model).__name__} has no torch.nn.Linear other than its output "
+            "layer (Conv1D, as in GPT-2, is not quantized). Leave it out"
         )
     kind = Nf4Linear if section.type == "nf4" else Int8Linear
     for name, layer in layers.items():
@@ -253,7 +253,7 @@ def quantise_layers(model: Any, section: QuantiseSection, dtype: torch.dtype) ->
 
 
 def _left_alone(model: Any) -> Any:
-    """(layer's name) -> whether transformers does not quantise it: output and tied layers."""
+    """(layer's name) -> whether transformers does not quantize it: output and tied layers."""
     fixed = list(getattr(model, "_keep_in_fp32_modules", None) or ())
     try:
         from transformers.quantizers.base import get_keys_to_not_convert
@@ -267,16 +267,16 @@ def _left_alone(model: Any) -> Any:
     return lambda name: not should_convert_module(name, patterns)
 
 
-def quantised_layers(model: nn.Module) -> dict[str, QuantisedLinear]:
+def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
     """Name of each weight that is codes -> its layer."""
     return {
         f"{name}.weight" if name else "weight": module
         for name, module in model.named_modules()
-        if isinstance(module, QuantisedLinear)
+        if isinstance(module, QuantizedLinear)
     }
 
 
-def transformers_config(section: QuantiseSection, dtype: torch.dtype) -> Any:
+def transformers_config(section: QuantizeSection, dtype: torch.dtype) -> Any:
     """The same for `from_pretrained`.
 
     Args:
@@ -289,7 +289,7 @@ def transformers_config(section: QuantiseSection, dtype: torch.dtype) -> Any:
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=section.type,
-        bnb_4bit_use_double_quant=section.double_quantisation,
+        bnb_4bit_use_double_quant=section.double_quantization,
         bnb_4bit_compute_dtype=_compute_dtype(section) or dtype,
     )
 
@@ -306,7 +306,7 @@ def keep_scales(model: nn.Module) -> None:
             setattr(module, name, False)
 
 
-def dequantise(model: Any) -> Any:
+def dequantize(model: Any) -> Any:
     """A model of transformers' with plain linear layers in place of bitsandbytes' ones."""
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
     from peft.utils.integrations import dequantize_bnb_weight
