@@ -56,20 +56,20 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def run_file_fields() -> str:
     """A heading and a table (field, type, default, meaning) for each section of a run file."""
     from anygauge.config.describe import sections
-    from anygauge.config.strategies import StrategySection, named
+    from anygauge.config.strategies import StrategySection, strategy_of
     from anygauge.interface.plugins import PROJECT
     from anygauge.registry import installed_plugins
 
     others = {p.spec.name for p in installed_plugins().strategies if p.distribution != PROJECT}
     places: dict[Any, list[str]] = {}
     for path, section in sections():
-        if not (issubclass(section, StrategySection) and named(section) in others):
+        if not (issubclass(section, StrategySection) and strategy_of(section) in others):
             places.setdefault(section, []).append(".".join(path))
     parts = []
     for section, paths in places.items():
         title = " and ".join(f"`{path}`" for path in paths if path) or "Top level"
         if issubclass(section, StrategySection):
-            title += f" with `name: {named(section)}`"
+            title += f" with `name: {strategy_of(section)}`"
         about = " ".join((section.__doc__ or "").split())
         parts.append(f"### {title}\n\n{about}\n\n{fields(section)}")
     return "\n".join(parts)

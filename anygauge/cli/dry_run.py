@@ -20,7 +20,7 @@ from anygauge.interface import ABILITIES, NotAvailableError
 from anygauge.kernels.choose import kernels_of_run
 from anygauge.launch.prepare import prepare_run
 from anygauge.launch.rank_start import rank_numbers
-from anygauge.launch.request import RunRequest, rendered
+from anygauge.launch.request import RunRequest, render_plan
 from anygauge.launch.submit import resume_target
 from anygauge.training.auto import AUTO
 from anygauge.training.build_strategy import share_of
@@ -101,7 +101,7 @@ def show(request: RunRequest, *, plan: bool | None = None, force: bool = False) 
 def _show_plan(console: Console, request: RunRequest) -> None:
     """What the launcher would do, and what it was tested on."""
     # The token by which agents know each other is drawn at submission.
-    plan = rendered(replace(request, job=replace(request.job, id="", token="")))
+    plan = render_plan(replace(request, job=replace(request.job, id="", token="")))
     spec = request.launcher
     console.print("\n[bold]Processes[/bold]", markup=True)
     about = describe_launcher(spec)

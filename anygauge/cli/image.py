@@ -24,7 +24,7 @@ from anygauge.interface import (
     LaunchProfile,
     UnsupportedError,
     UsageError,
-    tagged,
+    image_tag,
 )
 from anygauge.util.console import Console
 
@@ -56,7 +56,7 @@ def image(
         raise UsageError(f"--engine: {engine} is not one of {', '.join(ENGINES)}")
     _, selection, chosen = choose_backend(backend, need_device=False)
     row = _release(chosen, release)
-    name = chosen.launch.image if row is None or release is None else tagged(chosen.name, row)
+    name = chosen.launch.image if row is None or release is None else image_tag(chosen.name, row)
     if name is None:
         raise UnsupportedError(
             f"the {chosen.name} backend names no container image; a backend names one in its "

@@ -35,7 +35,7 @@ from anygauge.planning import changes
 from anygauge.planning.changes import Choice
 from anygauge.planning.fit import GIB
 from anygauge.planning.machines import Hardware, measured_files
-from anygauge.planning.trials import Target, Trial, Trials, changed, fast_types
+from anygauge.planning.trials import Target, Trial, Trials, fast_types, with_changes
 from anygauge.registry import Registry, select_backend
 from anygauge.util.console import Console, table
 from anygauge.util.text import seconds
@@ -151,7 +151,7 @@ def _case(
         return run, Target(backend=here.spec.name, card=described.of_devices(here.probe.cards))
     if run.precision.param_dtype == "auto" and (kinds := fast_types(card)):
         # What its backend would say when the card is open.
-        run = changed(run, {"precision.param_dtype": kinds[0]})
+        run = with_changes(run, {"precision.param_dtype": kinds[0]})
     if run.launch.devices > machine.cards:
         has = f"launch.devices: {run.launch.devices}, but {machine.name} has {machine.cards} cards"
         raise RunFileError(f"{has}; leave --devices out, or name a larger machine")

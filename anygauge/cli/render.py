@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from anygauge.interface import PlannedFile, UsageError
-from anygauge.launch.request import RunRequest, rendered
+from anygauge.launch.request import RunRequest, render_plan
 from anygauge.launch.run_directory import RESOLVED, write_run
 from anygauge.util.files import why_no_folder, write_text
 from anygauge.util.hiding import holds_secret, is_secret
@@ -34,11 +34,11 @@ def write_plan(request: RunRequest, folder: Path) -> None:
     spec = request.launcher
     request, left_out = _without_secrets(_under_its_own_name(request) if spec.remote else request)
     job, run, home = request.job, request.run, Path(request.job.run_directory)
-    plan = rendered(request)
+    plan = render_plan(request)
     batch = plan.batch
     if batch is None:
         job = dataclasses.replace(job, id="", token="")
-        plan = rendered(dataclasses.replace(request, job=job))
+        plan = render_plan(dataclasses.replace(request, job=job))
 
     def inside(path: str) -> str:
         return str(Path(path).relative_to(home)) if home in Path(path).parents else path

@@ -25,7 +25,7 @@ from anygauge.cli.shared_options import (
 )
 from anygauge.interface import AnygaugeError, UsageError
 from anygauge.launch.prepare import prepare_run
-from anygauge.launch.request import RunRequest, read_request, rendered
+from anygauge.launch.request import RunRequest, read_request, render_plan
 from anygauge.util.text import fitted
 
 
@@ -172,7 +172,7 @@ def start(
         force: start it even where it cannot fit.
     """
     from anygauge.launch.follow import follow
-    from anygauge.launch.submit import resume_target, submitted
+    from anygauge.launch.submit import resume_target, submit_job
 
     spec, folder = request.launcher, Path(request.job.run_directory)
     if detach and "detach" not in spec.can:
@@ -187,16 +187,16 @@ def start(
         return 0
     if resuming:
         request = replace(request, job=request.job.as_attempt())
-    rendered(request)  # what a launcher refuses is refused before the checks, which take longer
+    render_plan(request)  # what a launcher refuses is refused before the checks, which take longer
     request, found, expected = prepare_run(request, quiet=quiet, plan=plan_memory, force=force)
-    plan = rendered(request)
+    plan = render_plan(request)
     for note in (*plan.notes, *found.notes, *filter(None, [expected.note])):
         typer.echo(fitted(f"note: {note}", sys.stderr), err=True)
     if not quiet:
         typer.echo(f"run: {folder}")
         for line in expected.lines:
             typer.echo(fitted(line, sys.stdout))
-    with submitted(request, plan, resuming=resuming) as (running, signals):
+    with submit_job(request, plan, resuming=resuming) as (running, signals):
         if not detach or signals.received:
             return follow(running, run_directory=folder, quiet=quiet, signals=signals)
         if not quiet:

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from anygauge.config.tree import Origin, Problem, YamlNode, dotted, received
+from anygauge.config.tree import Origin, Problem, YamlNode, describe_value, dotted_path
 from anygauge.config.yaml_text import TAG, add_numbers
 from anygauge.interface import RunFileError
 from anygauge.util.files import read_bounded
@@ -85,7 +85,7 @@ def read_document(path: Path, shown: str, problems: list[Problem]) -> YamlNode:
     if root is None:
         raise RunFileError(f"{shown}: is empty; a run file needs at least 'model' and 'data'")
     if not root.is_mapping:
-        what = f"got {received(root)}, expected a mapping such as 'model: {{...}}' at the top"
+        what = f"got {describe_value(root)}, expected a mapping such as 'model: {{...}}' at the top"
         raise RunFileError(f"{root.origin}: {what}")
     root.origin = Origin(shown, None, path.parent)
     return root
@@ -206,5 +206,5 @@ class _Builder:
         return found
 
     def _refuse(self, origin: Origin, path: tuple[object, ...], text: str) -> YamlNode:
-        self.problems.append(Problem(origin, dotted(path), text))
+        self.problems.append(Problem(origin, dotted_path(path), text))
         return YamlNode(None, origin, "null")

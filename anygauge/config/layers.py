@@ -15,10 +15,10 @@ from anygauge.config.tree import (
     Origin,
     Problem,
     YamlNode,
+    describe_value,
     is_private,
     merge,
     plain,
-    received,
     run_file_error,
 )
 from anygauge.util.hiding import HIDDEN
@@ -55,7 +55,7 @@ def read_files(
         return root
     layers = []
     for item in extends.value if isinstance(extends.value, tuple) else (extends,):
-        text, complaint = "", f"got {received(item)}, expected a file or a list of files"
+        text, complaint = "", f"got {describe_value(item)}, expected a file or a list of files"
         if isinstance(item.value, str):
             text, complaint = expand(item.value, environ)
         base = path.parent / text

@@ -23,7 +23,7 @@ from anygauge.config.paths import (
 from anygauge.config.problems import empty_sections, explain
 from anygauge.config.schema import RunFile
 from anygauge.config.strategies import spell_out
-from anygauge.config.tree import Problem, dotted, merge, run_file_error
+from anygauge.config.tree import Problem, dotted_path, merge, run_file_error
 
 
 def load_run_file(
@@ -69,7 +69,7 @@ def load_run_file(
         raise run_file_error(name, problems)
     fields = {**dict(found), "output": locate(OUTPUT, found.output, cwd)}
     run = RunFile.model_construct(found.model_fields_set, **fields)
-    return run.written_at({dotted(place): node.origin for place, node in root.nodes()})
+    return run.written_at({dotted_path(place): node.origin for place, node in root.nodes()})
 
 
 def check_paths(run: RunFile, complaint: Callable[[Place, str], str] = complaint_about) -> None:
@@ -81,7 +81,9 @@ def check_paths(run: RunFile, complaint: Callable[[Place, str], str] = complaint
     Raises:
         RunFileError: "FILE:LINE: data.train.path: no such file: /abs/path", a line for each.
     """
-    said = [(dotted(place), complaint(place, text)) for place, text in paths_in(run.model_dump())]
+    said = [
+        (dotted_path(place), complaint(place, text)) for place, text in paths_in(run.model_dump())
+    ]
     if wrong := [each for each in said if each[1]]:
         raise run.errors(wrong)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from anygauge.config.tree import Problem, YamlNode, dotted, plain
+from anygauge.config.tree import Problem, YamlNode, dotted_path, plain
 from anygauge.util.text import did_you_mean, near_file
 
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
@@ -120,7 +120,7 @@ def resolve_paths(
         node = root.nearest(*place)
         text, complaint = expand(written, environ)
         if complaint:
-            problems.append(Problem(node.origin, dotted(place), complaint))
+            problems.append(Problem(node.origin, dotted_path(place), complaint))
         else:
             node.value = locate(place, text, cwd if place == OUTPUT else node.origin.folder)
 

@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from anygauge.config.describe import LARGEST_SHOWN, Kind, meaning, sections
-from anygauge.config.strategies import StrategySection, all_sections, named
-from anygauge.config.tree import Problem, YamlNode, dotted, is_private, received
+from anygauge.config.strategies import StrategySection, all_sections, strategy_of
+from anygauge.config.tree import Problem, YamlNode, describe_value, dotted_path, is_private
 from anygauge.util.section import Section
 
 _YAML_BOOLEANS = ("yes", "no", "on", "off", "true", "false")
@@ -85,7 +85,7 @@ def empty_sections(root: YamlNode, kind: Kind) -> Iterator[Problem]:
             expected = kind.at(path)
             if expected is not None and expected.section and "null" in str(expected):
                 text = "is left empty; give its fields, '{}' for all defaults, or null for none"
-                yield Problem(node.origin, dotted(path), text)
+                yield Problem(node.origin, dotted_path(path), text)
 
 
 def explain(error: ValidationError, root: YamlNode, run: Kind) -> Iterator[Problem]:
@@ -115,7 +115,7 @@ def explain(error: ValidationError, root: YamlNode, run: Kind) -> Iterator[Probl
             text = _wrong(path, node, run.at(path) or Kind(Any))
         else:
             continue
-        yield Problem(node.origin, dotted(path), text)
+        yield Problem(node.origin, dotted_path(path), text)
 
 
 def _path(loc: tuple[int | str, ...], root: YamlNode, run: Kind) -> _Path:
@@ -139,7 +139,7 @@ def _unknown(path: _Path, section: type[Section], *, chosen: bool) -> str:
     Args:
         chosen: whether the run names its strategy.
     """
-    name, here = str(path[-1]), dotted(path[:-1])
+    name, here = str(path[-1]), dotted_path(path[:-1])
     valid = [*section.model_fields, *([] if here else ["extends"])]
     names = {
         theirs: ours.rpartition(".")[2]
@@ -152,7 +152,7 @@ def _unknown(path: _Path, section: type[Section], *, chosen: bool) -> str:
     hints = ["no such field"]
     if issubclass(section, StrategySection):
         others = [n for n, other in all_sections().items() if name in other.model_fields]
-        hints = [f"strategy {named(section)!r} has no such field"]
+        hints = [f"strategy {strategy_of(section)!r} has no such field"]
     if others:
         hints.append(f"it is a field of {' and '.join(f'strategy {each!r}' for each in others)}")
         if not chosen:
@@ -173,7 +173,7 @@ def _other_homes(field: str, here: _Path) -> list[str]:
     """The other sections that have a field of this name."""
     found = (path for path, section in sections() if field in section.model_fields)
     homes = dict.fromkeys([()] if field == "extends" else found)
-    return [dotted(home) or "the top level" for home in homes if home != here]
+    return [dotted_path(home) or "the top level" for home in homes if home != here]
 
 
 def _refused(path: _Path, text: str, root: YamlNode) -> str:
@@ -188,7 +188,7 @@ def _refused(path: _Path, text: str, root: YamlNode) -> str:
 
 def _wrong(path: _Path, node: YamlNode, expected: Kind) -> str:
     wanted = " or ".join(dict.fromkeys(map(_with_article, expected.members)))
-    said = f"got {received(node, private=is_private(path))}, expected {wanted}"
+    said = f"got {describe_value(node, private=is_private(path))}, expected {wanted}"
     return "; ".join([said, *_hints(node, expected), *_first_field(path, node, expected)])
 
 
@@ -242,5 +242,5 @@ def _first_field(path: _Path, node: YamlNode, expected: Kind) -> Iterator[str]:
     for name in ("name", "type", "path", "param_dtype"):
         value, field = _value_here(node.value), expected.below(name)
         if field is not None and (value in field.choices or "text" in str(field)):
-            yield f"write '{dotted((*path, name))}: {value}'"
+            yield f"write '{dotted_path((*path, name))}: {value}'"
             return

@@ -70,7 +70,7 @@ def _section(provided: Provided[StrategySpec]) -> type[StrategySection]:
     )
 
 
-def named(section: type[StrategySection]) -> str:
+def strategy_of(section: type[StrategySection]) -> str:
     """The strategy that a section is of."""
     return str(section.model_fields["name"].default)
 

@@ -104,7 +104,7 @@ def plain(node: YamlNode) -> Any:
     return node.value
 
 
-def received(node: YamlNode, *, private: bool = False) -> str:
+def describe_value(node: YamlNode, *, private: bool = False) -> str:
     """A value as it was written, with its type: 'fast' (str), 1e3 (float), null.
 
     Args:
@@ -156,7 +156,7 @@ def run_file_error(name: str, problems: Iterable[Problem]) -> RunFileError:
     return RunFileError("\n  ".join([f"{name}: {count}", *map(str, unique[:_MOST_SHOWN])]))
 
 
-def dotted(path: Iterable[object]) -> str:
+def dotted_path(path: Iterable[object]) -> str:
     """A path as a user writes it: ("adapter", "targets", 0) is adapter.targets[0]."""
     text = ""
     for part in path:

@@ -17,7 +17,7 @@ from anygauge.config.schema import DataSection, SourceSection
 from anygauge.data.formats import Chat, Row, TokenRow, parse_all
 from anygauge.data.loss_masks import Aligner, bounded_parts, rendered_spans
 from anygauge.data.readers import Record
-from anygauge.data.template import ChatTemplate, Rendering, Span, read_template, unwatched
+from anygauge.data.template import ChatTemplate, Rendering, Span, read_template, render_unbounded
 from anygauge.interface import DataError, ModelError
 
 _VERSION = 5
@@ -129,7 +129,7 @@ class RowEncoder:
         tokenizer: Any,
         *,
         field: str,
-        rendering: Rendering = unwatched,
+        rendering: Rendering = render_unbounded,
     ) -> None:
         if tokenizer.eos_token_id is None:
             raise ModelError(
@@ -147,7 +147,7 @@ class RowEncoder:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process: who watches renderings."""
-        return {**self.__dict__, "_template": None, "_rendering": unwatched}
+        return {**self.__dict__, "_template": None, "_rendering": render_unbounded}
 
     def watch(self, rendering: Rendering) -> None:
         """Report renderings from now on."""

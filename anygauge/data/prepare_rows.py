@@ -16,7 +16,7 @@ from anygauge.data.cache import Cache, Entry, cache_folder, key_of
 from anygauge.data.encode import Counts, RowEncoder
 from anygauge.data.formats import detect_format, parse_all
 from anygauge.data.order import split
-from anygauge.data.remote_files import copied, describe_address
+from anygauge.data.remote_files import describe_address, local_copy
 from anygauge.data.rows import (
     TABLE_VERSION,
     Tokenize,
@@ -28,7 +28,7 @@ from anygauge.data.rows import (
 )
 from anygauge.data.sources import Source, first_records, open_source, row_format
 from anygauge.data.streaming import PackedStream, RowStream, StreamedRows, unknown_end
-from anygauge.data.template import Rendering, read_template, unwatched
+from anygauge.data.template import Rendering, read_template, render_unbounded
 from anygauge.interface import DataError
 
 PEEKED_ROWS = 20
@@ -45,7 +45,7 @@ class Prepared(NamedTuple):
     eval: TokenizedRows | None
 
 
-def described(rows: TokenizedRows | StreamedRows) -> str:
+def describe_rows(rows: TokenizedRows | StreamedRows) -> str:
     """What became of rows, of streamed ones so far; which were skipped first; and whether they came
     from the cache."""
     text = str(rows.report)
@@ -108,7 +108,7 @@ def copy_addresses(data: DataSection, run: str, show: Callable[[str, int, int], 
     """
     with Cache(cache_folder(data.cache, os.environ), run=run) as cache:
         for address in addresses(data):
-            copied(address, cache, partial(show, describe_address(address)))
+            local_copy(address, cache, partial(show, describe_address(address)))
 
 
 def prepare(
@@ -119,7 +119,7 @@ def prepare(
     log: Log = lambda text: None,
     run: str = "",
     first: int | None = None,
-    rendering: Rendering = unwatched,
+    rendering: Rendering = render_unbounded,
     memory: int | None = None,
 ) -> Prepared:
     """Read and tokenize all rows, or take them from the cache; with streaming, open the sources.

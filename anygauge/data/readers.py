@@ -109,11 +109,11 @@ def file_rows(
     """
     if suffix == ".csv":
         # The header is line 1: a row has the number that a spreadsheet shows.
-        rows = rows_of(numbered(_csv(open_file, name)), start, shift=2)
+        rows = rows_of(with_row_numbers(_csv(open_file, name)), start, shift=2)
     elif suffix == ".parquet":
         rows = rows_of(_parquet(open_file, start), start)
     elif suffix == ".arrow":
-        rows = rows_of(numbered(_arrow(open_file)), start)
+        rows = rows_of(with_row_numbers(_arrow(open_file)), start)
     elif suffix == ".txt":
         rows = islice(_document_rows(open_file, name, column), start, None)
     else:
@@ -329,7 +329,7 @@ def _written(value: Any, kind: Any) -> Any:
     return value
 
 
-def numbered(batches: Any, first: int = 0) -> Batches:
+def with_row_numbers(batches: Any, first: int = 0) -> Batches:
     """Batches with the numbers of their first rows."""
     for batch in batches:
         yield first, batch
@@ -379,7 +379,7 @@ def _parquet(open_file: OpenFile, start: int) -> Batches:
             rows = opened.metadata.row_group(group).num_rows
             if first + rows > start:
                 batches = opened.iter_batches(batch_size=BATCH, row_groups=[group])
-                yield from numbered(batches, first)
+                yield from with_row_numbers(batches, first)
             first += rows
 
 
@@ -403,7 +403,7 @@ _UNPACKERS: Mapping[str, Callable[[BinaryIO], Any]] = {
 }
 
 
-def unpacked(file: BinaryIO, name: str) -> BinaryIO:
+def open_decompressed(file: BinaryIO, name: str) -> BinaryIO:
     """A file unpacked on the way, where its name says that it is compressed."""
     unpacker = _UNPACKERS.get(Path(name).suffix.lower())
     if unpacker is None:

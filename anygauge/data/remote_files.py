@@ -62,8 +62,8 @@ class _RemoteFile(io.RawIOBase):
         self._at = 0
         self._file: Any = None
         self._options: dict[str, Any] = {"cache_type": "none"}
-        self._files, self._path = retried(self._name, lambda: _file_system(address))
-        details = retried(self._name, lambda: self._files.info(self._path))
+        self._files, self._path = with_retry(self._name, lambda: _file_system(address))
+        details = with_retry(self._name, lambda: self._files.info(self._path))
         self.size: int | None = details.get("size")
         self.version = str(next(filter(None, map(details.get, _VERSIONS)), ""))
         if self.version and self._path.startswith(_HTTP):
@@ -93,7 +93,7 @@ class _RemoteFile(io.RawIOBase):
         if wanted <= 0:
             return 0
         place = f"{self._name} (byte {self._at:,})"
-        count = retried(place, lambda: self._read(buffer, wanted))
+        count = with_retry(place, lambda: self._read(buffer, wanted))
         self._at += count
         return count
 
@@ -137,7 +137,7 @@ def remote_identity(address: str) -> str:
     return key_of("remote", describe_address(address), file.size, file.version)
 
 
-def copied(
+def local_copy(
     address: str, cache: Cache, show: Callable[[int, int], None] = lambda done, total: None
 ) -> Path:
     """The copy of a remote file in the cache, made if there is none of this version.
@@ -196,7 +196,7 @@ def _file_system(address: str) -> tuple[Any, str]:
     return files, path
 
 
-def retried(what: str, work: Callable[[], Result]) -> Result:
+def with_retry(what: str, work: Callable[[], Result]) -> Result:
     """What `work` returns; once more where a connection breaks or the server is busy."""
     waits = iter(WAITS_S)
     while True:

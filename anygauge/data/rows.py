@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from anygauge.data.cache import Entry, key_of
 from anygauge.data.encode import BAD, CUT, EMPTY, LONG, WHOLE, Counts, RowEncoder, Tokens
 from anygauge.data.readers import Record
-from anygauge.data.template import Rendering, unwatched
+from anygauge.data.template import Rendering, render_unbounded
 from anygauge.interface import AnygaugeError, DataAccessError, DataError
 from anygauge.util import errors
 from anygauge.util.processes import tie_to_parent
@@ -203,7 +203,7 @@ class Workers:
         works: Sequence[Tokenize],
         count: int = 1,
         memory: int | None = None,
-        rendering: Rendering = unwatched,
+        rendering: Rendering = render_unbounded,
     ) -> None:
         self._memory, self._rendering = memory, rendering
         self._messages = SPAWN.SimpleQueue()

@@ -23,8 +23,8 @@ from anygauge.data.readers import Record
 from anygauge.data.remote_files import (
     BLOCK,
     FEW,
-    copied,
     describe_address,
+    local_copy,
     open_remote,
     remote_identity,
 )
@@ -94,7 +94,7 @@ def open_source(
                 "data set on the hub"
             )
         if names_address(path) and cache is not None:
-            path = str(copied(path, cache))
+            path = str(local_copy(path, cache))
         source = _file(path, name, cache, FEW if beginning else BLOCK, section.text)
     if limit is None:
         return source
@@ -145,7 +145,9 @@ def _file(path: str, name: str, cache: Cache | None, block: int, column: str = "
     def opened() -> BinaryIO:
         if names_address(path):
             # Of Parquet, exact parts are read; a buffer would fetch what lies between.
-            return readers.unpacked(open_remote(path, 0 if suffix == ".parquet" else block), name)
+            return readers.open_decompressed(
+                open_remote(path, 0 if suffix == ".parquet" else block), name
+            )
         try:
             file = open_regular(Path(path).expanduser())
         except OSError as error:
@@ -154,7 +156,7 @@ def _file(path: str, name: str, cache: Cache | None, block: int, column: str = "
         contents.add((stat.st_size, stat.st_mtime_ns))
         if len(contents) > 1:
             raise DataError(f"{name} changed while it was being read; start again")
-        return readers.unpacked(file, name)
+        return readers.open_decompressed(file, name)
 
     if suffix == ".json" and readers.holds_lines(opened, name):
         suffix = ".jsonl"
@@ -215,7 +217,7 @@ def _data_set(
     def rows(start: int) -> Iterator[Record]:
         at = start
         try:
-            for row in readers.rows_of(readers.numbered(table.iter(readers.BATCH)), start):
+            for row in readers.rows_of(readers.with_row_numbers(table.iter(readers.BATCH)), start):
                 at = row.place + 1
                 yield row
         except Exception as error:

@@ -49,7 +49,7 @@ from anygauge.data.rows import (
     to_numpy,
 )
 from anygauge.data.sources import Source, in_turn
-from anygauge.data.template import Rendering, unwatched
+from anygauge.data.template import Rendering, render_unbounded
 from anygauge.interface import DataError, RunFileError
 
 _ENDLESS = 2**62
@@ -85,7 +85,7 @@ class StreamedRows:
         identity: str,
         size: int,
         tokenizer: Workers | None = None,
-        rendering: Rendering = unwatched,
+        rendering: Rendering = render_unbounded,
     ) -> None:
         self.identity, self.size = identity, size
         self._sources, self._tokenizer, self._rendering = sources, tokenizer, rendering

@@ -114,7 +114,7 @@ def _check_syntax(text: str, where: str) -> None:
         raise RunFileError(f"{where}: not a valid Jinja template: nested too deeply") from None
 
 
-def unwatched(template: str, row: str) -> None:
+def render_unbounded(template: str, row: str) -> None:
     """Where nobody bounds what a template takes; see `Rendering`."""
 
 
@@ -136,7 +136,7 @@ class ChatTemplate:
         self,
         tokenizer: Any,
         given: str | None,
-        rendering: Rendering = unwatched,
+        rendering: Rendering = render_unbounded,
         *,
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
@@ -276,7 +276,7 @@ class ChatTemplate:
 def end_of_turn_ids(
     tokenizer: Any,
     given: str | None,
-    rendering: Rendering = unwatched,
+    rendering: Rendering = render_unbounded,
     *,
     kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["REPOSITORY_VARIABLE", "ImageRelease", "own_image", "read_releases", "tagged"]
+__all__ = ["REPOSITORY_VARIABLE", "ImageRelease", "image_tag", "own_image", "read_releases"]
 
 REPOSITORY_VARIABLE = "ANYGAUGE_REPOSITORY"
 """Where the images that you built are, such as ``registry.example.com/team/anygauge``."""
@@ -54,10 +54,10 @@ def read_releases(file: Path) -> tuple[ImageRelease, ...]:
 
 def own_image(backend: str, releases: tuple[ImageRelease, ...]) -> str:
     """The name of a backend's newest image that is built from anygauge's sources."""
-    return tagged(backend, [one for one in releases if one.built][-1])
+    return image_tag(backend, [one for one in releases if one.built][-1])
 
 
-def tagged(backend: str, release: ImageRelease) -> str:
+def image_tag(backend: str, release: ImageRelease) -> str:
     """The name of a release's image, such as ``anygauge:0.2.0-cpu-torch-2.13``."""
     if release.image is not None:
         return release.image

@@ -112,13 +112,13 @@ def _is_plain(function: Any) -> bool:
         isinstance(found, tuple)
         and len(found) == 2
         and all(
-            one.shape == x.shape and torch.allclose(one, rotated(x, cos, sin), atol=1e-5)
+            one.shape == x.shape and torch.allclose(one, apply_rotation(x, cos, sin), atol=1e-5)
             for one, x in zip(found, (query, key), strict=True)
         )
     )
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The plain formula: x (B, H, T, D), cos and sin (B or 1, T, D) -> (B, H, T, D)."""
     first, second = x.chunk(2, dim=-1)
     return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]

@@ -29,7 +29,7 @@ from anygauge.launch.rank_start import RankArgv, rank_argv
 from anygauge.launch.startup import (
     StartAbortedError,
     claim_run_directory,
-    expanded,
+    expand_variables,
     log_to,
     place_run_file,
     prepare_on_all,
@@ -108,11 +108,11 @@ class _Agent:
         if arguments.secrets is not None:
             os.environ.update(read_secrets(arguments.secrets))
         inherited = scrub(os.environ)
-        self._node_rank = int(expanded(arguments.node_rank))
+        self._node_rank = int(expand_variables(arguments.node_rank))
         if arguments.events is not None:
             mode = os.O_WRONLY | os.O_APPEND | os.O_CREAT
             self._outbox = Outbox(os.open(arguments.events, mode, 0o644), shared=True)
-        resume = int(expanded(arguments.attempt, absent="0")) > 0
+        resume = int(expand_variables(arguments.attempt, absent="0")) > 0
         job = Job.load(arguments.job)
         if job.run_text:
             claim_run_directory(job, self._node_rank)
@@ -166,7 +166,7 @@ class _Agent:
             fabric=own.fabric.name,
             settings=own.digests(),
         )
-        host, _, port = expanded(coordinator).rpartition(":")
+        host, _, port = expand_variables(coordinator).rpartition(":")
         address = (host.strip("[]"), int(port))
         return meet(job, self._outbox, hello, address, self._requests.received)
 

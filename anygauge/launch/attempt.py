@@ -10,7 +10,7 @@ from types import FrameType
 
 from anygauge.interface import Job
 from anygauge.launch.outcome import JobFailure, NodeReport, stopped_text
-from anygauge.launch.rank_failure import located
+from anygauge.launch.rank_failure import locate_failure
 from anygauge.launch.rank_process import RankProcess
 from anygauge.util.processes import END_AT_ONCE
 
@@ -112,7 +112,7 @@ class Attempt:
             ok=complete and all(rank.ok for rank in self.ranks),
             stopped=stopped_text(self.ranks[0].stopped or {}) if clean else None,
             failures=tuple(
-                located(
+                locate_failure(
                     rank.failure,
                     host=self._hostname,
                     world_size=self._job.world_size,

@@ -125,7 +125,7 @@ def _train(launch: ForeignLaunch, job: Job, lock: str, quiet: bool) -> int:
     What libraries print goes to its log, as in any run.
     """
     from anygauge.launch.outcome import stopped_text
-    from anygauge.launch.rank_failure import located, reported_failure
+    from anygauge.launch.rank_failure import locate_failure, reported_failure
     from anygauge.training.worker import reported
 
     out, err = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
@@ -142,7 +142,7 @@ def _train(launch: ForeignLaunch, job: Job, lock: str, quiet: bool) -> int:
     status = reported(job, launch.rank, events, lock)
     kind = events.ending["event"]
     if kind == "failed":
-        failure = located(
+        failure = locate_failure(
             reported_failure(launch.rank, events.ending, time.time()),
             host=socket.gethostname(),
             world_size=job.world_size,

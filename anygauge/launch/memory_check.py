@@ -130,7 +130,7 @@ def looked_at(
     )
 
 
-def planned(
+def plan_memory(
     run: RunFile,
     forms: Sequence[RunFile],
     registry: Registry,

@@ -43,7 +43,7 @@ def misses_torch(error: BaseException) -> bool:
     return False
 
 
-def failed(error: Exception, stage: str) -> dict[str, Any]:
+def failure_event(error: Exception, stage: str) -> dict[str, Any]:
     """The event that an error comes to: a refusal, unless torch is not installed."""
     if isinstance(error, AnygaugeError):
         # The other end knows the kinds that all packages share, with their exit status.
@@ -100,7 +100,7 @@ def main() -> int:
     except Exception as error:
         if sys.modules.get("torch", error) is None and misses_torch(error):
             begin_again(request.model_copy(update={"with_torch": True}), answers)
-        events.send(**failed(error, stages.stage))
+        events.send(**failure_event(error, stages.stage))
     events.send("done")
     return 0
 

@@ -12,7 +12,7 @@ from typing import Any
 from anygauge.config.resolved import parse_run
 from anygauge.config.schema import DataSection, ModelSection, RunFile
 from anygauge.data.rows import share_of_memory
-from anygauge.launch.memory_check import looked_at, planned
+from anygauge.launch.memory_check import looked_at, plan_memory
 from anygauge.launch.prepare_request import PrepareAnswer, PrepareRequest
 from anygauge.models.hub import HubUnreachableError, fetch
 from anygauge.models.source import quiet_libraries
@@ -113,7 +113,7 @@ class Stages:
             self._check(run)
         if plans and decided is None:
             self.enter("plan")
-            decided = planned(
+            decided = plan_memory(
                 run,
                 forms,
                 registry,

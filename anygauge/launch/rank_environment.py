@@ -31,7 +31,7 @@ from anygauge.interface import (
 from anygauge.registry import (
     Registry,
     ResolvedSetting,
-    applied,
+    apply_settings,
     installed_plugins,
     resolve_environment,
 )
@@ -92,7 +92,7 @@ class NodeEnvironment:
 
     def of_rank(self, local_rank: int) -> dict[str, str]:
         """All variables of a rank, except for those of its numbers."""
-        return applied(self._by_rank[local_rank], self._inherited)
+        return apply_settings(self._by_rank[local_rank], self._inherited)
 
     def digests(self) -> dict[str, str]:
         """Variable -> digest of its value, of those that must be the same on all nodes."""

@@ -74,7 +74,7 @@ def exit_failure(
     return JobFailure(rank=rank, time=time, text=text, by_signal=code < 0 and not aborted)
 
 
-def located(
+def locate_failure(
     failure: JobFailure,
     *,
     host: str,

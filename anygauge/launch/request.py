@@ -224,7 +224,7 @@ def _refuse_secrets(run: RunFile) -> None:
             )
 
 
-def rendered(request: RunRequest) -> Plan:
+def render_plan(request: RunRequest) -> Plan:
     """What the launcher would do.
 
     Raises:

@@ -82,7 +82,7 @@ def _watch(given: io.FileIO) -> None:
     os.kill(os.getpid(), signal.SIGHUP)
 
 
-def expanded(argument: str, absent: str | None = None) -> str:
+def expand_variables(argument: str, absent: str | None = None) -> str:
     """An argument, with the values of variables in place of each ``$NAME``.
 
     Args:

@@ -124,7 +124,7 @@ def refuse_second(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def submitted(
+def submit_job(
     request: RunRequest, plan: Plan, *, resuming: bool
 ) -> Iterator[tuple[RunningJob, Signals]]:
     """The job, and the signals that came before it was whole: it was asked to end for them.

@@ -29,7 +29,7 @@ from anygauge.util.files import flush, part_of, usual_mode
 
 
 @contextlib.contextmanager
-def completed(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """Give a folder to write to; on success it takes the place of `folder`, whose parent is there.
 
     Raises:

@@ -14,7 +14,7 @@ from anygauge.config.schema import ModelSection
 from anygauge.interface import HOST_DEVICE, ModelError, ResultError
 from anygauge.models import card
 from anygauge.models.conversion import in_published_form
-from anygauge.models.export import completed, save_model
+from anygauge.models.export import atomic_folder, save_model
 from anygauge.models.generate import load_for_inference, quantization_of
 from anygauge.models.model_files import WeightFiles, not_finite
 from anygauge.models.quantization import in_words
@@ -105,7 +105,7 @@ def merge(section: ModelSection, adapter: Path, output: Path, files: ResultFiles
     )
     _check_codes(report, adapter, quantized_from)
     _check(report, relative_difference(merged, base), adapter, stored)
-    with completed(output) as part:
+    with atomic_folder(output) as part:
         save_model(
             in_published_form(
                 merged_model,

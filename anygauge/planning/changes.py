@@ -16,7 +16,7 @@ from anygauge.config.schema import RunFile
 from anygauge.config.sections import QuantizeSection
 from anygauge.interface import AnygaugeError, StrategySpec
 from anygauge.kernels.choose import LOSS, REFERENCE
-from anygauge.planning.trials import Target, Trial, Trials, changed
+from anygauge.planning.trials import Target, Trial, Trials, with_changes
 from anygauge.registry import Provided, Registry
 from anygauge.registry.specs import load_options
 from anygauge.training.auto import AUTO
@@ -65,7 +65,7 @@ class Choice:
     def tried(self, run: RunFile, target: Target, tried: Trials) -> Choice:
         """This one, planned; a refusal is an answer."""
         try:
-            run = changed(run, self.lines) if self.lines else run
+            run = with_changes(run, self.lines) if self.lines else run
             return replace(self, trial=tried(run, target))
         except AnygaugeError as error:
             return replace(self, why=str(error))
@@ -154,7 +154,7 @@ def _lighter(run: RunFile, registry: Registry) -> Sequence[list[Choice]]:
             level = 0 if index == 0 else 2 if index == len(spec.hints.lighter) - 1 else 1
             change = Choice(costs, {"strategy": {"name": spec.name, **kept, **fields}})
             levels[level].append(change)
-            if spec.name == section["name"] and changed(run, change.lines) == run:
+            if spec.name == section["name"] and with_changes(run, change.lines) == run:
                 has = level
     return [changes if level > has else [] for level, changes in enumerate(levels)]
 

@@ -130,7 +130,7 @@ class Trials:
         if target.card is not None:
             disk = on_disk(run, memory, ranks)
             held = fit(memory, target.card, ranks, run.launch.devices, target.machine, disk)
-        step, untimed = timed(run, memory, target, self.registry)
+        step, untimed = estimate_step_time(run, memory, target, self.registry)
         return Trial(run=run, target=target, memory=memory, fit=held, time=step, untimed=untimed)
 
     def first_that_fits(self, forms: Sequence[RunFile], target: Target) -> Trial:
@@ -159,7 +159,7 @@ class Trials:
     def _memory(self, run: RunFile, backend: Backend, ranks: int) -> RunMemory:
         if getattr(run.strategy, "nvme", None) is not None:
             # With what is on a disk in the host's memory; see `on_disk`.
-            run = changed(run, {"strategy.nvme": None})
+            run = with_changes(run, {"strategy.nvme": None})
         values = values_of(run)
         same = {k: v for k, v in values.items() if k not in ("launch", "name", "output", "backend")}
         key = backend.name, ranks, json.dumps(same, default=str)
@@ -207,7 +207,7 @@ def _check_type(run: RunFile, card: Card | None) -> None:
         )
 
 
-def timed(
+def estimate_step_time(
     run: RunFile, memory: RunMemory, target: Target, registry: Registry
 ) -> tuple[Duration | None, str]:
     """How long a step takes, or why that is not known."""
@@ -236,7 +236,7 @@ def timed(
         return None, str(error)
 
 
-def changed(run: RunFile, lines: Mapping[str, Any]) -> RunFile:
+def with_changes(run: RunFile, lines: Mapping[str, Any]) -> RunFile:
     """A run with other values; a mapping replaces a whole section.
 
     Args:

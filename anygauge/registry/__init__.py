@@ -2,7 +2,11 @@
 
 from anygauge.registry.load_plugins import AUTO, BLOCK_VARIABLE, PluginFailure, Provided
 from anygauge.registry.registry import Registry, installed_plugins, missing_of
-from anygauge.registry.resolve_environment import ResolvedSetting, applied, resolve_environment
+from anygauge.registry.resolve_environment import (
+    ResolvedSetting,
+    apply_settings,
+    resolve_environment,
+)
 from anygauge.registry.selection import Selection, select_backend
 
 __all__ = [
@@ -13,7 +17,7 @@ __all__ = [
     "Registry",
     "ResolvedSetting",
     "Selection",
-    "applied",
+    "apply_settings",
     "installed_plugins",
     "missing_of",
     "resolve_environment",

@@ -76,7 +76,7 @@ class ResolvedSetting:
         return HIDDEN if hidden else without_secrets(value)
 
 
-def applied(resolved: Iterable[ResolvedSetting], base: Mapping[str, str]) -> dict[str, str]:
+def apply_settings(resolved: Iterable[ResolvedSetting], base: Mapping[str, str]) -> dict[str, str]:
     """A copy of `base` with every decision carried out."""
     environ = dict(base)
     for one in resolved:
@@ -136,7 +136,7 @@ def resolve_environment(
         )
         offers[name].insert(0, (USER, setting))
     resolved = [_decide(*each) for each in offers.values()]
-    backend.check_environment(applied(resolved, user_environ))
+    backend.check_environment(apply_settings(resolved, user_environ))
     return resolved
 
 

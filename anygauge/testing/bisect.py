@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from anygauge.interface import HOST_DEVICE, Job
-from anygauge.testing.bounds import compare, on_host, rounded, roundoff
+from anygauge.testing.bounds import compare, on_host, round_either_way, roundoff
 from anygauge.testing.process import Subject, run_ranks
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def cause_of(subject: Subject, folder: Path, found: Path, step: int, *, ranks: i
 def first_operation(request: Any) -> tuple[int, str, str]:
     """How many operations were repeated; the first that leaves the host, empty if none does; and
     what was compared, in words."""
-    run = prepared(Path(request["run"]), request["rendezvous"])
+    run = prepare_run(Path(request["run"]), request["rendezvous"])
     loop, replay = run.loop, Replay(run.loop.backend.device_type)
     for index in range(loop.start, request["steps"] + 1):
         if index % loop.settings.eval_every == 0:
@@ -81,7 +81,7 @@ def first_operation(request: Any) -> tuple[int, str, str]:
     return replay.compared, replay.found, compared + unknown
 
 
-def prepared(folder: Path, rendezvous: str) -> PreparedRun:
+def prepare_run(folder: Path, rendezvous: str) -> PreparedRun:
     """A run, ready for its first step once more, in a folder beside its own."""
     from anygauge.config.resolved import read_run
     from anygauge.registry import Registry
@@ -208,7 +208,7 @@ class Replay(TorchDispatchMode):
         result = func(*args, **kwargs)
         try:
             written = _written(func, args, kwargs, result)
-            self.found = departed(func, before, written, self.place)
+            self.found = describe_deviation(func, before, written, self.place)
             self.compared += 1
         except Exception:  # whatever the host has no kernel for, in float64
             self.unknown.add(func.overloadpacket.__name__)
@@ -226,7 +226,7 @@ class Replay(TorchDispatchMode):
         return self._device_type in {made, *(each.device.type for each in tensors)}
 
 
-def departed(func: Any, before: Any, found: Sequence[Tensor], place: str) -> str:
+def describe_deviation(func: Any, before: Any, found: Sequence[Tensor], place: str) -> str:
     """An operation, its place and why, if a result is out of its bound; else nothing.
 
     Args:
@@ -266,7 +266,9 @@ def _bound(exact: Tensor, host: Tensor, size: Tensor, terms: float, dtype: torch
     size = size if terms > 1 else size.max()
     off = torch.where(exact.isfinite() & host.isfinite(), host.double() - exact, 0.0).abs().max()
     kept = min(roundoff(torch.float32), roundoff(dtype))
-    return rounded(exact, dtype) + ROUNDINGS * terms**0.5 * kept * size + LIKE_THE_HOST * off
+    return (
+        round_either_way(exact, dtype) + ROUNDINGS * terms**0.5 * kept * size + LIKE_THE_HOST * off
+    )
 
 
 def _again(func: Any, before: Any, change: Callable[[Any], Any]) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 Bounds follow from the type's roundoff and the number of terms. They hold for every order in which a
 sound device may add, and for one that rounds to either neighbour; what rounds always to the same
-side shows in the mean (`unbiased`).
+side shows in the mean (`check_unbiased`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def exact(wanted: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(wanted)
 
 
-def rounded(wanted: Tensor, dtype: torch.dtype) -> Tensor:
+def round_either_way(wanted: Tensor, dtype: torch.dtype) -> Tensor:
     """One operation that hardware has: to either neighbour."""
     return 2 * roundoff(dtype) * wanted.abs() + torch.finfo(dtype).tiny
 
@@ -67,7 +67,7 @@ def normwise(wanted: Tensor, dtype: torch.dtype) -> Tensor:
     return steps * roundoff(dtype) * (wanted.abs() + largest) + torch.finfo(dtype).tiny
 
 
-def summed(terms: int, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+def rounded_sum(terms: int, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     """A sum that float32 holds, whatever the type, and that is rounded to the type at its end.
 
     Args:
@@ -78,7 +78,7 @@ def summed(terms: int, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     return (2 * roundoff(dtype) + kept) * magnitude + torch.finfo(dtype).tiny
 
 
-def unbiased(found: Tensor, wanted: Tensor, what: str, most: float = BIASED) -> None:
+def check_unbiased(found: Tensor, wanted: Tensor, what: str, most: float = BIASED) -> None:
     """Fail where errors lean to one side; too few values are passed over.
 
     Args:
@@ -135,7 +135,7 @@ def on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to(HOST_DEVICE)
 
 
-def drawn(*shape: int, seed: int, low: float = 0.5, high: float = 1.5) -> Tensor:
+def even_values(*shape: int, seed: int, low: float = 0.5, high: float = 1.5) -> Tensor:
     """Float64 values evenly between two bounds, the same each time."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low) + low

@@ -127,7 +127,7 @@ def check(
     return register
 
 
-def judged(function: Callable[[Any], None], subject: Any, declared: Support | None) -> Verdict:
+def run_check(function: Callable[[Any], None], subject: Any, declared: Support | None) -> Verdict:
     """What becomes of a check's function.
 
     A capability that is declared and fails is a failure, and so is one that is declared missing

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as nn
 
 from anygauge.interface import HOST_DEVICE
-from anygauge.kernels.rope import rotated
+from anygauge.kernels.rope import apply_rotation
 from anygauge.models.inputs import FORMS, MaskPlan, visible
 from anygauge.registry import Registry
 from anygauge.registry.specs import load_factory
@@ -135,7 +135,7 @@ def rope(on: Opened, kernel: Any, name: str) -> None:
     inputs = _drawn(on, (2, 4, 9, 16), (2, 2, 9, 16), seed=7)
 
     def formula(query: Tensor, key: Tensor, *turns: Tensor) -> list[Tensor]:
-        return [rotated(each, *(turn.double() for turn in turns)) for each in (query, key)]
+        return [apply_rotation(each, *(turn.double() for turn in turns)) for each in (query, key)]
 
     for rows in (2, 1):
         angles = 3 * _drawn(on, (rows, 9, 8))[0].float().repeat(1, 1, 2)

@@ -240,7 +240,7 @@ def train(
 # -- how runs are judged --------------------------------------------------------------------------
 
 
-def compared(
+def compare_runs(
     found: Trained, wanted: Trained, allowed: Mapping[str, float], where: str = "on the host"
 ) -> tuple[Mapping[str, float], int, str]:
     """Every loss, norm and evaluation of a run beside another's, in the order of training.
@@ -371,7 +371,7 @@ class LoopTrials:
             if not (folder / "run.json").exists():
                 return wrong  # it came to no step
         else:
-            most, step, wrong = compared(found, host, allowed)
+            most, step, wrong = compare_runs(found, host, allowed)
             folder, step = found.folder, max(1, step)
             what = f"{spec.name} on {ranks}" if spec else f"{kind}, {dtype}"
             for title, names in (("losses", (LOSS, EVALUATION)), ("gradients' norms", (NORM,))):
@@ -412,7 +412,7 @@ class LoopTrials:
             usual[LOSS] = max(spec.tolerance, 1e-6)
         elif self.subject.create().sums_vary:  # it says so: resumed, it differs no more than they
             usual = self.allowed("float32")
-        *_, wrong = compared(rest, whole, usual, "in the undisturbed run")
+        *_, wrong = compare_runs(rest, whole, usual, "in the undisturbed run")
         return wrong and (
             f"after a resume from step {MIDDLE} {wrong}: a state, a generator or the place in the "
             "data is not restored"

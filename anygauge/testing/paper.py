@@ -68,7 +68,7 @@ class Paper:
 
 
 @contextlib.contextmanager
-def unchanged(what: str) -> Iterator[None]:
+def process_unchanged(what: str) -> Iterator[None]:
     """Fail if what is done meanwhile changes the process, or imports what is heavy."""
     before, loaded = _process_state(), _heavy()
     yield
@@ -105,7 +105,7 @@ def announced(paper: Paper) -> None:
     "driver's library that the probe loads, a count that is guessed, a driver that counts as one",
 )
 def probe_is_pure(paper: Paper) -> None:
-    with unchanged("the probe"):
+    with process_unchanged("the probe"):
         began = time.perf_counter()
         probe = paper.spec.probe()
         took = time.perf_counter() - began
@@ -133,7 +133,7 @@ def probe_is_pure(paper: Paper) -> None:
     "process changes the first; code that asks too early computes on the wrong device",
 )
 def light_construction(paper: Paper) -> None:
-    with unchanged("constructing it"):
+    with process_unchanged("constructing it"):
         first, second = paper.backend(), paper.backend()
     assert not first.placement.is_open, "constructing it opened a device"
     for facet in ("placement", "graph", "collectives"):

@@ -35,8 +35,8 @@ from anygauge.testing.check import (
     ConformanceCheck,
     Opened,
     Verdict,
-    judged,
     progress,
+    run_check,
     worst,
 )
 from anygauge.testing.leaks import ProcessState
@@ -260,7 +260,7 @@ class PartVerdicts:
     def of(self, check: ConformanceCheck) -> Verdict:
         """The verdict on a check; one that says what happened where there is none."""
         if check.of_the_end:
-            return judged(check.function, self.trouble, None)
+            return run_check(check.function, self.trouble, None)
         why = f": {self.trouble}" if self.trouble else ""
         return self.verdicts.get(check.name, (FAILED, f"the check was not reached{why}"))
 
@@ -369,7 +369,7 @@ def _ask_all(
     for check in CHECKS.values():
         if (check.part, check.of_the_end, check.of_the_close) == (part, False, judge is None):
             answers.begin(check.name)
-            verdict = judge(check) if judge else judged(check.function, state, None)
+            verdict = judge(check) if judge else run_check(check.function, state, None)
             if judge:  # on a device a check may change what it likes
                 state.note(f"asking whether {check.title}", judged=part == "basic")
             answers.write(check.name, *verdict)
@@ -379,7 +379,7 @@ def _on_paper(request: Any, answers: Answers, state: ProcessState) -> None:
     registry = Registry.load(os.environ)
     state.note("importing it")
     paper = Paper(name=request["backend"], options=request["options"], registry=registry)
-    _ask_all("basic", answers, state, lambda each: judged(each.function, paper, None))
+    _ask_all("basic", answers, state, lambda each: run_check(each.function, paper, None))
     steps: dict[str, Callable[[], object]] = {
         "probing it": paper.spec.probe,
         "making one": paper.backend,
@@ -407,7 +407,7 @@ def _on_device(request: Any, answers: Answers, state: ProcessState) -> None:
     collectives = backend.support("collectives")
     absent, subject = None, None
     if part == "ranks" and not collectives:  # then they must not even open
-        absent = judged(lambda _: _opened(request, backend, fresh), None, collectives)
+        absent = run_check(lambda _: _opened(request, backend, fresh), None, collectives)
     else:
         subject = _opened(request, backend, fresh)
 
@@ -416,7 +416,7 @@ def _on_device(request: Any, answers: Answers, state: ProcessState) -> None:
             return absent
         declared = None if check.capability is None else backend.support(check.capability)
         function = (lambda on: on.ask(check)) if part == "ranks" else check.function
-        return judged(function, subject, declared)
+        return run_check(function, subject, declared)
 
     state.note("importing and opening it")
     _ask_all(part, answers, state, judge)

@@ -13,7 +13,15 @@ from torch import Tensor
 from torch.nn import functional as nn
 
 from anygauge.testing import bounds
-from anygauge.testing.bounds import LAYOUTS, Bound, compare, drawn, on_host, summed, types
+from anygauge.testing.bounds import (
+    LAYOUTS,
+    Bound,
+    compare,
+    even_values,
+    on_host,
+    rounded_sum,
+    types,
+)
 from anygauge.testing.check import TABLE_S, Opened, check
 
 LISTED = 200
@@ -31,7 +39,7 @@ def _agrees(
     it comes that of a sum of so many terms of one sign."""
     found = on_host(function(*(each.to(on.device, copy=True) for each in given)))
     wanted = function(*(x.double() if x.is_floating_point() else x for x in given))
-    added = summed(terms, wanted.abs(), found.dtype) if terms else 0.0
+    added = rounded_sum(terms, wanted.abs(), found.dtype) if terms else 0.0
     compare(found, wanted, bound(wanted, found.dtype) + added, f"{what} of {given[0].dtype}")
     return found, wanted
 
@@ -53,9 +61,9 @@ BY_INDEX: Mapping[str, Function] = {
     )[0],
 }
 EACH: Mapping[str, tuple[Bound, Function]] = {
-    "the conversion from float32": (bounds.rounded, lambda x, _, full: full.type_as(x)),
-    "add": (bounds.rounded, lambda x, y, _: x + y),
-    "mul": (bounds.rounded, lambda x, y, _: x * y),
+    "the conversion from float32": (bounds.round_either_way, lambda x, _, full: full.type_as(x)),
+    "add": (bounds.round_either_way, lambda x, y, _: x + y),
+    "mul": (bounds.round_either_way, lambda x, y, _: x * y),
     "div": (bounds.normwise, lambda x, y, _: x / y),
     "add_": (bounds.normwise, lambda x, y, _: (x * 1).add_(y, alpha=3)),
     "lerp": (bounds.normwise, lambda x, y, _: torch.lerp(x, y, 0.3)),
@@ -71,13 +79,13 @@ EACH: Mapping[str, tuple[Bound, Function]] = {
 )
 def long_sums(on: Opened) -> None:
     for dtype, (name, of_all) in itertools.product(types(on), SUMS.items()):
-        values = drawn(5, 2**14 + 3, seed=6, low=0.25, high=1).to(dtype)
+        values = even_values(5, 2**14 + 3, seed=6, low=0.25, high=1).to(dtype)
         terms = values.numel()
-        _agrees(on, of_all, [values], bounds.rounded, f"{name} of {terms}", 4 * terms)
+        _agrees(on, of_all, [values], bounds.round_either_way, f"{name} of {terms}", 4 * terms)
     places = torch.where(torch.arange(OFTEN) % 7 > 0, 3, torch.arange(OFTEN) // 7 % 5)
-    given = torch.zeros(5, 4), places, drawn(OFTEN, 4, seed=9).float()
+    given = torch.zeros(5, 4), places, even_values(OFTEN, 4, seed=9).float()
     for name, by_index in BY_INDEX.items():
-        _agrees(on, by_index, given, bounds.rounded, f"{name}, {OFTEN} indices", 4 * OFTEN)
+        _agrees(on, by_index, given, bounds.round_either_way, f"{name}, {OFTEN} indices", 4 * OFTEN)
 
 
 @check_sizes(
@@ -87,10 +95,10 @@ def long_sums(on: Opened) -> None:
 )
 def rounding_leans_to_no_side(on: Opened) -> None:
     for dtype in types(on):
-        x, y = (drawn(257, 301, seed=seed, low=0.5, high=4).float() for seed in (1, 2))
+        x, y = (even_values(257, 301, seed=seed, low=0.5, high=4).float() for seed in (1, 2))
         given = x.to(dtype), y.to(dtype), x
         for name, (bound, function) in EACH.items():
-            bounds.unbiased(*_agrees(on, function, given, bound, name), name)
+            bounds.check_unbiased(*_agrees(on, function, given, bound, name), name)
 
 
 PRODUCTS: Mapping[str, Function] = {
@@ -113,7 +121,7 @@ def _product(
     magnitude, dtype = function(*(each.double().abs() for each in inputs)), inputs[0].dtype
     # Factors of float32 may be shortened.
     factors = 4 * bounds.product_roundoff(on, dtype) * (dtype is torch.float32)
-    bound = summed(terms, magnitude, dtype) + factors * magnitude
+    bound = rounded_sum(terms, magnitude, dtype) + factors * magnitude
     return _agrees(on, function, inputs, lambda *_: bound, what)
 
 
@@ -130,15 +138,15 @@ def products_keep_their_digits(on: Opened) -> None:
     for (name, function), low, dtype in itertools.product(PRODUCTS.items(), (0.5, -1.5), types(on)):
         unit, factors = bounds.roundoff(dtype), bounds.product_roundoff(on, dtype)
         for rows, terms, columns in SHAPES if name == "mm" else ONE_ROW:
-            x = drawn(rows, terms, seed=1, low=low).to(dtype)
-            w = drawn(columns, terms, seed=2, low=low).to(dtype)
+            x = even_values(rows, terms, seed=1, low=low).to(dtype)
+            w = even_values(columns, terms, seed=2, low=low).to(dtype)
             what = f"{name}, {rows} x {terms} x {columns} from {low}"
             found, wanted = _product(on, function, (x, w), terms * (4 if rows == 1 else 1), what)
             if low > 0:
                 # Many roundings of one sum need not cancel: those of float32 by their root. Shorter
                 # factors may be cut off.
                 lean = terms**0.5 * bounds.roundoff(torch.float32) + 4 * max(factors - unit, 0.0)
-                bounds.unbiased(found, wanted, what, bounds.BIASED + lean / unit)
+                bounds.check_unbiased(found, wanted, what, bounds.BIASED + lean / unit)
 
 
 WIDE_ROWS: Mapping[str, Function] = {
@@ -166,7 +174,7 @@ def _gradient(function: Function, x: Tensor, *others: Tensor) -> Tensor:
 def wide_rows(on: Opened) -> None:
     # Devices change kernels above 4,096; the other is of a large vocabulary.
     for dtype, columns in itertools.product(types(on), (4097, 131072)):
-        x, scale = (drawn(n, columns, seed=7, low=-3, high=3).to(dtype) for n in (3, 1))
+        x, scale = (even_values(n, columns, seed=7, low=-3, high=3).to(dtype) for n in (3, 1))
         x[:, -1] = 6.0  # the largest of each row
         targets = torch.tensor([columns - 1, columns // 2 + 1, -100])  # the last does not count
         given = x, scale[0], targets
@@ -193,7 +201,7 @@ FOREACH: Mapping[str, Callable[..., Any]] = {
 def _list(seed: int) -> list[Tensor]:
     """Float32 values of odd sizes, small and large in turn, as an adapter's factors have them."""
     sizes = [(n % 7 + 1, 4 + n % 5) if n % 20 else (17, 1031) for n in range(LISTED)]
-    return [drawn(*size, seed=seed + n).float() for n, size in enumerate(sizes)]
+    return [even_values(*size, seed=seed + n).float() for n, size in enumerate(sizes)]
 
 
 @check_sizes(
@@ -238,10 +246,10 @@ def _trained(change: Callable[[Tensor], Tensor], **form: bool) -> list[Tensor]:
 
 
 LENGTHS: Mapping[str, tuple[Bound, Function]] = {
-    "mul": (bounds.rounded, lambda x: x * x),
+    "mul": (bounds.round_either_way, lambda x: x * x),
     "silu": (bounds.normwise, nn.silu),
     "cat": (bounds.exact, lambda x: torch.cat((x, x))),
-    "sum": (lambda w, d: summed(1024, w.abs() + 512, d), torch.sum),
+    "sum": (lambda w, d: rounded_sum(1024, w.abs() + 512, d), torch.sum),
     "softmax": (bounds.normwise, lambda x: torch.softmax(x, 0)),
 }
 
@@ -256,7 +264,7 @@ def odd_lengths(on: Opened) -> None:
     lengths = range(1, 1025, 74 if on.backend.graph.accumulates else 2)
     for turn, dtype in enumerate(types(on)):
         for length in lengths[turn :: 1 + 3 * turn]:
-            x = drawn(length, seed=length, low=-1, high=1).to(dtype)
+            x = even_values(length, seed=length, low=-1, high=1).to(dtype)
             for name, (bound, function) in LENGTHS.items():
                 _agrees(on, function, [x], bound, f"{name} of {length}")
             _product(on, torch.mm, (x[None], torch.stack((x, x), 1)), 4 * length, f"mm of {length}")
@@ -267,12 +275,12 @@ WRITES: Sequence[tuple[str, Bound, Callable[[Tensor, Tensor], Any]]] = (
     ("copy_ to the transposed", bounds.exact, lambda x, y: x.t().copy_(y.t())),
     ("zero_", bounds.exact, lambda x, y: x.zero_()),
     ("add_", bounds.normwise, lambda x, y: x.add_(y)),
-    ("mul_", bounds.rounded, lambda x, y: x.mul_(y)),
+    ("mul_", bounds.round_either_way, lambda x, y: x.mul_(y)),
     ("addcdiv_", bounds.normwise, lambda x, y: x.addcdiv_(y, y + 1, value=-0.5)),
     ("masked_fill_", bounds.exact, lambda x, y: x.masked_fill_(y > 1, 5)),
-    ("add into a given tensor", bounds.rounded, lambda x, y: torch.add(y, 1, out=x)),
+    ("add into a given tensor", bounds.round_either_way, lambda x, y: torch.add(y, 1, out=x)),
     ("softmax into a given tensor", bounds.normwise, lambda x, y: torch.softmax(y, -1, out=x)),
-    ("sum into a column", lambda w, d: summed(400, w.abs() + 400, d),
+    ("sum into a column", lambda w, d: rounded_sum(400, w.abs() + 400, d),
      lambda x, y: torch.sum(y, -1, out=x[:, 1])),
 )  # fmt: skip
 """Name, bound and an operation that changes its first input: all that stands around that stays."""
@@ -287,7 +295,7 @@ def forms_that_write(on: Opened) -> None:
     layouts = [*LAYOUTS.items()][:: 2 if on.backend.graph.accumulates else 1]
     numbers = range(len(layouts))
     for dtype, size, number in itertools.product(types(on), ((17, 33), (256, 144)), numbers):
-        values = (drawn(*size, seed=seed, high=2).to(dtype) for seed in (0, 1))
+        values = (even_values(*size, seed=seed, high=2).to(dtype) for seed in (0, 1))
         # The second lies in memory as the first does next.
         given = [layouts[(number + n) % len(layouts)][1](each) for n, each in enumerate(values)]
         for name, bound, write in WRITES:

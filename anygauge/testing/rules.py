@@ -24,7 +24,7 @@ from anygauge.interface import (
     Setting,
 )
 from anygauge.testing.check import of_type, sharding
-from anygauge.testing.paper import Paper, check_on_paper, unchanged
+from anygauge.testing.paper import Paper, check_on_paper, process_unchanged
 
 VALUES = (None, "", "0", "1", "7", "another")
 """What a variable that was read is set to in turn; None removes it."""
@@ -167,7 +167,7 @@ def _elsewhere() -> Iterator[None]:
 def rules_read_the_node_alone(paper: Paper) -> None:
     kind = type(os.environ)
     reads = mock.patch.object(kind, "__getitem__", autospec=True, side_effect=kind.__getitem__)
-    with unchanged("asking for the environment"), reads as read:
+    with process_unchanged("asking for the environment"), reads as read:
         usual = _settings(paper)
         found = _difference(usual, _settings(paper))
     assert not found, f"two calls with the same arguments differ: {found}"

@@ -84,10 +84,10 @@ def sent_and_said(request: Any) -> Any:
     """Collective -> bytes that this rank gives to it in a step, and those of its `WEIGHTS`: as
     counted while the run's engine makes its third step, and by its planner: None if it has none."""
     from anygauge.interface import estimate as at
-    from anygauge.testing.bisect import CollectiveBytes, one_step, prepared
+    from anygauge.testing.bisect import CollectiveBytes, one_step, prepare_run
     from anygauge.training.build_strategy import workload_of
 
-    again = prepared(Path(request["run"]), request["rendezvous"])
+    again = prepare_run(Path(request["run"]), request["rendezvous"])
     for step in range(3):  # the first ones set up what is no step's own, such as DDP's buckets
         with CollectiveBytes() as sent:
             one_step(again, step)

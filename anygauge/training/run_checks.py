@@ -191,7 +191,7 @@ class RunChecks:
 
     def _rows(self, tokenizer: Any) -> None:
         from anygauge.config.paths import CHAT_TEMPLATE, holds_template, is_remote
-        from anygauge.data import Layout, advice, described, prepare, training_batches
+        from anygauge.data import Layout, advice, describe_rows, prepare, training_batches
         from anygauge.data.template import end_of_turn_ids, read_template
 
         run, found = self.run, self.found
@@ -210,7 +210,7 @@ class RunChecks:
         data = prepare(
             run.data, tokenizer, run.train.seed, log=self.log, run=self.id, rendering=self.rendering
         )
-        found.data = described(data.train)
+        found.data = describe_rows(data.train)
         found.advice = advice(data.train, run.data) or ""
         if self.engine and not run.data.streaming:
             registry = installed_plugins()

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anygauge.data import Tokens, described
+from anygauge.data import Tokens, describe_rows
 from anygauge.interface import HOST_DEVICE, Job, StrategySpec, installed_version
 from anygauge.models import card
 from anygauge.models.adapter import load_adapter
 from anygauge.models.curve import loss_curve
-from anygauge.models.export import check_whole, completed, save_adapter, save_model
+from anygauge.models.export import atomic_folder, check_whole, save_adapter, save_model
 from anygauge.models.generate import load_for_inference
 from anygauge.models.verify import Verification, no_room, probe_tokens, proving, verify
 from anygauge.strategies.shared.common import torch_dtype
@@ -59,7 +59,7 @@ def save(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
     compute = torch_dtype(prepared.precision.param_dtype)
     shapes = trained_shapes(prepared.engine)
     check_lock(folder.parent, rank.lock)
-    with completed(folder) as part:
+    with atomic_folder(folder) as part:
         if run.adapter is None:
             check_whole(trained, shapes)
             whole = {**untrained(prepared, trained, compute), **trained}
@@ -161,7 +161,7 @@ def _summary(
         "saved": str(folder),
         **({} if prepared.loop.checkpoints.losses else {"checkpoints": NO_CHECKPOINTS}),
         "verified": verified.record(),
-        "data": described(prepared.data.train),
+        "data": describe_rows(prepared.data.train),
         "backend": job.backend,
         "strategy": prepared.strategy.description,
         "choices": dict(prepared.choices),

@@ -17,7 +17,7 @@ from anygauge.data import (
     Layout,
     Prepared,
     advice,
-    described,
+    describe_rows,
     prepare,
     training_batches,
 )
@@ -185,7 +185,7 @@ def prepare_run(
         memory=share_of_memory(job.launch.devices),
     )
     mixed = packed_in_words(run.data) if not run.data.isolates else ""
-    rank.log(f"data: {described(data.train)}{mixed}")
+    rank.log(f"data: {describe_rows(data.train)}{mixed}")
     if short := advice(data.train, run.data):
         rank.warn(short)
     template, kwargs = read_template(run.data.chat_template), run.data.chat_template_kwargs

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from anygauge.interface import RunFileError, UnsupportedError
-from anygauge.kernels.rope import rotated
+from anygauge.kernels.rope import apply_rotation
 from anygauge.registry import Registry
 from anygauge.registry.specs import load_factory
 from anygauge_hpu.gaudi_kernels import fused_attention, fused_rms_norm, fused_rope
@@ -173,7 +173,7 @@ def test_the_fused_rotation_reads_its_rows_from_a_table(
     def published(p: Any, cos: Any, sin: Any, position_ids: Any) -> Any:
         """As the bridge's own test has it (apply_rotary_pos_emb_v2_ref)."""
         turns = [table.squeeze(1).squeeze(0)[position_ids] for table in (cos, sin)]
-        return rotated(p, *turns)
+        return apply_rotation(p, *turns)
 
     calls: list[dict[str, Any]] = []
     fake = recorder(KERNELS, "RotaryPosEmbeddingHelperV2", calls, published)
@@ -182,7 +182,7 @@ def test_the_fused_rotation_reads_its_rows_from_a_table(
     angles = torch.randn(rows, 6, 8)
     found = fused_rope()(query, key, angles.cos(), angles.sin())
     for x, one in zip((query, key), found, strict=True):
-        assert torch.equal(one, rotated(x, angles.cos(), angles.sin()))
+        assert torch.equal(one, apply_rotation(x, angles.cos(), angles.sin()))
     assert [call["p"] is x for call, x in zip(calls, (query, key), strict=True)] == [True, True]
     for call in calls:
         assert call["cos"].shape == call["sin"].shape == (1, 1, rows * 6, 8)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from anygauge.config.schema import DataSection
-from anygauge.data import advice, described, peek, prepare
+from anygauge.data import advice, describe_rows, peek, prepare
 from anygauge.interface import DataError
 
 
@@ -66,8 +66,8 @@ def test_rows_come_from_the_cache_and_are_the_same(source, tokenizer, tmp_path):
         prepare(data, tokenizer, seed=0, run=run).train for run in ("one", "one", "two")
     )
     uncached = prepare(section(sources, loss_on="all"), tokenizer, seed=0).train
-    assert described(beside) == described(first) == str(first.report)
-    assert described(again) == f"{first.report} (from the cache of {again.built})"
+    assert describe_rows(beside) == describe_rows(first) == str(first.report)
+    assert describe_rows(again) == f"{first.report} (from the cache of {again.built})"
     assert content(again, tokenizer) == content(uncached, tokenizer) == content(first, tokenizer)
     assert uncached.fingerprint() == again.fingerprint() == first.fingerprint()
     assert origins(again)[:2] == ["one.jsonl:1", "one.jsonl:3"]

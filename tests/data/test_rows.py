@@ -14,10 +14,10 @@ import pyarrow as pa
 import pytest
 
 from anygauge.config.schema import DataSection
-from anygauge.data import described, prepare, rows
+from anygauge.data import describe_rows, prepare, rows
 from anygauge.data.readers import Record
 from anygauge.data.rows import Tokenize, Workers, chunks_of, documents_of, records_of, usable_cores
-from anygauge.data.template import unwatched
+from anygauge.data.template import render_unbounded
 from anygauge.interface import DataAccessError, DataError
 from tests.helpers.chats import assistant, user
 from tests.helpers.masks import encoder
@@ -79,7 +79,7 @@ def test_without_a_number_workers_start_once_there_are_many_rows(
     monkeypatch.setattr(rows, "FEW_ROWS", 20)
     monkeypatch.setattr(rows, "Workers", Here)
     monkeypatch.setattr(rows, "usable_cores", lambda: 99)
-    found = chunks_of(iter(chats(*["go"] * count)), work, None, unwatched)
+    found = chunks_of(iter(chats(*["go"] * count)), work, None, render_unbounded)
     assert [records_of(chunk) for chunk in found] == chunks
     assert asked == [16] * of_workers
     assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))
@@ -144,7 +144,7 @@ def test_wrong_rows_that_are_skipped_are_counted_and_named(source, tokenizer, tm
         assert len(found) == 23
         bad = [text.partition(": ")[0].rpartition(":")[2] for text in found.bad]
         assert bad == ["4", "8", "12", "16", "20"]
-    assert "7 skipped as bad; the first that were skipped: " in described(first.train)
+    assert "7 skipped as bad; the first that were skipped: " in describe_rows(first.train)
     held = prepare(data.model_copy(update={"eval_fraction": 0.5}), tokenizer, seed=0)
     assert held.train.report.skipped + held.eval.report.skipped == 7
     before = multiprocessing.active_children()
@@ -156,5 +156,5 @@ def test_wrong_rows_that_are_skipped_are_counted_and_named(source, tokenizer, tm
 
 def test_rows_are_read_no_further_than_workers_need_them(work):
     given = iter(chats(*["go"] * 400))
-    list(islice(chunks_of(given, work, 2, unwatched), 2))
+    list(islice(chunks_of(given, work, 2, render_unbounded), 2))
     assert len(list(given)) >= 400 - 8 * 9

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from anygauge.launch.request import read_request, rendered
+from anygauge.launch.request import read_request, render_plan
 from tests.docs.pages import ROOT, blocks, section, table_names
 
 PAGE = ROOT / "docs/clouds.md"
@@ -28,7 +28,7 @@ def test_there_is_a_job_for_each() -> None:
 def test_the_whole_run_file_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(JOBS["whole"].text)
-    assert not rendered(read_request(path, [], {}, need_device=True)).notes
+    assert not render_plan(read_request(path, [], {}, need_device=True)).notes
 
 
 @pytest.mark.parametrize("name", ["azureml", "sagemaker"])
@@ -47,7 +47,7 @@ def test_the_jobs_on_the_page_can_be_rendered(name: str, tmp_path: Path) -> None
     }
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(run))
-    plan = rendered(read_request(path, [], {}, need_device=True))
+    plan = render_plan(read_request(path, [], {}, need_device=True))
     assert plan.operations["submit"]
 
 

@@ -17,7 +17,7 @@ from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, Precision, RunFileError
 from anygauge.launch import memory_check as launch_memory
 from anygauge.launch.decision import DECISION, UNDECIDED, Decision
-from anygauge.launch.memory_check import planned
+from anygauge.launch.memory_check import plan_memory
 from anygauge.launch.outcome import read_record
 from anygauge.launch.prepare import prepare_run
 from anygauge.launch.prepare_request import PrepareAnswer, PrepareRequest
@@ -57,7 +57,7 @@ class StandIn:
         every = forms_of(run, registry, run.launch.devices)
         forms = [every[number] for number in request.forms]
         cards, force = request.cards or (), request.force
-        decided = planned(run, forms, registry, request.backend, cards, force=force)
+        decided = plan_memory(run, forms, registry, request.backend, cards, force=force)
         return answer.model_copy(update={"decided": decided})
 
     def plan(self, run: RunFile, registry: Any, backend: Any, world_size: int) -> RunMemory:

@@ -9,7 +9,7 @@ import pytest
 
 from anygauge.interface import LOST
 from anygauge.launch.outcome import JobFailure, NodeReport, resolve_outcome
-from anygauge.launch.rank_failure import exit_failure, located, reported_failure, tail
+from anygauge.launch.rank_failure import exit_failure, locate_failure, reported_failure, tail
 
 
 def exit_of(rank: int, code: int, last_alive: float) -> JobFailure:
@@ -65,7 +65,9 @@ def test_a_record_of_the_collectives_is_named_where_there_is_one(tmp_path: Path)
 
     def cause() -> str:
         log = tmp_path / "rank3.log"
-        return located(failure, host="h", world_size=4, log=log, log_offset=0, record=record).text
+        return locate_failure(
+            failure, host="h", world_size=4, log=log, log_offset=0, record=record
+        ).text
 
     assert str(record) not in cause()
     record.write_bytes(b"pickled")

@@ -18,9 +18,9 @@ from anygauge.config.schema import ModelSection
 from anygauge.interface import DataError, ModelError
 from anygauge.launch import prepare_process, prepare_stages
 from anygauge.launch.decision import Decision
-from anygauge.launch.memory_check import planned
+from anygauge.launch.memory_check import plan_memory
 from anygauge.launch.prepare import prepare
-from anygauge.launch.prepare_process import failed, misses_torch
+from anygauge.launch.prepare_process import failure_event, misses_torch
 from anygauge.launch.prepare_request import PrepareRequest
 from anygauge.launch.prepare_stages import Stages
 from anygauge.models.hub import HubUnreachableError, download_requests
@@ -52,17 +52,22 @@ def test_only_a_missing_torch_leaves_the_checks_to_the_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     missing = ModuleNotFoundError("No module named 'torch'", name="torch")
-    assert failed(missing, "model")["event"] == "refused"  # it is installed: the error is another
+    assert (
+        failure_event(missing, "model")["event"] == "refused"
+    )  # it is installed: the error is another
     monkeypatch.setattr(prepare_process, "find_spec", lambda name: None)
-    found = failed(missing, "model")
+    found = failure_event(missing, "model")
     assert (found["event"], found["fields"]) == (
         "found",
         {"unchecked": "torch is not installed here"},
     )
-    other = failed(KeyError("layers"), "model")
+    other = failure_event(KeyError("layers"), "model")
     assert (other["event"], other["error"]) == ("refused", "AnygaugeError")
     assert other["message"] == "the checks before the run failed: KeyError: 'layers'"
-    assert failed(KeyError("x"), "fetch")["message"] == "fetching the model failed: KeyError: 'x'"
+    assert (
+        failure_event(KeyError("x"), "fetch")["message"]
+        == "fetching the model failed: KeyError: 'x'"
+    )
 
 
 def test_a_refusal_keeps_its_exit_status() -> None:
@@ -76,7 +81,7 @@ def test_a_refusal_keeps_its_exit_status() -> None:
         (HubUnreachableError("no answer"), "HubUnreachableError"),
         (ModelError("no model"), "ModelError"),
     ):
-        assert failed(error, "data")["error"] == kind
+        assert failure_event(error, "data")["error"] == kind
 
 
 def test_the_usual_run_is_checked_without_torch(tmp_path: Path) -> None:
@@ -180,7 +185,7 @@ def small(length: int = 96) -> PrepareRequest:
 @pytest.mark.slow
 def test_a_plan_is_what_the_function_says() -> None:
     there = prepare(small()).decided
-    assert there == planned(parse_run(small().run), [], installed_plugins(), "cpu", [])
+    assert there == plan_memory(parse_run(small().run), [], installed_plugins(), "cpu", [])
     assert there is not None and there.memory
     refused = prepare(small(512)).decided
     assert refused is not None and "was made for 256 positions" in refused.note

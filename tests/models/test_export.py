@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from anygauge.interface import ModelError
 from anygauge.models import verify as verification
-from anygauge.models.export import check_whole, completed
+from anygauge.models.export import atomic_folder, check_whole
 from anygauge.models.verify import VerificationError, judge, no_room
 from anygauge.training import save as saving
 from tests.helpers.runs import Run, run_file, trained_here
@@ -97,18 +97,18 @@ def test_a_folder_is_complete_or_absent(tmp_path: Path) -> None:
     left = tmp_path / ".adapter.part"  # by a kill
     left.mkdir()
     (left / "strange").touch()
-    with completed(folder) as part:
+    with atomic_folder(folder) as part:
         (part / "file").write_text("one")
     assert [p.name for p in folder.iterdir()] == ["file"]
     assert (folder / "file").read_text() == "one"
-    with pytest.raises(RuntimeError), completed(folder) as part:
+    with pytest.raises(RuntimeError), atomic_folder(folder) as part:
         (part / "file").write_text("two")
         raise RuntimeError
     assert (folder / "file").read_text() == "one"
-    with completed(folder) as part:
+    with atomic_folder(folder) as part:
         (part / "other").write_text("three")
     assert [p.name for p in folder.iterdir()] == ["other"], "nothing of the old one stays"
-    with pytest.raises(VerificationError), completed(folder) as part:
+    with pytest.raises(VerificationError), atomic_folder(folder) as part:
         (part / "file").write_text("four")
         raise VerificationError
     assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "adapter-unverified"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.models.llama import modeling_llama
 
-from anygauge.kernels.rope import FUNCTION, plain_rotations, replace_rotations, rotated
+from anygauge.kernels.rope import FUNCTION, apply_rotation, plain_rotations, replace_rotations
 from tests.helpers.runs import TINY, tiny_model
 
 LAYERS = TINY["num_hidden_layers"]
@@ -27,7 +27,7 @@ class Counting:
 
     def __call__(self, query: Any, key: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
         self.calls += 1
-        return rotated(query, cos, sin), rotated(key, cos, sin)
+        return apply_rotation(query, cos, sin), apply_rotation(key, cos, sin)
 
 
 IDS = torch.arange(2, 26).reshape(2, 12)

@@ -20,7 +20,7 @@ import yaml
 
 from anygauge.planning import time as times
 from anygauge.planning.fit import GIB, Fit
-from anygauge.planning.trials import Target, Trial, Trials, timed
+from anygauge.planning.trials import Target, Trial, Trials, estimate_step_time
 from tests.planning.standins import HARDWARE, REGISTRY, run
 
 
@@ -71,7 +71,7 @@ class Published:
     @property
     def planned_per_s(self) -> float:
         """Tokens of one device, by the constants of time as they are now."""
-        time, why = timed(self.plan.run, self.plan.memory, self.target, REGISTRY)
+        time, why = estimate_step_time(self.plan.run, self.plan.memory, self.target, REGISTRY)
         assert time is not None, why
         return time.tokens_per_s / self.ranks
 

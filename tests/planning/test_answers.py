@@ -19,7 +19,7 @@ from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, RunFileError, UnsupportedError
 from anygauge.planning.fit import GIB
 from anygauge.planning.forecast import Peak, RunMemory, Traffic, Work
-from anygauge.planning.trials import Plan, changed
+from anygauge.planning.trials import Plan, with_changes
 from anygauge.util import text as lines
 from tests.docs.pages import ROOT, section, table_names
 from tests.helpers.runs import TINY
@@ -160,7 +160,7 @@ def test_the_keys_of_json_are_documented_and_always_there(plan: Command) -> None
 
 def test_lines_that_no_run_file_can_have() -> None:
     with pytest.raises(RunFileError, match="exactly one of 'name'"):
-        changed(run(), {"model.name": "a/b"})
+        with_changes(run(), {"model.name": "a/b"})
 
 
 # -- time ------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from anygauge.config.schema import RunFile
 from anygauge.planning.fit import GIB, fit
-from anygauge.planning.trials import Target, timed
+from anygauge.planning.trials import Target, estimate_step_time
 from tests.helpers.sizes import LLAMA_8B, LLAMA_70B, QWEN_14B, QWEN_32B
 from tests.planning.standins import HARDWARE, REGISTRY, planned, run
 
@@ -120,7 +120,7 @@ def test_8b_with_an_adapter_by_ddp_on_1_to_3_machines() -> None:
         for card, fits in (("v100-16", False), ("v100-32", True)):
             held = fit(found, HARDWARE.card(card), 8 * nodes, 8)
             assert held is not None and held.fits == fits
-        time, why = timed(of, found, target, REGISTRY)
+        time, why = estimate_step_time(of, found, target, REGISTRY)
         assert time is not None, why
         assert time.sending["cards" if nodes == 1 else "machines"] > 0
         busy.append(time.step - sum(time.sending.values()) + time.hidden)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from anygauge.interface import EnvironmentRule, Node, PluginError, Scope, Setting
-from anygauge.registry import applied, resolve_environment
+from anygauge.registry import apply_settings, resolve_environment
 from tests.helpers import sample_machines
 from tests.registry.test_registry_kernels import BareBackend
 
@@ -93,10 +93,10 @@ def test_hook_sees_what_the_backend_proposes(site, load):
 def test_none_removes_a_variable_unless_the_user_set_it(load):
     backend = backend_with(setting("A", None), setting("B", "1"))
     resolved = resolve(load(), backend, job(B="2"))
-    assert applied(resolved, {"A": "inherited", "C": "3"}) == {"B": "2", "C": "3"}
+    assert apply_settings(resolved, {"A": "inherited", "C": "3"}) == {"B": "2", "C": "3"}
     assert resolved[0].shown(resolved[0].value) == "(removed)"
     kept = resolve(load(), backend, A="")
-    assert applied(kept, {})["A"] == ""
+    assert apply_settings(kept, {})["A"] == ""
 
 
 def test_the_last_of_a_backends_own_values_counts(load):

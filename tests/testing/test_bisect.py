@@ -21,7 +21,7 @@ from anygauge.testing.loop_checks import (
     LoopTrials,
     RunFailed,
     Trained,
-    compared,
+    compare_runs,
 )
 from anygauge.testing.process import Subject
 
@@ -174,7 +174,7 @@ def test_the_first_number_beyond_its_bound_is_told() -> None:
     host = run([6.0, 5.0, 4.0], {0: 6.5, 2: 5.5})
     bounds = {NORM: 1e-2, LOSS: 1e-3, EVALUATION: 1e-3}
     # Resumed after a step.
-    most, step, wrong = compared(run([5.001, 4.0], {2: 5.6}, 2), host, bounds)
+    most, step, wrong = compare_runs(run([5.001, 4.0], {2: 5.6}, 2), host, bounds)
     assert (step, wrong) == (
         2,
         "the loss of the evaluation after step 2 is 5.6, on the host 5.5: 1.8e-02 away, 1.0e-03 "
@@ -185,9 +185,9 @@ def test_the_first_number_beyond_its_bound_is_told() -> None:
         NORM: 0.0,
         EVALUATION: pytest.approx(0.1 / 5.5),
     }
-    assert compared(run([5.001, 4.0], {}, 2), host, bounds)[-1] == ""
-    _, step, wrong = compared(run([6.0, float("nan"), 4.0], {}), host, bounds)
+    assert compare_runs(run([5.001, 4.0], {}, 2), host, bounds)[-1] == ""
+    _, step, wrong = compare_runs(run([6.0, float("nan"), 4.0], {}), host, bounds)
     assert step == 2 and wrong.startswith("the loss of step 2 is nan")
     for short in (run([6.0, 5.0], {}), run([], {})):
         with pytest.raises(AssertionError, match=r"it trained steps .*, not \[1, 2, 3\]"):
-            compared(short, host, bounds)
+            compare_runs(short, host, bounds)

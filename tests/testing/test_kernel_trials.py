@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from anygauge.interface import AttentionKernel, LoraKernel
-from anygauge.kernels.rope import rotated
+from anygauge.kernels.rope import apply_rotation
 from anygauge.testing.check import Opened
 from anygauge.testing.kernel_trials import KERNEL_TRIALS
 from anygauge_cpu.backend import CpuBackend
@@ -142,11 +142,11 @@ def attention(*, causal: bool) -> AttentionKernel:
 
 
 def rope(query: Any, key: Any, cos: Any, sin: Any) -> Any:
-    return rotated(query, cos, sin), rotated(key, cos, sin)
+    return apply_rotation(query, cos, sin), apply_rotation(key, cos, sin)
 
 
 def without_gradient(query: Any, key: Any, cos: Any, sin: Any) -> Any:
-    return rotated(query, cos, sin), rotated(key.detach(), cos, sin) + 0 * key
+    return apply_rotation(query, cos, sin), apply_rotation(key.detach(), cos, sin) + 0 * key
 
 
 # -- the table ------------------------------------------------------------------------------------

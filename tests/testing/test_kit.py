@@ -19,7 +19,7 @@ import anygauge.testing
 from anygauge.interface import FULL, Level, Support
 from anygauge.registry import Registry
 from anygauge.testing import BackendContract
-from anygauge.testing.check import CHECKS, NotAsked, judged
+from anygauge.testing.check import CHECKS, NotAsked, run_check
 from anygauge.testing.loop_checks import is_beside
 from anygauge.testing.plugin import CONFORMANCE, contents
 from tests.testing.mutation_forks import mutant_site
@@ -56,7 +56,7 @@ MISSING = Support(Level.UNSUPPORTED_BY_HARDWARE, "no units for it")
 def test_what_is_declared_is_held_against_what_happens(
     function: Any, declared: Support | None, result: str, why: str
 ) -> None:
-    found, said = judged(function, None, declared)
+    found, said = run_check(function, None, declared)
     assert found == result
     assert said.startswith(why)
     assert said or found == "passed", "everything but a pass has a reason"

@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file, save
 
 from anygauge.config.load import load_run_file
-from anygauge.data import described, prepare
+from anygauge.data import describe_rows, prepare
 from anygauge.interface import ModelError
 from anygauge.models.adaptable_layers import surely_match
 from anygauge.models.model_files import check_weights
@@ -62,7 +62,7 @@ def test_rows_are_tokenized_once_and_ranks_say_that_this_run_did_it(tmp_path: Pa
     tokenizer = load_tokenizer(run.model)
 
     def of_rank(which: str) -> str:
-        return described(prepare(run.data, tokenizer, run.train.seed, run=which).train)
+        return describe_rows(prepare(run.data, tokenizer, run.train.seed, run=which).train)
 
     assert of_rank("this") == first.data
     assert of_rank("the next").startswith(f"{first.data} (from the cache of ")

@@ -15,7 +15,7 @@ from anygauge.config.sections import OptimizerSection
 from anygauge.interface import Backend, RunFileError, UnsupportedError
 from anygauge.registry import Registry
 from anygauge.strategies.shared.common import set_learning_rate
-from anygauge.strategies.shared.finite import FiniteSteps, scaled
+from anygauge.strategies.shared.finite import FiniteSteps, propagate_nonfinite
 from anygauge.training import checks
 from anygauge.training import optimizer as optimizers
 from anygauge.training.build_strategy import check_strategy
@@ -435,7 +435,7 @@ def test_an_optimizer_that_cannot_is_refused() -> None:
 @pytest.mark.parametrize("factor", [1.0, 0.3, 2.0**16 / 7])
 def test_a_finite_loss_has_the_gradient_that_it_would_have(factor: float) -> None:
     x = torch.linspace(-3, 5, 9, requires_grad=True)
-    (gradient,) = torch.autograd.grad(scaled((x**3).sum(), factor), x)
+    (gradient,) = torch.autograd.grad(propagate_nonfinite((x**3).sum(), factor), x)
     (wanted,) = torch.autograd.grad((x**3).sum() * factor, x)
     assert torch.equal(gradient, wanted)
 
@@ -443,5 +443,5 @@ def test_a_finite_loss_has_the_gradient_that_it_would_have(factor: float) -> Non
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_a_loss_that_is_not_finite_makes_its_gradient_so(bad: float) -> None:
     x = torch.ones(3, requires_grad=True)
-    (gradient,) = torch.autograd.grad(scaled(x.sum() + bad, 0.5), x)
+    (gradient,) = torch.autograd.grad(propagate_nonfinite(x.sum() + bad, 0.5), x)
     assert not gradient.isfinite().any()

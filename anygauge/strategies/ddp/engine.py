@@ -143,13 +143,13 @@ class Ddp(DividedStrategy):
         if options.tp == 1:
             model = build_whole(context)
             divided = divide_model(model, options, mesh, device)
-            wrapper = wrapped(model, None)
+            wrapper = wrap_ddp(model, None)
         else:
             model, names = sharded_later(context)
             divided = divide_model(model, options, mesh, device)
             fill(model, names, context.factory, device, cuts=divided.cuts)
             replicas = group_along(mesh, "data")
-            wrapper = None if replicas is None else wrapped(model, replicas)
+            wrapper = None if replicas is None else wrap_ddp(model, replicas)
         dtype = torch_dtype(context.workload.precision.reduce_dtype)
 
         def gradients(trained: Sequence[nn.Parameter]) -> Gradients:
@@ -168,7 +168,7 @@ class Ddp(DividedStrategy):
         )
 
 
-def wrapped(model: nn.Module, group: dist.ProcessGroup | None) -> DistributedDataParallel:
+def wrap_ddp(model: nn.Module, group: dist.ProcessGroup | None) -> DistributedDataParallel:
     """The model in torch's DDP over a group, None for all ranks."""
     return DistributedDataParallel(
         model,

@@ -29,15 +29,15 @@ from anygauge.strategies.pipeline.stage import (
     PipelineModel,
     Stage,
     StagePart,
-    owned,
     rank_of_stage,
+    stage_parameter_ids,
     stage_parts,
     stages_at,
 )
 from anygauge.strategies.shared.common import torch_dtype, trained_parameters
 from anygauge.strategies.shared.degrees import Degrees, axes
 from anygauge.strategies.shared.exchanges import device_mesh, group_along
-from anygauge.strategies.shared.finite import scaled
+from anygauge.strategies.shared.finite import propagate_nonfinite
 from anygauge.strategies.shared.gradients import LocalGradients
 from anygauge.strategies.shared.layout import GroupLayout, TensorLayout, scale_to
 from anygauge.strategies.shared.shards import fill, sharded_later
@@ -184,7 +184,7 @@ class PipelineEngine(TorchEngine):
         assert self._loss_function is not None
         loss = self._loss_function(outputs)
         self._sums[number] = loss.detach()
-        return scaled(loss, self._factor)
+        return propagate_nonfinite(loss, self._factor)
 
     def _schedule(self, shape: Sequence[int], count: int) -> Any:
         """For micro-batches of a shape, (B, T)."""
@@ -229,10 +229,12 @@ def build_pipeline(context: BuildContext, options: Degrees) -> PipelineEngine:
     pipeline = PipelineModel(model)
     stages = stage_parts(model, options)
     place = dist.get_rank(group)
-    mine = owned(pipeline, stages_at(stages, options, place))
+    mine = stage_parameter_ids(pipeline, stages_at(stages, options, place))
     foreign = {id(p) for p in model.parameters()} - mine
     fill(model, names, context.factory, device, foreign=foreign, cuts=divided.cuts)
-    owners = [owned(pipeline, stages_at(stages, options, at)) for at in range(options.pp)]
+    owners = [
+        stage_parameter_ids(pipeline, stages_at(stages, options, at)) for at in range(options.pp)
+    ]
     trained = [parameter for _, parameter in trained_parameters(model)]
     shared = [at for at, p in enumerate(trained) if sum(id(p) in ids for ids in owners) > 1]
     sums = divided.sums(model)

@@ -326,6 +326,6 @@ class Stage(nn.Module):
         return self._loss(number, found) if self.part.ends else found
 
 
-def owned(model: PipelineModel, parts: Sequence[StagePart]) -> set[int]:
+def stage_parameter_ids(model: PipelineModel, parts: Sequence[StagePart]) -> set[int]:
     """Identities of the parameters of some stages."""
     return {id(p) for part in parts for p in model.part(part).parameters()}

@@ -49,7 +49,7 @@ def rank_in(group: Group) -> int:
     return group.rank if isinstance(group, CountedGroup) else dist.get_rank(group)
 
 
-def gathered(part: Tensor, group: Group, dim: int) -> Tensor:
+def gather_dim(part: Tensor, group: Group, dim: int) -> Tensor:
     """Each rank's part of a dimension -> the whole."""
     first = part.movedim(dim, 0).contiguous()
     ranks = size_of(group)
@@ -59,7 +59,7 @@ def gathered(part: Tensor, group: Group, dim: int) -> Tensor:
     return whole.movedim(0, dim)
 
 
-def scattered(whole: Tensor, group: Group, dim: int) -> Tensor:
+def reduce_scatter_dim(whole: Tensor, group: Group, dim: int) -> Tensor:
     """The sum over ranks, of which each gets its part of a dimension."""
     first = whole.movedim(dim, 0).contiguous()
     ranks = size_of(group)
@@ -69,7 +69,7 @@ def scattered(whole: Tensor, group: Group, dim: int) -> Tensor:
     return part.movedim(0, dim)
 
 
-def summed(part: Tensor, group: Group) -> Tensor:
+def sum_over_group(part: Tensor, group: Group) -> Tensor:
     """The sum over ranks."""
     total = part.clone(memory_format=torch.contiguous_format)
     if not isinstance(group, CountedGroup):
@@ -83,7 +83,7 @@ def place(whole: Tensor, group: Group, dim: int) -> Tensor:
     return whole.narrow(dim, rank_in(group) * each, each)
 
 
-def own(whole: Tensor, group: Group, dim: int) -> Tensor:
+def split_dim(whole: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's part of a dimension that all ranks have."""
     return place(whole, group, dim).contiguous()
 
@@ -123,21 +123,21 @@ SUM, SUM_GRADIENT = "sum", "sum gradient"
 OWN, OWN_ALONE, OWN_GRADIENT, REJOIN = "own", "own alone", "own gradient", "rejoin"
 _OPERATIONS: Mapping[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     # Parts of a dimension -> the whole; gradients are summed over ranks, and divided again.
-    GATHER: (gathered, scattered),
+    GATHER: (gather_dim, reduce_scatter_dim),
     # Sum over ranks, each of which keeps its part of a dimension; gradients are gathered.
-    SCATTER: (scattered, gathered),
+    SCATTER: (reduce_scatter_dim, gather_dim),
     # The sum over ranks; the gradient, which all of them have, passes.
-    SUM: (summed, _same),
+    SUM: (sum_over_group, _same),
     # The same for each rank, which does its part with it; gradients are summed over ranks.
-    SUM_GRADIENT: (_same, summed),
+    SUM_GRADIENT: (_same, sum_over_group),
     # The whole -> this rank's part of a dimension; each rank has all of the gradient.
-    OWN: (own, gathered),
+    OWN: (split_dim, gather_dim),
     # Likewise; the gradient is zero in others' parts.
-    OWN_ALONE: (own, _alone),
+    OWN_ALONE: (split_dim, _alone),
     # The same; of the gradient, which all ranks have, each keeps its part of a dimension.
     OWN_GRADIENT: (_same, _own_alone),
     # Parts of a dimension -> the whole; of the gradient, which all ranks have, each takes its.
-    REJOIN: (gathered, own),
+    REJOIN: (gather_dim, split_dim),
     # Divide one dimension over ranks and put another together; backward does the reverse.
     EXCHANGE: (_exchanged, _exchanged_back),
 }

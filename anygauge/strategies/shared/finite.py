@@ -1,9 +1,9 @@
 """Keeps what is not finite away from the weights, without a question to the device.
 
-A loss that is not finite makes its gradient so (`scaled`), a gradient that is not finite makes the
-norm over all ranks so, and an optimizer steps only as long as all norms were finite
-(`FiniteSteps`). All of this is decided on the device. The loop reads loss and norm later, names the
-rows and ends the run.
+A loss that is not finite makes its gradient so (`propagate_nonfinite`), a gradient that is not
+finite makes the norm over all ranks so, and an optimizer steps only as long as all norms were
+finite (`FiniteSteps`). All of this is decided on the device. The loop reads loss and norm later,
+names the rows and ends the run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UPDATED_AT_ONCE = 2**23
 One tensor may have more."""
 
 
-def scaled(loss: Tensor, factor: float) -> Tensor:
+def propagate_nonfinite(loss: Tensor, factor: float) -> Tensor:
     """`loss * factor`, (); its gradient is not finite where the loss is not.
 
     A loss can be infinite and its gradient finite: that of a token whose logit is -inf is.

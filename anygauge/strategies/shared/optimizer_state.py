@@ -104,7 +104,7 @@ def export_plain(
         yield name, PARAMETER, parameter.detach().to(device, torch.float32, copy=True)
         kept = optimizer.state.get(parameter, {})
         for key in state_keys(kept):
-            yield name, key, unpacked(kept, key).to(device, copy=True)
+            yield name, key, to_float32(kept, key).to(device, copy=True)
 
 
 # -- state of 8 bits -------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def is_packed(value: Any) -> bool:
     return torch.is_tensor(value) and value.dtype == torch.uint8
 
 
-def unpacked(state: Mapping[str, Any], key: str) -> Tensor:
+def to_float32(state: Mapping[str, Any], key: str) -> Tensor:
     """A tensor as float32, in its own shape."""
     value: Tensor = state[key]
     if not is_packed(value):

@@ -117,7 +117,7 @@ def all_positions_after(config: Any) -> str | None:
     return ALL_POSITIONS_AFTER.get(getattr(config.get_text_config(), "model_type", ""))
 
 
-def starred(path: str) -> str:
+def plan_pattern(path: str) -> str:
     """A module's name as plans write it: ``layers.3.mlp`` -> ``layers.*.mlp``."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", path)
 

@@ -36,13 +36,13 @@ from anygauge.strategies.shared.common import (
     torch_dtype,
     trained_parameters,
 )
-from anygauge.strategies.shared.finite import FiniteSteps, scaled
+from anygauge.strategies.shared.finite import FiniteSteps, propagate_nonfinite
 from anygauge.strategies.shared.gradients import Gradients, LocalGradients, sum_at
 from anygauge.strategies.shared.layout import TensorLayout, Whole
 from anygauge.strategies.shared.optimizer_state import (
     import_plain,
     state_keys,
-    unpacked,
+    to_float32,
     updates_of,
 )
 
@@ -123,7 +123,7 @@ class TorchEngine:
                 self._graph.mark_step(Phase.FORWARD)
                 loss = loss_function(outputs)
                 with self._fp8.backward():
-                    scaled(loss, factor).backward()
+                    propagate_nonfinite(loss, factor).backward()
             self._gradients.collect()
             self._graph.mark_step(Phase.BACKWARD)
             sums.append(loss.detach())
@@ -237,7 +237,7 @@ class TorchEngine:
 
 def _unpacked(state: Mapping[str, Any], key: str, master: Tensor) -> Tensor:
     """One tensor of an optimizer's state, laid out as its master; an empty part has none."""
-    return unpacked(state, key) if state else torch.empty_like(master)
+    return to_float32(state, key) if state else torch.empty_like(master)
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from anygauge.strategies.shared.tensor_plans import (
     ROWS,
     WHOLE,
     plan_of,
-    starred,
+    plan_pattern,
 )
 from anygauge.strategies.tensor.experts import Mixture, divide_experts, inner_experts
 
@@ -82,7 +82,7 @@ def divide(model: nn.Module, count: int, index: int) -> Division:
     causal = causal_of(model)
     decoder = decoder_of(causal)
     plan = plan_of(causal.config)
-    styles = {path: plan.get(starred(path)) for path, _ in decoder.named_modules()}
+    styles = {path: plan.get(plan_pattern(path)) for path, _ in decoder.named_modules()}
     paths = {id(module): path for path, module in decoder.named_modules()}
     names = {id(module): name for name, module in model.named_modules()}
     cuts: dict[str, Cut] = {}
@@ -118,7 +118,7 @@ def divide(model: nn.Module, count: int, index: int) -> Division:
             parent = layer.get_submodule(child_path.rpartition(".")[0])
             mixture_of = mixed.get(id(module))
             for key in module._parameters:
-                if plan.get(starred(f"{paths[id(module)]}.{key}")) == COLUMNS:
+                if plan.get(plan_pattern(f"{paths[id(module)]}.{key}")) == COLUMNS:
                     cut(module, key, 0)
             if style == EXPERTS:
                 assert mixture_of is not None, "experts are in a block"

@@ -34,12 +34,12 @@ from anygauge.strategies.shared.exchanges import (
     SUM_GRADIENT,
     CountedGroup,
     Group,
-    gathered,
+    gather_dim,
     group_along,
     over_ranks,
-    own,
     rank_in,
     size_of,
+    split_dim,
 )
 from anygauge.strategies.shared.footprint import EstimatedStrategy
 from anygauge.strategies.shared.layout import Cut, GroupLayout, TensorLayout
@@ -96,7 +96,7 @@ class TensorParts(GroupLayout):
         """See `TensorLayout.whole`."""
         mine = self._inner.whole(parameter, part).to(self._device)
         cut = self._cuts.get(id(parameter))
-        return mine if cut is None else gathered(mine, self._group, cut.dim)
+        return mine if cut is None else gather_dim(mine, self._group, cut.dim)
 
     def part(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         """See `TensorLayout.part`."""
@@ -148,7 +148,7 @@ class DividedModel:
 
     def whole_logits(self, logits: Tensor) -> Tensor:
         """Logits of this rank's positions -> those of all, (B, T, V)."""
-        return logits if self.group is None else gathered(logits, self.group, 1)
+        return logits if self.group is None else gather_dim(logits, self.group, 1)
 
 
 def divide_model(
@@ -278,7 +278,7 @@ def _divide_vocabulary(embedding: Any, group: Group) -> None:
 def _own_labels(group: Group, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     labels = kwargs.get("shift_labels")
     if labels is not None:
-        kwargs = {**kwargs, "shift_labels": own(labels, group, 1)}
+        kwargs = {**kwargs, "shift_labels": split_dim(labels, group, 1)}
     return args, kwargs
 
 

@@ -45,7 +45,7 @@ from anygauge.strategies.shared.common import (
     torch_dtype,
     trained_parameters,
 )
-from anygauge.strategies.shared.finite import FiniteSteps, scaled
+from anygauge.strategies.shared.finite import FiniteSteps, propagate_nonfinite
 from anygauge.strategies.shared.flat import FLAT, FlatLayers
 from anygauge.strategies.shared.footprint import EstimatedStrategy
 from anygauge.strategies.shared.materialize import buffers_of, materialize, restore_buffers
@@ -128,7 +128,7 @@ class ZeroEngine:
             self._backend.graph.mark_step(Phase.FORWARD)
             loss = loss_function(outputs)
             with self._fp8.backward():
-                self._engine.backward(scaled(loss, scale), scale_wrt_gas=False)
+                self._engine.backward(propagate_nonfinite(loss, scale), scale_wrt_gas=False)
             self._backend.graph.mark_step(Phase.BACKWARD)
             sums.append(loss.detach())
             del outputs, loss  # of which the next forward needs nothing

@@ -23,7 +23,7 @@ from anygauge.strategies.shared.optimizer_state import (
     prime,
     set_updates,
     state_keys,
-    unpacked,
+    to_float32,
     updates_of,
 )
 
@@ -227,7 +227,7 @@ class ZeroState:
             for key in state_keys(kept):
                 if is_packed(kept[key]):
                     packed.append((kept, key, kept[key]))
-                    kept[key] = unpacked(kept, key)
+                    kept[key] = to_float32(kept, key)
         if packed:
             self._link()
         try:

@@ -25,7 +25,7 @@ from anygauge.strategies.shared.common import (
     summed_losses,
     trained_parameters,
 )
-from anygauge.strategies.shared.finite import FiniteSteps, scaled
+from anygauge.strategies.shared.finite import FiniteSteps, propagate_nonfinite
 from anygauge.strategies.shared.footprint import EstimatedStrategy, whole_memory
 from anygauge.strategies.shared.materialize import materialize
 from anygauge.strategies.shared.optimizer_state import (
@@ -61,7 +61,7 @@ class PlainEngine:
             outputs = self.model(**batch)
             self._graph.mark_step(Phase.FORWARD)
             loss = loss_function(outputs)
-            scaled(loss, 1 / normalizer).backward()
+            propagate_nonfinite(loss, 1 / normalizer).backward()
             for total, (_, parameter) in zip(self._sums, self._trained, strict=True):
                 if parameter.grad is not None:
                     total += parameter.grad
