@@ -40,7 +40,11 @@ PEER_ALIASES = {
         "launch.nodes": "nnodes num_nodes num_machines",
         "model.attention": "attn_implementation flash_attention flash_attn",
         "model.name": "model_name_or_path model_name model_path base_model",
-        "model.quantize": "quantization_bit quantize",
+        "model.quantize": "quantization_bit quantise",
+        "model.quantize.compute_dtype": "bnb_4bit_compute_dtype",
+        "model.quantize.double_quantization": (
+            "double_quantisation bnb_4bit_use_double_quant use_double_quant"
+        ),
         "model.quantize: int8": "load_in_8bit 8bit",
         "model.quantize: nf4": "load_in_4bit 4bit int4 fp4 bnb_4bit_quant_type",
         "name": "run_name",

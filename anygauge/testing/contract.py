@@ -58,7 +58,8 @@ class BackendContract:
             or 4; at most the devices of the machine. What they leave out counts as not tried.
         loss_noise: largest relative difference of a loss from the host's that the device's
             arithmetic explains, by compute type, where that is known better than
-            `anygauge.testing.loop_checks.NOISE` is. The report says what was allowed, and what it was.
+            `anygauge.testing.loop_checks.NOISE` is. The report says what was allowed, and what it
+            was.
     """
 
     backend: ClassVar[str]

@@ -1,7 +1,7 @@
 """What strategy `auto` becomes: the first of the others' forms that fits, whole models first.
 
-Who prepares the run decides where it knows the devices (`anygauge.launch.memory_check`), and the ranks
-decide where nobody did. Imports no torch before a rank decides.
+Who prepares the run decides where it knows the devices (`anygauge.launch.memory_check`), and the
+ranks decide where nobody did. Imports no torch before a rank decides.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""One short script for each loop that is measured; started as ranks by `benchmarks.contender_processes`."""
+"""One short script for each loop that is measured, started as ranks by `contender_processes`."""

@@ -1,4 +1,6 @@
-"""A finished run stays what it is; what the command itself sees is in tests/cli/test_resume_refusals.py."""
+"""A finished run stays what it is; tests/cli/test_resume_refusals.py has
+what the command itself sees.
+"""
 
 from __future__ import annotations
 
