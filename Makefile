@@ -24,6 +24,8 @@
 #   make lint        lint, types and import contracts alone
 #   make format      format the code, and repair what the linter can
 #   make .venv       only make the environment
+#   make site        the documentation as a site with search, in build/site; a link that leads nowhere
+#                    is an error
 #   make clean       remove builds and caches; the environment stays
 #
 # PYTHON=python3.12     the interpreter to make the environment with
@@ -62,7 +64,7 @@ USABLE := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[
 
 .DEFAULT_GOAL := test
 .PHONY: gpu gpu-full demo docs plugins test test-kit test-more test-slow test-launchers test-gaudi-stack test-core zoo \
-    image-cpu test-image clean-images lint format clean .venv
+    image-cpu test-image clean-images lint format site clean .venv
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo/demo.py
@@ -199,6 +201,17 @@ docs: $(STAMP)
 format: $(STAMP)
 	@$(BIN)/ruff format
 	@$(BIN)/ruff check --fix
+
+SITE := mkdocs-material==9.8.2
+
+.venv-site/.installed:
+	@$(or $(PYTHON),python3) -m venv .venv-site
+	@.venv-site/bin/python -m pip --quiet --disable-pip-version-check install $(SITE)
+	@touch $@
+
+site: .venv-site/.installed
+	@NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict
+	@echo "==> open build/site/index.html"
 
 clean: clean-images
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
