@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from anygauge.config.schema import AdapterSection, ModelSection, RunFile
 from anygauge.config.sections import CheckpointingSection, recomputation
@@ -108,11 +110,10 @@ class CausalModelFactory:
         return model
 
     def _built(self, config: Any) -> nn.Module:
-        from accelerate import init_empty_weights
         from transformers import AutoModelForCausalLM
 
         try:
-            with init_empty_weights(include_buffers=False), _no_initialization():
+            with _parameters_without_values(), _no_initialization():
                 model = AutoModelForCausalLM.from_config(
                     copy.deepcopy(config),  # what is set on the model is not the user's
                     attn_implementation=self._attention,
@@ -382,6 +383,22 @@ def dtype_name() -> str:
 
     # 4.56 renamed it, and warns of the old name.
     return "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
+
+
+@contextlib.contextmanager
+def _parameters_without_values() -> Iterator[None]:
+    """Parameters that modules get meanwhile are on the meta device; buffers keep their values."""
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        made = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        made.__dict__.update(parameter.__dict__)
+        return made
+
+    hook = register_module_parameter_registration_hook(on_meta)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _no_initialization() -> Any:
