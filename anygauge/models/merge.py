@@ -89,7 +89,6 @@ def merge(section: ModelSection, adapter: Path, output: Path, files: ResultFiles
             # peft warns of tied embeddings and of their untying, which happened just now.
             warnings.filterwarnings("ignore", message="(Model with `tie_word|Input and output emb)")
             merged_model = model.merge_and_unload(safe_merge=True)
-        untied = mark_untied(merged_model) or untied
         merged = merged_model(input_ids=probe, use_cache=False).logits
         for parameter in merged_model.parameters():
             parameter.data = parameter.data.to(stored).float()
@@ -197,23 +196,6 @@ def untie(model: Any) -> bool:
     target.weight = nn.Parameter(source.weight.detach().clone(), requires_grad=False)
     whole.config.tie_word_embeddings = False
     whole.config.get_text_config().tie_word_embeddings = False
-    return True
-
-
-def mark_untied(model: Any) -> bool:
-    """Have a configuration say that embedding and output layer are two tensors, if they have become
-    that: one of them was trained whole.
-
-    Returns:
-        Whether they had been one.
-    """
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    text = model.config.get_text_config()
-    # A configuration of text alone need not have the field.
-    tied = getattr(text, "tie_word_embeddings", False)
-    if head is None or not tied or head.weight is embedding.weight:
-        return False
-    model.config.tie_word_embeddings = text.tie_word_embeddings = False
     return True
 
 

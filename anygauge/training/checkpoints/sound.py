@@ -154,8 +154,6 @@ def keys_of(path: Path) -> list[str]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise AnygaugeError(f"{path}: it is not a regular file")
         with safe_open(path, framework="numpy") as file:
             return list(file.keys())
     except (SafetensorError, *_UNREADABLE) as error:
