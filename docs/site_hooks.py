@@ -31,6 +31,23 @@ MARKS = re.compile(r"(?<=```)(\w*)[^\n]*")
 """A block's language, and after it what the tests are to do with it."""
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Take the order of the pages from the README's list of them."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    config.nav = ["index.md", *sections_of(text.partition("## Documentation")[2])]
+    return config
+
+
+def sections_of(text: str) -> list[dict[str, list[str]]]:
+    """A list as the README has it, as sections of pages: ``- **Train**: [run files](docs/...``."""
+    sections = []
+    for item in text.split("\n- **")[1:]:
+        name, _, rest = item.partition("\n\n")[0].partition("**")
+        links = (link for _, link in LINK.findall(rest))
+        sections.append({name: [FROM_ROOT.get(link, link.removeprefix("docs/")) for link in links]})
+    return sections
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages beside docs/."""
     from mkdocs.structure.files import File

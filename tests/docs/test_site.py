@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from docs.site_hooks import on_page_markdown
+from docs.site_hooks import on_page_markdown, sections_of
 
 
 def rendered(markdown: str, page: str) -> str:
@@ -29,3 +29,9 @@ def rendered(markdown: str, page: str) -> str:
 )
 def test_links_lead_to_pages_of_the_site(page: str, text: str, on_site: str) -> None:
     assert rendered(text, page) == on_site
+
+
+def test_the_order_of_pages_is_the_readmes() -> None:
+    train = "\n- **Train**: [a](docs/a.md),\n  [b](docs/b.md) ([measured](docs/c.md))"
+    text = f"{train}\n- **More**: [d](SECURITY.md)\n\nSee also [e](LICENSE)."
+    assert sections_of(text) == [{"Train": ["a.md", "b.md", "c.md"]}, {"More": ["SECURITY.md"]}]
