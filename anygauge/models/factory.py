@@ -394,7 +394,8 @@ def _parameters_without_values() -> Iterator[None]:
         made.__dict__.update(parameter.__dict__)
         return made
 
-    hook = register_module_parameter_registration_hook(on_meta)
+    # torch's annotation leaves out that a hook may give another parameter.
+    hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
     try:
         yield
     finally:

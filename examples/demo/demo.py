@@ -81,7 +81,7 @@ class Demo:
             self.python("docstrings.py", shown(self.data), *(QUICK_DATA if self.quick else ()))
         with self.stage("tokenizer", "train a byte-pair tokenizer on the training text"):
             files = [shown(self.data / name) for name in ("pretrain.jsonl", "train.jsonl")]
-            self.python("tokenizer.py", *files, "--folder", shown(self.tokenizer))
+            self.python("train_tokenizer.py", *files, "--folder", shown(self.tokenizer))
         with self.stage("pre-train", "a small Llama from random weights, all weights"):
             self.train("pretrain.yaml", *self.pretrain_settings())
         with self.stage("fine-tune", "LoRA on frozen weights, ZeRO-3"):

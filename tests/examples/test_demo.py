@@ -31,7 +31,7 @@ def load(name: str) -> ModuleType:
 
 
 docstrings = load("docstrings")
-tokenizer = load("tokenizer")
+tokenizer = load("train_tokenizer")
 demo = load("demo")
 
 MODULE = '''
