@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from anygauge.planning.forecast import PHASES, Peak, RunMemory, Work
 from anygauge.registry import installed_plugins
 from anygauge.training.auto import candidates, decided_before, forms_of, in_words
 from anygauge.training.checks import Findings
+from anygauge_cpu.probe import this_machine
 from tests.helpers.gaudi import without_driver
 from tests.helpers.jobs import make_job
 from tests.helpers.runs import TINY, run_file, trained
@@ -174,7 +176,8 @@ def test_a_small_run_starts_no_process(
 def test_ranks_of_one_host_share_its_memory(
     tmp_path: Path, planner: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("anygauge_cpu.probe.memory_limit", lambda: 200 * MIB)
+    # The package's `probe` is the function, not the module.
+    monkeypatch.setattr(sys.modules[this_machine.__module__], "memory_limit", lambda: 200 * MIB)
     planner.found = takes(150 * MIB)
     path = run_file(tmp_path, model={"config": {**TINY, **WIDE}, "tokenizer": "none"})
     assert expected(path).note.startswith("the run may not fit")

@@ -203,7 +203,7 @@ def test_a_run_that_becomes_another_form_is_checked_as_that(
     )
     for form, others in ((0, []), (None, []), (3, ["zero"])):
         decided = Decision(form=form)
-        monkeypatch.setattr(prepare_stages, "planned", lambda *_, found=decided, **__: found)
+        monkeypatch.setattr(prepare_stages, "plan_memory", lambda *_, found=decided, **__: found)
         checked.clear()
         Stages(request, EventWriter(None)).run()
         assert checked == ["ddp", *others]

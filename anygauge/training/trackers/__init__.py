@@ -30,7 +30,7 @@ def _tracker(name: str, kind: str, package: str = "", **more: Any) -> TrackerSpe
 
 
 def _options(kind: str) -> str:
-    return f"{__name__}.options:{kind}Options"
+    return f"{__name__}.tracker_options:{kind}Options"
 
 
 @hookimpl
