@@ -45,7 +45,11 @@ class Part:
 
 
 _HERE = "benchmarks.gpu."
-_OPERATIONS, _PYTESTS, _TRAINING = _HERE + "operations:", _HERE + "pytests:", _HERE + "training:"
+_OPERATIONS, _PYTESTS, _TRAINING = (
+    _HERE + "time_operations:",
+    _HERE + "pytests:",
+    _HERE + "training:",
+)
 _LLAMA = "A random Llama of {} parameters"
 _SEVERAL = "Several devices: ddp, fsdp and zero beside loops by hand"
 

@@ -42,7 +42,7 @@ def test_every_release_with_an_image_is_a_target(backend: str) -> None:
         assert re.fullmatch(r"[a-zA-Z0-9_-]+", name)
         assert target["dockerfile"] == f"docker/{backend}.Dockerfile"
         assert arguments(backend, needed=True) <= set(target["args"]) <= arguments(backend)
-        assert target["tags"] == [f"anygauge:{PROJECT['version']}-{backend}-{row['release']}"]
+        assert target["tags"] == [f"anygauge:{PROJECT['version']}-{backend}-{row['name']}"]
         assert target["args"]["BASE"] == row["base"]
         assert target["labels"]["org.opencontainers.image.base.name"] == row["base"]
         assert target["tags"][0].endswith(target["labels"]["org.opencontainers.image.ref.name"])
