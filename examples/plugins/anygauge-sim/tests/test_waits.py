@@ -129,22 +129,24 @@ def test_fused_attention_does_not_ask_the_card_for_padding(
 @pytest.mark.parametrize(
     ("stage", "dtype", "reads"),
     [
-        (0, "float32", 0),
-        (1, "float32", 2),
-        (1, "bfloat16", 2),
-        (2, "bfloat16", 3),
-        (3, "float32", 1),
-        (3, "bfloat16", 1),
+        ({"stage": 0}, "float32", 0),
+        ({"stage": 1}, "float32", 2),
+        ({"stage": 1}, "bfloat16", 2),
+        ({"stage": 2}, "bfloat16", 3),
+        # What stays whole beside flat layers is DeepSpeed's stage 1.
+        ({"stage": 3, "gather": "flat"}, "bfloat16", 2),
+        ({"stage": 3, "gather": "layer"}, "float32", 1),
+        ({"stage": 3, "gather": "layer"}, "bfloat16", 1),
     ],
 )
 def test_what_deepspeed_reads_of_a_step(
-    stage: int,
+    stage: dict[str, int | str],
     dtype: str,
     reads: int,
     folder: Path,
     site: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    strategy = {"name": "zero", "stage": stage}
+    strategy = {"name": "zero", **stage}
     found = counted(folder, site, monkeypatch, strategy, 2, dtype=dtype)
     assert found == Counted(copies=1 + reads, waits=reads)
