@@ -23,6 +23,7 @@ COMMANDS = {
     "launch": "Start a run on other machines, or write what a launcher would do.",
     "plan": "Show how much memory and time a run needs, without its devices.",
     "job": "Follow, show or end a job on other machines.",
+    "import": "Turn another tool's configuration into a run file.",
     "data": "Show what a run trains on: counts, lengths, padding, loss tokens.",
     "generate": "Let a model answer, with or without an adapter.",
     "merge": "Fold an adapter into its base model.",
@@ -39,6 +40,7 @@ _HOMES = {
     **dict.fromkeys(("generate", "merge"), "trained"),
     "launch": "train",
     "job": "job_command",
+    "import": "import_command",
 }
 """Command -> its file, where that has another name."""
 
@@ -139,7 +141,7 @@ def run(arguments: list[str], *, own_process: bool = False) -> int:
 def command_function(name: str) -> Callable[..., None]:
     """The function of a command, with its options as parameters."""
     module = importlib.import_module(f"anygauge.cli.{_HOMES.get(name, name)}")
-    function: Callable[..., None] = getattr(module, name)
+    function: Callable[..., None] = getattr(module, "import_" if name == "import" else name)
     return function
 
 

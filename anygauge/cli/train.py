@@ -43,12 +43,18 @@ def train(
         bool,
         typer.Option("--dry-run", help="Show settings, engine and processes; start nothing."),
     ] = False,
+    no_model: Annotated[
+        bool,
+        typer.Option("--no-model", help="With --dry-run: look at no model and no rows."),
+    ] = False,
     plan: PlanOption = None,
     force: ForceOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Fine-tune a model as described in a run file."""
     flags = _flags(backend, devices, nodes, launcher, output, resume)
+    if no_model and (not dry_run or plan):
+        raise UsageError("--no-model: a run, and a plan, need the model; add --dry-run, and no --plan")
     if not dry_run:
         from anygauge.launch.foreign import find_launch
 
@@ -69,11 +75,13 @@ def train(
             except AnygaugeError as error:
                 foreign.report(str(error))
                 raise
-    request = read_request(run_file, set_, flags, need_device=not dry_run)
+    request = read_request(
+        run_file, set_, flags, need_device=not dry_run, look_at_files=not no_model
+    )
     if dry_run:
         from anygauge.cli.dry_run import show
 
-        show(request, plan=plan, force=force)
+        show(request, plan=plan, force=force, model=not no_model)
         return
     raise typer.Exit(start(request, quiet=quiet, plan_memory=plan, force=force))
 

@@ -5,6 +5,7 @@ PyYAML's own reading takes 12:30:00 for a count of seconds, 010 for 8, and 2e-4 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -50,3 +51,9 @@ _Dumper.add_representer(str, _represent_text)
 def write_yaml(values: Mapping[str, Any]) -> str:
     """YAML that `document.read_yaml` reads as equal values; in their order, and without aliases."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1_000_000)
+
+
+def write_flow(value: Any) -> str:
+    """One value as YAML on one line."""
+    text = yaml.dump([value], Dumper=_Dumper, default_flow_style=True, width=math.inf)
+    return text.strip()[1:-1]

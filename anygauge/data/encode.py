@@ -142,7 +142,7 @@ class RowEncoder:
         self._start, self._end = start_ids(tokenizer), [int(tokenizer.eos_token_id)]
         self._template: ChatTemplate | None = None
         self._aligner = Aligner(tokenizer)
-        if source.format in ("messages", "sharegpt"):
+        if source.format in ("messages", "sharegpt", "alpaca_chat"):
             self._chat_template()
 
     def __getstate__(self) -> dict[str, Any]:
