@@ -81,7 +81,8 @@ def _set(draft: Draft, overrides: list[str]) -> None:
     if problems:
         raise run_file_error("--set", problems)
     for path, value in flattened(tree):
-        draft.put(path, value, "--set")
+        is_path = path.endswith((".path", ".name", ".tokenizer", ".chat_template", ".start_from"))
+        draft.put(path, draft.path(value) if is_path else value, "--set")
 
 
 def _refuse(draft: Draft, allow_dropped: bool) -> None:

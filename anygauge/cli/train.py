@@ -54,7 +54,9 @@ def train(
     """Fine-tune a model as described in a run file."""
     flags = _flags(backend, devices, nodes, launcher, output, resume)
     if no_model and (not dry_run or plan):
-        raise UsageError("--no-model: a run, and a plan, need the model; add --dry-run, and no --plan")
+        raise UsageError(
+            "--no-model: a run, and a plan, need the model; add --dry-run, and no --plan"
+        )
     if not dry_run:
         from anygauge.launch.foreign import find_launch
 

@@ -51,7 +51,13 @@ class SourceSection(Section):
     split: str = Field("train", description="Hub: the dataset's split.")
     revision: str | None = Field(None, description="Hub: branch, tag or commit.")
     format: Literal[
-        *("auto", "prompt_completion", "alpaca", "alpaca_chat", "messages", "sharegpt", "text"),
+        "auto",
+        "prompt_completion",
+        "alpaca",
+        "alpaca_chat",
+        "messages",
+        "sharegpt",
+        "text",
         "tokens",
     ] = Field("auto", description="How a row is laid out; auto: detected from path and columns.")
     prompt: str = Field("prompt", description="Column of the prompt (prompt_completion).")

@@ -315,7 +315,9 @@ def _alpaca_turns(record: Record) -> list[Turn]:
     said: list[str] = []
     for pair in _expect(pairs, list, f"{where} holds", "a list of pairs"):
         if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
-            raise DataError(f"{where} holds {pair!r:.60}; pairs of question and answer are expected")
+            raise DataError(
+                f"{where} holds {pair!r:.60}; pairs of question and answer are expected"
+            )
         said += pair
     columns = ("instruction", "input") if record.values.get("input") else ("instruction",)
     said.append("\n".join(_text_column(record, name, None) for name in columns))

@@ -110,8 +110,11 @@ def settings_alone(request: RunRequest) -> tuple[RunRequest, Findings, Decision]
 
     here = request.selection.probe.available and not request.launcher.remote
     check_settings(request.run, request.backend, request.registry, ranks_run_here=here)
-    notes = ["--no-model: neither the model nor the rows were looked at"]
-    return without_checks(request), Findings(notes=notes), Decision()
+    found = Findings(
+        notes=["--no-model: neither the model nor the rows were looked at"],
+        engine_note="not shown: it depends on the model",
+    )
+    return without_checks(request), found, Decision()
 
 
 def without_checks(request: RunRequest) -> RunRequest:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.cli.imports import axolotl, habana, llamafactory, trainer
-from anygauge.cli.imports.draft import Draft
+from anygauge.cli.imports.draft import Draft, load_table
 from anygauge.cli.imports.engine_files import put_accelerate, put_deepspeed, read_mapping
 from anygauge.config.document import MOST_BYTES
 from anygauge.interface import RunFileError
@@ -22,14 +22,36 @@ READERS: dict[str, Callable[[Draft], None]] = {
     "optimum-habana": habana.read_habana,
 }
 READ = (
-    "it reads an Axolotl or LLaMA-Factory YAML, TrainingArguments or an SFTConfig as JSON or YAML, and "
-    "a shell command with optimum-habana's run_lora_clm.py"
+    "it reads an Axolotl or LLaMA-Factory YAML, TrainingArguments or an SFTConfig as JSON or YAML, "
+    "and a shell command with optimum-habana's run_lora_clm.py"
 )
 _LLAMAFACTORY = set(
-    ["finetuning_type", "stage", "cutoff_len", "dataset_dir", "lora_rank", "template", "lora_target"]
+    [
+        "finetuning_type",
+        "stage",
+        "cutoff_len",
+        "dataset_dir",
+        "lora_rank",
+        "template",
+        "lora_target",
+    ]
 )
 _TRL = set(
-    ["max_length", "dataset_text_field", "assistant_only_loss", "completion_only_loss", "dataset_name", "lora_r", "use_peft", "packing_strategy", "padding_free", "loss_type", "chat_template_path", "eval_packing", "load_in_4bit"]
+    [
+        "max_length",
+        "dataset_text_field",
+        "assistant_only_loss",
+        "completion_only_loss",
+        "dataset_name",
+        "lora_r",
+        "use_peft",
+        "packing_strategy",
+        "padding_free",
+        "loss_type",
+        "chat_template_path",
+        "eval_packing",
+        "load_in_4bit",
+    ]
 )
 _TRAINER = set(
     ["per_device_train_batch_size", "num_train_epochs", "lr_scheduler_type", "optim", "output_dir"]
@@ -90,7 +112,7 @@ def tool_of(values: Mapping[str, Any], file: Path) -> str:
             raise RunFileError(f"{file}: looks like {what.format(file=file)}; {READ}")
     if keys & _TRL and (keys & _TRAINER or keys & {"dataset_name", "model_name_or_path"}):
         return "TRL"
-    if len(keys & _TRAINER) > 1 or len(keys & trainer.TRAINER.keys()) > 3:
+    if len(keys & _TRAINER) > 1 or len(keys & load_table("trainer")["ours"].keys()) > 3:
         return "Trainer"
     first = ", ".join(list(map(str, values))[:8]) or "none"
     raise RunFileError(

@@ -1,69 +1,50 @@
-"""A run file that grows from another tool's keys: a rule for each key, and what became of it.
+"""A run file that grows from another tool's keys by a table, and what became of each key.
 
-A tool's table has for each of its keys one of three rules: it is `Ours`; it means `Nothing` here,
-since it sets speed, logging, naming, upload or telemetry alone; or it is `NotOffered`, with the
-nearest thing, but for the values that say what anygauge does anyway.
+A table (`tables/*.toml`) has three parts: a key is one of `ours`; it means `nothing` here, since it
+sets speed, logging, naming, upload or telemetry alone; or it is `not_offered`, with the nearest
+thing. Of the last, values are harmless that say what anygauge does anyway: off, or as listed.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+import re
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from anygauge.config.paths import DATA_SUFFIXES, data_suffix
 from anygauge.config.yaml_text import write_flow
 from anygauge.interface import RunFileError
 from anygauge.util.text import short
 
-Reason = Literal["speed", "logging", "naming", "upload", "telemetry"]
+OFF = (False, 0, "no", "none", "None", "auto", "off")
 BLANK: tuple[Any, ...] = (None, "", [], {})
 """Values of a key that is left empty."""
-OFF = (False, 0, "no", "none", "None", "auto", "off")
 
 
-@dataclass(frozen=True, slots=True)
-class Ours:
-    """A field of ours; `convert` makes its value, None where theirs says to leave it out."""
-
-    path: str
-    convert: Callable[[Any], Any] = lambda value: value
-
-
-@dataclass(frozen=True, slots=True)
-class Nothing:
-    """A key that cannot change a result."""
-
-    why: Reason
-
-
-@dataclass(frozen=True, slots=True)
-class NotOffered:
-    """A key that would change a result, but for values that say what happens here anyway."""
-
-    nearest: str
-    harmless: tuple[Any, ...] = OFF
-
-
-Rule = Ours | Nothing | NotOffered
-Table = Mapping[str, Rule]
-
-
-def ours(path: str, names: str, convert: Callable[[Any], Any] = lambda value: value) -> Table:
-    """One field of ours under each of their names."""
-    return {name: Ours(path, convert) for name in names.split()}
-
-
-def nothing(why: Reason, names: str) -> Table:
-    """Keys that change no result, for one reason."""
-    return {name: Nothing(why) for name in names.split()}
-
-
-def not_offered(nearest: str, names: str, harmless: tuple[Any, ...] = OFF) -> Table:
-    """Keys with one nearest thing."""
-    return {name: NotOffered(nearest, harmless) for name in names.split()}
+def load_table(*names: str) -> dict[str, dict[str, Any]]:
+    """Tables of these names as one; a later one wins."""
+    found: dict[str, dict[str, Any]] = {
+        "ours": {},
+        "nothing": {},
+        "not_offered": {},
+        "harmless": {},
+    }
+    for name in names:
+        text = (Path(__file__).parent / "tables" / f"{name}.toml").read_text()
+        read = tomllib.loads(text)
+        for part in ("nothing", "not_offered"):
+            words = read.get(part, {})
+            read[part] = {key: why for why, keys in words.items() for key in keys.split()}
+        for key in [key for part in read.values() for key in part]:
+            for part in ("ours", "nothing", "not_offered"):
+                found[part].pop(key, None)
+        for part, rules in read.items():
+            found[part] |= rules
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,47 +91,49 @@ class Draft:
         value = self.keys.pop(key, None)
         return default if value in BLANK else value
 
-    def take_first(self, names: str, default: Any = None) -> tuple[str, Any]:
-        """The first of several names that is there, with its value; "" and `default` for none."""
-        found = ("", default)
-        for name in names.split():
-            if (value := self.take(name)) is not None and not found[0]:
-                found = (name, value)
-        return found
-
     def number(self, key: str, default: Any = None) -> Any:
-        """A number; text that holds one is read.
+        """A number, or text that holds one; None where it is left out.
 
         Raises:
             RunFileError: it is none.
         """
         value = self.take(key, default)
-        return value if value is None else as_number(value, self.named(key))
+        try:
+            return value if value is None else as_number(value)
+        except (TypeError, ValueError):
+            raise self.error(key, value, "a number") from None
 
     def mapping(self, key: str) -> dict[str, Any]:
         """A mapping; empty where it is left out."""
-        value = self.take(key, {})
-        if not isinstance(value, dict):
-            raise RunFileError(f"{self.named(key)}: got {shown(value)}, expected a mapping")
+        if not isinstance(value := self.take(key, {}), dict):
+            raise self.error(key, value, "a mapping")
         return value
 
-    def named(self, key: str) -> str:
-        """A key, for a message."""
-        return f"{self.file}: {key}"
+    def error(self, key: str, value: Any, expected: str) -> RunFileError:
+        """An error about a key's value."""
+        got = short(write_flow(value))
+        return RunFileError(f"{self.file}: {key}: got {got}, expected {expected}")
 
     def put(self, path: str, value: Any, origin: str) -> None:
         """Set a field of ours, which came from there; None sets nothing."""
-        if value is None:
-            return
         *sections, name = path.split(".")
         at = self.tree
         for section in sections:
             at = at.setdefault(section, {})
             if not isinstance(at, dict):
-                raise RunFileError(f"{self.file}: {origin}: '{path}' has a second value")
-        at[name] = (
-            value if isinstance(value, (list, dict)) and origin == "" else Leaf(value, origin)
-        )
+                raise RunFileError(f"{self.file}: {origin}: {section!r} is set already")
+        if value is not None:
+            at[name] = Leaf(value, origin)
+
+    def copy(self, key: str, path: str, usual: Any = None) -> Any:
+        """Set a field to a key's value, or to what the tool does without the key."""
+        value = self.take(key)
+        self.put(path, usual if value is None else value, self.origin(key, value))
+        return usual if value is None else value
+
+    def origin(self, key: str, value: Any) -> str:
+        """Where a value comes from: the key with its value, or the tool's default."""
+        return f"{self.tool}'s default" if value is None else given(key, value)
 
     def at(self, path: str) -> Any:
         """The value of a field of ours, or None."""
@@ -159,20 +142,19 @@ class Draft:
             found = found.get(part) if isinstance(found, dict) else None
         return found.value if isinstance(found, Leaf) else found
 
-    def default(self, path: str, value: Any, whose: str = "") -> None:
-        """Set a field to what the tool does without its key, unless it has a value."""
-        if self.at(path) is None:
-            self.put(path, value, f"{whose or self.tool}'s default")
+    def defaults(self, **values: Any) -> None:
+        """What the tool does where no key has set a field; ``train__seed=42``."""
+        for name, value in values.items():
+            if self.at(path := name.replace("__", ".")) is None:
+                self.put(path, value, f"{self.tool}'s default")
 
     def path(self, name: Any) -> Any:
         """A local file or folder, which is relative to the current directory there, as our run file
         has it; anything else is a name on the hub, and stays."""
         if not isinstance(name, str) or name.startswith(("/", "~", "$")) or "://" in name:
             return name
-        local = name.startswith(("./", "../")) or data_suffix(name) in DATA_SUFFIXES
-        if not local and not os.path.exists(name):
-            return name
-        return self.local(name)
+        is_local = name.startswith(("./", "../")) or data_suffix(name) in DATA_SUFFIXES
+        return self.local(name) if is_local or Path(name).exists() else name
 
     def local(self, name: str) -> str:
         """A file or folder that is one, as the run file has it."""
@@ -188,71 +170,102 @@ class Draft:
         """Say that a key is not offered."""
         self.blocked[given(key, value)] = nearest
 
-    def skip(self, key: str, value: Any, why: Reason) -> None:
+    def skip(self, key: str, value: Any, why: str) -> None:
         """Say that a key means nothing here."""
         self.meaningless.setdefault(why, []).append(given(key, value))
 
-    def apply(self, table: Table, values: Mapping[str, Any] | None = None, above: str = "") -> None:
-        """Follow a table for all keys that are left, or for those of a file beside this one."""
-        beside: dict[Reason, list[str]] = {}
+    def apply(self, *tables: str, values: Mapping[str, Any] | None = None, above: str = "") -> None:
+        """Follow tables for all keys that are left, or for those of a file beside this one.
+
+        Args:
+            values: of that file, dotted; its fields may be listed by the last parts of their names.
+            above: its name, for messages.
+        """
+        table, beside = load_table(*tables), dict[str, list[str]]()
         for key, value in {**(self.keys if values is None else values)}.items():
-            rule = table.get(key)
+            last = key.rpartition(".")[2] if above else key
+            why = table["nothing"].get(key) or table["nothing"].get(last)
             if value in BLANK:
                 continue
-            if rule is None:
-                self.block(
-                    f"{above}{key}", value, f"{self.tool} has no such key that is known here"
-                )
-            elif isinstance(rule, Nothing) and above:
-                beside.setdefault(rule.why, []).append(key.rpartition(".")[2])
-            elif isinstance(rule, Nothing):
-                self.skip(key, value, rule.why)
-            elif isinstance(rule, NotOffered):
-                if not is_one_of(value, rule.harmless):
-                    self.block(f"{above}{key}", value, rule.nearest)
-            else:
+            if key in table["ours"]:
+                path, _, name = table["ours"][key].partition(": ")
                 try:
-                    converted = rule.convert(value)
-                except (TypeError, ValueError, KeyError):
-                    what = f"{self.named(above + key)}: got {shown(value)}, which cannot be read"
-                    raise RunFileError(f"{what} as '{rule.path}'") from None
-                self.put(rule.path, converted, given(f"{above}{key}", value))
+                    converted = CONVERSIONS[name](value)
+                except (TypeError, ValueError):
+                    raise self.error(above + key, value, f"what {path} can be") from None
+                self.put(path, converted, given(f"{above}{key}", value))
+            elif why is not None and above:
+                beside.setdefault(why, []).append(last)
+            elif why is not None:
+                self.skip(key, value, why)
+            elif key not in table["not_offered"]:
+                self.block(f"{above}{key}", value, f"no key of {self.tool}'s that is known here")
+            elif not is_one_of(value, table["harmless"].get(key, OFF)):
+                self.block(f"{above}{key}", value, table["not_offered"][key])
         for why, names in beside.items():
             self.meaningless.setdefault(why, []).append(f"{above}{', '.join(names)}")
         if values is None:
             self.keys.clear()
 
 
-def as_number(value: Any, where: str = "") -> Any:
-    """A number, also where it is written as text.
+def as_number(value: Any) -> Any:
+    """A number, also where it is written as text; whole ones are int.
 
     Raises:
-        RunFileError: it is none.
+        ValueError: it is none.
+        TypeError: the same.
     """
-    try:
-        if isinstance(value, bool):
-            raise ValueError
-        found = float(value)
-        return int(found) if found.is_integer() and not isinstance(value, float) else found
-    except (TypeError, ValueError, OverflowError):
-        raise RunFileError(f"{where}: got {shown(value)}, expected a number") from None
+    if isinstance(value, bool):
+        raise ValueError(value)
+    if isinstance(value, float):
+        return value
+    return int(value) if re.fullmatch(r"[-+]?\d+", str(value)) else float(value)
 
 
-def positive(value: Any) -> Any:
-    """A count; None for 0 and below, which say that there is none."""
-    return found if (found := as_number(value, "a count")) > 0 else None
+def as_list(value: Any) -> list[Any]:
+    """A list, also where it is written as text with commas."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return list(value)
 
 
-def is_one_of(value: Any, values: Iterable[Any]) -> bool:
+def targets(value: Any) -> Any:
+    """Layers of an adapter: `all`, names, or an expression."""
+    if isinstance(value, str) and re.search(r"[\\^$*|()\[\]]", value):
+        return value
+    names = as_list(value)
+    return "all-linear" if names in (["all"], ["all-linear"]) else names
+
+
+def whole_names(patterns: Any) -> list[str]:
+    """Axolotl's expressions, which begin a name, as ones for whole names; a range of rows fails."""
+    if any(re.search(r"\[\d*:?\d*\]$", one) for one in patterns):
+        raise ValueError(patterns)
+    return [one if one.endswith("$") else f"(?:{one}).*" for one in patterns]
+
+
+CONVERSIONS: dict[str, Any] = {
+    "": lambda value: value,
+    "number": as_number,
+    "positive": lambda value: as_number(value) if as_number(value) > 0 else None,
+    "steps": lambda value: max(1, int(value)),
+    "bool": bool,
+    "not": lambda value: not value,
+    "auto": lambda value: "auto" if value else None,
+    "pissa": lambda value: "pissa" if value else None,
+    "branch": lambda value: None if value == "main" else value,
+    "list": as_list,
+    "targets": targets,
+    "names": whole_names,
+}
+"""What stands after a field in a table: how its value is made; None leaves the field out."""
+
+
+def is_one_of(value: Any, values: Any) -> bool:
     """Whether a value is listed, where True is not 1."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
 
 
-def shown(value: Any) -> str:
-    """A value on a line, cut where it is long."""
-    return short(write_flow(value))
-
-
 def given(key: str, value: Any) -> str:
-    """A key as it stands in their file."""
-    return f"{key}: {shown(value)}"
+    """A key as it stands in their file, on a line."""
+    return f"{key}: {short(write_flow(value))}"

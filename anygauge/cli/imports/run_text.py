@@ -51,7 +51,7 @@ def _lines(tree: Mapping[str, Any], kind: Kind | None, *, top: bool = False) -> 
     names = sorted(tree, key=lambda name: order.index(name) if name in order else len(order))
     for at, name in enumerate(names):
         value = tree[name]
-        if top and at and not isinstance(value, Leaf):
+        if top and at and not (isinstance(value, Leaf) and isinstance(tree[names[at - 1]], Leaf)):
             yield ""
         below = None if kind is None else kind.below(name)
         if isinstance(value, Leaf):

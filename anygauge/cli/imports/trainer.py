@@ -6,174 +6,87 @@ import re
 from pathlib import Path
 from typing import Any
 
-from anygauge.cli.imports.draft import (
-    OFF,
-    Draft,
-    Table,
-    as_number,
-    given,
-    not_offered,
-    nothing,
-    ours,
-    positive,
-)
+from anygauge.cli.imports.draft import BLANK, OFF, Draft, as_list
 from anygauge.cli.imports.engine_files import put_engine
-from anygauge.interface import RunFileError
 
-SPEED = (
-    "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers ddp_bucket_cap_mb "
-    "dataloader_prefetch_factor dataloader_in_order dataloader_multiprocessing_context ddp_timeout "
-    "ddp_backend ddp_broadcast_buffers ddp_find_unused_parameters ddp_static_graph tf32 use_cache "
-    "low_cpu_mem_usage torch_compile torch_compile_backend torch_compile_mode use_liger_kernel "
-    "torch_empty_cache_steps gradient_checkpointing_kwargs eval_accumulation_steps liger_kernel_config "
-    "activation_checkpointing_kwargs local_rank remove_unused_columns accelerator_config "
-    "per_device_eval_batch_size preprocessing_num_workers dataset_num_proc enable_jit_checkpoint "
-    "use_cpu bf16_full_eval fp16_full_eval include_for_metrics dataset_kwargs eval_use_gather_object"
-)
-LOGGING = (
-    "logging_strategy logging_first_step logging_nan_inf_filter log_level log_level_replica debug "
-    "log_on_each_node disable_tqdm skip_memory_metrics include_num_input_tokens_seen "
-    "prediction_loss_only batch_eval_metrics eval_do_concat_batches eval_delay plot_loss"
-)
-NAMING = (
-    "overwrite_output_dir save_safetensors save_only_model save_on_each_node overwrite_cache "
-    "ignore_data_skip restore_callback_states_from_checkpoint cache_dir label_names "
-    "length_column_name"
-)
-UPLOAD = (
-    "push_to_hub hub_model_id hub_strategy hub_token hub_private_repo hub_always_push hub_revision "
-    "hf_hub_token trackio_space_id trackio_bucket_id trackio_static_space_id token"
-)
-BEST = "checkpoint.keep_best: 1 keeps that checkpoint; the result is the last step's"
-TRAINER: Table = {
-    **ours("train.optimizer.lr", "learning_rate", as_number),
-    **ours("train.epochs", "num_train_epochs", as_number),
-    **ours("train.steps", "max_steps", positive),
-    **ours("train.optimizer.weight_decay", "weight_decay", as_number),
-    **ours("train.max_grad_norm", "max_grad_norm", as_number),
-    **ours("train.seed", "seed", as_number),
-    **ours("train.log_every", "logging_steps", lambda value: max(1, int(value))),
-    **ours("train.gradient_checkpointing", "gradient_checkpointing activation_checkpointing"),
-    **ours("train.eval_at_start", "eval_on_start"),
-    **ours("checkpoint.keep_last", "save_total_limit", positive),
-    **nothing("speed", SPEED),
-    **nothing("logging", LOGGING),
-    **nothing("naming", NAMING),
-    **nothing("upload", UPLOAD),
-    **not_offered("the epoch's order comes from train.seed", "data_seed"),
-    **not_offered(BEST, "load_best_model_at_end metric_for_best_model greater_is_better"),
-    **not_offered("a loop of your own: examples/own_loop.py", "neftune_noise_alpha"),
-    **not_offered("a loop of your own: examples/own_loop.py", "label_smoothing_factor"),
-    **not_offered("train.optimizer has the settings that there are", "optim_args"),
-    **not_offered("train.optimizer.name", "optim_target_modules"),
-    **not_offered("`anygauge plan RUN` says what fits", "auto_find_batch_size"),
-    **not_offered("the last step takes what is left of the rows", "dataloader_drop_last"),
-    **not_offered("strategy: fsdp, with dp_replicate, tp and cp", "parallelism_config"),
-    **not_offered("runs are equal on one machine and release already", "full_determinism"),
-    **not_offered("the loss is the mean over all tokens of all devices",
-                  "average_tokens_across_devices", (True,)),
-    **not_offered("`anygauge train`", "do_train do_eval", (True, False)),
-    **not_offered("`anygauge generate`", "do_predict predict_with_generate"),
-}  # fmt: skip
-"""What needs more than one key is read by the functions below."""
-
-TRL: Table = {
-    **TRAINER,
-    **ours("model.name", "model_name_or_path"),
-    **ours("model.revision", "model_revision"),
-    **ours("model.trust_remote_code", "trust_remote_code"),
-    **ours("data.train.subset", "dataset_config"),
-    **ours("data.train.split", "dataset_train_split"),
-    **ours("data.train.text", "dataset_text_field"),
-    **ours("data.chat_template", "chat_template_path"),
-    **ours("data.max_length", "max_length max_seq_length", as_number),
-    **ours("data.streaming", "dataset_streaming"),
-    **ours("train.activation_offloading", "activation_offloading"),
-    **ours("train.router_aux_loss_coef", "router_aux_loss_coef", as_number),
-    **ours("adapter.r", "lora_r", as_number),
-    **ours("adapter.alpha", "lora_alpha", as_number),
-    **ours("adapter.dropout", "lora_dropout", as_number),
-    **ours("adapter.targets", "lora_target_modules", lambda value: targets(value)),
-    **ours("adapter.target_parameters", "lora_target_parameters", lambda value: as_list(value)),
-    **ours("adapter.modules_to_save", "lora_modules_to_save", lambda value: as_list(value)),
-    **ours("adapter.rslora", "use_rslora"),
-    **ours("adapter.dora", "use_dora"),
-    **nothing("speed", "attn_implementation padding_free pad_to_multiple_of eval_packing pad_token"),
-    **nothing("logging", "log_completions dataset_test_split"),
-    **not_offered("a causal language model", "lora_task_type", ("CAUSAL_LM",)),
-    **not_offered("model.quantize: nf4", "bnb_4bit_quant_type", ("nf4",)),
-    **not_offered("data.shuffle: rows are read in a new order in each epoch", "shuffle_dataset",
-                  (True, False)),
-    **not_offered("the mean over loss tokens", "loss_type", ("nll", "chunked_nll")),
-    **not_offered("the start of a row is kept", "truncation_mode", ("keep_start",)),
-    **not_offered("the tokenizer's own end token", "eos_token"),
-    **not_offered("write what it sets into the run file", "model_init_kwargs"),
-}  # fmt: skip
 OPTIMIZERS = {
-    **dict.fromkeys(
-        ["adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "adamw_apex_fused"], "adamw"
-    ),
-    **dict.fromkeys(["paged_adamw_32bit", "paged_adamw", "adamw_torch_npu_fused"], "adamw"),
-    **dict.fromkeys(
-        ["adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit"], "adamw_8bit"
-    ),
-    **{"lion_32bit": "lion", "lion": "lion", "sgd": "sgd"},
+    "adamw": "adamw_torch adamw_torch_fused adamw_hf adamw adamw_apex_fused adamw_torch_npu_fused "
+    "paged_adamw paged_adamw_32bit",
+    "adamw_8bit": "adamw_bnb_8bit adamw_8bit paged_adamw_8bit adamw_torch_8bit",
+    "lion": "lion lion_32bit",
+    "sgd": "sgd",
 }
-"""Their names of optimizers -> ours."""
-_OPTIMIZER = "train.optimizer.name: adamw, adamw_8bit, lion or sgd"
-_SCHEDULE = "train.schedule.name: constant, linear or cosine"
+"""Ours -> their names."""
+BEST = "checkpoint.keep_best: 1 keeps that checkpoint; the result is the last step's"
 
 
 def read_trainer(draft: Draft) -> None:
     """TrainingArguments, or TRL's arguments with model and data set."""
     trl = draft.tool == "TRL"
     put_engine(draft)
-    put_batch(draft, "per_device_train_batch_size", 8)
-    put_optimizer(draft, "optim", "adamw_torch")
-    put_schedule(draft, "lr_scheduler_type", "linear")
-    put_precision(draft, "bfloat16" if trl else "float32")
-    put_evaluation(draft)
-    put_folder(draft, "output_dir")
-    put_trackers(draft)
-    put_quantized(draft)
-    if (name := draft.take("dataset_name")) is not None:
-        draft.put("data.train.path", draft.path(name), given("dataset_name", name))
-    if draft.take("use_peft") is False or (trl and not any("lora_" in key for key in draft.keys)):
+    put_training(draft, "bfloat16" if trl else "float32")
+    if draft.take("load_in_4bit"):
+        draft.put("model.quantize.type", "nf4", "load_in_4bit: true")
+        draft.copy("use_bnb_nested_quant", "model.quantize.double_quantization", False)
+    elif draft.take("load_in_8bit"):
+        draft.put("model.quantize.type", "int8", "load_in_8bit: true")
+    for key in ("dataset_name", "model_name_or_path", "chat_template_path"):
+        draft.keys[key] = draft.path(draft.keys.get(key))
+    draft.copy("dataset_name", "data.train.path")
+    if not draft.take("use_peft", trl and any("lora_" in key for key in draft.keys)):
         for key in [key for key in draft.keys if key.startswith(("lora_", "use_rs", "use_dora"))]:
             del draft.keys[key]
-    elif trl:
-        draft.default("adapter.r", 16)
-    _put_packing(draft)
-    _put_loss(draft)
-    for key in ("model_name_or_path", "chat_template_path"):
-        draft.keys[key] = draft.path(draft.keys.get(key))
-    draft.apply(TRL)
-    draft.needed["data.loss_on"] = (
-        "there the rows' columns decide: `answer` for prompt and completion, `all` for messages or text"
-    )
-    draft.default("train.optimizer.lr", 2e-5 if trl else 5e-5)
-    draft.default("train.epochs", 3)
-    draft.default("train.gradient_checkpointing", trl)
-    if draft.at("adapter") is not None:
-        draft.default("adapter.alpha", 32)
-    draft.default("data.max_length", 1024, "TRL")
-    # Rows of prompt and completion are joined there as they are.
+    else:
+        draft.defaults(adapter__r=16, adapter__alpha=32)
+    packs, strategy = draft.take("packing", False), draft.take("packing_strategy", "bfd")
+    if packs:
+        form = "concatenate" if strategy == "wrapped" else True
+        draft.put("data.packing", form, f"packing: true, packing_strategy: {strategy}")
+        if strategy != "bfd":
+            draft.change(f"packing_strategy: {strategy} cuts rows; here packs hold whole rows")
+    answers, completion = draft.take("assistant_only_loss"), draft.take("completion_only_loss")
+    if answers or completion is not None:
+        loss = "answer" if answers or completion else "all"
+        draft.put("data.loss_on", loss, "assistant_only_loss, completion_only_loss")
+    draft.apply("trainer", "trl")
+    draft.defaults(train__optimizer__lr=2e-5 if trl else 5e-5, train__epochs=3, train__seed=42)
+    draft.defaults(train__gradient_checkpointing=trl)
+    if not trl:
+        draft.change("data: TrainingArguments say nothing of rows; what is not set is our default")
+        return
+    draft.defaults(data__max_length=1024)
     draft.put("data.train.template", "{prompt}", "TRL joins prompt and completion as they are")
+    draft.needed["data.loss_on"] = (
+        "TRL goes by the columns: `answer` for prompt and completion, `all` for messages or text"
+    )
 
 
-def put_batch(draft: Draft, size: str, usual: int) -> None:
+def put_training(draft: Draft, precision: str, lr_scheduler: str = "linear") -> None:
+    """What all tools on Trainer share."""
+    put_batch(draft, "per_device_train_batch_size", 8)
+    put_optimizer(draft, "optim", "adamw_torch")
+    put_schedule(draft, "lr_scheduler_type", lr_scheduler)
+    put_precision(draft, precision)
+    put_evaluation(draft)
+    put_folder(draft)
+    asked, project = as_list(draft.take("report_to", [])), draft.take("project")
+    if known := [name for name in asked if name in ("wandb", "tensorboard", "mlflow")]:
+        draft.put("trackers", known, draft.origin("report_to", asked))
+    for name in {*asked} - {*known, "none"}:
+        draft.skip("report_to", name, "logging")
+    if project is not None and "wandb" in known:
+        draft.put("tracker_options.wandb.project", project, draft.origin("project", project))
+
+
+def put_batch(draft: Draft, key: str, usual: int) -> None:
     """Sequences of a step: theirs of one device, times accumulation, times devices."""
-    micro = draft.number(size, usual)
-    steps = draft.number("gradient_accumulation_steps", 1)
-    ranks = draft.nodes * (draft.devices or 1) // draft.sharing
+    micro, steps = draft.number(key, usual), draft.number("gradient_accumulation_steps", 1)
     if not (isinstance(micro, int) and isinstance(steps, int) and micro > 0 and steps > 0):
-        raise RunFileError(
-            f"{draft.file}: {size} {micro} and gradient_accumulation_steps {steps}: whole numbers "
-            "from 1 are expected"
-        )
-    draft.put("train.micro_batch_size", micro, f"{size}: {micro}")
-    origin = f"{size} {micro} x gradient_accumulation_steps {steps} x {ranks} device"
-    draft.put("train.global_batch_size", micro * steps * ranks, origin + "s" * (ranks > 1))
+        raise draft.error(f"{key}, gradient_accumulation_steps", [micro, steps], "counts from 1")
+    ranks = draft.nodes * (draft.devices or 1) // draft.sharing
+    draft.put("train.micro_batch_size", micro, f"{key}: {micro}")
+    origin = f"{micro} x gradient_accumulation_steps {steps} x {ranks} device{'s' * (ranks > 1)}"
+    draft.put("train.global_batch_size", micro * steps * ranks, origin)
     if draft.devices is None:
         draft.change(
             "train.global_batch_size is for 1 device, since the file does not say how many there "
@@ -188,25 +101,24 @@ def put_batch(draft: Draft, size: str, usual: int) -> None:
 def put_optimizer(draft: Draft, key: str, usual: str) -> None:
     """The optimizer with its moments."""
     name = draft.take(key, usual)
-    first, second = draft.number("adam_beta1"), draft.number("adam_beta2")
+    betas = [draft.number("adam_beta1", 0.9), draft.number("adam_beta2", 0.999)]
     eps = draft.number("adam_epsilon")
-    ours_ = OPTIMIZERS.get(name) if isinstance(name, str) else None
-    if ours_ is None:
-        draft.block(key, name, _OPTIMIZER)
+    ours = next((ours for ours, names in OPTIMIZERS.items() if name in names.split()), None)
+    if ours is None:
+        draft.block(key, name, f"train.optimizer.name: {', '.join(OPTIMIZERS)}")
         return
-    draft.put("train.optimizer.name", ours_, given(key, name))
+    draft.put("train.optimizer.name", ours, f"{key}: {name}")
     if name == "paged_adamw_8bit":
-        draft.put("train.optimizer.paged", True, given(key, name))
+        draft.put("train.optimizer.paged", True, f"{key}: {name}")
     elif name.startswith("paged"):
-        draft.skip(f"{key}: {name}, whose paging moves memory", True, "speed")
+        draft.skip(key, f"{name} is paged, which moves memory", "speed")
     if name == "adamw_torch_8bit":
         draft.change(f"{key}: {name} is torchao's; here the 8-bit AdamW of bitsandbytes")
-    if ours_ == "sgd":
-        draft.put("train.optimizer.momentum", 0, f"{key}: sgd has none")
-    elif first is not None or second is not None or ours_ == "lion":
-        betas = [0.9 if first is None else first, 0.999 if second is None else second]
+    if ours == "sgd":
+        draft.put("train.optimizer.momentum", 0.0, f"{key}: sgd has none")
+    elif betas != [0.9, 0.999] or ours == "lion":
         draft.put("train.optimizer.betas", betas, "adam_beta1, adam_beta2")
-    if eps is not None and ours_.startswith("adamw"):
+    if eps is not None and ours.startswith("adamw"):
         draft.put("train.optimizer.eps", eps, f"adam_epsilon: {eps}")
 
 
@@ -216,21 +128,18 @@ def put_schedule(draft: Draft, key: str, usual: str) -> None:
     steps, ratio = draft.number("warmup_steps"), draft.number("warmup_ratio")
     if steps is not None and 0 < steps < 1:
         steps, ratio = None, steps
-    ours_ = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}.get(name, name)
-    if name == "cosine_with_min_lr" and set(settings) == {"min_lr_rate"}:
-        draft.put("train.schedule.final_ratio", settings.pop("min_lr_rate"), "min_lr_rate")
-    if (
-        ours_ not in ("constant", "linear", "cosine")
-        or settings
-        or (name == "cosine_with_min_lr" and draft.at("train.schedule.final_ratio") is None)
-    ):
-        draft.block(key, f"{name} {settings or ''}".strip(), _SCHEDULE)
+    if name == "cosine_with_min_lr" and (least := settings.pop("min_lr_rate", None)) is not None:
+        draft.put("train.schedule.final_ratio", least, f"lr_scheduler_kwargs: min_lr_rate: {least}")
+    ours = {"constant_with_warmup": "constant"}.get(name, name)
+    if draft.at("train.schedule.final_ratio") is not None:
+        ours = "cosine"
+    if ours not in ("constant", "linear", "cosine") or settings:
+        draft.block(key, [name, settings], "train.schedule.name: constant, linear or cosine")
         return
-    draft.put("train.schedule.name", ours_, given(key, name))
+    draft.put("train.schedule.name", ours, f"{key}: {name}")
     if name == "constant":
-        if steps or ratio:
-            draft.skip(key, "constant, which has no warm-up there", "naming")
-    elif steps:
+        return
+    if steps:
         draft.put("train.schedule.warmup_steps", int(steps), f"warmup_steps: {steps}")
     elif ratio:
         draft.put("train.schedule.warmup_ratio", ratio, f"warmup_ratio: {ratio}")
@@ -238,130 +147,61 @@ def put_schedule(draft: Draft, key: str, usual: str) -> None:
 
 def put_precision(draft: Draft, usual: str) -> None:
     """Types of numbers."""
-    bf16, half, fp8 = draft.take("bf16"), draft.take("fp16"), draft.take("fp8")
-    pure, written = draft.take("pure_bf16"), draft.take_first("dtype torch_dtype")[1]
-    draft.take("bnb_4bit_compute_dtype")  # that of the weights, which ours is by default
-    if written in ("bfloat16", "float16") and bf16 is None and half is None:
-        bf16, half = written == "bfloat16", written == "float16"
+    bf16, half, pure = draft.take("bf16"), draft.take("fp16"), draft.take("pure_bf16")
+    types = [draft.take(key) for key in ("dtype", "torch_dtype", "bnb_4bit_compute_dtype")]
     if half and half not in OFF:
-        draft.put("precision.param_dtype", "float16", given("fp16", half))
+        found = "float16"
     elif bf16 == "auto":
-        draft.put("precision.param_dtype", "auto", "bf16: auto")
+        found = "auto"
     elif pure or (bf16 and bf16 not in OFF):
-        draft.put("precision.param_dtype", "bfloat16", "pure_bf16" if pure else given("bf16", bf16))
+        found = "bfloat16"
+    elif bf16 is None and half is None:
+        found = next((name for name in types[:2] if name in ("bfloat16", "float16")), usual)
     else:
-        name = usual if bf16 is None and half is None else "float32"
-        draft.put("precision.param_dtype", name, "neither bf16 nor fp16")
+        found = "float32"
+    draft.put("precision.param_dtype", found, f"bf16: {bf16}, fp16: {half}".lower())
     if pure:
         draft.change("pure_bf16: trained weights keep a float32 copy here")
-    if fp8:
+    if draft.take("fp8"):
         draft.put("precision.fp8", True, "fp8: true")
-        draft.change("fp8: products in FP8 as the backend has them, which must have some")
+        draft.change("fp8: the backend's own scales, where a backend has products in FP8")
 
 
 def put_evaluation(draft: Draft) -> None:
     """When it evaluates and saves, which is not part of the result."""
-    often = draft.take_first("eval_strategy evaluation_strategy", "no")[1]
-    every, save, steps = (
-        draft.take("eval_steps"),
-        draft.take("save_strategy"),
-        draft.take("save_steps"),
-    )
-    if often == "steps" and (found := _count(every)):
-        draft.put("train.eval_every", found, f"eval_steps: {every}")
-    elif often not in OFF or every is not None:
-        draft.skip("eval_strategy", f"{often}; it evaluates at the end", "logging")
+    often = draft.take("eval_strategy", draft.take("evaluation_strategy", "no"))
+    every, save, steps = (draft.take(key) for key in ("eval_steps", "save_strategy", "save_steps"))
+    if often == "steps" and isinstance(every, int):
+        draft.put("train.eval_every", every, f"eval_steps: {every}")
+    elif often not in OFF:
+        draft.skip("eval_strategy", f"{often}; here at the end", "logging")
     if save in ("no", False):
-        draft.put("checkpoint.every", 0, f"save_strategy: {'no' if save is False else save}")
+        draft.put("checkpoint.every", 0, "save_strategy: no")
     elif save == "best":
         draft.block("save_strategy", save, BEST)
-    elif save in ("steps", None) and (found := _count(steps)):
-        draft.put("checkpoint.every", found, f"save_steps: {steps}")
-    elif save is not None:
-        draft.skip("save_strategy", f"{save}; a checkpoint every 15 minutes", "naming")
-    resume = draft.take("resume_from_checkpoint")
-    if resume not in (None, False):
-        draft.put("checkpoint.resume", "auto" if resume is True else resume,
-                  given("resume_from_checkpoint", resume))  # fmt: skip
+    elif save in ("steps", None) and isinstance(steps, int):
+        draft.put("checkpoint.every", steps, f"save_steps: {steps}")
+    resume = draft.take("resume_from_checkpoint", False)
+    if resume is not False:
+        origin = draft.origin("resume_from_checkpoint", resume)
+        draft.put("checkpoint.resume", "auto" if resume is True else draft.path(resume), origin)
 
 
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
-
-
-def put_folder(draft: Draft, key: str) -> None:
-    """The name of the run and its folder: theirs is both in one."""
-    folder, name = draft.take(key), draft.take("run_name")
+def put_folder(draft: Draft) -> None:
+    """The name of the run and its folder: `output_dir` is both in one."""
+    folder, name = draft.take("output_dir"), draft.take("run_name")
     if isinstance(folder, str) and (path := Path(folder)).name:
-        draft.put("name", re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]", "", path.name) or "run",
-                  given(key, folder))  # fmt: skip
-        draft.put("output", str(path.parent), given(key, folder))
-    if name is not None:
+        own = re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]", "", path.name) or "run"
+        draft.put("name", own, f"output_dir: {folder}")
+        draft.put("output", str(path.parent), f"output_dir: {folder}")
+    if name not in BLANK:
         draft.skip("run_name", name, "naming")
 
 
-def put_trackers(draft: Draft) -> None:
-    """Where metrics go."""
-    asked = as_list(draft.take("report_to", []))
-    project = draft.take("project")
-    known = [name for name in asked if name in ("wandb", "tensorboard", "mlflow")]
-    if known:
-        draft.put("trackers", known, given("report_to", asked))
-    for name in asked:
-        if name not in known and name != "none":
-            draft.skip("report_to", name, "logging")
-    if project is not None and "wandb" in known:
-        draft.put("tracker_options.wandb.project", project, given("project", project))
-    elif project is not None:
-        draft.skip("project", project, "logging")
-
-
-def put_quantized(draft: Draft) -> None:
-    """A quantized base."""
-    four, eight = draft.take("load_in_4bit"), draft.take("load_in_8bit")
-    double = draft.take("use_bnb_nested_quant", False)
-    if four:
-        draft.put("model.quantize.type", "nf4", "load_in_4bit: true")
-        draft.put("model.quantize.double_quantization", bool(double), "use_bnb_nested_quant")
-    elif eight:
-        draft.put("model.quantize.type", "int8", "load_in_8bit: true")
-
-
-def _put_packing(draft: Draft) -> None:
-    packs, strategy = draft.take("packing", False), draft.take("packing_strategy", "bfd")
-    if packs and strategy == "wrapped":
-        draft.put("data.packing", "concatenate", "packing_strategy: wrapped")
-        draft.change(
-            "packing_strategy: wrapped cuts rows at max_length; here packs hold whole rows"
-        )
-    elif packs:
-        draft.put("data.packing", True, "packing: true")
-        if strategy == "bfd_split":
-            draft.change(
-                "packing_strategy: bfd_split splits rows beyond max_length; here they are cut"
-            )
-
-
-def _put_loss(draft: Draft) -> None:
-    """Which tokens have a loss, for which there is no default: there the columns decide."""
-    answers, completion = draft.take("assistant_only_loss"), draft.take("completion_only_loss")
-    if answers or completion:
-        key = "assistant_only_loss" if answers else "completion_only_loss"
-        draft.put("data.loss_on", "answer", f"{key}: true")
-    elif completion is False:
-        draft.put("data.loss_on", "all", "completion_only_loss: false")
-
-
-def as_list(value: Any) -> list[Any]:
-    """A list, also where it is written as text with commas."""
-    if isinstance(value, str):
-        return [part.strip() for part in value.split(",") if part.strip()]
-    return list(value)
-
-
-def targets(value: Any) -> Any:
-    """Layers of an adapter: `all`, names, or an expression, also in a list of one."""
-    if isinstance(value, str) and re.search(r"[\\^$*|()\[\]]", value):
-        return value
-    names = as_list(value)
-    return "all-linear" if names in (["all"], ["all-linear"]) else names
+def put_share(draft: Draft, key: str) -> None:
+    """The share of rows to evaluate on; a count of rows is not offered."""
+    share: Any = draft.number(key, 0)
+    if share >= 1:
+        draft.block(key, share, "data.eval_fraction: a share of the rows")
+    elif share:
+        draft.put("data.eval_fraction", share, f"{key}: {share}")
