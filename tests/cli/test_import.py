@@ -245,7 +245,8 @@ def test_llamafactory(tmp_path: Path) -> None:
     first, second = run.data.train_sources
     assert (first.path, first.format, first.limit) == (
         str(tmp_path / "data/identity.json"), "alpaca_chat", 1000)  # fmt: skip
-    assert (second.path, second.format, second.conversations) == ("owner/tools", "sharegpt", "turns")
+    expected = ("owner/tools", "sharegpt", "turns")
+    assert (second.path, second.format, second.conversations) == expected
     assert run.model.quantize is not None
     assert run.adapter is not None
     assert (run.adapter.r, run.adapter.alpha, run.adapter.targets) == (8, 16, "all-linear")
@@ -339,9 +340,10 @@ def test_the_published_gaudi_command_is_the_example_but_for_marked_lines(tmp_pat
     ours, theirs = (dict(flat(load_run_file(path).model_dump())) for path in (target, example))
     marked = set(re.findall(r"^ *(\w+): .*# .*differs:", example.read_text(), re.M))
     differ = {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
-    assert {name.rpartition(".")[2] for name in differ} == {
-        "name", "output", "recipe_cache", "sync_on_release", "attention", "softmax", "fp8"}  # fmt: skip
-    assert {name.rpartition(".")[2] for name in differ} <= marked
+    named = {name.rpartition(".")[2] for name in differ}
+    lines = {"name", "output", "recipe_cache", "sync_on_release", "attention", "softmax", "fp8"}
+    assert named == lines
+    assert named <= marked
     head = target.read_text().partition("\n\n")[0]
     for name in marked - {"eval_fraction"}:
         assert re.search(rf"\b{name}\b", head), name
@@ -393,10 +395,10 @@ def test_what_changes_the_result_is_not_dropped(
         ("x.yaml", "base_model: [", "not valid YAML"),
         ("x.yaml", "base_model: a\nmicro_batch_size: many", "micro_batch_size: got many, expected"),
         ("x.yaml", "base_model: a\nmicro_batch_size: -1", "counts from 1"),
-        ("x.yaml", "base_model: a\nlearning_rate: x\ndatasets: [{path: a/b}]", "learning_rate: got"),
+        ("x.yaml", "base_model: a\nlearning_rate: x", "learning_rate: got x, expected"),
         ("x.yaml", "base_model: a\ndatasets: [rows]", "datasets[0]: got rows, expected a mapping"),
         ("x.yaml", "base_model: a\ndatasets: []", "--set data.train.path=...: the file names no"),
-        ("x.yaml", "dataset_name: a/b\nmodel_name_or_path: c", "--set data.loss_on=...: TRL goes by"),
+        ("x.yaml", "dataset_name: a/b\nmodel_name_or_path: c", "--set data.loss_on=...: TRL"),
         ("y.yaml", None, "no such file"),
     ],
 )  # fmt: skip
@@ -435,7 +437,7 @@ def test_a_key_has_one_rule_whose_field_there_is(names: tuple[str, ...]) -> None
     parts = [set(table[part]) for part in ("ours", "nothing", "not_offered")]
     assert sum(map(len, parts)) == len(set().union(*parts))
     assert set(table["harmless"]) <= parts[2]
-    fields = {".".join((*path, name)) for path, section in sections() for name in section.model_fields}
+    fields = {".".join((*path, name)) for path, one in sections() for name in one.model_fields}
     for rule in table["ours"].values():
         path, _, conversion = rule.partition(": ")
         assert path in fields or path.startswith(("backend_options.", "strategy.options.")), path

@@ -102,7 +102,12 @@ def _put_ranks(draft: Draft) -> None:
     """Degrees in which a model is spread, and the ranks that they make."""
     ranks = 1
     for key, field in DEGREES.items():
-        if (size := draft.number(key, 1)) > 1:
+        size = draft.number(key, 1)
+        if field == "cp" and size > 1 and draft.at("strategy.tp"):
+            draft.change(
+                f"{key}: {size}: tp and cp do not go together here; it takes fewer devices"
+            )
+        elif size > 1:
             draft.put("strategy.name", "fsdp", given(key, size))
             draft.put(f"strategy.{field}", size, given(key, size))
             ranks *= size

@@ -112,7 +112,7 @@ def tool_of(values: Mapping[str, Any], file: Path) -> str:
             raise RunFileError(f"{file}: looks like {what.format(file=file)}; {READ}")
     if keys & _TRL and (keys & _TRAINER or keys & {"dataset_name", "model_name_or_path"}):
         return "TRL"
-    if len(keys & _TRAINER) > 1 or len(keys & load_table("trainer")["ours"].keys()) > 3:
+    if 2 * len(keys & (_TRAINER | load_table("trainer")["ours"].keys())) > len(keys):
         return "Trainer"
     first = ", ".join(list(map(str, values))[:8]) or "none"
     raise RunFileError(

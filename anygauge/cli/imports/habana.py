@@ -90,7 +90,7 @@ def read_habana(draft: Draft) -> None:
             draft.at("strategy.stage") == 3
             and "DEEPSPEED_HPU_ZERO3_SYNC_MARK_STEP_REQUIRED" not in draft.keys
         ):
-            draft.change("backend_options.sync_on_release: not set; commands before release 1.16 had "
+            draft.change("backend_options.sync_on_release: not set; commands of release 1.15 had "
                          f"{SYNC}_REQUIRED=1 for it")  # fmt: skip
     draft.apply("trainer", "habana")
     draft.defaults(train__optimizer__lr=5e-5, train__epochs=3, train__gradient_checkpointing=False)
@@ -108,7 +108,7 @@ def _put_attention(draft: Draft) -> None:
     if not fused:
         draft.put("backend_options.softmax", "bfloat16" if half else "float32", "attn_softmax_bf16")
     elif half:
-        draft.change("backend_options.attention: fused, which ignores --attn_softmax_bf16 there; here "
+        draft.change("backend_options.attention: fused, which ignores --attn_softmax_bf16; "
                      "backend_options.softmax is left out")  # fmt: skip
     if causal:
         draft.skip("flash_attention_causal_mask", "causal wherever it can be", "speed")

@@ -108,10 +108,8 @@ def put_optimizer(draft: Draft, key: str, usual: str) -> None:
         draft.block(key, name, f"train.optimizer.name: {', '.join(OPTIMIZERS)}")
         return
     draft.put("train.optimizer.name", ours, f"{key}: {name}")
-    if name == "paged_adamw_8bit":
-        draft.put("train.optimizer.paged", True, f"{key}: {name}")
-    elif name.startswith("paged"):
-        draft.skip(key, f"{name} is paged, which moves memory", "speed")
+    if name.startswith("paged"):
+        draft.skip(key, f"{name}, whose paging is memory (train.optimizer.paged)", "speed")
     if name == "adamw_torch_8bit":
         draft.change(f"{key}: {name} is torchao's; here the 8-bit AdamW of bitsandbytes")
     if ours == "sgd":
@@ -159,10 +157,12 @@ def put_precision(draft: Draft, usual: str) -> None:
         found = next((name for name in types[:2] if name in ("bfloat16", "float16")), usual)
     else:
         found = "float32"
+    fp8 = draft.take("fp8")
+    found = "bfloat16" if fp8 else found
     draft.put("precision.param_dtype", found, f"bf16: {bf16}, fp16: {half}".lower())
     if pure:
         draft.change("pure_bf16: trained weights keep a float32 copy here")
-    if draft.take("fp8"):
+    if fp8:
         draft.put("precision.fp8", True, "fp8: true")
         draft.change("fp8: the backend's own scales, where a backend has products in FP8")
 
