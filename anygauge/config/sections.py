@@ -71,6 +71,11 @@ class ModelSection(Section):
         description="Initial embedding rows of new tokens: the mean of the existing rows, or drawn "
         "by the seed from a normal distribution with their mean and covariance.",
     )
+    eos_token: str | None = Field(
+        None,
+        description="Token that ends a row and an answer, one of the vocabulary or of "
+        "new_special_tokens; null: the tokenizer's own.",
+    )
     quantize: Literal["nf4", "int8"] | QuantizeSection | None = Field(
         None, description="Quantize linear layers while they are read: a type, or a section."
     )

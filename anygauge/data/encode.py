@@ -134,7 +134,7 @@ class RowEncoder:
         if tokenizer.eos_token_id is None:
             raise ModelError(
                 "the tokenizer has no end-of-sequence token, so the model could not learn where "
-                "an answer ends; set eos_token in its tokenizer_config.json, or give another "
+                "an answer ends; name one of its tokens in model.eos_token, or give another "
                 "tokenizer"
             )
         self.source, self.data, self.tokenizer, self.field = source, data, tokenizer, field

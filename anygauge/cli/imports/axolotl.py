@@ -41,6 +41,7 @@ FAMILIES = {
 ENDS = (
     ("llama-?2|llama-(7|13|30|65)b|open_llama|codellama|mistral|mixtral", "<s>", "</s>"),
     ("falcon-7b|mpt-|redpajama-incite|pythia|gpt-neox", "<|endoftext|>", "<|endoftext|>"),
+    ("yi-", "<|startoftext|>", ""),
     ("llama-3.*instruct", "<|begin_of_text|>", "<|eot_id|>"),
     ("llama-3", "<|begin_of_text|>", "<|end_of_text|>"),
 )
@@ -152,7 +153,9 @@ def _put_adapter(draft: Draft) -> None:
             layers = "all-linear" if not names else ["all-linear", *as_list(names)]
         draft.put("adapter.targets", layers, "lora_target_linear, lora_target_modules")
     if unfrozen := draft.take("unfrozen_parameters"):
-        draft.block("unfrozen_parameters", unfrozen, "beside an adapter: adapter.modules_to_save")
+        draft.change(f"{given('unfrozen_parameters', unfrozen)}: beside an adapter, no name of a "
+                     "weight there begins so; here the base is frozen, and the factors are trained; "
+                     "adapter.modules_to_save trains whole modules as well")  # fmt: skip
 
 
 def _put_vocabulary(draft: Draft) -> None:
@@ -172,6 +175,10 @@ def _put_vocabulary(draft: Draft) -> None:
             draft.skip(key, token, "naming")
         elif kind == "eos_token" and formats <= {"messages", "sharegpt"}:
             draft.change(f"{key}: {token}: here the chat template ends a turn")
+        elif kind == "eos_token":
+            draft.put("model.eos_token", token, f"{key}: {token}")
+            if own[1] and "<|im_" in token:  # which these families lack, and Axolotl adds
+                draft.put("model.new_special_tokens", [token], f"{key}: {token}")
         else:
             draft.block(key, token, "model.tokenizer: a folder of its files with this token")
     for key in ("tokenizer_type", "tokenizer_use_fast", "eot_tokens"):
