@@ -219,6 +219,9 @@ def test_axolotl(tmp_path: Path) -> None:
 def test_every_key_is_named_with_what_became_of_it(tmp_path: Path) -> None:
     text = called(["import", write(tmp_path, "a.yaml", AXOLOTL)]).stdout
     head, _, fields = text.partition("\n\n")
+    blank = (None, "", [], {})
+    keys = {*AXOLOTL, *AXOLOTL["datasets"][0]} - {"datasets", "bnb_config_kwargs"}
+    assert [key for key in keys if AXOLOTL.get(key, 1) not in blank and key not in text] == []
     assert "optimizer: paged_adamw_32bit" in fields
     for reason, key in (
         ("Speed", "liger_rope"),

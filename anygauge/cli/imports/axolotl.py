@@ -153,8 +153,8 @@ def _put_adapter(draft: Draft) -> None:
             layers = "all-linear" if not names else ["all-linear", *as_list(names)]
         draft.put("adapter.targets", layers, "lora_target_linear, lora_target_modules")
     if unfrozen := draft.take("unfrozen_parameters"):
-        draft.change(f"{given('unfrozen_parameters', unfrozen)}: beside an adapter, no name of a "
-                     "weight there begins so; here the base is frozen, and the factors are trained; "
+        draft.change(f"{given('unfrozen_parameters', unfrozen)}: beside an adapter, no weight "
+                     "there has such a name; here the base is frozen and its factors are trained; "
                      "adapter.modules_to_save trains whole modules as well")  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def _put_vocabulary(draft: Draft) -> None:
             draft.change(f"{key}: {token}: here the chat template ends a turn")
         elif kind == "eos_token":
             draft.put("model.eos_token", token, f"{key}: {token}")
-            if own[1] and "<|im_" in token:  # which these families lack, and Axolotl adds
+            if own[1] and "<|im_" in token:  # these families lack it, and Axolotl adds it
                 draft.put("model.new_special_tokens", [token], f"{key}: {token}")
         else:
             draft.block(key, token, "model.tokenizer: a folder of its files with this token")
@@ -298,8 +298,8 @@ def _turns(draft: Draft, left: dict[str, Any], origin: str, place: str) -> dict[
     form, usual = "sharegpt", "conversations"
     if not sharegpt and column not in ("conversations", "conversation"):
         form, usual = "messages", "messages"
-    found = {"format": Leaf(form, origin)}
-    if column != usual:
+    found = {"format": Leaf(form, f"{origin}, message_property_mappings" if sharegpt else origin)}
+    if column != usual or form == "sharegpt":
         found[usual] = Leaf(column, given("field_messages", column))
     return found
 

@@ -63,6 +63,7 @@ class Draft:
         file: the foreign file; its folder, and those above it, are searched for what it names.
         tool: whose file it is.
         keys: those of its keys that are not yet read.
+        given: all of its keys, and those of the mappings in its lists, with their values.
         home: the folder that the run file will be in, which its paths are relative to.
         devices: ranks on each machine, where the caller or the file says so.
         sharing: ranks that have the same rows, such as those of tensor parallelism.
@@ -80,11 +81,19 @@ class Draft:
     devices: int | None = None
     nodes: int = 1
     sharing: int = 1
+    given: dict[str, Any] = field(default_factory=dict)
     tree: dict[str, Any] = field(default_factory=dict)
     changes: list[str] = field(default_factory=list)
     meaningless: dict[str, list[str]] = field(default_factory=dict)
     blocked: dict[str, str] = field(default_factory=dict)
     needed: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key, value in self.keys.items():
+            items = [*value] if isinstance(value, (list, tuple)) else []
+            inner = [one for one in items if isinstance(one, dict)]
+            for one in inner or [{key: value}]:
+                self.given |= one
 
     def take(self, key: str, default: Any = None) -> Any:
         """A key's value, which is read once; `default` where it is left out or empty."""

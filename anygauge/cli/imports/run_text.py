@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from anygauge.cli.imports.draft import Draft, Leaf
+from anygauge.cli.imports.draft import BLANK, Draft, Leaf, given
 from anygauge.config.describe import Kind
 from anygauge.config.schema import RunFile
 from anygauge.config.yaml_text import write_flow
@@ -15,10 +16,11 @@ _WIDTH = 100
 REASONS = {
     "speed": "Speed and memory, which change no result",
     "logging": "Logging, and how often it evaluates and saves",
-    "naming": "Names, folders, and what anygauge does anyway",
+    "naming": "Names and folders",
     "upload": "Upload",
     "telemetry": "Telemetry",
 }
+ANYWAY = "Without effect there, or what anygauge does anyway"
 
 
 def run_text(draft: Draft) -> str:
@@ -31,7 +33,16 @@ def run_text(draft: Draft) -> str:
         lines += ["#", "# What may change a result:", *_items(draft.changes)]
     for why, keys in draft.meaningless.items():
         lines += ["#", *_wrapped(f"{REASONS[why]}: {'; '.join(keys)}", "# ", "#   ")]
-    return "\n".join([*lines, "", *_lines(draft.tree, Kind(RunFile), top=True), ""])
+    fields = [*_lines(draft.tree, Kind(RunFile), top=True)]
+    named = {*re.findall(r"\w+", " ".join([*lines, *fields]))}
+    rest = [
+        given(key, value)
+        for key, value in draft.given.items()
+        if value not in BLANK and key not in named
+    ]
+    if rest:
+        lines += ["#", *_wrapped(f"{ANYWAY}: {'; '.join(rest)}", "# ", "#   ")]
+    return "\n".join([*lines, "", *fields, ""])
 
 
 def _items(texts: Iterable[str]) -> Iterator[str]:

@@ -109,7 +109,8 @@ def put_optimizer(draft: Draft, key: str, usual: str) -> None:
         return
     draft.put("train.optimizer.name", ours, f"{key}: {name}")
     if name.startswith("paged"):
-        draft.skip(key, f"{name}, whose paging is memory (train.optimizer.paged)", "speed")
+        paging = f"the paging of {name} (train.optimizer.paged)"
+        draft.meaningless.setdefault("speed", []).append(paging)
     if name == "adamw_torch_8bit":
         draft.change(f"{key}: {name} is torchao's; here the 8-bit AdamW of bitsandbytes")
     if ours == "sgd":
@@ -171,10 +172,10 @@ def put_evaluation(draft: Draft) -> None:
     """When it evaluates and saves, which is not part of the result."""
     often = draft.take("eval_strategy", draft.take("evaluation_strategy", "no"))
     every, save, steps = (draft.take(key) for key in ("eval_steps", "save_strategy", "save_steps"))
-    if often == "steps" and isinstance(every, int):
+    if isinstance(every, int) and (often == "steps" or draft.tool == "Axolotl"):
         draft.put("train.eval_every", every, f"eval_steps: {every}")
-    elif often not in OFF:
-        draft.skip("eval_strategy", f"{often}; here at the end", "logging")
+    elif often not in OFF or every is not None:
+        draft.skip("eval_strategy", f"{often}, eval_steps: {every}; here at the end", "logging")
     if save in ("no", False):
         draft.put("checkpoint.every", 0, "save_strategy: no")
     elif save == "best":
