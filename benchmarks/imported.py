@@ -28,7 +28,7 @@ NEEDS_FP8 = ("--backend", "hpu")
 
 
 @dataclass
-class Counts:
+class ImportCounts:
     """Of one tool's files.
 
     Attributes:
@@ -54,11 +54,11 @@ def files_of(folder: Path) -> Iterator[tuple[Path, str]]:
             continue
 
 
-def count(folder: Path) -> dict[str, Counts]:
+def count(folder: Path) -> dict[str, ImportCounts]:
     """Tool -> how its files in a folder fare."""
-    found: dict[str, Counts] = {}
+    found: dict[str, ImportCounts] = {}
     for path, tool in files_of(folder):
-        counts = found.setdefault(tool, Counts())
+        counts = found.setdefault(tool, ImportCounts())
         counts.files += 1
         try:
             draft = read_files(path, [], Path.cwd(), None, 1)

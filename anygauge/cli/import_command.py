@@ -28,8 +28,7 @@ def import_(
         list[Path],
         typer.Argument(
             metavar="FILE [FILE...]",
-            help="The other tool's file; then DeepSpeed's JSON, Accelerate's YAML or a "
-            "dataset_info.json that belongs to it.",
+            help="The other tool's file, then those that belong to it (docs/import.md).",
         ),
     ],
     output: Annotated[
