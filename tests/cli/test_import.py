@@ -284,6 +284,7 @@ def test_trl_with_accelerates_fsdp(tmp_path: Path) -> None:
         "adapter.r": 32,
         "adapter.alpha": 32,
         "adapter.targets": ["q_proj", "v_proj"],
+        "adapter.dropout": 0.05,
         "train.schedule.name": "constant",
         "train.schedule.warmup_ratio": 0.1,
         "train.gradient_checkpointing": True,

@@ -37,7 +37,12 @@ def read_trainer(draft: Draft) -> None:
         for key in [key for key in draft.keys if key.startswith(("lora_", "use_rs", "use_dora"))]:
             del draft.keys[key]
     else:
-        draft.defaults(adapter__r=16, adapter__alpha=32)
+        draft.defaults(adapter__r=16, adapter__alpha=32, adapter__dropout=0.05)
+        if not draft.keys.get("lora_target_modules"):
+            draft.defaults(adapter__targets=["q_proj", "v_proj"])
+            draft.change(
+                "lora_target_modules: peft chooses by architecture, mostly q_proj and v_proj"
+            )
     packs, strategy = draft.take("packing", False), draft.take("packing_strategy", "bfd")
     if packs:
         form = "concatenate" if strategy == "wrapped" else True
@@ -160,7 +165,11 @@ def put_precision(draft: Draft, usual: str) -> None:
         found = "float32"
     fp8 = draft.take("fp8")
     found = "bfloat16" if fp8 else found
-    draft.put("precision.param_dtype", found, f"bf16: {bf16}, fp16: {half}".lower())
+    named = {"bf16": bf16, "fp16": half, "pure_bf16": pure, "fp8": fp8}
+    origin = ", ".join(
+        f"{key}: {value}".lower() for key, value in named.items() if value is not None
+    )
+    draft.put("precision.param_dtype", found, origin or "neither bf16 nor fp16")
     if pure:
         draft.change("pure_bf16: trained weights keep a float32 copy here")
     if fp8:
