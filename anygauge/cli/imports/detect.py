@@ -57,7 +57,7 @@ _TRAINER = set(
     ["per_device_train_batch_size", "num_train_epochs", "lr_scheduler_type", "optim", "output_dir"]
 )
 _OTHERS: tuple[tuple[set[str], str], ...] = (
-    ({"model", "data", "train"}, "a run file of anygauge already: anygauge train {file}"),
+    ({"model", "data"}, "a run file of anygauge already: anygauge train {file}"),
     ({"train_dataset", "dist_config"}, "version 1 of LLaMA-Factory, whose files are not read"),
     ({"train_dataset", "model_class"}, "version 1 of LLaMA-Factory, whose files are not read"),
     ({"model", "tokenizer", "optimizer"}, "a recipe of torchtune: docs/coming-from.md#torchtune"),
