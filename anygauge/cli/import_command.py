@@ -27,7 +27,7 @@ def import_(
     files: Annotated[
         list[Path],
         typer.Argument(
-            metavar="FILE [FILE...]",
+            metavar="FILE...",
             help="The other tool's file, then those that belong to it (docs/import.md).",
         ),
     ],
