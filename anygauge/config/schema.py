@@ -345,6 +345,23 @@ class RunFile(Section):
         return self
 
     @model_validator(mode="after")
+    def _chosen_by_evaluations(self) -> RunFile:
+        asked = {
+            "train.early_stopping": self.train.early_stopping is not None,
+            "checkpoint.result: best": self.checkpoint.result == "best",
+        }
+        for field_, is_set in asked.items():
+            if is_set and not (self.data.eval_sources or self.data.eval_fraction):
+                raise ValueError(
+                    f"'{field_}' needs rows to evaluate on; set 'data.eval' or 'data.eval_fraction'"
+                )
+            if is_set and not self.train.eval_every:
+                raise ValueError(
+                    f"'{field_}' needs evaluations during the run; set 'train.eval_every'"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _options_of_trackers(self) -> RunFile:
         unused = sorted(set(self.tracker_options) - set(self.trackers))
         if unused:

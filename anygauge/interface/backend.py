@@ -180,6 +180,21 @@ class Backend:
             UnsupportedError: the change does not go with the run.
         """
 
+    def make_deterministic(self) -> str:
+        """Have the same operations on the same values give the same bits each time, on the same
+        devices and software; ``train.deterministic`` asks. Called once, before `open`.
+
+        What must be set before torch is imported is for `environment_rules`, by
+        `Job.deterministic`.
+
+        Returns:
+            What may differ all the same, in words; empty where nothing does.
+        """
+        import torch
+
+        torch.use_deterministic_algorithms(True)
+        return self.sums_vary
+
     def fp8_products(
         self, model: nn.Module, kept: Collection[nn.Module], *, reentrant: bool | None
     ) -> Callable[[], AbstractContextManager[Any]]:

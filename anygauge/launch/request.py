@@ -164,6 +164,7 @@ def _job(
         takes_over=resumes,
         run_text="" if shared else run_json(run.model_copy(update={"backend": backend})),
         prepare=launcher.remote,
+        deterministic=run.train.deterministic,
         environment=run.environment,
         backend_options=run.backend_options,
     )

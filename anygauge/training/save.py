@@ -8,21 +8,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from anygauge.data import Tokens, describe_rows
+from anygauge.data import describe_rows
 from anygauge.interface import HOST_DEVICE, Job, StrategySpec, installed_version
 from anygauge.models import card
 from anygauge.models.adapter import load_adapter
 from anygauge.models.curve import loss_curve
 from anygauge.models.export import atomic_folder, check_whole, save_adapter, save_model
 from anygauge.models.generate import load_for_inference
-from anygauge.models.verify import Verification, no_room, probe_tokens, proving, verify
+from anygauge.models.verify import Verification, no_room, proving, verify
 from anygauge.strategies.shared.common import torch_dtype
 from anygauge.strategies.shared.materialize import materialize
-from anygauge.training.setup import PreparedRun, Rank, parameter_counts, trained_shapes
+from anygauge.training.checkpoints.checkpoint_files import Checkpoint
+from anygauge.training.checkpoints.manager import checkpoint_folder
+from anygauge.training.evaluation import EVAL
+from anygauge.training.setup import PreparedRun, Rank, parameter_counts, trained_shapes, verifies
 from anygauge.util.run_lock import check_lock
 
 PACKAGES = (
@@ -49,11 +51,16 @@ def save(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
         ModelError: there is nothing sound to save.
     """
     run = prepared.run
-    trained = prepared.engine.export_trained()
     folder = Path(job.run_directory) / ("model" if run.adapter is None else "adapter")
-    # The same on every rank: all of them take part in a sharded model's forward.
-    asked = run.adapter is None or run.adapter.verify
-    logits = trained_logits(prepared) if asked else None
+    chosen = chosen_step(prepared, rank)
+    logits: Tensor | None = None
+    if chosen == prepared.logger.history.step:
+        trained = prepared.engine.export_trained()
+        # The same on every rank: all of them take part in a sharded model's forward.
+        logits = prepared.probe() if verifies(run) else None
+    elif rank.index == 0:
+        best = Checkpoint(checkpoint_folder(folder.parent, chosen))
+        trained, logits = best.parameters(), best.logits() if verifies(run) else None
     if rank.index != 0:
         return {}
     compute = torch_dtype(prepared.precision.param_dtype)
@@ -80,6 +87,8 @@ def save(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
         with proving(folder.name):
             verified = _verified(prepared, logits, part, folder.name)
             summary = _summary(job, prepared, folder, verified)
+            if run.checkpoint.result == "best":
+                summary["result_step"] = chosen
             card.write(part, run, facts(prepared, rank, summary))
     return summary
 
@@ -95,27 +104,31 @@ def untrained(
     return {name: p.detach() for name, p in model.named_parameters() if name not in trained}
 
 
-def trained_logits(prepared: PreparedRun) -> Tensor | None:
-    """The trained model's logits of the probe, float32 on the host; every rank calls it.
-
-    None without a vocabulary, and on ranks other than 0 where the engine says so.
-    """
-    vocabulary = getattr(prepared.factory.config.get_text_config(), "vocab_size", None)
-    if vocabulary is None:
-        return None
-    ids = probe_tokens(vocabulary)
-    document = Tokens(ids[0].numpy(), np.zeros(ids.shape[1], dtype=np.bool_))
-    probe = prepared.loop.batches.layout.batch([[document]], ids.shape[1])
-    logits = prepared.engine.logits(prepared.loop.to_device(probe))
-    # A rank may have been given sequences that are a little longer.
-    return None if logits is None else logits[:, : ids.shape[1]]
+def chosen_step(prepared: PreparedRun, rank: Rank) -> int:
+    """After which step a run's weights become its result; every rank calls it and gets the same."""
+    history, checkpoints = prepared.logger.history, prepared.loop.checkpoints
+    if prepared.run.checkpoint.result != "best":
+        return history.step
+    best = checkpoints.best()
+    scored = [each for each in history.evaluations if each["name"] == EVAL and each["step"]]
+    lowest = min(scored, key=lambda each: each["eval_loss"], default=None)
+    if best is None:
+        rank.warn("checkpoint.result: no checkpoint has an evaluation loss; the last step is saved")
+    elif lowest is not None and lowest["eval_loss"] < checkpoints.losses[best]:
+        rank.warn(
+            f"checkpoint.result: the loss was lowest after step {lowest['step']}, whose checkpoint "
+            f"is not in {prepared.loop.checkpoints.run_directory}; that of step {best} is saved"
+        )
+    return history.step if best is None else best
 
 
 def _verified(prepared: PreparedRun, logits: Tensor | None, part: Path, name: str) -> Verification:
     run = prepared.run
     if logits is None:
-        off = run.adapter is not None and not run.adapter.verify
-        why = "adapter.verify is false" if off else "the model's configuration has no vocab_size"
+        why = "adapter.verify is false"
+        if verifies(run):
+            why = "there are no logits of the trained model: its configuration has no vocab_size, "
+            why += "or its checkpoint is from before checkpoint.result was best"
         return Verification(reloaded=False, why=f"not compared: {why}")
     dtype = torch_dtype(prepared.precision.param_dtype)
     reason = no_room(parameter_counts(prepared.engine)[0], dtype)
@@ -150,7 +163,7 @@ def _summary(
 ) -> dict[str, Any]:
     history = prepared.logger.history
     return {
-        "steps": prepared.loop.batches.steps,
+        "steps": history.step,
         "first_loss": history.first_loss,
         "final_loss": history.last_loss,
         "evaluations": history.evaluations,
@@ -194,6 +207,7 @@ def facts(prepared: PreparedRun, rank: Rank, summary: dict[str, Any]) -> card.Fa
         "masters float32",
         data=summary["data"],
         steps=summary["steps"],
+        result_step=summary.get("result_step"),
         tokens=summary["tokens"],
         first_loss=summary["first_loss"],
         final_loss=summary["final_loss"],

@@ -29,7 +29,7 @@ from anygauge.util.events import EventWriter
 from anygauge.util.files import write_text
 from anygauge.util.rendezvous import STORE_FD
 from anygauge.util.run_lock import check_lock
-from anygauge.util.text import finite
+from anygauge.util.text import finite, first_line
 
 GIB = 2**30
 
@@ -145,18 +145,21 @@ def run_rank(
                 write_text(folder / "versions.json", text + "\n")
             reason = prepared.loop.run()
             summary = {}
-            if reason != "stopped":
+            if reason == "early_stopping":
+                rank.log(str(prepared.loop.why_early()))
+            if reason != "request":
                 collectives = backend.collectives
                 with progress.unlike_others("saving the result", collectives, then_limit_s=limit):
                     summary = save(job, rank, prepared)
+                summary |= {"stopped_by": reason, "planned_steps": prepared.loop.batches.steps}
         except BaseException as error:
             prepared.logger.close("failed")
             if isinstance(error, NonFiniteLossError) and prepared.logger.history.step == 0:
                 with progress.long("looking at the base's weights"):
                     prepared.factory.check_numbers()
             raise
-        prepared.logger.close(reason)
-        if reason == "stopped":
+        prepared.logger.close("stopped" if reason == "request" else "finished")
+        if reason == "request":
             step = prepared.logger.history.step
             return Stopped(step, str(checkpoint_folder(folder, step)))
     if troubles := prepared.logger.trackers.troubles:
@@ -191,10 +194,16 @@ def say_that_it_started(job: Job, rank: Any, prepared: Any) -> None:
 
 @contextlib.contextmanager
 def out_of_memory_advice(backend: Backend) -> Iterator[None]:
-    """Turn a device's out-of-memory error into one that says what held how much."""
+    """Turn a device's out-of-memory error into one that says what held how much, and torch's
+    refusal of an operation into one that names the field."""
     try:
         yield
     except Exception as error:
+        if isinstance(error, RuntimeError) and "use_deterministic_algorithms" in str(error):
+            raise AnygaugeError(
+                f"train.deterministic: {first_line(error)} Choose another kernel for it (kernels, "
+                "model.attention), or leave train.deterministic out"
+            ) from error
         if not backend.placement.is_out_of_memory(error):
             raise
         stats = backend.placement.memory()

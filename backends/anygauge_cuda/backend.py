@@ -125,6 +125,14 @@ class CudaBackend(Backend):
         self.capabilities = {**self.capabilities, **types}
         return device
 
+    def make_deterministic(self) -> str:
+        """See `Backend.make_deterministic`; torch refuses operations that it knows to vary."""
+        super().make_deterministic()
+        return (
+            "torch's own operations give equal bits; torch does not know the kernels of other "
+            "libraries, and between several cards NCCL may choose another order of sums"
+        )
+
     def diagnostics(self) -> Sequence[Check]:
         """See `anygauge_cuda.diagnostics`."""
         return checks()

@@ -185,6 +185,37 @@ def _huge_pages(context: RuleContext) -> Setting | Skip:
     )
 
 
+def _deterministic_rule(name: str, value: str, reason: str, source: str) -> EnvironmentRule:
+    def decide(context: RuleContext) -> Setting | Skip:
+        if not context.job.deterministic:
+            return Skip("train.deterministic is off")
+        return context.set_to(value, reason)
+
+    return EnvironmentRule(
+        name=name,
+        value=f"{value}, with train.deterministic",
+        scope=Scope.JOB,
+        reason=reason,
+        source=source,
+        decide=decide,
+    )
+
+
+_DETERMINISTIC = (
+    _deterministic_rule(
+        "CUBLAS_WORKSPACE_CONFIG",
+        ":4096:8",
+        "cuBLAS otherwise may sum in another order where several streams are at work",
+        "cuBLAS documentation, results reproducibility; torch.use_deterministic_algorithms",
+    ),
+    _deterministic_rule(
+        "FLASH_ATTENTION_DETERMINISTIC",
+        "1",
+        "the backward pass of the flash-attn package otherwise adds in any order",
+        "transformers: modeling_flash_attention_utils.py",
+    ),
+)
+
 FABRICS = (
     Fabric(
         name="efa",
@@ -243,6 +274,7 @@ RULES = (
     ),
     *_CONSUMER_CARDS,
     *_RECORDER,
+    *_DETERMINISTIC,
     EnvironmentRule(
         name="NCCL_TOPO_FILE",
         value="the image's topology file on Azure ND, unless the image sets it itself",

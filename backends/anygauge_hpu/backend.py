@@ -436,6 +436,11 @@ class HpuBackend(Backend):
         """See `anygauge_hpu.gaudi_fp8`."""
         return train_in_fp8(model, kept, reentrant)
 
+    def make_deterministic(self) -> str:
+        """See `Backend.make_deterministic`."""
+        super().make_deterministic()
+        return "Intel's documentation promises no equal bits for Gaudi; torch's switch is set"
+
     def diagnostics(self) -> Sequence[Check]:
         """See `anygauge_hpu.diagnostics`."""
         return checks()
