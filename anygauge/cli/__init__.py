@@ -25,6 +25,7 @@ COMMANDS = {
     "job": "Follow, show or end a job on other machines.",
     "data": "Show what a run trains on: counts, lengths, padding, loss tokens.",
     "generate": "Let a model answer, with or without an adapter.",
+    "evaluate": "Show the loss and perplexity of a model on rows.",
     "merge": "Fold an adapter into its base model.",
     "env": "Show the environment that a run would get, and why.",
     "doctor": "Check whether a machine is ready for a backend, and what to fix.",

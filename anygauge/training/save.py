@@ -25,6 +25,7 @@ from anygauge.training.checkpoints.checkpoint_files import Checkpoint
 from anygauge.training.checkpoints.manager import checkpoint_folder
 from anygauge.training.evaluation import EVAL
 from anygauge.training.setup import PreparedRun, Rank, parameter_counts, trained_shapes, verifies
+from anygauge.training.step_results import perplexity
 from anygauge.util.run_lock import check_lock
 
 PACKAGES = (
@@ -91,6 +92,24 @@ def save(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
                 summary["result_step"] = chosen
             card.write(part, run, facts(prepared, rank, summary))
     return summary
+
+
+def evaluated(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
+    """Evaluate instead of training; returns what was found, and by what. Every rank calls it."""
+    prepared.loop.evaluate(0)
+    record = prepared.logger.history.evaluations[0]
+    assert prepared.data.eval is not None
+    return {
+        "loss": record["eval_loss"],
+        "perplexity": perplexity(record["eval_loss"]),
+        "loss_tokens": record["eval_tokens"],
+        "data": describe_rows(prepared.data.eval),
+        "device": str(prepared.loop.backend.placement.device),
+        "backend": job.backend,
+        "ranks": rank.world_size,
+        "strategy": prepared.strategy.description,
+        "param_dtype": prepared.precision.param_dtype,
+    }
 
 
 def untrained(

@@ -251,6 +251,11 @@ def check_finite(
     )
 
 
+def perplexity(loss: float) -> float:
+    """e to the power of a loss in nats per token."""
+    return math.exp(loss) if loss < LARGEST_EXPONENT else math.inf
+
+
 @dataclass(kw_only=True, slots=True)
 class History:
     """What the metrics of a run have come to; a resumed run continues from it.
@@ -483,10 +488,10 @@ class MetricsLogger:
         if self._file is None:
             return
         self._see_memory("training")
-        perplexity = math.exp(loss) if loss < LARGEST_EXPONENT else math.inf
-        self._write({**record, "perplexity": perplexity})
-        self.events.send("evaluation", **finite(record), perplexity=finite(perplexity))
-        self.trackers.log(step, {f"{name}/loss": loss, f"{name}/perplexity": perplexity})
+        surprise = perplexity(loss)
+        self._write({**record, "perplexity": surprise})
+        self.events.send("evaluation", **finite(record), perplexity=finite(surprise))
+        self.trackers.log(step, {f"{name}/loss": loss, f"{name}/perplexity": surprise})
         self._system_samples()
 
     def _system_samples(self) -> None:

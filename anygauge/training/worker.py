@@ -93,7 +93,7 @@ def run_rank(
         from anygauge.training.build_strategy import create_strategy
         from anygauge.training.checkpoints.identity import REPORT, FinishedError, settings_of
         from anygauge.training.checkpoints.manager import checkpoint_folder
-        from anygauge.training.save import save, versions
+        from anygauge.training.save import evaluated, save, versions
         from anygauge.training.setup import Rank, open_device, prepare_run
 
         rank = Rank(
@@ -136,22 +136,25 @@ def run_rank(
                 )
             opened.callback(prepared.engine.close)
             # Until the end: a request that comes while the result is saved comes too late.
-            if not prepared.engine.refuses_checkpoints:
+            if can_stop(job, prepared):
                 opened.enter_context(prepared.loop.pending.stop.listening())
             if index == 0:
                 say_that_it_started(job, rank, prepared)
                 check_lock(folder, lock)
                 text = json.dumps(versions(prepared.spec), indent=2)
                 write_text(folder / "versions.json", text + "\n")
-            reason = prepared.loop.run()
-            summary = {}
+            summary: dict[str, Any] = {}
+            reason = None if job.evaluates else prepared.loop.run()
             if reason == "early_stopping":
                 rank.log(str(prepared.loop.why_early()))
-            if reason != "request":
+            if reason is None:
+                summary = evaluated(job, rank, prepared)
+            elif reason != "request":
                 collectives = backend.collectives
                 with progress.unlike_others("saving the result", collectives, then_limit_s=limit):
                     summary = save(job, rank, prepared)
-                summary |= {"stopped_by": reason, "planned_steps": prepared.loop.batches.steps}
+                summary["planned_steps"] = prepared.loop.batches.steps
+                summary["stopped_by"] = None if reason == "steps" else reason
         except BaseException as error:
             prepared.logger.close("failed")
             if isinstance(error, NonFiniteLossError) and prepared.logger.history.step == 0:
@@ -174,6 +177,11 @@ def run_rank(
     return summary
 
 
+def can_stop(job: Job, prepared: Any) -> bool:
+    """Whether a request to end has the run write a checkpoint; otherwise it ends at once."""
+    return not (prepared.engine.refuses_checkpoints or job.evaluates)
+
+
 def say_that_it_started(job: Job, rank: Any, prepared: Any) -> None:
     """Tell whoever reads the events what trains, and how long."""
     steps = prepared.loop.batches.steps
@@ -183,7 +191,7 @@ def say_that_it_started(job: Job, rank: Any, prepared: Any) -> None:
         world_size=rank.world_size,
         device=str(prepared.loop.backend.placement.device),
         done=prepared.loop.start,
-        stops=not prepared.engine.refuses_checkpoints,
+        stops=can_stop(job, prepared),
         lines=[
             f"training: {steps} steps on {rank.world_size} "
             f"{'rank' if rank.world_size == 1 else 'ranks'}, backend {job.backend}, "
