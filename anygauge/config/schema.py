@@ -346,19 +346,14 @@ class RunFile(Section):
 
     @model_validator(mode="after")
     def _chosen_by_evaluations(self) -> RunFile:
-        asked = {
-            "train.early_stopping": self.train.early_stopping is not None,
-            "checkpoint.result: best": self.checkpoint.result == "best",
-        }
-        for field_, is_set in asked.items():
-            if is_set and not (self.data.eval_sources or self.data.eval_fraction):
-                raise ValueError(
-                    f"'{field_}' needs rows to evaluate on; set 'data.eval' or 'data.eval_fraction'"
-                )
-            if is_set and not self.train.eval_every:
-                raise ValueError(
-                    f"'{field_}' needs evaluations during the run; set 'train.eval_every'"
-                )
+        early, best = self.train.early_stopping is not None, self.checkpoint.result == "best"
+        rows = self.data.eval_sources or self.data.eval_fraction
+        if (early or best) and not (rows and self.train.eval_every):
+            raise ValueError(
+                f"'{'train.early_stopping' if early else 'checkpoint.result: best'}' needs "
+                "evaluations during the run; set 'train.eval_every', and 'data.eval' or "
+                "'data.eval_fraction'"
+            )
         return self
 
     @model_validator(mode="after")

@@ -236,8 +236,7 @@ class ScheduleSection(Section):
 
     name: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = Field(
         "cosine",
-        description="Shape; warmup_stable_decay (WSD) stays at the peak, then decays in the last "
-        "part of the run.",
+        description="Shape; warmup_stable_decay (WSD) is constant, then falls at the end.",
     )
     warmup_steps: NonNegative = Field(0, description="Steps from 0 to the peak.")
     warmup_ratio: Fraction = Field(0.0, description="The same as a share of all steps.")

@@ -182,10 +182,8 @@ class Backend:
 
     def make_deterministic(self) -> str:
         """Have the same operations on the same values give the same bits each time, on the same
-        devices and software; ``train.deterministic`` asks. Called once, before `open`.
-
-        What must be set before torch is imported is for `environment_rules`, by
-        `Job.deterministic`.
+        devices and software, where ``train.deterministic`` asks for it. Called once, before `open`;
+        variables for it are for `environment_rules`, which read `Job.deterministic`.
 
         Returns:
             What may differ all the same, in words; empty where nothing does.

@@ -198,10 +198,7 @@ def _settings(run: RunFile, facts: Facts) -> dict[str, str]:
     schedule = train.schedule.model_dump(exclude_none=True)
     steps = f"{facts.steps}, {facts.tokens:,} tokens"
     if facts.result_step is not None:
-        steps += (
-            f"; the weights are those after step {facts.result_step}, of the lowest evaluation "
-        )
-        steps += "loss"
+        steps += f"; the weights are those after step {facts.result_step}, of the lowest loss"
     found |= {
         "steps": steps,
         "batch": f"{train.global_batch_size} sequences a step, up to {train.micro_batch_size} at a "

@@ -1,5 +1,4 @@
-"""Evaluations: whose loss is told beside that of all rows, what they mean for the end of a run, and
-the fixed tokens whose logits tell a result from another."""
+"""Evaluations: the sources of their rows, the end of a run that they decide, a result's logits."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ EvaluationSources = Mapping[str, tuple[Iterable[MicroBatch], int]]
 
 
 def evaluation_sources(rows: TokenizedRows, data: DataSection, layout: Layout) -> EvaluationSources:
-    """The rows to evaluate on, source by source; one of which none is held out is left out."""
+    """The rows to evaluate on, by source; one of which no row is held out is left out."""
     names: list[str] = []
     for source in data.eval_sources or data.train_sources:
         path = urlsplit(source.path).path if names_address(source.path) else source.path
@@ -48,10 +47,7 @@ def early_stop(
 ) -> str | None:
     """Why a run is to end after its evaluations so far, the same on every rank; None: it is not.
 
-    What was evaluated before the first step, the base, does not count.
-
-    Args:
-        evaluations: records of all of them, those before a resume too, in their order.
+    The one before the first step, of the base, does not count; those before a resume do.
     """
     lowest, at, waited = math.inf, 0, 0
     for record in evaluations:

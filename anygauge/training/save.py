@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from anygauge.data import describe_rows
-from anygauge.interface import HOST_DEVICE, Job, StrategySpec, installed_version
+from anygauge.interface import HOST_DEVICE, PARAMETER, Job, StrategySpec, installed_version
 from anygauge.models import card
 from anygauge.models.adapter import load_adapter
 from anygauge.models.curve import loss_curve
@@ -24,8 +24,7 @@ from anygauge.strategies.shared.materialize import materialize
 from anygauge.training.checkpoints.checkpoint_files import Checkpoint
 from anygauge.training.checkpoints.manager import checkpoint_folder
 from anygauge.training.evaluation import EVAL
-from anygauge.training.setup import PreparedRun, Rank, parameter_counts, trained_shapes, verifies
-from anygauge.training.step_results import perplexity
+from anygauge.training.setup import PreparedRun, Rank, parameter_counts, trained_shapes
 from anygauge.util.run_lock import check_lock
 
 PACKAGES = (
@@ -58,10 +57,11 @@ def save(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
     if chosen == prepared.logger.history.step:
         trained = prepared.engine.export_trained()
         # The same on every rank: all of them take part in a sharded model's forward.
-        logits = prepared.probe() if verifies(run) else None
+        logits = prepared.probe() if prepared.probe else None
     elif rank.index == 0:
-        best = Checkpoint(checkpoint_folder(folder.parent, chosen))
-        trained, logits = best.parameters(), best.logits() if verifies(run) else None
+        kept = Checkpoint(checkpoint_folder(folder.parent, chosen))
+        trained = {name: kept.tensor(name, PARAMETER) for name in kept.names()}
+        logits = kept.logits() if prepared.probe else None
     if rank.index != 0:
         return {}
     compute = torch_dtype(prepared.precision.param_dtype)
@@ -87,29 +87,11 @@ def save(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
             )
         with proving(folder.name):
             verified = _verified(prepared, logits, part, folder.name)
-            summary = _summary(job, prepared, folder, verified)
-            if run.checkpoint.result == "best":
-                summary["result_step"] = chosen
+            best = {"result_step": chosen} if run.checkpoint.result == "best" else {}
+            record = verified.record()
+            summary = summary_of(job, prepared, saved=str(folder), **best, verified=record)
             card.write(part, run, facts(prepared, rank, summary))
     return summary
-
-
-def evaluated(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
-    """Evaluate instead of training; returns what was found, and by what. Every rank calls it."""
-    prepared.loop.evaluate(0)
-    record = prepared.logger.history.evaluations[0]
-    assert prepared.data.eval is not None
-    return {
-        "loss": record["eval_loss"],
-        "perplexity": perplexity(record["eval_loss"]),
-        "loss_tokens": record["eval_tokens"],
-        "data": describe_rows(prepared.data.eval),
-        "device": str(prepared.loop.backend.placement.device),
-        "backend": job.backend,
-        "ranks": rank.world_size,
-        "strategy": prepared.strategy.description,
-        "param_dtype": prepared.precision.param_dtype,
-    }
 
 
 def untrained(
@@ -129,25 +111,24 @@ def chosen_step(prepared: PreparedRun, rank: Rank) -> int:
     if prepared.run.checkpoint.result != "best":
         return history.step
     best = checkpoints.best()
-    scored = [each for each in history.evaluations if each["name"] == EVAL and each["step"]]
-    lowest = min(scored, key=lambda each: each["eval_loss"], default=None)
-    if best is None:
+    lowest = checkpoints.losses.get(best or 0)
+    if best is None or lowest is None:
         rank.warn("checkpoint.result: no checkpoint has an evaluation loss; the last step is saved")
-    elif lowest is not None and lowest["eval_loss"] < checkpoints.losses[best]:
+        return history.step
+    lower = [each for each in history.evaluations if each["name"] == EVAL and each["step"]]
+    if lower := [each["step"] for each in lower if each["eval_loss"] < lowest]:
         rank.warn(
-            f"checkpoint.result: the loss was lowest after step {lowest['step']}, whose checkpoint "
-            f"is not in {prepared.loop.checkpoints.run_directory}; that of step {best} is saved"
+            f"checkpoint.result: the loss was lower after step {lower[-1]}, of which this folder "
+            f"has no sound checkpoint; that of step {best} is saved"
         )
-    return history.step if best is None else best
+    return best
 
 
 def _verified(prepared: PreparedRun, logits: Tensor | None, part: Path, name: str) -> Verification:
     run = prepared.run
     if logits is None:
-        why = "adapter.verify is false"
-        if verifies(run):
-            why = "there are no logits of the trained model: its configuration has no vocab_size, "
-            why += "or its checkpoint is from before checkpoint.result was best"
+        lacking = "the model's configuration has no vocab_size, or its checkpoint no logits"
+        why = lacking if prepared.probe else "adapter.verify is false"
         return Verification(reloaded=False, why=f"not compared: {why}")
     dtype = torch_dtype(prepared.precision.param_dtype)
     reason = no_room(parameter_counts(prepared.engine)[0], dtype)
@@ -177,9 +158,8 @@ def _verified(prepared: PreparedRun, logits: Tensor | None, part: Path, name: st
     return verify(logits, reload, dtype=dtype, name=name, vocabulary=vocabulary)
 
 
-def _summary(
-    job: Job, prepared: PreparedRun, folder: Path, verified: Verification
-) -> dict[str, Any]:
+def summary_of(job: Job, prepared: PreparedRun, **result: Any) -> dict[str, Any]:
+    """What a run came to, for its report; `result` says what was saved."""
     history = prepared.logger.history
     return {
         "steps": history.step,
@@ -190,9 +170,8 @@ def _summary(
         **history.speed(),
         "memory": prepared.logger.memory(job.expected_memory),
         "step_s": prepared.logger.step_seconds(job.expected_step_s),
-        "saved": str(folder),
+        **result,
         **({} if prepared.loop.checkpoints.losses else {"checkpoints": NO_CHECKPOINTS}),
-        "verified": verified.record(),
         "data": describe_rows(prepared.data.train),
         "backend": job.backend,
         "strategy": prepared.strategy.description,

@@ -68,9 +68,6 @@ def _decay_steps(steps: int, schedule: ScheduleSection) -> int:
 
 
 def rates_differ(done: int, before: int, now: int, schedule: ScheduleSection) -> bool:
-    """Whether any of the first `done` steps has one rate in a run of `before` steps, and another
-    in one of `now`."""
-    return any(
-        learning_rate(step, before, 1.0, schedule) != learning_rate(step, now, 1.0, schedule)
-        for step in range(done)
-    )
+    """Whether one of the first `done` steps has other rates in runs of `before` and `now` steps."""
+    runs = [[learning_rate(at, n, 1.0, schedule) for at in range(done)] for n in (before, now)]
+    return runs[0] != runs[1]

@@ -85,7 +85,7 @@ class PreparedRun:
     """A run ready to train, and what is needed to save it afterwards.
 
     Attributes:
-        probe: see `probe_logits`.
+        probe: see `probe_logits`; None where a result is not compared with what was trained.
     """
 
     run: RunFile
@@ -98,7 +98,7 @@ class PreparedRun:
     result_files: ResultFiles
     precision: Precision
     data: Prepared
-    probe: Callable[[], Tensor | None]
+    probe: Callable[[], Tensor | None] | None
     choices: Mapping[str, Any]
     identity: Mapping[str, Any]
 
@@ -223,8 +223,8 @@ def prepare_run(
     if start is not None:
         batches.resume(start.record["data"])
         rank.log(f"resumed: {start.folder} ({start.step} steps done)")
-        before, schedule = start.record["steps"], run.train.schedule
-        if rates_differ(start.step, before, batches.steps, schedule):
+        before = start.record["steps"]
+        if rates_differ(start.step, before, batches.steps, run.train.schedule):
             rank.warn(
                 f"train.schedule depends on the length of the run: steps 1 to {start.step} had the "
                 f"learning rates of a run of {before} steps, so the losses differ "
@@ -286,7 +286,9 @@ def prepare_run(
         rank.log(str(to_device))
     check = functools.partial(check_lock, folder, rank.lock)
     vocabulary = getattr(factory.config.get_text_config(), "vocab_size", None)
-    probe = functools.partial(probe_logits, engine, vocabulary, layout, to_device)
+    probe = None
+    if run.adapter is None or run.adapter.verify:
+        probe = functools.partial(probe_logits, engine, vocabulary, layout, to_device)
     trackers, system = Trackers({}, rank.warn), None
     if rank.index == 0:
         check()
@@ -337,7 +339,7 @@ def prepare_run(
             dtype=precision.param_dtype,
             first=factory.first_factors,
         ),
-        probe=probe if run.checkpoint.result == "best" and verifies(run) else None,
+        probe=probe if run.checkpoint.result == "best" else None,
         log=rank.log,
         check_folder=check,
         writing=lambda step: rank.progress.unlike_others(
@@ -407,11 +409,6 @@ def seed_dropout(
     backend.placement.seed(((seed * 100_003 + share.random_stream) + step * 1_000_003) % 2**63)
     if start is not None and start.record["world_size"] == rank.world_size:
         backend.placement.set_rng_state(start.rng(rank.index))
-
-
-def verifies(run: RunFile) -> bool:
-    """Whether a result is compared with what was trained."""
-    return run.adapter is None or run.adapter.verify
 
 
 def trained_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:

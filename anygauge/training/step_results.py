@@ -251,11 +251,6 @@ def check_finite(
     )
 
 
-def perplexity(loss: float) -> float:
-    """e to the power of a loss in nats per token."""
-    return math.exp(loss) if loss < LARGEST_EXPONENT else math.inf
-
-
 @dataclass(kw_only=True, slots=True)
 class History:
     """What the metrics of a run have come to; a resumed run continues from it.
@@ -488,10 +483,10 @@ class MetricsLogger:
         if self._file is None:
             return
         self._see_memory("training")
-        surprise = perplexity(loss)
-        self._write({**record, "perplexity": surprise})
-        self.events.send("evaluation", **finite(record), perplexity=finite(surprise))
-        self.trackers.log(step, {f"{name}/loss": loss, f"{name}/perplexity": surprise})
+        perplexity = math.exp(loss) if loss < LARGEST_EXPONENT else math.inf
+        self._write({**record, "perplexity": perplexity})
+        self.events.send("evaluation", **finite(record), perplexity=finite(perplexity))
+        self.trackers.log(step, {f"{name}/loss": loss, f"{name}/perplexity": perplexity})
         self._system_samples()
 
     def _system_samples(self) -> None:

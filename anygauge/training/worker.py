@@ -93,7 +93,7 @@ def run_rank(
         from anygauge.training.build_strategy import create_strategy
         from anygauge.training.checkpoints.identity import REPORT, FinishedError, settings_of
         from anygauge.training.checkpoints.manager import checkpoint_folder
-        from anygauge.training.save import evaluated, save, versions
+        from anygauge.training.save import save, summary_of, versions
         from anygauge.training.setup import Rank, open_device, prepare_run
 
         rank = Rank(
@@ -136,10 +136,11 @@ def run_rank(
                 )
             opened.callback(prepared.engine.close)
             # Until the end: a request that comes while the result is saved comes too late.
-            if can_stop(job, prepared):
+            stops = not (prepared.engine.refuses_checkpoints or job.evaluates)
+            if stops:
                 opened.enter_context(prepared.loop.pending.stop.listening())
             if index == 0:
-                say_that_it_started(job, rank, prepared)
+                say_that_it_started(job, rank, prepared, stops)
                 check_lock(folder, lock)
                 text = json.dumps(versions(prepared.spec), indent=2)
                 write_text(folder / "versions.json", text + "\n")
@@ -148,7 +149,8 @@ def run_rank(
             if reason == "early_stopping":
                 rank.log(str(prepared.loop.why_early()))
             if reason is None:
-                summary = evaluated(job, rank, prepared)
+                prepared.loop.evaluate(0)
+                summary = summary_of(job, prepared)
             elif reason != "request":
                 collectives = backend.collectives
                 with progress.unlike_others("saving the result", collectives, then_limit_s=limit):
@@ -177,12 +179,7 @@ def run_rank(
     return summary
 
 
-def can_stop(job: Job, prepared: Any) -> bool:
-    """Whether a request to end has the run write a checkpoint; otherwise it ends at once."""
-    return not (prepared.engine.refuses_checkpoints or job.evaluates)
-
-
-def say_that_it_started(job: Job, rank: Any, prepared: Any) -> None:
+def say_that_it_started(job: Job, rank: Any, prepared: Any, stops: bool) -> None:
     """Tell whoever reads the events what trains, and how long."""
     steps = prepared.loop.batches.steps
     rank.events.send(
@@ -191,7 +188,7 @@ def say_that_it_started(job: Job, rank: Any, prepared: Any) -> None:
         world_size=rank.world_size,
         device=str(prepared.loop.backend.placement.device),
         done=prepared.loop.start,
-        stops=can_stop(job, prepared),
+        stops=stops,
         lines=[
             f"training: {steps} steps on {rank.world_size} "
             f"{'rank' if rank.world_size == 1 else 'ranks'}, backend {job.backend}, "

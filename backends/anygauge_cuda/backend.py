@@ -126,12 +126,10 @@ class CudaBackend(Backend):
         return device
 
     def make_deterministic(self) -> str:
-        """See `Backend.make_deterministic`; torch refuses operations that it knows to vary."""
+        """See `Backend.make_deterministic`."""
         super().make_deterministic()
-        return (
-            "torch's own operations give equal bits; torch does not know the kernels of other "
-            "libraries, and between several cards NCCL may choose another order of sums"
-        )
+        others = "kernels of other libraries, and NCCL's sums over several cards"
+        return f"torch's own operations give equal bits; {others}, may not"
 
     def diagnostics(self) -> Sequence[Check]:
         """See `anygauge_cuda.diagnostics`."""

@@ -185,35 +185,28 @@ def _huge_pages(context: RuleContext) -> Setting | Skip:
     )
 
 
-def _deterministic_rule(name: str, value: str, reason: str, source: str) -> EnvironmentRule:
-    def decide(context: RuleContext) -> Setting | Skip:
-        if not context.job.deterministic:
-            return Skip("train.deterministic is off")
-        return context.set_to(value, reason)
+def _deterministic(context: RuleContext) -> Setting | Skip:
+    if not context.job.deterministic:
+        return Skip("train.deterministic is off")
+    return context.set_to(context.rule.value.split(",")[0], context.rule.reason)
 
-    return EnvironmentRule(
+
+_DETERMINISTIC = tuple(
+    EnvironmentRule(
         name=name,
         value=f"{value}, with train.deterministic",
         scope=Scope.JOB,
-        reason=reason,
+        reason=f"{what} otherwise adds in any order",
         source=source,
-        decide=decide,
+        decide=_deterministic,
     )
-
-
-_DETERMINISTIC = (
-    _deterministic_rule(
-        "CUBLAS_WORKSPACE_CONFIG",
-        ":4096:8",
-        "cuBLAS otherwise may sum in another order where several streams are at work",
-        "cuBLAS documentation, results reproducibility; torch.use_deterministic_algorithms",
-    ),
-    _deterministic_rule(
-        "FLASH_ATTENTION_DETERMINISTIC",
-        "1",
-        "the backward pass of the flash-attn package otherwise adds in any order",
-        "transformers: modeling_flash_attention_utils.py",
-    ),
+    for name, value, what, source in (
+        ("CUBLAS_WORKSPACE_CONFIG", ":4096:8", "cuBLAS", "cuBLAS: results reproducibility"),
+        (
+            *("FLASH_ATTENTION_DETERMINISTIC", "1", "the backward pass of flash-attn"),
+            "transformers: modeling_flash_attention_utils.py",
+        ),
+    )
 )
 
 FABRICS = (

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from anygauge.config.sections import EarlyStoppingSection
 from anygauge.interface import RunFileError
 from anygauge.training.checkpoints.manager import REQUEST
+from anygauge.training.evaluation import early_stop
 from tests.helpers.forked import RunPart, finished, runs_of
 from tests.helpers.runs import FIXTURES, Run, run_file, trained_here
 
@@ -82,7 +85,7 @@ def test_the_run_ends_when_its_evaluations_are_no_longer_better(whole: Run, tmp_
     assert found["verified"]["reloaded"], found["verified"]
     card = (run.folder / "adapter/README.md").read_text()
     assert f"the weights are those after step {best}" in card
-    assert report(whole)["stopped_by"] == "steps" and "result_step" not in report(whole)
+    assert report(whole)["stopped_by"] is None and "result_step" not in report(whole)
     # The same bytes as a run that ends there.
     (tmp_path / "short").mkdir()
     short = overfitting(tmp_path / "short", steps=best)
@@ -128,6 +131,37 @@ def test_stopped_and_resumed_anywhere_it_ends_where_it_would_have(
         assert report(last)[field] == report(reference)[field], field
     assert report(last)["stopped_by"] == "early_stopping"
     assert result(last) == result(reference)
+
+
+def evaluated(*losses: float) -> list[dict[str, Any]]:
+    """Records of evaluations, the first of the base, each with one of a source."""
+    return [
+        {"step": step, "name": name, "eval_loss": loss}
+        for step, loss in enumerate(losses)
+        for name in ("eval", "eval/a")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("losses", "rule", "stops"),
+    [
+        ((9.0, 3.0, 2.0, 2.0), {"patience": 1}, True),
+        ((9.0, 3.0, 2.0, 2.0), {"patience": 2}, False),
+        ((1.0, 3.0, 2.0), {"patience": 1}, False),
+        ((9.0, 3.0, 3.5, 2.9, 2.8), {"patience": 2}, False),
+        ((9.0, 3.0, 2.95, 2.85), {"patience": 2, "min_delta": 0.1}, False),
+        ((9.0, 3.0, 2.95, 2.9), {"patience": 2, "min_delta": 0.1}, True),
+        ((9.0, 3.0, math.nan, math.nan), {"patience": 2}, True),
+        ((9.0, math.nan, 5.0), {"patience": 2}, False),
+        ((9.0,), {"patience": 1}, False),
+    ],
+)
+def test_evaluations_in_a_row_without_a_lower_loss_are_counted(
+    losses: tuple[float, ...], rule: dict[str, Any], stops: bool
+) -> None:
+    found = early_stop(evaluated(*losses), EarlyStoppingSection.model_validate(rule))
+    assert (found is not None) is stops
+    assert early_stop(evaluated(*losses), None) is None
 
 
 def test_each_source_has_a_loss_and_all_of_them_one(tmp_path: Path) -> None:
@@ -188,7 +222,7 @@ def test_more_patience_resumes_a_run_that_had_ended_early(whole: Run, tmp_path: 
     longer = trained_here(file, **{"train.early_stopping.patience": 100})
     assert longer.folder == first.folder
     assert longer.steps("loss") == whole.steps("loss")
-    assert report(longer)["stopped_by"] == "steps"
+    assert report(longer)["stopped_by"] is None
 
 
 def test_a_deterministic_run_says_so_to_torch(tmp_path: Path) -> None:

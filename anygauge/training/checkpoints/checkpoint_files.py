@@ -156,10 +156,6 @@ class Checkpoint:
         with _open(self._files[entry]) as file:
             return file.get_tensor(entry)
 
-    def parameters(self) -> dict[str, Tensor]:
-        """All trained parameters, as `Engine.export_trained` gives them."""
-        return {name: self.tensor(name, PARAMETER) for name in self.names()}
-
     def logits(self) -> Tensor | None:
         """The model's logits of the probe; None where they were not kept."""
         if not (self.folder / PROBE).is_file():

@@ -138,19 +138,6 @@ class Finished:
         """Steps of the whole run; its evaluations may have ended it before."""
         return int(self.report.get("planned_steps", self.steps))
 
-    def stops_as(self, settings: Mapping[str, Any]) -> bool:
-        """Whether a run with these settings would have ended where this one did.
-
-        Args:
-            settings: see `settings_of`.
-        """
-        kept = self.report.get("settings")
-        rules = [
-            {name: value for name, value in each.items() if name.startswith(EARLY)}
-            for each in (settings, kept if isinstance(kept, dict) else {})
-        ]
-        return self.steps == self.planned or rules[0] == rules[1]
-
     @property
     def result(self) -> Path:
         """The folder of the trained adapter or model."""
@@ -217,7 +204,9 @@ def check_length(
         RunFileError: it is longer than wanted; or it has no checkpoint of its last step, and would
             repeat steps from an earlier one.
     """
-    if steps == finished.planned and finished.stops_as(settings):
+    changes = changed_settings(finished.report.get("settings", {}), settings)
+    other_end = steps > finished.steps and any(each.startswith(EARLY) for each in changes)
+    if steps == finished.planned and not other_end:
         return True
     where = f"{finished.folder} finished after {finished.steps} steps, and {steps} are requested"
     if steps < finished.steps:

@@ -189,18 +189,13 @@ class CheckpointManager:
         return [step for _, step in scored[: self.section.num_best]]
 
     def best(self) -> int | None:
-        """The step of the sound checkpoint with the lowest loss; all ranks call it and get the
-        same. None where there is none."""
-        found = None
-        for step in self._best() if self.rank == 0 else ():
-            folder = checkpoint_folder(self.run_directory, step)
-            complaint = complaint_about(folder)
-            if complaint is None:
-                found = step
-                break
-            self.log(f"{FOLDER}/{folder.name} is skipped: {complaint}")
-        step_of_rank_0: int | None = self.backend.collectives.gather_objects(found)[0]
-        return step_of_rank_0
+        """The step of the sound checkpoint with the lowest loss, if there is one; all ranks call it
+        and get the same."""
+        steps = self._best() if self.rank == 0 else []
+        folders = {step: checkpoint_folder(self.run_directory, step) for step in steps}
+        sound = (step for step, folder in folders.items() if complaint_about(folder) is None)
+        first: int | None = self.backend.collectives.gather_objects(next(sound, None))[0]
+        return first
 
     def _among_best(self, loss: float | None) -> bool:
         if finite(loss) is None or not self.section.num_best:
