@@ -52,14 +52,16 @@ def evaluate(
     record = report["evaluations"][0]
     loss = math.nan if record["eval_loss"] is None else record["eval_loss"]
     found = {"loss": loss, "perplexity": math.exp(loss), "loss_tokens": record["eval_tokens"]}
-    found |= {"rows": report["data"], "model": model, "adapter": str(origin.adapter or "")}
+    adapter = origin.adapter
+    found |= {"rows": report["data"], "model": model, "adapter": adapter and str(adapter)}
     found |= {name: report[name] for name in ("backend", "strategy")} | {"ranks": devices}
     found["param_dtype"] = report["choices"]["precision"]["param_dtype"]
     if json_:
         typer.echo(json.dumps(finite(found)))
         return
     for name, value in found.items():
-        typer.echo(fitted(f"{name.replace('_', ' '):<11}  {value}", sys.stdout))
+        shown = "none" if value is None else value
+        typer.echo(fitted(f"{name.replace('_', ' '):<11}  {shown}", sys.stdout))
 
 
 def _run_of(
