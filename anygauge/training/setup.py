@@ -82,11 +82,7 @@ from anygauge.util.run_lock import check_lock
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedRun:
-    """A run ready to train, and what is needed to save it afterwards.
-
-    Attributes:
-        probe: see `probe_logits`; None where a result is not compared with what was trained.
-    """
+    """A run ready to train, and what is needed to save it afterwards, or to compare it (`probe`)."""
 
     run: RunFile
     loop: Loop
