@@ -36,6 +36,8 @@ def evaluate(
     json_: options.JsonOption = False,
 ) -> None:
     """Show the loss and perplexity of a model on rows; nothing is trained or kept."""
+    if base and adapter is not None:
+        raise UsageError("--base is the model without an adapter; leave --adapter out")
     origin = model_origin(model, adapter, None)
     origin = replace(origin, adapter=None) if base else origin
     run = _run_of(origin, rows, base=base, backend=backend, devices=devices or 1)
@@ -52,9 +54,9 @@ def evaluate(
     record = report["evaluations"][0]
     loss = math.nan if record["eval_loss"] is None else record["eval_loss"]
     found = {"loss": loss, "perplexity": math.exp(loss), "loss_tokens": record["eval_tokens"]}
-    adapter = origin.adapter
-    found |= {"rows": report["data"], "model": model, "adapter": adapter and str(adapter)}
-    found |= {name: report[name] for name in ("backend", "strategy")} | {"ranks": devices}
+    used = origin.adapter and str(origin.adapter)
+    found |= {"rows": report["data"], "model": model, "adapter": used, "ranks": devices}
+    found |= {name: report[name] for name in ("backend", "strategy")}
     found["param_dtype"] = report["choices"]["precision"]["param_dtype"]
     if json_:
         typer.echo(json.dumps(finite(found)))
@@ -106,7 +108,7 @@ def _run_of(
         model=section,
         adapter=sections.AdapterSection(verify=False, **start),
         data=trained.data.model_copy(update={**both, "eval_fraction": 0.0, "streaming": False}),
-        train=sections.TrainSection(steps=1, global_batch_size=size, system_every_s=0, **kept),
+        train=sections.TrainSection(steps=1, global_batch_size=size, **kept),
         precision=trained.precision,
         strategy=strategy,
         launch=schema.LaunchSettings(devices=devices),

@@ -82,7 +82,7 @@ from anygauge.util.run_lock import check_lock
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedRun:
-    """A run ready to train, and what is needed to save it afterwards, or to compare it (`probe`)."""
+    """A run ready to train, and what is needed to save it afterwards, or compare it (`probe`)."""
 
     run: RunFile
     loop: Loop
