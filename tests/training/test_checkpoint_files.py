@@ -136,6 +136,27 @@ def test_an_adapter_gets_one_when_it_is_time_and_at_the_end(
     assert kept(tmp_path) == [3, 4] and not checkpoints.asked
 
 
+def test_a_request_is_answered_once_or_refused_with_the_reason(tmp_path: Path) -> None:
+    said: list[str] = []
+    checkpoints = a_manager(tmp_path, {"every": 0}, log=said.append)
+    checkpoints.engine.refuses_checkpoints = ""
+    request = tmp_path / module.REQUEST
+    assert not checkpoints.overdue()
+    request.touch()
+    assert checkpoints.overdue()
+    checkpoints.maybe_save(1, last=False, stop=False, loss=None)
+    assert request.exists(), "the ranks have not agreed yet"
+    checkpoints.asked = True
+    checkpoints.maybe_save(2, last=False, stop=False, loss=None)
+    assert not request.exists() and kept(tmp_path) == [2]
+    request.touch()
+    checkpoints.maybe_save(3, last=False, stop=True, loss=None)
+    assert request.exists(), "it came after rank 0 had looked"
+    checkpoints.engine.refuses_checkpoints = "it keeps no masters"
+    assert not checkpoints.overdue() and not request.exists()
+    assert said[-1] == "checkpoint-now: this run cannot write checkpoints: it keeps no masters"
+
+
 def test_ranks_agree_on_the_time_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "USUAL_S", 0.0)
     keep = {"checkpoint": {"keep_last": 9}, "strategy": {"name": "single"}}

@@ -63,8 +63,7 @@ class CheckpointManager:
         check_folder: raises where `run_directory` is not this run's any more; for rank 0.
         writing: entered while a step's checkpoint is written: the other ranks wait for rank 0.
         losses: step -> evaluation loss of the checkpoints that exist.
-        probe: gives what the result is compared with, for checkpoints that may become it; every
-            rank calls it. None where none does.
+        probe: gives what a result is compared with, for those that may become it; None: none may.
         by_default: the run file does not say when one is written, and it is small: see `USUAL_S`.
         asked: the ranks have agreed that one belongs after this step: see `overdue`.
     """
