@@ -104,7 +104,7 @@ def setting(config: Any, name: str) -> Any:
     """A field of a configuration; None where it has none, or one for each layer."""
     try:
         return getattr(config, name, None)
-    except RuntimeError:  # transformers 5.23 refuses to give what layers differ in
+    except RuntimeError:  # transformers 5.23 and newer refuse to give what layers differ in
         return None
 
 
