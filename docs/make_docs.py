@@ -55,7 +55,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def run_file_fields() -> str:
     """A heading and a table (field, type, default, meaning) for each section of a run file."""
-    from anygauge.config.describe import sections
+    from anygauge.config.describe import meaning, sections
     from anygauge.config.strategies import StrategySection, strategy_of
     from anygauge.interface.plugins import PROJECT
     from anygauge.registry import installed_plugins
@@ -69,13 +69,16 @@ def run_file_fields() -> str:
         elif (name := strategy_of(section)) not in others:
             places.setdefault(StrategySection, [])
             spread[name] = section
+    told = {meaning(field) for section in places for field in section.model_fields.values()}
     parts = []
     for section, paths in places.items():
         title = " and ".join(f"`{path}`" for path in paths if path) or "Top level"
         if section is StrategySection:
             parts.append(strategies(spread))
         else:
-            parts.append(f"### {title}\n\n{about(section)}\n\n{fields(section)}")
+            # The table above has this sentence already, of the field that holds the section.
+            more = "" if about(section) in told else f"{about(section)}\n\n"
+            parts.append(f"### {title}\n\n{more}{fields(section)}")
     return "\n".join(parts)
 
 
