@@ -138,8 +138,7 @@ class DataSection(Section):
     )
     streaming: bool = Field(
         False,
-        description="Tokenize rows during training instead of before it; remote rows are then "
-        "read over the network, without a copy on disk.",
+        description="Tokenize rows during training instead of before it, without a copy on disk.",
     )
     shuffle_buffer: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
         10_000,
