@@ -187,7 +187,7 @@ def cards() -> str:
         "card": lambda card: f"`{card.name}`",
         "backend": lambda card: f"`{card.backend}`" if card.backend else "none",
         "memory, GiB": lambda card: (
-            "this machine" if "memory" in card.asked else amount(card.memory, 2**30, 2)
+            "this machine" if "memory" in card.to_measure else amount(card.memory, 2**30, 2)
         ),
         "bfloat16, TFLOPS": lambda card: amount(card.flops.get("bfloat16"), 1e12, 1),
         "measured": lambda card: amount(card.matmul.get("bfloat16"), 1e12, 1),

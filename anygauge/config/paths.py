@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from anygauge.config.tree import Problem, YamlNode, dotted_path, plain
+from anygauge.config.tree import Problem, YamlNode, dotted_path, plain_value
 from anygauge.util.text import did_you_mean, near_file
 
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
@@ -116,16 +116,16 @@ def resolve_paths(
         cwd: what `output` is relative to.
         problems: a variable that is not set, and the like, is added here.
     """
-    for place, written in paths_in(plain(root)):
+    for place, written in paths_in(plain_value(root)):
         node = root.nearest(*place)
-        text, complaint = expand(written, environ)
+        text, complaint = expand_path(written, environ)
         if complaint:
             problems.append(Problem(node.origin, dotted_path(place), complaint))
         else:
             node.value = locate(place, text, cwd if place == OUTPUT else node.origin.folder)
 
 
-def expand(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
+def expand_path(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
     """`text` with `~`, `$NAME` and `${NAME}` replaced and `$$` as a dollar sign, and a complaint.
 
     The complaint is "" unless a variable is not set, a home is not known, or no path is left.

@@ -86,7 +86,7 @@ class ModelSection(Section):
         return self
 
 
-def _expression(text: str) -> str:
+def _check_regex(text: str) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what may mean something else in a later Python
@@ -96,9 +96,9 @@ def _expression(text: str) -> str:
     return text
 
 
-def _targets(value: str | list[str]) -> str | list[str]:
+def _check_targets(value: str | list[str]) -> str | list[str]:
     try:
-        return _expression(value) if isinstance(value, str) and value != "all-linear" else value
+        return _check_regex(value) if isinstance(value, str) and value != "all-linear" else value
     except ValueError as error:
         raise ValueError(
             f"{error}; valid: all-linear, a list of the last parts of layer names, or one regular "
@@ -106,8 +106,8 @@ def _targets(value: str | list[str]) -> str | list[str]:
         ) from None
 
 
-_Expression = Annotated[str, AfterValidator(_expression)]
-_Targets = Annotated[str | list[str], AfterValidator(_targets)]
+_Expression = Annotated[str, AfterValidator(_check_regex)]
+_Targets = Annotated[str | list[str], AfterValidator(_check_targets)]
 
 
 class AdapterGroup(Section):
@@ -175,7 +175,7 @@ class AdapterSection(Section):
     )
 
     @property
-    def given(self) -> frozenset[str]:
+    def own_fields(self) -> frozenset[str]:
         """Of the fields that `start_from` decides, those that the run file gives."""
         return _DECIDED_BY_START & self.model_fields_set
 

@@ -137,13 +137,13 @@ class Layout:
         )
 
     @property
-    def agrees(self) -> bool:
+    def has_one_width(self) -> bool:
         """Whether all ranks of a step, or of a round of evaluation, have one width: where shapes
         are compiled, all would wait for a rank with one of its own. A static one is agreed on."""
         return self.shapes.kind is ShapeKind.BUCKETED
 
     @property
-    def alone(self) -> bool:
+    def may_vary_width(self) -> bool:
         """Whether a micro-batch with rows may have a width of its own all the same: none waits."""
         return not (self.share.count > 1 or self.packing or self.share.one_width)
 
@@ -160,11 +160,11 @@ class Layout:
             turns: tokens of the longest sequence of each; 0 where it has only dummies.
             longest: tokens of the longest sequence that any rank has in this step.
         """
-        if self.agrees:
+        if self.has_one_width:
             # Packs are as full as they can be: nearly all have one width, and then all may.
             longest = self.max_length if self.packing else longest
             # Dummies must not have a shape of their own.
-            return [self.width(own if own and self.alone else longest) for own in turns]
+            return [self.width(own if own and self.may_vary_width else longest) for own in turns]
         return [self.width(max(turns) if self.share.one_width else own) for own in turns]
 
     def width(self, longest: int) -> int:
@@ -356,7 +356,7 @@ class Batches(ABC):
         settings = [self.schedule.record(), self.layout.packing, self.layout.max_length]
         return key_of(*self._identity, *settings)
 
-    def _checked(self, index: int) -> int:
+    def _check_index(self, index: int) -> int:
         if not 0 <= index < self.steps:
             raise IndexError(f"step {index} is not in 0..{self.steps - 1}")
         return index
@@ -465,7 +465,7 @@ class RowBatches(Batches):
         if schedule.grouping:
             self._grouped = GroupedOrder(order, sequences.lengths, self.global_batch, stop)
         # The sequences of a step over all ranks; int64 of shape (global_batch,).
-        self.items = lru_cache(KEPT_STEPS)(lambda index: self._find(self._checked(index))[0])
+        self.items = lru_cache(KEPT_STEPS)(lambda index: self._find(self._check_index(index))[0])
 
     def step(self, index: int) -> list[MicroBatch]:
         """See `Batches`."""
@@ -475,11 +475,11 @@ class RowBatches(Batches):
 
     def widths(self, start: int) -> list[int]:
         """See `Batches`; looks at the lengths of all rows that are left."""
-        if not self.layout.agrees:
+        if not self.layout.has_one_width:
             return []
         if self.layout.packing:
             return [self.layout.width(self.layout.max_length)]
-        together = self.layout.micro_batch if self.layout.alone else self.global_batch
+        together = self.layout.micro_batch if self.layout.may_vary_width else self.global_batch
         longest: set[int] = set()
         for first in range(start, self.steps, _STEPS_AT_ONCE):
             tokens = self.sequences.lengths(self._find(first, _STEPS_AT_ONCE))
@@ -544,7 +544,7 @@ class Padding(NamedTuple):
     """Share of the packs' room that holds tokens; None where nothing is packed."""
 
 
-def measure(rows: TokenizedRows, schedule: Schedule, layout: Layout) -> Padding:
+def measure_padding(rows: TokenizedRows, schedule: Schedule, layout: Layout) -> Padding:
     """Lay out what the schedule reads, without making a tensor."""
     batches = RowBatches(rows, schedule, layout)
     tokens = positions = sequences = 0

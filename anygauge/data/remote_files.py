@@ -99,7 +99,7 @@ class _RemoteFile(io.RawIOBase):
 
     def _read(self, buffer: Any, wanted: int) -> int:
         """Of a connection that breaks, nothing is kept."""
-        file, self._file = self._file or self._opened(), None
+        file, self._file = self._file or self._open_at_position(), None
         count = 0
         try:
             while count < wanted and (part := file.read(wanted - count)):
@@ -113,7 +113,7 @@ class _RemoteFile(io.RawIOBase):
         self._file = file
         return count
 
-    def _opened(self) -> Any:
+    def _open_at_position(self) -> Any:
         """The file at the place that is read next."""
         file = self._files.open(self._path, "rb", **self._options)
         try:
@@ -209,7 +209,7 @@ def with_retry(what: str, work: Callable[[], Result]) -> Result:
             if isinstance(raised, FileNotFoundError) and isinstance(cause, Exception):
                 # Over HTTP, fsspec calls all not found that it cannot ask about.
                 error = raised if hasattr(cause, "response") else cause
-            refused = _refusal(what, error)
+            refused = _permanent_error(what, error)
             if refused is not None:
                 raise refused from None
             wait = next(waits, None)
@@ -222,7 +222,7 @@ def with_retry(what: str, work: Callable[[], Result]) -> Result:
             time.sleep(wait)
 
 
-def _refusal(what: str, error: Exception) -> DataError | None:
+def _permanent_error(what: str, error: Exception) -> DataError | None:
     """What to say of an error that comes again however often one tries."""
     answer = getattr(error, "response", error)
     status = getattr(answer, "status_code", getattr(answer, "status", None))

@@ -223,7 +223,7 @@ class ChatTemplate:
                 return ends[-1]
         return None
 
-    def closing(self) -> str | None:
+    def text_after_answer(self) -> str | None:
         """What the template writes behind an answer; None where it does not take a question."""
         mark = "\ue0a7"
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]
@@ -234,7 +234,7 @@ class ChatTemplate:
 
     def stop_ids(self) -> list[int]:
         """The token that ends a turn of the assistant, for generation; empty if there is none."""
-        closing = self.closing() or ""
+        closing = self.text_after_answer() or ""
         for pattern in (self.special, self.added):
             if matches := pattern.findall(closing):
                 return [int(self.tokenizer.convert_tokens_to_ids(matches[0]))]

@@ -149,7 +149,7 @@ class JobState:
     text: str
 
     @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether it is sure that it neither waits nor runs."""
         return self.phase not in ("waiting", "running", "silent")
 

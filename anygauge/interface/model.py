@@ -63,7 +63,7 @@ class Activations:
         """Whether a layer, counted from 0, does."""
         return bool(self.every) and layer % self.every == 0
 
-    def recomputed(self, layers: int) -> int:
+    def num_recomputed(self, layers: int) -> int:
         """How many of so many layers do."""
         return sum(map(self.recomputes, range(layers)))
 

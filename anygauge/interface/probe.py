@@ -18,7 +18,7 @@ __all__ = [
     "Finding",
     "Outcome",
     "Probe",
-    "counted",
+    "count_of",
     "file_text",
     "installed_version",
     "pci_devices",
@@ -59,7 +59,7 @@ def pci_devices(root: Path, vendor: str, kind: str = "") -> list[str]:
     )
 
 
-def counted(devices: Sequence[str], what: str) -> str:
+def count_of(devices: Sequence[str], what: str) -> str:
     """``2 GPUs``, or ``1 GPU``."""
     return f"{len(devices)} {what}{'' if len(devices) == 1 else 's'}"
 

@@ -37,7 +37,7 @@ def plain_rotations(model: nn.Module) -> tuple[list[nn.Module], int]:
     for module in model.modules():
         kind = type(module)
         if kind not in served:
-            served[kind] = _served(kind)
+            served[kind] = _rotates_plainly(kind)
         if served[kind] is None:
             continue
         total += 1
@@ -66,7 +66,7 @@ def _with_kernel(forward: Any, kernel: RopeKernel) -> types.FunctionType:
     return made
 
 
-def _served(kind: type[nn.Module]) -> bool | None:
+def _rotates_plainly(kind: type[nn.Module]) -> bool | None:
     """Whether a class's rotations are plain; None: it calls no such function."""
     forward = kind.forward
     if not isinstance(forward, types.FunctionType):

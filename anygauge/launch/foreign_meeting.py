@@ -37,11 +37,11 @@ def meeting_store(launch: ForeignLaunch, patience_s: float) -> dist.Store:
     Raises:
         AnygaugeError: it cannot be served, or nobody serves it in time.
     """
-    from anygauge.util.rendezvous import listen_at, own_addresses, reach, serve
+    from anygauge.util.rendezvous import connect_store, listen_at, own_addresses, serve_store
 
     timeout = datetime.timedelta(seconds=patience_s)
     if launch.served or launch.rank != 0:
-        return reach(launch.host, launch.port, timeout)
+        return connect_store(launch.host, launch.port, timeout)
     # Every address where this machine does not know the one by which the others reach it.
     for address in (*own_addresses(launch.host), ""):
         try:
@@ -55,7 +55,7 @@ def meeting_store(launch: ForeignLaunch, patience_s: float) -> dist.Store:
                 "set MASTER_PORT to a free one for all ranks. If your launcher already serves "
                 "torch's store there, set TORCHELASTIC_USE_AGENT_STORE=True"
             ) from error
-        return serve(address or launch.host, launch.port, listener, timeout)
+        return serve_store(address or launch.host, launch.port, listener, timeout)
     raise AnygaugeError(
         f"rank 0 cannot listen at {launch.host}: it is not an address of this machine. Set "
         "MASTER_ADDR to the address of rank 0's machine"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from anygauge.interface import AnygaugeError, Job
 from anygauge.launch.decision import Decision
 from anygauge.launch.foreign_meeting import TURN_S
-from anygauge.util.text import escaped
+from anygauge.util.text import escape
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -36,7 +36,7 @@ class RefusedError(AnygaugeError):
 
 def say_refusal(why: str) -> None:
     """Say it on rank 0, before the others hear of it: a launcher ends all ranks with the first."""
-    print(escaped(f"error: {why}"), file=sys.stderr, flush=True)
+    print(escape(f"error: {why}"), file=sys.stderr, flush=True)
 
 
 def prepare_with_others(
@@ -121,7 +121,7 @@ def _prepare(launch: ForeignLaunch, job: Job, turn: Callable[[], bool], quiet: b
 
     def log(text: str) -> None:
         if not quiet:
-            print(escaped(text), file=sys.stderr)
+            print(escape(text), file=sys.stderr)
 
     where = f"{socket.gethostname()}: " if launch.nodes > 1 else ""
     first = launch.rank == 0

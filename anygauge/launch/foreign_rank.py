@@ -27,7 +27,7 @@ from anygauge.launch.view import View, fail, show_stopped, show_where_logs_are
 from anygauge.util.console import Console
 from anygauge.util.events import EventWriter
 from anygauge.util.processes import tie_to_parent
-from anygauge.util.text import escaped
+from anygauge.util.text import escape
 
 _NOTICED_S = 0.5
 """In which a launcher notices that another rank has ended, before this one that missed it ends,
@@ -50,7 +50,7 @@ def main(descriptor: int) -> int:
         return take_part(launch, **given)
     except AnygaugeError as error:
         if not isinstance(error, RefusedError):
-            print(escaped(f"error: {error}\n(rank {launch.rank})"), file=sys.stderr)
+            print(escape(f"error: {error}\n(rank {launch.rank})"), file=sys.stderr)
         launch.report(str(error))
         return error.exit_status
 
@@ -83,7 +83,7 @@ def take_part(
         raise RefusedError(*answer["refused"])
     if "done" in answer:
         if launch.rank == 0:
-            print(escaped(answer["done"]))
+            print(escape(answer["done"]))
         return 0
     job = job_of(launch, known, answer)
     if provenance is not None:

@@ -188,7 +188,7 @@ def numa_balancing(root: Path = Path("/")) -> Check:
 
 def interfaces(node: Node) -> Check:
     """Which networks lead to other machines."""
-    up, main = ", ".join(one.name for one in node.outward), node.main_interface
+    up, main = ", ".join(one.name for one in node.external_interfaces), node.main_interface
     if not up:
         seen = "only the loopback: runs on this machine only"
     elif main is None:

@@ -17,7 +17,7 @@ from anygauge.launch.decision import UNDECIDED, Decision
 from anygauge.registry import Registry, select_backend
 from anygauge.training.auto import AUTO, candidates, forms_of, in_words
 from anygauge.training.build_strategy import share_of
-from anygauge.util.text import size
+from anygauge.util.text import format_bytes
 
 if TYPE_CHECKING:
     from anygauge.config.schema import RunFile
@@ -96,8 +96,8 @@ def without_a_plan(
         line = f"memory: not planned, since no description covers {seen}; {_ASK}"
         return replace(first, lines=(line,))
     if most is not None and memory is not None:
-        line = f"memory: needs at most {size(most)} of {size(memory)}, so no plan was made"
-        return replace(first, lines=(line,))
+        needs = f"needs at most {format_bytes(most)} of {format_bytes(memory)}"
+        return replace(first, lines=(f"memory: {needs}, so no plan was made",))
     return None
 
 
@@ -177,12 +177,12 @@ def plan_memory(
     )
     fit = trial.fit
     if card is None or fit is None:
-        line = f"memory: {size(trial.memory.worst[1].total)} of tensors on each rank"
+        line = f"memory: {format_bytes(trial.memory.worst[1].total)} of tensors on each rank"
         return replace(known, lines=(*lines, line))
-    has = f"{card.name} has {size(fit.memory)} per rank"
+    has = f"{card.name} has {format_bytes(fit.memory)} per rank"
     if trial.fits:
-        on_top = size(fit.needed - fit.tensors)
-        line = f"memory: needs {size(fit.tensors)} of tensors, {on_top} on top; {has}"
+        on_top = format_bytes(fit.needed - fit.tensors)
+        line = f"memory: needs {format_bytes(fit.tensors)} of tensors, {on_top} on top; {has}"
         return replace(known, lines=(*lines, line))
     words = f"{_needs(fit, trial.memory)}, and {has}"
     # What is surely too much: tensors alone, without the estimates on top of them.
@@ -207,15 +207,16 @@ def _described(registry: Registry, cards: Sequence[str]) -> Card | None:
 def _why_not(form: RunFile, found: Trial | AnygaugeError) -> str:
     if isinstance(found, AnygaugeError):
         return f"{in_words(form)} cannot: {str(found).partition(chr(10))[0]}"
-    assert found.fit is not None, "what is not known to lack anything is taken"
-    return f"{in_words(form)} would need {size(found.fit.needed)} of {size(found.fit.memory)}"
+    fit = found.fit
+    assert fit is not None, "what is not known to lack anything is taken"
+    return f"{in_words(form)} would need {format_bytes(fit.needed)} of {format_bytes(fit.memory)}"
 
 
 def _needs(fit: Fit, found: RunMemory) -> str:
     kinds = sorted(found.device[fit.phase].kinds.items(), key=lambda one: -one[1])
-    listed = ", ".join(f"{size(count)} {kind}" for kind, count in kinds if count)
-    rest = size(fit.needed - fit.tensors)
+    listed = ", ".join(f"{format_bytes(count)} {kind}" for kind, count in kinds if count)
+    rest = format_bytes(fit.needed - fit.tensors)
     return (
-        f"each rank needs {size(fit.needed)} in phase {fit.phase!r} ({listed}; {rest} on top of "
-        "tensors)"
+        f"each rank needs {format_bytes(fit.needed)} in phase {fit.phase!r} "
+        f"({listed}; {rest} on top of tensors)"
     )

@@ -30,7 +30,7 @@ from anygauge.launch.outcome import (
     field_of,
     resolve_outcome,
 )
-from anygauge.util.text import short
+from anygauge.util.text import shorten
 
 HEARTBEAT_S = 1.0
 
@@ -207,7 +207,7 @@ class Nodes:
             try:
                 self._handle(rank, message)
             except ValueError as error:
-                unreadable = f"{short(repr(message['kind']))}: {error}"
+                unreadable = f"{shorten(repr(message['kind']))}: {error}"
                 channel.close(unreadable)
         # Of one that is closed, the last message may have waited here since the turn before.
         silent_s = now - (heard_before if channel.closed else channel.heard)

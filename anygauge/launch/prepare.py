@@ -49,7 +49,7 @@ def prepare_run(
     from anygauge.models.hub import download_requests
     from anygauge.training.auto import forms_of
     from anygauge.training.checks import check_settings
-    from anygauge.util.text import size
+    from anygauge.util.text import format_bytes
 
     run, job, registry, forms = request.run, request.job, request.registry, request.forms
     remote = request.launcher.remote
@@ -86,7 +86,7 @@ def prepare_run(
     if answer.unreachable:
         notes.append(f"the run would be refused: {answer.unreachable}")
     if answer.left:
-        first = f"a run would first fetch them, {size(answer.left)}"
+        first = f"a run would first fetch them, {format_bytes(answer.left)}"
         notes.append(f"the weights were not checked: {first}")
     devices, cores = job.launch.devices, len(os.sched_getaffinity(0))
     if devices > cores and not remote:

@@ -135,7 +135,7 @@ def _on_terminal(quiet: bool) -> Iterator[Show]:
                 return
             if event["event"] == "message":
                 console.print(event["text"])
-            elif console.draws:
+            elif console.can_redraw:
                 if not bar.live.is_started:
                     drawn.enter_context(bar)
                 name, done, total = event["name"], event["done"], event["total"]

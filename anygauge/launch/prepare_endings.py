@@ -9,7 +9,7 @@ from typing import IO, TYPE_CHECKING, Any
 from anygauge.interface import AnygaugeError, DataError
 from anygauge.models.hub import HubUnreachableError
 from anygauge.util.processes import describe_exit
-from anygauge.util.text import size
+from anygauge.util.text import format_bytes
 
 if TYPE_CHECKING:
     from anygauge.launch.prepare_request import PrepareRequest
@@ -79,8 +79,10 @@ class PrepareWork:
     def out_of_memory(self, limit: int) -> AnygaugeError:
         """It needed more than so many bytes."""
         if self._row:
-            return self._ended_rendering(f"took more than {size(limit)} to render {self._row}")
-        return AnygaugeError(f"out of memory: the process may have {size(limit)}")
+            return self._ended_rendering(
+                f"took more than {format_bytes(limit)} to render {self._row}"
+            )
+        return AnygaugeError(f"out of memory: the process may have {format_bytes(limit)}")
 
     def broken(self, code: int, output: IO[bytes]) -> AnygaugeError:
         """It ended without an answer; `output` is what it printed."""

@@ -9,7 +9,7 @@ from typing import Any
 from anygauge.interface import AnygaugeError, Job
 from anygauge.launch.decision import Decision
 from anygauge.launch.prepare_call import always, prepare
-from anygauge.util.text import size
+from anygauge.util.text import format_bytes
 
 _PROGRESS_S = 30.0
 
@@ -50,7 +50,7 @@ def prepare_here(
         elif time.monotonic() - logged > _PROGRESS_S:
             logged = time.monotonic()
             share = event["done"] / max(1, event["total"])
-            log(f"{where}{event['name']}: {share:.0%} of {size(event['total'])}")
+            log(f"{where}{event['name']}: {share:.0%} of {format_bytes(event['total'])}")
 
     try:
         run = read_run(job.resolved_run)

@@ -22,7 +22,7 @@ from anygauge.training.auto import forms_of
 from anygauge.training.checks import Findings
 from anygauge.training.run_checks import RunChecks, nothing
 from anygauge.util.events import EventWriter
-from anygauge.util.text import size
+from anygauge.util.text import format_bytes
 
 GIB = 2**30
 MODEL_LIMIT = 4 * GIB
@@ -69,7 +69,9 @@ class Stages:
                 self._found(unreachable=str(error))
                 break
             if found.new:
-                self._events.message(f"fetched {want.name}: {size(found.new)} in {found.folder}")
+                self._events.message(
+                    f"fetched {want.name}: {format_bytes(found.new)} in {found.folder}"
+                )
             left += found.left
         else:
             self._found(left=left)

@@ -85,7 +85,7 @@ def read_request(
     need_device = need_device and not remote
     _check_without_backend(run, registry, need_device=need_device)
     selection = select_backend(registry, run.backend, need_device=need_device)
-    with run.placed():
+    with run.locate_errors():
         backend = registry.create_backend(selection.spec.name, run.backend_options)
     forms: list[RunFile] = []
     why = ""
@@ -118,7 +118,7 @@ def _check_without_backend(run: RunFile, registry: Registry, *, need_device: boo
     from anygauge.training.trackers.group import check_trackers
 
     launcher = registry.find_launcher(run.launch.launcher)
-    with run.placed():
+    with run.locate_errors():
         read_options(launcher, run.launch.options)
     if launcher.spec.shared_filesystem:
         check_paths(run)
@@ -132,7 +132,7 @@ def _check_without_backend(run: RunFile, registry: Registry, *, need_device: boo
             "other machines. Name the backend (--backend)",
         )
     check_optimizer(run, need_software=need_device)
-    with run.placed():
+    with run.locate_errors():
         check_trackers(registry, run, {**os.environ, **run.environment} if need_device else None)
 
 
@@ -176,7 +176,7 @@ def _as_launched(run: RunFile, foreign: ForeignLaunch) -> RunFile:
     launch, by = run.launch, foreign.launcher
     for name, there in (("devices", foreign.devices), ("nodes", foreign.nodes)):
         asked = getattr(launch, name)
-        if run.sets(f"launch.{name}") and asked != there:
+        if run.has_value(f"launch.{name}") and asked != there:
             raise run.error(
                 f"launch.{name}",
                 f"{asked}, but {by} started {foreign.world_size} ranks, {foreign.devices} on each "
@@ -184,7 +184,7 @@ def _as_launched(run: RunFile, foreign: ForeignLaunch) -> RunFile:
                 f"anygauge start the ranks itself: {ALONE}",
             )
     by_option = run.origin("launch.launcher").label.startswith("--launcher")
-    if run.sets("launch.launcher") and (launch.launcher != "local" or by_option):
+    if run.has_value("launch.launcher") and (launch.launcher != "local" or by_option):
         raise run.error(
             "launch.launcher",
             f"{launch.launcher} would start ranks, but {by} has already started them: leave the "
@@ -238,7 +238,7 @@ def render_plan(request: RunRequest) -> Plan:
     provided = request.registry.find_launcher(run.launch.launcher)
     launcher = request.registry.launcher(run.launch.launcher)()
     profile = request.backend.launch_profile(run.launch.fabric)
-    with run.placed():
+    with run.locate_errors():
         options = read_options(provided, run.launch.options)
         plan = launcher.render(request.job, options, profile)
     if plan.folders:

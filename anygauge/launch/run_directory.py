@@ -196,7 +196,7 @@ def _may_run(folder: Path) -> bool:
     if not (folder / LAUNCHED).exists():
         return False
     try:
-        return "logs" in read_record(folder) or not find_job(folder).state().over
+        return "logs" in read_record(folder) or not find_job(folder).state().has_ended
     except AnygaugeError:
         return True
 

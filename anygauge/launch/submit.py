@@ -116,7 +116,7 @@ def refuse_second(folder: Path) -> None:
     Raises:
         AnygaugeError: an earlier job still waits or runs.
     """
-    if (folder / LAUNCHED).exists() and not (state := find_job(folder).state()).over:
+    if (folder / LAUNCHED).exists() and not (state := find_job(folder).state()).has_ended:
         raise AnygaugeError(
             f"{folder} has a job already: {state.text}. To follow it: anygauge job follow "
             f"{folder}; to end it: anygauge job cancel {folder}"

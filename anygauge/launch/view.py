@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from anygauge.launch.run_directory import LAUNCHED, logs_of
 from anygauge.util.console import Console
-from anygauge.util.text import seconds, size
+from anygauge.util.text import format_bytes, format_time
 
 Event = Mapping[str, Any]
 
@@ -43,7 +43,7 @@ class View:
         self._console = console
         self._quiet = quiet
         self._summary: Any = None
-        self._drawn = console.draws and not quiet
+        self._drawn = console.can_redraw and not quiet
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -176,7 +176,7 @@ def step_metrics(event: Event) -> list[str]:
     found = _metrics(event, _STEP)
     peak = event.get("peak_memory")
     if isinstance(peak, int | float):
-        found.append(f"peak {size(peak)}{_COUNTED.get(event.get('memory_kind', ''), '')}")
+        found.append(f"peak {format_bytes(peak)}{_COUNTED.get(event.get('memory_kind', ''), '')}")
     return found
 
 
@@ -211,7 +211,7 @@ def summary_lines(summary: Any) -> list[str]:
         if name in _FOR_REPORT:
             continue
         if name == "seconds" or (name.endswith("_s") and not name.endswith("_per_s")):
-            value = seconds(value) if isinstance(value, float) else value
+            value = format_time(value) if isinstance(value, float) else value
             name = "time" if name == "seconds" else name.removesuffix("_s")
         if isinstance(value, str | int | float):
             shown[name.replace("_per_s", "/s").replace("_", " ")] = _value(value)
@@ -232,7 +232,7 @@ def summary_lines(summary: Any) -> list[str]:
 def _memory(found: Mapping[str, Any]) -> str:
     """What was planned and what was measured."""
     predicted, measured = (
-        size(max(found[name].values(), default=0)) for name in ("predicted", "measured")
+        format_bytes(max(found[name].values(), default=0)) for name in ("predicted", "measured")
     )
     if found["counted"] == "allocator":
         return f"predicted {predicted}, measured {measured} (peak of rank 0)"

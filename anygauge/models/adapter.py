@@ -63,7 +63,7 @@ def add_adapter(
     check_init(section.init)
     on_meta = any(p.is_meta for p in model.parameters())
     planned, rescale = None, False
-    if folder is None or {"targets", "groups", "target_parameters"} & section.given:
+    if folder is None or {"targets", "groups", "target_parameters"} & section.own_fields:
         planned = planned_layers(model, section) | planned_parameters(model, section)
     if folder is not None:
         config, rescale = read_config(folder, dropout=section.dropout)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 from anygauge.interface import ModelError
 from anygauge.models.model_files import SINGLE_FILES, causes, weight_map
-from anygauge.util.text import first_line, near_file, size
+from anygauge.util.text import first_line, format_bytes, near_file
 
 if TYPE_CHECKING:
     from anygauge.config.schema import ModelSection
@@ -308,7 +308,7 @@ def _fetch(
     new = [sizes[file] for file in [*files, *weights] if file not in had]
     if new:
         number = "1 file" if len(new) == 1 else f"{len(new)} files"
-        log(f"fetching {request}: {number}, {size(sum(new))}")
+        log(f"fetching {request}: {number}, {format_bytes(sum(new))}")
     if weights:
         total = sum(sizes[file] for file in weights)
         _download_weights(request, folder, weights, total, progress or (lambda *_: None))

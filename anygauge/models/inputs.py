@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from anygauge.interface import SequencePart, UnsupportedError
-from anygauge.kernels.attention import model_class, setting
+from anygauge.kernels.attention import config_value, model_class
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -174,7 +174,7 @@ def _why_no_masks(config: Any, masks_of: str) -> str:
         )
     other = sorted({*(getattr(config, "layer_types", None) or ())} - {FULL, SLIDING})
     other += _recurrent(config)
-    if other or not setting(config, "num_attention_heads"):
+    if other or not config_value(config, "num_attention_heads"):
         what = f"layers of kind {', '.join(other)}" if other else "layers with no attention"
         return f"this model has {what}, on which a mask for each pair of positions has no effect"
     kind: Any = model_class(config)
@@ -224,7 +224,7 @@ def _takes_masks(module: Any, config: Any) -> bool:
 
 
 def _windows(config: Any, max_length: int) -> tuple[tuple[str, int | None], ...]:
-    window: int | None = setting(config, "sliding_window")
+    window: int | None = config_value(config, "sliding_window")
     if not window or window >= max_length or not getattr(config, "use_sliding_window", True):
         return (("", None),)
     if kinds := sorted({*(getattr(config, "layer_types", None) or ())}):

@@ -11,7 +11,7 @@ from typing import Any
 
 from anygauge.config.schema import ModelSection
 from anygauge.interface import Collectives, ModelError
-from anygauge.kernels.attention import setting
+from anygauge.kernels.attention import config_value
 from anygauge.models.hub import CONFIG, download_requests, names_hub, needed_copy
 from anygauge.models.model_files import check_folder, read_fields
 
@@ -173,13 +173,13 @@ def check_written(section: ModelSection, config: Any) -> None:
     missing = [
         name
         for name in ("hidden_size", LAYERS[0])
-        if isinstance(setting(config, name), int)
+        if isinstance(config_value(config, name), int)
         and not isinstance(getattr(type(config), name, None), property)
         and not {name, config.attribute_map.get(name)} & written.keys()
     ]
     if missing:
         one = "model.config" if section.config is not None else f"model.name: {section.name}"
-        usual = " and ".join(str(setting(config, name)) for name in missing)
+        usual = " and ".join(str(config_value(config, name)) for name in missing)
         raise ModelError(
             f"{one}: does not set {' or '.join(missing)}; transformers would use {usual}, from "
             f"another model. Add {'it' if len(missing) == 1 else 'them'}"
@@ -193,7 +193,7 @@ def check_sizes(config: Any, where: str) -> None:
         ModelError: names field and value.
     """
     for name in (*LAYERS, *_SIZES):
-        value = setting(config, name)
+        value = config_value(config, name)
         if value is None or isinstance(value, list | tuple | dict):
             continue  # some architectures count by layer
         if isinstance(getattr(type(config), name, None), property):

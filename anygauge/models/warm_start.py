@@ -148,10 +148,10 @@ def check_given(
     different: dict[str, tuple[object, object]] = {
         f"adapter.{name}": (getattr(section, name), value)
         for name, value in saved.items()
-        if name in section.given and getattr(section, name) != value
+        if name in section.own_fields and getattr(section, name) != value
     }
     if planned is not None:
-        if "groups" not in section.given:  # one rank and alpha for all, which were compared above
+        if "groups" not in section.own_fields:  # one rank and alpha for all, compared above
             planned = {name: built.get(name, factors) for name, factors in planned.items()}
         if (name := first_difference(planned, built)) is not None:
             different[f"adapter.targets or adapter.groups: layer {name}"] = (

@@ -169,7 +169,7 @@ def most_bytes(run: RunFile, parts: int) -> int | None:
     experts = max([1, *(_largest(v) for k, v in fields.items() if "expert" in k)])
     whole = layers * 4 * hidden * (wide + inner * (experts + 1)) + 2 * words * hidden
     trained = whole
-    if adapter is not None and not (adapter.given & _MORE_IS_TRAINED or adapter.start_from):
+    if adapter is not None and not (adapter.own_fields & _MORE_IS_TRAINED or adapter.start_from):
         ends = 4 * (hidden + wide) + 4 * (hidden + inner) * (experts + 1)
         trained = min(whole, adapter.r * (layers * ends + 2 * (hidden + words)))
     length = run.data.max_length

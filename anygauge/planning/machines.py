@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar
 from anygauge.interface import BackendSpec, Card, PluginError, UnknownNameError, UsageError
 from anygauge.interface.hardware import Bytes, Link, Number, Rate, figure, figures_of, read_tables
 from anygauge.registry import BLOCK_VARIABLE, PluginFailure, Provided, Registry
-from anygauge.util.text import describe, listed
+from anygauge.util.text import describe, join_names
 
 _PAGE = "docs/hardware.md"
 
@@ -133,7 +133,7 @@ class Hardware:
             PluginError: several plugins describe it.
         """
         found = _find(self._cards, names[0]) if len(names) == 1 else None
-        return self._with_answers(found) if found is not None and found.asked else found
+        return self._with_answers(found) if found is not None and found.to_measure else found
 
     def machine(self, name: str) -> Machine:
         """The machine of a name; ``h100:8`` is one of eight such cards, ``h100`` of one.
@@ -208,7 +208,7 @@ class Hardware:
             raise PluginError(
                 f"card {card.name!r} of {card.origin}: asking this machine raised {describe(error)}"
             ) from error
-        return replace(card, **{key: numbers[key] for key in card.asked if key in numbers})
+        return replace(card, **{key: numbers[key] for key in card.to_measure if key in numbers})
 
     def _unknown(self, kind: str, name: str, valid: Sequence[Card | Machine]) -> str:
         """With up to three names: those that begin alike, then those that are spelt alike."""
@@ -218,9 +218,9 @@ class Hardware:
         near += difflib.get_close_matches(plain, spelt, n=5)
         nearest = list(dict.fromkeys(repr(spelt[one]) for one in near))[:3]
         hint = f"; did you mean {' or '.join(nearest)}?" if near else ""
-        cards = f"  cards: {listed(card.name for card in self.cards)}"
+        cards = f"  cards: {join_names(card.name for card in self.cards)}"
         machines = (
-            f"  machines: {listed(machine.name for machine in self.machines)}",
+            f"  machines: {join_names(machine.name for machine in self.machines)}",
             "  or a card and how many of it, as in CARD:8",
         )
         unread = (

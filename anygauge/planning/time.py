@@ -183,10 +183,10 @@ def _sending(
 ) -> tuple[str, float]:
     """Over which link, and how long."""
     call = CALL if card.call is None else card.call
-    if not one.spans(per_machine):
+    if not one.crosses_machines(per_machine):
         link = card.link if machine is None or machine.link is None else machine.link
         rate = _known(card.exchange, SENT, link, card, "link")
-        return "cards", one.times * call + one.wire / rate
+        return "cards", one.times * call + one.wire_bytes / rate
     if machine is None or not machine.network:
         named = "no machine is named"
         if machine is not None:
@@ -199,4 +199,4 @@ def _sending(
     # A ring enters and leaves each machine once; as many rings as a machine's ranks have groups.
     here = sum(rank // per_machine == one.group[0] // per_machine for rank in one.group)
     rings = per_machine / here
-    return "machines", one.times * call + one.wire * rings / (SENT * machine.network)
+    return "machines", one.times * call + one.wire_bytes * rings / (SENT * machine.network)

@@ -69,7 +69,7 @@ def barrier_waits(on: RankContext) -> None:
         _left_together(on, late, on.collectives.barrier)
     if sharding().engine not in on.backend.unsupported_engines:
         _left_together(on, 0, dist.barrier)  # DeepSpeed's, of the device's group
-    patience = on.collectives.patient(then=COLLECTIVE_TIMEOUT_S)
+    patience = on.collectives.patient_timeout(then=COLLECTIVE_TIMEOUT_S)
     patience.__enter__()
     _left_together(on, on.world_size - 1, lambda: patience.__exit__(None, None, None))
 
@@ -77,7 +77,7 @@ def barrier_waits(on: RankContext) -> None:
 @check_on_ranks(
     "groups have the limit that was asked for: when opened, when set, and made later",
     means="A run whose peer has died hangs for half an hour; `open` gives its groups no timeout, "
-    "`limit` was replaced, or the library does not take one.",
+    "`set_timeout` was replaced, or the library does not take one.",
 )
 def limits_hold(on: RankContext) -> None:
     def hold(name: str, group: Any, asked: float, fixed: Sequence[str] = ()) -> None:
@@ -95,12 +95,12 @@ def limits_hold(on: RankContext) -> None:
     for name, group in named.items():
         hold(name, group, COLLECTIVE_TIMEOUT_S)
     named |= {str(list(ranks)): group for ranks, group in groups(on).items() if on.rank in ranks}
-    fixed = on.collectives.limit(OTHER_LIMIT_S)
+    fixed = on.collectives.set_timeout(OTHER_LIMIT_S)
     try:
         for name, group in {**named, "later": dist.new_group(list(on.ranks))}.items():
             hold(name, group, OTHER_LIMIT_S, fixed)
     finally:
-        on.collectives.limit(COLLECTIVE_TIMEOUT_S)
+        on.collectives.set_timeout(COLLECTIVE_TIMEOUT_S)
     own = dist.new_group(list(on.ranks), timeout=datetime.timedelta(seconds=OWN_LIMIT_S))
     hold(f"{OWN_LIMIT_S:g} s", own, OWN_LIMIT_S)
 

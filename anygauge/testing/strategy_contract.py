@@ -99,7 +99,7 @@ def sent_and_said(request: Any) -> Any:
     rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     place = (again.loop.backend, again.precision, rank, ranks)
     said = planner.memory(workload_of(again.run, Registry.load(), *place, skeleton))
-    return counted, {**said.sent, WEIGHTS: said.held(at.EVALUATION, at.WEIGHTS)}
+    return counted, {**said.bytes_sent, WEIGHTS: said.bytes_at(at.EVALUATION, at.WEIGHTS)}
 
 
 def held(engine: Any) -> int:

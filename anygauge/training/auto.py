@@ -117,9 +117,9 @@ def decided(
     for form in forms:
         workload = workload_of(form, registry, backend, precision, rank, world_size, skeleton)
         found = memory_of(create_strategy(registry, form), workload)
-        weights = found.held(at.EVALUATION, at.WEIGHTS)
-        gradients = max(found.held(moment, at.GRADIENTS) for moment in (at.BEGIN, at.UPDATE))
-        whole_run = weights + gradients + found.held(at.EVALUATION, at.OPTIMIZER, at.BUFFERS)
+        weights = found.bytes_at(at.EVALUATION, at.WEIGHTS)
+        gradients = max(found.bytes_at(moment, at.GRADIENTS) for moment in (at.BEGIN, at.UPDATE))
+        whole_run = weights + gradients + found.bytes_at(at.EVALUATION, at.OPTIMIZER, at.BUFFERS)
         # What is offloaded is counted, too.
         stays = {"optimizer": weights, "both": 0}
         needed = stays.get(getattr(form.strategy, "offload", "none"), whole_run)

@@ -73,7 +73,7 @@ class Progress:
         Args:
             then_limit_s: how long collectives may wait afterwards.
         """
-        with self.long(place), collectives.patient(then=then_limit_s):
+        with self.long(place), collectives.patient_timeout(then=then_limit_s):
             yield
 
     def _report(self) -> None:

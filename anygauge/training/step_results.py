@@ -44,7 +44,7 @@ from anygauge.training.system import SystemSampler
 from anygauge.training.trackers.group import Trackers
 from anygauge.util.events import EventWriter
 from anygauge.util.files import write_text
-from anygauge.util.text import finite
+from anygauge.util.text import json_values
 
 LARGEST_EXPONENT = 700.0
 """Beyond it exp overflows a float."""
@@ -471,7 +471,7 @@ class MetricsLogger:
                 steps=steps,
                 elapsed_s=self.history.seconds,
                 memory_kind=self._memory_kind,
-                **finite(metrics),
+                **json_values(metrics),
             )
         self.trackers.log(done, {f"train/{name}": v for name, v in metrics.items()})
         self._system_samples()
@@ -485,7 +485,7 @@ class MetricsLogger:
         self._see_memory("training")
         perplexity = math.exp(loss) if loss < LARGEST_EXPONENT else math.inf
         self._write({**record, "perplexity": perplexity})
-        self.events.send("evaluation", **finite(record), perplexity=finite(perplexity))
+        self.events.send("evaluation", **json_values(record), perplexity=json_values(perplexity))
         self.trackers.log(step, {f"{name}/loss": loss, f"{name}/perplexity": perplexity})
         self._system_samples()
 
@@ -498,7 +498,7 @@ class MetricsLogger:
 
     def _write(self, record: dict[str, Any]) -> None:
         record = {"time": time.time(), **record}
-        self._unwritten += json.dumps(finite(record)).encode() + b"\n"
+        self._unwritten += json.dumps(json_values(record)).encode() + b"\n"
         self._flush()
 
     def _flush(self) -> None:

@@ -29,7 +29,7 @@ from anygauge.util.events import EventWriter
 from anygauge.util.files import write_text
 from anygauge.util.rendezvous import STORE_FD
 from anygauge.util.run_lock import check_lock
-from anygauge.util.text import finite
+from anygauge.util.text import json_values
 
 GIB = 2**30
 
@@ -47,7 +47,7 @@ def reported(job: Job, index: int, events: EventWriter, lock: str | None) -> int
     # first. What is open then ends with the process.
     except BaseException as error:
         traceback.print_exc()
-        return events.failed(error)
+        return events.report_failure(error)
     opened.close()
     if isinstance(outcome, Stopped):
         events.send("stopped", step=outcome.step, checkpoint=outcome.checkpoint)
@@ -129,7 +129,7 @@ def run_rank(
         try:
             importing.close()
             start_s = time.monotonic() - began
-            for library in backend.collectives.limit(limit):
+            for library in backend.collectives.set_timeout(limit):
                 rank.warn(
                     f"launch.collective_timeout_s: {library} cannot change the limit of its "
                     "existing groups; if a rank hangs in one of them, only its supervisor ends it"
@@ -165,7 +165,7 @@ def run_rank(
     summary["seconds"] = time.monotonic() - began
     if index == 0:
         report = {**summary, "identity": prepared.identity, "settings": settings_of(run)}
-        text = json.dumps(finite(report), indent=2, allow_nan=False)
+        text = json.dumps(json_values(report), indent=2, allow_nan=False)
         check_lock(folder, lock)
         write_text(folder / REPORT, text + "\n")
     return summary

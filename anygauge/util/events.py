@@ -67,7 +67,7 @@ class EventWriter:
         descriptor = os.environ.get(EVENTS_FD)
         return cls(int(descriptor) if descriptor else None, rank)
 
-    def failed(self, error: BaseException) -> int:
+    def report_failure(self, error: BaseException) -> int:
         """Report the error that ends a rank; returns the exit status."""
         for_user = isinstance(error, AnygaugeError)
         status = error.exit_status if isinstance(error, AnygaugeError) else 1

@@ -75,7 +75,7 @@ class SignedExchange:
                     f"{LONGEST:,} are taken"
                 )
         frames = self._all(self._proof(self._rank, payload, purpose) + payload, _PROOF + max(sizes))
-        return self._opened(
+        return self._verify(
             [f[: _PROOF + size] for f, size in zip(frames, sizes, strict=True)], purpose
         )
 
@@ -85,9 +85,9 @@ class SignedExchange:
         Raises:
             AnygaugeError: a message lacks its proof.
         """
-        return self._opened(self._all(self._proof(self._rank, payload, purpose) + payload), purpose)
+        return self._verify(self._all(self._proof(self._rank, payload, purpose) + payload), purpose)
 
-    def _opened(self, frames: list[bytes], purpose: str) -> list[bytes]:
+    def _verify(self, frames: list[bytes], purpose: str) -> list[bytes]:
         for rank, frame in enumerate(frames):
             wanted = self._proof(rank, frame[_PROOF:], purpose)
             if not hmac.compare_digest(frame[:_PROOF], wanted):

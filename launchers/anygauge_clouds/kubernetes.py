@@ -29,7 +29,7 @@ from anygauge.interface import (
     PlannedProcess,
     RunFileError,
 )
-from anygauge.util.clients import printed, run_client
+from anygauge.util.clients import client_output, run_client
 from anygauge_clouds.service_job import Service, ServiceLauncher
 from anygauge_clouds.submission import (
     CloudOptions,
@@ -396,7 +396,7 @@ class Kubernetes(ServiceLauncher):
 def _carry_out(command: Sequence[str], what: str, stdin: str | None = None) -> str:
     done = run_client(command, stdin=stdin)
     if done.returncode:
-        raise AnygaugeError(f"kubectl refused {what}: {printed(done)}")
+        raise AnygaugeError(f"kubectl refused {what}: {client_output(done)}")
     return done.stdout
 
 

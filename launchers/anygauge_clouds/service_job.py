@@ -22,8 +22,8 @@ from anygauge.interface import LOST, AnygaugeError, JobState, Plan, UnsupportedE
 from anygauge.util.clients import (
     NoAnswerError,
     NotInstalledError,
+    client_output,
     last_line,
-    printed,
     run_client,
 )
 from anygauge.util.events import message_event, read_event
@@ -157,7 +157,7 @@ class ServiceLauncher:
                 f"{error}. The service may have accepted the job all the same, as {name}"
             ) from error
         if done.returncode:
-            raise AnygaugeError(f"{self.title} refused the job: {printed(done)}")
+            raise AnygaugeError(f"{self.title} refused the job: {client_output(done)}")
 
     def attach(self, record: Mapping[str, Any], run_directory: Path) -> ServiceJob:
         """A job that was submitted before.
@@ -228,7 +228,7 @@ class ServiceJob:
                     if state.text != reported:
                         reported = state.text
                         yield message_event(reported)
-                if not state.over:
+                if not state.has_ended:
                     over_at, fetched = None, False
                 else:
                     over_at = over_at or now
@@ -255,7 +255,7 @@ class ServiceJob:
         Raises:
             AnygaugeError: the service refuses, and nobody follows the job, or it is over.
         """
-        if not self._followed and not self._cancellations and (state := self.state()).over:
+        if not self._followed and not self._cancellations and (state := self.state()).has_ended:
             raise AnygaugeError(f"{state.text}: there is nothing to end")
         self._cancellations += 1
         try:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from anygauge.config.schema import DataSection, SourceSection, TrainSection
 from anygauge.data import EvaluationBatches, Layout, Schedule, accumulation, prepare
-from anygauge.data.batches import IGNORED, RowBatches, measure, pack
+from anygauge.data.batches import IGNORED, RowBatches, measure_padding, pack
 from anygauge.data.order import packing_order
 from anygauge.interface import RunFileError, ShapeKind, ShapePolicy, Share
 from tests.data.conftest import origins
@@ -261,7 +261,7 @@ def test_padding_is_measured_as_it_is_laid_out(tokenized, packing, ranks):
     options = {"global_batch": 4 * ranks, "packing": packing, "shapes": BUCKETED}
     every = [make(tokenized, share=Share(rank, ranks), **options) for rank in range(ranks)]
     steps = [batch for one in every for index in range(one.steps) for batch in one.step(index)]
-    found = measure(tokenized, *plan(share=Share(0, ranks), **options))
+    found = measure_padding(tokenized, *plan(share=Share(0, ranks), **options))
     assert found.positions == sum(batch.input_ids.numel() for batch in steps)
 
 

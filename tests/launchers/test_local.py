@@ -60,7 +60,7 @@ def test_a_job_runs_where_paths_have_spaces(folder: Path, start: Start) -> None:
         running = start(lock, sends("step", step=1), FINISHED)
         events = [event["event"] for event in running.events()]
         assert events == ["step", "finished", "rank_exited", "ended"]
-        assert running.wait() == 0 and running.state().over
+        assert running.wait() == 0 and running.state().has_ended
     home = folder / "run"
     assert Job.load(home / "job.json").run_directory == str(home)
     assert json.loads((home / "ranks" / "rank0.json").read_text())["state"] == "ok"
@@ -84,7 +84,7 @@ def test_a_run_that_is_asked_twice_kills_its_ranks(folder: Path, start: Start) -
         until((folder / "up").exists, "the rank")
         running.cancel()
         time.sleep(2 * REPEATED_SIGNAL_S)
-        assert not running.state().over, "the rank is deaf, and its grace time long"
+        assert not running.state().has_ended, "the rank is deaf, and its grace time long"
         running.cancel()
         (*_, ended) = running.events()
     assert ended["state"] == "cancelled" and running.wait() == 128 + 15

@@ -74,7 +74,7 @@ def test_layers_are_computed_again_as_the_run_says(
     assert [counts[index] for index in range(LAYERS)] == computed
     section = case.checkpointing
     every = section.every if isinstance(section, CheckpointingSection) else int(section)
-    assert Activations(every=every).recomputed(LAYERS) == computed.count(2)
+    assert Activations(every=every).num_recomputed(LAYERS) == computed.count(2)
 
 
 def test_selective_recomputation_makes_no_attention_and_no_large_product_again(

@@ -142,7 +142,7 @@ def with_attention(
     layers = len(list(decoder_layers(model)))
     size = workload.micro_batch * (of_key + of_value) * item_bytes(workload.precision.param_dtype)
     # What selective recomputation keeps comes after the exchanges, which it makes again.
-    forwards = layers + workload.activations.recomputed(layers)
+    forwards = layers + workload.activations.num_recomputed(layers)
     group, turns = neighbours(workload.rank, options.cp), workload.accumulation
     keys = kv_heads * length * options.cp
     moved = kv_heads if kv_heads % options.cp == 0 else heads

@@ -250,7 +250,7 @@ class Zero(EstimatedStrategy):
         if self.options.nvme is not None:
             found = self.memory(workload)
             # A gradient in the masters' type stands beside each master.
-            size = found.held(at.LOAD, at.OPTIMIZER) + found.held(at.EVALUATION, at.OPTIMIZER)
+            size = sum(found.bytes_at(moment, at.OPTIMIZER) for moment in (at.LOAD, at.EVALUATION))
             swapped = folder_on_disk(self.options.nvme, size)
             config["zero_optimization"]["offload_optimizer"]["nvme_path"] = swapped.name
 

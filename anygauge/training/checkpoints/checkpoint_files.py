@@ -51,7 +51,7 @@ from anygauge.training.checkpoints.sound import (
     read_record,
 )
 from anygauge.util.files import flush, part_of, usual_mode
-from anygauge.util.text import finite
+from anygauge.util.text import json_values
 
 ADAPTER = "adapter"
 SHARD_BYTES = 2 * 2**30
@@ -99,7 +99,7 @@ def write_checkpoint(
             export_adapter(temporary / ADAPTER, parameters)
         states = {f"{rank}/{name}": s for rank, own in enumerate(rng) for name, s in own.items()}
         _save(states, temporary / RNG)
-        text = json.dumps(finite({"format": FORMAT, **record}), indent=2, allow_nan=False)
+        text = json.dumps(json_values({"format": FORMAT, **record}), indent=2, allow_nan=False)
         (temporary / RECORD).write_text(text + "\n")
         size = _seal(temporary)
         # A run trains a step again only where its checkpoint is not sound.

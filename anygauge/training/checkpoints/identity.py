@@ -19,7 +19,7 @@ from anygauge.interface import AnygaugeError, RunFileError
 from anygauge.models.quantization import quantization
 from anygauge.training.checkpoints.sound import read_json
 from anygauge.util.section import Count, Text
-from anygauge.util.text import flattened, short
+from anygauge.util.text import flatten_values, shorten
 
 REPORT = "report.json"
 _RESULTS = ("adapter", "model")
@@ -71,7 +71,7 @@ def identity_of_file(run: RunFile) -> dict[str, Any]:
 
 def settings_of(run: RunFile) -> dict[str, Any]:
     """The fields that decide a result or how it is reached, by dotted path."""
-    return dict(flattened(run.model_dump(mode="json", include=set(_MAY_CHANGE))))
+    return dict(flatten_values(run.model_dump(mode="json", include=set(_MAY_CHANGE))))
 
 
 def check_same_run(folder: Path, kept: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ def check_same_run(folder: Path, kept: Mapping[str, Any], identity: Mapping[str,
         RunFileError: names what differs, and both values.
     """
     different = [
-        f"{name} (before: {short(str(kept.get(name)))}; now: {short(str(value))})"
+        f"{name} (before: {shorten(str(kept.get(name)))}; now: {shorten(str(value))})"
         for name, value in identity.items()
         if kept.get(name) != value
     ]
@@ -108,7 +108,7 @@ def changed_settings(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> li
     """
     alone = {n for n in kept.keys() ^ settings.keys() if n.startswith("strategy.")}
     return [
-        f"{name}: {short(str(kept.get(name)))} -> {short(str(settings.get(name)))}"
+        f"{name}: {shorten(str(kept.get(name)))} -> {shorten(str(settings.get(name)))}"
         for name in sorted((kept.keys() | settings.keys()) - alone)
         if kept.get(name) != settings.get(name)
     ]

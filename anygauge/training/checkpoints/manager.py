@@ -37,7 +37,7 @@ from anygauge.training.checkpoints.sound import (
     refusal_of,
 )
 from anygauge.util.files import part_of
-from anygauge.util.text import describe, finite
+from anygauge.util.text import describe, json_values
 
 NEVER, AUTO = "never", "auto"
 USUAL_S = 15 * 60.0
@@ -123,7 +123,7 @@ class CheckpointManager:
 
     def save(self, step: int, loss: float | None) -> None:
         """Write the checkpoint of this step, and remove those that need not be kept any more."""
-        loss = finite(loss)
+        loss = json_values(loss)
         exported = self.engine.export_state()
         counters = self.engine.counters()
         states = {n: s.contiguous() for n, s in self.backend.placement.rng_state().items()}
@@ -168,7 +168,7 @@ class CheckpointManager:
         return [step for _, step in scored[: self.section.keep_best]]
 
     def _among_best(self, loss: float | None) -> bool:
-        if finite(loss) is None or not self.section.keep_best:
+        if json_values(loss) is None or not self.section.keep_best:
             return False
         best = self._best()
         if len(best) < self.section.keep_best:

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, Valid
 from anygauge.interface import AnygaugeError
 from anygauge.util.files import read_json as read_any_json
 from anygauge.util.section import Count, Number, Text, first_complaint
-from anygauge.util.text import short
+from anygauge.util.text import shorten
 
 FORMAT = 1
 RECORD = "checkpoint.json"
@@ -290,4 +290,4 @@ def _short(value: Any) -> str:
         text = repr(value)
     except (RecursionError, ValueError):  # ValueError: an integer of too many digits
         text = f"a {type(value).__name__}"
-    return short(text)
+    return shorten(text)

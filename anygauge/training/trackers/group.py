@@ -27,7 +27,7 @@ from anygauge.interface import (
 from anygauge.registry import Registry
 from anygauge.registry.specs import load_factory, read_options, refuse_if_missing
 from anygauge.util.hiding import is_secret
-from anygauge.util.text import describe, flattened
+from anygauge.util.text import describe, flatten_values
 
 OPEN_S = 120.0
 """Seconds in which a tracker must open."""
@@ -232,7 +232,7 @@ def flat_parameters(run: RunFile) -> dict[str, str | int | float | bool | None]:
     Left out because others read it: the values of ``environment``, texts whose name says that
     they are a secret, and user and password within an address.
     """
-    values = flattened(_public(run.model_dump(mode="json", exclude={"environment"})))
+    values = flatten_values(_public(run.model_dump(mode="json", exclude={"environment"})))
     return {path: json.dumps(v) if isinstance(v, list) else v for path, v in values}
 
 

@@ -22,7 +22,7 @@ from accelerate import tracking
 from anygauge.interface import AnygaugeError, NotAvailableError, RunStatus, TrackerContext
 from anygauge.training.trackers.tracker_options import mlflow_store, wandb_login
 from anygauge.util.files import write_text
-from anygauge.util.text import finite
+from anygauge.util.text import json_values
 
 _SEND_S = 25.0
 """Seconds that wandb has to send the rest at the end; the data stays on disk for `wandb sync`."""
@@ -80,7 +80,7 @@ class JsonLinesFile:
 
     def _write(self, values: Mapping[str, Any]) -> None:
         record = {"time": time.time(), "run": self._run, **values}
-        self._file.write(json.dumps(finite(record)) + "\n")
+        self._file.write(json.dumps(json_values(record)) + "\n")
 
 
 class _Service:
