@@ -16,7 +16,7 @@ from anygauge.cli.shared_options import BackendOption, DevicesOption, NodesOptio
 from anygauge.config.load import load_run_file
 from anygauge.config.strategies import DEFAULT
 from anygauge.interface import Job, LaunchSettings, Setting, UsageError, choose_fabric
-from anygauge.launch.foreign import scrub
+from anygauge.launch.foreign import without_launcher
 from anygauge.launch.rank_environment import inspect_node
 from anygauge.registry import (
     AUTO,
@@ -126,7 +126,7 @@ def rank_environments(
 ) -> dict[int, list[ResolvedSetting]]:
     """The settings of local ranks of this machine."""
     backend = registry.create_backend(job.backend, job.backend_options)
-    environ = scrub(os.environ)
+    environ = without_launcher(os.environ)
     node = inspect_node(backend, environ)
     return {
         rank: resolve_environment(registry, backend, job, node, rank, environ) for rank in ranks
@@ -172,7 +172,7 @@ def _shell_line(one: ResolvedSetting, *, values: bool) -> str:
 def _explain_rules(registry: Registry, job: Job, local_rank: int) -> dict[str, Any]:
     """The backend's networks between machines, and its rules with what each decides here."""
     backend = registry.create_backend(job.backend, job.backend_options)
-    node = inspect_node(backend, scrub(os.environ))
+    node = inspect_node(backend, without_launcher(os.environ))
     chosen = choose_fabric(backend.fabrics, job, node)
     known = {
         fabric.name: {"what": fabric.what, "seen": fabric.detect(node) if fabric.detect else None}

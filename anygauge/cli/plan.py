@@ -108,9 +108,7 @@ def plan(
             console.print(f"Largest micro-batch on this card: {_largest_line(batch)}")
             console.print(f"Longest rows on this card: {_largest_line(lengths)}")
         if compare:
-            rows = [
-                Choice(at.machine.name).tried(run, at, tried) for run, at in cases if at.machine
-            ]
+            rows = [Choice(at.machine.name).plan(run, at, tried) for run, at in cases if at.machine]
             record["machines"] = _show_choices(console, "machine", rows)
         if strategies:
             layouts = changes.try_strategies(trial, tried)
@@ -197,15 +195,15 @@ def _trial_lines(trial: Trial) -> Iterator[str]:
     if card is None or fit is None:
         yield _why_no_verdict(card)
     else:
-        has = f"each {card.name} needs {_gib(fit.needed)} of {_gib(fit.memory)} GiB ({fit.phase})"
+        has = f"each {card.name} needs {_gib(fit.needs)} of {_gib(fit.memory)} GiB ({fit.phase})"
         for name, (needed, there) in fit.shared.items():
             of = "" if there is None else f" of {_gib(there)}"
             has += f"; {name} of a machine: {_gib(needed)}{of} GiB"
         missing = [
             f"{_gib(size)} GiB of {card.name if what == 'memory' else what}"
-            for what, size in fit.lacking.items()
+            for what, size in fit.shortages.items()
         ]
-        fits = f"Fits: {has}; {_gib(fit.left)} GiB of {card.name} stay free"
+        fits = f"Fits: {has}; {_gib(fit.free)} GiB of {card.name} stay free"
         yield f"Does not fit: {has}; missing: {', '.join(missing)}" if missing else fits
     total, trained = found.numbers
     yield (
@@ -226,7 +224,7 @@ def _phase_rows(trial: Trial) -> Sequence[Sequence[str]]:
     device, fit = trial.memory.device, trial.fit
     kinds = dict.fromkeys([*KINDS, *(kind for peak in device.values() for kind in peak.kinds)])
     lines = {kind: [peak.kinds.get(kind, 0) for peak in device.values()] for kind in kinds}
-    least = SMALL * trial.memory.worst[1].total
+    least = SMALL * trial.memory.worst_phase[1].total
     lines = {kind: sizes for kind, sizes in lines.items() if max(sizes) > least}
     totals = [peak.total for peak in device.values()]
     if fit is None:
@@ -259,7 +257,7 @@ def _largest_line(found: Choice) -> str:
         return "none fits"
     said = ", ".join(f"{path}: {value:,}" for path, value in found.lines.items())
     why = f"; {found.why}" if found.why else ""
-    return f"{said} (needs {_gib(found.trial.fit.needed)} GiB{why})"
+    return f"{said} (needs {_gib(found.trial.fit.needs)} GiB{why})"
 
 
 def _show_choices(console: Console, what: str, choices: Sequence[Choice]) -> list[dict[str, Any]]:
@@ -268,10 +266,10 @@ def _show_choices(console: Console, what: str, choices: Sequence[Choice]) -> lis
     for name, trial in ((one.name, one.trial) for one in choices if one.trial):
         fit, time, held, speed = trial.fit, trial.time, ("?", "?", "?"), ("?", "?")
         if fit is not None:
-            held = "yes" if fit.fits else "no", _gib(fit.needed), _gib(fit.left)
+            held = "yes" if fit.fits else "no", _gib(fit.needs), _gib(fit.free)
         if time is not None:
             speed = format_time(time.step), f"{time.tokens_per_s:,.0f}"
-        rows.append((name, str(trial.ranks), *held, trial.memory.worst[0], *speed))
+        rows.append((name, str(trial.ranks), *held, trial.memory.worst_phase[0], *speed))
     console.print(make_table(rows))
     for one in choices:
         if one.trial is None:

@@ -8,7 +8,7 @@ It is read from the launcher's variables. The first rule that applies counts:
    salloc's shell has). The ranks meet on its first node.
 3. Open MPI's mpirun started several processes. It gives no address; one machine needs none.
 
-Ranks that anygauge starts must not inherit such variables: see `scrub`.
+Ranks that anygauge starts must not inherit such variables: see `without_launcher`.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def find_launch(environ: Mapping[str, str]) -> ForeignLaunch | None:
     return found
 
 
-def scrub(environ: Mapping[str, str]) -> dict[str, str]:
+def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     """A copy without the variables by which another launcher numbers its processes.
 
     Libraries inside a rank would believe them over those of the agent.

@@ -78,7 +78,7 @@ def prepare_with_others(
             break
         time.sleep(TURN_S)
     else:
-        return _read(found[0])
+        return _read_decision(found[0])
     status, _, why = refusal.partition(" ")
     if launch.rank == 0:
         say_refusal(why)
@@ -91,7 +91,7 @@ def prepare_with_others(
     raise RefusedError(int(status), why)
 
 
-def _read(text: str) -> Decision:
+def _read_decision(text: str) -> Decision:
     try:
         return Decision.load(text)
     except ValueError as error:

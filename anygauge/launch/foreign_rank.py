@@ -23,7 +23,7 @@ from anygauge.launch.foreign import ForeignLaunch
 from anygauge.launch.foreign_meeting import agree, job_of, meeting_store
 from anygauge.launch.foreign_prepare import RefusedError, prepare_with_others, say_refusal
 from anygauge.launch.run_directory import remove_unaccepted
-from anygauge.launch.view import View, fail, show_stopped, show_where_logs_are
+from anygauge.launch.view import View, explain, show_stopped, show_where_logs_are
 from anygauge.util.console import Console
 from anygauge.util.events import EventWriter
 from anygauge.util.processes import tie_to_parent
@@ -98,7 +98,7 @@ def take_part(
     return status
 
 
-class _Shown(EventWriter):
+class _ShownEvents(EventWriter):
     """Shows a rank's events instead of writing them.
 
     Attributes:
@@ -138,7 +138,7 @@ def _train(launch: ForeignLaunch, job: Job, lock: str, quiet: bool) -> int:
     # Lines, and no bar: the terminal is shared with other ranks and with the launcher.
     view = View(Console(file=out, force_terminal=False), quiet)
     errors = Console(file=err, force_terminal=False)
-    events = _Shown(launch.rank, view)
+    events = _ShownEvents(launch.rank, view)
     status = reported(job, launch.rank, events, lock)
     kind = events.ending["event"]
     if kind == "failed":
@@ -160,7 +160,7 @@ def _train(launch: ForeignLaunch, job: Job, lock: str, quiet: bool) -> int:
                 "\nIf another rank ended earlier, that may be the cause: see the output of "
                 f"{launch.launcher}, or that rank's log"
             )
-        fail(errors, text)
+        explain(errors, text)
         show_where_logs_are(errors, job.run_directory)
     elif launch.rank == 0 and kind == "stopped":
         show_stopped(errors, stopped_text(events.ending))

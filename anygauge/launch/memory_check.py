@@ -43,7 +43,7 @@ def forms_of_auto(
     """
     ranks = run.launch.nodes * run.launch.devices
     forms = candidates(run, registry, backend, ranks, ranks_run_here=selection.probe.available)
-    card = _described(registry, selection.probe.cards)
+    card = _describe_card(registry, selection.probe.cards)
     if memory_of_rank(card, run.launch.devices) is None:
         return (forms[:1], "auto: there is one rank") if ranks == 1 else ([], UNDECIDED)
     return forms, "auto: the whole model fits each device"
@@ -87,7 +87,7 @@ def without_a_plan(
         asked: True: plan also where that is not needed; False: never.
     """
     first = form_taken(forms[0], registry, why) if forms else Decision()
-    memory = memory_of_rank(_described(registry, selection.probe.cards), run.launch.devices)
+    memory = memory_of_rank(_describe_card(registry, selection.probe.cards), run.launch.devices)
     most = None if asked else surely_small(run, registry, memory)
     if asked is False:
         return first if most is not None else Decision()
@@ -107,7 +107,7 @@ def not_planned(why: str) -> Decision:
     return Decision(note=f"memory was not planned: {first}")
 
 
-def looked_at(
+def look_at_machine(
     run: RunFile, registry: Registry, backend: str, asked: bool | None
 ) -> tuple[list[RunFile], tuple[str, ...], Decision | None]:
     """Look on the job's first machine, where the command runs on another: what strategy `auto` may
@@ -153,7 +153,7 @@ def plan_memory(
     """
     from anygauge.planning.trials import Target, Trials
 
-    card = _described(registry, cards)
+    card = _describe_card(registry, cards)
     target = Target(backend=backend, card=card)
     try:
         trial = Trials(registry, begin).first_that_fits(forms or [run], target)
@@ -177,14 +177,14 @@ def plan_memory(
     )
     fit = trial.fit
     if card is None or fit is None:
-        line = f"memory: {format_bytes(trial.memory.worst[1].total)} of tensors on each rank"
+        line = f"memory: {format_bytes(trial.memory.worst_phase[1].total)} of tensors on each rank"
         return replace(known, lines=(*lines, line))
     has = f"{card.name} has {format_bytes(fit.memory)} per rank"
     if trial.fits:
-        on_top = format_bytes(fit.needed - fit.tensors)
+        on_top = format_bytes(fit.needs - fit.tensors)
         line = f"memory: needs {format_bytes(fit.tensors)} of tensors, {on_top} on top; {has}"
         return replace(known, lines=(*lines, line))
-    words = f"{_needs(fit, trial.memory)}, and {has}"
+    words = f"{_needs_text(fit, trial.memory)}, and {has}"
     # What is surely too much: tensors alone, without the estimates on top of them.
     if fit.tensors + (card.reserved or 0) <= fit.memory:
         return replace(known, note=f"the run may not fit: {words}", lines=lines)
@@ -197,7 +197,7 @@ def plan_memory(
     )
 
 
-def _described(registry: Registry, cards: Sequence[str]) -> Card | None:
+def _describe_card(registry: Registry, cards: Sequence[str]) -> Card | None:
     """What a machine's devices are."""
     from anygauge.planning.machines import Hardware, measured_files
 
@@ -209,14 +209,14 @@ def _why_not(form: RunFile, found: Trial | AnygaugeError) -> str:
         return f"{in_words(form)} cannot: {str(found).partition(chr(10))[0]}"
     fit = found.fit
     assert fit is not None, "what is not known to lack anything is taken"
-    return f"{in_words(form)} would need {format_bytes(fit.needed)} of {format_bytes(fit.memory)}"
+    return f"{in_words(form)} would need {format_bytes(fit.needs)} of {format_bytes(fit.memory)}"
 
 
-def _needs(fit: Fit, found: RunMemory) -> str:
+def _needs_text(fit: Fit, found: RunMemory) -> str:
     kinds = sorted(found.device[fit.phase].kinds.items(), key=lambda one: -one[1])
     listed = ", ".join(f"{format_bytes(count)} {kind}" for kind, count in kinds if count)
-    rest = format_bytes(fit.needed - fit.tensors)
+    rest = format_bytes(fit.needs - fit.tensors)
     return (
-        f"each rank needs {format_bytes(fit.needed)} in phase {fit.phase!r} "
+        f"each rank needs {format_bytes(fit.needs)} in phase {fit.phase!r} "
         f"({listed}; {rest} on top of tensors)"
     )

@@ -42,7 +42,7 @@ class Outbox:
             self._thread.start()
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether the follower is so far behind that no events should be read from ranks."""
         return self._lines.qsize() >= OUTBOX_CAPACITY
 

@@ -97,7 +97,7 @@ def prepare_run(
     if answer.unchecked:
         notes.append(f"only the ranks will check model and rows: {answer.unchecked}")
     found = replace(answer.found, notes=[*notes, *answer.found.notes])
-    return request.decided(decided), found, decided
+    return request.with_decision(decided), found, decided
 
 
 def without_checks(request: RunRequest) -> RunRequest:
@@ -109,7 +109,7 @@ def without_checks(request: RunRequest) -> RunRequest:
     run, why, selection = request.run, request.job.strategy_why, request.selection
     found = without_a_plan(run, request.forms, why, request.registry, selection, asked=False)
     assert found is not None
-    return request.decided(found)
+    return request.with_decision(found)
 
 
 def fetch_configuration(run: RunFile) -> None:

@@ -32,7 +32,7 @@ class PrepareWork:
     """
 
     def __init__(self, request: PrepareRequest) -> None:
-        self.stage = "fetch" if request.fetches else "model"
+        self.stage = "fetch" if request.needs_fetch else "model"
         self._request = request
         self._template = self._row = ""  # what is being rendered
 
@@ -43,14 +43,14 @@ class PrepareWork:
             return RENDERING_LIMIT_S
         return LIMITS_S[self.stage]
 
-    def note(self, event: Mapping[str, Any]) -> None:
+    def track(self, event: Mapping[str, Any]) -> None:
         """Follow the process by its events."""
         if event["event"] == "stage":
             self.stage = event["name"]
         elif event["event"] == "rendering":
             self._template, self._row = event["template"], event["row"]
 
-    def hung(self) -> AnygaugeError:
+    def hang_error(self) -> AnygaugeError:
         """Nothing came for longer than it may."""
         limit = f"{self.limit_s:.0f} s"
         if self._row:
@@ -84,7 +84,7 @@ class PrepareWork:
             )
         return AnygaugeError(f"out of memory: the process may have {format_bytes(limit)}")
 
-    def broken(self, code: int, output: IO[bytes]) -> AnygaugeError:
+    def crash_error(self, code: int, output: IO[bytes]) -> AnygaugeError:
         """It ended without an answer; `output` is what it printed."""
         output.seek(0, os.SEEK_END)
         output.seek(max(0, output.tell() - _TAIL))

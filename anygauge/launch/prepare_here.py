@@ -8,7 +8,7 @@ from typing import Any
 
 from anygauge.interface import AnygaugeError, Job
 from anygauge.launch.decision import Decision
-from anygauge.launch.prepare_call import always, prepare
+from anygauge.launch.prepare_call import no_other_work, prepare
 from anygauge.util.text import format_bytes
 
 _PROGRESS_S = 30.0
@@ -19,7 +19,7 @@ def prepare_here(
     environment: Mapping[str, str],
     where: str,
     log: Callable[[str], None],
-    turn: Callable[[], bool] = always,
+    turn: Callable[[], bool] = no_other_work,
     *,
     check: bool,
     plan: bool,

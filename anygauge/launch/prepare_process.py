@@ -90,7 +90,7 @@ def main() -> int:
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     stages = Stages(request, events)
     try:
-        if request.fetches:
+        if request.needs_fetch:
             stages.fetch()
             if request.stages:
                 begin_again(request.model_copy(update={"fetched": True}), answers)

@@ -61,14 +61,14 @@ class PrepareRequest(Section):
     @property
     def has_network(self) -> bool:
         """Whether its next stage may use it: a fetch, or the rows of a stream."""
-        if self.fetches or "rows" not in self.stages:
-            return self.fetches
+        if self.needs_fetch or "rows" not in self.stages:
+            return self.needs_fetch
         data = parse_run(self.run).data
         every = {each.path for each in (*data.train_sources, *data.eval_sources)}
         return any(map(is_remote, every - {*self.copies}))
 
     @property
-    def fetches(self) -> bool:
+    def needs_fetch(self) -> bool:
         """Whether something is still to be fetched."""
         return not self.fetched and bool(self.fetch or self.copies)
 

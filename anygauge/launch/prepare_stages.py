@@ -12,7 +12,7 @@ from typing import Any
 from anygauge.config.resolved import parse_run
 from anygauge.config.schema import DataSection, ModelSection, RunFile
 from anygauge.data.rows import share_of_memory
-from anygauge.launch.memory_check import looked_at, plan_memory
+from anygauge.launch.memory_check import look_at_machine, plan_memory
 from anygauge.launch.prepare_request import PrepareAnswer, PrepareRequest
 from anygauge.models.hub import HubUnreachableError, fetch
 from anygauge.models.source import quiet_libraries
@@ -66,7 +66,7 @@ class Stages:
             except HubUnreachableError as error:
                 if self._request.unreachable_refuses:
                     raise
-                self._found(unreachable=str(error))
+                self._send_answer(unreachable=str(error))
                 break
             if found.new:
                 self._events.message(
@@ -74,7 +74,7 @@ class Stages:
                 )
             left += found.left
         else:
-            self._found(left=left)
+            self._send_answer(left=left)
         if self._request.copies:
             self._copy(parse_run(self._request.run).data)
 
@@ -107,7 +107,7 @@ class Stages:
         cards, decided = request.cards, None
         plans, checks = "plan" in request.stages, "check" in request.stages
         if plans and cards is None:
-            forms, cards, decided = looked_at(run, registry, request.backend, request.asked)
+            forms, cards, decided = look_at_machine(run, registry, request.backend, request.asked)
         if plans and decided is None:
             self._hide = nothing
         run = forms[0] if forms else run
@@ -122,16 +122,16 @@ class Stages:
                 request.backend,
                 cards or (),
                 force=request.force,
-                begin=self._plan,
+                begin=self._report_planning,
             )
         if decided is None:
             return
-        self._found(decided=decided)
+        self._send_answer(decided=decided)
         if checks and decided.form is not None and every[decided.form] != run:
             self._check(every[decided.form])
 
     @contextlib.contextmanager
-    def _plan(self, subject: str) -> Iterator[None]:
+    def _report_planning(self, subject: str) -> Iterator[None]:
         """No silence, though each form takes its time."""
         self._events.send("planning", subject=subject)
         yield
@@ -150,7 +150,7 @@ class Stages:
             hide=self._hide,
             rendering=self._rendering,
         )
-        self._found(found=checks.check())
+        self._send_answer(found=checks.check())
 
     def _rows(self, run: RunFile) -> None:
         """Put a run's rows in the cache."""
@@ -171,7 +171,7 @@ class Stages:
             streamed = reading().train
             layout = Layout(micro_batch=1, max_length=section.max_length, pad_id=0)
             steps = training_batches(streamed, section, run.train, layout).steps
-            self._found(found=Findings(steps=steps))
+            self._send_answer(found=Findings(steps=steps))
 
     def _render(self) -> None:
         """Put a prompt in its chat template."""
@@ -183,10 +183,10 @@ class Stages:
         given, kwargs = read_template(request.chat_template), request.chat_template_kwargs
         if request.prompt is None:
             ends = end_of_turn_ids(tokenizer, given, self._rendering, kwargs=kwargs)
-            return self._found(stop_ids=ends)
+            return self._send_answer(stop_ids=ends)
         template = ChatTemplate(tokenizer, given, self._rendering, kwargs=kwargs)
         template.row = "the prompt"
-        self._found(ids=template.question_ids(request.prompt), stop_ids=template.stop_ids())
+        self._send_answer(ids=template.question_ids(request.prompt), stop_ids=template.stop_ids())
 
     def _tokenizer(self, section: ModelSection) -> Any:
         self.enter("model")
@@ -198,7 +198,7 @@ class Stages:
         """See `anygauge.data.template.Rendering`."""
         self._events.send("rendering", template=template, row=row)
 
-    def _found(self, **fields: Any) -> None:
+    def _send_answer(self, **fields: Any) -> None:
         answer = PrepareAnswer(**fields).model_dump(mode="json", include=set(fields))
         self._events.send("found", fields=answer)
 

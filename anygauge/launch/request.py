@@ -42,7 +42,7 @@ class RunRequest:
         """Who starts its ranks."""
         return self.registry.find_launcher(self.run.launch.launcher).spec
 
-    def decided(self, found: Decision) -> RunRequest:
+    def with_decision(self, found: Decision) -> RunRequest:
         """With the strategy that `auto` became, and what was planned."""
         from anygauge.config.strategies import default_section
         from anygauge.training.auto import decided_before
@@ -104,7 +104,7 @@ def read_request(
         registry=registry,
         selection=selection,
         backend=backend,
-        job=_job(run, registry, selection.spec.name, foreign, why),
+        job=_make_job(run, registry, selection.spec.name, foreign, why),
         forms=tuple(forms),
     )
 
@@ -136,7 +136,7 @@ def _check_without_backend(run: RunFile, registry: Registry, *, need_device: boo
         check_trackers(registry, run, {**os.environ, **run.environment} if need_device else None)
 
 
-def _job(
+def _make_job(
     run: RunFile, registry: Registry, backend: str, foreign: ForeignLaunch | None, why: str
 ) -> Job:
     """The run's job; `why` says why it has its strategy."""

@@ -111,7 +111,7 @@ def remove_unaccepted(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def claim(folder: Path) -> Iterator[int]:
+def lock_folder(folder: Path) -> Iterator[int]:
     """Keep other runs out of a folder.
 
     Yields:

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 
 from anygauge.interface import AnygaugeError, Plan, RunFileError, RunningJob
 from anygauge.launch.follow import Signals
-from anygauge.launch.foreign import scrub
+from anygauge.launch.foreign import without_launcher
 from anygauge.launch.local_run import LocalRun
 from anygauge.launch.rank_environment import NodeEnvironment
 from anygauge.launch.run_directory import (
     LAUNCHED,
     RUN_FILE,
-    claim,
     clear_for_start,
     find_job,
+    lock_folder,
     remove_unaccepted,
     took_no_step,
     write_run,
@@ -143,13 +143,13 @@ def submit_job(
     job, spec, folder = request.job, request.launcher, Path(request.job.run_directory)
     unused = not folder.exists() or not any(folder.iterdir())
     refuse_second(folder)
-    with claim(folder) as lock, Signals() as signals:
+    with lock_folder(folder) as lock, Signals() as signals:
         if spec.shared_filesystem or not (folder / RUN_FILE).exists():
             clear_for_start(folder, job if resuming else None)
         chosen = request.run.model_copy(update={"backend": job.backend})
         write_run(Path(job.run_file), chosen)
         try:
-            running = _started(request, plan, lock)
+            running = _start_job(request, plan, lock)
         except AnygaugeError:
             if unused and "detach" in spec.can:
                 shutil.rmtree(folder, ignore_errors=True)  # nothing was started
@@ -167,11 +167,11 @@ def submit_job(
             remove_unaccepted(folder)  # the run was done before
 
 
-def _started(request: RunRequest, plan: Plan, lock: int) -> RunningJob:
+def _start_job(request: RunRequest, plan: Plan, lock: int) -> RunningJob:
     if request.launcher.remote:
         launcher = request.registry.launcher(request.launcher.name)()
         running: RunningJob = launcher.submit(replace(plan, held=(lock,)))
         return running
     chosen = (request.registry, request.backend)
-    environment = NodeEnvironment(request.job, 0, scrub(os.environ), chosen)
+    environment = NodeEnvironment(request.job, 0, without_launcher(os.environ), chosen)
     return LocalRun(request.job, lock=lock, grace_s=plan.grace_s, environment=environment)

@@ -57,13 +57,13 @@ class View:
         self._task = self._bar.add_task("", total=None, metrics="", visible=False)
 
     @property
-    def ending(self) -> str:
+    def request_effect(self) -> str:
         """What a request to end comes to now."""
         if not self.began:
             return _NOTHING_YET
         return _ENDING if self.stops else _NO_CHECKPOINT
 
-    def live(self) -> AbstractContextManager[Any]:
+    def drawn_bar(self) -> AbstractContextManager[Any]:
         """Draw the bar for as long as the run lasts."""
         return self._bar if self._drawn else nullcontext()
 
@@ -125,13 +125,13 @@ class View:
             self.line(text)
 
     def _advance(self, step: int, steps: int | None, metrics: str) -> None:
-        name = _of(step, steps)
+        name = _step_of(step, steps)
         self._bar.update(
             self._task, total=steps, completed=step, description=name, metrics=metrics, visible=True
         )
 
 
-def fail(errors: Console, text: str) -> None:
+def explain(errors: Console, text: str) -> None:
     """Show why a run failed."""
     errors.print(f"error: {text}", style="red")
 
@@ -168,12 +168,12 @@ _EVALUATION = {"eval_loss": "loss {:.4f}", "perplexity": "perplexity {:.2f}"}
 
 def step_line(event: Event) -> str:
     """``step 10/200  loss 2.3456  lr 1.9e-04  grad 0.98  5,120 tok/s  peak 1.2 GiB``."""
-    return "  ".join([_of(event.get("step", "?"), event.get("steps")), *step_metrics(event)])
+    return "  ".join([_step_of(event.get("step", "?"), event.get("steps")), *step_metrics(event)])
 
 
 def step_metrics(event: Event) -> list[str]:
     """The metrics of a step that are there, each with its unit; mfu is a fraction of 1."""
-    found = _metrics(event, _STEP)
+    found = _metric_texts(event, _STEP)
     peak = event.get("peak_memory")
     if isinstance(peak, int | float):
         found.append(f"peak {format_bytes(peak)}{_COUNTED.get(event.get('memory_kind', ''), '')}")
@@ -186,14 +186,14 @@ def evaluation_line(event: Event) -> str:
     title = "eval" if name in (None, "", "eval") else f"eval {name}"
     if event.get("step") is not None:
         title += f" at step {event['step']}"
-    return "  ".join([title, *_metrics(event, _EVALUATION)])
+    return "  ".join([title, *_metric_texts(event, _EVALUATION)])
 
 
-def _of(step: object, steps: int | None) -> str:
+def _step_of(step: object, steps: int | None) -> str:
     return f"step {step}" + (f"/{steps}" if steps is not None else "")
 
 
-def _metrics(event: Event, shown: Mapping[str, str]) -> list[str]:
+def _metric_texts(event: Event, shown: Mapping[str, str]) -> list[str]:
     found = ((event.get(name), text) for name, text in shown.items())
     return [text.format(value) for value, text in found if isinstance(value, int | float)]
 
@@ -214,10 +214,10 @@ def summary_lines(summary: Any) -> list[str]:
             value = format_time(value) if isinstance(value, float) else value
             name = "time" if name == "seconds" else name.removesuffix("_s")
         if isinstance(value, str | int | float):
-            shown[name.replace("_per_s", "/s").replace("_", " ")] = _value(value)
+            shown[name.replace("_per_s", "/s").replace("_", " ")] = _format_value(value)
     memory = summary.get("memory") or {}
     if "predicted" in memory:
-        shown["memory"] = _memory(memory)
+        shown["memory"] = _memory_line(memory)
     step = summary.get("step_s") or {}
     if step.get("predicted") and step.get("measured"):
         shown["step"] = f"predicted {step['predicted']:.3g} s, measured {step['measured']:.3g} s"
@@ -229,7 +229,7 @@ def summary_lines(summary: Any) -> list[str]:
     return [f"{name:<{width}}  {value}" for name, value in shown.items()]
 
 
-def _memory(found: Mapping[str, Any]) -> str:
+def _memory_line(found: Mapping[str, Any]) -> str:
     """What was planned and what was measured."""
     predicted, measured = (
         format_bytes(max(found[name].values(), default=0)) for name in ("predicted", "measured")
@@ -242,7 +242,7 @@ def _memory(found: Mapping[str, Any]) -> str:
     )
 
 
-def _value(value: str | float) -> str:
+def _format_value(value: str | float) -> str:
     if isinstance(value, float):
         return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.4g}"
     if isinstance(value, str) and value.startswith("/") and Path(value).is_relative_to(Path.cwd()):

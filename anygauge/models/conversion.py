@@ -58,7 +58,7 @@ class Conversion:
         return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
     @property
-    def stacked(self) -> bool:
+    def is_stacked(self) -> bool:
         """Whether the result's first dimension numbers the sources, to be read one by one."""
         kinds = [(type(one).__name__, getattr(one, "dim", -1)) for one in self._operations]
         if kinds[:1] == [("Fp8Dequantize", -1)]:
@@ -98,7 +98,7 @@ class Conversion:
         some, part = (slice(None), (chosen,)) if self.by_rows else (chosen, ALL)
 
         def read(name: str) -> Tensor:
-            lazy = files.lazily(name)
+            lazy = files.lazy_tensor(name)
             if values:
                 return lazy.read(part)
             return torch.empty(lazy.shape, dtype=lazy.dtype, device="meta")
@@ -136,9 +136,9 @@ class Weights:
         self._plain: dict[str, str] = {}
         self._conversions: dict[str, tuple[Conversion, str, tuple[int, ...]]] = {}
         self._twins: dict[str, list[str]] = {}
-        self._assign(quantizer)
+        self._assign_tensors(quantizer)
 
-    def _assign(self, quantizer: Any) -> None:
+    def _assign_tensors(self, quantizer: Any) -> None:
         """Give every tensor of the files its place."""
         one_name = {id(t): name for name, t in tensors_of(self._model)}
         places = {name: one_name[id(t)] for name, t in tensors_of(self._model, every_name=True)}
@@ -166,9 +166,9 @@ class Weights:
                 else:
                     strange.append(name)
         lacking = [n for n in one_name.values() if n not in self._plain | self._conversions]
-        self._refuse(lacking, [n for n in strange if not _known_beside(self._model, n)])
+        self._refuse_mismatch(lacking, [n for n in strange if not _known_beside(self._model, n)])
 
-    def _refuse(self, lacking: Sequence[str], strange: Sequence[str]) -> None:
+    def _refuse_mismatch(self, lacking: Sequence[str], strange: Sequence[str]) -> None:
         if not lacking and not strange:
             return
         parts = []
@@ -201,7 +201,7 @@ class Weights:
                 made = shared.setdefault(
                     id(conversion), _Converted(conversion, self._model, self.files)
                 )
-                found[name] = _OneOf(result, made, shape)
+                found[name] = _StackedPart(result, made, shape)
         return found
 
     def check_shapes(self) -> None:
@@ -215,7 +215,7 @@ class Weights:
             check_shape(self.files.folder, name, value.shape, expected[name])
 
     def _tensor(self, name: str) -> Value:
-        tensor = self.files.lazily(self._plain[name])
+        tensor = self.files.lazy_tensor(self._plain[name])
         twins = self._twins.get(name)
         return tensor if twins is None else _Tied(name, tensor, self.files, twins)
 
@@ -236,7 +236,7 @@ class _Tied:
     def read(self, part: tuple[Any, ...]) -> Tensor:
         value = self.tensor.read(part)
         for other in self.others:
-            if not torch.equal(self.files.lazily(other).read(part), value):
+            if not torch.equal(self.files.lazy_tensor(other).read(part), value):
                 raise ModelError(
                     f"{self.files.folder}: config.json ties {self.name} and {other}, but the files "
                     "have two different tensors; set tie_word_embeddings to false in config.json"
@@ -257,18 +257,18 @@ class _Converted:
         self._files = files
         self._waiting: dict[str, Tensor] = {}
 
-    def made(self, chosen: slice) -> dict[str, Tensor]:
+    def convert(self, chosen: slice) -> dict[str, Tensor]:
         return self.conversion.apply(self._model, self._files, chosen)
 
-    def one(self, name: str) -> Tensor:
+    def take(self, name: str) -> Tensor:
         """One of the results; the others wait for their turn, if there are any."""
         if name not in self._waiting:
-            self._waiting = self.made(slice(None))
+            self._waiting = self.convert(slice(None))
         return self._waiting.pop(name)
 
 
 @dataclass(frozen=True, slots=True)
-class _OneOf:
+class _StackedPart:
     """One parameter of a conversion's."""
 
     name: str
@@ -277,23 +277,23 @@ class _OneOf:
 
     def read(self, part: tuple[Any, ...]) -> Tensor:
         first, *others = part
-        if self.all.conversion.stacked or self.all.conversion.by_rows:
-            return self._stacked(first if isinstance(first, slice) else slice(None), others)
-        return self.all.one(self.name)[part].contiguous()
+        if self.all.conversion.is_stacked or self.all.conversion.by_rows:
+            return self._stack(first if isinstance(first, slice) else slice(None), others)
+        return self.all.take(self.name)[part].contiguous()
 
-    def _stacked(self, chosen: slice, others: Sequence[Any]) -> Tensor:
+    def _stack(self, chosen: slice, others: Sequence[Any]) -> Tensor:
         """Some of the stacked tensors; in memory twice is never more than a few of them."""
         start, stop, _ = chosen.indices(self.shape[0])
         each = max(1, -(-(stop - start) // CHUNKS))
         found: Tensor | None = None
         for first in range(start, stop, each):
             last = min(first + each, stop)
-            made = self.all.made(slice(first, last))[self.name][(slice(None), *others)]
+            made = self.all.convert(slice(first, last))[self.name][(slice(None), *others)]
             if found is None:
                 found = made.new_empty(stop - start, *made.shape[1:])
             found[first - start : last - start] = made
         if found is None:
-            return self.all.made(slice(0, 1))[self.name][(slice(0, 0), *others)]
+            return self.all.convert(slice(0, 1))[self.name][(slice(0, 0), *others)]
         return found
 
 
@@ -330,7 +330,7 @@ class Rules:
     def place(self, tensor: str, places: Mapping[str, str]) -> tuple[str, str | None]:
         """The name that a tensor has in the model, and the pattern of a conversion it goes into."""
         if not self.renamings and not self.converters:
-            name = self._with_prefix(_renamed(tensor, self.names), places)
+            name = self._with_prefix(_rename(tensor, self.names), places)
             return (name if name in places else self._with_prefix(tensor, places)), None
         from transformers.core_model_loading import rename_source_key
 
@@ -386,7 +386,7 @@ def in_published_form(
             into: re.sub(r"\(.*\)", "", pattern.lstrip("^"))
             for pattern, into in _former_names(model).items()
         }
-        return {_renamed(name, back): tensor for name, tensor in state.items()}
+        return {_rename(name, back): tensor for name, tensor in state.items()}
     if files is not None:
         rules = get_model_conversion_mapping(model)
         renamings = [rule for rule in rules if not hasattr(rule, "operations")]
@@ -394,7 +394,7 @@ def in_published_form(
         for name in sorted(files.names(), key=_by_number):
             rename_source_key(name, renamings, converters)  # the rules note that they were used
         model._weight_conversions = [rule for rule in rules if rule.was_used()]
-    return {name: _own(t) for name, t in revert_weight_conversion(model, state).items()}
+    return {name: _own_copy(t) for name, t in revert_weight_conversion(model, state).items()}
 
 
 def _former_names(model: Any) -> Mapping[str, str]:
@@ -402,7 +402,7 @@ def _former_names(model: Any) -> Mapping[str, str]:
     return getattr(model, "_checkpoint_conversion_mapping", None) or {}
 
 
-def _renamed(name: str, names: Mapping[str, str]) -> str:
+def _rename(name: str, names: Mapping[str, str]) -> str:
     """By the first pattern that matches, as transformers does it."""
     for pattern, into in names.items():
         other, count = re.subn(pattern, into, name)
@@ -411,7 +411,7 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
     return name
 
 
-def _own(tensor: Tensor) -> Tensor:
+def _own_copy(tensor: Tensor) -> Tensor:
     """A tensor with memory of its own: pieces of one would be stored as the whole of it."""
     tensor = tensor.contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -24,7 +24,7 @@ def loss_curve(lines: Mapping[str, Points]) -> str:
     Args:
         lines: name -> (step, loss in nats per loss token), by step.
     """
-    drawn = {name: _averaged(points) for name, points in lines.items()}
+    drawn = {name: _average(points) for name, points in lines.items()}
     losses = [loss for points in drawn.values() for _, loss in points]
     steps = [step for points in drawn.values() for step, _ in points]
     if not steps or min(steps) == max(steps):
@@ -60,7 +60,7 @@ def loss_curve(lines: Mapping[str, Points]) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _averaged(points: Points) -> Points:
+def _average(points: Points) -> Points:
     found = [(step, loss) for step, loss in points if math.isfinite(loss)]
     size = max(1, math.ceil(len(found) / MOST))
     blocks = [found[at : at + size] for at in range(0, len(found), size)]

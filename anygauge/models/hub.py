@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from anygauge.interface import ModelError
-from anygauge.models.model_files import SINGLE_FILES, causes, weight_map
+from anygauge.models.model_files import SINGLE_FILES, error_chain, weight_map
 from anygauge.util.text import first_line, format_bytes, near_file
 
 if TYPE_CHECKING:
@@ -249,11 +249,11 @@ def fetch(
         if not request.tokenizer or any(map(_of_tokenizer, there)):
             return Fetched(folder=known)
     try:
-        with _explained(request):
+        with _explain_errors(request):
             return _fetch(request, known, progress, log)
     except HubUnreachableError as error:
         if known is None or (heavy and lacks):
-            here = "no copy of it" if known is None else f"a part of it, without {_few(lacks)}"
+            here = "no copy of it" if known is None else f"a part of it, without {_names(lacks)}"
             raise HubUnreachableError(f"{error}. This machine has {here}") from None
         if copy_of(request.name, request.revision) != known:
             raise  # a part of a newer commit has arrived, which the name finds from now on
@@ -298,8 +298,8 @@ def _fetch(
             raise ModelError(f"{request}: {error}") from None
     if lost := [file for file in weights if file not in sizes]:
         raise ModelError(
-            f"{request}: its index names {_few(lost)}, but the repository does not have that; tell "
-            "its authors, or name another revision"
+            f"{request}: its index names {_names(lost)}, but the repository does not have that; "
+            "tell its authors, or name another revision"
         )
     weights = [file for file in weights if file not in {*had, *files}]
     left = 0
@@ -326,13 +326,13 @@ def _download(request: DownloadRequest, revision: str | None, files: list[str]) 
             break
         except Exception as error:
             # The library tries again after some of these errors; which ones depends on its version.
-            broke_off = isinstance([*causes(error)][-1], HTTPException | ConnectionResetError)
+            broke_off = isinstance([*error_chain(error)][-1], HTTPException | ConnectionResetError)
             if not broke_off or turn == _TRIES - 1:
                 raise
     if lacks := [file for file in files if not (folder / file).exists()]:
         raise ModelError(
-            f"{request}: {_few(lacks)} did not arrive in {folder}: the repository changed, or the "
-            "hub no longer answered. Repeat the command"
+            f"{request}: {_names(lacks)} did not arrive in {folder}: the repository changed, or "
+            "the hub no longer answered. Repeat the command"
         )
     return folder
 
@@ -362,12 +362,12 @@ def _bytes_in(blobs: Path) -> int:
     return found
 
 
-def _few(files: list[str]) -> str:
+def _names(files: list[str]) -> str:
     more = f" and {len(files) - 3} more" if len(files) > 3 else ""
     return ", ".join(map(repr, files[:3])) + more
 
 
-def _absent(request: DownloadRequest) -> str:
+def _absent_text(request: DownloadRequest) -> str:
     path = Path(request.name).absolute()
     return f"{request.name!r} is not a folder here (looked at {path}{near_file(path)})"
 
@@ -376,7 +376,7 @@ def _absent(request: DownloadRequest) -> str:
 
 
 @contextlib.contextmanager
-def _explained(request: DownloadRequest) -> Iterator[None]:
+def _explain_errors(request: DownloadRequest) -> Iterator[None]:
     """Turn what the hub's library raises into a `ModelError` with a remedy."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -399,7 +399,7 @@ def _refusal(error: BaseException, status: int | None, request: DownloadRequest)
     """What is wrong with the request, and what to do; None where the hub did not answer it."""
     from huggingface_hub import constants, errors, get_token
 
-    name, text, page = request.name, _text(error), f"{constants.ENDPOINT}/{request.name}"
+    name, text, page = request.name, _reason(error), f"{constants.ENDPOINT}/{request.name}"
     log_in = "log in (hf auth login, or HF_TOKEN)"
     if isinstance(error, errors.GatedRepoError):
         account = "the account of your token" if get_token() else f"an account, and {log_in}"
@@ -417,8 +417,9 @@ def _refusal(error: BaseException, status: int | None, request: DownloadRequest)
         known = "the account of your token may see" if get_token() else "is public"
         private = "" if get_token() else f"; for a private one, {log_in}"
         return (
-            f"{_absent(request)}, nor a model of {constants.ENDPOINT} that {known} ({text}). Give "
-            f"a run directory, a model folder, or a name of the hub such as owner/name{private}"
+            f"{_absent_text(request)}, nor a model of {constants.ENDPOINT} that {known} ({text}). "
+            "Give a run directory, a model folder, or a name of the hub such as owner/name"
+            f"{private}"
         )
     if status is not None and status < 500 and status != 429:
         remedies = {
@@ -443,14 +444,14 @@ def _no_answer(
     from huggingface_hub import constants
 
     by_hand = f"python -m anygauge.models.fetch {request.name}"
-    hub, absent = f"the hub ({constants.ENDPOINT})", f"{_absent(request)}, and "
+    hub, absent = f"the hub ({constants.ENDPOINT})", f"{_absent_text(request)}, and "
     if status is not None:
-        absent, why, advice = "", f"{hub} cannot answer now: {_text(error)}", "Try again later"
+        absent, why, advice = "", f"{hub} cannot answer now: {_reason(error)}", "Try again later"
     elif constants.HF_HUB_OFFLINE:
         why = "HF_HUB_OFFLINE is set"
         advice = f"Unset it, or fetch the model while there is a network: {by_hand}"
     else:
-        why = f"{hub} cannot be reached: {first_line([*causes(error)][-1])}"
+        why = f"{hub} cannot be reached: {first_line([*error_chain(error)][-1])}"
         advice = (
             "Check the network, its proxy (HTTPS_PROXY) and HF_ENDPOINT; complete files are kept. "
             "For machines without a network, fetch the model on another machine into the same "
@@ -461,6 +462,6 @@ def _no_answer(
     return found
 
 
-def _text(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     """What the hub said; else a line without addresses and numbers of requests."""
     return first_line(getattr(error, "server_message", None) or error)

@@ -173,7 +173,7 @@ def _why_no_masks(config: Any, masks_of: str) -> str:
             "sdpa (model.attention) do"
         )
     other = sorted({*(getattr(config, "layer_types", None) or ())} - {FULL, SLIDING})
-    other += _recurrent(config)
+    other += _recurrent_fields(config)
     if other or not config_value(config, "num_attention_heads"):
         what = f"layers of kind {', '.join(other)}" if other else "layers with no attention"
         return f"this model has {what}, on which a mask for each pair of positions has no effect"
@@ -200,7 +200,7 @@ def _why_no_masks(config: Any, masks_of: str) -> str:
     return ""
 
 
-def _recurrent(config: Any) -> list[str]:
+def _recurrent_fields(config: Any) -> list[str]:
     """Fields of a configuration that speak of layers with a state that no mask reaches."""
     lists = ("layers_block_type", "block_types", "hybrid_layer_ids", "attn_layer_indices")
     return [

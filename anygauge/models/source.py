@@ -108,7 +108,7 @@ def load_config(section: ModelSection) -> Any:
         written = _as_written(section)
         check_sizes(SimpleNamespace(**written), field)
         _check_type(written.get("model_type"), field)
-        raise ModelError(f"{field}: {_reason(error)}") from error
+        raise ModelError(f"{field}: {_error_reason(error)}") from error
     check_sizes(config, field)
     return config
 
@@ -126,7 +126,7 @@ def _as_written(section: ModelSection) -> dict[str, Any]:
     return {}
 
 
-def _reason(error: Exception) -> str:
+def _error_reason(error: Exception) -> str:
     """The reason of an error of the library, whose first line may only name its validator."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:

@@ -104,11 +104,11 @@ def token_names(section: ModelSection) -> tuple[list[str], list[str]]:
     Raises:
         ModelError: a file cannot be read.
     """
-    plain = _listed(section.new_tokens, "model.new_tokens")
-    return plain, _listed(section.new_special_tokens, "model.new_special_tokens")
+    plain = _read_list(section.new_tokens, "model.new_tokens")
+    return plain, _read_list(section.new_special_tokens, "model.new_special_tokens")
 
 
-def _listed(given: str | list[str], field: str) -> list[str]:
+def _read_list(given: str | list[str], field: str) -> list[str]:
     if not isinstance(given, str):
         return given
     try:

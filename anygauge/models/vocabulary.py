@@ -23,7 +23,7 @@ _BLOCK = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Enlarged:
+class EnlargedValue:
     """A value with some of its rows given anew, and with as many more as that takes.
 
     Args:
@@ -96,11 +96,11 @@ class NewTokens:
             f"{self.rows} rows, {self.rows_before} before"
         )
 
-    def enlarge(self, config: Any) -> None:
+    def enlarge_config(self, config: Any) -> None:
         """Have a model's configuration count them."""
         config.get_text_config().vocab_size = self.rows
 
-    def enlarged(self, model: Any, name: str, value: Value) -> Value:
+    def enlarge_value(self, model: Any, name: str, value: Value) -> Value:
         """A parameter's value with the new tokens' rows, where it has a row for each token.
 
         Args:
@@ -113,7 +113,7 @@ class NewTokens:
         if name not in self._known:
             draw = zlib.crc32(f"{self.seed}:new rows of {name}".encode())
             self._known[name] = start_rows(value, self.first, self.count, self.start, draw)
-        return Enlarged(value, self._known[name], self.first)
+        return EnlargedValue(value, self._known[name], self.first)
 
 
 def start_rows(

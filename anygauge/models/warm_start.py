@@ -102,7 +102,7 @@ def _trained_as(weights: Path) -> dict[str, Any]:
         with safe_open(weights, framework="pt") as file:
             return dict(json.loads((file.metadata() or {}).get(TRAINED_AS, "{}")))
     except (OSError, SafetensorError):
-        return {}  # `fill` says what is wrong with the file
+        return {}  # `fill_adapter` says what is wrong with the file
 
 
 def _refuse_other_kinds(fields: Mapping[str, Any], usual: Any, path: Path) -> None:
@@ -204,7 +204,7 @@ def check_rows(model: Any, config: Any, new: NewTokens | None, folder: Path) -> 
         )
 
 
-def fill(
+def fill_adapter(
     adapted: Any, folder: Path, adapter_name: str, *, values: bool, rescale: bool = False
 ) -> None:
     """Give the trained parameters the saved tensors' values, in the parameters' own type.

@@ -62,7 +62,7 @@ class Choice:
         lines |= {f"strategy.{name}": value for name, value in section.items()}
         return [f"{path}={_inline(value)}" for path, value in lines.items()]
 
-    def tried(self, run: RunFile, target: Target, tried: Trials) -> Choice:
+    def plan(self, run: RunFile, target: Target, tried: Trials) -> Choice:
         """This one, planned; a refusal is an answer."""
         try:
             run = with_changes(run, self.lines) if self.lines else run
@@ -102,7 +102,7 @@ def _eight_changes(
             for p in registry.kernels
             if p.spec.operation == LOSS and p.spec.default and not p.spec.device_types
         ]
-    sharded, offloaded, all_offloaded = _lighter(run, registry)
+    sharded, offloaded, all_offloaded = _lighter_runs(run, registry)
     yield sharded if ranks > 1 else []
     size, share = run.train.sequences_at_once(parts), run.train.global_batch_size // parts
     most = min(size - 1, batch.lines.get(BATCH, 1))
@@ -134,7 +134,7 @@ def _smaller_base(run: RunFile) -> Iterator[Choice]:
         yield Choice(scales, {"model.quantize": double})
 
 
-def _lighter(run: RunFile, registry: Registry) -> Sequence[list[Choice]]:
+def _lighter_runs(run: RunFile, registry: Registry) -> Sequence[list[Choice]]:
     """What strategies propose: to divide, to offload some of it, to offload all; the run's own
     first, then the fastest. Nothing that takes no less than what the run has."""
     section = values_of(run)["strategy"]
@@ -171,7 +171,7 @@ def what_to_change(trial: Trial, tried: Trials, batch: Choice, rows: Choice) -> 
     for ways in _eight_changes(trial, tried.registry, batch, rows):
         found: list[Choice] = []
         for way in ways:
-            found.append(way.tried(trial.run, trial.target, tried))
+            found.append(way.plan(trial.run, trial.target, tried))
             if found[-1].margin >= 0:
                 break
         best = max(found, key=lambda one: one.margin, default=Choice(""))
@@ -200,7 +200,7 @@ def largest_batch(trial: Trial, tried: Trials) -> Choice:
         return {BATCH: size, "train.global_batch_size": size * forwards}
 
     ended_by = f"no more than {MOST_SEQUENCES:,} are tried"
-    return _largest("batch", trial, tried, lines, (size, 1, MOST_SEQUENCES), ended_by)
+    return _find_largest("batch", trial, tried, lines, (size, 1, MOST_SEQUENCES), ended_by)
 
 
 def longest_rows(trial: Trial, tried: Trials) -> Choice:
@@ -209,10 +209,10 @@ def longest_rows(trial: Trial, tried: Trials) -> Choice:
     if (positions := trial.memory.positions) and positions < most:
         most, ended_by = positions, "the model was made for no more positions"
     sizes = trial.run.data.max_length, TOKENS, most
-    return _largest("rows", trial, tried, lambda size: {ROWS: size}, sizes, ended_by)
+    return _find_largest("rows", trial, tried, lambda size: {ROWS: size}, sizes, ended_by)
 
 
-def _largest(
+def _find_largest(
     name: str,
     trial: Trial,
     tried: Trials,
@@ -237,10 +237,10 @@ def _largest(
         largest = most if over is None else (over - 1) // unit * unit
         if not best < least <= largest:
             break
-        guess = _solved(plans) if len(plans) > 1 else first * (2 if trial.fits else 0.5)
+        guess = _solve(plans) if len(plans) > 1 else first * (2 if trial.fits else 0.5)
         number = most if guess >= most else int(guess) // unit * unit
         number = max(least, min(number, largest))
-        found = Choice(name, lines(number)).tried(trial.run, trial.target, tried)
+        found = Choice(name, lines(number)).plan(trial.run, trial.target, tried)
         if found.trial is None:
             most, ended_by = best, f"{number:,} is refused: {found.why}"
             break
@@ -251,7 +251,7 @@ def _largest(
     return Choice(name, lines(best), plans[best], ended_by if best + unit > most else "")
 
 
-def _solved(plans: Mapping[int, Trial]) -> float:
+def _solve(plans: Mapping[int, Trial]) -> float:
     """Where nothing is left: by a line through two plans, or between two that are far apart."""
     margins = sorted(((n, one.margin) for n, one in plans.items()), key=lambda one: abs(one[1]))
     fitting = [one for one in margins if one[1] >= 0][:1]
@@ -306,9 +306,9 @@ def try_strategies(trial: Trial, tried: Trials) -> Sequence[Choice]:
         """Without a time, by what is needed."""
         if (found := row.trial) is None:
             return True, True, 0
-        needed = found.memory.worst[1].total if found.fit is None else found.fit.needed
+        needed = found.memory.worst_phase[1].total if found.fit is None else found.fit.needs
         slow = needed if found.time is None else found.time.step
         return False, found.fit is not None and not found.fit.fits, slow
 
     layouts = _layouts(tried.registry, trial.ranks, trial.run.launch.devices)
-    return sorted((one.tried(trial.run, trial.target, tried) for one in layouts), key=order)
+    return sorted((one.plan(trial.run, trial.target, tried) for one in layouts), key=order)

@@ -34,7 +34,7 @@ class Work:
     operations: float = 0.0
     traffic: tuple[Traffic, ...] = ()
 
-    def plus(self, other: Work, times: float = 1.0) -> Work:
+    def add(self, other: Work, times: float = 1.0) -> Work:
         """With so many times the traced operations of another one."""
         flops = dict(self.flops)
         for kind, count in other.flops.items():
@@ -105,7 +105,7 @@ class RunMemory:
     compiled: str = ""
 
     @property
-    def worst(self) -> tuple[str, Peak]:
+    def worst_phase(self) -> tuple[str, Peak]:
         """The phase that takes most of the device."""
         phase = max(self.device, key=lambda name: self.device[name].total)
         return phase, self.device[phase]

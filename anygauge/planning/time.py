@@ -88,7 +88,7 @@ class Duration:
         return {**asdict(self), "tokens_per_s": self.tokens_per_s, "mfu": self.mfu}
 
 
-def duration(
+def step_duration(
     work: Work,
     card: Card,
     ranks: int,
@@ -115,8 +115,8 @@ def duration(
     """
     # Ranks whose device is the host share its processors and its memory.
     card = card.of_ranks(per_machine)
-    copied = _known(card.copy, COPIED, card.bandwidth, card, "bandwidth")
-    multiplying = sum(count / _multiplied(card, kind) for kind, count in work.flops.items())
+    copied = _require_rate(card.copy, COPIED, card.bandwidth, card, "bandwidth")
+    multiplying = sum(count / _matmul_rate(card, kind) for kind, count in work.flops.items())
     multiplying = max(multiplying, work.matrix_bytes / copied)
     moving = work.other_bytes / copied
     issuing = work.operations * (ISSUE if card.issue is None else card.issue)
@@ -129,12 +129,12 @@ def duration(
     sending = {"cards": 0.0, "machines": 0.0}
     waited = 0.0
     for one in work.traffic:
-        link, seconds = _sending(one, card, per_machine, machine)
+        link, seconds = _send_time(one, card, per_machine, machine)
         sending[link] += seconds
         waited += seconds if one.waited else 0.0
     copying = 0.0
     if work.copied_bytes > LITTLE:
-        copying = work.copied_bytes / _known(None, SENT, card.host_link, card, "host_link")
+        copying = work.copied_bytes / _require_rate(None, SENT, card.host_link, card, "host_link")
     on_host = work.host_bytes * per_machine / HOST
     beside = sum(sending.values()) - waited + copying
     hidden = 0.0 if card.shared_memory else OVERLAP * min(computing, beside)
@@ -158,13 +158,13 @@ def duration(
     )
 
 
-def _multiplied(card: Card, kind: str) -> float:
+def _matmul_rate(card: Card, kind: str) -> float:
     """Operations per second of large matrix products of a type."""
     rates = [card.matmul.get(kind), card.flops.get(kind)]
-    return _known(rates[0], REACHED, rates[1], card, f"flops.{kind}")
+    return _require_rate(rates[0], REACHED, rates[1], card, f"flops.{kind}")
 
 
-def _known(
+def _require_rate(
     measured: float | None, part: float, published: float | None, card: Card, name: str
 ) -> float:
     if measured is not None:
@@ -178,14 +178,14 @@ def _known(
     return part * published
 
 
-def _sending(
+def _send_time(
     one: Traffic, card: Card, per_machine: int, machine: Machine | None
 ) -> tuple[str, float]:
     """Over which link, and how long."""
     call = CALL if card.call is None else card.call
     if not one.crosses_machines(per_machine):
         link = card.link if machine is None or machine.link is None else machine.link
-        rate = _known(card.exchange, SENT, link, card, "link")
+        rate = _require_rate(card.exchange, SENT, link, card, "link")
         return "cards", one.times * call + one.wire_bytes / rate
     if machine is None or not machine.network:
         named = "no machine is named"

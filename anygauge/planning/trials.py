@@ -17,7 +17,7 @@ from anygauge.interface import AnygaugeError, Backend, Card, RunFileError, Unsup
 from anygauge.planning.fit import Fit, fit, on_disk
 from anygauge.planning.forecast import RunMemory
 from anygauge.planning.machines import Machine
-from anygauge.planning.time import Duration, UnknownRateError, duration
+from anygauge.planning.time import Duration, UnknownRateError, step_duration
 from anygauge.registry import Registry
 from anygauge.strategies.shared.degrees import stages_per_rank
 from anygauge.training.auto import AUTO, candidates
@@ -80,7 +80,7 @@ class Trial:
         fit, time = self.fit, self.time
         return {
             "ranks": self.ranks,
-            "phase": self.memory.worst[0],
+            "phase": self.memory.worst_phase[0],
             "fit": None if fit is None else fit.record(),
             "time": None if time is None else time.record(),
         }
@@ -167,13 +167,13 @@ class Trials:
             rows, length = run.train.micro_batch_size, run.data.max_length
             subject = f"{run.strategy.name} on {ranks} ranks, {rows} x {length:,} tokens"
             with self._waiting(f"planning {subject}"):
-                self._memories[key] = self._planned(run, backend, ranks)
+                self._memories[key] = self._try_plan(run, backend, ranks)
         found = self._memories[key]
         if isinstance(found, AnygaugeError):
             raise found
         return found
 
-    def _planned(self, run: RunFile, backend: Backend, ranks: int) -> RunMemory | AnygaugeError:
+    def _try_plan(self, run: RunFile, backend: Backend, ranks: int) -> RunMemory | AnygaugeError:
         if self._plan is None:  # it imports what takes long
             from anygauge.models.source import quiet_libraries
             from anygauge.planning.memory_plan import plan_run
@@ -221,7 +221,7 @@ def estimate_step_time(
     rounds *= stages_per_rank(run.strategy) if stages > 1 else 1
     per_token, per_position = memory.model_flops
     try:
-        return duration(
+        return step_duration(
             memory.work,
             target.card,
             ranks,

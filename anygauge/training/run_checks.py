@@ -94,7 +94,7 @@ class RunChecks:
         if config is not None and tokenizer is not None:
             if (added := new_tokens(run.model, config, tokenizer, run.train.seed)) is not None:
                 found.notes.append(str(added))
-                added.enlarge(config)
+                added.enlarge_config(config)
             check_vocabulary(config, tokenizer)
         if run.adapter is not None and run.adapter.start_from is not None and self.has_files:
             refuse_no_adapter(Path(run.adapter.start_from))

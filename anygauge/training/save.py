@@ -19,7 +19,7 @@ from anygauge.models.adapter import load_adapter
 from anygauge.models.curve import loss_curve
 from anygauge.models.export import atomic_folder, check_whole, save_adapter, save_model
 from anygauge.models.generate import load_for_inference
-from anygauge.models.verify import Verification, no_room, probe_tokens, proving, verify
+from anygauge.models.verify import Verification, failing_safely, no_room, probe_tokens, verify
 from anygauge.strategies.shared.common import torch_dtype
 from anygauge.strategies.shared.materialize import materialize
 from anygauge.training.setup import PreparedRun, Rank, parameter_counts, trained_shapes
@@ -63,7 +63,7 @@ def save(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
         if run.adapter is None:
             check_whole(trained, shapes)
             whole = {**untrained(prepared, trained, compute), **trained}
-            whole = prepared.factory.published(whole, compute)
+            whole = prepared.factory.export(whole, compute)
             config, files = prepared.factory.config, prepared.result_files
             save_model(whole, config, part, dtype=compute, files=files)
         else:
@@ -77,10 +77,10 @@ def save(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
                 dtype=prepared.precision.param_dtype,
                 first=prepared.factory.first_factors,
             )
-        with proving(folder.name):
+        with failing_safely(folder.name):
             verified = _verified(prepared, logits, part, folder.name)
             summary = _summary(job, prepared, folder, verified)
-            card.write(part, run, facts(prepared, rank, summary))
+            card.write_card(part, run, facts(prepared, rank, summary))
     return summary
 
 

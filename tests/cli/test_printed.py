@@ -13,7 +13,7 @@ from rich.table import Table
 
 import anygauge.cli
 from anygauge.cli import EscapedStream
-from anygauge.launch.view import View, fail
+from anygauge.launch.view import View, explain
 from anygauge.util.console import Console
 from anygauge.util.text import escape
 from tests.helpers.runs import called
@@ -58,8 +58,8 @@ def test_what_is_printed_by_rich() -> None:
     console = Console(file=written, force_terminal=True, highlight=False, width=200)
     console.print(HOSTILE, style="bold", markup=False)
     View(console, quiet=False).show({"event": "message", "text": HOSTILE})
-    fail(console, HOSTILE)
-    fail(console, "[bold]:bug:")
+    explain(console, HOSTILE)
+    explain(console, "[bold]:bug:")
     table = Table()
     table.add_column(HOSTILE)
     console.print(table)

@@ -233,9 +233,9 @@ def test_where_the_coordinator_listens(
 def test_nobody_stays_unknown_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     with Listener("127.0.0.1", port := free_port(), TOKEN, 2) as listener, connected(port) as slow:
         slow.sendall(greeting()[:10])
-        until(lambda: listener.joined(0.05) == [] and len(listener._unknown) == 1, "the connection")
+        until(lambda: listener.poll(0.05) == [] and len(listener._unknown) == 1, "the connection")
         monkeypatch.setattr("anygauge.launch.listener.UNKNOWN_S", -1.0)
-        assert listener.joined(0) == [] and not listener._unknown
+        assert listener.poll(0) == [] and not listener._unknown
         assert ends(slow)
 
 

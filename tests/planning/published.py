@@ -83,7 +83,7 @@ class Published:
     @property
     def memory_error(self) -> float:
         """Needed over published memory, less one."""
-        return self.fit.needed / GIB / self.memory - 1
+        return self.fit.needs / GIB / self.memory - 1
 
 
 _FILE = yaml.safe_load((Path(__file__).parent / "published.yaml").read_text(encoding="utf-8"))
@@ -155,7 +155,7 @@ def main() -> None:
     for one in RUNS.values():
         if one.fits is not None:
             known = (f"{one.memory:.1f}", f"{one.memory_error:+.0%}") if one.memory else ("", "")
-            held = f"{one.fit.needed / GIB:.1f} | {one.fit.memory / GIB:.1f}"
+            held = f"{one.fit.needs / GIB:.1f} | {one.fit.memory / GIB:.1f}"
             print(f"| `{one.name}` | {known[0]} | {held} | {known[1]} |", flush=True)
     print("\n| run | published | planned | error | |\n|---|---:|---:|---:|---|")
     for one in _TIMED:

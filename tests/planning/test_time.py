@@ -13,7 +13,7 @@ from anygauge.interface import Card, Rates
 from anygauge.planning import time as times
 from anygauge.planning.forecast import Traffic, Work
 from anygauge.planning.machines import Machine
-from anygauge.planning.time import Duration, UnknownRateError, duration
+from anygauge.planning.time import Duration, UnknownRateError, step_duration
 
 TABLES = yaml.safe_load((Path(__file__).parent / "time.yaml").read_text(encoding="utf-8"))
 FLOPS = {"bfloat16": 100e12, "float32": 10e12}
@@ -36,7 +36,7 @@ def took(case: dict[str, Any]) -> Duration:
         usual = {"group": (0, 1), "waited": False, "times": 0, "bytes": 0}
         work["traffic"] = (Traffic(operation="all_gather", **{**usual, **case["traffic"]}),)
     machine = case.get("machine")
-    return duration(
+    return step_duration(
         replace(WORK, **work),
         replace(CARDS[case.get("card", "CARD")], **case.get("over", {})),
         ranks,
