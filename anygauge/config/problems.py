@@ -193,7 +193,7 @@ def _refusal(path: _Path, text: str, root: YamlNode) -> str:
 def _wrong_value(path: _Path, node: YamlNode, expected: Kind) -> str:
     wanted = " or ".join(dict.fromkeys(map(_with_article, expected.members)))
     said = f"got {describe_value(node, private=is_private(path))}, expected {wanted}"
-    return "; ".join([said, *_hints(node, expected), *_first_field(path, node, expected)])
+    return "; ".join([said, *_hints(node, expected), *_first(path, node, expected)])
 
 
 def _with_article(kind: Kind) -> str:
@@ -238,7 +238,7 @@ def _value_here(value: str) -> str:
     return PEER_ALIASES.get(value, "").partition(": ")[2] or value
 
 
-def _first_field(path: _Path, node: YamlNode, expected: Kind) -> Iterator[str]:
+def _first(path: _Path, node: YamlNode, expected: Kind) -> Iterator[str]:
     """Where a text stands in place of a section: the field of it that the text is for."""
     chosen = any(member.choices for member in expected.members)
     if expected.section is None or chosen or not isinstance(node.value, str):

@@ -126,7 +126,7 @@ def _train(launch: ForeignLaunch, job: Job, lock: str, quiet: bool) -> int:
     """
     from anygauge.launch.outcome import stopped_text
     from anygauge.launch.rank_failure import locate_failure, reported_failure
-    from anygauge.training.worker import reported
+    from anygauge.training.worker import run_reported
 
     out, err = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
     log = job.start_directory / "logs" / f"rank{launch.rank}.log"
@@ -139,7 +139,7 @@ def _train(launch: ForeignLaunch, job: Job, lock: str, quiet: bool) -> int:
     view = View(Console(file=out, force_terminal=False), quiet)
     errors = Console(file=err, force_terminal=False)
     events = _ShownEvents(launch.rank, view)
-    status = reported(job, launch.rank, events, lock)
+    status = run_reported(job, launch.rank, events, lock)
     kind = events.ending["event"]
     if kind == "failed":
         failure = locate_failure(

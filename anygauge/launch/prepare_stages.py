@@ -20,7 +20,7 @@ from anygauge.models.tokenizer import load_tokenizer
 from anygauge.registry import installed_plugins
 from anygauge.training.auto import forms_of
 from anygauge.training.checks import Findings
-from anygauge.training.run_checks import RunChecks, nothing
+from anygauge.training.run_checks import RunChecks, ignore
 from anygauge.util.events import EventWriter
 from anygauge.util.text import format_bytes
 
@@ -42,7 +42,7 @@ class Stages:
     def __init__(self, request: PrepareRequest, events: EventWriter) -> None:
         self._request, self._events = request, events
         self.stage, self.limit = "", 0
-        self._hide = nothing if request.with_torch else hide_torch
+        self._hide = ignore if request.with_torch else hide_torch
 
     def enter(self, stage: str) -> None:
         """Begin a stage, with its own limit of memory."""
@@ -109,7 +109,7 @@ class Stages:
         if plans and cards is None:
             forms, cards, decided = look_at_machine(run, registry, request.backend, request.asked)
         if plans and decided is None:
-            self._hide = nothing
+            self._hide = ignore
         run = forms[0] if forms else run
         if checks:
             self._check(run)

@@ -36,13 +36,13 @@ from anygauge.util.files import why_no_folder, write_text
 if TYPE_CHECKING:
     from anygauge.config.schema import RunFile
     from anygauge.launch.request import RunRequest
-    from anygauge.training.checkpoints.identity import Finished
+    from anygauge.training.checkpoints.identity import FinishedRun
 
 _DECIDE = ("model", "adapter", "data", "train")
 """Sections that decide what is trained, and for how long."""
 
 
-def resume_target(request: RunRequest) -> tuple[bool, Finished | None]:
+def resume_target(request: RunRequest) -> tuple[bool, FinishedRun | None]:
     """Whether a start resumes the run of its folder, and that run if it is done already.
 
     For a run and its dry run alike; only where the files are on this machine.
@@ -80,7 +80,7 @@ def _check_named(run: RunFile, checkpoint: Path) -> None:
     check_same_run(checkpoint, read_record(checkpoint)["identity"], identity_of_file(run))
 
 
-def _finished_before(run: RunFile, folder: Path) -> Finished | None:
+def _finished_before(run: RunFile, folder: Path) -> FinishedRun | None:
     """The run of a folder, if it is done and just this was asked for; reads records, no tensors.
 
     Where sections differ, the ranks decide: they know the data and the number of steps.
@@ -95,7 +95,7 @@ def _finished_before(run: RunFile, folder: Path) -> Finished | None:
     kept, where = (finished.identity if finished else {}), folder
     if not kept:
         for checkpoint in sound.checkpoints_in(folder):
-            if sound.complaint_about(checkpoint, contents=False) is None:
+            if sound.find_defect(checkpoint, contents=False) is None:
                 kept, where = sound.read_record(checkpoint)["identity"], checkpoint
                 break
     if kept:

@@ -109,7 +109,7 @@ def held(engine: Any) -> int:
     from anygauge.strategies.shared.flat import FLAT
 
     flat = getattr(engine.model, FLAT, None)  # its parameters are views of what is gathered
-    found = flat.held if flat else 0
+    found = flat.num_bytes if flat else 0
     for each in engine.model.parameters():
         whole = each.to_local() if hasattr(each, "to_local") else each
         # An engine may keep its shard as an attribute, also beside one that stays whole.

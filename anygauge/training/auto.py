@@ -89,7 +89,7 @@ def in_words(run: RunFile) -> str:
     return section.name + (f" with {', '.join(sorted(fields))}" if fields else "")
 
 
-def decided(
+def decide_strategy(
     run: RunFile, registry: Registry, backend: Backend, rank: int, world_size: int
 ) -> tuple[RunFile, str]:
     """A run with the strategy that `auto` is on these opened devices, and why; all ranks agree.
@@ -110,7 +110,7 @@ def decided(
     precision = resolve_precision(run.precision, backend.support)
     factory = CausalModelFactory.of(run, torch_dtype(precision.param_dtype))
     skeleton = factory.adapt(factory.skeleton())
-    memory = _memory(backend, world_size, run.launch.devices)
+    memory = _least_memory(backend, world_size, run.launch.devices)
     forms = candidates(run, registry, backend, world_size, ranks_run_here=True)
     left_out: list[str] = []
     whole = 0
@@ -136,7 +136,7 @@ def decided(
     return forms[-1], f"auto: {'; '.join(left_out)}"
 
 
-def _memory(backend: Backend, ranks: int, local_ranks: int) -> int | None:
+def _least_memory(backend: Backend, ranks: int, local_ranks: int) -> int | None:
     """What the smallest of all ranks has; those that share a host's have a part of it each.
 
     Args:

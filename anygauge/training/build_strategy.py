@@ -184,7 +184,7 @@ def check_offloading(run: RunFile, backend: Backend) -> None:
         )
 
 
-def _need(backend: Backend, capability: str, field: str, instead: str) -> None:
+def _require(backend: Backend, capability: str, field: str, instead: str) -> None:
     """Raises: UnsupportedError: quotes the backend's reason for lacking what a field needs."""
     if not (support := backend.support(capability)):
         raise UnsupportedError(
@@ -195,10 +195,10 @@ def _need(backend: Backend, capability: str, field: str, instead: str) -> None:
 def check_optimizer_support(run: RunFile, backend: Backend) -> None:
     """Raises: UnsupportedError: quotes the backend's reason for lacking what an optimizer needs."""
     if run.train.optimizer.paged:
-        _need(backend, PAGED, "train.optimizer.paged", "Leave it out")
+        _require(backend, PAGED, "train.optimizer.paged", "Leave it out")
     if run.train.optimizer.name == EIGHT_BIT:
         instead = "Use adamw, which keeps four times as many bytes, or lion"
-        _need(backend, EIGHT_BIT, f"train.optimizer.name: {EIGHT_BIT}", instead)
+        _require(backend, EIGHT_BIT, f"train.optimizer.name: {EIGHT_BIT}", instead)
 
 
 def check_fp8(run: RunFile, spec: StrategySpec, backend: Backend) -> None:
@@ -206,7 +206,7 @@ def check_fp8(run: RunFile, spec: StrategySpec, backend: Backend) -> None:
     if not run.precision.fp8:
         return
     instead = "With precision.fp8: false, linear layers multiply in precision.param_dtype"
-    _need(backend, FP8, "precision.fp8", instead)
+    _require(backend, FP8, "precision.fp8", instead)
     if why := spec.refuses_fp8(run.strategy):
         raise UnsupportedError(
             f"precision.fp8: strategy {spec.name!r}: {why}. Use strategy.name: zero without "
@@ -251,7 +251,7 @@ def check_quantized(run: RunFile, backend: Backend, *, ranks_run_here: bool) -> 
             "adapter.dora: peft cannot load a DoRA adapter onto bitsandbytes' 8-bit layers, so you "
             "could not use the result. Use model.quantize: nf4, or leave dora out"
         )
-    _need(backend, QUANTIZED[asked.type], f"model.quantize: {asked.type}", "Leave it out")
+    _require(backend, QUANTIZED[asked.type], f"model.quantize: {asked.type}", "Leave it out")
     if backend.graph.compiler is not None:
         raise UnsupportedError(
             f"model.quantize: backend {backend.name!r} compiles layers, which was not tested with "

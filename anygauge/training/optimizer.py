@@ -266,11 +266,11 @@ def with_found_inf(optimizer: Optimizer) -> Optimizer:
     """
     kind = type(optimizer)
     if not getattr(optimizer, TAKES_FOUND_INF, False):
-        optimizer.__class__ = type(kind.__name__, (_Undoes, kind), {TAKES_FOUND_INF: True})
+        optimizer.__class__ = type(kind.__name__, (_UndoMixin, kind), {TAKES_FOUND_INF: True})
     return optimizer
 
 
-class _Undoes(Optimizer):
+class _UndoMixin(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> Any:  # type: ignore[override]
         found: Tensor | None = getattr(self, "found_inf", None)
@@ -279,32 +279,32 @@ class _Undoes(Optimizer):
         groups = self.param_groups
         self.found_inf: Tensor | None = None  # torch's unfused optimizers refuse it
         try:
-            for group, some in _parts(groups):
+            for group, some in _chunks(groups):
                 self.param_groups = [{**group, "params": some}]
-                before = _flat(some).clone() if len(some) == 1 else _flat(some)
+                before = _flatten(some).clone() if len(some) == 1 else _flatten(some)
                 super().step()
-                after = _flat(some)
+                after = _flatten(some)
                 kept = torch.where(found.to(after.device) > 0, before, after, out=before)
-                torch._foreach_copy_(some, _shaped(kept, some))
+                torch._foreach_copy_(some, _unflatten(kept, some))
         finally:
             self.param_groups, self.found_inf = groups, found
         return None
 
 
-def _flat(parameters: Sequence[Tensor]) -> Tensor:
+def _flatten(parameters: Sequence[Tensor]) -> Tensor:
     """Their elements in one vector: one parameter's own memory, where it is in one piece."""
     pieces = [parameter.detach().reshape(-1) for parameter in parameters]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def _shaped(vector: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+def _unflatten(vector: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Views of a vector's pieces, one after another, in the parameters' shapes."""
     starts = accumulate((parameter.numel() for parameter in parameters), initial=0)
     pairs = zip(starts, parameters, strict=False)
     return [vector.narrow(0, start, p.numel()).view(p.shape) for start, p in pairs]
 
 
-def _parts(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
+def _chunks(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
     """A group, and some of its parameters with a gradient: `UPDATED_AT_ONCE` numbers, or one."""
     for group in groups:
         some: list[Tensor] = []

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from anygauge.data.template import Rendering
 
 
-def nothing(*_: str) -> None:
+def ignore(*_: str) -> None:
     """Where nobody listens."""
 
 
@@ -60,10 +60,10 @@ class RunChecks:
     has_files: bool = True
     copied: Sequence[str] = ()
     engine: bool = False
-    log: Callable[[str], None] = nothing
-    enter: Callable[[str], None] = nothing
-    hide: Callable[[], None] = nothing
-    rendering: Rendering = nothing
+    log: Callable[[str], None] = ignore
+    enter: Callable[[str], None] = ignore
+    hide: Callable[[], None] = ignore
+    rendering: Rendering = ignore
     found: Findings = field(default_factory=Findings)
     folder: Path | None = None
     shapes: dict[str, tuple[int, ...]] | None = None

@@ -54,7 +54,7 @@ class ToDevice:
 
     def __call__(self, batch: MicroBatch) -> DeviceBatch:
         """One micro-batch on the device."""
-        self.progress.batch()
+        self.progress.next_batch()
         placement = self.backend.placement
         moved = placement.to_device(batch.tensors())
         mask = moved["attention_mask"]

@@ -288,7 +288,7 @@ def _trained(case: ParityCase, backend: Backend, rank: int, world: int) -> dict[
     hook.remove()
     flat = getattr(engine.model, FLAT, None)  # its parameters are views of what is gathered
     held = sum(_local_bytes(p) for p in engine.model.parameters() if not (flat and p in flat))
-    held += flat.held if flat else 0
+    held += flat.num_bytes if flat else 0
     codes = codes_of(engine.model)  # an evaluation gathers them
     evaluated = engine.evaluate(micro_batches(case, 77, share, device), model_loss)
     mine = [float(sum(map(float, evaluated)))]

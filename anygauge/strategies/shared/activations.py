@@ -46,7 +46,7 @@ class HostBuffers:
         self.made += 1
         return torch.empty(rounded, dtype=torch.uint8, pin_memory=self.pinned)
 
-    def give(self, buffer: Tensor) -> None:
+    def give_back(self, buffer: Tensor) -> None:
         """Take a buffer back."""
         self._free.setdefault(buffer.numel(), []).append(buffer)
 
@@ -78,7 +78,7 @@ class _Stored:
     def __del__(self) -> None:
         # Not counted in `unpack`: whoever retains a graph unpacks more than once.
         if hasattr(self, "_buffer"):
-            self._buffers.give(self._buffer)
+            self._buffers.give_back(self._buffer)
 
 
 class Offload:
@@ -95,7 +95,7 @@ class Offload:
         self._stored: WeakValueDictionary[tuple[Any, ...], _Stored] = WeakValueDictionary()
         self._weights: set[int] = set()
 
-    def around(self, layer: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, layer: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call` of a layer: what autograd keeps of it goes to the host."""
 
         @functools.wraps(call)
@@ -104,7 +104,7 @@ class Offload:
                 return call(*args, **kwargs)
             # Now: an engine that shards weights has gathered those of this layer.
             self._weights = {
-                plain.untyped_storage()._cdata for p in layer.parameters() for plain in _plain(p)
+                plain.untyped_storage()._cdata for p in layer.parameters() for plain in _parts_of(p)
             }
             with saved_tensors_hooks(self._pack, lambda packed: packed()):
                 return call(*args, **kwargs)
@@ -153,11 +153,11 @@ class Offload:
         return back
 
 
-def _plain(tensor: Any) -> Iterator[Tensor]:
+def _parts_of(tensor: Any) -> Iterator[Tensor]:
     """The tensors that one is made of; of most, itself."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain(getattr(tensor, name))
+            yield from _parts_of(getattr(tensor, name))
     else:
         yield tensor
 
@@ -170,7 +170,7 @@ def offload_activations(model: nn.Module, placement: Placement) -> Offload:
         if getattr(layer, "gradient_checkpointing", False):
             # Outside of the recomputed part, of which torch itself keeps the inputs alone.
             again = layer._gradient_checkpointing_func
-            layer._gradient_checkpointing_func = offload.around(layer, again)
+            layer._gradient_checkpointing_func = offload.wrap(layer, again)
         else:
-            layer.forward = offload.around(layer, layer.forward)
+            layer.forward = offload.wrap(layer, layer.forward)
     return offload

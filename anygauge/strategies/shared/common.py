@@ -26,7 +26,7 @@ def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def floating(model: nn.Module) -> list[nn.Parameter]:
+def float_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Parameters that are numbers to compute with, not codes of them."""
     return [p for p in model.parameters() if p.is_floating_point()]
 
@@ -60,7 +60,7 @@ def logits_of(model: nn.Module, backend: Backend, batch: DeviceBatch) -> Tensor:
     return logits
 
 
-def prepare(model: nn.Module, context: BuildContext, *, reentrant: bool = False) -> None:
+def prepare_layers(model: nn.Module, context: BuildContext, *, reentrant: bool = False) -> None:
     """Have layers recompute their activations, mark their graphs and be compiled, as asked for."""
     context.factory.checkpoint_activations(model, reentrant=reentrant)
     mark_recomputation(model, context.workload.backend.graph)
@@ -95,10 +95,10 @@ def mark_recomputation(model: nn.Module, graph: Graph) -> None:
         return
     layers: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     for layer in layers:
-        layer._gradient_checkpointing_func = _marking(layer._gradient_checkpointing_func, graph)
+        layer._gradient_checkpointing_func = _mark(layer._gradient_checkpointing_func, graph)
 
 
-def _marking(checkpoint: Callable[..., Any], graph: Graph) -> Callable[..., Any]:
+def _mark(checkpoint: Callable[..., Any], graph: Graph) -> Callable[..., Any]:
     """torch's checkpointing, in either form, of a function whose second call is in backward."""
 
     def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

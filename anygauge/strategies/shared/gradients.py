@@ -14,7 +14,7 @@ from torch import Tensor, nn
 class Gradients:
     """The gradients of one step, for one engine."""
 
-    def during(self, last: bool) -> AbstractContextManager[None]:
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of a micro-batch; `last` of the step."""
         return contextlib.nullcontext()
 

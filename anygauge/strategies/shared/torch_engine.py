@@ -117,7 +117,7 @@ class TorchEngine:
         factor = self._scale.factor / normalizer
         sums = []
         for index in range(len(batches)):
-            with self._gradients.during(last=index == len(batches) - 1):
+            with self._gradients.micro_batch(last=index == len(batches) - 1):
                 with self._fp8.forward():
                     outputs = self._call(**batches[index])
                 self._graph.mark_step(Phase.FORWARD)
@@ -169,7 +169,7 @@ class TorchEngine:
         """See `Engine.export_trained`; one tensor is whole at a time on other ranks."""
         found: dict[str, Tensor] = {}
         for (name, parameter), master in zip(self._trained, self._masters, strict=True):
-            whole = self._layout.whole(parameter, master.detach())
+            whole = self._layout.gather(parameter, master.detach())
             if self._writes:
                 found[name] = whole.to(HOST_DEVICE, copy=True)
         return found
@@ -180,8 +180,8 @@ class TorchEngine:
         for (name, parameter), master in zip(self._trained, self._masters, strict=True):
             state = self._optimizer.state.get(master, {})
             for key in (PARAMETER, *keys):
-                part = master.detach() if key == PARAMETER else _unpacked(state, key, master)
-                whole = self._layout.whole(parameter, part)
+                part = master.detach() if key == PARAMETER else _unpack(state, key, master)
+                whole = self._layout.gather(parameter, part)
                 host = whole.to(HOST_DEVICE, torch.float32, copy=True) if self._writes else None
                 yield name, key, host
 
@@ -235,7 +235,7 @@ class TorchEngine:
         return next((state_keys(state) for state in states if state), [])
 
 
-def _unpacked(state: Mapping[str, Any], key: str, master: Tensor) -> Tensor:
+def _unpack(state: Mapping[str, Any], key: str, master: Tensor) -> Tensor:
     """One tensor of an optimizer's state, laid out as its master; an empty part has none."""
     return to_float32(state, key) if state else torch.empty_like(master)
 

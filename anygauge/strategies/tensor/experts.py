@@ -33,7 +33,7 @@ class Mixture:
     experts: nn.Module
     rows: list[Any] = field(default_factory=list)
 
-    def whole(self, names: Mapping[int, str]) -> Iterator[str]:
+    def whole_names(self, names: Mapping[int, str]) -> Iterator[str]:
         """Names of parameters that every rank has and applies to its part of the sum.
 
         Args:

@@ -78,7 +78,7 @@ def write_checkpoint(
         exported: (parameter name, key, whole tensor), read to its end.
         record: goes to ``checkpoint.json``.
         rng: for each rank, name -> state of a generator.
-        rank_states: see `gathered`; read to its end.
+        rank_states: see `gather_all`; read to its end.
         export_adapter: given a folder and the trained parameters, writes them in peft's format.
 
     Raises:
@@ -92,7 +92,7 @@ def write_checkpoint(
         folder.parent.mkdir(exist_ok=True)  # not the run directory: it was there
         temporary.mkdir()
         parameters: dict[str, Tensor] = {}
-        named = _named(exported, None if export_adapter is None else parameters)
+        named = _named_tensors(exported, None if export_adapter is None else parameters)
         _write_shards(temporary, STATE, named, shard_bytes)
         _write_shards(temporary, RANK_STATE, rank_states, shard_bytes)
         if export_adapter is not None:
@@ -230,7 +230,7 @@ class ResumedFactory:
         return kept
 
 
-def gathered(
+def gather_all(
     own: Mapping[str, Tensor], contents: Contents, rank: int, collectives: Collectives
 ) -> Iterator[tuple[str, Tensor]]:
     """(``RANK/NAME``, tensor on the host) of all ranks, one after another, for rank 0, which writes
@@ -256,7 +256,7 @@ def gathered(
                 yield f"{source}/{name}", tensor
 
 
-def _named(
+def _named_tensors(
     exported: Exported, parameters: dict[str, Tensor] | None
 ) -> Iterator[tuple[str, Tensor]]:
     """``KEY/NAME`` and the tensor; collects parameters, where they are wanted."""

@@ -115,7 +115,7 @@ def changed_settings(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> li
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finished:
+class FinishedRun:
     """A run that is finished, by its report.
 
     Attributes:
@@ -157,7 +157,7 @@ class Finished:
 class FinishedError(AnygaugeError):
     """The run that ranks were to resume is finished: nothing is left to do, nothing is wrong."""
 
-    def __init__(self, finished: Finished) -> None:
+    def __init__(self, finished: FinishedRun) -> None:
         super().__init__(finished.describe())
         self.finished = finished
 
@@ -169,7 +169,7 @@ class _Report(BaseModel):
     saved: Text
 
 
-def finished_run(run_directory: Path) -> Finished | None:
+def finished_run(run_directory: Path) -> FinishedRun | None:
     """The run of a folder, if it is finished: the report is what a run writes last."""
     try:
         report = read_json(run_directory / REPORT)
@@ -178,11 +178,11 @@ def finished_run(run_directory: Path) -> Finished | None:
         return None
     if Path(saved).name not in _RESULTS:
         return None
-    finished = Finished(folder=run_directory, report=report)
+    finished = FinishedRun(folder=run_directory, report=report)
     return finished if finished.result.is_dir() else None
 
 
-def check_length(finished: Finished, steps: int, newest: int | None) -> bool:
+def check_length(finished: FinishedRun, steps: int, newest: int | None) -> bool:
     """Whether the run has all the steps that are wanted now; False if it can train on from its end.
 
     Args:
