@@ -377,7 +377,7 @@ def _attentions(device: torch.device) -> Mapping[str, tuple[Callable[..., Any], 
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.models.llama.modeling_llama import eager_attention_forward
 
-    from anygauge_kernels.blocks import compiled
+    from anygauge_kernels.blocks import compiled_attention
     from anygauge_kernels.softmax_attention import with_softmax
 
     found: dict[str, tuple[Callable[..., Any], str]] = {
@@ -386,7 +386,7 @@ def _attentions(device: torch.device) -> Mapping[str, tuple[Callable[..., Any], 
         "softmax": (with_softmax(chosen_kernel("softmax", device)[1]).forward, "boolean"),
     }
     if device.type == "cuda":
-        found["blocks"] = (compiled().forward, "blocks")
+        found["blocks"] = (compiled_attention().forward, "blocks")
     return found
 
 

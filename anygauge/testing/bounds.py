@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from anygauge.interface import HOST_DEVICE
-from anygauge.testing.check import TOLERANCE, Opened
+from anygauge.testing.check import TOLERANCE, OpenDevice
 
 Bound = Callable[[Tensor, torch.dtype], Tensor]
 """From the wanted float64 values and the type: the largest error of each."""
@@ -31,7 +31,7 @@ ENOUGH = 2**12
 """Elements from which the mean error says something."""
 
 
-def types(on: Any) -> list[torch.dtype]:
+def dtypes(on: Any) -> list[torch.dtype]:
     """Types that the ``backend`` of what is tried declares to compute in."""
     lower = [name for name in TOLERANCE if name != "float32" and on.backend.support(name)]
     return [torch.float32, *(getattr(torch, name) for name in lower)]
@@ -42,7 +42,7 @@ def roundoff(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps) / 2
 
 
-def product_roundoff(on: Opened, dtype: torch.dtype) -> float:
+def product_roundoff(on: OpenDevice, dtype: torch.dtype) -> float:
     """The same for the factors of a product of matrices, as the device declares them."""
     if dtype is torch.float32:
         return float(2.0**-on.placement.float32_product_bits)
@@ -144,7 +144,7 @@ def even_values(*shape: int, seed: int, low: float = 0.5, high: float = 1.5) -> 
 # -- layouts --------------------------------------------------------------------------------------
 
 
-def _sliced(values: Tensor) -> tuple[Tensor, View]:
+def _make_slice(values: Tensor) -> tuple[Tensor, View]:
     def view(whole: Tensor) -> Tensor:
         for dim, size in enumerate(values.shape):
             whole = whole.narrow(dim, dim + 1, size)
@@ -156,7 +156,7 @@ def _sliced(values: Tensor) -> tuple[Tensor, View]:
     return whole, view
 
 
-def _stepped(values: Tensor) -> tuple[Tensor, View]:
+def _make_stepped(values: Tensor) -> tuple[Tensor, View]:
     whole = torch.full((*values.shape[:-1], 2 * values.shape[-1]), OUTSIDE).to(values.dtype)
     whole[..., 1::2] = values
     return whole, lambda whole: whole[..., 1::2]
@@ -164,10 +164,10 @@ def _stepped(values: Tensor) -> tuple[Tensor, View]:
 
 LAYOUTS: dict[str, Arrange] = {
     "contiguous": lambda values: (values, lambda whole: whole),
-    "every second": _stepped,
+    "every second": _make_stepped,
     "transposed": lambda values: (
         values.transpose(0, -1).contiguous(), lambda whole: whole.transpose(0, -1)
     ),
-    "sliced": _sliced,
+    "sliced": _make_slice,
 }  # fmt: skip
 """How inputs stand in memory."""

@@ -33,7 +33,7 @@ Verdict = tuple[str, str]
 """One of these, and why."""
 
 
-def sharding() -> StrategySpec:
+def sharding_spec() -> StrategySpec:
     """The strategy that is tried most: of the installed ones that shard, the last for `auto`."""
     from anygauge.registry import Registry, missing_of
 
@@ -54,8 +54,8 @@ class ConformanceCheck:
         name: short and stable, such as ``memory_moves``.
         title: what holds if it passes, in words.
         part: where it is asked: ``basic``, ``device``, ``operators`` or ``ranks``.
-        function: gets what the part is about (`Paper`, `Opened`, `RankContext`); raises where it
-            does not hold.
+        function: gets what the part is about (`Paper`, `OpenDevice`, `RankContext`); raises where
+            it does not hold.
         means: what users would see if it fails, and where vendors usually have the cause: one
             sentence.
         capability: what it tests; None where every backend must pass.
@@ -81,7 +81,7 @@ class NotAsked(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Opened:
+class OpenDevice:
     """What the checks on a device get: an opened backend, and how to make another like it."""
 
     backend: Backend
@@ -155,7 +155,7 @@ def run_check(function: Callable[[Any], None], subject: Any, declared: Support |
     return FAILED, f"declared as {declared}, but it works"
 
 
-def worst(verdicts: Iterable[Verdict]) -> Verdict:
+def worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
     """Of several, such as those of ranks; the first if others are as bad."""
     return max(verdicts, key=lambda each: BEST_FIRST.index(each[0]))
 

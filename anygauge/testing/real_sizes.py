@@ -17,12 +17,12 @@ from anygauge.testing.bounds import (
     LAYOUTS,
     Bound,
     compare,
+    dtypes,
     even_values,
     on_host,
     rounded_sum,
-    types,
 )
-from anygauge.testing.check import TABLE_S, Opened, check
+from anygauge.testing.check import TABLE_S, OpenDevice, check
 
 LISTED = 200
 """Tensors of a list: more than one launch takes (64 to 110, by torch's `MultiTensorApply.cuh`)."""
@@ -32,8 +32,13 @@ Function = Callable[..., Tensor]
 check_sizes = partial(check, part="device", limit_s=TABLE_S)
 
 
-def _agrees(
-    on: Opened, function: Function, given: Sequence[Tensor], bound: Bound, what: str, terms: int = 0
+def _check(
+    on: OpenDevice,
+    function: Function,
+    given: Sequence[Tensor],
+    bound: Bound,
+    what: str,
+    terms: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """(Found, wanted): a function on the device is within its bound of the host's in float64; to
     it comes that of a sum of so many terms of one sign."""
@@ -77,15 +82,15 @@ EACH: Mapping[str, tuple[Bound, Function]] = {
     "would be wrong; look for sums that are kept in the inputs' type, for counts and offsets of "
     "too few bits, and for adding that is not atomic",
 )
-def long_sums(on: Opened) -> None:
-    for dtype, (name, of_all) in itertools.product(types(on), SUMS.items()):
+def long_sums(on: OpenDevice) -> None:
+    for dtype, (name, of_all) in itertools.product(dtypes(on), SUMS.items()):
         values = even_values(5, 2**14 + 3, seed=6, low=0.25, high=1).to(dtype)
         terms = values.numel()
-        _agrees(on, of_all, [values], bounds.round_either_way, f"{name} of {terms}", 4 * terms)
+        _check(on, of_all, [values], bounds.round_either_way, f"{name} of {terms}", 4 * terms)
     places = torch.where(torch.arange(OFTEN) % 7 > 0, 3, torch.arange(OFTEN) // 7 % 5)
     given = torch.zeros(5, 4), places, even_values(OFTEN, 4, seed=9).float()
     for name, by_index in BY_INDEX.items():
-        _agrees(on, by_index, given, bounds.round_either_way, f"{name}, {OFTEN} indices", 4 * OFTEN)
+        _check(on, by_index, given, bounds.round_either_way, f"{name}, {OFTEN} indices", 4 * OFTEN)
 
 
 @check_sizes(
@@ -93,12 +98,12 @@ def long_sums(on: Opened) -> None:
     means="weights would drift with every update; look for results that are cut off, which is the "
     "usual shortcut, or that are computed in a shorter type",
 )
-def rounding_leans_to_no_side(on: Opened) -> None:
-    for dtype in types(on):
+def rounding_leans_to_no_side(on: OpenDevice) -> None:
+    for dtype in dtypes(on):
         x, y = (even_values(257, 301, seed=seed, low=0.5, high=4).float() for seed in (1, 2))
         given = x.to(dtype), y.to(dtype), x
         for name, (bound, function) in EACH.items():
-            bounds.check_unbiased(*_agrees(on, function, given, bound, name), name)
+            bounds.check_unbiased(*_check(on, function, given, bound, name), name)
 
 
 PRODUCTS: Mapping[str, Function] = {
@@ -115,14 +120,14 @@ ONE_ROW = tuple((1, terms, 67) for terms in (1, 4097, 11008, 32768))
 
 
 def _product(
-    on: Opened, function: Function, inputs: Sequence[Tensor], terms: int, what: str
+    on: OpenDevice, function: Function, inputs: Sequence[Tensor], terms: int, what: str
 ) -> tuple[Tensor, Tensor]:
     """The same of a product, within the bound of its sums and of its factors."""
     magnitude, dtype = function(*(each.double().abs() for each in inputs)), inputs[0].dtype
     # Factors of float32 may be shortened.
     factors = 4 * bounds.product_roundoff(on, dtype) * (dtype is torch.float32)
     bound = rounded_sum(terms, magnitude, dtype) + factors * magnitude
-    return _agrees(on, function, inputs, lambda *_: bound, what)
+    return _check(on, function, inputs, lambda *_: bound, what)
 
 
 @check_sizes(
@@ -133,9 +138,11 @@ def _product(
     "for one row, how it splits a long sum, and float32 products in a shorter type (declare that "
     "one with Placement.float32_product_bits)",
 )
-def products_keep_their_digits(on: Opened) -> None:
+def products_keep_their_digits(on: OpenDevice) -> None:
     # Of one sign, too: terms that cancel hide a sum that is kept in too few digits.
-    for (name, function), low, dtype in itertools.product(PRODUCTS.items(), (0.5, -1.5), types(on)):
+    for (name, function), low, dtype in itertools.product(
+        PRODUCTS.items(), (0.5, -1.5), dtypes(on)
+    ):
         unit, factors = bounds.roundoff(dtype), bounds.product_roundoff(on, dtype)
         for rows, terms, columns in SHAPES if name == "mm" else ONE_ROW:
             x = even_values(rows, terms, seed=1, low=low).to(dtype)
@@ -171,16 +178,16 @@ def _gradient(function: Function, x: Tensor, *others: Tensor) -> Tensor:
     means="the loss over a vocabulary, long attention or a wide layer would be wrong; look at the "
     "kernel for rows that do not fit one block, and at how it joins their parts",
 )
-def wide_rows(on: Opened) -> None:
+def wide_rows(on: OpenDevice) -> None:
     # Devices change kernels above 4,096; the other is of a large vocabulary.
-    for dtype, columns in itertools.product(types(on), (4097, 131072)):
+    for dtype, columns in itertools.product(dtypes(on), (4097, 131072)):
         x, scale = (even_values(n, columns, seed=7, low=-3, high=3).to(dtype) for n in (3, 1))
         x[:, -1] = 6.0  # the largest of each row
         targets = torch.tensor([columns - 1, columns // 2 + 1, -100])  # the last does not count
         given = x, scale[0], targets
         for name, function in WIDE_ROWS.items():
             for of, tried in (("", function), ("the gradient of ", partial(_gradient, function))):
-                _agrees(on, tried, given, bounds.normwise, f"{of}{name} of 3 x {columns}", columns)
+                _check(on, tried, given, bounds.normwise, f"{of}{name} of 3 x {columns}", columns)
 
 
 FOREACH: Mapping[str, Callable[..., Any]] = {
@@ -210,7 +217,7 @@ def _list(seed: int) -> list[Tensor]:
     "clipped to another norm; look at how the device splits a list of tensors into launches, at "
     "the last of them, and at the `_foreach` and fused forms of the optimizer",
 )
-def lists_of_tensors(on: Opened) -> None:
+def lists_of_tensors(on: OpenDevice) -> None:
     host = [_list(100), _list(400), _list(700)]
     for name, function in FOREACH.items():
         there = [[each.to(on.device, copy=True) for each in one] for one in host]
@@ -259,14 +266,14 @@ LENGTHS: Mapping[str, tuple[Bound, Function]] = {
     means="rows of some lengths would be wrong in their last elements; look at the last, "
     "incomplete block of a kernel",
 )
-def odd_lengths(on: Opened) -> None:
+def odd_lengths(on: OpenDevice) -> None:
     # Where every new shape is compiled, all would take minutes.
     lengths = range(1, 1025, 74 if on.backend.graph.accumulates else 2)
-    for turn, dtype in enumerate(types(on)):
+    for turn, dtype in enumerate(dtypes(on)):
         for length in lengths[turn :: 1 + 3 * turn]:
             x = even_values(length, seed=length, low=-1, high=1).to(dtype)
             for name, (bound, function) in LENGTHS.items():
-                _agrees(on, function, [x], bound, f"{name} of {length}")
+                _check(on, function, [x], bound, f"{name} of {length}")
             _product(on, torch.mm, (x[None], torch.stack((x, x), 1)), 4 * length, f"mm of {length}")
 
 
@@ -291,10 +298,10 @@ WRITES: Sequence[tuple[str, Bound, Callable[[Tensor, Tensor], Any]]] = (
     means="an optimizer, a mask or a fused layer would write beside its tensor or not at all; look "
     "at how kernels take the offset and the strides of what they write",
 )
-def forms_that_write(on: Opened) -> None:
+def forms_that_write(on: OpenDevice) -> None:
     layouts = [*LAYOUTS.items()][:: 2 if on.backend.graph.accumulates else 1]
     numbers = range(len(layouts))
-    for dtype, size, number in itertools.product(types(on), ((17, 33), (256, 144)), numbers):
+    for dtype, size, number in itertools.product(dtypes(on), ((17, 33), (256, 144)), numbers):
         values = (even_values(*size, seed=seed, high=2).to(dtype) for seed in (0, 1))
         # The second lies in memory as the first does next.
         given = [layouts[(number + n) % len(layouts)][1](each) for n, each in enumerate(values)]

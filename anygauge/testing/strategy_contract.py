@@ -61,7 +61,7 @@ class TestStrategy:
     def test_resume(self, spec: StrategySpec, runs: LoopTrials, ranks: int) -> None:
         """From one process's checkpoint and from its own it goes on where they were."""
         assert not (why := runs.trial("adapter", spec=spec, ranks=ranks, resumed=True)), why
-        assert not (why := runs.resumed(spec, ranks)), why
+        assert not (why := runs.try_resume(spec, ranks)), why
 
     def test_bytes(self, spec: StrategySpec, runs: LoopTrials, ranks: int) -> None:
         """A step sends what its planner says, by collective, and a rank holds its weights."""
@@ -91,7 +91,7 @@ def sent_and_said(request: Any) -> Any:
     for step in range(3):  # the first ones set up what is no step's own, such as DDP's buckets
         with CollectiveBytes() as sent:
             one_step(again, step)
-    counted = {**sent.bytes, WEIGHTS: held(again.engine)}
+    counted = {**sent.bytes, WEIGHTS: held_bytes(again.engine)}
     planner = getattr(again.strategy, "planner", None)
     if planner is None:
         return counted, None
@@ -102,7 +102,7 @@ def sent_and_said(request: Any) -> Any:
     return counted, {**said.bytes_sent, WEIGHTS: said.bytes_at(at.EVALUATION, at.WEIGHTS)}
 
 
-def held(engine: Any) -> int:
+def held_bytes(engine: Any) -> int:
     """Bytes of the weights that this rank holds between steps: shards, where it has shards."""
     from torch import Tensor
 

@@ -147,7 +147,7 @@ def modules_here(texts: Mapping[str, str]) -> tuple[str, ...] | None:
     return tuple(map(str, numbers))
 
 
-def look(root: Path = Path("/")) -> dict[str, str]:
+def look_at_files(root: Path = Path("/")) -> dict[str, str]:
     """The files of `PATTERNS` below a folder; opens no device."""
     found = {}
     for pattern in PATTERNS:
