@@ -149,7 +149,7 @@ def _show_image(found: dict[str, Any]) -> None:
 
 
 def _find_release(backend: Backend, asked: str | None) -> ImageRelease | None:
-    """The row of the table that was asked for, or the newest with an image.
+    """The row of the table that the user names, or the newest with an image.
 
     Raises:
         UsageError: there is none of that name, or no image of it.

@@ -235,7 +235,7 @@ def fetch_model(section: ModelSection) -> None:
 
 
 def _refuse_no_folder(model: str) -> None:
-    """PrepareAnswer at once where a path is meant; a name such as ``owner/name`` may be on the hub.
+    """Refuse a path that is not there; a name such as ``owner/name`` may be on the hub.
 
     Raises:
         UsageError: names what is there instead.

@@ -355,7 +355,7 @@ class RunFile(Section):
         return self
 
     def written_at(self, places: Mapping[str, Origin]) -> RunFile:
-        """The same run, whose values come from there; see `Origins`."""
+        """Return the same run with these places of its values; see `Origins`."""
         run = self.model_copy()
         run._origins = Origins(places)
         return run
@@ -365,7 +365,7 @@ class RunFile(Section):
         return path in self._origins.places
 
     def origin(self, path: str) -> Origin:
-        """Where `path` was written, or else the section that it belongs to, or the file."""
+        """Return where `path` was written, or else the section that it belongs to, or the file."""
         while path and not self.has_value(path):
             path = path[: max(path.rfind("."), path.rfind("["), 0)]
         return self._origins.places[path]
@@ -375,7 +375,7 @@ class RunFile(Section):
         return self.errors([(path, text)])
 
     def errors(self, said: Iterable[tuple[str, str]]) -> RunFileError:
-        """The same about several fields, each with its path and text."""
+        """Return one error about several fields, each with its path and text."""
         problems = [Problem(self.origin(path), path, text) for path, text in said]
         return run_file_error(self._origins.places[""].label, problems)
 

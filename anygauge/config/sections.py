@@ -176,12 +176,12 @@ class AdapterSection(Section):
 
     @property
     def own_fields(self) -> frozenset[str]:
-        """Of the fields that `start_from` decides, those that the run file gives."""
+        """The fields that `start_from` decides and the run file gives."""
         return _DECIDED_BY_START & self.model_fields_set
 
     @property
     def left_out(self) -> frozenset[str]:
-        """Of the fields that `start_from` decides, those that the run file does not give."""
+        """The fields that `start_from` decides and the run file does not give."""
         return _DECIDED_BY_START - self.model_fields_set
 
 

@@ -76,7 +76,7 @@ def strategy_of(section: type[StrategySection]) -> str:
 
 
 def default_section() -> StrategySection:
-    """Of a run file that says nothing of its strategy."""
+    """Return the section of a run file that does not name a strategy."""
     return section_of(None).model_validate({})
 
 

@@ -56,7 +56,7 @@ class YamlNode:
 
     @property
     def items(self) -> tuple[YamlNode, ...]:
-        """Those of a list; none of anything else."""
+        """The items of a list; none of anything else."""
         return self.value if isinstance(self.value, tuple) else ()
 
     def nodes(self, path: tuple[object, ...] = ()) -> Iterator[tuple[tuple[object, ...], YamlNode]]:

@@ -94,7 +94,7 @@ class MicroBatch:
     tokens: int
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name, for moving to a device; `segment_ids` only where packed."""
+        """Map names to tensors, to move them to a device; `segment_ids` only where packed."""
         names = ("input_ids", "shift_labels", "attention_mask", "position_ids", "segment_ids")
         named = {name: getattr(self, name) for name in names}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
@@ -125,7 +125,7 @@ class Layout:
     def of(
         cls, run: RunFile, share: Share, pad_id: int, shapes: ShapePolicy, **more: Any
     ) -> Layout:
-        """That of a run."""
+        """Return the layout of a run."""
         return cls(
             micro_batch=run.train.sequences_at_once(share.count),
             max_length=run.data.max_length,
@@ -226,7 +226,7 @@ class Layout:
 
 
 def tokens_of(sequence: Sequence[Tokens]) -> int:
-    """Of all the documents that a sequence holds."""
+    """Count the tokens of all the documents that a sequence holds."""
     return sum(len(document.ids) for document in sequence)
 
 
@@ -500,7 +500,7 @@ class RowBatches(Batches):
         return min((index + 1) * self.global_batch, self._total) / float(self._order.per_epoch)
 
     def _find(self, first: int, count: int = 1) -> NDArray[np.int64]:
-        """As `items`, of several steps; int64 of shape (steps, global_batch)."""
+        """Return the `items` of several steps; int64 of shape (steps, global_batch)."""
         steps = range(first, min(first + count, self.steps))
         if self._grouped is not None:
             return np.stack(list(map(self._grouped.step, steps)))
@@ -509,7 +509,7 @@ class RowBatches(Batches):
 
 
 class EvaluationBatches:
-    """The evaluation micro-batches of one rank; each is laid out when it is asked for.
+    """The evaluation micro-batches of one rank; it lays each out when the loop reads it.
 
     All rows once, in their own order, divided over ranks; every rank has as many batches. Missing
     sequences at the end are dummies, so summed loss over summed `num_loss_tokens` is the same

@@ -1,4 +1,4 @@
-"""What is worked out once from a file and kept: tokenized rows, copies, numbers of packs.
+"""Keeps what is computed once from a file: tokenized rows, copies, numbers of packs.
 
 An entry is a folder named by a digest of all that decides it. It is built beside its place under a
 lock, flushed and renamed, and its manifest tells the size of every file: whoever opens an entry

@@ -146,7 +146,7 @@ class RowEncoder:
             self._chat_template()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process: who watches renderings."""
+        """Leave out what belongs to this process: who watches renderings."""
         return {**self.__dict__, "_template": None, "_rendering": render_unbounded}
 
     def watch(self, rendering: Rendering) -> None:
@@ -230,7 +230,7 @@ class RowEncoder:
             yield self._fit(index, ids, loss_mask)
 
     def _text_and_spans(self, row: Row | Chat) -> tuple[str, list[Span]]:
-        """Its text, and the stretches of it that have a loss, in characters."""
+        """Return a row's text, and the stretches of it that have a loss, in characters."""
         if isinstance(row, Row):
             text = f"{row.prompt}{row.text}"
             return text, [(0 if self.data.loss_on == "all" else len(row.prompt or ""), len(text))]

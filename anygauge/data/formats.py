@@ -1,4 +1,4 @@
-"""From records to rows: which format a source has, and prompts with answers, texts, chats, tokens.
+"""Turns records into rows: which format a source has; prompts with answers, texts, chats, tokens.
 
 Whatever the layout, a chat becomes the turns that chat templates of the transformers library read:
 `role` and `content`, `tool_calls` with arguments as objects, and tools as

@@ -71,7 +71,7 @@ def rendered_spans(
 
 
 def _of_answers(chat: Chat, template: ChatTemplate, text: str, spans: list[Span]) -> list[Span]:
-    """Of the stretches that generation marks enclose, those of the turns with a loss."""
+    """Select the stretches that generation marks enclose, of the turns with a loss."""
 
     def number(end: int) -> int:
         """Stretches in so many turns."""
@@ -165,7 +165,7 @@ class _Finder:
         return (place, parts[1]) if len(parts) == 2 else None
 
     def _anchor(self, index: int) -> tuple[int, Turn] | None:
-        """Where a turn's mark stands in the text, and the turn with it."""
+        """Find where a turn's mark stands in the text, and the turn with it."""
         if not self._marks:
             self._place_marks()
         if index not in self._anchors:
@@ -187,7 +187,7 @@ class _Finder:
         self._anchors.update(self._locate({n: turn for n, turn in enumerate(first) if turn}) or {})
 
     def _locate(self, marked: dict[int, Turn]) -> dict[int, tuple[int, Turn]] | None:
-        """Where the marks of some turns stand in the text; None if that is not certain."""
+        """Find where the marks of some turns stand in the text; None if that is not certain."""
         whole = self._try([marked.get(index, turn) for index, turn in enumerate(self.turns)])
         marks = {self._marks[index]: index for index in marked}
         if whole is None or len(marks) < len(marked):

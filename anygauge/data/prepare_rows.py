@@ -1,4 +1,4 @@
-"""From the run file's data section to rows: read, split, tokenize, keep in the cache."""
+"""Turns the run file's data section into rows: reads, splits, tokenizes, caches them."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class _RemoteFile(io.RawIOBase):
         return count
 
     def _read(self, buffer: Any, wanted: int) -> int:
-        """Of a connection that breaks, nothing is kept."""
+        """Read; a connection that breaks leaves nothing."""
         file, self._file = self._file or self._open_at_position(), None
         count = 0
         try:
@@ -126,7 +126,7 @@ class _RemoteFile(io.RawIOBase):
 
 
 def open_remote(address: str, block: int = BLOCK) -> BinaryIO:
-    """A remote file. `block`: bytes that are asked for at once; 0: what each read wants."""
+    """Open a remote file. `block`: bytes to request at once; 0: what each read wants."""
     file = _RemoteFile(address)
     return cast("BinaryIO", io.BufferedReader(file, block) if block else file)
 

@@ -112,7 +112,7 @@ def _to_arrow(values: NDArray[Any]) -> Any:
 
 
 def to_numpy(values: Any) -> NDArray[Any]:
-    """Of an Arrow array without nulls, its values; not copied."""
+    """Return the values of an Arrow array without nulls; not copied."""
     return np.from_dlpack(values)
 
 
@@ -455,7 +455,7 @@ class TokenizedRows:
         return _token_counts(self._columns)[self._rows]
 
     def column(self, name: str) -> NDArray[Any]:
-        """Of each sequence, a number; shape (n,)."""
+        """Return a number of each sequence; shape (n,)."""
         return _column_array(self._columns, name)[self._rows]
 
     def tokens(self, index: int) -> Tokens:

@@ -291,7 +291,7 @@ def _load_error(section: SourceSection, field: str, error: Exception, at: str = 
 
 
 def _resolve_commit(section: SourceSection, field: str) -> str:
-    """Of a data set. The library itself waits minutes for a silent network."""
+    """Find a data set's commit. The library itself waits minutes for a silent network."""
     from huggingface_hub import HfApi, constants, errors
 
     path, file = section.path, Path(section.path).absolute()

@@ -242,7 +242,7 @@ class StreamedBatches(Batches):
         """Parts, one after another, that come to that of a step."""
 
     def _epochs_read(self, read: float) -> float:
-        """Of so many rows; until the end was seen, as if it were as far away as is read ahead."""
+        """Epochs in so many rows; until the end was seen, as if it lay as far as is read ahead."""
         return read / (self._rows.length or read + 2 * self._rows.size)
 
     def _shuffled_row(self, epoch: int, number: int, place: int) -> tuple[int, Record]:

@@ -115,7 +115,7 @@ def _check_syntax(text: str, where: str) -> None:
 
 
 def render_unbounded(template: str, row: str) -> None:
-    """Where nobody bounds what a template takes; see `Rendering`."""
+    """Watch no rendering, where nobody bounds what a template takes; see `Rendering`."""
 
 
 class ChatTemplate:

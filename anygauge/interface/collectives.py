@@ -212,7 +212,7 @@ class Collectives:
         return [value] if exchange is None else exchange.gather(value, "bytes")
 
     def _messages(self) -> SignedExchange | None:
-        """None for a process that is alone."""
+        """The exchange of bytes with other ranks; None for a process that is alone."""
         if self._exchange is None and self._control_group is not None:
             raise RuntimeError(
                 f"{type(self).__name__}.open made a group without Collectives.open, which makes "

@@ -156,7 +156,7 @@ class Card(Rates):
 
     @property
     def to_measure(self) -> tuple[str, ...]:
-        """Figures that are asked of the machine at hand, by `BackendSpec.this_machine`."""
+        """Figures that the machine at hand gives, by `BackendSpec.this_machine`."""
         return tuple(
             name for name in CARD_FIGURES if name in self.sources and getattr(self, name) is None
         )
@@ -240,7 +240,7 @@ def read_tables(
 
 
 class _Reader:
-    """Of one file.
+    """Reads one file.
 
     Args:
         source: of figures that have none; None: each must have one.

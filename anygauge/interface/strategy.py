@@ -93,7 +93,7 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """What is asked of a strategy, as far as it is known before anything is built.
+    """What a strategy knows of a rank's work before anything is built.
 
     Attributes:
         skeleton: the adapted model on the meta device; None leaves out what depends on it.

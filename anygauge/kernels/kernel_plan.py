@@ -98,7 +98,7 @@ class Architecture(Protocol):
     config: Any
 
     def with_kernels(self, attention: str, kernels: ModelKernels | None) -> Self:
-        """The same model, built with these; None puts nothing into it."""
+        """Return the same model, built with these kernels; None puts nothing into it."""
 
     def skeleton(self) -> nn.Module:
         """See `ModelFactory.skeleton`."""

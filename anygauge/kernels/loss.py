@@ -35,7 +35,7 @@ def state_loss_rows(labels: Tensor, rows: Tensor) -> None:
 
 
 class _PendingLoss:
-    """What one forward is asked for, and its answer.
+    """The loss that one forward is to make, and its result.
 
     Attributes:
         targets: (B * T,); None: logits are wanted.

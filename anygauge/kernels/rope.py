@@ -57,7 +57,7 @@ def replace_rotations(model: nn.Module, kernel: RopeKernel) -> None:
 
 
 def _with_kernel(forward: Any, kernel: RopeKernel) -> types.FunctionType:
-    """The same function, for which `FUNCTION` is the kernel."""
+    """Copy a function; in the copy `FUNCTION` is the kernel."""
     names = {**forward.__globals__, FUNCTION: kernel}
     made = types.FunctionType(
         forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__

@@ -36,7 +36,7 @@ class Requests:
         self.received.append((signum, time.monotonic()))
 
     def collect_signals(self) -> None:
-        """From now on, each signal is a request. For the main thread."""
+        """Make each signal a request from now on. For the main thread."""
         for number in SIGNALS:
             signal.signal(number, self.add)
 
@@ -72,7 +72,7 @@ class Attempt:
         return [rank for rank in self.ranks if rank.running]
 
     def stop(self, signum: int, at: float) -> None:
-        """Let the ranks finish their step, write a checkpoint and end: the job was asked to."""
+        """Let the ranks finish their step, write a checkpoint and end, as the user requested."""
         if self.requested is None:
             self.requested = (signum, at)
             self._end(signal.SIGTERM, self._job.stop_grace_s)

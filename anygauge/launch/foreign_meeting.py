@@ -1,4 +1,4 @@
-"""Where ranks that another launcher started meet, and what rank 0 tells the others there.
+"""Lets ranks meet that another launcher started; rank 0 informs the others there.
 
 The launcher's address has a store of torch's. Rank 0 tells through it which run this is; the others
 read its job file, which only their user can. The store knows no authentication.
@@ -32,7 +32,7 @@ _SHOWN = 8
 
 
 def meeting_store(launch: ForeignLaunch, patience_s: float) -> dist.Store:
-    """Where the ranks meet; rank 0 serves it, unless the launcher does.
+    """Return the store where ranks meet; rank 0 serves it, unless the launcher does.
 
     Raises:
         AnygaugeError: it cannot be served, or nobody serves it in time.

@@ -229,7 +229,7 @@ def write_speed(folder: Path, size: int = WRITTEN) -> Check:
 
 
 def _pass_or_warn(name: str, fine: bool, seen: str, remedy: str) -> Check:
-    """One that passes, or warns of what a run can live with."""
+    """Return a check that passes, or warns of what a run can live with."""
     return Check(name, Outcome.PASS, seen) if fine else Check(name, Outcome.WARN, seen, remedy)
 
 

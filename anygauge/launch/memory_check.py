@@ -50,7 +50,7 @@ def forms_of_auto(
 
 
 def form_taken(form: RunFile, registry: Registry, why: str) -> Decision:
-    """That strategy `auto` is this one."""
+    """Return the decision that strategy `auto` is this one."""
     forms = forms_of(form, registry, form.launch.nodes * form.launch.devices)
     return Decision(form=forms.index(form), strategy=form.strategy.name, why=why)
 
@@ -79,7 +79,7 @@ def without_a_plan(
     selection: Selection,
     asked: bool | None,
 ) -> Decision | None:
-    """What is known where no plan is needed, or none can be made; None: make one.
+    """Decide where no plan is needed, or none can be made; None: make one.
 
     Args:
         run: as the first form that `auto` may be.
@@ -102,7 +102,7 @@ def without_a_plan(
 
 
 def not_planned(why: str) -> Decision:
-    """What is known where a plan could not be made."""
+    """Return the decision where a plan could not be made."""
     first = why.partition("\n")[0]
     return Decision(note=f"memory was not planned: {first}")
 

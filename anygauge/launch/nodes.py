@@ -152,7 +152,7 @@ class Nodes:
         return self.outcome is not None
 
     def restart(self) -> None:
-        """After an outcome of ``again``: prepare for the next attempt."""
+        """Prepare for the next attempt, after an outcome of ``again``."""
         assert self.outcome is not None
         self.rendezvous = self.outcome.rendezvous
         self.restarts += 1

@@ -178,7 +178,7 @@ class Worker(Nodes):
         self._lost = cause
 
     def _decide_outcome(self) -> None:
-        """Without its coordinator, a node ends."""
+        """End this node, since its coordinator is lost."""
         if self.has_outcome or self._reported_at is None:
             return
         waited_s = time.monotonic() - self._reported_at

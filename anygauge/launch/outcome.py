@@ -113,7 +113,7 @@ class JobOutcome:
 
 
 def resolve_outcome(reports: Sequence[NodeReport]) -> JobOutcome:
-    """One outcome from the reports of all nodes; the coordinator writes that of a lost node."""
+    """Make one outcome of all nodes' reports; the coordinator writes that of a lost node."""
     if all(report.ok for report in reports):
         return JobOutcome(state="ok", exit_status=0)
     if all(report.stopped is not None for report in reports):
@@ -159,7 +159,7 @@ RecordT = TypeVar("RecordT")
 
 
 def field_of(message: Mapping[str, Any], name: str, kind: TypeAdapter[RecordT]) -> RecordT:
-    """One field; None where it is missing and may be.
+    """Read one field; None where it is missing and may be.
 
     Raises:
         ValueError: it is not what it must be; names it.

@@ -1,4 +1,4 @@
-"""What is prepared before ranks start: model and rows are checked, memory is planned.
+"""Prepares a run before ranks start: checks model and rows, plans memory.
 
 Settings are checked here, all else in a process of its own; nothing of the run is written yet.
 """

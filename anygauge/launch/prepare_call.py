@@ -42,7 +42,7 @@ once a second)."""
 
 
 def no_other_work() -> bool:
-    """Nothing else to do meanwhile."""
+    """Tell `prepare` that its caller has nothing else to do meanwhile."""
     return True
 
 
@@ -54,7 +54,7 @@ def prepare(
     show: Show | None = None,
     turn: Callable[[], bool] = no_other_work,
 ) -> PrepareAnswer:
-    """Have a process of its own do what is asked; it is gone afterwards, whatever happens.
+    """Run a request in a process of its own, which is gone afterwards, whatever happens.
 
     Args:
         environ: of the process; None: this one's.

@@ -38,7 +38,7 @@ class PrepareWork:
 
     @property
     def limit_s(self) -> float:
-        """Of silence."""
+        """How long the process may be silent."""
         if self._row:
             return RENDERING_LIMIT_S
         return LIMITS_S[self.stage]
@@ -51,7 +51,7 @@ class PrepareWork:
             self._template, self._row = event["template"], event["row"]
 
     def hang_error(self) -> AnygaugeError:
-        """Nothing came for longer than it may."""
+        """Return the error of a process that was silent for longer than it may."""
         limit = f"{self.limit_s:.0f} s"
         if self._row:
             return self._ended_rendering(
@@ -77,7 +77,7 @@ class PrepareWork:
         )
 
     def out_of_memory(self, limit: int) -> AnygaugeError:
-        """It needed more than so many bytes."""
+        """Return the error of a process that needed more than so many bytes."""
         if self._row:
             return self._ended_rendering(
                 f"took more than {format_bytes(limit)} to render {self._row}"
@@ -85,7 +85,7 @@ class PrepareWork:
         return AnygaugeError(f"out of memory: the process may have {format_bytes(limit)}")
 
     def crash_error(self, code: int, output: IO[bytes]) -> AnygaugeError:
-        """It ended without an answer; `output` is what it printed."""
+        """Return the error of a process without an answer; `output` is what it printed."""
         output.seek(0, os.SEEK_END)
         output.seek(max(0, output.tell() - _TAIL))
         lines = output.read().decode(errors="replace").strip().splitlines()

@@ -1,4 +1,4 @@
-"""What is prepared on a machine where ranks will run and the command does not."""
+"""Prepares a run on a machine where ranks will run and the command does not."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def begin_again(request: PrepareRequest, answers: int) -> NoReturn:
 
 
 def main() -> int:
-    """PrepareAnswer one request; returns the exit status, which is 0 if an answer was given."""
+    """Answer one request; returns the exit status, which is 0 if an answer was given."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
     request = PrepareRequest.model_validate_json(sys.stdin.buffer.read())

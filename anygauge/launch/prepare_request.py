@@ -1,4 +1,4 @@
-"""What the prepare process is asked, and what it answers."""
+"""The request to the prepare process, and its answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from anygauge.util.section import Count, Section
 
 
 class PrepareRequest(Section):
-    """What the process does: what is fetched, and each stage that is asked, in this order.
+    """A request: what the process fetches, and the stages that it runs, in this order.
 
     Attributes:
         fetch: what is brought from the hub.

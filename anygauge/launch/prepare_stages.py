@@ -90,7 +90,7 @@ class Stages:
         copy_addresses(section, self._request.id, show)
 
     def run(self) -> None:
-        """All that is asked, after a fetch."""
+        """Run all stages that the request has after the fetch."""
         stages = self._request.stages
         if "check" in stages or "plan" in stages:
             self._check_and_plan(parse_run(self._request.run))
@@ -132,7 +132,7 @@ class Stages:
 
     @contextlib.contextmanager
     def _report_planning(self, subject: str) -> Iterator[None]:
-        """No silence, though each form takes its time."""
+        """Break the silence before each form, which takes its time."""
         self._events.send("planning", subject=subject)
         yield
 

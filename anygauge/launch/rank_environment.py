@@ -211,7 +211,7 @@ def _rdma_devices(root: Path) -> tuple[RdmaDevice, ...]:
 
 
 def _find_files(root: Path, names: Iterable[str]) -> dict[str, str]:
-    """Those that exist. A bare name is a shared library, searched where the linker searches."""
+    """Find which files exist. A bare name is a shared library, found where the linker searches."""
     linked = [
         Path(sys.prefix) / "lib",
         *sorted((root / "usr/lib").glob("*-linux-gnu*")),
@@ -228,7 +228,7 @@ def _find_files(root: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def _read_texts(root: Path, patterns: Iterable[str]) -> dict[str, str]:
-    """Of the files that fit; a device's file is not opened."""
+    """Read the files that fit; do not open a device's file."""
     return {
         f"/{path.relative_to(root)}": file_text(path) if path.is_file() else ""
         for pattern in patterns

@@ -1,4 +1,4 @@
-"""From a run file and options to a job: shared by the commands that start or describe one."""
+"""Turns a run file and options into a job, for the commands that start or describe one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RunRequest:
         return self.registry.find_launcher(self.run.launch.launcher).spec
 
     def with_decision(self, found: Decision) -> RunRequest:
-        """With the strategy that `auto` became, and what was planned."""
+        """Return the request with the strategy that `auto` became, and the plan's results."""
         from anygauge.config.strategies import default_section
         from anygauge.training.auto import decided_before
 

@@ -71,7 +71,7 @@ def write_run(resolved: Path, run: RunFile) -> None:
 
 
 def logs_of(folder: Path) -> Path:
-    """Where the logs of a run's last start are."""
+    """Return the folder of the logs of a run's last start."""
     resumed = [path / "logs" for path in (folder / ATTEMPTS).glob("*") if (path / "logs").is_dir()]
     return max(resumed, key=lambda path: path.parent.name, default=folder / "logs")
 

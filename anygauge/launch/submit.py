@@ -81,7 +81,7 @@ def _check_named(run: RunFile, checkpoint: Path) -> None:
 
 
 def _finished_before(run: RunFile, folder: Path) -> FinishedRun | None:
-    """The run of a folder, if it is done and just this was asked for; reads records, no tensors.
+    """Find a folder's run that is done and had just these settings; reads records, no tensors.
 
     Where sections differ, the ranks decide: they know the data and the number of steps.
 
@@ -127,7 +127,7 @@ def refuse_second(folder: Path) -> None:
 def submit_job(
     request: RunRequest, plan: Plan, *, resuming: bool
 ) -> Iterator[tuple[RunningJob, Signals]]:
-    """The job, and the signals that came before it was whole: it was asked to end for them.
+    """Submit a job; returns it, and the signals that came before it was whole, which end it.
 
     Signals wait meanwhile, and are taken to the end; so long this process holds the claim of the
     run directory.

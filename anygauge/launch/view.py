@@ -68,7 +68,7 @@ class View:
         return self._bar if self._drawn else nullcontext()
 
     def line(self, text: str, level: str = "info") -> None:
-        """One line of text, above the bar; ``info`` is what quiet leaves out."""
+        """Print one line of text above the bar; ``info`` is what quiet leaves out."""
         if level == "info" and self._quiet:
             return
         if level == "warning":

@@ -30,7 +30,7 @@ class Value(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole of it."""
+        """The shape of the whole value."""
         ...
 
     def read(self, part: tuple[Any, ...]) -> Tensor:
@@ -53,7 +53,7 @@ class Conversion:
     sources: dict[str, list[str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Its sources, for messages."""
+        """Name the sources, for messages."""
         names = [name for group in self.sources.values() for name in group]
         return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
@@ -261,7 +261,7 @@ class _Converted:
         return self.conversion.apply(self._model, self._files, chosen)
 
     def take(self, name: str) -> Tensor:
-        """One of the results; the others wait for their turn, if there are any."""
+        """Take one of the results; the others wait for their turn, if there are any."""
         if name not in self._waiting:
             self._waiting = self.convert(slice(None))
         return self._waiting.pop(name)
@@ -269,7 +269,7 @@ class _Converted:
 
 @dataclass(frozen=True, slots=True)
 class _StackedPart:
-    """One parameter of a conversion's."""
+    """One parameter of those that a conversion makes."""
 
     name: str
     all: _Converted
@@ -308,7 +308,7 @@ class Rules:
 
     @classmethod
     def of(cls, model: Any, quantizer: Any = None) -> Rules:
-        """Those of the installed transformers."""
+        """Return the rules of the installed transformers."""
         prefix = getattr(model, "base_model_prefix", "")
         try:
             from transformers.conversion_mapping import get_model_conversion_mapping
@@ -403,7 +403,7 @@ def _former_names(model: Any) -> Mapping[str, str]:
 
 
 def _rename(name: str, names: Mapping[str, str]) -> str:
-    """By the first pattern that matches, as transformers does it."""
+    """Rename by the first pattern that matches, as transformers does it."""
     for pattern, into in names.items():
         other, count = re.subn(pattern, into, name)
         if count:

@@ -82,7 +82,7 @@ class CausalModelFactory:
 
     @classmethod
     def of(cls, run: RunFile, dtype: torch.dtype, *, attention: str = "eager") -> Self:
-        """That of a run. Args: dtype, attention: see the class."""
+        """Return a run's factory. Args: dtype, attention: see the class."""
         return cls(
             run.model,
             run.adapter,
@@ -96,7 +96,7 @@ class CausalModelFactory:
         )
 
     def with_kernels(self, attention: str, kernels: ModelKernels | None) -> Self:
-        """The same model, built with these."""
+        """Return a factory of the same model, built with these kernels."""
         other = copy.copy(self)
         other._attention, other._kernels = attention, kernels
         return other
@@ -329,7 +329,7 @@ class CausalModelFactory:
                 delta.data.copy_(values["weight"])
 
     def _fill_saved_modules(self, adapted: nn.Module, inner: Mapping[int, str]) -> None:
-        """The same of modules that are trained whole."""
+        """Fill modules that are trained whole, in the same way."""
         for original, trained in saved_modules(adapted):
             prefix = inner[id(original)]
             # Drawn values are a function of the whole layer.

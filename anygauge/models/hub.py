@@ -49,7 +49,7 @@ Progress = Callable[[int, int], None]
 
 
 class HubUnreachableError(ModelError):
-    """No answer of the hub could be had: it may have the model or not.
+    """The hub did not answer: it may have the model or not.
 
     Attributes:
         why: the same without what to do.
@@ -77,7 +77,7 @@ class DownloadRequest:
     code: bool = False
 
     def __str__(self) -> str:
-        """For messages."""
+        """Name the request, for messages."""
         return self.name if self.revision is None else f"{self.name} at {self.revision}"
 
     def needs(self, file: str) -> bool:
@@ -164,7 +164,7 @@ def copy_of(name: str, revision: str | None) -> Path | None:
 
 
 def needed_copy(field: str, name: str, revision: str | None) -> Path:
-    """The same, which must be there.
+    """Return the same copy, or refuse where it is missing.
 
     Raises:
         ModelError: it is not.

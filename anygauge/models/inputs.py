@@ -1,4 +1,4 @@
-"""From a micro-batch to the model's arguments: positions, masks, and whether there is padding.
+"""Turns a micro-batch into the model's arguments: positions, masks, and whether there is padding.
 
 Packed documents are isolated by an explicit mask, built from segment numbers, rather than by what
 a model library infers from position ids: it holds for every attention that takes a mask.
@@ -93,7 +93,7 @@ def visible(segment_ids: Tensor, window: int | None = None, queries: slice = sli
 
 
 def block_mask(segment_ids: Tensor, window: int | None = None) -> BlockMask:
-    """The same as a block structure: which blocks of positions see each other at all."""
+    """Return the same as a block structure: which blocks of positions see each other at all."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def seen(batch: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:

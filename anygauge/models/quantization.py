@@ -30,7 +30,7 @@ def quantization(section: ModelSection) -> QuantizeSection | None:
 
 
 def in_words(section: QuantizeSection) -> str:
-    """For records and cards."""
+    """Describe a quantization for records and cards."""
     double = ", double quantization" if section.double_quantization else ""
     return f"{section.type}{double}, by bitsandbytes"
 

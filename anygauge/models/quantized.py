@@ -277,7 +277,7 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
 
 
 def transformers_config(section: QuantizeSection, dtype: torch.dtype) -> Any:
-    """The same for `from_pretrained`.
+    """Return the same settings for `from_pretrained`.
 
     Args:
         dtype: the model's.

@@ -1,4 +1,4 @@
-"""Where a model comes from: its folder or hub name, and its configuration. Imports no torch."""
+"""Finds a model: its folder or hub name, and its configuration. Imports no torch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def check_one_commit(section: ModelSection, collectives: Collectives) -> None:
 
 
 def _refuse_run(folder: Path) -> None:
-    """Where a run's folder, or an adapter's, is named for a model: say which was meant."""
+    """Refuse a run's folder, or an adapter's, in place of a model; name the likely one."""
     if (folder / CONFIG).exists():
         return
     if (folder / "model" / CONFIG).is_file():

@@ -59,7 +59,7 @@ def load_tokenizer(section: ModelSection) -> Any:
 
 
 def tokenizer_source(section: ModelSection) -> Path:
-    """Where the tokenizer's files are: as it is named, or this machine's copy of the hub's."""
+    """Return the tokenizer's folder as it is named, or this machine's copy of the hub's."""
     if section.tokenizer is None:
         return local_folder(section)
     if names_hub(section.tokenizer):

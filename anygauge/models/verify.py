@@ -57,7 +57,7 @@ class Verification:
     why: str
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the figures for JSON."""
         return asdict(self)
 
 

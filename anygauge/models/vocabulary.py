@@ -78,12 +78,12 @@ class NewTokens:
 
     @property
     def ids(self) -> list[int]:
-        """Their numbers."""
+        """The new tokens' numbers."""
         return list(range(self.first, self.first + self.count))
 
     @property
     def rows(self) -> int:
-        """Of the embedding, with them."""
+        """Rows of the embedding, with the new tokens."""
         return max(self.rows_before, self.first + self.count)
 
     def __str__(self) -> str:
@@ -119,7 +119,7 @@ class NewTokens:
 def start_rows(
     value: Value, before: int, count: int, start: Literal["mean", "normal"], seed: int
 ) -> Tensor:
-    """What new rows begin with: (count, ...) float32, equal wherever it is asked.
+    """Return what new rows begin with: (count, ...) float32, equal on every rank.
 
     ``mean`` is that of the rows that tokens had before. ``normal`` draws from a normal with their
     mean and covariance: for rows x of mean m and weights w from a standard normal,

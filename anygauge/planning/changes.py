@@ -54,7 +54,7 @@ class Choice:
 
     @property
     def options(self) -> list[str]:
-        """Its lines for a command line, each to stand behind ``--set``."""
+        """The lines for a command line, each to stand behind ``--set``."""
         lines = dict(self.lines)
         section = dict(lines.pop("strategy", {}))
         if section:
@@ -252,7 +252,7 @@ def _find_largest(
 
 
 def _solve(plans: Mapping[int, Trial]) -> float:
-    """Where nothing is left: by a line through two plans, or between two that are far apart."""
+    """Find where nothing is left: by a line through two plans, or between two far ones."""
     margins = sorted(((n, one.margin) for n, one in plans.items()), key=lambda one: abs(one[1]))
     fitting = [one for one in margins if one[1] >= 0][:1]
     over = [one for one in margins if one[1] < 0][:1]
@@ -303,7 +303,7 @@ def try_strategies(trial: Trial, tried: Trials) -> Sequence[Choice]:
     """Every layout of a run's ranks: those that fit first, the fastest first."""
 
     def order(row: Choice) -> tuple[bool, bool, float]:
-        """Without a time, by what is needed."""
+        """Sort by time, or by need where there is no time."""
         if (found := row.trial) is None:
             return True, True, 0
         needed = found.memory.worst_phase[1].total if found.fit is None else found.fit.needs

@@ -53,7 +53,7 @@ class Fit:
     shared: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
 
     def with_margins(self, tensors: int) -> int:
-        """What is needed for so many bytes of tensors."""
+        """Return what so many bytes of tensors need."""
         return tensors + round(SLACK * tensors) + self.fixed
 
     @property

@@ -14,7 +14,7 @@ PHASES = (LOAD, FORWARD, LOSS, BACKWARD, UPDATE, EVALUATION, SAVE)
 
 @dataclass(kw_only=True, slots=True)
 class Work:
-    """Of one optimizer step of one rank.
+    """The work of one optimizer step of one rank.
 
     Attributes:
         flops: type -> floating point operations of matrix products, recomputed ones among them.
@@ -35,7 +35,7 @@ class Work:
     traffic: tuple[Traffic, ...] = ()
 
     def add(self, other: Work, times: float = 1.0) -> Work:
-        """With so many times the traced operations of another one."""
+        """Return the sum with so many times the traced operations of another one."""
         flops = dict(self.flops)
         for kind, count in other.flops.items():
             flops[kind] = flops.get(kind, 0.0) + times * count

@@ -105,7 +105,7 @@ class Hardware:
 
     @property
     def cards(self) -> tuple[Card, ...]:
-        """All cards, by name; what is asked of the machine at hand is not filled in."""
+        """All cards, by name, without the figures that the machine at hand gives."""
         return _sorted(self._cards)
 
     @property
@@ -195,7 +195,7 @@ class Hardware:
         return sorted(having, key=lambda one: -one.cards)
 
     def _with_answers(self, card: Card) -> Card:
-        """With what the machine at hand says; what it does not say stays None."""
+        """Fill in what the machine at hand reports; the rest stays None."""
         if card.backend not in self._ask:
             raise UsageError(
                 f"{card.origin}: [card.{card.name}] leaves figures to this machine, and "
@@ -211,7 +211,7 @@ class Hardware:
         return replace(card, **{key: numbers[key] for key in card.to_measure if key in numbers})
 
     def _unknown(self, kind: str, name: str, valid: Sequence[Card | Machine]) -> str:
-        """With up to three names: those that begin alike, then those that are spelt alike."""
+        """Suggest up to three names: those that begin alike, then those that are spelt alike."""
         plain = _key(name.partition(":")[0])
         spelt = {_key(other): one.name for one in valid for other in (one.name, *one.names)}
         near = sorted(one for one in spelt if len(plain) > 1 and one.startswith(plain))
@@ -316,7 +316,7 @@ def _read_user_file(file: Path) -> Described:
 
 
 def measured_file() -> Path:
-    """In the user's folder of configurations, as XDG has it."""
+    """Return the path in the user's folder of configurations, as XDG has it."""
     folder = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
     return Path(folder) / "anygauge" / "measured.toml"
 

@@ -1,4 +1,4 @@
-"""From a run file to what its ranks hold and compute: a strategy's bytes, and a traced layer."""
+"""Plans a run file's memory and work: a strategy's bytes, and a traced layer."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def _rotate_on_host(module: nn.Module) -> None:
 
 
 def _of_depth(factory: CausalModelFactory, layers: int) -> CausalModelFactory:
-    """The same model with its first layers alone; what it says of each layer is cut as well."""
+    """Return the same model with its first layers alone; per-layer settings are cut as well."""
     other = copy.copy(factory)
     other.config = copy.deepcopy(factory.config)
     config = other.config.get_text_config()
@@ -247,7 +247,7 @@ def _of_depth(factory: CausalModelFactory, layers: int) -> CausalModelFactory:
 
 
 def _layer_kinds(model: nn.Module, config: Any, workload: Workload) -> list[Any]:
-    """What tells each decoder layer from others: its parameters, and what is said of it."""
+    """Return what tells each decoder layer from others: its parameters and its settings."""
     layers = list(decoder_layers(model))
     lists = [
         value
@@ -296,7 +296,7 @@ def _trace_run(
 def _micro_batch(
     workload: Workload, masks: MaskPlan, part: SequencePart | None, *, packing: bool
 ) -> Mapping[str, Any]:
-    """One of the largest size, on the meta device."""
+    """Make a micro-batch of the largest size, on the meta device."""
     length = workload.length
     if part is not None:
         length += -length % part.count
@@ -311,7 +311,7 @@ def _micro_batch(
 
 
 class _TracedBackend(Backend):
-    """What is asked for kernels in place of a run's backend: those for all devices alone serve."""
+    """Stands in for a run's backend when kernels are chosen: those for all devices alone serve."""
 
     device_type = "meta"
 
@@ -426,7 +426,7 @@ def _stages(estimate: MemoryEstimate, layers: Sequence[LayerTrace]) -> Sequence[
 
 
 def _kept_bytes(trace: ModelTrace, layers: Sequence[LayerTrace], stage: HeldLayers) -> int:
-    """Of one micro-batch from a stage's forward until its backward.
+    """Count a micro-batch's bytes from a stage's forward until its backward.
 
     What later stages are given lies in buffers that are the strategy's.
     """
@@ -453,7 +453,7 @@ def _fused_trace(layer: LayerTrace, held: HeldAtOnce) -> LayerTrace:
 def _step_work(
     estimate: MemoryEstimate, trace: ModelTrace, layers: Sequence[LayerTrace], workload: Workload
 ) -> Work:
-    """Of one step."""
+    """Sum the work of one step."""
     once = Work()
     for stage in _stages(estimate, layers):
         for layer in layers[stage.first : stage.end]:

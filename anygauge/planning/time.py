@@ -42,7 +42,7 @@ class UnknownRateError(AnygaugeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Duration:
-    """Of one optimizer step of the rank that takes longest, in seconds.
+    """The time of one optimizer step of the rank that takes longest, in seconds.
 
     Attributes:
         multiplying: matrix products, attention among them.
@@ -75,7 +75,7 @@ class Duration:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all cards together."""
+        """The speed of all cards together."""
         return self.tokens / self.step
 
     @property

@@ -134,7 +134,7 @@ class Trials:
         return Trial(run=run, target=target, memory=memory, fit=held, time=step, untimed=untimed)
 
     def first_that_fits(self, forms: Sequence[RunFile], target: Target) -> Trial:
-        """Of several forms of a run; where none fits, the one that lacks least.
+        """Find the first of several forms of a run that fits; else the one that lacks least.
 
         Raises:
             AnygaugeError: all are refused; why the first is.

@@ -34,7 +34,7 @@ class Undecided:
         """Args: options: the run file's section, which has no fields but the name."""
 
     def settings(self, workload: Workload) -> Sequence[Setting]:
-        """None are known yet."""
+        """Return none, since none are known yet."""
         return ()
 
 

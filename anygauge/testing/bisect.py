@@ -33,7 +33,7 @@ NOT_FOUND = "the cause was not found"
 
 
 def cause_of(subject: Subject, folder: Path, found: Path, step: int, *, ranks: int) -> str:
-    """Where the device first leaves the host, as a sentence without its end; never raises.
+    """Find where the device first leaves the host, as a sentence without its end; never raises.
 
     Args:
         folder: for answers and logs.

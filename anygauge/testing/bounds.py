@@ -43,19 +43,19 @@ def roundoff(dtype: torch.dtype) -> float:
 
 
 def product_roundoff(on: OpenDevice, dtype: torch.dtype) -> float:
-    """The same for the factors of a product of matrices, as the device declares them."""
+    """Return the same for the factors of a matrix product, as the device declares them."""
     if dtype is torch.float32:
         return float(2.0**-on.placement.float32_product_bits)
     return roundoff(dtype)
 
 
 def exact(wanted: Tensor, dtype: torch.dtype) -> Tensor:
-    """Nothing is computed: a value is moved or chosen."""
+    """Allow no error: a value is moved or chosen, nothing is computed."""
     return torch.zeros_like(wanted)
 
 
 def round_either_way(wanted: Tensor, dtype: torch.dtype) -> Tensor:
-    """One operation that hardware has: to either neighbour."""
+    """Allow either neighbour: one operation that hardware has."""
     return 2 * roundoff(dtype) * wanted.abs() + torch.finfo(dtype).tiny
 
 

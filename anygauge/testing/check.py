@@ -1,4 +1,4 @@
-"""What a check is: a question to a backend, what it is asked of, and the verdict on it."""
+"""Defines a check: a question to a backend, its subject, and the verdict on it."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def run_check(function: Callable[[Any], None], subject: Any, declared: Support |
 
 
 def worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
-    """Of several, such as those of ranks; the first if others are as bad."""
+    """Return the worst of several, such as those of ranks; the first if others are as bad."""
     return max(verdicts, key=lambda each: BEST_FIRST.index(each[0]))
 
 

@@ -129,7 +129,7 @@ class Call:
         return torch.stack([self.values(rank, parts) for rank in self.ranks])
 
     def part(self, whole: Tensor) -> Tensor:
-        """Of a tensor with a part for each rank, this rank's."""
+        """Return this rank's part of a tensor with a part for each rank."""
         start = self.case.size * self.ranks.index(self.on.rank)
         return whole[start : start + self.case.size]
 
@@ -220,7 +220,7 @@ def _all_gather_into_tensor(call: Call) -> Any:
 
 
 def _functional_all_gather(call: Call) -> None:
-    """As DTensor calls it: the result is a new tensor, complete once it was waited for."""
+    """Gather as DTensor does: the result is a new tensor, complete once it was waited for."""
     group: Any = call.group or dist.group.WORLD
     mine, operators = call.input(call.mine), torch.ops._c10d_functional
     result = operators.all_gather_into_tensor(mine, len(call.ranks), group.group_name)
@@ -235,7 +235,7 @@ def _all_to_all_single(call: Call) -> Any:
 
 
 def _messages(call: Call) -> Any:
-    """From the root to the next rank; the others have none."""
+    """Send from the root to the next rank; the others have none."""
     after = call.ranks[(call.ranks.index(call.root) + 1) % len(call.ranks)]
     if len(call.ranks) == 1 or call.on.rank not in (call.root, after):
         return None

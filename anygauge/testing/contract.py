@@ -79,7 +79,7 @@ class BackendContract:
     @pytest.fixture(scope="class")
     @classmethod
     def folder(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """For answers, logs and runs."""
+        """Return the folder for answers, logs and runs."""
         return tmp_path_factory.mktemp(f"conformance-{cls.backend}")
 
     @pytest.fixture(scope="class")
@@ -206,7 +206,7 @@ def _fail_if(why: str) -> None:
 
 
 def _judge(check: ConformanceCheck, *given: PartVerdicts) -> None:
-    """The worst of the verdicts, if it was asked on several numbers of ranks."""
+    """Report the worst of a check's verdicts on several numbers of ranks."""
     result, why = worst_verdict(verdicts.of(check) for verdicts in given)
     if result == FAILED:
         pytest.fail(f"{why}. {check.means}" if check.means else why, pytrace=False)

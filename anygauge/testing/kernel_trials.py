@@ -120,7 +120,7 @@ def linear_cross_entropy(on: OpenDevice, kernel: Any, name: str) -> None:
 
 
 def rms_norm(on: OpenDevice, kernel: Any, name: str) -> None:
-    """Of rows that are not centred."""
+    """Try rows that are not centred."""
     x = torch.linspace(-2, 3, 5 * 32).reshape(5, 32).to(_kernel_type(on))
     weight = torch.linspace(0.5, 2, 32).to(_kernel_type(on))
 

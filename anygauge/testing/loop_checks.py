@@ -90,7 +90,7 @@ class TrainedRun:
 
     @property
     def losses(self) -> list[float]:
-        """Of every step, nats per loss token."""
+        """The loss of every step, nats per loss token."""
         return [record[LOSS] for record in self.metrics if LOSS in record]
 
     @property
@@ -108,7 +108,7 @@ class TrainedRun:
 
     @property
     def checkpoints(self) -> Sequence[Path]:
-        """Their folders, the earliest first."""
+        """The checkpoints' folders, the earliest first."""
         return sorted((self.folder / "checkpoints").iterdir())
 
 

@@ -154,7 +154,7 @@ def _has_allocator(on: OpenDevice | RankContext) -> bool:
 
 
 def _memory(on: OpenDevice | RankContext) -> MemoryStats:
-    """As it is reported once all work is done."""
+    """Return the statistics once all work is done."""
     gc.collect()
     on.backend.placement.synchronize()
     stats = on.backend.placement.memory()

@@ -54,7 +54,7 @@ def op_infos() -> dict[str, list[Any]]:
 
 
 def _samples(on: OpenDevice, info: Any, dtype: torch.dtype) -> Sequence[Any]:
-    """At most `SAMPLES`, spread over all that there are."""
+    """Select at most `SAMPLES`, spread over all that there are."""
     most = FEW if on.backend.graph.accumulates else SAMPLES
     grads = dtype in OF_GRADIENTS and info.supports_autograd and dtype in info.backward_dtypes
     torch.manual_seed(0)

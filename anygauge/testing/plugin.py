@@ -284,7 +284,7 @@ class ConformanceReport:
         return text
 
     def record(self) -> dict[str, Any]:
-        """The same, for machines."""
+        """Return the same, for machines."""
         return {
             "backend": self.backend,
             "distribution": self.distribution,

@@ -1,4 +1,4 @@
-"""Where the kit's code runs: in processes of their own, with the environment that the backend sets.
+"""Runs the kit's code in processes of its own, with the environment that the backend sets.
 
 The backend's code must not run, set variables or crash in the author's pytest. So one process makes
 the environment of every rank, as an agent does, and one a rank asks the checks of a part. It writes

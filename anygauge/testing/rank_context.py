@@ -99,7 +99,7 @@ class RankContext:
             self.complaints.append(str(wrong))
 
     def attempt(self, action: Callable[[], Any], what: str, ranks: Sequence[int]) -> str:
-        """Do what a library may refuse; all ranks that are asked must refuse it, or none.
+        """Do what a library may refuse; all ranks of `ranks` must refuse it, or none.
 
         Args:
             ranks: those that are; the others come along.

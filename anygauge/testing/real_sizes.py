@@ -122,7 +122,7 @@ ONE_ROW = tuple((1, terms, 67) for terms in (1, 4097, 11008, 32768))
 def _product(
     on: OpenDevice, function: Function, inputs: Sequence[Tensor], terms: int, what: str
 ) -> tuple[Tensor, Tensor]:
-    """The same of a product, within the bound of its sums and of its factors."""
+    """Compare a product, within the bound of its sums and of its factors."""
     magnitude, dtype = function(*(each.double().abs() for each in inputs)), inputs[0].dtype
     # Factors of float32 may be shortened.
     factors = 4 * bounds.product_roundoff(on, dtype) * (dtype is torch.float32)
@@ -167,7 +167,7 @@ WIDE_ROWS: Mapping[str, Function] = {
 
 
 def _gradient(function: Function, x: Tensor, *others: Tensor) -> Tensor:
-    """Of a function, for values from above that differ, and that each type has."""
+    """Return a function's gradient, for values from above that differ, and that each type has."""
     out = function(x.requires_grad_(), *others)
     above = (torch.arange(out.numel()) % 7 - 3).reshape(out.shape) / 4
     return torch.autograd.grad(out, x, above.to(out))[0]

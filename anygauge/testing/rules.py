@@ -68,7 +68,7 @@ VERSIONS = ("2.15.0a0+git1a2b3c4", "2.15.0.dev20260801+vendor9", "1", "unknown",
 
 
 def jobs(paper: Paper) -> list[Job]:
-    """Of one machine, of two, and of two with eight devices each."""
+    """Make jobs of one machine, of two, and of two with eight devices each."""
     options, strategy = paper.options, sharding_spec().name
     one = replace(JOB, backend=paper.name, backend_options=options, strategy=strategy)
     two = replace(one, rendezvous="tcp://node0:29400")
@@ -77,7 +77,7 @@ def jobs(paper: Paper) -> list[Job]:
 
 
 def _settings(paper: Paper) -> list[list[Setting]]:
-    """For each job, without and with a local rank."""
+    """Return the settings for each job, without and with a local rank."""
     backend = paper.backend()
     return [
         list(backend.environment(job, NODE, rank)) for job in jobs(paper) for rank in (None, 0, 1)

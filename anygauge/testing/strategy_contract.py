@@ -33,7 +33,7 @@ class TestStrategy:
     @pytest.fixture(scope="class")
     @classmethod
     def spec(cls) -> StrategySpec:
-        """Of the strategy."""
+        """Return the strategy's spec."""
         return Registry.load().find_strategy(cls.name).spec
 
     @pytest.fixture(scope="class")

@@ -58,7 +58,7 @@ def decided_before(run: RunFile, job: Job, registry: Registry) -> RunFile:
 def candidates(
     run: RunFile, registry: Registry, backend: Backend, ranks: int, *, ranks_run_here: bool
 ) -> list[RunFile]:
-    """Those of `forms_of` that the run may have.
+    """Select those of `forms_of` that the run may have.
 
     Args:
         ranks_run_here: see `check_strategy`.

@@ -1,4 +1,4 @@
-"""The strategy of a run: what is refused of it, its making, and what it is asked about."""
+"""Builds the strategy of a run: refuses what it cannot do, makes it, describes its work."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ def workload_of(
     world_size: int,
     skeleton: Any = None,
 ) -> Workload:
-    """What a strategy is asked about for one rank of a run.
+    """Describe the work of one rank of a run for a strategy.
 
     Raises:
         RunFileError: see `check_batch`.

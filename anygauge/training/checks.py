@@ -1,4 +1,4 @@
-"""What is checked of a run's settings, quickly and without torch; and what all checks find."""
+"""Checks a run's settings, quickly and without torch; holds what all checks find."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ class _ForeachOptimizer(Optimizer):
         raise NotImplementedError
 
     def _state_tensors(self, name: str, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """One state tensor per parameter, of its shape and type; zeros at first use."""
+        """Return one state tensor per parameter, of its shape and type; zeros at first use."""
         for parameter in parameters:
             if name not in (state := self.state[parameter]):
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
@@ -258,7 +258,7 @@ class DecoupledSGD(_ForeachOptimizer):
 
 
 def with_found_inf(optimizer: Optimizer) -> Optimizer:
-    """The same optimizer, which takes ``found_inf`` if it did not.
+    """Return the same optimizer, made to take ``found_inf`` if it did not.
 
     Args:
         optimizer: its state is each parameter's own: a step over some parameters and then over the
@@ -292,7 +292,7 @@ class _UndoMixin(Optimizer):
 
 
 def _flatten(parameters: Sequence[Tensor]) -> Tensor:
-    """Their elements in one vector: one parameter's own memory, where it is in one piece."""
+    """Join elements in one vector: one parameter's own memory, where it is in one piece."""
     pieces = [parameter.detach().reshape(-1) for parameter in parameters]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 

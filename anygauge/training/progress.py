@@ -17,7 +17,7 @@ _EVERY_S = 1.0
 
 
 class Progress:
-    """Where a rank is."""
+    """Reports where a rank is."""
 
     def __init__(self, events: EventWriter) -> None:
         self._events = events

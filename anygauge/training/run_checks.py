@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def ignore(*_: str) -> None:
-    """Where nobody listens."""
+    """Do nothing, where nobody listens."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -150,7 +150,7 @@ class RunChecks:
             ) from None
 
     def _must_be_built(self) -> bool:
-        """Whether only the model itself, without its weights, answers what is asked."""
+        """Whether only the model itself, without its weights, has the answer."""
         run, folder, shapes = self.run, self.folder, self.shapes
         asked = (
             self.engine

@@ -88,7 +88,7 @@ class StepResult:
 
 
 def _begin_copy(values: Sequence[Tensor], *, ahead: bool) -> tuple[dict[int, Tensor], Tensor]:
-    """Those of some numbers that are on the host, by place, and the others in one tensor.
+    """Split numbers into those on the host, by place, and the others in one tensor.
 
     Args:
         values: of one element each, of a floating type, on the device or the host.
@@ -406,7 +406,7 @@ class MetricsLogger:
         return {"measured": mean} if expected is None else {"predicted": expected, "measured": mean}
 
     def read_counters(self) -> dict[str, float]:
-        """What is counted by now: asked for when a step was given to the device."""
+        """Read the counters when a step was given to the device."""
         if self._file is None:
             return {}
         graphs = self.backend.graph.counters()

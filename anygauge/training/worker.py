@@ -58,7 +58,7 @@ def run_reported(job: Job, index: int, events: EventWriter, lock: str | None) ->
 
 @dataclass(frozen=True, slots=True)
 class StoppedRun:
-    """A run that was asked to end: the steps done, and the checkpoint to resume from."""
+    """A run that a user ended early: the steps done, and the checkpoint to resume from."""
 
     step: int
     checkpoint: str

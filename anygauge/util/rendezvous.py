@@ -1,4 +1,4 @@
-"""Where ranks meet: torch's store, made here and never from a URL.
+"""Lets ranks meet in torch's store, made here and never from a URL.
 
 Torch cuts a URL of a path at ``#`` and ``?``, and its own server of a store listens at every
 address of the machine. So a path is taken as it is written, and a server gets a socket that is

@@ -25,7 +25,7 @@ def did_you_mean(name: str, valid: Iterable[str], cutoff: float = 0.7) -> str:
 
 
 def near_file(path: Path) -> str:
-    """The same for a file or folder that is not there, from what its folder holds."""
+    """Suggest a file or folder like one that is not there, from what its folder holds."""
     try:
         names = sorted(each.name for each in path.parent.iterdir())
     except OSError:  # its folder is not there, either, or cannot be read

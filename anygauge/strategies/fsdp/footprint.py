@@ -103,7 +103,7 @@ class _Shards:
         return self.trained.part + self.flat.per_rank * self.size.compute + whole
 
     def in_step(self) -> dict[str, Kinds]:
-        """What is there beside what is always held.
+        """Count what is there beside what is always held.
 
         From torch's `FSDPParamGroup` and `foreach_all_gather`: weights come together in one tensor,
         and are copied out of it into each parameter's. In forward that tensor stays until the next
@@ -158,7 +158,7 @@ class _Shards:
         }
 
     def in_flat_step(self) -> dict[str, Kinds]:
-        """The same of `FlatLayers`.
+        """Count the same of `FlatLayers`.
 
         The group of what is trained is whole from the first forward on, and its gradients are
         reduced when backward is done.
@@ -176,7 +176,7 @@ class _Shards:
         }
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """Of a step. FSDP2 waits for none of them at once."""
+        """Return the traffic of a step. FSDP2 waits for none of it at once."""
         size, layers, root = self.size, self.layers, self.root
         rank, turns = size.workload.rank, size.workload.accumulation
         gathered = turns * (2 * self.every.whole - root.whole)

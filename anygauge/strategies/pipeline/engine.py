@@ -187,7 +187,7 @@ class PipelineEngine(TorchEngine):
         return propagate_nonfinite(loss, self._factor)
 
     def _schedule(self, shape: Sequence[int], count: int) -> Any:
-        """For micro-batches of a shape, (B, T)."""
+        """Make the schedule for micro-batches of a shape, (B, T)."""
         key = (*shape, count)
         if key not in self._schedules:
             hidden = torch.empty(
@@ -336,7 +336,7 @@ class Staged(GroupLayout):
 
 
 class StageGradients(LocalGradients):
-    """Those of a rank's stages, summed after the schedule; see `Gradients`.
+    """Sums the gradients of a rank's stages after the schedule; see `Gradients`.
 
     Backward of several micro-batches runs within one call of torch's, so each gradient is taken as
     soon as it is there, to be summed in its own type. A schedule that computes gradients of weights

@@ -114,7 +114,7 @@ def pipeline_memory(options: Degrees, workload: Workload) -> MemoryEstimate:
 
 
 def in_flight(schedule: str, place: int, ranks: int, count: int) -> tuple[int, ...]:
-    """Of each stage of the rank at a place of `ranks`, the micro-batches that it has at once.
+    """Count the micro-batches that each stage of the rank at a place of `ranks` has at once.
 
     At the last moment of a step of `count` at which they are most, by the order of torch's schedule
     of that name: from then on, each forward follows a backward. Backward of a micro-batch is that

@@ -71,7 +71,7 @@ def stage_parts(model: nn.Module, options: Degrees) -> list[StagePart]:
 
 
 def split_costs(costs: Sequence[int], count: int, last: int = 0) -> list[int]:
-    """Where each of `count` neighbouring parts ends, none of them empty.
+    """Divide neighbouring layers into `count` parts, none of them empty; returns their ends.
 
     The largest sum of costs is the least that there is; of equal ones, the first part is smallest.
 
@@ -107,12 +107,12 @@ def rank_of_stage(index: int, options: Degrees) -> int:
 
 
 def stages_at(stages: Sequence[StagePart], options: Degrees, place: int) -> list[StagePart]:
-    """Those of the rank at a place in its pipeline."""
+    """Return the stages of the rank at a place in its pipeline."""
     return [part for part in stages if rank_of_stage(part.index, options) == place]
 
 
 class SkippedLayer(nn.Module):
-    """In place of a layer: returns what it is given, in the form in which the layer would.
+    """Stands in for a layer: returns its input, in the form in which the layer would.
 
     Args:
         result: of the stage before, in place of that.
@@ -136,7 +136,7 @@ class SkippedLayer(nn.Module):
 
 
 class IdentityAfter(nn.Module):
-    """In place of a module after the layers, or of one that may not be there.
+    """Stands in for a module after the layers, or for one that may not be there.
 
     Args:
         note: called with it.

@@ -140,7 +140,7 @@ class Offload:
         )
 
     def _pack_parts(self, tensor: Any) -> Callable[[], Tensor]:
-        """Of a tensor made of others, such as a DTensor."""
+        """Pack a tensor made of others, such as a DTensor."""
         kind, shape, stride = type(tensor), tensor.shape, tensor.stride()
         names, context = tensor.__tensor_flatten__()
         parts = {name: self._pack(getattr(tensor, name)) for name in names}

@@ -131,7 +131,7 @@ WITHOUT_FP8 = Fp8Contexts(contextlib.nullcontext, contextlib.nullcontext)
 def fp8_contexts(
     model: nn.Module, context: BuildContext, *, reentrant: bool = False
 ) -> Fp8Contexts:
-    """Have the backend convert a model, if the run asks for it, before an engine takes it.
+    """Have the backend convert a model, if the run sets it, before an engine takes it.
 
     The output layer stays as it is: the loss multiplies with its weight, chunk by chunk, and calls
     no layer. Backward has a context where layers are computed again in it, as the products of both

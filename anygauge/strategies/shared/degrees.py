@@ -89,7 +89,7 @@ def mesh_axes(options: Any, world_size: int) -> dict[str, int]:
 
 
 def in_words(options: Degrees) -> str:
-    """For a strategy's description."""
+    """Describe the degrees for a strategy's description."""
     words = ""
     if options.pp > 1:
         words += f", {options.pp} stages ({options.schedule or '1f1b'})"

@@ -26,7 +26,7 @@ def group_along(mesh: DeviceMesh | None, axis: str) -> dist.ProcessGroup | None:
 
 @dataclass(frozen=True, slots=True)
 class CountedGroup:
-    """In place of a process group, for a plan: nothing is sent, and what is received is undefined.
+    """Stands in for a process group in a plan: sends nothing, and receives undefined values.
 
     Attributes:
         size, rank: how many ranks it stands for, and which of them this one is.
@@ -78,7 +78,7 @@ def sum_over_group(part: Tensor, group: Group) -> Tensor:
 
 
 def own_slice(whole: Tensor, group: Group, dim: int) -> Tensor:
-    """Where this rank's part lies in a dimension that all ranks have, as a view."""
+    """Return this rank's part of a dimension that all ranks have, as a view."""
     each = whole.shape[dim] // size_of(group)
     return whole.narrow(dim, rank_in(group) * each, each)
 
@@ -106,7 +106,7 @@ def _split_own(whole: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def _all_to_all(x: Tensor, group: Group, divide: int, join: int) -> Tensor:
-    """One dimension is divided over ranks, and another put together."""
+    """Divide one dimension over ranks, and put another together."""
     sent = torch.stack(x.chunk(size_of(group), dim=divide)).contiguous()
     received = torch.empty_like(sent)
     if not isinstance(group, CountedGroup):

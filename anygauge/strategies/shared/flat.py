@@ -214,23 +214,23 @@ class FlatSizes:
 
     @classmethod
     def of(cls, model: nn.Module, ranks: int) -> FlatSizes:
-        """Those of a model, real or on the meta device."""
+        """Return the sizes of a model, real or on the meta device."""
         pieces = [_piece(_frozen_of(layer), ranks) for layer in decoder_layers(model)]
         return cls([ranks * piece for piece in pieces], ranks)
 
     @property
     def per_rank(self) -> int:
-        """That a rank holds."""
+        """Elements that a rank holds."""
         return sum(self.lengths) // self.ranks
 
     @property
     def buffers(self) -> int:
-        """In which layers come together."""
+        """Elements of the buffers in which layers come together."""
         return BUFFERS * max(self.lengths)
 
     @property
     def num_gathers(self) -> int:
-        """In a forward and a backward, once there was a turn before them.
+        """Gathers in a forward and a backward, once there was a turn before them.
 
         The first layers are there from the backward before, the last ones from the forward.
         """
@@ -238,7 +238,7 @@ class FlatSizes:
 
     @property
     def num_gathered(self) -> int:
-        """By these."""
+        """Elements that these gathers give."""
         kept = min(BUFFERS, len(self.lengths))
         return sum(self.lengths[kept:]) + sum(self.lengths[: len(self.lengths) - kept])
 
@@ -264,7 +264,7 @@ def _padded(parameter: Tensor) -> int:
 
 
 def _numbers_of_lists(model: nn.Module, layers: Sequence[nn.Module]) -> list[int]:
-    """For each layer the number of the module list that it is in."""
+    """Number each layer by the module list that it is in."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     at = {id(layer): number for number, one in enumerate(lists) for layer in one}
     return [at[id(layer)] for layer in layers]

@@ -92,7 +92,7 @@ class Sizes:
 
     @classmethod
     def of(cls, workload: Workload) -> Sizes:
-        """Those of a run; its skeleton is an adapted model."""
+        """Return a run's sizes; its skeleton is an adapted model."""
         model, precision = workload.skeleton, workload.precision
         assert model is not None, "an estimate is made from the model"
         trained = unique(p for p in model.parameters() if p.requires_grad)
@@ -246,7 +246,7 @@ class EstimatedStrategy:
 def whole_memory(
     workload: Workload, *, replicas: int | None = None, sum_bytes: int | None = None
 ) -> MemoryEstimate:
-    """Of a rank whose gradients are those of `LocalGradients`, or of `SummedOverRanks`.
+    """Estimate a rank whose gradients are those of `LocalGradients`, or of `SummedOverRanks`.
 
     Args:
         replicas: ranks that DDP makes replicas of; None: all of them.

@@ -21,7 +21,7 @@ class Cut:
     count: int
 
     def place(self, size: int) -> slice:
-        """Where it lies in a dimension of `size`."""
+        """Return where the part lies in a dimension of `size`."""
         each = size // self.count
         return slice(self.index * each, (self.index + 1) * each)
 

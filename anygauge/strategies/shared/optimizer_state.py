@@ -99,7 +99,7 @@ def import_plain(
 def export_plain(
     optimizer: Any, named: Sequence[tuple[str, nn.Parameter]], device: torch.device
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Of parameters that it holds whole: (name, key, tensor), copied to `device`."""
+    """Export the state of parameters that it holds whole: (name, key, tensor), on `device`."""
     for name, parameter in named:
         yield name, PARAMETER, parameter.detach().to(device, torch.float32, copy=True)
         kept = optimizer.state.get(parameter, {})

@@ -43,7 +43,7 @@ class Sharded(GroupLayout):
 
 
 def part_of(parameter: Tensor, cut: Cut | None = None) -> tuple[slice, ...]:
-    """Where this rank's part of a DTensor lies in the whole; of a plain tensor, all of it.
+    """Return where this rank's part of a DTensor lies in the whole; of a plain tensor, all of it.
 
     Args:
         cut: made before, of which the tensor is a part.

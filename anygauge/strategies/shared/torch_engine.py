@@ -211,7 +211,7 @@ class TorchEngine:
         self._gradients.import_rank_state(tensors)
 
     def close(self) -> None:
-        """Nothing is held that Python does not free."""
+        """Do nothing: Python frees all that the engine holds."""
 
     @torch.no_grad()
     def _copy_masters(self) -> None:
@@ -222,7 +222,7 @@ class TorchEngine:
 
     @property
     def _named_masters(self) -> list[tuple[str, nn.Parameter]]:
-        """Of parts that are not empty, which no optimizer needs to see."""
+        """Return the parts that are not empty; no optimizer needs to see the others."""
         return [
             (name, m)
             for (name, _), m in zip(self._trained, self._masters, strict=True)
@@ -230,7 +230,7 @@ class TorchEngine:
         ]
 
     def _state_keys(self) -> list[str]:
-        """Of the tensors that the optimizer keeps for each parameter; none before it stepped."""
+        """List the tensors that the optimizer keeps for each parameter; none before it stepped."""
         states = (self._optimizer.state.get(m) for _, m in self._named_masters)
         return next((state_keys(state) for state in states if state), [])
 
@@ -273,7 +273,7 @@ class LossScale:
         return False
 
     def counters(self, updates: int) -> Counters:
-        """With the optimizer's updates."""
+        """Return the counters with the optimizer's updates."""
         if not self.enabled:
             return Counters(updates=updates)
         return Counters(updates=updates, loss_scale=self.value, good_steps=self.good_steps)

@@ -238,7 +238,7 @@ def _may_be_cut(causal: Any, embedding: Any, count: int) -> bool:
 def partial_gradients(
     model: nn.Module, division: Division, options: Degrees, names: Sequence[str]
 ) -> list[bool]:
-    """Of trained parameters: whether what a rank finds as the gradient is a part of a sum.
+    """Tell which trained parameters get only a part of the gradient on a rank.
 
     Whole are those of parameters that every rank uses alike, and those of a rank's own parts.
     """

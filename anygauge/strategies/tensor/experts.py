@@ -21,7 +21,7 @@ WHOLE_PARTS = ("gate", "router", "shared_expert_gate", "expert_bias")
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """One block.
+    """One block of experts.
 
     Attributes:
         block: the router, experts, and shared ones.

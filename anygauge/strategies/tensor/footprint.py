@@ -89,7 +89,7 @@ def tensor_memory(
 
 @dataclass
 class Passes:
-    """Of one micro-batch: entries of blocks and ends of rows that are passed, each way.
+    """Counts for one micro-batch: entries of blocks and ends of rows that are passed, each way.
 
     A gradient flows back through those alone behind which something is trained.
     """
@@ -184,7 +184,7 @@ def tensor_calls(
 
 
 def _parameters(model: nn.Module, division: Division, stage: HeldLayers) -> Iterator[nn.Parameter]:
-    """Of some layers, of the embedding if they are the first, of what follows if the last."""
+    """Select those of some layers; of the first, the embedding's too; of the last, the rest."""
     for layer in division.layers[stage.first : stage.end]:
         yield from layer.module.parameters()
     embedding = list(causal_of(model).get_input_embeddings().parameters())

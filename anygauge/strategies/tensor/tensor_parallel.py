@@ -127,7 +127,7 @@ class DividedModel:
         return {} if self.division is None else self.division.cuts
 
     def layout(self, inner: TensorLayout, model: nn.Module) -> TensorLayout:
-        """Of the whole model's tensors, where `inner` is that of the parts."""
+        """Return the layout of the whole model's tensors, where `inner` is that of the parts."""
         if self.division is None or self.group is None:
             return inner
         at = dict(model.named_parameters())
@@ -154,7 +154,7 @@ class DividedModel:
 def divide_model(
     model: nn.Module, options: Degrees, mesh: DeviceMesh | None, device: torch.device
 ) -> DividedModel:
-    """Give this rank its part of every layer or sequence, where the degrees ask for it.
+    """Give this rank its part of every layer or sequence, as the degrees say.
 
     Args:
         model: adapted; may be on meta.

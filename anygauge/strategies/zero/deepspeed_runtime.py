@@ -180,7 +180,7 @@ def _replace(module: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _gathered_one_by_one() -> Iterator[None]:
-    """Gather weights that are asked for together one after another.
+    """Gather weights one after another that peft requests together.
 
     Older versions wait for the last of several gathers alone. Where collectives are not queued on
     the device, the others may not have ended, and a norm would be taken of what was in memory.

@@ -172,7 +172,7 @@ def of_ranks(count: int, ranks: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Gradients:
-    """Of an engine whose ranks have all weights, in bytes.
+    """Gradients of an engine whose ranks have all weights, in bytes.
 
     Attributes:
         always: there from the first step on.
@@ -242,7 +242,7 @@ def _gradients(terms: Terms) -> _Gradients:
 
 
 def replicated_memory(terms: Terms) -> MemoryEstimate:
-    """Of a run with stage 0, 1 or 2."""
+    """Estimate a run with stage 0, 1 or 2."""
     size, stage, part = terms.size, terms.stage, terms.part
     workload, found = size.workload, _gradients(terms)
     turns = workload.accumulation
@@ -384,12 +384,12 @@ class _Weights:
         )
 
     def full(self, more: int) -> int:
-        """What is whole at once: what was fetched ahead, up to a limit, and what is needed now."""
+        """Count what is whole at once: what was fetched ahead, up to a limit, and is needed now."""
         return min(self.others, self.ahead + more)
 
 
 def sharded_memory(terms: Terms) -> MemoryEstimate:
-    """Of a run with stage 3.
+    """Estimate a run with stage 3.
 
     From the third micro-batch on DeepSpeed fetches weights ahead, and keeps what is used again
     soon, until so many are whole (``stage3_max_live_parameters``), beside what a module needs.

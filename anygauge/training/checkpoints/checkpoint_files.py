@@ -1,4 +1,4 @@
-"""One checkpoint: written to a folder, opened, and put into the model that a run builds.
+"""Writes a checkpoint to a folder, opens it, and puts it into the model that a run builds.
 
 ====================  =============================================================================
 ``checkpoint.json``   step, counters, what a run that resumes from here must have in common with
@@ -151,7 +151,7 @@ class Checkpoint:
             return file.get_tensor(entry)
 
     def rng(self, rank: int) -> dict[str, Tensor]:
-        """One rank's generator states; empty where there was no such rank."""
+        """Return one rank's generator states; empty where there was no such rank."""
         return _of_rank([self.folder / RNG], rank)
 
     def rank_state(self, rank: int) -> dict[str, Tensor]:

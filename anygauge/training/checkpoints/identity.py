@@ -163,7 +163,7 @@ class FinishedError(AnygaugeError):
 
 
 class _Report(BaseModel):
-    """Of a run's report, what is read here."""
+    """The part of a run's report that is read here."""
 
     steps: Count
     saved: Text

@@ -45,7 +45,7 @@ USUAL_S = 15 * 60.0
 
 
 def checkpoint_folder(run_directory: Path, step: int) -> Path:
-    """Where a run keeps the checkpoint of a step."""
+    """Return where a run keeps the checkpoint of a step."""
     return run_directory / FOLDER / f"step-{step:08}"
 
 

@@ -228,7 +228,7 @@ class _Closed(BaseModel):
 
 
 class RecordedCounters(_Closed):
-    """Of the optimizer."""
+    """Counters of the optimizer."""
 
     updates: Count
     loss_scale: Number | None
@@ -258,7 +258,7 @@ class RecordedHistory(_Closed):
 
 
 class RecordedData(_Closed):
-    """Where a packed stream is, in addition to the step; nothing else needs more than that."""
+    """The place of a packed stream, in addition to the step; nothing else needs more than that."""
 
     first_step: Count = 0
     epoch: Count = 0

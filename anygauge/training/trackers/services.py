@@ -42,7 +42,7 @@ class _Logger(logging.LoggerAdapter):
 
     @functools.lru_cache(None)  # noqa: B019 - there is one
     def warning_once(self, *args: Any) -> None:
-        """As accelerate's."""
+        """Warn as accelerate's logger does."""
         self.warning(*args)
 
 
@@ -240,7 +240,7 @@ class MLflow(_Service, tracking.MLflowTracker):
             self.store_init_configuration(short)
 
     def _end(self, status: RunStatus) -> None:
-        """With how the run ended."""
+        """Send how the run ended."""
         import mlflow
 
         mlflow.end_run(_MLFLOW_STATUS[status])
