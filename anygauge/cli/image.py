@@ -99,7 +99,7 @@ def run_command(
     volumes: Sequence[str] = (),
     terminal: bool = False,
 ) -> list[str]:
-    """What starts a container for one machine's devices.
+    """Return the command that starts a container for one machine's devices.
 
     It runs as the user who starts it, so that what it writes into this folder is that user's.
 

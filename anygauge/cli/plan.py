@@ -278,7 +278,7 @@ def _show_choices(console: Console, what: str, choices: Sequence[Choice]) -> lis
 
 
 def _show_changes(console: Console, found: Iterable[Choice], *, fits: bool) -> list[dict[str, Any]]:
-    """What to change of a run that fits, or does not, with options to paste; returns as above."""
+    """Print what to change of a run that fits, or does not, as options; returns as above."""
     record: list[dict[str, Any]] = []
     console.print("What to change, cheapest first:", style="bold")
     for number, one in enumerate(found, 1):

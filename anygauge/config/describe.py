@@ -163,7 +163,7 @@ def field_kind(field: FieldInfo) -> Kind:
 
 
 def meaning(field: FieldInfo) -> str:
-    """A field's description; for a section without one, what its class says first."""
+    """Return a field's description; of a section without one, the first line of its class."""
     if field.description:
         return field.description
     section = field_kind(field).section

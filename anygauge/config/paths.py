@@ -68,7 +68,7 @@ def _places_of_data(values: Any) -> Iterator[Place]:
 
 
 def value_at(values: Any, place: Place) -> Any:
-    """What stands at a place; None where there is no such place."""
+    """Return what stands at a place; None where there is no such place."""
     for part in place:
         try:
             values = values[part]
@@ -170,7 +170,7 @@ def locate(path: Place, text: str, folder: Path) -> str:
 
 
 def complaint_about(path: Place, text: str) -> str:
-    """What is wrong with the file or folder that a resolved field names; "" if it can be used."""
+    """Tell what is wrong with the path in a resolved field; "" if it can be used."""
     if path in (OUTPUT, CACHE) or (_is_source(path) and is_remote(text)):
         return ""
     target = Path(text)

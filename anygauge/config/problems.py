@@ -1,4 +1,4 @@
-"""What is wrong with a run file, each complaint as one line that says what to change."""
+"""Describes what is wrong with a run file: one line for each complaint, with the remedy."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _other_homes(field: str, here: _Path) -> list[str]:
 
 
 def _refusal(path: _Path, text: str, root: YamlNode) -> str:
-    """What a section's own check said, with the places of the fields that it names."""
+    """Return the message of a section's own check, with the places of the fields that it names."""
     places = [
         f"{name}: {node.origin}"
         for name in dict.fromkeys(re.findall(r"'(\w+)'", text))

@@ -216,7 +216,7 @@ class DataSection(Section):
         return self
 
     def _check_streamed(self) -> None:
-        """What cannot be done with rows that are read in their own order."""
+        """Refuse what rows that are read in their own order cannot do."""
         way_out = "; leave 'streaming' out (rows are then tokenized before the run)"
         weighted = [source for source in self.train_sources if source.weight != 1]
         if weighted:
@@ -381,7 +381,7 @@ class RunFile(Section):
 
     @contextlib.contextmanager
     def locate_errors(self) -> Iterator[None]:
-        """Add file and line to what a plugin says of its options: "path: text", a line each."""
+        """Add file and line to a plugin's complaints about options: "path: text", a line each."""
         try:
             yield
         except RunFileError as error:

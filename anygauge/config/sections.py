@@ -258,7 +258,7 @@ class CheckpointingSection(Section):
 
 
 def recomputation(given: bool | CheckpointingSection) -> Activations:
-    """What ``train.gradient_checkpointing`` says of decoder layers."""
+    """Read ``train.gradient_checkpointing`` for decoder layers."""
     if isinstance(given, bool):
         return Activations(every=int(given))
     return Activations(every=given.every, selective=given.selective)

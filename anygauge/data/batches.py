@@ -427,7 +427,7 @@ class _Sequences:
             )
 
     def documents(self, sequences: NDArray[np.int64]) -> list[list[Tokens]]:
-        """What sequences hold; `DUMMY` stands for one that holds nothing."""
+        """Return the documents of sequences; `DUMMY` stands for one that holds nothing."""
         found: list[list[Tokens]] = []
         for each in sequences.tolist():
             members = [] if each == DUMMY else [each]

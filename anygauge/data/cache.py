@@ -181,7 +181,7 @@ def key_of(*parts: Any) -> str:
 
 
 def read_error(path: str, error: OSError) -> DataError:
-    """What to say of a data file that cannot be opened or read."""
+    """Return the error of a data file that cannot be opened or read."""
     if isinstance(error, FileNotFoundError):
         file = Path(path).expanduser().absolute()
         return DataError(f"{path}: no such file (looked at {file}){near_file(file)}")

@@ -173,7 +173,7 @@ def question_text(
 def parse_all(
     records: Sequence[Record], row_format: str, source: SourceSection, field: str
 ) -> list[AnyRow]:
-    """Neighbouring records; see `parse`. Of a column that one lacks, the others say more."""
+    """Parse neighbouring records; see `parse`. Others say more of a column that one lacks."""
     rows = []
     for record in records:
         try:
@@ -480,7 +480,7 @@ def _parse_role(turn: Mapping[str, Any], key: str, roles: tuple[str, ...], where
 
 
 def _parse_content(turn: Mapping[str, Any], key: str, role: str, where: str) -> str:
-    """What a turn says under a key, as text."""
+    """Read a turn's text under a key."""
     value = turn.get(key)
     if value is None:
         found = f"null as {key}" if key in turn else f"no {key}"

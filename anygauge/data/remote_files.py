@@ -223,7 +223,7 @@ def with_retry(what: str, work: Callable[[], Result]) -> Result:
 
 
 def _permanent_error(what: str, error: Exception) -> DataError | None:
-    """What to say of an error that comes again however often one tries."""
+    """Return the error where a new attempt would end alike; None where it may not."""
     answer = getattr(error, "response", error)
     status = getattr(answer, "status_code", getattr(answer, "status", None))
     if isinstance(error, FileNotFoundError) or status in (404, 410):
@@ -241,7 +241,7 @@ def _permanent_error(what: str, error: Exception) -> DataError | None:
 
 
 def _describe_error(error: Exception) -> str:
-    """What an error says, without what addresses hold that may be secrets."""
+    """Describe an error, without what addresses hold that may be secrets."""
     name = type(error).__name__
     if name in _HOPELESS:
         return _HOPELESS[name]

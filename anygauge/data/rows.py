@@ -67,7 +67,7 @@ _BAD = b"bad"
 def batch_of(
     encoded: Sequence[Tokens], places: Sequence[int], bad: Sequence[str] = ()
 ) -> pa.RecordBatch:
-    """What neighbouring records became, each in at least one row; see `bad_of` and `records_of`.
+    """Make a table of neighbouring records, each in at least one row; see `bad_of`, `records_of`.
 
     Args:
         places: line or index of each record.
@@ -96,7 +96,7 @@ def batch_of(
 
 
 def bad_of(batch: pa.RecordBatch) -> list[str]:
-    """What is wrong with the records of a batch that cannot be used."""
+    """List what is wrong with the records of a batch that cannot be used."""
     return list(json.loads(batch.schema.metadata[_BAD]))
 
 
@@ -165,7 +165,7 @@ def usable_cores() -> int:
 def chunks_of(
     rows: Iterator[Record], work: Tokenize, workers: int | None, rendering: Rendering
 ) -> Iterator[pa.RecordBatch]:
-    """What rows became, chunk by chunk, in the rows' order.
+    """Yield what rows became, chunk by chunk, in the rows' order.
 
     Args:
         workers: processes; None: as many as cores, once there are many rows.
@@ -231,7 +231,7 @@ class Workers:
     def result(
         self, future: Future[pa.RecordBatch], timeout_s: float | None = None
     ) -> pa.RecordBatch:
-        """What rows became."""
+        """Return what rows became."""
         with _not_ended():
             return future.result(timeout_s)
 

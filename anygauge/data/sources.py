@@ -235,7 +235,7 @@ def _data_set(
 
 
 def _card_rows(info: Any, split: str) -> int | None:
-    """Rows of a split, as the data set's card says."""
+    """Read from the data set's card how many rows a split has."""
     found = (info.splits or {}).get(split)
     return None if found is None else found.num_examples or None
 
@@ -273,7 +273,7 @@ def _split_files(
 
 
 def _load_error(section: SourceSection, field: str, error: Exception, at: str = "") -> Exception:
-    """What to say of a data set that cannot be loaded, or read on at a row."""
+    """Return the error of a data set that cannot be loaded, or read on at a row."""
     from huggingface_hub import constants
 
     if isinstance(error, DataError):

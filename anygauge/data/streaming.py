@@ -100,7 +100,7 @@ class StreamedRows:
 
     @property
     def report(self) -> str:
-        """What became of the rows so far, in words."""
+        """Describe what became of the rows so far."""
         if self.counts.rows:
             return f"streamed {self.counts}"
         count = "rows" if self.length is None else f"{self.length} rows"

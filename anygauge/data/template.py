@@ -288,7 +288,7 @@ def end_of_turn_ids(
 
 
 def _token_patterns(tokenizer: Any) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """What matches a special token, and what matches any added token that is not white space."""
+    """Return what matches a special token, and what matches any added token but white space."""
     tokens = tokenizer.added_tokens_decoder.values()
     special = {each.content for each in tokens if each.special} | set(tokenizer.all_special_tokens)
 

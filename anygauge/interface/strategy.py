@@ -138,7 +138,7 @@ class BuildContext:
 
 
 class StrategyPlanner(Protocol):
-    """What plans ask of a strategy."""
+    """The questions of a plan to a strategy."""
 
     def memory(self, workload: Workload) -> MemoryEstimate:
         """What the workload's rank holds and sends; the skeleton is there, whole."""

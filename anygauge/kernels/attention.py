@@ -11,7 +11,7 @@ from anygauge.interface import AttentionKernel, Backend, PluginError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionChoice:
-    """What models are built with.
+    """The attention that models are built with.
 
     Attributes:
         name: for the model library.

@@ -1,4 +1,4 @@
-"""Which kernel serves each operation: asked for, preferred, default, or the reference; no torch."""
+"""Chooses each operation's kernel: the run's, preferred, default, or reference; no torch."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def _on_graphs(loss: LossKernel, graph: Graph) -> LossKernel:
 def _attention(
     run: RunFile, backend: Backend, choices: Mapping[str, KernelChoice], kernel: Any, config: Any
 ) -> tuple[AttentionChoice, dict[str, str]]:
-    """What computes attention; and why the kernel cannot, by operation."""
+    """Choose what computes attention; tells why the kernel cannot, by operation."""
     named = run.model.attention
     if named != "auto":
         return AttentionChoice(name=named, why="asked for by name", masks_of=named), {}

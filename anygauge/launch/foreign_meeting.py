@@ -65,7 +65,7 @@ def meeting_store(launch: ForeignLaunch, patience_s: float) -> dist.Store:
 def agree(
     store: dist.Store, launch: ForeignLaunch, known: Mapping[str, Any], patience_s: float
 ) -> Mapping[str, Any]:
-    """What rank 0 knows of the run.
+    """Return what rank 0 knows of the run.
 
     A launcher's store may hold what an earlier attempt has left. So each rank asks with a number
     that it draws, and then puts the run's in its place.

@@ -27,7 +27,7 @@ _HEARD_S = 30.0
 
 
 class RefusedError(AnygaugeError):
-    """Why no rank can start, alike on all of them; rank 0 has said it."""
+    """No rank can start, for one reason on all of them; rank 0 has reported it."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)

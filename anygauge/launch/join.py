@@ -78,7 +78,7 @@ def join(request: RunRequest, foreign: ForeignLaunch, *, quiet: bool) -> NoRetur
 def _decide_for_all(
     request: RunRequest, foreign: ForeignLaunch, held: contextlib.ExitStack
 ) -> dict[str, Any]:
-    """What rank 0 knows for all: the job, that it is done already, or why there is none."""
+    """Let rank 0 decide for all: the job, that it is done already, or why there is none."""
     from anygauge.launch.run_directory import clear_for_start, lock_folder, write_run
     from anygauge.launch.submit import refuse_second, resume_target
     from anygauge.util.files import write_text

@@ -29,7 +29,7 @@ _TURN_S = 0.05
 
 
 class CancelledError(AnygaugeError):
-    """The agent was asked to end before all nodes had met."""
+    """The user ended the agent before all nodes had met."""
 
     exit_status = 128 + signal.SIGTERM
 

@@ -1,4 +1,4 @@
-"""Whether a run is planned before its ranks start, and what its plan says of it.
+"""Decides whether to plan a run before its ranks start, and reports what the plan found.
 
 No plan is made where arithmetic tells that the run is far from any limit. What cannot fit this
 machine's devices is refused. Strategy `auto` becomes the first form that fits.
@@ -140,7 +140,7 @@ def plan_memory(
     force: bool = False,
     begin: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> Decision:
-    """Plan the first form of a run that fits, and say what that means for it.
+    """Plan the first form of a run that fits, and report what that means for it.
 
     Args:
         forms: that `auto` may be; none where the strategy is named.

@@ -36,7 +36,7 @@ HEARTBEAT_S = 1.0
 
 
 class Instruction(enum.Enum):
-    """What another node tells this one's supervisor to do. The values are kinds of messages."""
+    """An instruction of another node to this one's supervisor. The values are kinds of messages."""
 
     END = "end"
     """End the ranks: a rank or a node has failed."""
@@ -92,7 +92,7 @@ class Nodes:
         selector.register(self._readable, selectors.EVENT_READ, self)
 
     def poll(self) -> list[Instruction]:
-        """Read and answer messages of other nodes; what they tell this one to do."""
+        """Read and answer messages of other nodes; returns their instructions."""
         now = time.monotonic()
         due = now - self._heartbeat_at >= HEARTBEAT_S
         if due:

@@ -189,7 +189,7 @@ class Worker(Nodes):
 
 
 def rendezvous_of(message: Mapping[str, Any]) -> str:
-    """What can be given to ranks: node 0 sends an address and a port.
+    """Return the address that ranks get: node 0 sends an address and a port.
 
     Raises:
         ValueError: it is neither.

@@ -216,7 +216,7 @@ class _SilenceClock:
 
 
 def _reap(process: subprocess.Popen[bytes]) -> int:
-    """How a process ended that has nothing more to say; one that does not end is killed."""
+    """Return how a process ended that has nothing more to report; kill one that does not end."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(timeout=_END_S)
     process.kill()

@@ -1,4 +1,4 @@
-"""How long the prepare process may be silent, and what to say of one that was ended."""
+"""Limits the prepare process's silence, and explains how one was ended."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TAIL = 2000
 
 
 class PrepareWork:
-    """What the process is at; and what to say of one that was ended there.
+    """What the process is at, and the errors of one that was ended there.
 
     Attributes:
         stage: see `anygauge.launch.prepare_process.Stages`.

@@ -74,7 +74,7 @@ class PrepareRequest(Section):
 
 
 class PrepareAnswer(Section):
-    """What became of a request.
+    """The result of a request.
 
     Attributes:
         left: bytes of weights whose index alone was wanted, and that are not here.

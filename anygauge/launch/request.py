@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRequest:
-    """What the user asked for, checked and with a backend chosen.
+    """The run that the user requests, checked and with a backend chosen.
 
     Attributes:
         forms: what strategy ``auto`` may become, the fastest first, which the run has until it is
@@ -110,7 +110,7 @@ def read_request(
 
 
 def _check_without_backend(run: RunFile, registry: Registry, *, need_device: bool) -> None:
-    """What needs no backend to be told: options, paths, data, secrets, optimizer, trackers."""
+    """Check what needs no backend: options, paths, data, secrets, optimizer, trackers."""
     from anygauge.config.load import check_paths
     from anygauge.data import peek
     from anygauge.registry.specs import read_options

@@ -36,7 +36,7 @@ _TURN_S = 0.1
 
 
 class StartAbortedError(AnygaugeError):
-    """Another node has failed, or the job was asked to end: no rank starts on this node."""
+    """Another node has failed, or the user ended the job: no rank starts on this node."""
 
 
 def read_standard_input() -> list[str]:

@@ -70,7 +70,7 @@ def resume_target(request: RunRequest) -> tuple[bool, FinishedRun | None]:
 
 
 def _check_named(run: RunFile, checkpoint: Path) -> None:
-    """What ranks would refuse of ``--resume FOLDER``, but for the contents of its large files."""
+    """Refuse what ranks would refuse of ``--resume FOLDER``, but for its large files' contents."""
     from anygauge.training.checkpoints.identity import check_same_run, identity_of_file
     from anygauge.training.checkpoints.sound import read_record, refusal_of
 

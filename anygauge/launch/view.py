@@ -93,7 +93,7 @@ class View:
                 self._bar.start()
 
     def show(self, event: Event) -> None:
-        """What one event has to say; rank 0 speaks for all but in messages."""
+        """Show one event; rank 0 speaks for all but in messages."""
         kind, rank = event["event"], event.get("rank") or 0
         if kind in ("started", "step") and not self.began:
             self.began, self.stops = True, bool(event.get("stops", True))
@@ -120,7 +120,7 @@ class View:
             self._summary = event.get("summary")
 
     def summary(self) -> None:
-        """What rank 0 said of the whole run."""
+        """Show rank 0's summary of the whole run."""
         for text in summary_lines(self._summary):
             self.line(text)
 
@@ -230,7 +230,7 @@ def summary_lines(summary: Any) -> list[str]:
 
 
 def _memory_line(found: Mapping[str, Any]) -> str:
-    """What was planned and what was measured."""
+    """Compare what was planned with what was measured."""
     predicted, measured = (
         format_bytes(max(found[name].values(), default=0)) for name in ("predicted", "measured")
     )

@@ -173,7 +173,7 @@ def _kind(adapter: AdapterSection) -> str:
 
 
 def packed_in_words(data: DataSection) -> str:
-    """What packing does to rows, to be said behind their length; "" for nothing."""
+    """Describe what packing does to rows, to stand behind their length; "" for nothing."""
     mixed = "" if data.isolates else ": each row attends to those before it in its pack"
     return f", packed{mixed}" if data.packs else ""
 

@@ -426,7 +426,7 @@ def _by_number(name: str) -> list[Any]:
 
 
 def _known_beside(model: Any, name: str) -> bool:
-    """Whether an architecture says that its files may have a tensor that it has no use for.
+    """Whether an architecture lists a tensor of its files that it has no use for.
 
     Such are tables that it computes itself, and layers that only others use.
     """

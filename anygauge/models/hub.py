@@ -91,7 +91,7 @@ class DownloadRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fetched:
-    """What became of a request.
+    """The result of a request.
 
     Attributes:
         folder: the copy.
@@ -340,7 +340,7 @@ def _download(request: DownloadRequest, revision: str | None, files: list[str]) 
 def _download_weights(
     request: DownloadRequest, folder: Path, files: list[str], total: int, progress: Progress
 ) -> None:
-    """The same, and tell how many bytes are on the disk: the older library counts only files."""
+    """Download weights, and report the bytes on the disk: the older library counts only files."""
     blobs, shown = folder.parents[1] / "blobs", 0
     before = _bytes_in(blobs)
     with ThreadPoolExecutor(1) as pool:
@@ -396,7 +396,7 @@ def _explain_errors(request: DownloadRequest) -> Iterator[None]:
 
 
 def _refusal(error: BaseException, status: int | None, request: DownloadRequest) -> str | None:
-    """What is wrong with the request, and what to do; None where the hub did not answer it."""
+    """Explain what is wrong with the request; None where the hub did not answer it."""
     from huggingface_hub import constants, errors, get_token
 
     name, text, page = request.name, _reason(error), f"{constants.ENDPOINT}/{request.name}"
@@ -463,5 +463,5 @@ def _no_answer(
 
 
 def _reason(error: BaseException) -> str:
-    """What the hub said; else a line without addresses and numbers of requests."""
+    """Return the hub's message; else a line without addresses and numbers of requests."""
     return first_line(getattr(error, "server_message", None) or error)

@@ -39,7 +39,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class MaskPlan:
-    """What packed rows' masks look like for one model.
+    """The masks of packed rows for one model.
 
     Attributes:
         form: ``additive``, ``boolean`` or ``blocks``.
@@ -148,7 +148,7 @@ def model_inputs(
 def plan_masks(
     config: Any, masks_of: str, max_length: int, *, field: str = "data.packing", off: str = "false"
 ) -> MaskPlan:
-    """How to say who sees whom in a model's sequences, as packed rows need it.
+    """Plan how a model's sequences state who sees whom, as packed rows need it.
 
     Args:
         config: of the model.

@@ -200,7 +200,7 @@ def untie(model: Any) -> bool:
 
 
 def stored_dtype(section: ModelSection) -> torch.dtype:
-    """The type that the base's weights have on disk, as its configuration says."""
+    """Return the type that the base's weights have on disk, by its configuration."""
     from anygauge.models.factory import dtype_name
     from anygauge.models.source import load_config
 

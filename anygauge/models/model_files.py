@@ -111,7 +111,7 @@ class LazyTensors(Mapping[str, "Tensor"]):
 
 
 def check_weights(folder: Path) -> Shapes | None:
-    """Read what weights a folder says that it has, and refuse files that cannot be whole.
+    """Read which weights a folder lists, and refuse files that cannot be whole.
 
     Reads headers, and of PyTorch's own files the first and last bytes, without torch.
 
@@ -359,7 +359,7 @@ def check_folder(folder: Path) -> None:
 
 
 def weight_map(index: Path) -> Mapping[str, str]:
-    """Tensor -> name of its file, as an index tells.
+    """Read an index: tensor -> name of its file.
 
     Raises:
         ModelError: it is not an index, or names something else than files beside it.

@@ -63,7 +63,7 @@ def read_record(adapter: Path | None) -> tuple[QuantizeSection, str] | None:
 
 
 def stored_format(config: Any) -> dict[str, Any] | None:
-    """What a configuration says of the format of its weights; None for plain ones."""
+    """Read the format of the weights from a configuration; None for plain ones."""
     fields = getattr(config, "quantization_config", None)
     if fields is None:
         return None

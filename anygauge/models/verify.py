@@ -35,12 +35,12 @@ UNVERIFIED = "-unverified"
 
 
 class VerificationError(ModelError):
-    """What was saved does not give what was trained."""
+    """The saved result does not give what the trained model gives."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """What was checked of a saved result.
+    """What the check of a saved result found.
 
     Attributes:
         reloaded: whether it was loaded from its files.

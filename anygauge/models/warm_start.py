@@ -128,7 +128,7 @@ def check_given(
     built: Mapping[str, Factors],
     folder: Path,
 ) -> None:
-    """Refuse fields of the run file that say something else than the saved adapter.
+    """Refuse fields of the run file that contradict the saved adapter.
 
     Args:
         planned: layers that the run file names, or None where it leaves them to the adapter.

@@ -1,4 +1,4 @@
-"""What to change of a run, what else its ranks could be, and the largest of it that fits."""
+"""Finds what to change of a run, what else its ranks could be, and the largest of it that fits."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Choice:
             return replace(self, why=str(error))
 
     def record(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """Return what JSON can hold."""
         none = dict.fromkeys(("ranks", "phase", "fit", "time"))
         found = {"name": self.name, "lines": dict(self.lines), "set": self.options}
         trial = none if self.trial is None else self.trial.record()
@@ -220,7 +220,7 @@ def _find_largest(
     sizes: tuple[int, int, int],
     ended_by: str,
 ) -> Choice:
-    """What the formula through known plans says, until a plan of that agrees.
+    """Search with the formula through known plans, until a plan agrees.
 
     Args:
         sizes: the run's, of which multiples are tried, and the most that is.

@@ -84,7 +84,7 @@ class Fit:
         return not self.shortages
 
     def record(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """Return what JSON can hold."""
         return {**asdict(self), "needed": self.needs, "left": self.free, "fits": self.fits}
 
 
@@ -147,7 +147,7 @@ _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
 
 
 def most_bytes(run: RunFile, parts: int) -> int | None:
-    """More than a rank of this run can take of its device; None: arithmetic does not tell.
+    """Bound what a rank of this run can take of its device; None: arithmetic does not tell.
 
     It does for decoders that state all of their sizes, held whole on each rank.
 

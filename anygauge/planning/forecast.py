@@ -62,7 +62,7 @@ class Peak:
 
     @classmethod
     def of(cls, *parts: Mapping[str, int]) -> Peak:
-        """What several have together."""
+        """Return the peak of several together."""
         kinds: dict[str, int] = {}
         for part in parts:
             for kind, size in part.items():

@@ -160,7 +160,7 @@ class Hardware:
         return replace(found, link=card.link) if found.link is None else found
 
     def note_on(self, machine: Machine) -> str:
-        """What to say of a machine that is imagined, and which described one has such cards."""
+        """Return a note on a machine that is imagined, and which described one has such cards."""
         if not machine.imagined:
             return ""
         said = (

@@ -84,7 +84,7 @@ class Duration:
         return None if self.peak is None else self.flops / self.step / self.peak
 
     def record(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """Return what JSON can hold."""
         return {**asdict(self), "tokens_per_s": self.tokens_per_s, "mfu": self.mfu}
 
 

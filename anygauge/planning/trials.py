@@ -27,7 +27,7 @@ from anygauge.util.text import describe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """What runs are held against.
+    """The machine that runs are planned for.
 
     Attributes:
         backend: that they would have.
@@ -76,7 +76,7 @@ class Trial:
         return self.fit.margin
 
     def record(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """Return what JSON can hold."""
         fit, time = self.fit, self.time
         return {
             "ranks": self.ranks,
@@ -189,7 +189,7 @@ class Trials:
 
 
 def fast_types(card: Card) -> list[str]:
-    """What runs may compute in, of which a card has rates; the one that ``auto`` takes first."""
+    """List the types that runs may compute in and a card has rates of, ``auto``'s choice first."""
     return [kind for kind in AUTO_ORDER if kind in {**card.flops, **card.matmul}]
 
 

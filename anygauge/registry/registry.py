@@ -154,7 +154,7 @@ class Registry:
         return {provided.spec.name: guarded_probe(provided) for provided in self.backends}
 
     def absent_plugins(self) -> list[tuple[Plugin, str]]:
-        """Plugins that could not be asked, and why; what they would provide is not known."""
+        """List plugins that did not answer, and why; what they would provide is not known."""
         failed = [(plugin, f"failed to load: {plugin.reason}") for plugin in self.failures]
         why = f"is blocked by {BLOCK_VARIABLE}"
         return [*failed, *((plugin, why) for plugin in self.blocked)]

@@ -189,7 +189,7 @@ def _proposed_settings(
 
 
 def _check_setting(setting: Any, title: str) -> None:
-    """Refuse what the operating system would refuse later, with less to say about it."""
+    """Refuse what the operating system would refuse later in fewer words."""
     if not isinstance(setting, Setting):
         raise PluginError(f"{title} gave {setting!r} for the environment; it must give Setting")
     if not setting.name or "=" in setting.name or "\0" in setting.name:

@@ -90,7 +90,7 @@ def load_options(provided: Provided[Any]) -> type[Options]:
 
 
 def read_options(provided: Provided[Any], given: Mapping[str, Any] | None) -> Any:
-    """What a run file says for a plugin, as an object of its class of options.
+    """Read a plugin's options in a run file as an object of its class of options.
 
     Raises:
         PluginError: as of `load_options`.
@@ -136,7 +136,7 @@ def _problem(model: type[Options], place: str, owner: str, error: ErrorDetails) 
 
 
 def why_missing(missing: Callable[[], str | None]) -> str | None:
-    """What a spec's ``missing`` says, where a check that raises counts as missing."""
+    """Return a spec's ``missing``, where a check that raises counts as missing."""
     try:
         return missing()
     except Exception as error:

@@ -128,7 +128,7 @@ def check(
 
 
 def run_check(function: Callable[[Any], None], subject: Any, declared: Support | None) -> Verdict:
-    """What becomes of a check's function.
+    """Run a check's function and return its verdict.
 
     A capability that is declared and fails is a failure, and so is one that is declared missing
     and works: users are refused what they could have; unless an option of theirs refuses it.

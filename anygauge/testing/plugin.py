@@ -223,7 +223,7 @@ class ConformanceReport:
 
     @property
     def not_tried(self) -> Sequence[str]:
-        """Tests of the contract that were left out, or could not be asked here."""
+        """Tests of the contract that were left out, or could not run here."""
         tried = {line.name for line in self.lines if line.result != "untried"}
         return [name for name in self.contents if name not in tried]
 

@@ -122,7 +122,7 @@ def answer_of(
     what: str,
     limit_s: float = 120.0,
 ) -> Any:
-    """What a function returns in a process of its own; `what` says in words what that is.
+    """Return what a function gives in a process of its own; `what` describes that.
 
     Raises:
         AssertionError: it ended otherwise, or not in time.
@@ -258,7 +258,7 @@ class PartVerdicts:
     trouble: str = ""
 
     def of(self, check: ConformanceCheck) -> Verdict:
-        """The verdict on a check; one that says what happened where there is none."""
+        """Return the verdict on a check; one that says what happened where there is none."""
         if check.of_the_end:
             return run_check(check.function, self.trouble, None)
         why = f": {self.trouble}" if self.trouble else ""

@@ -1,4 +1,4 @@
-"""What strategy `auto` becomes: the first of the others' forms that fits, whole models first.
+"""Chooses what strategy `auto` becomes: the first other form that fits, whole models first.
 
 Who prepares the run decides where it knows the devices (`anygauge.launch.memory_check`), and the
 ranks decide where nobody did. Imports no torch before a rank decides.
@@ -83,7 +83,7 @@ def candidates(
 
 
 def in_words(run: RunFile) -> str:
-    """A candidate's strategy as the run says it."""
+    """Describe a candidate's strategy as a run file has it."""
     section = run.strategy
     fields = [f"{name}: {getattr(section, name)}" for name in section.model_fields_set - {"name"}]
     return section.name + (f" with {', '.join(sorted(fields))}" if fields else "")

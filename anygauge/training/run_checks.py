@@ -1,4 +1,4 @@
-"""What can be known of a run without a device: model, tokenizer, targets and rows.
+"""Checks of a run what needs no device: model, tokenizer, targets and rows.
 
 What ranks check, they check with the same functions. This reads model and rows, in the process of
 `anygauge.launch.prepare_process`.

@@ -184,7 +184,7 @@ def losses_of(metrics: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def card_facts(prepared: PreparedRun, rank: Rank, summary: dict[str, Any]) -> card.Facts:
-    """What a model card says beyond the run file."""
+    """Return what a model card states beyond the run file."""
     return card.Facts(
         device=str(prepared.loop.backend.placement.device),
         backend=summary["backend"],

@@ -1,4 +1,4 @@
-"""What steps come to: read late, checked, counted, written.
+"""Reads what steps give, late; checks, counts and writes it.
 
 A step's losses and its gradient norm are one small tensor on its way to the host. It is read when
 a device that works ahead has been given the next step; of another device, at once. With it come the
@@ -169,7 +169,7 @@ class PendingSteps:
         )
 
     def read(self, *, but: int = 0) -> bool:
-        """Read all steps but the latest few; returns whether any rank was asked to stop.
+        """Read all steps but the latest few; returns whether any rank is to stop.
 
         Every rank calls it after the same step.
 

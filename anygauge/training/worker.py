@@ -191,7 +191,7 @@ def say_that_it_started(job: Job, rank: Any, prepared: Any) -> None:
 
 @contextlib.contextmanager
 def out_of_memory_advice(backend: Backend) -> Iterator[None]:
-    """Turn a device's out-of-memory error into one that says what held how much."""
+    """Turn a device's out-of-memory error into one that lists what held how much."""
     try:
         yield
     except Exception as error:

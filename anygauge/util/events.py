@@ -1,4 +1,4 @@
-"""What ranks and their supervisors report while a job runs: one JSON object per line.
+"""Events of ranks and their supervisors while a job runs: one JSON object per line.
 
 A rank writes to the pipe whose number is in `EVENTS_FD`; its supervisor passes every line on and
 adds its own events; an agent writes both to its standard output. Whoever follows the job reads a

@@ -1,4 +1,4 @@
-"""What must not be shown: which names are those of secrets, and which parts of a value are."""
+"""Hides what must not be shown: which names are those of secrets, and which parts of a value."""
 
 from __future__ import annotations
 

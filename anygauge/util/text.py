@@ -70,7 +70,7 @@ def join_names(names: Iterable[str]) -> str:
 
 
 def first_line(error: BaseException | str) -> str:
-    """The first line of what an error says; its type, if it says nothing."""
+    """Return the first line of an error's message; its type, if it has none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
@@ -120,7 +120,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_time(value: float) -> str:
-    """A time as people say it."""
+    """Format a time as people write it."""
     if value < 0.1:
         return f"{1000 * value:.1f} ms"
     if value < 2 * 60:

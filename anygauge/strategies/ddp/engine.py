@@ -114,7 +114,7 @@ class Ddp(DividedStrategy):
     def gradients(
         self, wrapper: DistributedDataParallel, trained: Sequence[nn.Parameter], dtype: torch.dtype
     ) -> SummedOverRanks:
-        """What sums the gradients of replicas; `trained` are the wrapper's, in its order."""
+        """Make what sums the gradients of replicas; `trained` are the wrapper's, in its order."""
         return SummedOverRanks(wrapper, trained, dtype)
 
     def memory(self, workload: Workload) -> MemoryEstimate:

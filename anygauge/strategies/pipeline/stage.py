@@ -126,7 +126,7 @@ class SkippedLayer(nn.Module):
         self.result = result
 
     def __getattr__(self, name: str) -> Any:
-        """What decoders read off a layer, such as its kind of attention."""
+        """Return what decoders read off a layer, such as its kind of attention."""
         return getattr(self.__dict__["layer"], name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What layers keep between forward and backward lies in the host's memory meanwhile.
+"""Keeps in the host's memory what layers need between forward and backward.
 
 Autograd hands each tensor that it keeps to a pair of hooks. A storage goes to the host once,
 however many tensors are views of it, and comes back once. Copies are made in the order of the
@@ -112,7 +112,7 @@ class Offload:
         return offloaded
 
     def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """What gives a tensor that autograd keeps back to it."""
+        """Pack a tensor that autograd keeps; returns what gives it back."""
         if isinstance(tensor, nn.Parameter):
             return lambda: tensor
         if is_traceable_wrapper_subclass(tensor):

@@ -61,7 +61,7 @@ def logits_of(model: nn.Module, backend: Backend, batch: DeviceBatch) -> Tensor:
 
 
 def prepare_layers(model: nn.Module, context: BuildContext, *, reentrant: bool = False) -> None:
-    """Have layers recompute their activations, mark their graphs and be compiled, as asked for."""
+    """Have layers recompute their activations, mark their graphs and be compiled, as configured."""
     context.factory.checkpoint_activations(model, reentrant=reentrant)
     mark_recomputation(model, context.workload.backend.graph)
     compile_regions(model, context.workload.backend)

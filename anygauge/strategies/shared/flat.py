@@ -99,7 +99,7 @@ class FlatLayers:
         return (slice(start // row, -(-end // row)), *[slice(0, n) for n in parameter.shape[1:]])
 
     def store(self, parameter: Tensor, rows: Tensor) -> None:
-        """Take what this rank holds of a parameter from the rows that `rows` asked for."""
+        """Take what this rank holds of a parameter from the rows that `rows` named."""
         start, end = self._own_range(parameter)
         layer, first = self._places[id(parameter)]
         row = parameter[0].numel() if parameter.dim() else 1

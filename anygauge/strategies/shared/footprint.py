@@ -134,7 +134,7 @@ class Sizes:
 
     @property
     def to_save(self) -> dict[str, int]:
-        """What rank 0 has in the host's memory when it saves: every trained tensor, whole.
+        """What rank 0 holds in the host's memory when it saves: every trained tensor, whole.
 
         `Engine.export_trained` gives them all at once; one more is on its way.
         """
@@ -213,7 +213,7 @@ def transfer(
 
 
 def memory_of(strategy: Strategy, workload: Workload) -> MemoryEstimate:
-    """What a strategy's planner says, or that of a rank that is alone where it has none."""
+    """Return the planner's estimate, or that of a rank that is alone where there is no planner."""
     planner: StrategyPlanner | None = getattr(strategy, "planner", None)
     if planner is None:
         return whole_memory(workload, replicas=1)

@@ -214,7 +214,7 @@ class Zero(EstimatedStrategy):
         self.description = f"zero, stage {options.stage}{offload}"
 
     def _stage_of(self, workload: Workload) -> int:
-        """Which DeepSpeed has for a model; the description says who shards what from here on."""
+        """Return DeepSpeed's stage for a model; from now on the description says who shards."""
         assert workload.skeleton is not None
         stage = stage_of(self.options, workload, ModelSizes.of(workload.skeleton))
         if stage != self.options.stage and not self.description.endswith(_FLAT):

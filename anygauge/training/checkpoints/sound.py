@@ -53,7 +53,7 @@ def checkpoints_in(run_directory: Path) -> list[Path]:
 
 
 def find_defect(folder: Path, *, contents: bool = True) -> str | None:
-    """What is wrong with a checkpoint: missing, truncated, altered, foreign files; None if sound.
+    """Find a checkpoint's defect: missing, truncated, altered or foreign files; None if sound.
 
     Args:
         contents: check the sums of all files and open them; otherwise check names, sizes and the
