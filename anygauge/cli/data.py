@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 STREAMED_ROWS = 2000
 BINS = 10
 BAR = 40
-SHOWN = 600
+MAX_CHARACTERS = 600
 
-_UNSEEN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 """Control characters become pictures of themselves, so that no row changes the terminal."""
 
 
@@ -126,10 +126,10 @@ def _token_stretches(tokenizer: Any, tokens: Any) -> Iterator[tuple[bool, bool, 
             [token for _, token in group],
             skip_special_tokens=False,
             clean_up_tokenization_spaces=False,
-        ).translate(_UNSEEN)
-        if len(part) > SHOWN:
-            left_out = len(part) - SHOWN
-            half = SHOWN // 2
+        ).translate(_PICTURES)
+        if len(part) > MAX_CHARACTERS:
+            left_out = len(part) - MAX_CHARACTERS
+            half = MAX_CHARACTERS // 2
             part = f"{part[:half]} [... {left_out:,} characters ...] {part[-half:]}"
         yield *kind, part
 

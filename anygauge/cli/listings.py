@@ -141,7 +141,7 @@ def _plugin_identity(plugin: Mapping[str, Any]) -> str:
 
 # -- launchers ------------------------------------------------------------------------------------
 
-PROVEN = {
+TESTED_ON = {
     "real": "run with the target's own software",
     "emulated": (
         "rendered jobs pass the target's models, and their commands ran the way the target starts "
@@ -182,7 +182,7 @@ def describe_launcher(spec: LauncherSpec) -> dict[str, Any]:
         "files": files,
         "can": sorted(spec.can),
         "tested_on": spec.tested_on,
-        "proof": PROVEN.get(spec.tested_on, ""),
+        "proof": TESTED_ON.get(spec.tested_on, ""),
     }
 
 

@@ -46,7 +46,7 @@ COMPARE = "Another machine to compare with; repeatable."
 CALIBRATE = "Measure the speed of this machine's cards for later plans; takes no run file."
 SUGGEST = "Suggest changes that need less, even if the run fits."
 STRATEGIES = "Try every strategy and mesh of that many ranks."
-SMALL = 0.001
+MIN_PART = 0.001
 """Kinds of a smaller part of the largest phase have no line."""
 PARTS = {
     "multiplying": "matrix products",
@@ -224,7 +224,7 @@ def _phase_rows(trial: Trial) -> Sequence[Sequence[str]]:
     device, fit = trial.memory.device, trial.fit
     kinds = dict.fromkeys([*KINDS, *(kind for peak in device.values() for kind in peak.kinds)])
     lines = {kind: [peak.kinds.get(kind, 0) for peak in device.values()] for kind in kinds}
-    least = SMALL * trial.memory.worst_phase[1].total
+    least = MIN_PART * trial.memory.worst_phase[1].total
     lines = {kind: sizes for kind, sizes in lines.items() if max(sizes) > least}
     totals = [peak.total for peak in device.values()]
     if fit is None:

@@ -24,7 +24,7 @@ from anygauge.config.tree import (
 from anygauge.util.hiding import HIDDEN
 from anygauge.util.text import near_file
 
-_SHOWN = 300
+_MAX_SHOWN = 300
 _EXAMPLE = "such as --set train.steps=10"
 
 
@@ -109,7 +109,7 @@ def _read_override(text: str, folder: Path, problems: list[Problem]) -> tuple[st
     path = path.strip()
     parts = tuple(path.split("."))
     shown = f"{path}={HIDDEN}" if equals and is_private(parts) else text
-    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+    shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."
     origin = Origin(f"--set {shown}", None, folder)
     node, where = None, ""
     if not equals:

@@ -35,7 +35,7 @@ _MODEL = ("model", "name")
 _TOKENIZER = ("model", "tokenizer")
 _CHECKPOINT = ("checkpoint", "resume")
 _TOKEN_LISTS = (("model", "new_tokens"), ("model", "new_special_tokens"))
-_ALWAYS: tuple[Place, ...] = (
+_PATH_FIELDS: tuple[Place, ...] = (
     *(CHAT_TEMPLATE, CACHE, _MODEL, _TOKENIZER, ("adapter", "start_from"), _CHECKPOINT, OUTPUT),
     *_TOKEN_LISTS,
 )
@@ -52,7 +52,7 @@ def paths_in(values: Any) -> Iterator[tuple[Place, str]]:
     Args:
         values: the run in dicts and lists, right or wrong.
     """
-    for place in (*_places_of_data(values), *_ALWAYS):
+    for place in (*_places_of_data(values), *_PATH_FIELDS):
         text = value_at(values, place)
         if isinstance(text, str) and not holds_template(place, text):
             yield place, text

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 Work = TypeVar("Work")
-IGNORED = -100
+IGNORE_INDEX = -100
 """The label of positions without a loss."""
 
 
@@ -68,7 +68,7 @@ class MicroBatch:
 
     Attributes:
         input_ids: sequences are padded on the right.
-        shift_labels: the token that each position is to predict; `IGNORED` where there is no loss.
+        shift_labels: the token that each position is to predict; `IGNORE_INDEX`: there is no loss.
         attention_mask: 1 for tokens, 0 for padding.
         position_ids: from 0; packed documents and the padding behind them each begin anew.
         segment_ids: packed: the document's number in its sequence from 1, 0 for padding.
@@ -186,7 +186,7 @@ class Layout:
         isolated = self.packing is True
         shape = (len(sequences), width)
         input_ids = np.full(shape, self.pad_id, dtype=np.int64)
-        labels = np.full(shape, IGNORED, dtype=np.int64)
+        labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
         mask = np.zeros(shape, dtype=np.int64)
         positions = np.tile(np.arange(width, dtype=np.int64), (len(sequences), 1))
         segments = np.zeros(shape, dtype=np.int64)
@@ -195,7 +195,7 @@ class Layout:
             for number, document in enumerate(sequence or dummy, start=1):
                 end = at + len(document.ids)
                 input_ids[place, at:end] = document.ids
-                labels[place, at:end] = np.where(document.loss_mask, document.ids, IGNORED)
+                labels[place, at:end] = np.where(document.loss_mask, document.ids, IGNORE_INDEX)
                 mask[place, at:end] = 1
                 segments[place, at:end] = number
                 if isolated:
@@ -203,7 +203,7 @@ class Layout:
                 at = end
         # What is added for a multiple is no token: it has no loss, and nobody attends to it.
         more = -width % self.share.multiple
-        shifted = np.pad(labels[:, 1:], ((0, 0), (0, 1 + more)), constant_values=IGNORED)
+        shifted = np.pad(labels[:, 1:], ((0, 0), (0, 1 + more)), constant_values=IGNORE_INDEX)
         own = shifted[:, self.share.positions(width + more)]
 
         def tensor(array: NDArray[np.int64]) -> torch.Tensor:
@@ -217,10 +217,10 @@ class Layout:
             attention_mask=tensor(mask),
             position_ids=tensor(positions),
             segment_ids=tensor(segments) if isolated else None,
-            loss_rows=tensor(np.flatnonzero(own != IGNORED)) if dynamic else None,
+            loss_rows=tensor(np.flatnonzero(own != IGNORE_INDEX)) if dynamic else None,
             has_padding=bool(more) or not mask.all(),
             origins=tuple(document.origin for sequence in sequences for document in sequence),
-            num_loss_tokens=int((labels != IGNORED).sum()),
+            num_loss_tokens=int((labels != IGNORE_INDEX).sum()),
             tokens=sum(map(tokens_of, sequences)),
         )
 

@@ -56,7 +56,7 @@ SHAREGPT_ROLES = {
 }
 _SHAREGPT_ALONE = tuple(role for role in SHAREGPT_ROLES if role not in ROLES)
 
-_SAID = ("content", "reasoning_content", "reasoning", "thinking")
+_TEXT_KEYS = ("content", "reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Chat:
     def is_blank(self) -> bool:
         """Whether the turns with a loss are empty."""
         turns = [self.turns[index] for index in self.answers]
-        said = [turn.get(key) for turn in turns for key in _SAID]
+        said = [turn.get(key) for turn in turns for key in _TEXT_KEYS]
         texts = [value.strip() for value in said if isinstance(value, str)]
         return not any(texts) and not any(turn.get("tool_calls") for turn in turns)
 

@@ -38,7 +38,7 @@ HELD_SHARE = 0.95
 Log = Callable[[str], None]
 
 
-class Prepared(NamedTuple):
+class PreparedRows(NamedTuple):
     """Rows to train on, and rows to evaluate on where there are any."""
 
     train: TokenizedRows | StreamedRows
@@ -121,7 +121,7 @@ def prepare(
     first: int | None = None,
     rendering: Rendering = render_unbounded,
     memory: int | None = None,
-) -> Prepared:
+) -> PreparedRows:
     """Read and tokenize all rows, or take them from the cache; with streaming, open the sources.
 
     `eval_fraction` holds out whole records, of each source its share. Rows to evaluate on are
@@ -151,7 +151,7 @@ def prepare(
             held_out = work.rows(work.open_sources("eval"), "all")
         elif data.eval_fraction:
             held_out = work.rows(sources, "held out")
-    return Prepared(train, held_out)
+    return PreparedRows(train, held_out)
 
 
 def training_batches(

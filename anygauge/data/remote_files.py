@@ -28,7 +28,7 @@ SILENCE_S = 30.0
 """Without a byte of an answer."""
 BLOCK = 2**23
 """Bytes that are asked for at once while rows are read in order."""
-FEW = 2**16
+SMALL_BLOCK = 2**16
 """The same, where a little of a file is looked at."""
 
 _HTTP = ("http", "https")
@@ -42,7 +42,7 @@ _HOPELESS = {
     "InvalidURL": "it is not a valid address",
 }
 """Of aiohttp's errors, those that come again however often one tries."""
-_LATER = (408, 425, 429)
+_RETRY = (408, 425, 429)
 """Of answers that refuse, those that may be others later."""
 _LOGIN = "private or gated repository of the hub needs a login (hf auth login)"
 
@@ -235,7 +235,7 @@ def _permanent_error(what: str, error: Exception) -> DataError | None:
     if status == 412:
         return DataError(f"{what} changed while it was being read; start again")
     hopeless = type(error).__name__ in _HOPELESS or isinstance(error, io.UnsupportedOperation)
-    if hopeless or (isinstance(status, int) and 400 <= status < 500 and status not in _LATER):
+    if hopeless or (isinstance(status, int) and 400 <= status < 500 and status not in _RETRY):
         return DataError(f"{what} cannot be read: {_describe_error(error)}")
     return None
 

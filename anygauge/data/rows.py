@@ -59,7 +59,7 @@ TABLE_VERSION = 3
 NAMED_BAD = 5
 """Bad rows that are named where they are skipped."""
 _PROGRESS_S = 30.0
-_STEP = 64
+_LENGTH_STEP = 64
 """Lengths of long rows are counted in steps of so many tokens."""
 _BAD = b"bad"
 
@@ -280,7 +280,7 @@ def _not_ended() -> Iterator[None]:
         ) from None
 
 
-_WORKS: list[Tokenize] = []
+_TOKENIZERS: list[Tokenize] = []
 """In a worker: what it does with rows of each source."""
 
 
@@ -292,15 +292,15 @@ def _begin(parent: int, without_torch: bool, memory: int | None, queue: Any, wor
         sys.modules["torch"] = None  # type: ignore[assignment]
     if memory is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-    _WORKS.extend(pickle.loads(works))
-    for work in _WORKS:
+    _TOKENIZERS.extend(pickle.loads(works))
+    for work in _TOKENIZERS:
         work.encoder.watch(lambda template, row: queue.put((os.getpid(), template, row)))
     queue.put((os.getpid(), "", ""))
 
 
 def _tokenize_rows(source: int, rows: tuple[Record, ...]) -> pa.RecordBatch:
     try:
-        return _WORKS[source](rows)
+        return _TOKENIZERS[source](rows)
     except AnygaugeError as error:  # some cannot be sent as they are
         raise getattr(errors, type(error).__name__, DataError)(str(error)) from None
 
@@ -407,7 +407,7 @@ def _read_counts(table: Any, inside: NDArray[np.bool_] | slice = slice(None)) ->
         truncated=became[CUT],
         tokens=int(lengths.sum()),
         num_loss_tokens=int(loss_tokens.sum()),
-        beyond=Counter((-(-beyond // _STEP) * _STEP).tolist()),
+        beyond=Counter((-(-beyond // _LENGTH_STEP) * _LENGTH_STEP).tolist()),
     )
 
 

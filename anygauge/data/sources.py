@@ -22,7 +22,7 @@ from anygauge.data.formats import detect_format
 from anygauge.data.readers import Record
 from anygauge.data.remote_files import (
     BLOCK,
-    FEW,
+    SMALL_BLOCK,
     describe_address,
     local_copy,
     open_remote,
@@ -95,7 +95,7 @@ def open_source(
             )
         if names_address(path) and cache is not None:
             path = str(local_copy(path, cache))
-        source = _file_source(path, name, cache, FEW if beginning else BLOCK, section.text)
+        source = _file_source(path, name, cache, SMALL_BLOCK if beginning else BLOCK, section.text)
     if limit is None:
         return source
 

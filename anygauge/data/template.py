@@ -24,7 +24,7 @@ MOST_CHARACTERS = 2**24
 MOST_BYTES = 2**20
 """Of a template's file; long ones have some ten thousand."""
 
-NAMED = Path(__file__).with_name("templates")
+FOLDER = Path(__file__).with_name("templates")
 """Folder of the templates that have a name."""
 
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -48,7 +48,7 @@ def read_template(given: str | None) -> str | None:
     if given is None:
         return None
     if given in NAMED_TEMPLATES:
-        return (NAMED / f"{given}.jinja").read_text(encoding="utf-8")
+        return (FOLDER / f"{given}.jinja").read_text(encoding="utf-8")
     text, where = given, "data.chat_template"
     if not holds_template(CHAT_TEMPLATE, given):
         where = f"data.chat_template: {given}"

@@ -29,8 +29,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from anygauge.util.exchange import derived_key
 
-LONGEST = 16 * 1024 * 1024
-LONGEST_OF_UNKNOWN = 64 * 1024
+MAX_BYTES = 16 * 1024 * 1024
+MAX_UNPROVEN_BYTES = 64 * 1024
 """Bytes of a message before its sender has proved that it knows the secret."""
 
 UNPROVEN = "it did not prove that it knows this job's secret"
@@ -64,7 +64,7 @@ class Channel:
         self.heard = time.monotonic()
         self.closed = False
         self.why = ""
-        self.longest = LONGEST_OF_UNKNOWN
+        self.longest = MAX_UNPROVEN_BYTES
         self._incoming = bytearray()
         self._outgoing = bytearray()
 

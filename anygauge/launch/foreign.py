@@ -38,10 +38,10 @@ _IDENTITY = re.compile(
     rf"|{EVENTS_FD}|{PARENT_PID}|{STORE_FD})"
 )
 
-ALONE = "start it without that launcher, or unset RANK, WORLD_SIZE and MASTER_ADDR"
+START_REMEDY = "start it without that launcher, or unset RANK, WORLD_SIZE and MASTER_ADDR"
 """How to have anygauge start the ranks instead."""
 
-_OR_UNSET = f"or, to have anygauge start the ranks itself: {ALONE}"
+_OR_UNSET = f"or, to have anygauge start the ranks itself: {START_REMEDY}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TURN_S = 0.05
 _SEEN_S = 30.0
 """Until a file that rank 0 has written is seen on other machines."""
-_SHOWN = 8
+_MAX_SHOWN = 8
 
 
 def meeting_store(launch: ForeignLaunch, patience_s: float) -> dist.Store:
@@ -109,8 +109,8 @@ def _answer_all(
                 answered.add(number)
                 store.set(f"anygauge/answer/{number}", text)
         if missing and time.monotonic() > deadline:
-            names = ", ".join(map(str, missing[:_SHOWN]))
-            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+            names = ", ".join(map(str, missing[:_MAX_SHOWN]))
+            more = f" and {len(missing) - _MAX_SHOWN} more" if len(missing) > _MAX_SHOWN else ""
             raise AnygaugeError(
                 f"of {launch.world_size} ranks, {names}{more} did not connect to {launch.host}, "
                 f"port {launch.port}, within {patience_s:g} s (launch.join_timeout_s)"

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from anygauge.interface import AnygaugeError, LaunchSettings
-from anygauge.launch.channel import LONGEST, UNPROVEN, Channel, has_proof, proof_of
+from anygauge.launch.channel import MAX_BYTES, UNPROVEN, Channel, has_proof, proof_of
 from anygauge.util.rendezvous import listen_at, own_addresses
 
 MOST_UNKNOWN = 64
@@ -106,7 +106,7 @@ class Listener:
                 proof = proof_of(self._secret, "coordinator", *numbers)
                 channel.send("proof", number=numbers[1], proof=proof)
             elif numbers and has_proof(message, proof_of(self._secret, "worker", *numbers)):
-                channel.longest = LONGEST
+                channel.longest = MAX_BYTES
                 return message
             else:
                 channel.close(UNPROVEN)

@@ -35,7 +35,7 @@ MIB = 2**20
 SHARED_MEMORY = 2**30
 """Containers get 64 MiB by default, too little for collectives and data workers."""
 OPEN_FILES = 4096
-WRITTEN = 128 * MIB
+WRITE_BYTES = 128 * MIB
 SLOW_WRITES = 50 * MIB
 """Bytes per second: a checkpoint of a gigabyte then takes over twenty seconds."""
 
@@ -206,7 +206,7 @@ def rdma_devices(node: Node) -> Check:
     return Check("RDMA devices", Outcome.PASS, seen or none)
 
 
-def write_speed(folder: Path, size: int = WRITTEN) -> Check:
+def write_speed(folder: Path, size: int = WRITE_BYTES) -> Check:
     """How fast a file of `size` bytes reaches the disk of a folder. The file is removed."""
     path = folder / f".anygauge-doctor-{os.getpid()}"
     block = os.urandom(MIB)

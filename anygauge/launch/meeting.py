@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from anygauge.interface import AnygaugeError, Job
-from anygauge.launch.channel import LONGEST, UNPROVEN, Channel, close_all, has_proof, proof_of
+from anygauge.launch.channel import MAX_BYTES, UNPROVEN, Channel, close_all, has_proof, proof_of
 from anygauge.launch.hello import HELLO, Hello, check_hello
 from anygauge.launch.listener import Listener, allow_open_files
 from anygauge.launch.nodes import HEARTBEAT_S, Nodes
@@ -215,7 +215,7 @@ def _introduce(
             "belong to different jobs, or have different versions of anygauge. If another job "
             "uses that port, set this job's launch.port to another one"
         )
-    channel.longest = LONGEST
+    channel.longest = MAX_BYTES
     proof = proof_of(job.token, "worker", number, other)
     channel.send("join", proof=proof, hello=asdict(own))
     answer: Mapping[str, Any] = {"kind": "beat"}

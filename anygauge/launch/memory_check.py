@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from anygauge.planning.trials import Trial
     from anygauge.registry import Selection
 
-SMALL = 0.25
+SMALL_PART = 0.25
 """Part of a device's memory below which nothing is planned."""
-_ASK = "`anygauge plan RUN.yaml --machine NAME` plans for a machine that you name"
+_PLAN_HINT = "`anygauge plan RUN.yaml --machine NAME` plans for a machine that you name"
 
 
 def forms_of_auto(
@@ -61,7 +61,7 @@ def surely_small(run: RunFile, registry: Registry, memory: int | None) -> int | 
 
     ranks = run.launch.nodes * run.launch.devices
     most = None if memory is None else most_bytes(run, share_of(run, registry, 0, ranks).count)
-    return most if most is not None and memory is not None and most < SMALL * memory else None
+    return most if most is not None and memory is not None and most < SMALL_PART * memory else None
 
 
 def memory_of_rank(card: Card | None, devices: int) -> int | None:
@@ -93,7 +93,7 @@ def without_a_plan(
         return first if most is not None else Decision()
     if memory is None and (not asked or run.strategy.name == AUTO):
         seen = " and ".join(selection.probe.cards) or f"the devices of {selection.spec.name}"
-        line = f"memory: not planned, since no description covers {seen}; {_ASK}"
+        line = f"memory: not planned, since no description covers {seen}; {_PLAN_HINT}"
         return replace(first, lines=(line,))
     if most is not None and memory is not None:
         needs = f"needs at most {format_bytes(most)} of {format_bytes(memory)}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from anygauge.interface import Job, UsageError
 from anygauge.launch.decision import UNDECIDED, Decision
-from anygauge.launch.foreign import ALONE
+from anygauge.launch.foreign import START_REMEDY
 
 if TYPE_CHECKING:
     from anygauge.config.schema import RunFile
@@ -181,7 +181,7 @@ def _as_launched(run: RunFile, foreign: ForeignLaunch) -> RunFile:
                 f"launch.{name}",
                 f"{asked}, but {by} started {foreign.world_size} ranks, {foreign.devices} on each "
                 f"of {foreign.nodes} machines: leave the field out, or set it to {there}. To have "
-                f"anygauge start the ranks itself: {ALONE}",
+                f"anygauge start the ranks itself: {START_REMEDY}",
             )
     by_option = run.origin("launch.launcher").label.startswith("--launcher")
     if run.has_value("launch.launcher") and (launch.launcher != "local" or by_option):
@@ -189,7 +189,7 @@ def _as_launched(run: RunFile, foreign: ForeignLaunch) -> RunFile:
             "launch.launcher",
             f"{launch.launcher} would start ranks, but {by} has already started them: leave the "
             "field out (if the run file sets it: --set launch.launcher=local). To have anygauge "
-            f"start the ranks itself: {ALONE}",
+            f"start the ranks itself: {START_REMEDY}",
         )
     if launch.max_restarts:
         raise run.error(

@@ -24,10 +24,10 @@ ROOM, METRIC = 33, 14
 """Columns for the step, a bar and the remaining time, which a narrow terminal has too; and for a
 metric."""
 
-_AGAIN = "(Ctrl-C again to kill)"
-_ENDING = f"ending: finishing the current step and writing a checkpoint {_AGAIN}"
-_NOTHING_YET = f"ending: no step has been taken, so there is nothing to save {_AGAIN}"
-_NO_CHECKPOINT = f"ending: this run cannot write checkpoints; nothing is saved {_AGAIN}"
+_KILL_HINT = "(Ctrl-C again to kill)"
+_ENDING = f"ending: finishing the current step and writing a checkpoint {_KILL_HINT}"
+_NOTHING_YET = f"ending: no step has been taken, so there is nothing to save {_KILL_HINT}"
+_NO_CHECKPOINT = f"ending: this run cannot write checkpoints; nothing is saved {_KILL_HINT}"
 
 
 class View:
@@ -161,7 +161,7 @@ _STEP = {
     "tokens_per_s": "{:,.0f} tok/s",
     "mfu": "mfu {:.1%}",
 }
-_COUNTED = {"allocator": " of tensors", "process": " of the process"}
+_COUNTER = {"allocator": " of tensors", "process": " of the process"}
 """By what counted it; see `anygauge.interface.MemoryStats`."""
 _EVALUATION = {"eval_loss": "loss {:.4f}", "perplexity": "perplexity {:.2f}"}
 
@@ -176,7 +176,7 @@ def step_metrics(event: Event) -> list[str]:
     found = _metric_texts(event, _STEP)
     peak = event.get("peak_memory")
     if isinstance(peak, int | float):
-        found.append(f"peak {format_bytes(peak)}{_COUNTED.get(event.get('memory_kind', ''), '')}")
+        found.append(f"peak {format_bytes(peak)}{_COUNTER.get(event.get('memory_kind', ''), '')}")
     return found
 
 

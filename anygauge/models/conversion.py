@@ -191,7 +191,7 @@ class Weights:
 
     def values(self, names: Iterable[str]) -> dict[str, Value]:
         """The values of these parameters; one conversion serves all of them that come from it."""
-        shared: dict[int, _Converted] = {}
+        shared: dict[int, _ConvertedValues] = {}
         found: dict[str, Value] = {}
         for name in names:
             if name in self._plain:
@@ -199,7 +199,7 @@ class Weights:
             else:
                 conversion, result, shape = self._conversions[name]
                 made = shared.setdefault(
-                    id(conversion), _Converted(conversion, self._model, self.files)
+                    id(conversion), _ConvertedValues(conversion, self._model, self.files)
                 )
                 found[name] = _StackedPart(result, made, shape)
         return found
@@ -217,11 +217,11 @@ class Weights:
     def _tensor(self, name: str) -> Value:
         tensor = self.files.lazy_tensor(self._plain[name])
         twins = self._twins.get(name)
-        return tensor if twins is None else _Tied(name, tensor, self.files, twins)
+        return tensor if twins is None else _TiedValue(name, tensor, self.files, twins)
 
 
 @dataclass(frozen=True, slots=True)
-class _Tied:
+class _TiedValue:
     """A tensor that the files have more than once, under each of a parameter's names."""
 
     name: str
@@ -248,7 +248,7 @@ CHUNKS = 8
 """So many parts of stacked tensors are made one after the other, and copied into the whole."""
 
 
-class _Converted:
+class _ConvertedValues:
     """What a conversion makes of the files, made once for all parameters that come of it."""
 
     def __init__(self, conversion: Conversion, model: nn.Module, files: WeightFiles) -> None:
@@ -272,7 +272,7 @@ class _StackedPart:
     """One parameter of those that a conversion makes."""
 
     name: str
-    all: _Converted
+    all: _ConvertedValues
     shape: tuple[int, ...]
 
     def read(self, part: tuple[Any, ...]) -> Tensor:

@@ -11,7 +11,7 @@ WIDTH, HEIGHT = 720, 320
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 32, 40
 COLORS = ("#332288", "#cc6677", "#44aa99", "#999933")
 """Of Paul Tol's muted scheme, safe for people with color blindness."""
-MOST = 400
+MAX_POINTS = 400
 """Points of a line; the losses of neighbouring steps are averaged."""
 TICKS = 5
 
@@ -62,7 +62,7 @@ def loss_curve(lines: Mapping[str, Points]) -> str:
 
 def _average(points: Points) -> Points:
     found = [(step, loss) for step, loss in points if math.isfinite(loss)]
-    size = max(1, math.ceil(len(found) / MOST))
+    size = max(1, math.ceil(len(found) / MAX_POINTS))
     blocks = [found[at : at + size] for at in range(0, len(found), size)]
     return [(block[-1][0], sum(loss for _, loss in block) / len(block)) for block in blocks]
 

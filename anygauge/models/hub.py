@@ -90,7 +90,7 @@ class DownloadRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fetched:
+class FetchResult:
     """The result of a request.
 
     Attributes:
@@ -227,7 +227,7 @@ def fetch(
     request: DownloadRequest,
     progress: Progress | None = None,
     log: Callable[[str], None] = lambda _: None,
-) -> Fetched:
+) -> FetchResult:
     """Bring what is needed of a repository to this machine; what is here is not fetched again.
 
     Where the hub does not answer, a whole copy of an earlier time serves; `log` is told.
@@ -247,7 +247,7 @@ def fetch(
     if known is not None and not lacks and _COMMIT.fullmatch(request.revision or ""):
         there = [path.name for path in known.iterdir()]
         if not request.tokenizer or any(map(_of_tokenizer, there)):
-            return Fetched(folder=known)
+            return FetchResult(folder=known)
     try:
         with _explain_errors(request):
             return _fetch(request, known, progress, log)
@@ -259,7 +259,7 @@ def fetch(
             raise  # a part of a newer commit has arrived, which the name finds from now on
         if not constants.HF_HUB_OFFLINE:
             log(f"{error.why}: using the copy of {request} on this machine, {known}, as it is")
-        return Fetched(folder=known)
+        return FetchResult(folder=known)
 
 
 def _fetch(
@@ -267,7 +267,7 @@ def _fetch(
     known: Path | None,
     progress: Progress | None,
     log: Callable[[str], None],
-) -> Fetched:
+) -> FetchResult:
     """See `fetch`; `known` is the copy that the name finds so far."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
@@ -312,7 +312,7 @@ def _fetch(
     if weights:
         total = sum(sizes[file] for file in weights)
         _download_weights(request, folder, weights, total, progress or (lambda *_: None))
-    return Fetched(folder=folder, new=sum(new), left=left)
+    return FetchResult(folder=folder, new=sum(new), left=left)
 
 
 def _download(request: DownloadRequest, revision: str | None, files: list[str]) -> Path:

@@ -27,7 +27,7 @@ from anygauge.kernels.attention import config_value, model_class
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-_STATED = "anygauge_has_padding"
+_PADDING_FLAG = "anygauge_has_padding"
 _current: list[bool | None] = [None]
 """Of the forward that is under way; None: nobody stated it."""
 
@@ -244,7 +244,7 @@ def state_padding(mask: Tensor, has_padding: bool) -> None:
 
     Padding, if there is any, is on the right.
     """
-    setattr(mask, _STATED, has_padding)
+    setattr(mask, _PADDING_FLAG, has_padding)
 
 
 def answer_from_host(model: nn.Module, attention: str, *, causal: bool = False) -> None:
@@ -260,7 +260,7 @@ def answer_from_host(model: nn.Module, attention: str, *, causal: bool = False) 
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
     made = ALL_MASK_ATTENTION_FUNCTIONS[attention]
-    if not hasattr(made, _STATED):
+    if not hasattr(made, _PADDING_FLAG):
         AttentionMaskInterface.register(attention, _mask_by_host(made, causal))
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
@@ -280,7 +280,7 @@ def _mask_by_host(made: Callable[..., Any], causal: bool) -> Callable[..., Any]:
             kwargs["allow_is_causal_skip"] = False
         return made(*args, **kwargs)
 
-    setattr(mask, _STATED, True)
+    setattr(mask, _PADDING_FLAG, True)
     return mask
 
 
@@ -301,7 +301,7 @@ def _sees_all_before(request: Mapping[str, Any]) -> bool:
 
 
 def _enter(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
-    _current[0] = getattr(kwargs.get("attention_mask"), _STATED, None)
+    _current[0] = getattr(kwargs.get("attention_mask"), _PADDING_FLAG, None)
 
 
 def _leave(*_: Any) -> None:

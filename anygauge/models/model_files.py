@@ -139,7 +139,7 @@ def check_weights(folder: Path) -> Shapes | None:
     return {name: shape for shapes in inside.values() for name, shape in shapes.items()}
 
 
-_KNOWN = ("llama", "mistral", "qwen2", "qwen3")
+_LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 """Their decoders differ in the biases and norms of attention alone."""
 
 
@@ -166,7 +166,7 @@ def _expected_shapes(fields: Mapping[str, Any]) -> Shapes | None:
     kind = fields["model_type"]
     layers = fields["num_hidden_layers"]
     other = ("attention_bias", "mlp_bias", "quantization_config")
-    if kind not in _KNOWN or layers > 1000 or any(fields.get(name) for name in other):
+    if kind not in _LLAMA_LIKE or layers > 1000 or any(fields.get(name) for name in other):
         return None
     hidden, inner, heads = (
         fields[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")

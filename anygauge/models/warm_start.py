@@ -18,7 +18,7 @@ from anygauge.util.text import first_line
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 
-KEPT = {
+SAVED_FIELDS = {
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
     *("modules_to_save", "trainable_token_indices", "fan_in_fan_out", "task_type"),
     *("target_modules", "exclude_modules", "target_parameters"),
@@ -26,7 +26,7 @@ KEPT = {
 }
 """What a saved configuration decides."""
 
-IGNORED = {
+OTHER_FIELDS = {
     *("peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision"),
     *("inference_mode", "lora_dropout", "megatron_core", "runtime_config"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
@@ -80,7 +80,7 @@ def read_config(folder: Path, *, dropout: float) -> tuple[Any, bool]:
             f"adapter.start_from: {folder} is a {kind} adapter; anygauge trains only LORA adapters"
         )
     _refuse_other_kinds(fields, LoraConfig(), path)
-    kept = {name: value for name, value in fields.items() if name in KEPT}
+    kept = {name: value for name, value in fields.items() if name in SAVED_FIELDS}
     try:
         config = LoraConfig(**kept, bias="none", lora_dropout=dropout)
         trained = copy.copy(config)
@@ -106,7 +106,7 @@ def _trained_as(weights: Path) -> dict[str, Any]:
 
 
 def _refuse_other_kinds(fields: Mapping[str, Any], usual: Any, path: Path) -> None:
-    for name in sorted(fields.keys() - KEPT - IGNORED):
+    for name in sorted(fields.keys() - SAVED_FIELDS - OTHER_FIELDS):
         value = fields[name]
         if name == "init_lora_weights":
             sound = value in SOUND_STARTS

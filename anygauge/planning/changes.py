@@ -22,9 +22,9 @@ from anygauge.registry.specs import load_options
 from anygauge.training.auto import AUTO
 from anygauge.training.build_strategy import share_of
 
-USEFUL = 0.01
+MIN_GAIN = 0.01
 """Of a card's memory: a change that gains less, and no verdict, is left out."""
-SHORTEST = 128
+MIN_LENGTH = 128
 """Tokens of a row that is not made shorter."""
 BATCH, ROWS = "train.micro_batch_size", "data.max_length"
 DEGREES = ("cp", "tp", "pp")
@@ -115,7 +115,7 @@ def _eight_changes(
     yield all_offloaded
     yield list(_smaller_base(run))
     length = rows.lines.get(ROWS, run.data.max_length // 2)
-    if SHORTEST <= length < run.data.max_length:
+    if MIN_LENGTH <= length < run.data.max_length:
         yield [Choice("longer rows are cut", {ROWS: length})]
 
 
@@ -175,7 +175,7 @@ def what_to_change(trial: Trial, tried: Trials, batch: Choice, rows: Choice) -> 
             if found[-1].margin >= 0:
                 break
         best = max(found, key=lambda one: one.margin, default=Choice(""))
-        gained = best.margin - trial.margin > USEFUL * trial.fit.memory
+        gained = best.margin - trial.margin > MIN_GAIN * trial.fit.memory
         if gained or best.margin >= 0 > trial.margin:
             yield best
 

@@ -26,7 +26,7 @@ SLACK = 0.05
 """Of the tensors: what an allocator holds on top of them (published runs: 3 to 10%)."""
 RESERVED = GIB
 """Of a card whose description does not say what its context takes."""
-CONNECTED = 2 * GIB
+BUFFERS = 2 * GIB
 """More for the buffers of collectives, where ranks have any (published: 1 to 2 GiB)."""
 PROCESS = 2 * GIB
 """Of the host, for each rank: Python, torch and the libraries of a device, before any tensor."""
@@ -107,7 +107,7 @@ def fit(
     if card.memory is None:
         return None
     fixed = RESERVED if card.reserved is None else card.reserved
-    fixed += CONNECTED if ranks > 1 and not card.shared_memory else 0
+    fixed += BUFFERS if ranks > 1 and not card.shared_memory else 0
     phase, peak = found.worst_phase
     shared: dict[str, tuple[int, int | None]] = {}
     if found.host:

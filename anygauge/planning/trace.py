@@ -29,7 +29,7 @@ from anygauge.planning.forecast import Work
 from anygauge.strategies.shared.materialize import decoder_layers
 
 ops = torch.ops.aten
-UNTOUCHED = ("_unsafe_view", "resize_", "set_")
+METADATA_OPS = ("_unsafe_view", "resize_", "set_")
 """Operations that say what there is, and touch none of it; so do those that make it empty."""
 
 Moment = tuple[str, int]
@@ -140,7 +140,7 @@ class _Trace(TorchDispatchMode):
     def _count(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
         """Add the work of an operation that is done."""
         name, work = func.overloadpacket.__name__, self.work[self.moment]
-        if func.is_view or func.namespace != "aten" or name in UNTOUCHED or "empty" in name:
+        if func.is_view or func.namespace != "aten" or name in METADATA_OPS or "empty" in name:
             return
         touched: tuple[Any, ...] = (args, kwargs, result)
         if func is ops.embedding.default:  # of its table it reads as much as it writes

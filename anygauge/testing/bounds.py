@@ -23,11 +23,11 @@ Bound = Callable[[Tensor, torch.dtype], Tensor]
 View = Callable[[Tensor], Tensor]
 Arrange = Callable[[Tensor], tuple[Tensor, View]]
 """From values: a tensor that holds them, and how to see them in it."""
-OUTSIDE = 77
+GUARD_VALUE = 77
 """What stands in memory around a view: it must be neither read nor written."""
-BIASED = 0.25
+MAX_BIAS = 0.25
 """Largest mean error in roundoffs: rounding to nearest gives 0, truncation about 0.7."""
-ENOUGH = 2**12
+MIN_ELEMENTS = 2**12
 """Elements from which the mean error says something."""
 
 
@@ -78,7 +78,7 @@ def rounded_sum(terms: int, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     return (2 * roundoff(dtype) + kept) * magnitude + torch.finfo(dtype).tiny
 
 
-def check_unbiased(found: Tensor, wanted: Tensor, what: str, most: float = BIASED) -> None:
+def check_unbiased(found: Tensor, wanted: Tensor, what: str, most: float = MAX_BIAS) -> None:
     """Fail where errors lean to one side; too few values are passed over.
 
     Args:
@@ -87,7 +87,7 @@ def check_unbiased(found: Tensor, wanted: Tensor, what: str, most: float = BIASE
     """
     dtype = found.dtype
     counts = torch.isfinite(wanted) & (wanted.abs() > 1e3 * torch.finfo(dtype).tiny)
-    if int(counts.sum()) < ENOUGH:
+    if int(counts.sum()) < MIN_ELEMENTS:
         return
     errors = (found.double() - wanted)[counts] / wanted[counts].abs()
     # Towards zero, down and up are the three ways of rounding always to the same side.
@@ -151,13 +151,13 @@ def _make_slice(values: Tensor) -> tuple[Tensor, View]:
         return whole
 
     sizes = [size + dim + 2 for dim, size in enumerate(values.shape)]
-    whole = torch.full(sizes, OUTSIDE).to(values.dtype)
+    whole = torch.full(sizes, GUARD_VALUE).to(values.dtype)
     view(whole).copy_(values)
     return whole, view
 
 
 def _make_stepped(values: Tensor) -> tuple[Tensor, View]:
-    whole = torch.full((*values.shape[:-1], 2 * values.shape[-1]), OUTSIDE).to(values.dtype)
+    whole = torch.full((*values.shape[:-1], 2 * values.shape[-1]), GUARD_VALUE).to(values.dtype)
     whole[..., 1::2] = values
     return whole, lambda whole: whole[..., 1::2]
 

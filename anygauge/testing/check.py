@@ -16,7 +16,7 @@ from anygauge.util.section import first_complaint
 if TYPE_CHECKING:
     import torch
 
-CHOSEN = "ANYGAUGE_CONFORMANCE_BACKEND"
+BACKEND_VARIABLE = "ANYGAUGE_CONFORMANCE_BACKEND"
 """Passes the name of ``--anygauge-backend`` to the contract."""
 CHOSEN_STRATEGY = "ANYGAUGE_CONFORMANCE_STRATEGY"
 """Likewise, of ``--anygauge-strategy``."""
@@ -76,7 +76,7 @@ class ConformanceCheck:
     limit_s: float = 60.0
 
 
-class NotAsked(Exception):
+class SkipCheck(Exception):
     """Raised by a check that has no meaning for this backend; its message is the reason."""
 
 
@@ -138,7 +138,7 @@ def run_check(function: Callable[[Any], None], subject: Any, declared: Support |
     """
     try:
         function(subject)
-    except NotAsked as reason:
+    except SkipCheck as reason:
         return SKIPPED, str(reason)
     except Exception as error:
         if declared is not None and not declared:

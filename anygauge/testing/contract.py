@@ -23,8 +23,8 @@ from anygauge.interface import StrategySpec
 from anygauge.registry import Registry
 from anygauge.registry.specs import guarded_probe
 from anygauge.testing.check import (
+    BACKEND_VARIABLE,
     CHECKS,
-    CHOSEN,
     DECLARED,
     FAILED,
     PASSED,
@@ -38,7 +38,7 @@ for _part in PARTS:
     import_checks(_part)
 Ask = Callable[..., PartVerdicts]
 """Of a part, and a number of ranks if there are several."""
-ALONE = ("adapter-float32", "adapter-bfloat16", "packed-float32", "whole-bfloat16")
+ONE_RANK_RUNS = ("adapter-float32", "adapter-bfloat16", "packed-float32", "whole-bfloat16")
 """What one process trains, by `anygauge.testing.loop_checks.KINDS`, and its type."""
 
 
@@ -133,7 +133,7 @@ class BackendContract:
 
     # -- the loop -------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("what", ALONE)
+    @pytest.mark.parametrize("what", ONE_RANK_RUNS)
     def test_trains_as_the_host_does(self, what: str, runs: LoopTrials, answers: Ask) -> None:
         """One process: the losses of every step and evaluation are the host's, within the noise."""
         kind, dtype = what.split("-")
@@ -214,9 +214,9 @@ def _judge(check: ConformanceCheck, *given: PartVerdicts) -> None:
         pytest.skip(f"{result}: {why}")
 
 
-if CHOSEN in os.environ:  # set by ``pytest --anygauge-backend``, which collects this file
+if BACKEND_VARIABLE in os.environ:  # set by ``pytest --anygauge-backend``, which collects this file
 
     class TestBackend(BackendContract):
         """The backend that the command line names."""
 
-        backend = os.environ[CHOSEN]
+        backend = os.environ[BACKEND_VARIABLE]

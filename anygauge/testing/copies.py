@@ -11,12 +11,12 @@ from anygauge.interface import HOST_DEVICE
 from anygauge.testing.bounds import LAYOUTS, compare, dtypes, on_host
 from anygauge.testing.check import OpenDevice, check
 
-WIDE = 2**40 + 1
+WIDE_FACTOR = 2**40 + 1
 """Times a small integer it is one that neither 32 bits nor a float32 hold."""
 SMALL = ((7, 144), (1, 1), (0, 3))
 LARGE = (3, 700_001)
 """Sizes: 8 MiB of int32, more than a staging buffer holds, and no multiple of anything."""
-QUEUED = 64
+QUEUE_LENGTH = 64
 """Copies that are queued at once."""
 
 
@@ -24,7 +24,7 @@ def _distinct(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Values of which each differs from its neighbours, exact in every type."""
     values = ((torch.arange(math.prod(sizes)) * 37) % 251 - 100).reshape(sizes)
     if dtype is torch.int64:
-        values = values * WIDE
+        values = values * WIDE_FACTOR
     return values > 0 if dtype is torch.bool else values.to(dtype)
 
 
@@ -81,7 +81,7 @@ def copies_keep_values(on: OpenDevice) -> None:
 )
 def copies_are_ordered(on: OpenDevice) -> None:
     sizes = [1, 1000, 70_001, 2**18 + 1]
-    hosts = [torch.full((sizes[n % 4],), n, dtype=torch.int32) for n in range(QUEUED)]
+    hosts = [torch.full((sizes[n % 4],), n, dtype=torch.int32) for n in range(QUEUE_LENGTH)]
     for pinned in (False, True) if on.placement.pinned_memory else (False,):
         sources = [host.pin_memory() if pinned else host for host in hosts]
         there = [source.to(on.device, non_blocking=True) for source in sources]
@@ -89,7 +89,7 @@ def copies_are_ordered(on: OpenDevice) -> None:
         batches = [on.placement.to_device({"more": {"ids": each}}) for each in sources]
         on.placement.synchronize()
         for number, wanted in enumerate(hosts):
-            what = f"{number} of {QUEUED}{', pinned' if pinned else ''}"
+            what = f"{number} of {QUEUE_LENGTH}{', pinned' if pinned else ''}"
             _assert_same(back[number], wanted, f"queued copy {what}")
             ids = batches[number]["more"]["ids"]
             assert ids.device.type == on.device.type, f"a mapping within one stays on {ids.device}"

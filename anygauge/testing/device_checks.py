@@ -24,7 +24,7 @@ from anygauge.interface import (
 )
 from anygauge.registry import Registry
 from anygauge.registry.specs import guarded_probe
-from anygauge.testing.check import TOLERANCE, NotAsked, OpenDevice, check
+from anygauge.testing.check import TOLERANCE, OpenDevice, SkipCheck, check
 from anygauge.testing.kernel_trials import KERNEL_TRIALS
 from anygauge.testing.process import answer_of
 
@@ -69,7 +69,7 @@ def opens(on: OpenDevice) -> None:
 )
 def devices_are_counted(on: OpenDevice) -> None:
     if on.device.index is None:
-        raise NotAsked("its device bears no number, and any number of ranks share it")
+        raise SkipCheck("its device bears no number, and any number of ranks share it")
     variable, visible = on.backend.launch.visibility_variable, on.placement.device_count()
     probed = guarded_probe(Registry.load().find_backend(on.backend.name)).device_count
     if probed is not None:
@@ -159,13 +159,13 @@ def autocast_casts(on: OpenDevice) -> None:
         assert (a @ a).dtype == torch.float32, "autocast to float32 lowers products"
     name = next((each for each in ("bfloat16", "float16") if on.backend.support(each)), None)
     if name is None:
-        raise NotAsked("it has no lower type")
+        raise SkipCheck("it has no lower type")
     lower = getattr(torch, name)
     try:
         with on.placement.autocast(lower):
             inside = a @ a
     except UnsupportedError as refusal:
-        raise NotAsked(str(refusal)) from refusal
+        raise SkipCheck(str(refusal)) from refusal
     outside = a @ a
     assert inside.dtype == lower, f"a product under autocast has {inside.dtype}"
     assert outside.dtype == torch.float32, f"a product after autocast has {outside.dtype}"
@@ -192,7 +192,7 @@ def graphs_end(on: OpenDevice) -> None:
         assert float(value.sum().to(HOST_DEVICE)) == 3 * size * size
     limit = graph.limit
     if limit is None and not graph.accumulates:
-        raise NotAsked("graph.accumulates is False, and graph.limit None: there is none to end")
+        raise SkipCheck("graph.accumulates is False, and graph.limit None: there is none to end")
     if limit is None or limit > LARGEST_LIMIT:
         return  # there is none, or it takes too long to reach
     on.placement.synchronize()
@@ -240,4 +240,4 @@ def kernels_agree(on: OpenDevice) -> None:
         KERNEL_TRIALS[spec.operation](on, load_kernel(table, spec.operation), spec.name)
         tried.append(spec.name)
     if not tried:
-        raise NotAsked(f"none is installed for {', '.join(sorted(KERNEL_TRIALS))}")
+        raise SkipCheck(f"none is installed for {', '.join(sorted(KERNEL_TRIALS))}")

@@ -9,10 +9,10 @@ import torch
 
 from anygauge.interface import MemoryStats
 from anygauge.testing.bounds import on_host
-from anygauge.testing.check import NotAsked, OpenDevice, check, of_type
+from anygauge.testing.check import OpenDevice, SkipCheck, check, of_type
 from anygauge.testing.rank_context import RankContext, check_on_ranks
 
-HELD = 0.9
+USED_SHARE = 0.9
 """Part of the memory that is in use, as in training, while more is asked for."""
 PIECES = 64
 MIB, MOST_OF_THE_HOST, LARGEST_MEMORY = 2**20, 2**30, 2**50
@@ -66,9 +66,9 @@ def out_of_memory(on: OpenDevice) -> None:
         assert not on.placement.is_out_of_memory(other), f"{other!r} counts as out of memory"
     stats = on.placement.memory()
     if not _has_allocator(on) or stats.limit is None:
-        raise NotAsked("it shares the host's memory, or its limit is unknown")
+        raise SkipCheck("it shares the host's memory, or its limit is unknown")
     _expect_refusal(on, 2 * stats.limit, 16 * stats.limit, 2**60)
-    free = int(HELD * stats.limit) - stats.in_use
+    free = int(USED_SHARE * stats.limit) - stats.in_use
     size = max(free // PIECES, MIB)
     if free > MOST_OF_THE_HOST and _is_of_the_host(on, size):
         return  # exhausting the host would harm others

@@ -18,7 +18,7 @@ from torch import Tensor
 from anygauge.interface import HOST_DEVICE
 from anygauge.testing import bounds
 from anygauge.testing.bounds import LAYOUTS, Arrange, compare, dtypes, on_host
-from anygauge.testing.check import NotAsked, OpenDevice, check
+from anygauge.testing.check import OpenDevice, SkipCheck, check
 from anygauge.testing.lora_step import OPINFOS
 
 SAMPLES = 24
@@ -169,7 +169,7 @@ def _register(name: str) -> None:
     def tried(on: OpenDevice) -> None:
         found = op_infos().get(name)
         if not found:
-            raise NotAsked(f"torch {torch.__version__} has no OpInfo of that name")
+            raise SkipCheck(f"torch {torch.__version__} has no OpInfo of that name")
         for dtype, info in itertools.product((*dtypes(on), *WHOLE), found):
             lower = dtype in (torch.bfloat16, torch.float16)
             whole_gradient = dtype in WHOLE and "backward" in name

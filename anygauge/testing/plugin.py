@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 
 from anygauge.interface import API_VERSION
-from anygauge.testing.check import CHOSEN, CHOSEN_STRATEGY, DECLARED, PROGRESS, SKIPPED
+from anygauge.testing.check import BACKEND_VARIABLE, CHOSEN_STRATEGY, DECLARED, PROGRESS, SKIPPED
 
 CONFORMANCE = Path(__file__).with_name("contract.py")
 """Collected by ``--anygauge-backend``; its `TestBackend` is the backend of that name."""
 BACKEND, STRATEGY, REPORT = "--anygauge-backend", "--anygauge-strategy", "--anygauge-report"
 KITS = {
-    BACKEND: (CONFORMANCE, CHOSEN),
+    BACKEND: (CONFORMANCE, BACKEND_VARIABLE),
     STRATEGY: (CONFORMANCE.with_name("strategy_contract.py"), CHOSEN_STRATEGY),
 }
 """Option -> the kit, and the variable in which it finds the name."""

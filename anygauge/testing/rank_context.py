@@ -18,7 +18,7 @@ from torch import Tensor
 
 from anygauge.interface import Backend
 from anygauge.testing.bounds import compare, on_host
-from anygauge.testing.check import ConformanceCheck, NotAsked, check, sharding_spec
+from anygauge.testing.check import ConformanceCheck, SkipCheck, check, sharding_spec
 
 BITS = {torch.float64: 53, torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 """Significant bits of a type, with the one that is not stored; its unit roundoff is 2**-bits."""
@@ -125,7 +125,7 @@ class RankContext:
         """Raises: NotAsked: this backend does not run the engine that is tried most."""
         engine = sharding_spec().engine
         if engine in self.backend.unsupported_engines:
-            raise NotAsked(f"it cannot run {engine}: {self.backend.unsupported_engines[engine]}")
+            raise SkipCheck(f"it cannot run {engine}: {self.backend.unsupported_engines[engine]}")
 
 
 check_on_ranks = functools.partial(check, part="ranks", capability="collectives")

@@ -24,9 +24,9 @@ from anygauge.testing.bounds import (
 )
 from anygauge.testing.check import TABLE_S, OpenDevice, check
 
-LISTED = 200
+LIST_LENGTH = 200
 """Tensors of a list: more than one launch takes (64 to 110, by torch's `MultiTensorApply.cuh`)."""
-OFTEN = 70_000
+TIMES = 70_000
 """How often an index comes: more than 2^16."""
 Function = Callable[..., Tensor]
 check_sizes = partial(check, part="device", limit_s=TABLE_S)
@@ -65,7 +65,7 @@ BY_INDEX: Mapping[str, Function] = {
         nn.embedding(at, x.requires_grad_()), x, v
     )[0],
 }
-EACH: Mapping[str, tuple[Bound, Function]] = {
+ELEMENTWISE: Mapping[str, tuple[Bound, Function]] = {
     "the conversion from float32": (bounds.round_either_way, lambda x, _, full: full.type_as(x)),
     "add": (bounds.round_either_way, lambda x, y, _: x + y),
     "mul": (bounds.round_either_way, lambda x, y, _: x * y),
@@ -77,7 +77,7 @@ EACH: Mapping[str, tuple[Bound, Function]] = {
 
 @check_sizes(
     "long sums keep their digits, over all and along each dimension, and those of an index that "
-    f"comes {OFTEN:,} times",
+    f"comes {TIMES:,} times",
     means="losses and norms of large models, or gradients of frequent tokens, such as padding, "
     "would be wrong; look for sums that are kept in the inputs' type, for counts and offsets of "
     "too few bits, and for adding that is not atomic",
@@ -87,10 +87,10 @@ def long_sums(on: OpenDevice) -> None:
         values = even_values(5, 2**14 + 3, seed=6, low=0.25, high=1).to(dtype)
         terms = values.numel()
         _check(on, of_all, [values], bounds.round_either_way, f"{name} of {terms}", 4 * terms)
-    places = torch.where(torch.arange(OFTEN) % 7 > 0, 3, torch.arange(OFTEN) // 7 % 5)
-    given = torch.zeros(5, 4), places, even_values(OFTEN, 4, seed=9).float()
+    places = torch.where(torch.arange(TIMES) % 7 > 0, 3, torch.arange(TIMES) // 7 % 5)
+    given = torch.zeros(5, 4), places, even_values(TIMES, 4, seed=9).float()
     for name, by_index in BY_INDEX.items():
-        _check(on, by_index, given, bounds.round_either_way, f"{name}, {OFTEN} indices", 4 * OFTEN)
+        _check(on, by_index, given, bounds.round_either_way, f"{name}, {TIMES} indices", 4 * TIMES)
 
 
 @check_sizes(
@@ -102,7 +102,7 @@ def rounding_leans_to_no_side(on: OpenDevice) -> None:
     for dtype in dtypes(on):
         x, y = (even_values(257, 301, seed=seed, low=0.5, high=4).float() for seed in (1, 2))
         given = x.to(dtype), y.to(dtype), x
-        for name, (bound, function) in EACH.items():
+        for name, (bound, function) in ELEMENTWISE.items():
             bounds.check_unbiased(*_check(on, function, given, bound, name), name)
 
 
@@ -153,7 +153,7 @@ def products_keep_their_digits(on: OpenDevice) -> None:
                 # Many roundings of one sum need not cancel: those of float32 by their root. Shorter
                 # factors may be cut off.
                 lean = terms**0.5 * bounds.roundoff(torch.float32) + 4 * max(factors - unit, 0.0)
-                bounds.check_unbiased(found, wanted, what, bounds.BIASED + lean / unit)
+                bounds.check_unbiased(found, wanted, what, bounds.MAX_BIAS + lean / unit)
 
 
 WIDE_ROWS: Mapping[str, Function] = {
@@ -207,12 +207,12 @@ FOREACH: Mapping[str, Callable[..., Any]] = {
 
 def _list(seed: int) -> list[Tensor]:
     """Float32 values of odd sizes, small and large in turn, as an adapter's factors have them."""
-    sizes = [(n % 7 + 1, 4 + n % 5) if n % 20 else (17, 1031) for n in range(LISTED)]
+    sizes = [(n % 7 + 1, 4 + n % 5) if n % 20 else (17, 1031) for n in range(LIST_LENGTH)]
     return [even_values(*size, seed=seed + n).float() for n, size in enumerate(sizes)]
 
 
 @check_sizes(
-    f"`_foreach` functions, clipping and AdamW of {LISTED} tensors are those of one at a time",
+    f"`_foreach` functions, clipping and AdamW of {LIST_LENGTH} tensors are those of one at a time",
     means="the last factors of an adapter would stay untrained, be trained twice, or gradients be "
     "clipped to another norm; look at how the device splits a list of tensors into launches, at "
     "the last of them, and at the `_foreach` and fused forms of the optimizer",
@@ -227,14 +227,14 @@ def lists_of_tensors(on: OpenDevice) -> None:
             one = [[each[number].double()] for each in host]
             right = (function(*one) or one[0])[0]
             allowed = bounds.normwise(right, torch.float32) + 1e-6  # parts of about 1 may cancel
-            compare(on_host(mine), right, allowed, f"{name}, tensor {number} of {LISTED}")
+            compare(on_host(mine), right, allowed, f"{name}, tensor {number} of {LIST_LENGTH}")
     wanted = _trained(Tensor.double, foreach=False)
     for form in ({"foreach": False}, {"foreach": True}, {"fused": True}, {}):
         # Torch has not got every form for each type of device.
         with contextlib.suppress(*[RuntimeError] * any(form.values())):
             found = _trained(lambda each: each.to(on.device, copy=True), **form)
             for number, (mine, right) in enumerate(zip(found, wanted, strict=True)):
-                what = f"tensor {number} of {LISTED}" if number else "the gradients' norms"
+                what = f"tensor {number} of {LIST_LENGTH}" if number else "the gradients' norms"
                 compare(mine, right, 2e-4 * right.abs().clamp(min=1), f"AdamW {form}, {what}")
 
 

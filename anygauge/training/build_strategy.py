@@ -26,7 +26,7 @@ from anygauge.models.warm_start import whole_modules
 from anygauge.registry import Registry, missing_of
 from anygauge.registry.specs import load_factory
 
-PAGED = "paged_memory"
+PAGED_MEMORY = "paged_memory"
 """The capability that ``train.optimizer.paged`` needs."""
 
 EIGHT_BIT = "adamw_8bit"
@@ -195,7 +195,7 @@ def _require(backend: Backend, capability: str, field: str, instead: str) -> Non
 def check_optimizer_support(run: RunFile, backend: Backend) -> None:
     """Raises: UnsupportedError: quotes the backend's reason for lacking what an optimizer needs."""
     if run.train.optimizer.paged:
-        _require(backend, PAGED, "train.optimizer.paged", "Leave it out")
+        _require(backend, PAGED_MEMORY, "train.optimizer.paged", "Leave it out")
     if run.train.optimizer.name == EIGHT_BIT:
         instead = "Use adamw, which keeps four times as many bytes, or lion"
         _require(backend, EIGHT_BIT, f"train.optimizer.name: {EIGHT_BIT}", instead)

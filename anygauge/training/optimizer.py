@@ -28,9 +28,9 @@ B_FACTOR = re.compile(r"(^|\.)lora_(embedding_)?B(\.|$)")
 """Names of the factors that LoRA+ trains at a higher rate; peft's naming."""
 BLOCK = 256
 """Elements of 8-bit state that share one scale."""
-SMALLEST = 4096
+MIN_8BIT_NUMEL = 4096
 """A tensor of fewer elements keeps its state in float32."""
-PAGED = 100_000
+MIN_PAGED_NUMEL = 100_000
 """A tensor of fewer elements is never paged by bitsandbytes."""
 Groups = list[dict[str, Any]]
 AdamW = Callable[..., Optimizer]
@@ -119,12 +119,12 @@ def parameter_groups(
 def _adamw_8bit(section: OptimizerSection, groups: Groups) -> Optimizer:
     """AdamW whose state is block-wise 8-bit codes (https://arxiv.org/abs/2110.02861).
 
-    State of a tensor of `SMALLEST` elements or more: ``state1`` and ``state2`` (uint8 codes of
-    its shape), ``absmax1`` and ``absmax2`` (float32, one per `BLOCK` elements), ``qmap1`` and
+    State of a tensor of `MIN_8BIT_NUMEL` elements or more: ``state1`` and ``state2`` (uint8 codes
+    of its shape), ``absmax1`` and ``absmax2`` (float32, one per `BLOCK` elements), ``qmap1`` and
     ``qmap2`` (256 float32, the values of the codes); of a smaller one: ``state1`` and ``state2``
-    in float32. ``step`` is an int. With ``paged``, ``state1`` and ``state2`` of a tensor of `PAGED`
-    elements or more are in memory that the driver moves between device and host; for torch that
-    is a tensor on the host.
+    in float32. ``step`` is an int. With ``paged``, ``state1`` and ``state2`` of a tensor of
+    `MIN_PAGED_NUMEL` elements or more are in memory that the driver moves between device and host;
+    for torch that is a tensor on the host.
 
     Raises:
         RunFileError: bitsandbytes is not installed.
@@ -139,7 +139,7 @@ def _adamw_8bit(section: OptimizerSection, groups: Groups) -> Optimizer:
     paged = section.paged
     device = groups[0]["params"][0].device
     # `check_strategy` has asked the backend, but an installed build may lack the device's library.
-    trial = nn.Parameter(torch.zeros(PAGED if paged else SMALLEST, device=device))
+    trial = nn.Parameter(torch.zeros(MIN_PAGED_NUMEL if paged else MIN_8BIT_NUMEL, device=device))
     trial.grad = torch.zeros_like(trial)
     tried = AdamW8bit([trial], is_paged=paged)
     try:
@@ -159,7 +159,7 @@ def _adamw_8bit(section: OptimizerSection, groups: Groups) -> Optimizer:
     optimizer: Optimizer = AdamW8bit(
         groups,
         lr=section.lr,
-        min_8bit_size=SMALLEST,
+        min_8bit_size=MIN_8BIT_NUMEL,
         is_paged=paged,
         **_adam_options(section),
     )

@@ -20,7 +20,7 @@ from anygauge.util.errors import AnygaugeError
 if TYPE_CHECKING:
     import torch
 
-LONGEST = 16 * 1024 * 1024
+MAX_BYTES = 16 * 1024 * 1024
 """Bytes of one rank's message: what a stranger can make the others set aside for it."""
 
 _PROOF = hashlib.sha256().digest_size
@@ -69,10 +69,10 @@ class SignedExchange:
             struct.unpack("<q", size)[0] for size in self._all(struct.pack("<q", len(payload)))
         ]
         for rank, size in enumerate(sizes):
-            if not 0 <= size <= LONGEST:
+            if not 0 <= size <= MAX_BYTES:
                 raise AnygaugeError(
                     f"rank {rank} announced a message of {size:,} bytes ({purpose}); at most "
-                    f"{LONGEST:,} are taken"
+                    f"{MAX_BYTES:,} are taken"
                 )
         frames = self._all(self._proof(self._rank, payload, purpose) + payload, _PROOF + max(sizes))
         return self._verify(

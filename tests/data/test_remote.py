@@ -144,7 +144,7 @@ def test_each_failure_has_its_message_at_once(name, streaming, server, monkeypat
 def test_a_look_at_the_first_rows_fetches_a_beginning(server):
     server.files["long.jsonl"] = File(body=LINES * 200)
     assert len(first_records(SourceSection(path=server.address("long.jsonl")), 20, "f")) == 20
-    assert server.sent <= 2 * remote_files.FEW < len(server.files["long.jsonl"].body)
+    assert server.sent <= 2 * remote_files.SMALL_BLOCK < len(server.files["long.jsonl"].body)
 
 
 def test_addresses_that_nobody_answers_or_no_package_reads(impatient, monkeypatch):

@@ -16,7 +16,7 @@ from typing import IO, Any
 import pytest
 
 from anygauge.interface import AnygaugeError, Job
-from anygauge.launch.channel import LONGEST_OF_UNKNOWN, UNPROVEN, proof_of
+from anygauge.launch.channel import MAX_UNPROVEN_BYTES, UNPROVEN, proof_of
 from anygauge.launch.hello import Hello
 from anygauge.launch.listener import MOST_UNKNOWN, Listener
 from anygauge.launch.meeting import meet
@@ -77,12 +77,12 @@ def greeting(number: Any = "0" * 32) -> bytes:
 
 
 def deep(port: int) -> None:
-    sent(port, framed(b"[" * LONGEST_OF_UNKNOWN))
+    sent(port, framed(b"[" * MAX_UNPROVEN_BYTES))
     sent(port, framed(b'{"kind":' * 5_000))
 
 
 def without_end(port: int) -> None:
-    sent(port, struct.pack("!I", LONGEST_OF_UNKNOWN + 1))
+    sent(port, struct.pack("!I", MAX_UNPROVEN_BYTES + 1))
     for _ in range(12):
         sent(port, *([b"x" * 2**20] * 15))
 

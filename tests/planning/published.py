@@ -126,7 +126,7 @@ def fitted() -> dict[str, float]:
 
     Not their squares: runs that no model of time explains would decide.
     """
-    constants = ("COPIED", "SENT", "ISSUE", "OVERLAP")
+    constants = ("COPY_SHARE", "SEND_SHARE", "ISSUE_S", "OVERLAP")
 
     def loss() -> float:
         return sum(abs(math.log1p(one.time_error)) for one in FITTED)
@@ -136,7 +136,7 @@ def fitted() -> dict[str, float]:
         before = best
         for name, factor in product(constants, (step, 1 / step)):
             value = getattr(times, name)
-            if name == "ISSUE" or value * factor <= 1:
+            if name == "ISSUE_S" or value * factor <= 1:
                 setattr(times, name, value * factor)
             if loss() < best - 1e-9:
                 best = loss()

@@ -12,7 +12,7 @@ import torch
 
 from anygauge.interface import Card
 from anygauge.models.factory import CausalModelFactory
-from anygauge.planning.fit import CONNECTED, PROCESS, RESERVED, SLACK, Fit, fit, most_bytes, on_disk
+from anygauge.planning.fit import BUFFERS, PROCESS, RESERVED, SLACK, Fit, fit, most_bytes, on_disk
 from anygauge.planning.machines import Machine
 from tests.helpers.runs import TINY
 from tests.planning.standins import memory, run
@@ -35,10 +35,10 @@ def held(step: int, card: Card = CARD, ranks: int = 8, host: int | None = None, 
 def test_slack_context_and_collectives_come_on_top() -> None:
     found = held(STEP)
     assert (found.phase, found.tensors) == ("backward", STEP)
-    assert found.needs == STEP + round(SLACK * STEP) + GIB + CONNECTED
+    assert found.needs == STEP + round(SLACK * STEP) + GIB + BUFFERS
     assert found.free == 40 * GIB - found.needs == found.margin
     assert found.fits and found.phases["backward"] == found.needs
-    assert found.phases["load"] == STEP // 4 + round(SLACK * STEP / 4) + GIB + CONNECTED
+    assert found.phases["load"] == STEP // 4 + round(SLACK * STEP / 4) + GIB + BUFFERS
     assert held(STEP, Card(name="square", memory=40 * GIB), 1).fixed == RESERVED
     lacks = held(80 * GIB, ranks=1)
     assert not lacks.fits and lacks.margin == lacks.free

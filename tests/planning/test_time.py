@@ -24,7 +24,7 @@ WORK = Work(flops={"bfloat16": 72e12}, other_bytes=0.8e12)
 MEASURED = replace(CARD, matmul={"bfloat16": 40e12}, copy=0.4e12, exchange=10e9, issue=1.0)
 HOST = replace(MEASURED, shared_memory=True, issue=1e-6)
 CARDS = {"CARD": CARD, "MEASURED": MEASURED, "HOST": HOST}
-MULTIPLYING, MOVING = 72 / (100 * times.REACHED), 0.8 / times.COPIED
+MULTIPLYING, MOVING = 72 / (100 * times.MATMUL_SHARE), 0.8 / times.COPY_SHARE
 ALONE = MULTIPLYING + MOVING
 NAMES = {**vars(times), "MULTIPLYING": MULTIPLYING, "MOVING": MOVING, "ALONE": ALONE}
 

@@ -25,7 +25,7 @@ from anygauge.strategies.shared.degrees import Degrees, in_words, mesh_axes
 from anygauge.strategies.shared.exchanges import device_mesh, group_along
 from anygauge.strategies.shared.footprint import whole_memory
 from anygauge.strategies.shared.gradients import Gradients, LocalGradients
-from anygauge.strategies.shared.layout import Whole
+from anygauge.strategies.shared.layout import WholeLayout
 from anygauge.strategies.shared.materialize import decoder_layers
 from anygauge.strategies.shared.shards import fill, sharded_later
 from anygauge.strategies.shared.torch_engine import TorchEngine
@@ -162,7 +162,7 @@ class Ddp(DividedStrategy):
             context,
             call=wrapper,
             gradients=gradients,
-            layout=divided.layout(Whole(context.clip_grad_norm), model),
+            layout=divided.layout(WholeLayout(context.clip_grad_norm), model),
             sums=divided.partial_sums(model),
             join_logits=divided.whole_logits,
         )

@@ -37,7 +37,7 @@ from anygauge.strategies.shared.flat import FLAT, FlatLayers, flat_layers_fit
 from anygauge.strategies.shared.footprint import Sizes
 from anygauge.strategies.shared.gradients import Gradients
 from anygauge.strategies.shared.materialize import decoder_layers
-from anygauge.strategies.shared.shards import Sharded, fill, sharded_later
+from anygauge.strategies.shared.shards import ShardLayout, fill, sharded_later
 from anygauge.strategies.shared.torch_engine import TorchEngine
 from anygauge.strategies.tensor.footprint import tensor_memory
 from anygauge.strategies.tensor.tensor_parallel import DividedStrategy, divide_model
@@ -206,7 +206,7 @@ class Fsdp(DividedStrategy):
             model,
             context,
             gradients=gradients,
-            layout=divided.layout(Sharded(ranks, device), model),
+            layout=divided.layout(ShardLayout(ranks, device), model),
             sums=divided.partial_sums(model),
             join_logits=divided.whole_logits,
         )

@@ -254,7 +254,7 @@ def build_pipeline(context: BuildContext, options: Degrees) -> PipelineEngine:
         group,
         gradients=lambda trained: StageGradients(trained, dtype),
         sums=sums,
-        layout=Staged(divided.layout(TensorLayout(), model), owners, trained, group, device),
+        layout=StageLayout(divided.layout(TensorLayout(), model), owners, trained, group, device),
         join_logits=divided.whole_logits,
     )
 
@@ -273,7 +273,7 @@ def _end_group(mesh: DeviceMesh, last: int) -> dist.ProcessGroup | None:
 # -- trained parameters, and their gradients, of a rank's stages -----------------------------------
 
 
-class Staged(GroupLayout):
+class StageLayout(GroupLayout):
     """A rank holds its stages' parameters whole, and nothing of others; see `TensorLayout`.
 
     A weight that the first and the last stage share counts on the first rank that has it.

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from anygauge.interface import HOST_DEVICE, Placement
 from anygauge.strategies.shared.materialize import decoder_layers
 
-SMALLEST = 1024
+MIN_BYTES = 1024
 """Bytes; what is smaller is not worth a copy. That of torchtune and TRL."""
 
 
@@ -120,7 +120,7 @@ class Offload:
         storage = tensor.untyped_storage()
         if (
             tensor.device != self._device
-            or storage.nbytes() < SMALLEST
+            or storage.nbytes() < MIN_BYTES
             or storage._cdata in self._weights
             # Of an engine that gathers weights one by one, within the layer.
             or isinstance(tensor._base, nn.Parameter)

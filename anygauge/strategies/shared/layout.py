@@ -84,7 +84,7 @@ class GroupLayout(TensorLayout):
         return square
 
 
-class Whole(TensorLayout):
+class WholeLayout(TensorLayout):
     """Every rank holds everything.
 
     Args:

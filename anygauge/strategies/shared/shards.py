@@ -16,7 +16,7 @@ from anygauge.strategies.shared.layout import Cut, GroupLayout
 from anygauge.strategies.shared.materialize import owners_of, units
 
 
-class Sharded(GroupLayout):
+class ShardLayout(GroupLayout):
     """Parameters are DTensors, which show their whole shapes; see `TensorLayout`."""
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter:

@@ -38,7 +38,7 @@ from anygauge.strategies.shared.common import (
 )
 from anygauge.strategies.shared.finite import FiniteSteps, propagate_nonfinite
 from anygauge.strategies.shared.gradients import Gradients, LocalGradients, sum_at
-from anygauge.strategies.shared.layout import TensorLayout, Whole
+from anygauge.strategies.shared.layout import TensorLayout, WholeLayout
 from anygauge.strategies.shared.optimizer_state import (
     import_plain,
     state_keys,
@@ -83,7 +83,7 @@ class TorchEngine:
         self._join_logits = join_logits
         self._graph = context.workload.backend.graph
         self._backend = context.workload.backend
-        self._layout = layout or Whole(context.clip_grad_norm)
+        self._layout = layout or WholeLayout(context.clip_grad_norm)
         self._fp8 = fp8_contexts(model, context)
         self._trained = trained_parameters(model)
         held = [self._layout.local(p) for _, p in self._trained]

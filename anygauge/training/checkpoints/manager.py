@@ -210,7 +210,7 @@ def remove_leftovers(run_directory: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
+class ResumePoint:
     """What a run resumes from.
 
     Attributes:
@@ -226,7 +226,7 @@ class Resumed:
 
 def find_checkpoint(
     resume: str, run_directory: Path, rank: int, collectives: Collectives
-) -> Resumed:
+) -> ResumePoint:
     """The checkpoint that ``checkpoint.resume`` asks for; every rank calls it and gets the same.
 
     Only rank 0 looks for it and checks the sums of its files.
@@ -238,12 +238,12 @@ def find_checkpoint(
         AnygaugeError: the folder that was named is not a sound checkpoint.
     """
     if resume == NEVER:
-        return Resumed(None)
+        return ResumePoint(None)
     mine = _find_resumable(resume, run_directory) if rank == 0 else None
     folder, skipped, failure, report = collectives.gather_objects(mine)[0]
     if failure is not None:
         raise AnygaugeError(failure)
-    return Resumed(
+    return ResumePoint(
         None if folder is None else Checkpoint(Path(folder)),
         tuple(skipped),
         None if report is None else FinishedRun(folder=run_directory, report=report),
@@ -267,7 +267,7 @@ def _find_resumable(resume: str, run_directory: Path) -> list[Any]:
 
 
 def check_resumed(
-    resumed: Resumed,
+    resumed: ResumePoint,
     identity: Mapping[str, Any],
     settings: Mapping[str, Any],
     steps: int,
