@@ -78,11 +78,10 @@ class PrepareWork:
 
     def out_of_memory(self, limit: int) -> AnygaugeError:
         """Return the error of a process that needed more than so many bytes."""
+        size = format_bytes(limit)
         if self._row:
-            return self._ended_rendering(
-                f"took more than {format_bytes(limit)} to render {self._row}"
-            )
-        return AnygaugeError(f"out of memory: the process may have {format_bytes(limit)}")
+            return self._ended_rendering(f"took more than {size} to render {self._row}")
+        return AnygaugeError(f"out of memory: the process may have {size}")
 
     def crash_error(self, code: int, output: IO[bytes]) -> AnygaugeError:
         """Return the error of a process without an answer; `output` is what it printed."""

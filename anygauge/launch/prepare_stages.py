@@ -69,9 +69,8 @@ class Stages:
                 self._send_answer(unreachable=str(error))
                 break
             if found.new:
-                self._events.message(
-                    f"fetched {want.name}: {format_bytes(found.new)} in {found.folder}"
-                )
+                new = format_bytes(found.new)
+                self._events.message(f"fetched {want.name}: {new} in {found.folder}")
             left += found.left
         else:
             self._send_answer(left=left)

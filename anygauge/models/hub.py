@@ -367,7 +367,7 @@ def _names(files: list[str]) -> str:
     return ", ".join(map(repr, files[:3])) + more
 
 
-def _absent_text(request: DownloadRequest) -> str:
+def _absence(request: DownloadRequest) -> str:
     path = Path(request.name).absolute()
     return f"{request.name!r} is not a folder here (looked at {path}{near_file(path)})"
 
@@ -417,9 +417,8 @@ def _refusal(error: BaseException, status: int | None, request: DownloadRequest)
         known = "the account of your token may see" if get_token() else "is public"
         private = "" if get_token() else f"; for a private one, {log_in}"
         return (
-            f"{_absent_text(request)}, nor a model of {constants.ENDPOINT} that {known} ({text}). "
-            "Give a run directory, a model folder, or a name of the hub such as owner/name"
-            f"{private}"
+            f"{_absence(request)}, nor a model of {constants.ENDPOINT} that {known} ({text}). Give "
+            f"a run directory, a model folder, or a name of the hub such as owner/name{private}"
         )
     if status is not None and status < 500 and status != 429:
         remedies = {
@@ -444,7 +443,7 @@ def _no_answer(
     from huggingface_hub import constants
 
     by_hand = f"python -m anygauge.models.fetch {request.name}"
-    hub, absent = f"the hub ({constants.ENDPOINT})", f"{_absent_text(request)}, and "
+    hub, absent = f"the hub ({constants.ENDPOINT})", f"{_absence(request)}, and "
     if status is not None:
         absent, why, advice = "", f"{hub} cannot answer now: {_reason(error)}", "Try again later"
     elif constants.HF_HUB_OFFLINE:

@@ -115,7 +115,7 @@ def step_duration(
     """
     # Ranks whose device is the host share its processors and its memory.
     card = card.of_ranks(per_machine)
-    copied = _require_rate(card.copy, COPY_SHARE, card.bandwidth, card, "bandwidth")
+    copied = _rate(card.copy, COPY_SHARE, card.bandwidth, card, "bandwidth")
     multiplying = sum(count / _matmul_rate(card, kind) for kind, count in work.flops.items())
     multiplying = max(multiplying, work.matrix_bytes / copied)
     moving = work.other_bytes / copied
@@ -134,9 +134,7 @@ def step_duration(
         waited += seconds if one.waited else 0.0
     copying = 0.0
     if work.copied_bytes > STEP_BYTES:
-        copying = work.copied_bytes / _require_rate(
-            None, SEND_SHARE, card.host_link, card, "host_link"
-        )
+        copying = work.copied_bytes / _rate(None, SEND_SHARE, card.host_link, card, "host_link")
     on_host = work.host_bytes * per_machine / HOST
     beside = sum(sending.values()) - waited + copying
     hidden = 0.0 if card.shared_memory else OVERLAP * min(computing, beside)
@@ -163,10 +161,10 @@ def step_duration(
 def _matmul_rate(card: Card, kind: str) -> float:
     """Operations per second of large matrix products of a type."""
     rates = [card.matmul.get(kind), card.flops.get(kind)]
-    return _require_rate(rates[0], MATMUL_SHARE, rates[1], card, f"flops.{kind}")
+    return _rate(rates[0], MATMUL_SHARE, rates[1], card, f"flops.{kind}")
 
 
-def _require_rate(
+def _rate(
     measured: float | None, part: float, published: float | None, card: Card, name: str
 ) -> float:
     if measured is not None:
@@ -187,7 +185,7 @@ def _send_time(
     call = CALL_S if card.call is None else card.call
     if not one.crosses_machines(per_machine):
         link = card.link if machine is None or machine.link is None else machine.link
-        rate = _require_rate(card.exchange, SEND_SHARE, link, card, "link")
+        rate = _rate(card.exchange, SEND_SHARE, link, card, "link")
         return "cards", one.times * call + one.wire_bytes / rate
     if machine is None or not machine.network:
         named = "no machine is named"

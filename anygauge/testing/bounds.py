@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from anygauge.interface import HOST_DEVICE
-from anygauge.testing.check import TOLERANCE, OpenDevice
+from anygauge.testing.check import TOLERANCE, Device
 
 Bound = Callable[[Tensor, torch.dtype], Tensor]
 """From the wanted float64 values and the type: the largest error of each."""
@@ -42,7 +42,7 @@ def roundoff(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps) / 2
 
 
-def product_roundoff(on: OpenDevice, dtype: torch.dtype) -> float:
+def product_roundoff(on: Device, dtype: torch.dtype) -> float:
     """Return the same for the factors of a matrix product, as the device declares them."""
     if dtype is torch.float32:
         return float(2.0**-on.placement.float32_product_bits)

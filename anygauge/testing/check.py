@@ -54,7 +54,7 @@ class ConformanceCheck:
         name: short and stable, such as ``memory_moves``.
         title: what holds if it passes, in words.
         part: where it is asked: ``basic``, ``device``, ``operators`` or ``ranks``.
-        function: gets what the part is about (`Paper`, `OpenDevice`, `RankContext`); raises where
+        function: gets what the part is about (`Paper`, `Device`, `RankContext`); raises where
             it does not hold.
         means: what users would see if it fails, and where vendors usually have the cause: one
             sentence.
@@ -81,7 +81,7 @@ class SkipCheck(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OpenDevice:
+class Device:
     """What the checks on a device get: an opened backend, and how to make another like it."""
 
     backend: Backend

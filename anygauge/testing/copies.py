@@ -9,7 +9,7 @@ import torch
 
 from anygauge.interface import HOST_DEVICE
 from anygauge.testing.bounds import LAYOUTS, compare, dtypes, on_host
-from anygauge.testing.check import OpenDevice, check
+from anygauge.testing.check import Device, check
 
 WIDE_FACTOR = 2**40 + 1
 """Times a small integer it is one that neither 32 bits nor a float32 hold."""
@@ -42,7 +42,7 @@ def _assert_same(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
     "not contiguous or begin within a buffer, at lengths that are no multiple of a block, at "
     "copies in pieces, and at to_device, for mappings within mappings and what is no tensor",
 )
-def copies_keep_values(on: OpenDevice) -> None:
+def copies_keep_values(on: Device) -> None:
     whole_types = (torch.int64, torch.int32, torch.uint8, torch.bool)
     small = itertools.product(SMALL, (*dtypes(on), *whole_types), LAYOUTS, (True, False))
     large = itertools.product((LARGE,), (torch.int32,), LAYOUTS, (True,))
@@ -79,7 +79,7 @@ def copies_keep_values(on: OpenDevice) -> None:
     "now and then; look for copies on a stream of their own that do not wait, or that are not "
     "waited for, and for staging buffers that are given back before their copy has ended",
 )
-def copies_are_ordered(on: OpenDevice) -> None:
+def copies_are_ordered(on: Device) -> None:
     sizes = [1, 1000, 70_001, 2**18 + 1]
     hosts = [torch.full((sizes[n % 4],), n, dtype=torch.int32) for n in range(QUEUE_LENGTH)]
     for pinned in (False, True) if on.placement.pinned_memory else (False,):

@@ -24,7 +24,7 @@ from anygauge.interface import (
 )
 from anygauge.registry import Registry
 from anygauge.registry.specs import guarded_probe
-from anygauge.testing.check import TOLERANCE, OpenDevice, SkipCheck, check
+from anygauge.testing.check import TOLERANCE, Device, SkipCheck, check
 from anygauge.testing.kernel_trials import KERNEL_TRIALS
 from anygauge.testing.process import answer_of
 
@@ -41,7 +41,7 @@ COUNTED_WITHIN_S = 2.0
     means="nothing would run on the device, or two ranks share a card without a word; look at "
     "open(), which must return this rank's device, and compare the rank with their number",
 )
-def opens(on: OpenDevice) -> None:
+def opens(on: Device) -> None:
     assert on.device.type == on.backend.device_type, f"open() gave {on.device}"
     assert on.placement.device == on.device
     for name in CAPABILITIES:
@@ -67,7 +67,7 @@ def opens(on: OpenDevice) -> None:
     "each other's devices; the probe counts files, or the variable has another name or form",
     limit_s=120,
 )
-def devices_are_counted(on: OpenDevice) -> None:
+def devices_are_counted(on: Device) -> None:
     if on.device.index is None:
         raise SkipCheck("its device bears no number, and any number of ranks share it")
     variable, visible = on.backend.launch.visibility_variable, on.placement.device_count()
@@ -101,7 +101,7 @@ def _devices_seen(name: str, options: Mapping[str, Any]) -> int:
     means="the next run would find the device taken; look at close(), which must give back "
     "what open() took",
 )
-def closes(on: OpenDevice) -> None:
+def closes(on: Device) -> None:
     other = on.fresh()
     other.open(0)
     other.close()
@@ -120,7 +120,7 @@ def _block(device: Any, dtype: torch.dtype) -> list[torch.Tensor]:
     return [out.detach(), *(each.grad for each in inputs if each.grad is not None)]
 
 
-def _blocks_agree(dtype: str, on: OpenDevice) -> None:
+def _blocks_agree(dtype: str, on: Device) -> None:
     allowed = 4 * TOLERANCE[dtype]
     if dtype == "float32":
         allowed = max(allowed, 16 * 2.0**-on.placement.float32_product_bits)
@@ -153,7 +153,7 @@ for _dtype in TOLERANCE:
     means="a loop of one's own would compute in another type than it asked for; look at the "
     "device's list of operations for autocast",
 )
-def autocast_casts(on: OpenDevice) -> None:
+def autocast_casts(on: Device) -> None:
     a = torch.randn(8, 8, device=on.device)
     with on.placement.autocast(torch.float32):
         assert (a @ a).dtype == torch.float32, "autocast to float32 lowers products"
@@ -178,7 +178,7 @@ def autocast_casts(on: OpenDevice) -> None:
     "mark_step, at the option that carries the limit to the vendor's software, and at counters "
     "that count nothing",
 )
-def graphs_end(on: OpenDevice) -> None:
+def graphs_end(on: Device) -> None:
     graph = on.backend.graph
     for size in (3, 4, 5):  # a graph of shapes that came before may need no compilation
         value = torch.ones(size, size, device=on.device) * 2 + 1
@@ -205,7 +205,7 @@ def graphs_end(on: OpenDevice) -> None:
     assert float(value[0, 0].to(HOST_DEVICE)) == 3 * limit + 1
 
 
-def _grew(on: OpenDevice, before: Mapping[str, float], within_s: float = COUNTED_WITHIN_S) -> bool:
+def _grew(on: Device, before: Mapping[str, float], within_s: float = COUNTED_WITHIN_S) -> bool:
     """Whether a counter has grown, or grows soon: graphs may be compiled in the background."""
     until = time.monotonic() + within_s
     while True:
@@ -222,7 +222,7 @@ def _grew(on: OpenDevice, before: Mapping[str, float], within_s: float = COUNTED
     means="a run with the vendor's kernel would go another way; look in the kernel named, at "
     "masks and incomplete blocks",
 )
-def kernels_agree(on: OpenDevice) -> None:
+def kernels_agree(on: Device) -> None:
     from anygauge.kernels.choose import KernelChoice, choose_kernels, load_kernel
 
     registry = Registry.load(os.environ)

@@ -14,14 +14,14 @@ from anygauge.kernels.rope import apply_rotation
 from anygauge.models.inputs import FORMS, MaskPlan, visible
 from anygauge.registry import Registry
 from anygauge.registry.specs import load_factory
-from anygauge.testing.check import TOLERANCE, OpenDevice
+from anygauge.testing.check import TOLERANCE, Device
 
 
-def _kernel_type(on: OpenDevice) -> torch.dtype:
+def _kernel_type(on: Device) -> torch.dtype:
     return torch.bfloat16 if on.backend.support("bfloat16") else torch.float32
 
 
-def _compare(on: OpenDevice, found: Any, wanted: Tensor, what: str, dtype: str = "") -> None:
+def _compare(on: Device, found: Any, wanted: Tensor, what: str, dtype: str = "") -> None:
     assert found.device.type == on.device.type, f"{what}: the result is on {found.device}"
     assert found.shape == wanted.shape, f"{what}: shape {tuple(found.shape)}"
     got = found.detach().to(HOST_DEVICE, torch.float64)
@@ -30,14 +30,14 @@ def _compare(on: OpenDevice, found: Any, wanted: Tensor, what: str, dtype: str =
     assert error <= allowed, f"{what} differs by {error:.1e} of its largest value; {allowed:.0e}"
 
 
-def _draw(on: OpenDevice, *shapes: Sequence[int], seed: int = 4) -> list[Tensor]:
+def _draw(on: Device, *shapes: Sequence[int], seed: int = 4) -> list[Tensor]:
     """Normal values in the type that kernels are tried in, on the host."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(*shape, generator=generator).to(_kernel_type(on)) for shape in shapes]
 
 
 def _try_kernel(
-    on: OpenDevice,
+    on: Device,
     what: str,
     kernel: Callable[..., Any],
     reference: Callable[..., Any],
@@ -67,7 +67,7 @@ def _try_kernel(
         _compare(on, mine.grad, its.grad, f"gradient {number} of {what}")
 
 
-def softmax(on: OpenDevice, kernel: Any, name: str) -> None:
+def softmax(on: Device, kernel: Any, name: str) -> None:
     """Plain; and scaled, with each kind of mask and a causal offset, an empty row among them."""
     x = torch.linspace(-8, 8, 2 * 6 * 33).reshape(2, 6, 33).to(_kernel_type(on))
     seen = torch.arange(2 * 33).reshape(2, 1, 33) % 3 != 0
@@ -97,7 +97,7 @@ def softmax(on: OpenDevice, kernel: Any, name: str) -> None:
         _try_kernel(on, f"softmax {name}{what}", tried, formula, [x], others)
 
 
-def linear_cross_entropy(on: OpenDevice, kernel: Any, name: str) -> None:
+def linear_cross_entropy(on: Device, kernel: Any, name: str) -> None:
     """Plain; and with everything that an architecture or an adapter may ask for."""
     rows, classes, rank = 19, 67, 4
     tensors = _draw(on, (rows, 16), (classes, 16), (classes,), (rows, rank), (classes, rank))
@@ -119,7 +119,7 @@ def linear_cross_entropy(on: OpenDevice, kernel: Any, name: str) -> None:
     _try_kernel(on, what, tried, full, tensors, [targets])
 
 
-def rms_norm(on: OpenDevice, kernel: Any, name: str) -> None:
+def rms_norm(on: Device, kernel: Any, name: str) -> None:
     """Try rows that are not centred."""
     x = torch.linspace(-2, 3, 5 * 32).reshape(5, 32).to(_kernel_type(on))
     weight = torch.linspace(0.5, 2, 32).to(_kernel_type(on))
@@ -130,7 +130,7 @@ def rms_norm(on: OpenDevice, kernel: Any, name: str) -> None:
     _try_kernel(on, f"rms_norm {name}", kernel, formula, [x], [weight, 1e-5])
 
 
-def rope(on: OpenDevice, kernel: Any, name: str) -> None:
+def rope(on: Device, kernel: Any, name: str) -> None:
     """Positions of each row's own, and such as all rows share; both results and gradients."""
     inputs = _draw(on, (2, 4, 9, 16), (2, 2, 9, 16), seed=7)
 
@@ -143,7 +143,7 @@ def rope(on: OpenDevice, kernel: Any, name: str) -> None:
         _try_kernel(on, f"rope {name} of {rows} rows' positions", kernel, formula, inputs, turns)
 
 
-def attention(on: OpenDevice, kernel: Any, name: str) -> None:
+def attention(on: Device, kernel: Any, name: str) -> None:
     """Grouped heads, a row of two documents and padding, causal. One that says that it is causal
     without a mask is tried without one, too."""
     inputs = _draw(on, (2, 4, 9, 16), (2, 2, 9, 16), (2, 2, 9, 16), seed=3)
@@ -172,7 +172,7 @@ def attention(on: OpenDevice, kernel: Any, name: str) -> None:
         _try_kernel(on, f"attention {name}{what}", tried, formula, inputs, masks)
 
 
-def lora_linear(on: OpenDevice, kernel: Any, name: str) -> None:
+def lora_linear(on: Device, kernel: Any, name: str) -> None:
     """Three dimensions, a scale, and the gradient of each tensor; what is dropped is the rest's."""
     what = f"lora_linear {name}"
     inputs = _draw(on, (2, 9, 24), (2, 9, 12), (4, 12), (24, 4), seed=6)
@@ -194,7 +194,7 @@ def lora_linear(on: OpenDevice, kernel: Any, name: str) -> None:
     assert same, f"{what}: what is dropped backward is not what was dropped forward"
 
 
-def adamw(on: OpenDevice, kernel: Any, name: str) -> None:
+def adamw(on: Device, kernel: Any, name: str) -> None:
     """Three steps of two groups, one with decay, and three more from the state alone.
 
     Epsilon is as large as the smallest gradients: it must be added where torch does, or where the
@@ -244,7 +244,7 @@ def _reference(name: str) -> Any:
     return load_factory(provided[counterpart])()
 
 
-def clip_grad_norm(on: OpenDevice, kernel: Any, name: str) -> None:
+def clip_grad_norm(on: Device, kernel: Any, name: str) -> None:
     """A norm above the limit, which is clipped to it, and one below, which is left alone."""
     gradients = [torch.linspace(-3, 4, 12).reshape(3, 4), torch.linspace(0, 2, 5)]
     norm = float(torch.cat([g.double().flatten() for g in gradients]).norm())
@@ -259,7 +259,7 @@ def clip_grad_norm(on: OpenDevice, kernel: Any, name: str) -> None:
             _compare(on, parameter.grad, wanted, f"clip_grad_norm {name} to {limit}", "float32")
 
 
-_TRIALS: Sequence[Callable[[OpenDevice, Any, str], None]] = (
+_TRIALS: Sequence[Callable[[Device, Any, str], None]] = (
     *(adamw, attention, clip_grad_norm, linear_cross_entropy),
     *(lora_linear, rms_norm, rope, softmax),
 )

@@ -82,7 +82,7 @@ class RunFailed(AssertionError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainedRun:
+class TrainRun:
     """A run that ended well, with every record of ``metrics.jsonl``."""
 
     folder: Path
@@ -167,7 +167,7 @@ def train(
     dtype: str,
     host: bool = False,
     changes: Mapping[str, Any] | None = None,
-) -> TrainedRun:
+) -> TrainRun:
     """Train the tiny model.
 
     Args:
@@ -234,16 +234,14 @@ def train(
         why = f"anygauge train ended with status {done.returncode}: {said}"
         raise RunFailed(why, folder / name)
     text = (folder / name / "metrics.jsonl").read_text(encoding="utf-8")
-    return TrainedRun(
-        folder=folder / name, metrics=[json.loads(line) for line in text.splitlines()]
-    )
+    return TrainRun(folder=folder / name, metrics=[json.loads(one) for one in text.splitlines()])
 
 
 # -- how runs are judged --------------------------------------------------------------------------
 
 
 def compare_runs(
-    found: TrainedRun, wanted: TrainedRun, allowed: Mapping[str, float], where: str = "on the host"
+    found: TrainRun, wanted: TrainRun, allowed: Mapping[str, float], where: str = "on the host"
 ) -> tuple[Mapping[str, float], int, str]:
     """Every loss, norm and evaluation of a run beside another's, in the order of training.
 
@@ -290,7 +288,7 @@ class LoopTrials:
     subject: Subject
     folder: Path
     stated: Mapping[str, float] = field(default_factory=dict)
-    made: dict[str, TrainedRun] = field(default_factory=dict)
+    made: dict[str, TrainRun] = field(default_factory=dict)
     figures: dict[str, str] = field(default_factory=dict)
 
     def run(
@@ -302,7 +300,7 @@ class LoopTrials:
         ranks: int = 1,
         host: bool = False,
         resume: Path | None = None,
-    ) -> TrainedRun:
+    ) -> TrainRun:
         """Train, unless it was done before.
 
         Args:

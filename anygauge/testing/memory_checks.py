@@ -9,7 +9,7 @@ import torch
 
 from anygauge.interface import MemoryStats
 from anygauge.testing.bounds import on_host
-from anygauge.testing.check import OpenDevice, SkipCheck, check, of_type
+from anygauge.testing.check import Device, SkipCheck, check, of_type
 from anygauge.testing.rank_context import RankContext, check_on_ranks
 
 USED_SHARE = 0.9
@@ -29,7 +29,7 @@ OF_A_PROCESS = 256 * MIB
     "which must count what the allocator has given out, and at reset_peak(); the vendor's tool "
     "gives mebibytes, a share, -1 for unknown, or numbers of several devices",
 )
-def memory_moves(on: OpenDevice) -> None:
+def memory_moves(on: Device) -> None:
     size = 64 * MIB if _has_allocator(on) else OF_A_PROCESS
     on.placement.reset_peak()
     before = _memory(on)
@@ -61,7 +61,7 @@ def memory_moves(on: OpenDevice) -> None:
     "an unknown error; look at what a failed request frees, and at the driver's errors of small "
     "and huge requests",
 )
-def out_of_memory(on: OpenDevice) -> None:
+def out_of_memory(on: Device) -> None:
     for other in (ValueError("shape"), RuntimeError("mat1 and mat2 shapes cannot be multiplied")):
         assert not on.placement.is_out_of_memory(other), f"{other!r} counts as out of memory"
     stats = on.placement.memory()
@@ -91,7 +91,7 @@ def out_of_memory(on: OpenDevice) -> None:
     assert _take_memory(on, size, 0) is not None, f"{size} bytes are refused after all was freed"
 
 
-def _take_memory(on: OpenDevice, size: int, number: int) -> torch.Tensor | None:
+def _take_memory(on: Device, size: int, number: int) -> torch.Tensor | None:
     """Memory that is filled with a number, or None where it was refused in the right way."""
     try:
         taken = torch.empty(size, dtype=torch.uint8, device=on.device)
@@ -104,7 +104,7 @@ def _take_memory(on: OpenDevice, size: int, number: int) -> torch.Tensor | None:
         return None
 
 
-def _expect_refusal(on: OpenDevice, *sizes: int) -> None:
+def _expect_refusal(on: Device, *sizes: int) -> None:
     """Requests that cannot be met are refused, and the device goes on computing."""
     for size in sizes:
         assert _take_memory(on, size, 0) is None, (
@@ -116,7 +116,7 @@ def _expect_refusal(on: OpenDevice, *sizes: int) -> None:
         assert bool(found.eq(64).all()), f"a product of ones is wrong after {size} were refused"
 
 
-def _is_of_the_host(on: OpenDevice, size: int) -> bool:
+def _is_of_the_host(on: Device, size: int) -> bool:
     """Whether the device's memory is the process's own."""
     used = psutil.Process().memory_info
     before, held = used().rss, torch.ones(size, dtype=torch.uint8, device=on.device)
@@ -148,12 +148,12 @@ def memory_of_each_rank(on: RankContext) -> None:
             on.expect(fits, f"{what} grew by {grown} when rank {turn} took memory")
 
 
-def _has_allocator(on: OpenDevice | RankContext) -> bool:
+def _has_allocator(on: Device | RankContext) -> bool:
     """Whether the device has an allocator of its own; else it is the process's memory."""
     return on.backend.placement.memory().kind.split(",")[0] == "allocator"
 
 
-def _memory(on: OpenDevice | RankContext) -> MemoryStats:
+def _memory(on: Device | RankContext) -> MemoryStats:
     """Return the statistics once all work is done."""
     gc.collect()
     on.backend.placement.synchronize()

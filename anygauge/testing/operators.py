@@ -18,7 +18,7 @@ from torch import Tensor
 from anygauge.interface import HOST_DEVICE
 from anygauge.testing import bounds
 from anygauge.testing.bounds import LAYOUTS, Arrange, compare, dtypes, on_host
-from anygauge.testing.check import OpenDevice, SkipCheck, check
+from anygauge.testing.check import Device, SkipCheck, check
 from anygauge.testing.lora_step import OPINFOS
 
 SAMPLES = 24
@@ -53,7 +53,7 @@ def op_infos() -> dict[str, list[Any]]:
     return found
 
 
-def _samples(on: OpenDevice, info: Any, dtype: torch.dtype) -> Sequence[Any]:
+def _samples(on: Device, info: Any, dtype: torch.dtype) -> Sequence[Any]:
     """Select at most `SAMPLES`, spread over all that there are."""
     most = FEW if on.backend.graph.accumulates else SAMPLES
     grads = dtype in OF_GRADIENTS and info.supports_autograd and dtype in info.backward_dtypes
@@ -111,7 +111,7 @@ def _run(
     return found
 
 
-def _try_type(on: OpenDevice, name: str, info: Any, dtype: torch.dtype) -> None:
+def _try_type(on: Device, name: str, info: Any, dtype: torch.dtype) -> None:
     """Each sample as it usually lies in memory, and in one of the other ways, in turn."""
     queued = []
     ways = [*LAYOUTS]
@@ -142,9 +142,7 @@ def _try_type(on: OpenDevice, name: str, info: Any, dtype: torch.dtype) -> None:
             _judge(on, product, of, found, wanted, like)
 
 
-def _judge(
-    on: OpenDevice, product: bool, of: str, found: Tensor, wanted: Tensor, like: Tensor
-) -> None:
+def _judge(on: Device, product: bool, of: str, found: Tensor, wanted: Tensor, like: Tensor) -> None:
     """Compare with float64, or exactly what is no floating point number."""
     dtype = like.dtype
     assert found.dtype == dtype, f"{of}: a result of {found.dtype}, not {dtype}"
@@ -166,7 +164,7 @@ def _judge(
 
 
 def _register(name: str) -> None:
-    def tried(on: OpenDevice) -> None:
+    def tried(on: Device) -> None:
         found = op_infos().get(name)
         if not found:
             raise SkipCheck(f"torch {torch.__version__} has no OpInfo of that name")

@@ -33,7 +33,7 @@ from anygauge.testing.check import (
     COLLECTIVE_TIMEOUT_S,
     FAILED,
     ConformanceCheck,
-    OpenDevice,
+    Device,
     Verdict,
     progress,
     run_check,
@@ -433,7 +433,7 @@ def _open_backend(request: Any, backend: Backend, fresh: Callable[[], Backend]) 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = backend.open(rank)
     if request["part"] != "ranks":
-        return OpenDevice(backend=backend, device=device, fresh=fresh)
+        return Device(backend=backend, device=device, fresh=fresh)
     from anygauge.testing.rank_context import RankContext  # which imports torch
 
     backend.collectives.open(

@@ -22,7 +22,7 @@ from anygauge.testing.bounds import (
     on_host,
     rounded_sum,
 )
-from anygauge.testing.check import TABLE_S, OpenDevice, check
+from anygauge.testing.check import TABLE_S, Device, check
 
 LIST_LENGTH = 200
 """Tensors of a list: more than one launch takes (64 to 110, by torch's `MultiTensorApply.cuh`)."""
@@ -33,12 +33,7 @@ check_sizes = partial(check, part="device", limit_s=TABLE_S)
 
 
 def _check(
-    on: OpenDevice,
-    function: Function,
-    given: Sequence[Tensor],
-    bound: Bound,
-    what: str,
-    terms: int = 0,
+    on: Device, function: Function, given: Sequence[Tensor], bound: Bound, what: str, terms: int = 0
 ) -> tuple[Tensor, Tensor]:
     """(Found, wanted): a function on the device is within its bound of the host's in float64; to
     it comes that of a sum of so many terms of one sign."""
@@ -82,7 +77,7 @@ ELEMENTWISE: Mapping[str, tuple[Bound, Function]] = {
     "would be wrong; look for sums that are kept in the inputs' type, for counts and offsets of "
     "too few bits, and for adding that is not atomic",
 )
-def long_sums(on: OpenDevice) -> None:
+def long_sums(on: Device) -> None:
     for dtype, (name, of_all) in itertools.product(dtypes(on), SUMS.items()):
         values = even_values(5, 2**14 + 3, seed=6, low=0.25, high=1).to(dtype)
         terms = values.numel()
@@ -98,7 +93,7 @@ def long_sums(on: OpenDevice) -> None:
     means="weights would drift with every update; look for results that are cut off, which is the "
     "usual shortcut, or that are computed in a shorter type",
 )
-def rounding_leans_to_no_side(on: OpenDevice) -> None:
+def rounding_leans_to_no_side(on: Device) -> None:
     for dtype in dtypes(on):
         x, y = (even_values(257, 301, seed=seed, low=0.5, high=4).float() for seed in (1, 2))
         given = x.to(dtype), y.to(dtype), x
@@ -120,7 +115,7 @@ ONE_ROW = tuple((1, terms, 67) for terms in (1, 4097, 11008, 32768))
 
 
 def _product(
-    on: OpenDevice, function: Function, inputs: Sequence[Tensor], terms: int, what: str
+    on: Device, function: Function, inputs: Sequence[Tensor], terms: int, what: str
 ) -> tuple[Tensor, Tensor]:
     """Compare a product, within the bound of its sums and of its factors."""
     magnitude, dtype = function(*(each.double().abs() for each in inputs)), inputs[0].dtype
@@ -138,17 +133,15 @@ def _product(
     "for one row, how it splits a long sum, and float32 products in a shorter type (declare that "
     "one with Placement.float32_product_bits)",
 )
-def products_keep_their_digits(on: OpenDevice) -> None:
+def products_keep_their_digits(on: Device) -> None:
     # Of one sign, too: terms that cancel hide a sum that is kept in too few digits.
-    for (name, function), low, dtype in itertools.product(
-        PRODUCTS.items(), (0.5, -1.5), dtypes(on)
-    ):
+    for (name, call), low, dtype in itertools.product(PRODUCTS.items(), (0.5, -1.5), dtypes(on)):
         unit, factors = bounds.roundoff(dtype), bounds.product_roundoff(on, dtype)
         for rows, terms, columns in SHAPES if name == "mm" else ONE_ROW:
             x = even_values(rows, terms, seed=1, low=low).to(dtype)
             w = even_values(columns, terms, seed=2, low=low).to(dtype)
             what = f"{name}, {rows} x {terms} x {columns} from {low}"
-            found, wanted = _product(on, function, (x, w), terms * (4 if rows == 1 else 1), what)
+            found, wanted = _product(on, call, (x, w), terms * (4 if rows == 1 else 1), what)
             if low > 0:
                 # Many roundings of one sum need not cancel: those of float32 by their root. Shorter
                 # factors may be cut off.
@@ -178,7 +171,7 @@ def _gradient(function: Function, x: Tensor, *others: Tensor) -> Tensor:
     means="the loss over a vocabulary, long attention or a wide layer would be wrong; look at the "
     "kernel for rows that do not fit one block, and at how it joins their parts",
 )
-def wide_rows(on: OpenDevice) -> None:
+def wide_rows(on: Device) -> None:
     # Devices change kernels above 4,096; the other is of a large vocabulary.
     for dtype, columns in itertools.product(dtypes(on), (4097, 131072)):
         x, scale = (even_values(n, columns, seed=7, low=-3, high=3).to(dtype) for n in (3, 1))
@@ -217,7 +210,7 @@ def _list(seed: int) -> list[Tensor]:
     "clipped to another norm; look at how the device splits a list of tensors into launches, at "
     "the last of them, and at the `_foreach` and fused forms of the optimizer",
 )
-def lists_of_tensors(on: OpenDevice) -> None:
+def lists_of_tensors(on: Device) -> None:
     host = [_list(100), _list(400), _list(700)]
     for name, function in FOREACH.items():
         there = [[each.to(on.device, copy=True) for each in one] for one in host]
@@ -266,7 +259,7 @@ LENGTHS: Mapping[str, tuple[Bound, Function]] = {
     means="rows of some lengths would be wrong in their last elements; look at the last, "
     "incomplete block of a kernel",
 )
-def odd_lengths(on: OpenDevice) -> None:
+def odd_lengths(on: Device) -> None:
     # Where every new shape is compiled, all would take minutes.
     lengths = range(1, 1025, 74 if on.backend.graph.accumulates else 2)
     for turn, dtype in enumerate(dtypes(on)):
@@ -298,7 +291,7 @@ WRITES: Sequence[tuple[str, Bound, Callable[[Tensor, Tensor], Any]]] = (
     means="an optimizer, a mask or a fused layer would write beside its tensor or not at all; look "
     "at how kernels take the offset and the strides of what they write",
 )
-def forms_that_write(on: OpenDevice) -> None:
+def forms_that_write(on: Device) -> None:
     layouts = [*LAYOUTS.items()][:: 2 if on.backend.graph.accumulates else 1]
     numbers = range(len(layouts))
     for dtype, size, number in itertools.product(dtypes(on), ((17, 33), (256, 144)), numbers):

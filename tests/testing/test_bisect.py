@@ -20,7 +20,7 @@ from anygauge.testing.loop_checks import (
     NORM,
     LoopTrials,
     RunFailed,
-    TrainedRun,
+    TrainRun,
     compare_runs,
 )
 from anygauge.testing.process import Subject
@@ -125,7 +125,7 @@ def test_a_run_that_fails_in_training_has_a_cause(
 
     def made(
         self: LoopTrials, kind: str, dtype: str = "", *, host: bool = False, **_: Any
-    ) -> TrainedRun:
+    ) -> TrainRun:
         if not host:
             raise failed
         return run([6.0], {})
@@ -143,7 +143,7 @@ def test_a_run_that_fails_in_training_has_a_cause(
 # -- how far losses may be ------------------------------------------------------------------------
 
 
-def run(losses: list[float], evaluations: dict[int, float], first: int = 1) -> TrainedRun:
+def run(losses: list[float], evaluations: dict[int, float], first: int = 1) -> TrainRun:
     steps: list[dict[str, Any]] = [
         {"step": at, "loss": loss, "num_loss_tokens": 80, "lr": 2e-3, "grad_norm": 6.0}
         for at, loss in enumerate(losses, start=first)
@@ -153,7 +153,7 @@ def run(losses: list[float], evaluations: dict[int, float], first: int = 1) -> T
     ]
     records = sorted([*steps, *held_out], key=lambda each: (each["step"], "eval_loss" in each))
     other = {"cpu_percent": 3.0}  # of how busy the machine is, and of no step
-    return TrainedRun(folder=Path(), metrics=json.loads(json.dumps([other, *records])))
+    return TrainRun(folder=Path(), metrics=json.loads(json.dumps([other, *records])))
 
 
 def test_what_an_author_states_stands_for_losses_and_raises_norms(tmp_path: Path) -> None:

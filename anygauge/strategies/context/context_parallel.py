@@ -153,10 +153,8 @@ def with_attention(
     }[options.cp_method]
     traffic = [
         one
-        for operation, (times, each) in exchanges.items()
-        for one in transfer(
-            operation, group, turns * times, turns * times * each * size, waited=True
-        )
+        for name, (times, each) in exchanges.items()
+        for one in transfer(name, group, turns * times, turns * times * each * size, waited=True)
     ]
     return dataclasses.replace(found, traffic=(*found.traffic, *traffic))
 

@@ -77,11 +77,7 @@ def tensor_memory(
         host={**found.host, at.SAVE: {**found.host.get(at.SAVE, {}), **whole.to_save}},
         traffic=(
             *beside,
-            *(
-                one
-                for c, n in calls.items()
-                for one in transfer(c, group, n, n * unit, waited=True)
-            ),
+            *(t for c, n in calls.items() for t in transfer(c, group, n, n * unit, waited=True)),
             *transfer("all_reduce", group, 1, sums, waited=True),
         ),
     )
