@@ -122,7 +122,7 @@ class RankContext:
         return reason
 
     def asked_by_engines(self) -> None:
-        """Raises: NotAsked: this backend does not run the engine that is tried most."""
+        """Raises: SkipCheck: this backend does not run the engine that is tried most."""
         engine = sharding_spec().engine
         if engine in self.backend.unsupported_engines:
             raise SkipCheck(f"it cannot run {engine}: {self.backend.unsupported_engines[engine]}")

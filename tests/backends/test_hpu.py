@@ -312,7 +312,7 @@ def test_a_loop_of_ones_own_takes_the_same_modules(
     root = write_tree(tmp_path, CONTAINER)
     node = inspect_node(HpuBackend(), {}, root=root)
     assert {name: text.strip() for name, text in look_at_files(root).items()} == node.texts
-    monkeypatch.setattr("anygauge_hpu.placement.look", lambda: look_at_files(root))
+    monkeypatch.setattr("anygauge_hpu.placement.look_at_files", lambda: look_at_files(root))
     for rank, module in ((1, "3"), (2, "6")):
         with mock.patch.dict(os.environ):
             for name in ("HLS_MODULE_ID", "HABANA_VISIBLE_MODULES"):

@@ -27,7 +27,7 @@ from anygauge.strategies.shared.footprint import (
 from anygauge.strategies.shared.materialize import decoder_layers
 
 SAVED_WHOLES = 3
-"""Whole tensors that `Sharded.gather` has at once: what a gather gives out, a copy without what
+"""Whole tensors that `ShardLayout.gather` has at once: what a gather gives out, a copy without what
 rows were filled up with, and the tensor before, which its caller has still."""
 
 
