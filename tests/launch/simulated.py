@@ -183,7 +183,7 @@ class Simulation:
         def send(event: str, **fields: Any) -> None:
             self.events[node].append({"event": event, **fields})
 
-        found = types.SimpleNamespace(full=False, shared=False, forward=bytes, send=send)
+        found = types.SimpleNamespace(is_full=False, shared=False, forward=bytes, send=send)
         self.outboxes[node] = found
         return found
 
