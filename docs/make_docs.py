@@ -221,7 +221,7 @@ def cards() -> str:
         "card": lambda card: f"`{card.name}`",
         "backend": lambda card: f"`{card.backend}`" if card.backend else "none",
         "memory, GiB": lambda card: (
-            "this machine" if "memory" in card.asked else amount(card.memory, 2**30, 2)
+            "this machine" if "memory" in card.to_measure else amount(card.memory, 2**30, 2)
         ),
         "bfloat16 or float16, TFLOPS": lambda card: amount(
             card.flops.get("bfloat16", card.flops.get("float16")), 1e12, 1

@@ -86,7 +86,7 @@ class ModelSection(Section):
         return self
 
 
-def _expression(text: str) -> str:
+def _check_regex(text: str) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what may mean something else in a later Python
@@ -96,9 +96,9 @@ def _expression(text: str) -> str:
     return text
 
 
-def _targets(value: str | list[str]) -> str | list[str]:
+def _check_targets(value: str | list[str]) -> str | list[str]:
     try:
-        return _expression(value) if isinstance(value, str) and value != "all-linear" else value
+        return _check_regex(value) if isinstance(value, str) and value != "all-linear" else value
     except ValueError as error:
         raise ValueError(
             f"{error}; valid: all-linear, a list of the last parts of layer names, or one regular "
@@ -106,8 +106,8 @@ def _targets(value: str | list[str]) -> str | list[str]:
         ) from None
 
 
-_Expression = Annotated[str, AfterValidator(_expression)]
-_Targets = Annotated[str | list[str], AfterValidator(_targets)]
+_Expression = Annotated[str, AfterValidator(_check_regex)]
+_Targets = Annotated[str | list[str], AfterValidator(_check_targets)]
 
 
 class AdapterGroup(Section):
@@ -175,13 +175,13 @@ class AdapterSection(Section):
     )
 
     @property
-    def given(self) -> frozenset[str]:
-        """Of the fields that `start_from` decides, those that the run file gives."""
+    def own_fields(self) -> frozenset[str]:
+        """The fields that `start_from` decides and the run file gives."""
         return _DECIDED_BY_START & self.model_fields_set
 
     @property
     def left_out(self) -> frozenset[str]:
-        """Of the fields that `start_from` decides, those that the run file does not give."""
+        """The fields that `start_from` decides and the run file does not give."""
         return _DECIDED_BY_START - self.model_fields_set
 
 
@@ -258,7 +258,7 @@ class CheckpointingSection(Section):
 
 
 def recomputation(given: bool | CheckpointingSection) -> Activations:
-    """What ``train.gradient_checkpointing`` says of decoder layers."""
+    """Read ``train.gradient_checkpointing`` for decoder layers."""
     if isinstance(given, bool):
         return Activations(every=int(given))
     return Activations(every=given.every, selective=given.selective)

@@ -37,7 +37,7 @@ def plain_rotations(model: nn.Module) -> tuple[list[nn.Module], int]:
     for module in model.modules():
         kind = type(module)
         if kind not in served:
-            served[kind] = _served(kind)
+            served[kind] = _rotates_plainly(kind)
         if served[kind] is None:
             continue
         total += 1
@@ -57,7 +57,7 @@ def replace_rotations(model: nn.Module, kernel: RopeKernel) -> None:
 
 
 def _with_kernel(forward: Any, kernel: RopeKernel) -> types.FunctionType:
-    """The same function, for which `FUNCTION` is the kernel; decorators around it stay."""
+    """Copy a function; in the copy `FUNCTION` is the kernel, and decorators stay around it."""
     inner = getattr(forward, "__wrapped__", None)
     cells, names = forward.__closure__, forward.__globals__
     if inner is None:
@@ -72,7 +72,7 @@ def _with_kernel(forward: Any, kernel: RopeKernel) -> types.FunctionType:
     return made
 
 
-def _served(kind: type[nn.Module]) -> bool | None:
+def _rotates_plainly(kind: type[nn.Module]) -> bool | None:
     """Whether a class's rotations are plain; None: it calls no such function."""
     forward: Any = kind.forward
     if not isinstance(forward, types.FunctionType):
