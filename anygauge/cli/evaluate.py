@@ -16,7 +16,7 @@ import typer
 from anygauge.cli import shared_options as options
 from anygauge.cli.trained import OWN_ADAPTER, ModelOrigin, model_origin
 from anygauge.interface import UsageError
-from anygauge.util.text import finite, fitted
+from anygauge.util.text import json_values, wrap_for_stream
 
 if TYPE_CHECKING:
     from anygauge.config.schema import RunFile
@@ -59,11 +59,11 @@ def evaluate(
     found |= {name: report[name] for name in ("backend", "strategy")}
     found["param_dtype"] = report["choices"]["precision"]["param_dtype"]
     if json_:
-        typer.echo(json.dumps(finite(found)))
+        typer.echo(json.dumps(json_values(found)))
         return
     for name, value in found.items():
         shown = "none" if value is None else value
-        typer.echo(fitted(f"{name.replace('_', ' '):<11}  {shown}", sys.stdout))
+        typer.echo(wrap_for_stream(f"{name.replace('_', ' '):<11}  {shown}", sys.stdout))
 
 
 def _run_of(
@@ -128,7 +128,7 @@ def _start(run: RunFile, folder: Path, overrides: list[str]) -> int:
     asked = replace(asked, job=replace(asked.job, evaluates=True))
     asked, found, _ = prepare.prepare_run(asked, plan=False)
     for note in found.notes:
-        typer.echo(fitted(f"note: {note}", sys.stderr), err=True)
+        typer.echo(wrap_for_stream(f"note: {note}", sys.stderr), err=True)
     plan = request.render_plan(asked)
     with submit.submit_job(asked, plan, resuming=False) as (running, signals):
         return follow(running, run_directory=asked.job.run_directory, quiet=True, signals=signals)

@@ -71,7 +71,7 @@ class Loop:
         """
         steps = self.batches.steps
         pending, checkpoints = self.pending, self.checkpoints
-        if self._due(self.start) and not self.logger.history.evaluated(self.start):
+        if self._due(self.start) and not self.logger.history.has_evaluation(self.start):
             loss = self.evaluate(self.start)
             # What a run that went on would have kept when it came here.
             if self.start and loss is not None:
@@ -80,7 +80,7 @@ class Loop:
             return "early_stopping"
         with Prefetcher(self.batches.step, steps, STEPS_AHEAD, name="batches-ahead") as ahead:
             for index in range(self.start, steps):
-                self.progress.at(f"step {index + 1}, forward and backward")
+                self.progress.enter(f"step {index + 1}, forward and backward")
                 pending.begin()
                 tokens = self._loss_tokens(index)
                 batches = ahead.get(index)
@@ -113,7 +113,7 @@ class Loop:
             return (), UpdateResult(grad_norm=torch.zeros(()), skipped=False)
         run_step = self.to_device.run_step
         loss_sums = run_step(self.engine, index, batches, self.loss_function, tokens)
-        self.progress.at(f"step {index + 1}, update")
+        self.progress.enter(f"step {index + 1}, update")
         return loss_sums, self.engine.update(lr, self.settings.max_grad_norm)
 
     def _loss_tokens(self, index: int) -> int:
@@ -144,7 +144,7 @@ class Loop:
 
         Where they come from several sources, the loss of each is recorded as well.
         """
-        self.progress.at(f"evaluation after step {done}")
+        self.progress.enter(f"evaluation after step {done}")
         own, tokens = [], [tokens for _, tokens in self.evaluations.values()]
         for batches, _ in self.evaluations.values():
             sums = self.engine.evaluate(map(self.to_device, batches), self.loss_function)

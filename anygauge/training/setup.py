@@ -16,7 +16,7 @@ from torch import Tensor
 from anygauge.config.schema import RunFile, resolve_precision
 from anygauge.data import (
     Layout,
-    Prepared,
+    PreparedRows,
     advice,
     describe_rows,
     prepare,
@@ -93,7 +93,7 @@ class PreparedRun:
     factory: CausalModelFactory
     result_files: ResultFiles
     precision: Precision
-    data: Prepared
+    data: PreparedRows
     probe: Callable[[], Tensor | None] | None
     choices: Mapping[str, Any]
     identity: Mapping[str, Any]
