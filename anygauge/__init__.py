@@ -5,12 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import anygauge.util.forks  # noqa: F401 - from here on, a fork is noticed
+
 if TYPE_CHECKING:
-    from anygauge.interface import Backend
+    from anygauge.cli.from_python import Result, RunPlan, load, plan, train
+    from anygauge.config.schema import RunFile
+    from anygauge.interface import AnygaugeError, Backend
 
     __version__: str
 
-__all__ = ["__version__", "open_backend"]
+__all__ = [
+    "AnygaugeError",
+    "Result",
+    "RunFile",
+    "RunPlan",
+    "__version__",
+    "load",
+    "open_backend",
+    "plan",
+    "train",
+]
+
+_HOMES = {
+    **dict.fromkeys(("Result", "RunPlan", "load", "plan", "train"), "anygauge.cli.from_python"),
+    "AnygaugeError": "anygauge.util.errors",
+    "RunFile": "anygauge.config.schema",
+}
+"""Name -> the module that it is imported from when it is first used."""
 
 
 def open_backend(
@@ -55,4 +76,12 @@ def __getattr__(name: str) -> Any:
         import importlib.metadata
 
         return importlib.metadata.version("anygauge")
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +26,7 @@ from anygauge.cli.shared_options import (
     NodesOption,
     SetOption,
 )
-from anygauge.config.load import load_run_file
+from anygauge.config.load import Overrides, RunSource, load_run_file
 from anygauge.config.schema import RunFile
 from anygauge.interface import Card, RunFileError, UsageError
 from anygauge.interface.estimate import KINDS
@@ -83,22 +83,63 @@ def plan(
         return measure(backend, devices, as_json=json_)
     if run_file is None:
         raise UsageError("no run file is given: anygauge plan RUN.yaml, or --calibrate without one")
+    record = answer(
+        run_file,
+        set_ or [],
+        {"backend": backend, "launch.devices": devices, "launch.nodes": nodes},
+        machine=machine,
+        hardware=hardware or [],
+        suggest=suggest,
+        strategies=strategies,
+        compare=compare or [],
+        console=Console(quiet=json_),
+        waiting=Console(stderr=True).status,
+        planning=interrupts_end_process,
+    )
+    if json_:
+        typer.echo(json.dumps(record, indent=2))
+
+
+def answer(
+    run_file: RunSource,
+    overrides: Overrides,
+    flags: Mapping[str, Any],
+    *,
+    machine: str | None,
+    hardware: Sequence[Path],
+    suggest: bool,
+    strategies: bool,
+    compare: Sequence[str],
+    console: Console,
+    waiting: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    planning: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> dict[str, Any]:
+    """Print a plan as its parts are there; returns docs/planning.md's keys of JSON.
+
+    Args:
+        run_file, overrides, flags: as of `load_run_file`.
+        waiting: see `Trials`.
+        planning: entered while anything is computed.
+
+    Raises:
+        AnygaugeError: the run or an option is wrong, or the run cannot be planned.
+    """
     registry = Registry.load()
-    described = Hardware.load(registry, [*measured_files(), *(hardware or ())])
-    flags = {"backend": backend, "launch.devices": devices, "launch.nodes": nodes}
-    names = list(dict.fromkeys([*([machine] if machine else []), *(compare or ())])) or [None]
-    cases = [_case(run_file, set_ or [], flags, name, described, registry) for name in names]
+    described = Hardware.load(registry, [*measured_files(), *hardware])
+    several = dict.fromkeys([*([machine] if machine else []), *compare])
+    names: list[str | None] = [*several] or [None]
+    cases = [_case(run_file, overrides, flags, name, described, registry) for name in names]
     (run, target), *_ = cases
     unknown = _unknown(target.card)
     if suggest and unknown:
         raise UsageError(f"--suggest: {unknown}")
     fetch_configuration(run)
-    console, tried = Console(quiet=json_), Trials(registry, Console(stderr=True).status)
+    tried = Trials(registry, waiting)
     with ExitStack() as stack:
         for name in run.environment.keys() - os.environ.keys():
             os.environ[name] = run.environment[name]
             stack.callback(os.environ.pop, name)
-        stack.enter_context(interrupts_end_process())
+        stack.enter_context(planning())
         trial = tried(run, target)
         notes = [described.note_on(at.machine) for _, at in cases if at.machine]
         record = _show_trial(console, trial, [note for note in notes if note])
@@ -118,13 +159,12 @@ def plan(
         if not unknown and (suggest or not trial.fits):
             found = changes.what_to_change(trial, tried, batch, lengths)
             record["changes"] = _show_changes(console, found, fits=trial.fits)
-    if json_:
-        typer.echo(json.dumps(record, indent=2))
+    return record
 
 
 def _case(
-    run_file: Path,
-    overrides: list[str],
+    run_file: RunSource,
+    overrides: Overrides,
     flags: Mapping[str, Any],
     name: str | None,
     described: Hardware,
@@ -137,13 +177,16 @@ def _case(
         # A card that no backend drives is planned as for the first of those that drive cards.
         first = max(registry.backends, key=lambda one: one.spec.priority).spec.name
         usual = {"launch.devices": machine.cards, "backend": card.backend or first}
-        own = [f"{path}={value}" for path, value in usual.items() if flags.get(path) is None]
-        overrides = [*own, *overrides]
+        own = {path: value for path, value in usual.items() if flags.get(path) is None}
+        if isinstance(overrides, Mapping):
+            overrides = {**own, **overrides}
+        else:
+            overrides = [*(f"{path}={value}" for path, value in own.items()), *overrides]
     try:
         run = load_run_file(run_file, overrides, flags)
     except RunFileError as error:
         try:  # one that only lacks a tokenizer can be planned
-            run = load_run_file(run_file, [*overrides, "model.tokenizer=none"], flags)
+            run = load_run_file(run_file, overrides, {**flags, "model.tokenizer": "none"})
         except RunFileError:
             raise error from None
     if name is None:

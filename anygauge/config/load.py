@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from anygauge.config.describe import kind_of_run
-from anygauge.config.layers import read_command_line, read_files
+from anygauge.config.layers import read_command_line, read_files, with_extended
 from anygauge.config.paths import (
     CACHE,
     OUTPUT,
@@ -21,14 +21,19 @@ from anygauge.config.paths import (
     resolve_paths,
 )
 from anygauge.config.problems import empty_sections, explain
+from anygauge.config.python_values import tree_of, tree_of_run
 from anygauge.config.schema import RunFile
 from anygauge.config.strategies import spell_out
-from anygauge.config.tree import Problem, dotted_path, merge, run_file_error
+from anygauge.config.tree import Origin, Problem, dotted_path, merge, run_file_error
+from anygauge.interface import RunFileError
+
+RunSource = str | os.PathLike[str] | Mapping[str, Any] | RunFile
+Overrides = Sequence[str] | Mapping[str, Any]
 
 
 def load_run_file(
-    path: str | os.PathLike[str],
-    overrides: Sequence[str] = (),
+    source: RunSource,
+    overrides: Overrides = (),
     flags: Mapping[str, Any] | None = None,
     *,
     environ: Mapping[str, str] | None = None,
@@ -40,8 +45,8 @@ def load_run_file(
     Mappings are merged, lists are replaced, null stands for the default.
 
     Args:
-        path: the run file.
-        overrides: values of --set, "dotted.path=YAML".
+        source: the run file; or what is in it, as a dict or object of a Python program.
+        overrides: values of --set, "dotted.path=YAML"; of a Python program, by dotted path.
         flags: values of options of their own by dotted path; None where an option is not given.
         environ: variables for paths; left out: those of the process.
         cwd: what `output` and paths of the command line are relative to; left out: the process's.
@@ -51,9 +56,21 @@ def load_run_file(
     """
     environ = os.environ if environ is None else environ
     cwd = Path.cwd() if cwd is None else cwd
-    name = os.fspath(path)
     problems: list[Problem] = []
-    root = read_files(cwd / path, name, environ, problems)
+    if isinstance(source, RunFile):
+        name, root = source.origin("").label, tree_of_run(source)
+    elif isinstance(source, Mapping):
+        name, origin = "run", Origin("run", None, cwd)
+        root = tree_of(source, origin, problems)
+        root = with_extended(root, cwd, environ, problems, ((cwd, name),))
+    elif isinstance(source, str | os.PathLike):
+        name = os.fspath(source)
+        root = read_files(cwd / source, name, environ, problems)
+    else:
+        raise RunFileError(
+            f"run: got a value of type {type(source).__name__}, expected the path of a run file, "
+            "a dict with what a run file has, or an anygauge.RunFile"
+        )
     root = merge(root, read_command_line(overrides, flags or {}, cwd, problems))
     spell_out(root)
     resolve_paths(root, environ, cwd, problems)

@@ -142,13 +142,12 @@ def show_stopped(errors: Console, how: str) -> None:
     errors.print("to resume: the same command with --resume auto")
 
 
-def show_where_logs_are(errors: Console, run_directory: str | Path) -> None:
-    """Name the folder of a run's logs, or what would show them."""
+def where_logs_are(run_directory: str | Path) -> str:
+    """The folder of a run's logs, or what would show them."""
     home = Path(run_directory)
     folder = logs_of(home)
     remote = (home / LAUNCHED).exists() and not any(folder.glob("rank*.log"))
-    where = f"anygauge job logs {run_directory}" if remote else folder
-    errors.print(f"logs: {where}", soft_wrap=True)
+    return f"anygauge job logs {run_directory}" if remote else str(folder)
 
 
 # -- events as lines -------------------------------------------------------------------------------

@@ -1,0 +1,287 @@
+"""`anygauge.train`, `anygauge.plan` and `anygauge.load`: for scripts and notebooks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anygauge.interface import HOST_DEVICE, UsageError
+from anygauge.util.errors import error_class
+from anygauge.util.events import EVENTS_FD
+from anygauge.util.forks import lacks_torch_threads
+
+if TYPE_CHECKING:
+    import torch
+
+    from anygauge.config.load import RunSource
+    from anygauge.launch.follow import Ending
+
+PathText = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a run has left; docs/run-folder.md has its files and metrics.
+
+    Attributes:
+        folder: the run directory, absolute.
+        adapter: the folder of the adapter; None where the run trained no adapter or wrote none.
+        model: the folder of the model, where its own weights were trained.
+        metrics: the lines of ``metrics.jsonl``: steps, evaluations and samples.
+        stopped_by: what ended the run before its last step, such as SIGTERM; None where nothing
+            did.
+    """
+
+    folder: Path
+    adapter: Path | None
+    model: Path | None
+    metrics: list[dict[str, Any]] = field(repr=False)
+    stopped_by: str | None = None
+
+    @property
+    def losses(self) -> list[float]:
+        """The training loss of every step, in nats per loss token."""
+        return [line["loss"] for line in self.metrics if "loss" in line]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What a run takes of each device, and how long; sizes are bytes, times are seconds.
+
+    The attributes are the keys of ``anygauge plan --json``: docs/planning.md has them all.
+    """
+
+    fits: bool | None
+    ranks: int
+    backend: str
+    machine: str | None
+    card: str | None
+    phase: str
+    fit: dict[str, Any] | None
+    time: dict[str, Any] | None
+    untimed: str | None
+    notes: Sequence[str]
+    strategy: str
+    precision: dict[str, Any]
+    numbers: tuple[int, int]
+    model_flops: tuple[float, float]
+    positions: int | None
+    kernels: dict[str, str]
+    per_layer: int
+    device: dict[str, Any]
+    host: dict[str, Any]
+    uncompiled: dict[str, Any]
+    compiled: str
+    largest: dict[str, Any] | None
+    changes: list[dict[str, Any]] | None
+    machines: list[dict[str, Any]] | None
+    strategies: list[dict[str, Any]] | None
+
+
+def train(
+    run: RunSource,
+    *,
+    backend: str | None = None,
+    devices: int | None = None,
+    nodes: int | None = None,
+    output: PathText | None = None,
+    resume: PathText | None = None,
+    plan: bool | None = None,
+    force: bool = False,
+    quiet: bool = False,
+    **set: Any,
+) -> Result:
+    """Train as ``anygauge train`` does, show the same, and return when all ranks have ended.
+
+    Args:
+        run: the path of a run file, a dict of what is in one, or a `RunFile`. Relative paths of a
+            dict are relative to the current directory.
+        backend, devices, nodes, output, resume, plan, force, quiet: the command's options.
+        set: fields to change, as with ``--set``: ``**{"train.steps": 10}``.
+
+    Raises:
+        AnygaugeError: the run is refused, or a rank failed; of the class that its cause has, with
+            the command's `exit_status`.
+        KeyboardInterrupt: Ctrl-C, once the ranks have written a checkpoint and ended.
+        SystemExit: another signal, with the command's status. One that the program handles itself
+            reaches it instead, once the ranks have ended.
+    """
+    from anygauge.launch.request import read_request
+    from anygauge.launch.start_run import start
+
+    _refuse_a_fork("train")
+    _refuse_a_rank()
+    flags = {
+        "backend": backend,
+        "launch.devices": devices,
+        "launch.nodes": nodes,
+        "output": output,
+        "checkpoint.resume": resume,
+    }
+    request = read_request(run, set, flags, need_device=True)
+    if not request.launcher.shared_filesystem:
+        raise request.run.error(
+            "launch.launcher",
+            f"{request.launcher.name} leaves a run's folder on other machines, and anygauge.train "
+            "returns what is in it; start the run with `anygauge launch`",
+        )
+    ending = start(request, quiet=quiet, plan_memory=plan, force=force)
+    return _result(ending, Path(request.job.run_directory))
+
+
+def plan(
+    run: RunSource,
+    *,
+    machine: str | None = None,
+    backend: str | None = None,
+    devices: int | None = None,
+    nodes: int | None = None,
+    hardware: Sequence[PathText] = (),
+    suggest: bool = False,
+    strategies: bool = False,
+    compare: Sequence[str] = (),
+    **set: Any,
+) -> RunPlan:
+    """What ``anygauge plan`` says of a run, without its devices; computes in this process.
+
+    Args:
+        run, set: as of `train`.
+        machine, backend, devices, nodes, hardware, suggest, strategies, compare: the command's
+            options.
+
+    Raises:
+        AnygaugeError: the run or an option is wrong, or the run cannot be planned.
+    """
+    from anygauge.cli.plan import answer
+    from anygauge.util.console import Console
+
+    _refuse_a_fork("plan")
+    flags = {"backend": backend, "launch.devices": devices, "launch.nodes": nodes}
+    record = answer(
+        run,
+        set,
+        flags,
+        machine=machine,
+        hardware=[Path(file) for file in hardware],
+        suggest=suggest,
+        strategies=strategies,
+        compare=compare,
+        console=Console(quiet=True),
+    )
+    return RunPlan(**record)
+
+
+def load(
+    result: Result | PathText,
+    *,
+    device: str | torch.device = HOST_DEVICE,
+    dtype: str | torch.dtype | None = None,
+) -> tuple[Any, Any]:
+    """The trained model and its tokenizer, by transformers and peft, in evaluation mode.
+
+    The base of an adapter is the one that the run had; what was quantized is quantized again.
+
+    Args:
+        result: of `train`; or the folder of a run, an adapter, a checkpoint or a model, or a name
+            of the hub.
+        dtype: of the weights, such as ``bfloat16``; None: that of the base's files.
+
+    Raises:
+        ModelError: there is no result, or it cannot be loaded.
+    """
+    _refuse_a_fork("load")
+    import torch
+
+    from anygauge.cli.trained import fetch_model, model_origin
+    from anygauge.models.factory import dtype_name
+    from anygauge.models.generate import load_for_inference
+    from anygauge.models.source import load_config
+    from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
+
+    folder = result.folder if isinstance(result, Result) else result
+    origin = model_origin(os.fspath(folder), None, None)
+    fetch_model(origin.section)
+    dtype = dtype or getattr(load_config(origin.section), dtype_name(), None) or torch.float32
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(named, torch.dtype):
+        raise UsageError(f"dtype: got {dtype!r}, expected a type of torch, such as 'bfloat16'")
+    tokenizer = load_tokenizer(origin.section)
+    model = load_for_inference(
+        origin.section,
+        adapter=origin.adapter,
+        device=torch.device(device),
+        dtype=named,
+        attention=None,
+    )
+    check_vocabulary(model.config, tokenizer)
+    return model, tokenizer
+
+
+def _result(ending: Ending, folder: Path) -> Result:
+    """What is left of a run that has ended, or what its end raises; see `train`."""
+    from anygauge.launch.run_directory import METRICS
+    from anygauge.launch.view import where_logs_are
+
+    text = ending.text
+    if ending.state == "stopped":
+        text += '; to resume: the same call with resume="auto"'
+    elif text:
+        text += f"\nlogs: {where_logs_are(folder)}"
+    if ending.signals:
+        first = signal.Signals(ending.signals[0])
+        if first == signal.SIGINT:
+            raise KeyboardInterrupt(text or f"{folder} has all its steps")
+        if signal.getsignal(first) == signal.SIG_DFL:
+            print(text, file=sys.stderr)
+            raise SystemExit(ending.status)
+        signal.raise_signal(first)
+    elif ending.state != "ok":
+        error = error_class(ending.kind)(text)
+        error.exit_status = ending.status
+        raise error
+    found = {name: folder / name for name in ("adapter", "model") if (folder / name).is_dir()}
+    lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
+    return Result(
+        folder=folder,
+        adapter=found.get("adapter"),
+        model=found.get("model"),
+        metrics=[json.loads(line) for line in lines],
+        stopped_by=None if ending.state == "ok" else signal.Signals(ending.signals[0]).name,
+    )
+
+
+def _refuse_a_fork(function: str) -> None:
+    """Raise a `UsageError` where torch may hang; see `anygauge.util.forks`."""
+    if lacks_torch_threads():
+        raise UsageError(
+            f"anygauge.{function}: this process is a fork of one in which torch had threads, which "
+            "a fork lacks, so that torch may hang in it. Start the process anew instead: "
+            'multiprocessing.get_context("spawn"), or subprocess.run'
+        )
+
+
+def _refuse_a_rank() -> None:
+    """Raise a `UsageError` where each of several ranks would start a run."""
+    from anygauge.launch.foreign import find_launch
+
+    torch = sys.modules.get("torch")
+    foreign = find_launch(os.environ)
+    if foreign is not None:
+        what = f"{foreign.launcher} has started it as rank {foreign.rank} of {foreign.world_size}"
+    elif EVENTS_FD in os.environ:
+        what = "anygauge has started it"
+    elif torch and torch.distributed.is_available() and torch.distributed.is_initialized():
+        what = "it has a process group (torch.distributed)"
+    else:
+        return
+    raise UsageError(
+        f"anygauge.train starts ranks, but this process is a rank already: {what}. Call it in a "
+        "process that no launcher has started (python SCRIPT.py); or have the launcher start the "
+        "command as its ranks: torchrun ... -m anygauge train RUN.yaml"
+    )
