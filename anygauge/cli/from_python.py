@@ -31,18 +31,18 @@ class Result:
 
     Attributes:
         folder: the run directory, absolute.
-        adapter: the folder of the adapter; None where the run trained no adapter or wrote none.
+        adapter: the folder of the adapter; None where none was trained, or the run was ended.
         model: the folder of the model, where its own weights were trained.
         metrics: the lines of ``metrics.jsonl``: steps, evaluations and samples.
-        stopped_by: what ended the run before its last step, such as SIGTERM; None where nothing
-            did.
+        stopped_by: ``steps`` (it has them all), ``request`` (a signal that the program handles),
+            or what else ended the run, as ``report.json`` says it.
     """
 
     folder: Path
     adapter: Path | None
     model: Path | None
     metrics: list[dict[str, Any]] = field(repr=False)
-    stopped_by: str | None = None
+    stopped_by: str
 
     @property
     def losses(self) -> list[float]:
@@ -227,6 +227,7 @@ def _result(ending: Ending, folder: Path) -> Result:
     """What is left of a run that has ended, or what its end raises; see `train`."""
     from anygauge.launch.run_directory import METRICS
     from anygauge.launch.view import where_logs_are
+    from anygauge.training.checkpoints.identity import finished_run
 
     text = ending.text
     if ending.state == "stopped":
@@ -245,14 +246,17 @@ def _result(ending: Ending, folder: Path) -> Result:
         error = error_class(ending.kind)(text)
         error.exit_status = ending.status
         raise error
-    found = {name: folder / name for name in ("adapter", "model") if (folder / name).is_dir()}
-    lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
+    finished = finished_run(folder) if ending.state == "ok" else None
+    saved = {} if finished is None else {finished.result.name: finished.result}
+    metrics = folder / METRICS  # not there where a run ended before its first step
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+    reason = (finished and finished.report.get("stopped_by")) or "steps"
     return Result(
         folder=folder,
-        adapter=found.get("adapter"),
-        model=found.get("model"),
+        adapter=saved.get("adapter"),
+        model=saved.get("model"),
         metrics=[json.loads(line) for line in lines],
-        stopped_by=None if ending.state == "ok" else signal.Signals(ending.signals[0]).name,
+        stopped_by=reason if ending.state == "ok" else "request",
     )
 
 

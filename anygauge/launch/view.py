@@ -103,8 +103,8 @@ class View:
         elif rank:
             return
         elif kind == "started":
-            for text in event.get("lines") or ():
-                self.line(str(text))
+            if lines := event.get("lines"):
+                self.line("\n".join(map(str, lines)))
             self._advance(int(event.get("done", 0)), event.get("steps"), "")
         elif kind == "step":
             if not self._drawn:
@@ -121,8 +121,8 @@ class View:
 
     def summary(self) -> None:
         """What rank 0 said of the whole run."""
-        for text in summary_lines(self._summary):
-            self.line(text)
+        if lines := summary_lines(self._summary):
+            self.line("\n".join(lines))  # one output of a notebook's cell
 
     def _advance(self, step: int, steps: int | None, metrics: str) -> None:
         name = _of(step, steps)
