@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import anygauge.util.forks  # noqa: F401 - from here on, a fork is noticed
+import anygauge.util.forks  # noqa: F401 - it notices forks from here on
 
 if TYPE_CHECKING:
-    from anygauge.cli.from_python import Result, RunPlan, load, plan, train
+    from anygauge.cli.from_python import Result, load, plan, train
     from anygauge.config.schema import RunFile
     from anygauge.interface import AnygaugeError, Backend
 
@@ -18,7 +18,6 @@ __all__ = [
     "AnygaugeError",
     "Result",
     "RunFile",
-    "RunPlan",
     "__version__",
     "load",
     "open_backend",
@@ -27,7 +26,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(("Result", "RunPlan", "load", "plan", "train"), "anygauge.cli.from_python"),
+    **dict.fromkeys(("Result", "load", "plan", "train"), "anygauge.cli.from_python"),
     "AnygaugeError": "anygauge.util.errors",
     "RunFile": "anygauge.config.schema",
 }

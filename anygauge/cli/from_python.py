@@ -6,9 +6,10 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from anygauge.interface import HOST_DEVICE, UsageError
@@ -50,40 +51,6 @@ class Result:
         return [line["loss"] for line in self.metrics if "loss" in line]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunPlan:
-    """What a run takes of each device, and how long; sizes are bytes, times are seconds.
-
-    The attributes are the keys of ``anygauge plan --json``: docs/planning.md has them all.
-    """
-
-    fits: bool | None
-    ranks: int
-    backend: str
-    machine: str | None
-    card: str | None
-    phase: str
-    fit: dict[str, Any] | None
-    time: dict[str, Any] | None
-    untimed: str | None
-    notes: Sequence[str]
-    strategy: str
-    precision: dict[str, Any]
-    numbers: tuple[int, int]
-    model_flops: tuple[float, float]
-    positions: int | None
-    kernels: dict[str, str]
-    per_layer: int
-    device: dict[str, Any]
-    host: dict[str, Any]
-    uncompiled: dict[str, Any]
-    compiled: str
-    largest: dict[str, Any] | None
-    changes: list[dict[str, Any]] | None
-    machines: list[dict[str, Any]] | None
-    strategies: list[dict[str, Any]] | None
-
-
 def train(
     run: RunSource,
     *,
@@ -97,34 +64,28 @@ def train(
     quiet: bool = False,
     **set: Any,
 ) -> Result:
-    """Train as ``anygauge train`` does, show the same, and return when all ranks have ended.
+    """Train as ``anygauge train`` does, and show the same; returns when the ranks have ended.
 
     Args:
-        run: the path of a run file, a dict of what is in one, or a `RunFile`. Relative paths of a
-            dict are relative to the current directory.
-        backend, devices, nodes, output, resume, plan, force, quiet: the command's options.
-        set: fields to change, as with ``--set``: ``**{"train.steps": 10}``.
+        run: the path of a run file, a dict of what is in one, or a `RunFile`.
+        set: fields to change, as with ``--set``: ``**{"train.steps": 10}``. The others are the
+            command's options.
 
     Raises:
-        AnygaugeError: the run is refused, or a rank failed; of the class that its cause has, with
-            the command's `exit_status`.
+        AnygaugeError: the run is refused, or a rank failed; with the class of its cause, and the
+            command's `exit_status`.
         KeyboardInterrupt: Ctrl-C, once the ranks have written a checkpoint and ended.
-        SystemExit: another signal, with the command's status. One that the program handles itself
-            reaches it instead, once the ranks have ended.
+        SystemExit: another signal, likewise. One that the program handles reaches it instead.
     """
     from anygauge.launch.request import read_request
     from anygauge.launch.start_run import start
 
     _refuse_a_fork("train")
     _refuse_a_rank()
-    flags = {
-        "backend": backend,
-        "launch.devices": devices,
-        "launch.nodes": nodes,
-        "output": output,
-        "checkpoint.resume": resume,
-    }
-    request = read_request(run, set, flags, need_device=True)
+    flags: dict[str, Any] = {"backend": backend, "launch.devices": devices, "launch.nodes": nodes}
+    paths = {"output": output, "checkpoint.resume": resume}
+    flags |= {name: os.fspath(path) for name, path in paths.items() if path is not None}
+    request = read_request(run, set_options(set), flags, need_device=True)
     if not request.launcher.shared_filesystem:
         raise request.run.error(
             "launch.launcher",
@@ -147,41 +108,33 @@ def plan(
     strategies: bool = False,
     compare: Sequence[str] = (),
     **set: Any,
-) -> RunPlan:
+) -> SimpleNamespace:
     """What ``anygauge plan`` says of a run, without its devices; computes in this process.
 
     Args:
-        run, set: as of `train`.
-        machine, backend, devices, nodes, hardware, suggest, strategies, compare: the command's
-            options.
+        run, set: as of `train`. The others are the command's options.
+
+    Returns:
+        An object whose attributes are the keys of ``anygauge plan --json``; docs/planning.md has
+        them all.
 
     Raises:
         AnygaugeError: the run or an option is wrong, or the run cannot be planned.
     """
-    from anygauge.cli.plan import answer
+    from anygauge.cli.plan import Asked, answer
     from anygauge.util.console import Console
 
     _refuse_a_fork("plan")
     flags = {"backend": backend, "launch.devices": devices, "launch.nodes": nodes}
-    record = answer(
-        run,
-        set,
-        flags,
-        machine=machine,
-        hardware=[Path(file) for file in hardware],
-        suggest=suggest,
-        strategies=strategies,
-        compare=compare,
-        console=Console(quiet=True),
-    )
-    return RunPlan(**record)
+    asked = Asked(machine, [Path(file) for file in hardware], suggest, strategies, compare)
+    return SimpleNamespace(**answer(run, set_options(set), flags, asked, Console(quiet=True)))
 
 
 def load(
     result: Result | PathText,
     *,
     device: str | torch.device = HOST_DEVICE,
-    dtype: str | torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Any, Any]:
     """The trained model and its tokenizer, by transformers and peft, in evaluation mode.
 
@@ -190,7 +143,7 @@ def load(
     Args:
         result: of `train`; or the folder of a run, an adapter, a checkpoint or a model, or a name
             of the hub.
-        dtype: of the weights, such as ``bfloat16``; None: that of the base's files.
+        dtype: of the weights; None: that of the base's files.
 
     Raises:
         ModelError: there is no result, or it cannot be loaded.
@@ -207,16 +160,13 @@ def load(
     folder = result.folder if isinstance(result, Result) else result
     origin = model_origin(os.fspath(folder), None, None)
     fetch_model(origin.section)
-    dtype = dtype or getattr(load_config(origin.section), dtype_name(), None) or torch.float32
-    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(named, torch.dtype):
-        raise UsageError(f"dtype: got {dtype!r}, expected a type of torch, such as 'bfloat16'")
+    of_base = getattr(load_config(origin.section), dtype_name(), None) or torch.float32
     tokenizer = load_tokenizer(origin.section)
     model = load_for_inference(
         origin.section,
         adapter=origin.adapter,
         device=torch.device(device),
-        dtype=named,
+        dtype=dtype or of_base,
         attention=None,
     )
     check_vocabulary(model.config, tokenizer)
@@ -258,6 +208,16 @@ def _result(ending: Ending, folder: Path) -> Result:
         metrics=[json.loads(line) for line in lines],
         stopped_by=reason if ending.state == "ok" else "request",
     )
+
+
+def set_options(values: Mapping[str, Any]) -> list[str]:
+    """Fields to change as the command's options."""
+    from anygauge.config.yaml_text import write_yaml
+
+    try:
+        return [f"{path}={write_yaml(value, inline=True)}" for path, value in values.items()]
+    except ValueError as error:
+        raise UsageError(f"fields to change: {error}") from None
 
 
 def _refuse_a_fork(function: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -26,7 +26,7 @@ from anygauge.cli.shared_options import (
     NodesOption,
     SetOption,
 )
-from anygauge.config.load import Overrides, RunSource, load_run_file
+from anygauge.config.load import RunSource, load_run_file
 from anygauge.config.schema import RunFile
 from anygauge.interface import Card, RunFileError, UsageError
 from anygauge.interface.estimate import KINDS
@@ -83,33 +83,29 @@ def plan(
         return measure(backend, devices, as_json=json_)
     if run_file is None:
         raise UsageError("no run file is given: anygauge plan RUN.yaml, or --calibrate without one")
-    record = answer(
-        run_file,
-        set_ or [],
-        {"backend": backend, "launch.devices": devices, "launch.nodes": nodes},
-        machine=machine,
-        hardware=hardware or [],
-        suggest=suggest,
-        strategies=strategies,
-        compare=compare or [],
-        console=Console(quiet=json_),
-        waiting=Console(stderr=True).status,
-        planning=interrupts_end_process,
-    )
+    flags = {"backend": backend, "launch.devices": devices, "launch.nodes": nodes}
+    asked = Asked(machine, hardware or [], suggest, strategies, compare or [])
+    terminal = (Console(quiet=json_), Console(stderr=True).status, interrupts_end_process)
+    record = answer(run_file, set_ or [], flags, asked, *terminal)
     if json_:
         typer.echo(json.dumps(record, indent=2))
 
 
+class Asked(NamedTuple):
+    """Options of a plan."""
+
+    machine: str | None
+    hardware: Sequence[Path]
+    suggest: bool
+    strategies: bool
+    compare: Sequence[str]
+
+
 def answer(
     run_file: RunSource,
-    overrides: Overrides,
+    overrides: list[str],
     flags: Mapping[str, Any],
-    *,
-    machine: str | None,
-    hardware: Sequence[Path],
-    suggest: bool,
-    strategies: bool,
-    compare: Sequence[str],
+    asked: Asked,
     console: Console,
     waiting: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     planning: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -120,15 +116,14 @@ def answer(
         run_file, overrides, flags: as of `load_run_file`.
         waiting: see `Trials`.
         planning: entered while anything is computed.
-
-    Raises:
-        AnygaugeError: the run or an option is wrong, or the run cannot be planned.
     """
+    machine, hardware, suggest, strategies, compare = asked
     registry = Registry.load()
     described = Hardware.load(registry, [*measured_files(), *hardware])
-    several = dict.fromkeys([*([machine] if machine else []), *compare])
-    names: list[str | None] = [*several] or [None]
-    cases = [_case(run_file, overrides, flags, name, described, registry) for name in names]
+    names: list[str | None] = [*dict.fromkeys([*([machine] if machine else []), *compare])]
+    cases = [
+        _case(run_file, overrides, flags, name, described, registry) for name in names or [None]
+    ]
     (run, target), *_ = cases
     unknown = _unknown(target.card)
     if suggest and unknown:
@@ -164,7 +159,7 @@ def answer(
 
 def _case(
     run_file: RunSource,
-    overrides: Overrides,
+    overrides: list[str],
     flags: Mapping[str, Any],
     name: str | None,
     described: Hardware,
@@ -177,16 +172,13 @@ def _case(
         # A card that no backend drives is planned as for the first of those that drive cards.
         first = max(registry.backends, key=lambda one: one.spec.priority).spec.name
         usual = {"launch.devices": machine.cards, "backend": card.backend or first}
-        own = {path: value for path, value in usual.items() if flags.get(path) is None}
-        if isinstance(overrides, Mapping):
-            overrides = {**own, **overrides}
-        else:
-            overrides = [*(f"{path}={value}" for path, value in own.items()), *overrides]
+        own = [f"{path}={value}" for path, value in usual.items() if flags.get(path) is None]
+        overrides = [*own, *overrides]
     try:
         run = load_run_file(run_file, overrides, flags)
     except RunFileError as error:
         try:  # one that only lacks a tokenizer can be planned
-            run = load_run_file(run_file, overrides, {**flags, "model.tokenizer": "none"})
+            run = load_run_file(run_file, [*overrides, "model.tokenizer=none"], flags)
         except RunFileError:
             raise error from None
     if name is None:

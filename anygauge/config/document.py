@@ -27,7 +27,7 @@ MOST_BYTES = 2**20
 _SCALARS = {f"{TAG}{kind}" for kind in ("null", "bool", "int", "float", "str")}
 _MERGE = f"{TAG}merge"
 _KEPT = {f"{TAG}null", f"{TAG}bool", _MERGE}
-HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 class _Loader(yaml.SafeLoader):
@@ -159,7 +159,7 @@ class _Builder:
         except (ValueError, KeyError):
             kind = raw.tag.removeprefix(TAG)
             return self._refuse(origin, path, f"{raw.value[:60]!r} cannot be read as {kind}")
-        if isinstance(value, str) and (odd := HALF_CHARACTER.search(value)):
+        if isinstance(value, str) and (odd := _HALF.search(value)):
             text = f"holds half of a surrogate pair (U+{ord(odd[0]):04X}), which is not a character"
             return self._refuse(origin, path, text)
         return YamlNode(value, origin, raw.value)

@@ -10,7 +10,6 @@ from typing import Any
 
 from anygauge.config.document import NotYaml, read_document, read_yaml
 from anygauge.config.paths import expand
-from anygauge.config.python_values import tree_of
 from anygauge.config.strategies import word_as_section
 from anygauge.config.tree import (
     Origin,
@@ -23,7 +22,7 @@ from anygauge.config.tree import (
     run_file_error,
 )
 from anygauge.util.hiding import HIDDEN
-from anygauge.util.text import near_file, short
+from anygauge.util.text import near_file
 
 _SHOWN = 300
 _EXAMPLE = "such as --set train.steps=10"
@@ -35,11 +34,13 @@ def read_files(
     environ: Mapping[str, str],
     problems: list[Problem],
     chain: tuple[tuple[Path, str], ...] = (),
+    root: YamlNode | None = None,
 ) -> YamlNode:
     """One file with everything it extends merged beneath it.
 
     Args:
         path: the file, absolute.
+        root: what was read in its place.
         shown: the file as complaints name it.
         environ: variables for the paths of `extends`.
         problems: complaints that leave the rest readable are added here.
@@ -48,27 +49,9 @@ def read_files(
     Raises:
         RunFileError: a file is not there, is not YAML, or extends itself.
     """
-    root = read_document(path, shown, problems)
-    return with_extended(root, path.parent, environ, problems, (*chain, (path.resolve(), shown)))
-
-
-def with_extended(
-    root: YamlNode,
-    folder: Path,
-    environ: Mapping[str, str],
-    problems: list[Problem],
-    chain: tuple[tuple[Path, str], ...],
-) -> YamlNode:
-    """A tree with what it extends, if anything, merged beneath it.
-
-    Args:
-        folder: what paths of `extends` are relative to.
-        chain: as of `read_files`; the last is what the tree was read from.
-
-    Raises:
-        RunFileError: as of `read_files`.
-    """
+    root = read_document(path, shown, problems) if root is None else root
     word_as_section(root)
+    chain = (*chain, (path.resolve(), shown))
     extends = root.value.pop("extends", None)
     if extends is None or extends.value is None:
         return root
@@ -77,7 +60,7 @@ def with_extended(
         text, complaint = "", f"got {describe_value(item)}, expected a file or a list of files"
         if isinstance(item.value, str):
             text, complaint = expand(item.value, environ)
-        base = folder / text
+        base = path.parent / text
         seen = [real for real, _ in chain]
         if not complaint and not base.is_file():
             complaint = f"no such file: {base}{near_file(base)}"
@@ -86,22 +69,18 @@ def with_extended(
             complaint = f"goes in a circle: {' extends '.join(circle)}"
         if complaint:
             raise run_file_error(chain[0][1], [Problem(item.origin, "extends", complaint)])
-        name = os.path.normpath(Path(chain[-1][1]).parent / text)
+        name = os.path.normpath(Path(shown).parent / text)
         layers.append(read_files(base, name, environ, problems, chain))
     return reduce(merge, [*layers, root])
 
 
 def read_command_line(
-    overrides: Sequence[str] | Mapping[str, Any],
-    flags: Mapping[str, Any],
-    folder: Path,
-    problems: list[Problem],
+    overrides: Sequence[str], flags: Mapping[str, Any], folder: Path, problems: list[Problem]
 ) -> YamlNode:
     """One tree of everything that the command line sets, to be merged over the run file.
 
     Args:
-        overrides: "dotted.path=value", the value in YAML; of two for one path the last wins. Or
-            dotted path -> value, of a Python program, whose arguments `flags` then are.
+        overrides: "dotted.path=value", the value in YAML; of two for one path the last wins.
         flags: dotted path -> number or text of an option named after its last part. None: not
             given.
         folder: the current directory, to which relative paths in either are relative.
@@ -110,25 +89,19 @@ def read_command_line(
     """
     tree = YamlNode({}, Origin("the command line", None, folder), implied=True)
     written: dict[str, YamlNode] = {}
-    python = isinstance(overrides, Mapping)
-    if isinstance(overrides, Mapping):
-        read = [_python_override(*item, folder, problems) for item in overrides.items()]
-    else:
-        read = [_read_override(text, folder, problems) for text in overrides]
-    for path, node in read:
+    for text in overrides:
+        path, node = _read_override(text, folder, problems)
         if node is not None:
             written[path] = node
             tree = merge(tree, _nested(path, node))
     for path, value in flags.items():
         if value is None:
             continue
-        name = path.rpartition(".")[2]
-        label = f"{name}={value!r}" if python else "--" + name.replace("_", "-")
-        flag = Origin(label, None, folder)
+        flag = Origin("--" + path.rpartition(".")[2].replace("_", "-"), None, folder)
         if path in written and plain(written[path]) != value:
             text = f"contradicts {written[path].origin}; give one of them"
             problems.append(Problem(flag, path, text))
-        tree = merge(tree, _nested(path, tree_of(value, flag, problems, (path,))))
+        tree = merge(tree, _nested(path, YamlNode(value, flag, str(value))))
     return tree
 
 
@@ -143,7 +116,11 @@ def _read_override(text: str, folder: Path, problems: list[Problem]) -> tuple[st
     node, where = None, ""
     if not equals:
         complaint = f"expected PATH=VALUE, {_EXAMPLE}"
-    elif not (complaint := _complaint_about(path, _EXAMPLE)):
+    elif not all(part.strip() == part != "" for part in parts):
+        complaint = f"{path!r} is not a path of names with dots between, {_EXAMPLE}"
+    elif path == "extends":
+        complaint = "'extends' works in a file alone"
+    else:
         where = path
         try:
             node = read_yaml(value, origin, problems, parts)
@@ -157,27 +134,6 @@ def _read_override(text: str, folder: Path, problems: list[Problem]) -> tuple[st
     if complaint:
         problems.append(Problem(origin, where, complaint))
     return path, node
-
-
-def _python_override(
-    path: str, value: Any, folder: Path, problems: list[Problem]
-) -> tuple[str, YamlNode | None]:
-    """The same for an argument of a Python program: ``**{"train.steps": 10}``."""
-    shown = HIDDEN if is_private(tuple(path.split("."))) else short(repr(value))
-    origin = Origin(f"{path}={shown}", None, folder)
-    if complaint := _complaint_about(path, 'such as **{"train.steps": 10}'):
-        problems.append(Problem(origin, "", complaint))
-        return path, None
-    return path, tree_of(value, origin, problems, (path,))
-
-
-def _complaint_about(path: str, example: str) -> str:
-    """What is wrong with the path of an override; "" for nothing."""
-    if path == "extends":
-        return "'extends' works in a file alone"
-    if all(part.strip() == part != "" for part in path.split(".")):
-        return ""
-    return f"{path!r} is not a path of names with dots between, {example}"
 
 
 def _nested(path: str, value: YamlNode) -> YamlNode:

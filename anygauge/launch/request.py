@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from anygauge.launch.decision import UNDECIDED, Decision
 from anygauge.launch.foreign import ALONE
 
 if TYPE_CHECKING:
-    from anygauge.config.load import Overrides, RunSource
+    from anygauge.config.load import RunSource
     from anygauge.config.schema import RunFile
     from anygauge.interface import Backend, LauncherSpec, Plan
     from anygauge.launch.foreign import ForeignLaunch
@@ -58,7 +58,7 @@ class RunRequest:
 
 def read_request(
     source: RunSource,
-    overrides: Overrides | None,
+    overrides: Sequence[str] | None,
     flags: Mapping[str, Any],
     *,
     need_device: bool,
@@ -67,7 +67,7 @@ def read_request(
     """Read the run file, choose the backend, and describe the job.
 
     Args:
-        source, overrides: see `load_run_file`.
+        source: see `load_run_file`.
         flags: dotted path -> value of a dedicated option; None where it was not given.
         need_device: ranks will be started here, so the device must be there.
         foreign: the launch that this process is a rank of, where that is not anygauge's. Rank 0
@@ -79,7 +79,7 @@ def read_request(
     from anygauge.training.auto import AUTO
     from anygauge.training.build_strategy import check_batch, check_strategy
 
-    run = load_run_file(source, overrides or (), flags)
+    run = load_run_file(source, list(overrides or ()), flags)
     if foreign is not None:
         run = _as_launched(run, foreign)
     registry = installed_plugins()

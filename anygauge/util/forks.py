@@ -1,30 +1,22 @@
-"""Whether this process is a fork of one that had threads beside torch.
-
-Their locks and pools are in the fork, the threads are not: torch may wait for them for ever.
-"""
+"""Whether this process is a fork of one in which torch had threads: it lacks them."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-_had_threads = False
-_lacks_threads = False
+_threads = {"torch had": False, "lacks": False}
 
 
 def lacks_torch_threads() -> bool:
-    """Whether it is; known where anygauge was imported before the fork."""
-    return _lacks_threads
+    """Whether torch may wait for ever here; known where anygauge was imported before the fork."""
+    return _threads["lacks"]
 
 
 def _before() -> None:
-    global _had_threads
-    _had_threads = "torch" in sys.modules and len(list(os.scandir("/proc/self/task"))) > 1
+    _threads["torch had"] = "torch" in sys.modules and len(os.listdir("/proc/self/task")) > 1  # noqa: PTH208
 
 
-def _in_child() -> None:
-    global _lacks_threads
-    _lacks_threads = _lacks_threads or _had_threads
-
-
-os.register_at_fork(before=_before, after_in_child=_in_child)
+os.register_at_fork(
+    before=_before, after_in_child=lambda: _threads.update(lacks=_threads["torch had"])
+)

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import chdir
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +19,7 @@ import pytest
 import yaml
 
 import anygauge
+from anygauge.cli.from_python import set_options
 from anygauge.config.load import load_run_file
 from anygauge.interface import STOPPED, AnygaugeError, DataError, ModelError, UsageError
 from anygauge.util.events import EVENTS_FD
@@ -113,9 +113,7 @@ def test_load_gives_what_peft_gives(desk: Path, result: anygauge.Result) -> None
         ids = torch.tensor([tokenizer.encode("What is a gauge?")])
         assert not model.training and model.dtype == torch.float32
         assert torch.equal(model(ids).logits, expected(ids).logits)
-    assert anygauge.load(result, dtype="bfloat16")[0].dtype == torch.bfloat16
-    with pytest.raises(UsageError, match="'bf16', expected a type of torch, such as 'bfloat16'"):
-        anygauge.load(result, dtype="bf16")
+    assert anygauge.load(result, dtype=torch.bfloat16)[0].dtype == torch.bfloat16
 
 
 def test_load_says_what_is_not_there(tmp_path: Path, result: anygauge.Result) -> None:
@@ -137,7 +135,7 @@ def test_the_page_tries_several_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: dict[str, float] = {}
 
     def train(run: dict[str, Any], **set: Any) -> mock.Mock:
-        found = load_run_file(run, set)
+        found = load_run_file(run, set_options(set))
         tried[found.name] = found.train.optimizer.lr
         return mock.Mock(losses=[2.0, found.train.optimizer.lr])
 
@@ -153,7 +151,7 @@ def test_a_plan_has_what_the_command_prints(desk: Path) -> None:
     printed = json.loads(called(["plan", desk / "run.yaml", *options]).stdout)
     run = fields_of(desk / "run.yaml")
     found = anygauge.plan(run, machine="h100:1", strategy="single")
-    assert json.loads(json.dumps(asdict(found))) == printed
+    assert json.loads(json.dumps(vars(found))) == printed
     assert found.fits is True and found.fit is not None and found.fit["needed"] > 0
 
 

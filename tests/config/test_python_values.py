@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import yaml
 
+from anygauge.cli.from_python import set_options
 from anygauge.config.document import NotYaml, read_yaml
 from anygauge.config.load import load_run_file
 from anygauge.config.schema import RunFile
 from anygauge.config.tree import Origin, plain
-from anygauge.interface import RunFileError
+from anygauge.interface import RunFileError, UsageError
 from tests.config.test_run_file_messages import BLOCKS
 
 RUN: dict[str, Any] = {
@@ -89,12 +90,12 @@ def test_a_dollar_sign_in_the_path_of_an_object_stays(folder):
 
 def test_values_of_an_object_say_where_they_were_written(folder):
     run = folder.load("model: {name: some/model}\ndata: {train: {path: a}}\ntrain: {steps: 3}\n")
-    changed = load_run_file(run, {"train.seed": 1})
+    changed = load_run_file(run, ["train.seed=1"])
     assert str(changed.error("train.steps", "is odd")).splitlines() == [
         "run.yaml: 1 problem",
         "  run.yaml:3: train.steps: is odd",
     ]
-    assert "train.seed=1: train.seed: is odd" in str(changed.error("train.seed", "is odd"))
+    assert "--set train.seed=1: train.seed: is odd" in str(changed.error("train.seed", "is odd"))
     assert not changed.sets("train.epochs") and changed.sets("train.steps")
 
 
@@ -120,32 +121,33 @@ def test_a_dict_extends_files(folder):
 
 
 def test_overrides_are_values_and_win(folder):
-    overrides = {"train.steps": 10, "model.revision": "1e5", "strategy": "ddp", "adapter": None}
+    given = {"train.steps": 10, "model.revision": "1e5", "strategy": "ddp", "adapter": None}
+    overrides = set_options(given)
     run = load_run_file(RUN, overrides, {"launch.devices": 2}, cwd=folder.path)
     assert (run.train.steps, run.model.revision, run.adapter) == (10, "1e5", None)
     assert (run.strategy.name, run.launch.devices) == ("ddp", 2)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "flags", "said"),
+    ("given", "said"),
     [
-        ({"train.stepz": 1}, {}, "train.stepz=1: train.stepz: no such field; did you mean 'steps'"),
-        ({"train.": 1}, {}, "train.=1: 'train.' is not a path of names with dots between, such as"),
-        ({"extends": "x"}, {}, "extends='x': 'extends' works in a file alone"),
-        ({"train.steps": {1}}, {}, "train.steps={1}: train.steps: got a value of type set, exp"),
-        ({"train": {1: 2}}, {}, "train={1: 2}: train: the key 1 (int) is not text"),
-        ({"environment.A_TOKEN": 5}, {}, "environment.A_TOKEN=(hidden): environment.A_TOKEN: got"),
-        ({}, {"launch.devices": 0}, "devices=0: launch.devices: got 0 (int), expected a whole"),
-        (
-            {"launch.devices": 4},
-            {"launch.devices": 2},
-            "devices=2: launch.devices: contradicts launch.devices=4; give one of them",
-        ),
+        ({"train.stepz": 1}, "--set train.stepz=1: train.stepz: no such field; did you mean 'ste"),
+        ({"train.": 1}, "--set train.=1: 'train.' is not a path of names with dots between, such"),
+        ({"extends": "x"}, "--set extends=x: 'extends' works in a file alone"),
+        ({"train": {1: 2}}, "--set train={1: 2}: train: the key 1 (int) is not text; put it in q"),
+        ({"environment.A_TOKEN": 5}, "--set environment.A_TOKEN=(hidden): environment.A_TOKEN: g"),
     ],
 )
-def test_wrong_arguments_are_named_as_they_were_written(folder, overrides, flags, said):
-    (line,) = refused(RUN, overrides, flags, cwd=folder.path)
+def test_wrong_fields_to_change_get_the_messages_of_set(folder, given, said):
+    (line,) = refused(RUN, set_options(given), cwd=folder.path)
     assert line.startswith(said)
+
+
+def test_what_no_file_can_hold_is_named():
+    wanted = "expected what YAML has: texts, numbers, true, false, null, lists and mappings"
+    assert refused({**RUN, "name": 1j}) == [f"run: got 1j (complex), {wanted}"]
+    with pytest.raises(UsageError, match="fields to change: got 1j \\(complex\\), expected"):
+        set_options({"name": 1j})
 
 
 def test_another_type_is_no_run():

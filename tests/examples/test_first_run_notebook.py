@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 
 import anygauge
+from anygauge.cli.from_python import set_options
 from anygauge.config.load import load_run_file
 from tests.architecture.repository import ROOT
 
@@ -29,7 +30,7 @@ def test_its_runs_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     runs = []
 
     def train(run: dict[str, Any], **set: Any) -> mock.Mock:
-        runs.append(load_run_file(run, set))
+        runs.append(load_run_file(run, set_options(set)))
         step = {"loss": 1.0}
         return mock.Mock(model=tmp_path / "model", losses=[1.0], metrics=[step])
 
