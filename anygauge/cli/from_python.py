@@ -212,10 +212,10 @@ def _result(ending: Ending, folder: Path) -> Result:
 
 def set_options(values: Mapping[str, Any]) -> list[str]:
     """Fields to change as the command's options."""
-    from anygauge.config.yaml_text import write_yaml
+    from anygauge.config.yaml_text import write_flow
 
     try:
-        return [f"{path}={write_yaml(value, inline=True)}" for path, value in values.items()]
+        return [f"{path}={write_flow(value)}" for path, value in values.items()]
     except ValueError as error:
         raise UsageError(f"fields to change: {error}") from None
 

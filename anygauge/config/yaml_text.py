@@ -5,9 +5,11 @@ PyYAML's own reading takes 12:30:00 for a count of seconds, 010 for 8, and 2e-4 
 
 from __future__ import annotations
 
+import math
 import numbers
 import os
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -48,7 +50,11 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
 
 
 def _represent_other(dumper: yaml.SafeDumper, value: Any) -> yaml.Node:
-    """What programs have in the place of plain values: paths, and NumPy's texts and numbers."""
+    """What programs have in the place of plain values: paths, and NumPy's texts and numbers.
+
+    Raises:
+        ValueError: YAML has no such value.
+    """
     if isinstance(value, os.PathLike | str):
         return dumper.represent_data(str(os.fspath(value)))
     if isinstance(value, numbers.Integral):
@@ -63,15 +69,12 @@ _Dumper.add_representer(str, _represent_text)
 _Dumper.add_multi_representer(object, _represent_other)
 
 
-def write_yaml(values: Any, *, inline: bool = False) -> str:
-    """YAML that `document.read_yaml` reads as equal values; in their order, and without aliases.
+def write_yaml(values: Mapping[str, Any]) -> str:
+    """YAML that `document.read_yaml` reads as equal values; in their order, and without aliases."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1_000_000)
 
-    Args:
-        inline: in one line, as for an option of the command line.
 
-    Raises:
-        ValueError: names a value that YAML has not.
-    """
-    options: Any = {"sort_keys": False, "allow_unicode": True, "width": 1_000_000}
-    text: str = yaml.dump(values, Dumper=_Dumper, default_flow_style=inline, **options)
-    return text.removesuffix("\n").removesuffix("\n...") if inline else text
+def write_flow(value: Any) -> str:
+    """One value as YAML on one line."""
+    text = yaml.dump([value], Dumper=_Dumper, default_flow_style=True, width=math.inf)
+    return text.strip()[1:-1]

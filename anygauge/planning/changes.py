@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from anygauge.config.resolved import values_of
 from anygauge.config.schema import RunFile
 from anygauge.config.sections import QuantizeSection
-from anygauge.config.yaml_text import write_yaml
+from anygauge.config.yaml_text import write_flow
 from anygauge.interface import AnygaugeError, StrategySpec
 from anygauge.kernels.choose import LOSS, REFERENCE
 from anygauge.planning.trials import Target, Trial, Trials, with_changes
@@ -60,7 +60,7 @@ class Choice:
         if section:
             lines["strategy"] = section.pop("name")
         lines |= {f"strategy.{name}": value for name, value in section.items()}
-        return [f"{path}={write_yaml(value, inline=True)}" for path, value in lines.items()]
+        return [f"{path}={write_flow(value)}" for path, value in lines.items()]
 
     def tried(self, run: RunFile, target: Target, tried: Trials) -> Choice:
         """This one, planned; a refusal is an answer."""
