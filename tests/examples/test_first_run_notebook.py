@@ -22,7 +22,7 @@ CODE = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"
 
 
 def test_no_output_is_kept() -> None:
-    assert len(CODE) == 7
+    assert len(CODE) == 6
     assert not any(cell["outputs"] for cell in CELLS if cell["cell_type"] == "code")
 
 
@@ -66,12 +66,12 @@ def test_it_runs_in_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where).execute()
     shown = ["\n".join(map(text_of, cell.get("outputs", ()))) for cell in notebook.cells]
     code = [text for cell, text in zip(CELLS, shown, strict=True) if cell["cell_type"] == "code"]
-    base, tuned = code[1], code[4]
+    base, tuned = code[1], code[3]
     assert "step 60/60" in base and "model=PosixPath" in base
     assert "step 30/30" in tuned and "stopped_by='steps'" in tuned
-    first, last = json.loads(f"[{code[5].splitlines()[0].replace('] [', '], [')}]")
+    first, last = json.loads(f"[{code[4].splitlines()[0].replace('] [', '], [')}]")
     assert first[0] > last[-1] > 0
-    assert "What does json.dumps(obj) do?" in code[6]
+    assert "What does json.dumps(obj) do?" in code[5]
     assert (tmp_path / "runs/first-run/tuned/adapter/adapter_config.json").is_file()
 
 
