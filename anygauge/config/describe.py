@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+import re
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,9 +15,11 @@ from pydantic import Field, create_model
 from pydantic.fields import FieldInfo
 
 from anygauge.config.schema import RunFile
-from anygauge.config.strategies import StrategySection, all_sections, section_of
+from anygauge.config.strategies import StrategySection, all_sections, section_of, strategy_of
 from anygauge.config.tree import YamlNode
 from anygauge.interface import PluginError
+from anygauge.registry import installed_plugins
+from anygauge.registry.specs import OPTIONS_AT, load_options
 from anygauge.util.section import Section
 
 LARGEST_SHOWN = 100_000
@@ -58,8 +63,12 @@ class Kind:
 
     @property
     def sections(self) -> tuple[type[Section], ...]:
-        """The sections that this type is, or is a list of; each once."""
-        found = [self.section, *(kind.section for member in self.members if (kind := member.item))]
+        """The sections that this type is, or is a list or mapping of; each once."""
+        found = [self.section]
+        for member in self.members:
+            values = get_args(member.annotation)[1:] if get_origin(member.annotation) is dict else ()
+            parts = (member.item, *map(Kind.of, values))
+            found += [kind.section for kind in parts if kind is not None]
         return tuple(dict.fromkeys(each for each in found if each is not None))
 
     @property
@@ -168,6 +177,76 @@ def meaning(field: FieldInfo) -> str:
         return field.description
     section = field_kind(field).section
     return "" if section is None else (section.__doc__ or "").strip().splitlines()[0]
+
+
+def meaning_in(section: type[Section], name: str) -> str:
+    """What a field of a section means, also where the ``Attributes`` of a docstring say it."""
+    if text := meaning(section.model_fields[name]):
+        return text
+    for owner in inspect.getmro(section):
+        _, _, about = inspect.cleandoc(owner.__dict__.get("__doc__") or "").partition("Attributes:")
+        line = rf"^    (?:\w+, )*{name}(?:, \w+)*: (.*(?:\n {{5,}}.*)*)"
+        if found := re.search(line, about, re.MULTILINE):
+            return " ".join(found[1].split())
+    return ""
+
+
+def default_text(field: FieldInfo) -> str:
+    """A field's default as a run file has it; ``required``, or ``its defaults`` of a section."""
+    if field.is_required():
+        return "required"
+    value: Any = field.get_default(call_default_factory=True)
+    return "its defaults" if isinstance(value, Section) else as_yaml(value)
+
+
+def as_yaml(value: Any) -> str:
+    """A value as a run file has it, in one line; what a mapping holds is left out."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, dict):
+        return "{}" if not value else "{...}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(as_yaml(item) for item in value)}]"
+    if isinstance(value, str):
+        # A line break would end the line, or the row of a table.
+        return value if value.isprintable() else json.dumps(value)
+    return f"{value:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A section, and where it stands in a run file.
+
+    Attributes:
+        owner: kind and name of the plugin whose it is, ``launcher slurm``; "" of the core's.
+        whole: all that this plugin takes, not a part of that.
+    """
+
+    path: tuple[str, ...]
+    section: type[Section]
+    owner: str = ""
+    whole: bool = True
+
+
+def all_places() -> tuple[list[Place], list[str]]:
+    """Every section, those of all plugins too, and why options of a plugin cannot be read."""
+    places, unread = [], []
+    for path, section in sections():
+        is_strategy = issubclass(section, StrategySection)
+        owner = f"strategy {strategy_of(section)}" if is_strategy else ""
+        places.append(Place(path, section, owner))
+    for kind, at in OPTIONS_AT.items():
+        for provided in getattr(installed_plugins(), f"{kind}s"):
+            name = provided.spec.name
+            try:
+                options = load_options(provided)
+            except PluginError as error:
+                unread.append(str(error))
+                continue
+            found = sections(tuple(at.format(name).split(".")), options)
+            owner = f"{kind} {name}"
+            places += [Place(path, one, owner, one is options) for path, one in found]
+    return places, unread
 
 
 def sections(

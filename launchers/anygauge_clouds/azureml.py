@@ -85,6 +85,8 @@ class AzureInput(Options):
     Attributes:
         path: a data asset or a place in a datastore.
         at: where the run file finds it.
+        type: a folder, or one file.
+        mode: read over the network, or copied first.
     """
 
     path: Annotated[str, AfterValidator(_source)]
@@ -97,6 +99,8 @@ class AzuremlOptions(CloudOptions):
     """Options of the azureml launcher; `extra` is of the command job's YAML.
 
     Attributes:
+        workspace, resource_group: where the job runs.
+        subscription: of the az client; its own by default.
         compute: a cluster of the workspace.
         environment: of the workspace, ``NAME:VERSION`` or ``NAME@latest``, instead of `image`.
         output: in a datastore: where run directories are kept, each under its name.

@@ -102,7 +102,12 @@ class Storage(Claim):
 
 
 class SecretRef(Options):
-    """One entry of a Secret in the cluster."""
+    """One entry of a Secret in the cluster.
+
+    Attributes:
+        secret: the Secret's name.
+        key: of the entry.
+    """
 
     secret: Dotted
     key: SecretKey
@@ -114,6 +119,7 @@ class KubernetesOptions(CloudOptions):
     Attributes:
         kind: of the object that the job is; a TrainJob makes a JobSet of itself.
         name: of the object; by default it is made from the run's name.
+        namespace: of all that the job makes.
         context: kubectl's; its current one by default.
         storage: where run directories are.
         volumes: further claims, for data and models.
@@ -122,6 +128,8 @@ class KubernetesOptions(CloudOptions):
             devices; the backend's own by default.
         device_resource: used instead of the backend's, such as a slice of a card.
         runtime_class: of pods with devices, instead of the backend's; ``none``: the cluster's.
+        capabilities: that the container is given, beside the backend's.
+        image_pull_policy: when a node fetches the image; the cluster's by default.
         shm: memory for /dev/shm; loaders and collectives of one machine need it.
         restarts: how often the cluster starts all pods again, from the newest checkpoint, after
             it lost or pre-empted one.

@@ -94,7 +94,9 @@ class FileSystem(Options):
 
     Attributes:
         id: ``fs-...``.
+        type: of the file system.
         path: folder in it.
+        access: read only, or read and write.
     """
 
     id: Annotated[str, StringConstraints(pattern=r"^fs-[0-9a-f]{8,17}$")]
@@ -107,7 +109,10 @@ class SagemakerOptions(CloudOptions):
     """Options of the sagemaker launcher; `extra` is of the request CreateTrainingJob.
 
     Attributes:
+        role: that the job has, by its ARN.
         image: in Amazon ECR.
+        instance_type: of each machine.
+        time_limit_s: seconds after which the job is ended.
         output: where in S3 run directories are kept, each under its name.
         channels: name -> where it comes from: data that machines find in /opt/ml/input/data/NAME.
         channel_mode: of channels in S3: copied first, or read as they are needed.

@@ -68,6 +68,7 @@ class SlurmOptions(LauncherOptions):
     Attributes:
         allocation: ``new`` submits a job, ``current`` uses the one that this shell is in; ``auto``:
             the current one if there is one.
+        partition, account, qos, time, constraint, reservation, gres, gpus_per_node, mem: sbatch's.
         cpus_per_task: cores for all ranks of a node; without it, whole nodes are taken.
         requeue: resume from the newest checkpoint in a new job when the time is up, when the job
             is preempted, and when a node fails.
