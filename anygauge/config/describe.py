@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import Field, create_model
+from pydantic import Field, JsonValue, create_model
 from pydantic.fields import FieldInfo
 
 from anygauge.config.schema import RunFile
@@ -26,7 +26,7 @@ LARGEST_SHOWN = 100_000
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _WORDS: Mapping[Any, str] = {
     **{int: "whole number", float: "number", str: "text", bool: "true or false"},
-    **{None: "null", type(None): "null", Any: "any value"},
+    **{None: "null", type(None): "null", Any: "any value", JsonValue: "any value"},
 }
 
 
@@ -79,8 +79,9 @@ class Kind:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values of a Literal."""
-        return get_args(self.annotation) if get_origin(self.annotation) is Literal else ()
+        """The values of a Literal, as a run file has them."""
+        found = get_args(self.annotation) if get_origin(self.annotation) is Literal else ()
+        return tuple(map(as_yaml, found))
 
     def bound(self, name: str) -> Any:
         """A limit as pydantic names it (``le``, ``max_length``, ``pattern``); None without one."""
@@ -131,7 +132,8 @@ class Kind:
         if self.section is not None:
             return "section"
         if self.choices:
-            return args[0] if len(args) == 1 else f"one of {', '.join(args)}"
+            several = "one of " if len(self.choices) > 1 else ""
+            return f"{several}{', '.join(self.choices)}"
         if self.item is not None:
             return f"list of {self.item}"
         if origin is tuple:

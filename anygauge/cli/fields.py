@@ -1,0 +1,120 @@
+"""``anygauge fields`` and ``anygauge schema``: what a run file may say, for people and editors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anygauge.cli.shared_options import JsonOption
+from anygauge.config.describe import Place, all_places, default_text, field_kind, meaning_in
+from anygauge.config.json_schema import EXTENDS, run_file_schema
+from anygauge.config.problems import PEER_ALIASES
+from anygauge.interface import UsageError
+from anygauge.util.console import Console
+from anygauge.util.files import write_text
+from anygauge.util.text import did_you_mean
+
+WORD = "A section or field (train.optimizer), a plugin's name, another tool's name, or any word."
+
+
+@dataclass(frozen=True, slots=True)
+class FieldEntry:
+    """A field in words; `of` is the plugin whose it is, "" for all runs."""
+
+    path: str
+    type: str
+    default: str
+    meaning: str
+    of: str
+
+    def names(self) -> tuple[set[str], set[str]]:
+        """Paths of itself and of the sections around it; and parts of them and its plugin."""
+        parts = self.path.lower().split(".")
+        paths = {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
+        return paths, {*parts, *self.of.split(" "), self.of} - {""}
+
+
+def fields(
+    word: Annotated[str | None, typer.Argument(help=WORD, metavar="WORD")] = None,
+    json_: JsonOption = False,
+) -> None:
+    """Print the fields of a run file and of plugins' options: meaning, type and default."""
+    places, unread = all_places()
+    found = list(entries(places))
+    if word is not None:
+        found = matching(found, word.strip().lower())
+    if json_:
+        typer.echo(json.dumps([asdict(one) for one in found], indent=2))
+        return
+    console = Console()
+    about = {(".".join(p.path), p.owner): (p.section.__doc__ or "").split("\n\n")[0] for p in places}
+    before = None
+    for one in found:
+        section = one.path.rpartition(".")[0], one.of
+        if section != before:
+            title = " ".join(filter(None, [section[0] or "Top level", one.of and f"({one.of})"]))
+            console.print(f"{chr(10) if before else ''}{title}", style="bold", soft_wrap=True)
+            console.print(" ".join(about[section].split()), style="dim")
+        before = section
+        default = one.default if one.default == "required" else f"default {one.default}"
+        console.print(f"  {one.path}  ({one.type}; {default})")
+        console.print(f"      {one.meaning}")
+    _warn(unread)
+
+
+def entries(places: Iterable[Place]) -> Iterator[FieldEntry]:
+    """Every field that is no section; those of the run file itself first."""
+    yield FieldEntry("extends", "text or list of text", "null", EXTENDS, "")
+    for place in places:
+        for name, field in place.section.model_fields.items():
+            path, kind = ".".join((*place.path, name)), str(field_kind(field))
+            if kind != "section":
+                texts = default_text(field), meaning_in(place.section, name)
+                yield FieldEntry(path, kind, *texts, place.owner)
+
+
+def matching(every: list[FieldEntry], word: str) -> list[FieldEntry]:
+    """The fields of a name, a section or a plugin; else those whose path or meaning has the word.
+
+    Raises:
+        UsageError: there is none; names the nearest.
+    """
+    peer = PEER_ALIASES.get(word, "").partition(": ")[0]
+    names = [one.names() for one in every]
+    for has in (
+        lambda one, paths, parts: word in paths,
+        lambda one, paths, parts: word in parts,
+        lambda one, paths, parts: peer in paths,
+        lambda one, paths, parts: word in f"{one.path} {one.meaning}".lower(),
+    ):
+        if found := [one for one, of in zip(every, names, strict=True) if has(one, *of)]:
+            return found
+    known = set().union(*(name for of in names for name in of)) | PEER_ALIASES.keys()
+    near = did_you_mean(word, known, 0.6) or ";"
+    raise UsageError(f"no field has {word!r}{near} `anygauge fields` shows them all")
+
+
+def schema(
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", help="Write it to this file, instead of standard output."),
+    ] = None,
+) -> None:
+    """Write the JSON schema of run files, with the options of the installed plugins."""
+    made, unread = run_file_schema()
+    text = json.dumps(made, indent=1, ensure_ascii=False)
+    if output is None:
+        typer.echo(text)
+    else:
+        write_text(output, f"{text}\n")
+    _warn(unread)
+
+
+def _warn(unread: Iterable[str]) -> None:
+    for line in unread:
+        typer.echo(f"note: options that cannot be shown: {line}", err=True)
