@@ -52,7 +52,9 @@ def fields(
         typer.echo(json.dumps([asdict(one) for one in found], indent=2))
         return
     console = Console()
-    about = {(".".join(p.path), p.owner): (p.section.__doc__ or "").split("\n\n")[0] for p in places}
+    about = {
+        (".".join(p.path), p.owner): (p.section.__doc__ or "").split("\n\n")[0] for p in places
+    }
     before = None
     for one in found:
         section = one.path.rpartition(".")[0], one.of

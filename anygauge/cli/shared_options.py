@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from anygauge.interface import Backend
     from anygauge.registry import Registry, Selection
 
-RUN_FILE = typer.Argument(
-    help="The run file (YAML).", metavar="RUN.yaml", autocompletion=run_files
-)
+RUN_FILE = typer.Argument(help="The run file (YAML).", metavar="RUN.yaml", autocompletion=run_files)
 RunFileArgument = Annotated[Path, RUN_FILE]
 ModelArgument = Annotated[
     str,

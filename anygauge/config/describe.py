@@ -66,7 +66,9 @@ class Kind:
         """The sections that this type is, or is a list or mapping of; each once."""
         found = [self.section]
         for member in self.members:
-            values = get_args(member.annotation)[1:] if get_origin(member.annotation) is dict else ()
+            values = (
+                get_args(member.annotation)[1:] if get_origin(member.annotation) is dict else ()
+            )
             parts = (member.item, *map(Kind.of, values))
             found += [kind.section for kind in parts if kind is not None]
         return tuple(dict.fromkeys(each for each in found if each is not None))
@@ -234,8 +236,9 @@ def all_places() -> tuple[list[Place], list[str]]:
     """Every section, those of all plugins too, and why options of a plugin cannot be read."""
     places, unread = [], []
     for path, section in sections():
-        is_strategy = issubclass(section, StrategySection)
-        owner = f"strategy {strategy_of(section)}" if is_strategy else ""
+        owner = ""
+        if issubclass(section, StrategySection):
+            owner = f"strategy {strategy_of(section)}"
         places.append(Place(path, section, owner))
     for kind, at in OPTIONS_AT.items():
         for provided in getattr(installed_plugins(), f"{kind}s"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pydantic.json_schema import GenerateJsonSchema, models_json_schema
+from pydantic.json_schema import models_json_schema
 from pydantic_core import to_jsonable_python
 
 from anygauge.config.describe import Place, all_places, meaning_in
@@ -29,13 +29,6 @@ _TEXT: Schema = {"type": "string"}
 _FILES: Schema = {"type": "array", "items": _TEXT}
 
 
-class _WithoutTitles(GenerateJsonSchema):
-    """Pydantic's generator; a title that repeats a field's name only hides its description."""
-
-    def field_title_should_be_set(self, schema: Any) -> bool:
-        return False
-
-
 def run_file_schema() -> tuple[Schema, list[str]]:
     """The schema, and why options of a plugin cannot be read: they may then be anything."""
     places, unread = all_places()
@@ -43,9 +36,8 @@ def run_file_schema() -> tuple[Schema, list[str]]:
     refs, made = models_json_schema(
         [(section, "validation") for section in sections],
         ref_template=f"{_REF}{{model}}",
-        schema_generator=_WithoutTitles,
     )
-    names = {section: ref["$ref"] for (section, _), ref in refs.items()}
+    names: dict[Any, str] = {section: ref["$ref"] for (section, _), ref in refs.items()}
     whole: Mapping[str, Schema] = made["$defs"]
     for section, place in sections.items():
         _complete(whole[names[section].removeprefix(_REF)], place)
@@ -104,7 +96,10 @@ def run_file_schema() -> tuple[Schema, list[str]]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": TITLE,
         **root,
-        "if": {"required": ["extends"], "properties": {"extends": {"anyOf": [_TEXT, _FILES | {"minItems": 1}]}}},
+        "if": {
+            "required": ["extends"],
+            "properties": {"extends": {"anyOf": [_TEXT, _FILES | {"minItems": 1}]}},
+        },
         "else": complete,
         "$defs": defs,
     }, unread
@@ -117,6 +112,7 @@ def _complete(definition: Schema, place: Place) -> None:
     definition.pop("title", None)
     for name, field in section.model_fields.items():
         shown = definition["properties"][name]
+        shown.pop("title", None)  # of the field's name, which hides its meaning
         if text := meaning_in(section, name):
             shown["description"] = text
         if not field.is_required():
@@ -132,7 +128,7 @@ def _complete(definition: Schema, place: Place) -> None:
 
 def _or_null(schema: Schema) -> Schema:
     """A schema that takes null as well."""
-    about = {key: schema[key] for key in ("description", "default") if key in schema}
+    about: Schema = {key: schema[key] for key in ("description", "default") if key in schema}
     rest = {key: value for key, value in schema.items() if key not in about}
     ways = rest.pop("anyOf") if rest.keys() == {"anyOf"} else [rest]
     return {**about, "anyOf": ways if _NULL in ways else [*ways, _NULL]}
@@ -171,11 +167,12 @@ def _without_required(schema: Any, defs: Mapping[str, Schema]) -> Any:
 
 
 def _rules(
-    field: str, cases: Mapping[tuple[str, ...], Schema], open_values: Sequence[str] = ()
+    field: str, cases: Mapping[Any, Schema], open_values: Sequence[str] = ()
 ) -> list[Schema]:
     """What a name in `field` decides; where it says none, one of the cases must hold.
 
     Args:
+        cases: names -> what holds where one of them is chosen.
         open_values: names that decide nothing, as none.
     """
     rules = [{"if": _named(field, names), "then": then} for names, then in cases.items()]

@@ -1,0 +1,290 @@
+"""``anygauge init``: a commented run file that fits a machine, from flags or a few answers."""
+
+from __future__ import annotations
+
+import enum
+import json
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from anygauge.cli import interrupts_end_process
+from anygauge.cli.plan import (
+    HARDWARE,
+    MACHINE,
+    about_trial,
+    read_case,
+    show_changes,
+    why_no_verdict,
+)
+from anygauge.cli.shared_options import SetOption
+from anygauge.config.describe import Kind, kind_of_run, meaning_in
+from anygauge.config.document import read_yaml
+from anygauge.config.json_schema import run_file_schema
+from anygauge.config.layers import read_command_line
+from anygauge.config.load import check_paths, load_run_file
+from anygauge.config.paths import is_remote
+from anygauge.config.schema import DataSection, RunFile
+from anygauge.config.sections import AdapterSection, OptimizerSection, TrainSection
+from anygauge.config.tree import Origin, Problem, merge, plain, run_file_error
+from anygauge.config.yaml_text import write_yaml
+from anygauge.data import peek
+from anygauge.interface import AnygaugeError, DataError, UnsupportedError, UsageError
+from anygauge.launch.prepare import fetch_configuration
+from anygauge.planning import changes
+from anygauge.planning.changes import BATCH, Choice
+from anygauge.planning.machines import Hardware, measured_files
+from anygauge.planning.trials import Target, Trial, Trials
+from anygauge.registry import AUTO, Registry, select_backend
+from anygauge.training.build_strategy import share_of
+from anygauge.util.console import Console
+from anygauge.util.files import write_text
+from anygauge.util.section import Section
+from anygauge.util.text import near_file
+
+SCHEMA = "anygauge.schema.json"
+"""Beside the run file, so that its first line names it on every machine that has both."""
+LR_OF_ALL_WEIGHTS = 2e-5
+"""Stanford Alpaca's, which others took from there; the schema's default is an adapter's."""
+
+
+class Goal(enum.StrEnum):
+    """What is trained."""
+
+    LORA = "lora"
+    QLORA = "qlora"
+    FULL = "full"
+
+
+QUESTIONS = {
+    "model": "Model: a folder, or a name on the hub",
+    "rows": "Rows: a file, its address, or a data set on the hub",
+    "machine": "Machine: a node type, or a card and a count, such as CARD:8 [this machine]",
+    "goal": "Goal: lora, qlora (its base in 4 bits), or full (all weights) [lora]",
+}
+
+
+def init(
+    file: Annotated[Path, typer.Argument(help="The run file to write.", metavar="FILE")] = Path(
+        "run.yaml"
+    ),
+    model: Annotated[str | None, typer.Option(help="A folder, or a name on the hub.")] = None,
+    rows: Annotated[
+        str | None, typer.Option(help="A file, its address, or a data set on the hub.")
+    ] = None,
+    machine: Annotated[str | None, typer.Option(help=MACHINE)] = None,
+    goal: Annotated[
+        Goal | None, typer.Option(help="What is trained; default: lora.", show_default=False)
+    ] = None,
+    max_length: Annotated[int | None, typer.Option(min=2, help="Most tokens in a row.")] = None,
+    hardware: Annotated[list[Path] | None, typer.Option(metavar="FILE", help=HARDWARE)] = None,
+    set_: SetOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")] = False,
+) -> None:
+    """Write a commented run file that fits a machine, from flags or from what it asks."""
+    if file.exists() and not force:
+        raise UsageError(f"{file} exists: name another file, or overwrite it with --force")
+    registry = Registry.load()
+    described = Hardware.load(registry, [*measured_files(), *(hardware or ())])
+    checks: Mapping[str, Callable[[str], object]] = {
+        "model": str,
+        "rows": _check_rows,
+        "machine": lambda name: described.machine(name) if name else None,
+        "goal": _check_goal,
+    }
+    with interrupts_end_process():
+        given = {"model": model, "rows": rows, "machine": machine, "goal": goal}
+        answers = _answers(given, checks)
+        values = _start(answers, described, registry)
+        if max_length is not None:
+            values["data"]["max_length"] = max_length
+        draft = partial(_draft, file, set_ or [], answers["machine"], described, registry)
+        text, trial, batch = _fit(values, draft, registry)
+    write_text(file, text)
+    console = Console()
+    console.print(next(about_trial(trial)), style="bold")
+    rows, most = trial.run.train.micro_batch_size, batch.lines.get(BATCH)
+    console.print(f"train.micro_batch_size: {rows}; the card has memory for {most:,}")
+    typer.echo(f"{file} is written, for an editor with {_write_schema(file.parent, force=force)}")
+    typer.echo(f"Next: anygauge data {file}, which shows rows; then anygauge train {file}")
+
+
+def _answers(
+    given: Mapping[str, str | None], checks: Mapping[str, Callable[[str], object]]
+) -> dict[str, str]:
+    """What is given, and what is answered to questions about the rest.
+
+    Raises:
+        UsageError: model or rows are missing, and nobody can be asked.
+        AnygaugeError: what is given is wrong.
+    """
+    asks = sys.stdin.isatty()
+    missing = [name for name in ("model", "rows") if given[name] is None]
+    if missing and not asks:
+        flags = " and ".join(f"--{name}" for name in missing)
+        raise UsageError(
+            f"give {flags}: standard input is not a terminal, so nobody can be asked. anygauge "
+            f"init --model MODEL --rows ROWS [--machine MACHINE] [--goal {'|'.join(Goal)}]"
+        )
+    found: dict[str, str] = {}
+    for name, check in checks.items():
+        known = given[name]
+        while name not in found:
+            answer = input(f"{QUESTIONS[name]}: ").strip() if known is None and asks else known
+            try:
+                check(answer or "")
+            except AnygaugeError as error:
+                if known is not None:
+                    raise
+                typer.echo(f"  {error}")
+            else:
+                if answer or name not in missing:
+                    found[name] = answer or ""
+    return found
+
+
+def _check_rows(text: str) -> None:
+    """Raises: UsageError: it is a path, and no file is there."""
+    if text and not is_remote(text) and not Path(text).expanduser().is_file():
+        raise UsageError(f"--rows: no such file: {text}{near_file(Path(text))}")
+
+
+def _check_goal(text: str) -> None:
+    """Raises: UsageError: it is none."""
+    if text and text not in [*Goal]:
+        raise UsageError(f"{text!r} is not one of {', '.join(Goal)}")
+
+
+def _start(answers: Mapping[str, str], described: Hardware, registry: Registry) -> dict[str, Any]:
+    """The fields of the run file; of those that the planner decides, the defaults."""
+    goal, values = answers["goal"] or Goal.LORA, dict[str, Any]()
+    if answers["machine"]:
+        machine = described.machine(answers["machine"])
+        devices = machine.cards
+        if backend := described.card(machine.card).backend:
+            values["backend"] = backend
+    else:
+        probe = select_backend(registry, AUTO, need_device=False).probe
+        card = described.of_devices(probe.cards)
+        devices = 1 if card is None or card.shared_memory else probe.device_count or 1
+    values["model"] = {"name": answers["model"]}
+    if goal == Goal.QLORA:
+        values["model"]["quantize"] = "nf4"
+    if goal != Goal.FULL:
+        values["adapter"] = _defaults(AdapterSection, "r", "alpha", "targets")
+    values["data"] = {"train": {"path": answers["rows"]}, **_defaults(DataSection, "max_length")}
+    train = _defaults(TrainSection, "epochs", "global_batch_size", "micro_batch_size")
+    train["global_batch_size"] = -(-train["global_batch_size"] // devices) * devices
+    lr = _defaults(OptimizerSection, "lr") if goal != Goal.FULL else {"lr": LR_OF_ALL_WEIGHTS}
+    return {**values, "train": {**train, "optimizer": lr}, "launch": {"devices": devices}}
+
+
+def _defaults(section: type[Section], *names: str) -> dict[str, Any]:
+    return {name: section.model_fields[name].default for name in names}
+
+
+Draft = Callable[[Mapping[str, Any]], tuple[str, RunFile, Target]]
+
+
+def _draft(
+    file: Path,
+    overrides: list[str],
+    machine: str,
+    described: Hardware,
+    registry: Registry,
+    values: Mapping[str, Any],
+) -> tuple[str, RunFile, Target]:
+    """The text of a run file, and the run that it says, on a machine; "": this one.
+
+    Raises:
+        RunFileError: an override is wrong, or a field.
+        UsageError: nothing is known of the machine's memory.
+    """
+    problems: list[Problem] = []
+    root = read_yaml(write_yaml(values), Origin(str(file), None, file.parent), problems)
+    assert root is not None
+    root = merge(root, read_command_line(overrides, {}, Path.cwd(), problems))
+    if problems:
+        raise run_file_error(str(file), problems)
+    fields = plain(root)
+    lines = [
+        f"# yaml-language-server: $schema={SCHEMA}",
+        "# The first line has editors complete this file, and explain its fields.",
+        *_rendered(fields, kind_of_run(root)),
+    ]
+    text = "".join(f"{line}\n" for line in lines)
+    read = partial(load_run_file, file, text=text)
+    own = {"backend": fields.get("backend"), "launch.devices": fields["launch"]["devices"]}
+    run, target = read_case(read, [], own if machine else {}, machine or None, described, registry)
+    if missing := why_no_verdict(target.card):
+        raise UsageError(missing)
+    return text, run, target
+
+
+def _rendered(values: Mapping[str, Any], kind: Kind, indent: str = "") -> Iterator[str]:
+    """Lines of YAML, each field below what it means."""
+    for name, value in values.items():
+        below, section = kind.below(name) or Kind(Any), kind.section
+        if section is not None and name in section.model_fields:
+            comment = f"{indent}# "
+            yield from textwrap.wrap(
+                meaning_in(section, name), 96, initial_indent=comment, subsequent_indent=comment
+            )
+        if isinstance(value, dict) and value:
+            yield f"{indent}{name}:"
+            yield from _rendered(value, below, f"{indent}  ")
+        else:
+            yield textwrap.indent(write_yaml({name: value}).rstrip("\n"), indent)
+
+
+def _fit(values: dict[str, Any], draft: Draft, registry: Registry) -> tuple[str, Trial, Choice]:
+    """The text of a run that fits, with the largest micro-batch that divides a rank's part.
+
+    Raises:
+        UnsupportedError: none fits; what would was printed.
+        AnygaugeError: what the run would be refused for.
+    """
+    text, run, target = draft(values)
+    check_paths(run)
+    try:
+        peek(run.data, run.train)
+    except DataError as error:
+        raise UsageError(f"{error}. Give init such fields with --set FIELD=VALUE") from None
+    fetch_configuration(run)
+    tried = Trials(registry, Console(stderr=True).status)
+    trial = tried(run, target)
+    batch = changes.largest_batch(trial, tried)
+    if batch.lines:
+        share = run.train.global_batch_size
+        share //= share_of(trial.run, registry, 0, trial.ranks).count
+        most = min(share, batch.lines[BATCH])
+        size = max(number for number in range(1, most + 1) if share % number == 0)
+        values["train"]["micro_batch_size"] = size
+        text, run, target = draft(values)
+        trial = tried(run, target)
+    if not trial.fits:
+        console = Console()
+        console.print(next(about_trial(trial)), style="bold")
+        rows = changes.longest_rows(trial, tried)
+        show_changes(console, changes.what_to_change(trial, tried, batch, rows), fits=False)
+        raise UnsupportedError(
+            "no run file is written: such a run does not fit. Pass one of these --set, another "
+            "--goal, or a --machine with more memory"
+        )
+    return text, trial, batch
+
+
+def _write_schema(folder: Path, *, force: bool) -> str:
+    """Write the schema beside the run file, unless there is one; what to say of it."""
+    path, text = folder / SCHEMA, json.dumps(run_file_schema()[0], indent=1, ensure_ascii=False)
+    if path.exists() and not force:
+        same = path.read_text(encoding="utf-8") == f"{text}\n"
+        refresh = f" as it is (to renew it: anygauge schema --output {path})"
+        return f"{path}{'' if same else refresh}"
+    write_text(path, f"{text}\n")
+    return str(path)
