@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -109,12 +109,16 @@ def schema(
 ) -> None:
     """Write the JSON schema of run files, with the options of the installed plugins."""
     made, unread = run_file_schema()
-    text = json.dumps(made, indent=1, ensure_ascii=False)
     if output is None:
-        typer.echo(text)
+        typer.echo(schema_text(made), nl=False)
     else:
-        write_text(output, f"{text}\n")
+        write_text(output, schema_text(made))
     _warn(unread)
+
+
+def schema_text(made: dict[str, Any]) -> str:
+    """A schema as it stands in a file."""
+    return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
 
 
 def _warn(unread: Iterable[str]) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import enum
-import json
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from anygauge.cli import interrupts_end_process
+from anygauge.cli.fields import schema_text
 from anygauge.cli.plan import (
     HARDWARE,
     MACHINE,
@@ -45,7 +45,7 @@ from anygauge.training.build_strategy import share_of
 from anygauge.util.console import Console
 from anygauge.util.files import write_text
 from anygauge.util.section import Section
-from anygauge.util.text import near_file
+from anygauge.util.text import first_line, near_file
 
 SCHEMA = "anygauge.schema.json"
 """Beside the run file, so that its first line names it on every machine that has both."""
@@ -53,14 +53,7 @@ LR_OF_ALL_WEIGHTS = 2e-5
 """Stanford Alpaca's, which others took from there; the schema's default is an adapter's."""
 
 
-class Goal(enum.StrEnum):
-    """What is trained."""
-
-    LORA = "lora"
-    QLORA = "qlora"
-    FULL = "full"
-
-
+GOALS = ("lora", "qlora", "full")
 QUESTIONS = {
     "model": "Model: a folder, or a name on the hub",
     "rows": "Rows: a file, its address, or a data set on the hub",
@@ -78,9 +71,7 @@ def init(
         str | None, typer.Option(help="A file, its address, or a data set on the hub.")
     ] = None,
     machine: Annotated[str | None, typer.Option(help=MACHINE)] = None,
-    goal: Annotated[
-        Goal | None, typer.Option(help="What is trained; default: lora.", show_default=False)
-    ] = None,
+    goal: Annotated[str | None, typer.Option(help=f"{', '.join(GOALS)}; default: lora.")] = None,
     max_length: Annotated[int | None, typer.Option(min=2, help="Most tokens in a row.")] = None,
     hardware: Annotated[list[Path] | None, typer.Option(metavar="FILE", help=HARDWARE)] = None,
     set_: SetOption = None,
@@ -91,16 +82,10 @@ def init(
         raise UsageError(f"{file} exists: name another file, or overwrite it with --force")
     registry = Registry.load()
     described = Hardware.load(registry, [*measured_files(), *(hardware or ())])
-    checks: Mapping[str, Callable[[str], object]] = {
-        "model": str,
-        "rows": _check_rows,
-        "machine": lambda name: described.machine(name) if name else None,
-        "goal": _check_goal,
-    }
     with interrupts_end_process():
         given = {"model": model, "rows": rows, "machine": machine, "goal": goal}
-        answers = _answers(given, checks)
-        values = _start(answers, described, registry)
+        answers = _answers(given, described)
+        values = _start(answers, described, registry, file.parent)
         if max_length is not None:
             values["data"]["max_length"] = max_length
         draft = partial(_draft, file, set_ or [], answers["machine"], described, registry)
@@ -108,15 +93,13 @@ def init(
     write_text(file, text)
     console = Console()
     console.print(next(about_trial(trial)), style="bold")
-    rows, most = trial.run.train.micro_batch_size, batch.lines.get(BATCH)
-    console.print(f"train.micro_batch_size: {rows}; the card has memory for {most:,}")
+    chosen, most = trial.run.train.micro_batch_size, batch.lines[BATCH]
+    console.print(f"{BATCH}: {chosen}; the largest that the card holds: {most:,}")
     typer.echo(f"{file} is written, for an editor with {_write_schema(file.parent, force=force)}")
     typer.echo(f"Next: anygauge data {file}, which shows rows; then anygauge train {file}")
 
 
-def _answers(
-    given: Mapping[str, str | None], checks: Mapping[str, Callable[[str], object]]
-) -> dict[str, str]:
+def _answers(given: Mapping[str, str | None], described: Hardware) -> dict[str, str]:
     """What is given, and what is answered to questions about the rest.
 
     Raises:
@@ -129,40 +112,43 @@ def _answers(
         flags = " and ".join(f"--{name}" for name in missing)
         raise UsageError(
             f"give {flags}: standard input is not a terminal, so nobody can be asked. anygauge "
-            f"init --model MODEL --rows ROWS [--machine MACHINE] [--goal {'|'.join(Goal)}]"
+            f"init --model MODEL --rows ROWS [--machine MACHINE] [--goal {'|'.join(GOALS)}]"
         )
-    found: dict[str, str] = {}
-    for name, check in checks.items():
-        known = given[name]
+    found = {name: answer for name, answer in given.items() if answer is not None}
+    for name, answer in found.items():
+        _check(name, answer, described)
+    for name, question in QUESTIONS.items():
         while name not in found:
-            answer = input(f"{QUESTIONS[name]}: ").strip() if known is None and asks else known
+            answer = input(f"{question}: ").strip() if asks else ""
             try:
-                check(answer or "")
+                _check(name, answer, described)
             except AnygaugeError as error:
-                if known is not None:
-                    raise
-                typer.echo(f"  {error}")
+                typer.echo(f"  {first_line(error)}")
             else:
-                if answer or name not in missing:
-                    found[name] = answer or ""
+                found |= {name: answer} if answer or name not in missing else {}
     return found
 
 
-def _check_rows(text: str) -> None:
-    """Raises: UsageError: it is a path, and no file is there."""
-    if text and not is_remote(text) and not Path(text).expanduser().is_file():
+def _check(name: str, text: str, described: Hardware) -> None:
+    """Raises: AnygaugeError: an answer is wrong; none is not."""
+    if name == "machine" and text:
+        described.machine(text)
+    if name == "goal" and text not in ("", *GOALS):
+        raise UsageError(f"--goal: {text!r} is not one of {', '.join(GOALS)}")
+    if name == "rows" and text and not is_remote(text) and not Path(text).expanduser().is_file():
         raise UsageError(f"--rows: no such file: {text}{near_file(Path(text))}")
 
 
-def _check_goal(text: str) -> None:
-    """Raises: UsageError: it is none."""
-    if text and text not in [*Goal]:
-        raise UsageError(f"{text!r} is not one of {', '.join(Goal)}")
-
-
-def _start(answers: Mapping[str, str], described: Hardware, registry: Registry) -> dict[str, Any]:
-    """The fields of the run file; of those that the planner decides, the defaults."""
-    goal, values = answers["goal"] or Goal.LORA, dict[str, Any]()
+def _start(
+    answers: Mapping[str, str], described: Hardware, registry: Registry, folder: Path
+) -> dict[str, Any]:
+    """The fields of a run file in a folder; of those that the planner decides, the defaults."""
+    # Paths in a file are relative to it.
+    model, rows = (
+        os.path.relpath(path, folder) if Path(path).exists() and folder != Path() else path
+        for path in (answers["model"], answers["rows"])
+    )
+    goal, values = answers["goal"], dict[str, Any]()
     if answers["machine"]:
         machine = described.machine(answers["machine"])
         devices = machine.cards
@@ -172,15 +158,15 @@ def _start(answers: Mapping[str, str], described: Hardware, registry: Registry) 
         probe = select_backend(registry, AUTO, need_device=False).probe
         card = described.of_devices(probe.cards)
         devices = 1 if card is None or card.shared_memory else probe.device_count or 1
-    values["model"] = {"name": answers["model"]}
-    if goal == Goal.QLORA:
+    values["model"] = {"name": model}
+    if goal == "qlora":
         values["model"]["quantize"] = "nf4"
-    if goal != Goal.FULL:
+    if goal != "full":
         values["adapter"] = _defaults(AdapterSection, "r", "alpha", "targets")
-    values["data"] = {"train": {"path": answers["rows"]}, **_defaults(DataSection, "max_length")}
+    values["data"] = {"train": {"path": rows}, **_defaults(DataSection, "max_length")}
     train = _defaults(TrainSection, "epochs", "global_batch_size", "micro_batch_size")
     train["global_batch_size"] = -(-train["global_batch_size"] // devices) * devices
-    lr = _defaults(OptimizerSection, "lr") if goal != Goal.FULL else {"lr": LR_OF_ALL_WEIGHTS}
+    lr = _defaults(OptimizerSection, "lr") if goal != "full" else {"lr": LR_OF_ALL_WEIGHTS}
     return {**values, "train": {**train, "optimizer": lr}, "launch": {"devices": devices}}
 
 
@@ -211,16 +197,17 @@ def _draft(
     root = merge(root, read_command_line(overrides, {}, Path.cwd(), problems))
     if problems:
         raise run_file_error(str(file), problems)
-    fields = plain(root)
     lines = [
         f"# yaml-language-server: $schema={SCHEMA}",
         "# The first line has editors complete this file, and explain its fields.",
-        *_rendered(fields, kind_of_run(root)),
+        *_rendered(plain(root), kind_of_run(root)),
     ]
     text = "".join(f"{line}\n" for line in lines)
     read = partial(load_run_file, file, text=text)
-    own = {"backend": fields.get("backend"), "launch.devices": fields["launch"]["devices"]}
-    run, target = read_case(read, [], own if machine else {}, machine or None, described, registry)
+    # What the file says, and not the machine.
+    said = {"backend": root.get("backend"), "launch.devices": root.get("launch", "devices")}
+    own = {path: node.value for path, node in said.items() if node is not None and machine}
+    run, target = read_case(read, [], own, machine or None, described, registry)
     if missing := why_no_verdict(target.card):
         raise UsageError(missing)
     return text, run, target
@@ -281,10 +268,8 @@ def _fit(values: dict[str, Any], draft: Draft, registry: Registry) -> tuple[str,
 
 def _write_schema(folder: Path, *, force: bool) -> str:
     """Write the schema beside the run file, unless there is one; what to say of it."""
-    path, text = folder / SCHEMA, json.dumps(run_file_schema()[0], indent=1, ensure_ascii=False)
+    path = folder / SCHEMA
     if path.exists() and not force:
-        same = path.read_text(encoding="utf-8") == f"{text}\n"
-        refresh = f" as it is (to renew it: anygauge schema --output {path})"
-        return f"{path}{'' if same else refresh}"
-    write_text(path, f"{text}\n")
+        return f"{path} as it is (anygauge schema --output {path} renews it)"
+    write_text(path, schema_text(run_file_schema()[0]))
     return str(path)

@@ -6,7 +6,7 @@ a plugin's name decides its options, and a file with `extends` need not have wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
@@ -17,12 +17,12 @@ from anygauge.config.schema import RunFile
 from anygauge.config.strategies import DEFAULT, StrategySection, strategy_of
 from anygauge.interface import LaunchSettings
 from anygauge.registry import AUTO, installed_plugins
+from anygauge.registry.specs import OPTIONS_AT
 from anygauge.util.section import NULLS_REMOVED, Section
 
 Schema = dict[str, Any]
 
 EXTENDS = "A file, or a list of files, that this one changes; relative to this file."
-TITLE = "A run file of anygauge"
 _REF = "#/$defs/"
 _NULL: Schema = {"type": "null"}
 _TEXT: Schema = {"type": "string"}
@@ -33,74 +33,56 @@ def run_file_schema() -> tuple[Schema, list[str]]:
     """The schema, and why options of a plugin cannot be read: they may then be anything."""
     places, unread = all_places()
     sections = {place.section: place for place in reversed(places)}
-    refs, made = models_json_schema(
-        [(section, "validation") for section in sections],
-        ref_template=f"{_REF}{{model}}",
-    )
-    names: dict[Any, str] = {section: ref["$ref"] for (section, _), ref in refs.items()}
+    models = [(section, "validation") for section in sections]
+    found, made = models_json_schema(models, ref_template=f"{_REF}{{model}}")  # type: ignore[arg-type]
+    refs: dict[Any, Schema] = {section: ref for (section, _), ref in found.items()}
+    names = {section: ref["$ref"].removeprefix(_REF) for section, ref in refs.items()}
     whole: Mapping[str, Schema] = made["$defs"]
     for section, place in sections.items():
-        _complete(whole[names[section].removeprefix(_REF)], place)
-    required = {section: _required({"$ref": name}, whole) for section, name in names.items()}
-    defs: dict[str, Schema] = {name: _without_required(each, whole) for name, each in whole.items()}
-
-    # Of plugins: kind -> name -> reference to its options, and what these require.
-    options: dict[str, dict[str, Schema]] = {"backend": {}, "launcher": {}, "tracker": {}}
-    for kind, found in options.items():
-        found |= {one.spec.name: {} for one in getattr(installed_plugins(), f"{kind}s")}
-    needs: dict[str, dict[str, Schema]] = {kind: {} for kind in options}
-    for place in (one for one in places if one.whole):
-        kind, _, name = place.owner.partition(" ")
-        if kind in options:
-            options[kind][name] = {"$ref": names[place.section]}
-            needs[kind] |= {name: required[place.section]} if required[place.section] else {}
-
-    launch = defs[names[LaunchSettings].removeprefix(_REF)]
-    launchers = {name: _property("options", ref) for name, ref in options["launcher"].items()}
-    launch["allOf"] = _rules("launcher", {(name,): then for name, then in launchers.items()})
-    _allow(launch, "launcher", options["launcher"])
-    root = defs.pop(names[RunFile].removeprefix(_REF))
-    backends = {(n,): _property("backend_options", ref) for n, ref in options["backend"].items()}
-    root["allOf"] = _rules("backend", backends, [AUTO])
-    _allow(root, "backend", [AUTO, *options["backend"]])
-    fields, by_name = root["properties"], _strategies(sections, names, defs)
-    fields["extends"] = {"description": EXTENDS, "anyOf": [_TEXT, _FILES, _NULL]}
-    words = [word for group in by_name for word in group]
-    fields["strategy"] = {
-        "description": fields["strategy"].get("description", ""),
-        "anyOf": [
-            {"enum": words},
-            {
-                "type": "object",
-                "properties": {"name": {"enum": [*words, None]}},
-                "allOf": _rules("name", by_name),
-            },
-            _NULL,
-        ],
+        _complete(whole[names[section]], place)
+    defs = {name: _without_required(each, whole) for name, each in whole.items()}
+    plugins = installed_plugins()
+    options: dict[str, dict[str, Schema]] = {
+        kind: {one.spec.name: {} for one in getattr(plugins, f"{kind}s")} for kind in OPTIONS_AT
     }
-    listed = fields["trackers"]["anyOf"][0]
-    listed |= {"items": {"enum": list(options["tracker"])}, "uniqueItems": True}
-    tracked = {"properties": options["tracker"], "additionalProperties": False, "type": "object"}
-    fields["tracker_options"]["anyOf"][0] = tracked
+    for place in places:
+        kind, _, name = place.owner.partition(" ")
+        if kind in options and place.whole:
+            options[kind][name] = refs[place.section]
+    strategies: dict[str, Schema] = {}
+    shorthands = {one.spec.name: one.spec.shorthands for one in plugins.strategies}
+    for section in sections:
+        if issubclass(section, StrategySection):
+            words = [strategy_of(section), *shorthands[strategy_of(section)]]
+            strategies |= dict.fromkeys(words, refs[section])
+            shown = defs[names[section]]["properties"]["name"]
+            shown["anyOf"] = [{"enum": words}, _NULL]
 
-    complete = dict(required[RunFile])
-    unnamed = {"strategy": ("name", next(ref for key, ref in by_name.items() if DEFAULT in key))}
-    default_launcher = str(LaunchSettings.model_fields["launcher"].default)
-    unnamed["launch"] = "launcher", launchers.get(default_launcher, {})
-    complete["properties"] = {**complete["properties"]}
-    for name, (field, then) in unnamed.items():
-        is_unnamed = {"type": "object", "properties": {field: _NULL}}
-        complete["properties"][name] = {"if": is_unnamed, "then": then}
-    complete["allOf"] = _needs(needs)
+    _choose(defs[names[LaunchSettings]], "launcher", "options", options["launcher"])
+    root = defs.pop(names[RunFile])
+    _choose(root, "backend", "backend_options", options["backend"], [AUTO])
+    fields = root["properties"]
+    fields["extends"] = {"description": EXTENDS, "anyOf": [_TEXT, _FILES, _NULL]}
+    named, rules = {"enum": [*strategies, None]}, _rules("name", strategies)
+    section_of_one = {"type": "object", "properties": {"name": named}, "allOf": rules}
+    about = {"description": fields["strategy"]["description"]}
+    fields["strategy"] = {**about, "anyOf": [{"enum": [*strategies]}, section_of_one, _NULL]}
+    fields["trackers"]["anyOf"][0] |= {
+        "items": {"enum": [*options["tracker"]]},
+        "uniqueItems": True,
+    }
+    fields["tracker_options"]["anyOf"][0] = {
+        "type": "object",
+        "properties": options["tracker"],
+        "additionalProperties": False,
+    }
+    is_extended = {"anyOf": [_TEXT, _FILES | {"minItems": 1}]}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": TITLE,
+        "title": "A run file of anygauge",
         **root,
-        "if": {
-            "required": ["extends"],
-            "properties": {"extends": {"anyOf": [_TEXT, _FILES | {"minItems": 1}]}},
-        },
-        "else": complete,
+        "if": {"required": ["extends"], "properties": {"extends": is_extended}},
+        "else": _of_whole_files(refs[RunFile], whole, options, strategies[DEFAULT]),
         "$defs": defs,
     }, unread
 
@@ -113,17 +95,15 @@ def _complete(definition: Schema, place: Place) -> None:
     for name, field in section.model_fields.items():
         shown = definition["properties"][name]
         shown.pop("title", None)  # of the field's name, which hides its meaning
-        if text := meaning_in(section, name):
-            shown["description"] = text
+        shown["description"] = meaning_in(section, name)
+        if NULLS_REMOVED in field.metadata and isinstance(shown["additionalProperties"], dict):
+            shown["additionalProperties"] = _or_null(shown["additionalProperties"])
         if not field.is_required():
             default = field.get_default(call_default_factory=True)
             shown.pop("default", None)
             if not isinstance(default, Section):
                 shown["default"] = to_jsonable_python(default)
-        if NULLS_REMOVED in field.metadata and isinstance(shown["additionalProperties"], dict):
-            shown["additionalProperties"] = _or_null(shown["additionalProperties"])
-        if nulls and not field.is_required():
-            definition["properties"][name] = _or_null(shown)
+            definition["properties"][name] = _or_null(shown) if nulls else shown
 
 
 def _or_null(schema: Schema) -> Schema:
@@ -134,96 +114,86 @@ def _or_null(schema: Schema) -> Schema:
     return {**about, "anyOf": ways if _NULL in ways else [*ways, _NULL]}
 
 
-def _required(schema: Schema, defs: Mapping[str, Schema]) -> Schema:
+def _choose(
+    section: Schema, field: str, options: str, cases: Mapping[str, Schema], free: Sequence[str] = ()
+) -> None:
+    """Have a plugin's name in one field decide what the field of its options takes."""
+    section["properties"][field]["anyOf"][0]["enum"] = [*free, *cases]
+    thens = {name: {"properties": {options: _or_null(case)}} for name, case in cases.items()}
+    section["allOf"] = _rules(field, thens, free)
+
+
+def _rules(field: str, cases: Mapping[str, Schema], free: Sequence[str] = ()) -> list[Schema]:
+    """What holds for each name in a field; without one, or with a free one, any of the cases."""
+    rules = [{"if": _having(field, {"const": name}), "then": then} for name, then in cases.items()]
+    is_free = {"properties": {field: {"enum": [*free, None]}}}
+    return [*rules, {"if": is_free, "then": {"anyOf": [*cases.values()]}}]
+
+
+def _having(field: str, schema: Schema) -> Schema:
+    return {"required": [field], "properties": {field: schema}}
+
+
+def _required(schema: Schema, whole: Mapping[str, Schema]) -> Schema:
     """What values of a schema must have, in sections below it too, and nothing else of it."""
     if "$ref" in schema:
-        return _required(defs[schema["$ref"].removeprefix(_REF)], defs)
+        return _required(whole[schema["$ref"].removeprefix(_REF)], whole)
     if "anyOf" in schema:  # one of the ways alone is a section
-        return next(filter(None, (_required(way, defs) for way in schema["anyOf"])), {})
+        return next(filter(None, (_required(way, whole) for way in schema["anyOf"])), {})
     found: Schema = {"required": schema["required"]} if "required" in schema else {}
-    below = {name: _required(one, defs) for name, one in schema.get("properties", {}).items()}
+    below = {name: _required(one, whole) for name, one in schema.get("properties", {}).items()}
     if below := {name: one for name, one in below.items() if one}:
         found["properties"] = below
-    if isinstance(each := schema.get("additionalProperties"), dict) and _required(each, defs):
-        found["additionalProperties"] = _required(each, defs)
+    if isinstance(each := schema.get("additionalProperties"), dict) and _required(each, whole):
+        found["additionalProperties"] = _required(each, whole)
     return found
 
 
-def _without_required(schema: Any, defs: Mapping[str, Schema]) -> Any:
+def _without_required(schema: Any, whole: Mapping[str, Schema]) -> Any:
     """A schema that requires fields in items of lists alone, which no other file completes."""
     if isinstance(schema, list):
-        return [_without_required(each, defs) for each in schema]
+        return [_without_required(each, whole) for each in schema]
     if not isinstance(schema, dict):
         return schema
     found = {key: value for key, value in schema.items() if key != "required"}
     for key in found.keys() & {"anyOf", "additionalProperties"}:
-        found[key] = _without_required(found[key], defs)
+        found[key] = _without_required(found[key], whole)
     if "properties" in found:
         below = found["properties"].items()
-        found["properties"] = {name: _without_required(each, defs) for name, each in below}
+        found["properties"] = {name: _without_required(each, whole) for name, each in below}
     if isinstance(found.get("items"), dict):
-        found["items"] |= _required(found["items"], defs)
+        found["items"] |= _required(found["items"], whole)
     return found
 
 
-def _rules(
-    field: str, cases: Mapping[Any, Schema], open_values: Sequence[str] = ()
-) -> list[Schema]:
-    """What a name in `field` decides; where it says none, one of the cases must hold.
-
-    Args:
-        cases: names -> what holds where one of them is chosen.
-        open_values: names that decide nothing, as none.
-    """
-    rules = [{"if": _named(field, names), "then": then} for names, then in cases.items()]
-    is_open = {"properties": {field: {"enum": [*open_values, None]}}}
-    return [*rules, {"if": is_open, "then": {"anyOf": list(cases.values())}}]
-
-
-def _named(field: str, names: Iterable[str]) -> Schema:
-    return {"required": [field], "properties": {field: {"enum": list(names)}}}
-
-
-def _property(name: str, schema: Schema) -> Schema:
-    return {"properties": {name: _or_null(schema) if schema else {}}}
-
-
-def _allow(schema: Schema, field: str, names: Iterable[str]) -> None:
-    """Have a field of text take these names alone."""
-    schema["properties"][field]["anyOf"][0]["enum"] = list(names)
-
-
-def _strategies(
-    sections: Iterable[type[Section]], names: Mapping[type[Section], str], defs: dict[str, Schema]
-) -> dict[tuple[str, ...], Schema]:
-    """The words for each strategy, its shorthands among them -> reference to its section."""
-    shorthands = {one.spec.name: one.spec.shorthands for one in installed_plugins().strategies}
-    found: dict[tuple[str, ...], Schema] = {}
-    for section in sections:
-        if issubclass(section, StrategySection):
-            name = strategy_of(section)
-            words = (name, *shorthands[name])
-            shown = defs[names[section].removeprefix(_REF)]["properties"]["name"]
-            shown["anyOf"] = [{"enum": list(words)}, _NULL]
-            found[words] = {"$ref": names[section]}
+def _of_whole_files(
+    run: Schema,
+    whole: Mapping[str, Schema],
+    options: Mapping[str, Mapping[str, Schema]],
+    strategy: Schema,
+) -> Schema:
+    """What files without `extends` must have, and what stands for a name that they leave out."""
+    found = _required(run, whole)
+    launcher = options["launcher"][LaunchSettings.model_fields["launcher"].default]
+    for section, name, then in (
+        ("strategy", "name", strategy),
+        ("launch", "launcher", {"properties": {"options": _or_null(launcher)}}),
+    ):
+        unnamed = {"type": "object", "properties": {name: _NULL}}
+        found["properties"] = {**found["properties"], section: {"if": unnamed, "then": then}}
+    found["allOf"] = []
+    for kind, cases in options.items():
+        for name, case in cases.items():
+            needs, is_named = {"type": "object", **_required(case, whole)}, {"const": name}
+            if "required" not in needs:
+                continue
+            if kind == "backend":
+                chosen, then = _having("backend", is_named), _having("backend_options", needs)
+            elif kind == "launcher":
+                chosen = _having("launch", {"type": "object", **_having("launcher", is_named)})
+                then = {"properties": {"launch": _having("options", needs)}}
+            else:
+                chosen = _having("trackers", {"type": "array", "contains": is_named})
+                then = _having("tracker_options", _having(name, needs))
+            found["allOf"].append({"if": chosen, "then": then})
     return found
-
-
-def _needs(needs: Mapping[str, Mapping[str, Schema]]) -> list[Schema]:
-    """Of complete files: the options without which a plugin that they name would refuse them."""
-
-    def having(name: str, inner: Schema) -> Schema:
-        return {"required": [name], "properties": {name: {"type": "object", **inner}}}
-
-    rules = [
-        {"if": _named("backend", [name]), "then": having("backend_options", inner)}
-        for name, inner in needs["backend"].items()
-    ]
-    for name, inner in needs["launcher"].items():
-        chosen = having("launch", _named("launcher", [name]))
-        rules.append({"if": chosen, "then": {"properties": {"launch": having("options", inner)}}})
-    for name, inner in needs["tracker"].items():
-        contains = {"type": "array", "contains": {"const": name}}
-        chosen = {"required": ["trackers"], "properties": {"trackers": contains}}
-        rules.append({"if": chosen, "then": having("tracker_options", having(name, inner))})
-    return rules
