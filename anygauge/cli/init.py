@@ -165,9 +165,15 @@ def _start(
         values["adapter"] = _defaults(AdapterSection, "r", "alpha", "targets")
     values["data"] = {"train": {"path": rows}, **_defaults(DataSection, "max_length")}
     train = _defaults(TrainSection, "epochs", "global_batch_size", "micro_batch_size")
-    train["global_batch_size"] = -(-train["global_batch_size"] // devices) * devices
+    share = -(-train["global_batch_size"] // devices)
+    train["global_batch_size"] = share * devices
+    train["micro_batch_size"] = _divisor(share, train["micro_batch_size"])
     lr = _defaults(OptimizerSection, "lr") if goal != "full" else {"lr": LR_OF_ALL_WEIGHTS}
     return {**values, "train": {**train, "optimizer": lr}, "launch": {"devices": devices}}
+
+
+def _divisor(number: int, most: int) -> int:
+    return max(one for one in range(1, min(number, most) + 1) if number % one == 0)
 
 
 def _defaults(section: type[Section], *names: str) -> dict[str, Any]:
@@ -249,9 +255,7 @@ def _fit(values: dict[str, Any], draft: Draft, registry: Registry) -> tuple[str,
     if batch.lines:
         share = run.train.global_batch_size
         share //= share_of(trial.run, registry, 0, trial.ranks).count
-        most = min(share, batch.lines[BATCH])
-        size = max(number for number in range(1, most + 1) if share % number == 0)
-        values["train"]["micro_batch_size"] = size
+        values["train"]["micro_batch_size"] = _divisor(share, batch.lines[BATCH])
         text, run, target = draft(values)
         trial = tried(run, target)
     if not trial.fits:

@@ -33,7 +33,6 @@ def answers(
     [
         ("anygauge ", [*COMMANDS]),
         ("anygauge tra", ["train"]),
-        ("anygauge nonsense ", []),
         ("anygauge train run.yaml --back", ["--backend"]),
         ("anygauge train run.yaml --backend cu", ["cuda"]),
         ("anygauge train run.yaml --launcher s", ["sagemaker", "slurm", "ssh"]),

@@ -49,7 +49,7 @@ def test_type_and_default() -> None:
     ("word", "first", "count"),
     [
         ("train.schedule", "train.schedule.name", 4),
-        ("schedule", "train.schedule.name", 4),
+        ("schedule", "train.schedule.name", 6),
         ("Adapter.R", "adapter.r", 1),
         ("slurm", "launch.options.grace_s", 16),
         ("tracker wandb", "tracker_options.wandb.project", 7),

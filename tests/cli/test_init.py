@@ -83,7 +83,7 @@ def test_what_is_written_fits_and_is_what_an_editor_takes(desk: Path) -> None:
     assert list(Draft202012Validator(schema).iter_errors(fields())) == []
     # Each field stands below its meaning.
     named = [number for number, line in enumerate(lines) if re.match(r" *[a-z_]+:", line)]
-    assert len(named) == 17
+    assert len(named) == 19
     assert all(lines[number - 1].lstrip().startswith("# ") for number in named)
     run = load_run_file("run.yaml")
     share = run.train.global_batch_size
