@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from anygauge.cli.shared_options import JsonOption
-from anygauge.config.describe import Place, all_places, default_text, field_kind, meaning_in
+from anygauge.config.describe import Place, about, all_places, default_text, field_kind, meaning_in
 from anygauge.config.json_schema import EXTENDS, run_file_schema
 from anygauge.config.problems import PEER_ALIASES
 from anygauge.interface import UsageError
@@ -52,16 +52,14 @@ def fields(
         typer.echo(json.dumps([asdict(one) for one in found], indent=2))
         return
     console = Console()
-    about = {
-        (".".join(p.path), p.owner): (p.section.__doc__ or "").split("\n\n")[0] for p in places
-    }
+    titles = {(".".join(place.path), place.owner): about(place.section) for place in places}
     before = None
     for one in found:
         section = one.path.rpartition(".")[0], one.of
         if section != before:
             title = " ".join(filter(None, [section[0] or "Top level", one.of and f"({one.of})"]))
             console.print(f"{chr(10) if before else ''}{title}", style="bold", soft_wrap=True)
-            console.print(" ".join(about[section].split()), style="dim")
+            console.print(titles[section], style="dim")
         before = section
         default = one.default if one.default == "required" else f"default {one.default}"
         console.print(f"  {one.path}  ({one.type}; {default})")

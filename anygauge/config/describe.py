@@ -183,6 +183,11 @@ def meaning(field: FieldInfo) -> str:
     return "" if section is None else (section.__doc__ or "").strip().splitlines()[0]
 
 
+def about(section: type[Section]) -> str:
+    """What a section is: the first paragraph of its docstring, in one line."""
+    return " ".join((section.__doc__ or "").partition("\n\n")[0].split())
+
+
 def meaning_in(section: type[Section], name: str) -> str:
     """What a field of a section means, also where the ``Attributes`` of a docstring say it."""
     if text := meaning(section.model_fields[name]):

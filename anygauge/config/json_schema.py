@@ -12,7 +12,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 from pydantic_core import to_jsonable_python
 
-from anygauge.config.describe import Place, all_places, meaning_in
+from anygauge.config.describe import Place, about, all_places, meaning_in
 from anygauge.config.schema import RunFile
 from anygauge.config.strategies import DEFAULT, StrategySection, strategy_of
 from anygauge.interface import LaunchSettings
@@ -65,8 +65,8 @@ def run_file_schema() -> tuple[Schema, list[str]]:
     fields["extends"] = {"description": EXTENDS, "anyOf": [_TEXT, _FILES, _NULL]}
     named, rules = {"enum": [*strategies, None]}, _rules("name", strategies)
     section_of_one = {"type": "object", "properties": {"name": named}, "allOf": rules}
-    about = {"description": fields["strategy"]["description"]}
-    fields["strategy"] = {**about, "anyOf": [{"enum": [*strategies]}, section_of_one, _NULL]}
+    meaning = {"description": fields["strategy"]["description"]}
+    fields["strategy"] = {**meaning, "anyOf": [{"enum": [*strategies]}, section_of_one, _NULL]}
     fields["trackers"]["anyOf"][0] |= {
         "items": {"enum": [*options["tracker"]]},
         "uniqueItems": True,
@@ -79,7 +79,6 @@ def run_file_schema() -> tuple[Schema, list[str]]:
     is_extended = {"anyOf": [_TEXT, _FILES | {"minItems": 1}]}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "A run file of anygauge",
         **root,
         "if": {"required": ["extends"], "properties": {"extends": is_extended}},
         "else": _of_whole_files(refs[RunFile], whole, options, strategies[DEFAULT]),
@@ -91,10 +90,12 @@ def _complete(definition: Schema, place: Place) -> None:
     """Add what pydantic does not write: meanings, defaults that a function makes, and nulls."""
     kind, section = place.owner.partition(" ")[0], place.section
     nulls = kind in ("", "strategy") or (kind != "tracker" and place.whole)
+    # Editors show titles above meanings.
     definition.pop("title", None)
+    definition["description"] = about(section)
     for name, field in section.model_fields.items():
         shown = definition["properties"][name]
-        shown.pop("title", None)  # of the field's name, which hides its meaning
+        shown.pop("title", None)
         shown["description"] = meaning_in(section, name)
         if NULLS_REMOVED in field.metadata and isinstance(shown["additionalProperties"], dict):
             shown["additionalProperties"] = _or_null(shown["additionalProperties"])
@@ -108,10 +109,10 @@ def _complete(definition: Schema, place: Place) -> None:
 
 def _or_null(schema: Schema) -> Schema:
     """A schema that takes null as well."""
-    about: Schema = {key: schema[key] for key in ("description", "default") if key in schema}
-    rest = {key: value for key, value in schema.items() if key not in about}
+    kept: Schema = {key: schema[key] for key in ("description", "default") if key in schema}
+    rest = {key: value for key, value in schema.items() if key not in kept}
     ways = rest.pop("anyOf") if rest.keys() == {"anyOf"} else [rest]
-    return {**about, "anyOf": ways if _NULL in ways else [*ways, _NULL]}
+    return {**kept, "anyOf": ways if _NULL in ways else [*ways, _NULL]}
 
 
 def _choose(

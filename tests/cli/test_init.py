@@ -138,7 +138,7 @@ def test_nothing_is_overwritten_without_force(desk: Path) -> None:
     assert "anygauge schema --output anygauge.schema.json" in done.stdout
     assert called([*arguments, "--force"]).returncode == 0
     assert fields()["model"] == {"name": "./model"}
-    assert json.loads(Path("anygauge.schema.json").read_text())["title"]
+    assert json.loads(Path("anygauge.schema.json").read_text())["$schema"]
 
 
 def test_what_is_missing_is_asked_at_a_terminal(

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import re
 from functools import cache
@@ -59,6 +58,7 @@ UNSAID = {
         "data: {train: {path: x}, chat_template_kwargs: {enable-",
         "environment: {A=B: x}",
         'environment: {A: "b',
+        'environment: {A: "\\ud800"}',
         "adapter: {targets: '(('}",
         "train: {trainable: ['.*', '(']}",
         "adapter: {groups: [{targets: a}, {targets: 'x{9",
@@ -73,7 +73,6 @@ UNSAID = {
     ),
 }
 EDITORS_YAML = (
-    'environment: {A: "\\ud800"}',
     "train: / steps: 1 / seed: 2 / steps: 1",
     "name: !!python/name:os.system",
 )
@@ -193,9 +192,7 @@ def test_what_the_command_refuses_an_editor_flags(block: str, folder: Any) -> No
         root = read_files(Path.cwd() / "run.yaml", "run.yaml", os.environ, problems)
         values = plain(merge(root, read_command_line(overrides, {}, Path.cwd(), problems)))
         assert problems == []
-    if name.startswith(EDITORS_YAML):
-        values = json.loads(json.dumps(values))  # no editor has half of a character
-    assert bool(flagged(values)) is not bool(unsaid(name) or name.startswith(EDITORS_YAML)), name
+    assert bool(flagged(values)) is not bool(unsaid(name)), name
 
 
 def test_what_a_schema_cannot_say_is_of_a_block() -> None:
