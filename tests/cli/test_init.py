@@ -40,18 +40,18 @@ def desk(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "model").symlink_to(model)
     (tmp_path / "cards.toml").write_text(SMALL)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.stdin", NoTerminal())
+    monkeypatch.setattr("sys.stdin", ScriptInput())
     return tmp_path
 
 
-class NoTerminal:
+class ScriptInput:
     """Standard input of a script."""
 
     def isatty(self) -> bool:
         return False
 
 
-class Terminal:
+class AnsweringTerminal:
     """Standard input at which somebody answers."""
 
     def __init__(self, *answers: str) -> None:
@@ -144,7 +144,9 @@ def test_nothing_is_overwritten_without_force(desk: Path) -> None:
 def test_what_is_missing_is_asked_at_a_terminal(
     desk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    terminal = Terminal("", "./model", "rowz.jsonl", "rows.jsonl", "h1000", "h100", "fast", "")
+    terminal = AnsweringTerminal(
+        "", "./model", "rowz.jsonl", "rows.jsonl", "h1000", "h100", "fast", ""
+    )
     monkeypatch.setattr("sys.stdin", terminal)
     done = called(["init", "--max-length", "64"])
     assert done.returncode == 0, done.stderr
