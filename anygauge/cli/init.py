@@ -92,7 +92,9 @@ def init(
         text, trial, batch = _fit(values, draft, registry)
     write_text(file, text)
     console = Console()
-    console.print(next(about_trial(trial)), style="bold")
+    verdict, layout, *_ = about_trial(trial)
+    console.print(verdict, style="bold")
+    console.print(layout)
     chosen, most = trial.run.train.micro_batch_size, batch.lines[BATCH]
     console.print(f"{BATCH}: {chosen}; the largest that the card holds: {most:,}")
     typer.echo(f"{file} is written, for an editor with {_write_schema(file.parent, force=force)}")
