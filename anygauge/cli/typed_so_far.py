@@ -24,7 +24,7 @@ def backend_names(incomplete: str) -> list[str]:
     """Backends, and what chooses among them."""
     from anygauge.registry import AUTO, installed_plugins
 
-    names = [AUTO, *(one.spec.name for one in installed_plugins().backends)]
+    names = sorted([AUTO, *(one.spec.name for one in installed_plugins().backends)])
     return [name for name in names if name.startswith(incomplete)]
 
 
@@ -32,7 +32,7 @@ def launcher_names(incomplete: str) -> list[str]:
     """Launchers."""
     from anygauge.registry import installed_plugins
 
-    names = [one.spec.name for one in installed_plugins().launchers]
+    names = sorted(one.spec.name for one in installed_plugins().launchers)
     return [name for name in names if name.startswith(incomplete)]
 
 

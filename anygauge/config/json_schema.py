@@ -6,6 +6,7 @@ a plugin's name decides its options, and a file with `extends` need not have wha
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -97,12 +98,14 @@ def _complete(definition: Schema, place: Place) -> None:
         shown = definition["properties"][name]
         shown.pop("title", None)
         shown["description"] = meaning_in(section, name)
-        if NULLS_REMOVED in field.metadata and isinstance(shown["additionalProperties"], dict):
-            shown["additionalProperties"] = _or_null(shown["additionalProperties"])
+        values = shown.get("additionalProperties")
+        if NULLS_REMOVED in field.metadata and isinstance(values, dict):
+            shown["additionalProperties"] = _or_null(values)
         if not field.is_required():
             default = field.get_default(call_default_factory=True)
             shown.pop("default", None)
-            if not isinstance(default, Section):
+            # The path of this interpreter says nothing on another machine.
+            if not isinstance(default, Section) and default != sys.executable:
                 shown["default"] = to_jsonable_python(default)
             definition["properties"][name] = _or_null(shown) if nulls else shown
 
