@@ -17,9 +17,9 @@ from anygauge.cli.fields import schema_text
 from anygauge.cli.plan import (
     HARDWARE,
     MACHINE,
-    about_trial,
     read_case,
     show_changes,
+    trial_lines,
     why_no_verdict,
 )
 from anygauge.cli.shared_options import SetOption
@@ -31,7 +31,7 @@ from anygauge.config.load import check_paths, load_run_file
 from anygauge.config.paths import is_remote
 from anygauge.config.schema import DataSection, RunFile
 from anygauge.config.sections import AdapterSection, OptimizerSection, TrainSection
-from anygauge.config.tree import Origin, Problem, merge, plain, run_file_error
+from anygauge.config.tree import Origin, Problem, merge, plain_value, run_file_error
 from anygauge.config.yaml_text import write_yaml
 from anygauge.data import peek
 from anygauge.interface import AnygaugeError, DataError, UnsupportedError, UsageError
@@ -92,7 +92,7 @@ def init(
         text, trial, batch = _fit(values, draft, registry)
     write_text(file, text)
     console = Console()
-    verdict, layout, *_ = about_trial(trial)
+    verdict, layout, *_ = trial_lines(trial)
     console.print(verdict, style="bold")
     console.print(layout)
     chosen, most = trial.run.train.micro_batch_size, batch.lines[BATCH]
@@ -208,7 +208,7 @@ def _draft(
     lines = [
         f"# yaml-language-server: $schema={SCHEMA}",
         "# The first line has editors complete this file, and explain its fields.",
-        *_rendered(plain(root), kind_of_run(root)),
+        *_rendered(plain_value(root), kind_of_run(root)),
     ]
     text = "".join(f"{line}\n" for line in lines)
     read = partial(load_run_file, file, text=text)
@@ -224,7 +224,7 @@ def _draft(
 def _rendered(values: Mapping[str, Any], kind: Kind, indent: str = "") -> Iterator[str]:
     """Lines of YAML, each field below what it means."""
     for name, value in values.items():
-        below, section = kind.below(name) or Kind(Any), kind.section
+        below, section = kind.child(name) or Kind(Any), kind.section
         if section is not None and name in section.model_fields:
             comment = f"{indent}# "
             yield from textwrap.wrap(
@@ -262,7 +262,7 @@ def _fit(values: dict[str, Any], draft: Draft, registry: Registry) -> tuple[str,
         trial = tried(run, target)
     if not trial.fits:
         console = Console()
-        console.print(next(about_trial(trial)), style="bold")
+        console.print(next(trial_lines(trial)), style="bold")
         rows = changes.longest_rows(trial, tried)
         show_changes(console, changes.what_to_change(trial, tried, batch, rows), fits=False)
         raise UnsupportedError(

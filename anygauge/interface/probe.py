@@ -18,7 +18,7 @@ __all__ = [
     "Finding",
     "Outcome",
     "Probe",
-    "counted",
+    "count_of",
     "file_text",
     "installed_version",
     "pci_devices",
@@ -59,7 +59,7 @@ def pci_devices(root: Path, vendor: str, kind: str = "") -> list[str]:
     )
 
 
-def counted(devices: Sequence[str], what: str) -> str:
+def count_of(devices: Sequence[str], what: str) -> str:
     """``2 GPUs``, or ``1 GPU``."""
     return f"{len(devices)} {what}{'' if len(devices) == 1 else 's'}"
 
@@ -82,12 +82,12 @@ class Finding:
 
     @classmethod
     def yes(cls, detail: str, *looked_at: str) -> Finding:
-        """It is there."""
+        """Return a finding that it is there."""
         return cls("yes", detail, looked_at)
 
     @classmethod
     def no(cls, detail: str, *looked_at: str) -> Finding:
-        """It is not there."""
+        """Return a finding that it is not there."""
         return cls("no", detail, looked_at)
 
     @classmethod
@@ -197,15 +197,15 @@ class Check:
 
     @classmethod
     def of(cls, name: str, passed: bool, seen: str, remedy: str) -> Check:
-        """One that passed, or else failed and has a remedy."""
+        """Return a check that passed, or else failed and has a remedy."""
         return cls(name, Outcome.PASS, seen) if passed else cls(name, Outcome.FAIL, seen, remedy)
 
     @classmethod
     def warn(cls, name: str, seen: str, remedy: str) -> Check:
-        """One that found what may be meant and may be wrong."""
+        """Return a check that found what may be meant and may be wrong."""
         return cls(name, Outcome.WARN, seen, remedy)
 
     @classmethod
     def skip(cls, name: str, seen: str) -> Check:
-        """One that could not be made, for what others found."""
+        """Return a check that could not be made because of what others found."""
         return cls(name, Outcome.SKIP, seen, "solve the checks above first")

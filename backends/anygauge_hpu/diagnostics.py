@@ -13,7 +13,7 @@ from anygauge_hpu.probe import (
     PLUGIN,
     driver_version,
     is_fork,
-    look,
+    look_at_files,
     major_minor,
     modules_here,
     probe,
@@ -49,7 +49,7 @@ def checks(
     return [
         Check.of("cards", found.has_hardware, found.devices.detail, _NO_CARD),
         Check.of("driver", bool(found.driver), found.driver.detail, _NO_DRIVER),
-        Check.of("software", PLUGIN in versions, _stated(PLUGIN, versions), _NO_SOFTWARE),
+        Check.of("software", PLUGIN in versions, _stated_version(PLUGIN, versions), _NO_SOFTWARE),
         *(
             _versions(root, versions)
             if PLUGIN in versions
@@ -57,7 +57,7 @@ def checks(
         ),
         _deepspeed(versions),
         _mode(environ, versions),
-        _modules(environ, found.device_count, modules_here(look(root))),
+        _modules(environ, found.device_count, modules_here(look_at_files(root))),
         _kernels_path(environ, installed=PLUGIN in versions),
     ]
 
@@ -195,7 +195,7 @@ def _kernels_path(environ: Mapping[str, str], *, installed: bool) -> Check:
     )
 
 
-def _stated(name: str, versions: Mapping[str, str]) -> str:
+def _stated_version(name: str, versions: Mapping[str, str]) -> str:
     return f"{name} {versions[name]}" if name in versions else f"{name} is not installed"
 
 

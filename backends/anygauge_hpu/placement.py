@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from anygauge.interface import MemoryStats, NotAvailableError, Placement
 from anygauge_hpu.environment import LAZY_VARIABLE, MODULE_VARIABLE, MODULES_VARIABLE, Mode
-from anygauge_hpu.probe import PACKAGE, is_fork, look, modules_here, why_missing
+from anygauge_hpu.probe import PACKAGE, is_fork, look_at_files, modules_here, why_missing
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ class HpuPlacement(Placement):
         missing = why_missing()
         if missing:
             raise NotAvailableError(f"Gaudi's software cannot be loaded: {missing}")
-        named = self._settle(local_rank)
+        named = self._set_variables(local_rank)
         import torch
 
         if self.mode is Mode.LAZY and not is_fork(torch.__version__):
@@ -96,7 +96,7 @@ class HpuPlacement(Placement):
         count = super().device_count()
         return min(count, len(visible)) if visible else count
 
-    def _settle(self, local_rank: int) -> bool:
+    def _set_variables(self, local_rank: int) -> bool:
         """Variables that are read once, at import: an agent has set them; else it is done here.
 
         Returns: whether the card was named here.
@@ -109,7 +109,7 @@ class HpuPlacement(Placement):
             and MODULE_VARIABLE not in os.environ
         )
         if named:
-            here = modules_here(look()) or ()
+            here = modules_here(look_at_files()) or ()
             inside = local_rank < len(here)
             os.environ[MODULE_VARIABLE] = here[local_rank] if inside else str(local_rank)
         return named

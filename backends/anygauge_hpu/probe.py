@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from anygauge.interface import Finding, Probe, counted, file_text, installed_version, pci_devices
+from anygauge.interface import Finding, Probe, count_of, file_text, installed_version, pci_devices
 
 VENDOR = "0x1da3"
 """Habana Labs' PCI vendor id."""
@@ -81,9 +81,9 @@ def major_minor(version: str | None) -> tuple[int, int] | None:
 def _devices(nodes: list[str], on_bus: list[str]) -> Finding:
     looked = (f"/sys/bus/pci/devices (vendor {VENDOR})", "/dev/accel/accel*", "/sys/class/accel")
     if nodes:
-        return Finding.yes(f"{counted(nodes, _CARD)} ({', '.join(nodes)})", *looked)
+        return Finding.yes(f"{count_of(nodes, _CARD)} ({', '.join(nodes)})", *looked)
     if on_bus:
-        return Finding.yes(f"{counted(on_bus, _CARD)} on the PCI bus", *looked)
+        return Finding.yes(f"{count_of(on_bus, _CARD)} on the PCI bus", *looked)
     return Finding.no(f"no Gaudi card (PCI vendor {VENDOR})", *looked)
 
 
@@ -147,7 +147,7 @@ def modules_here(texts: Mapping[str, str]) -> tuple[str, ...] | None:
     return tuple(map(str, numbers))
 
 
-def look(root: Path = Path("/")) -> dict[str, str]:
+def look_at_files(root: Path = Path("/")) -> dict[str, str]:
     """The files of `PATTERNS` below a folder; opens no device."""
     found = {}
     for pattern in PATTERNS:

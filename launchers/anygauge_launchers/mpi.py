@@ -13,7 +13,7 @@ from anygauge_launchers.hosts import HostsOptions
 from anygauge_launchers.remote_job import ForegroundLauncher, job_file, keep_alive
 
 
-def _whole(path: str) -> str:
+def _check_path(path: str) -> str:
     if len(path.split()) != 1:
         raise ValueError(
             "mpirun splits this path at its spaces; make a link to it whose path has none"
@@ -32,7 +32,7 @@ class MpiOptions(HostsOptions):
         python: the interpreter on the machines; this one's path by default.
     """
 
-    config: Annotated[str, AfterValidator(_whole)] | None = None
+    config: Annotated[str, AfterValidator(_check_path)] | None = None
     interface: str | None = None
     extra: list[str] = Field(default_factory=list)
     python: str = sys.executable

@@ -18,7 +18,7 @@ from anygauge_launchers.hosts import HostsOptions
 from anygauge_launchers.remote_job import ForegroundLauncher, job_file, keep_alive
 
 
-def _plain(path: str) -> str:
+def _check_path(path: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_./+~-]+", path):
         raise ValueError(
             "a remote shell reads this path, so it may contain only letters, digits and "
@@ -36,7 +36,7 @@ class SshOptions(HostsOptions):
     """
 
     config: str | None = None
-    python: Annotated[str, AfterValidator(_plain)] = Field(
+    python: Annotated[str, AfterValidator(_check_path)] = Field(
         default=sys.executable, validate_default=True
     )
 

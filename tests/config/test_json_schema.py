@@ -22,7 +22,7 @@ from anygauge.config.json_schema import run_file_schema
 from anygauge.config.layers import read_command_line, read_files
 from anygauge.config.load import load_run_file
 from anygauge.config.resolved import dump_run
-from anygauge.config.tree import Problem, merge, plain
+from anygauge.config.tree import Problem, merge, plain_value
 from anygauge.config.yaml_text import write_yaml
 from anygauge.interface import AnygaugeError, PluginError, RunFileError
 from anygauge.registry import AUTO, installed_plugins
@@ -190,7 +190,7 @@ def test_what_the_command_refuses_an_editor_flags(block: str, folder: Any) -> No
     if overrides:
         problems: list[Problem] = []
         root = read_files(Path.cwd() / "run.yaml", "run.yaml", os.environ, problems)
-        values = plain(merge(root, read_command_line(overrides, {}, Path.cwd(), problems)))
+        values = plain_value(merge(root, read_command_line(overrides, {}, Path.cwd(), problems)))
         assert problems == []
     assert bool(flagged(values)) is not bool(unsaid(name)), name
 
