@@ -11,7 +11,14 @@ from typing import Annotated, Any
 import typer
 
 from anygauge.cli.shared_options import JsonOption
-from anygauge.config.describe import Place, about, all_places, default_text, field_kind, meaning_in
+from anygauge.config.describe import (
+    SectionPlace,
+    all_places,
+    default_text,
+    field_kind,
+    meaning_in,
+    section_summary,
+)
 from anygauge.config.json_schema import EXTENDS, run_file_schema
 from anygauge.config.problems import PEER_ALIASES
 from anygauge.interface import UsageError
@@ -24,7 +31,7 @@ WORD = "A section or field (train.optimizer), a plugin's name, another tool's na
 
 @dataclass(frozen=True, slots=True)
 class FieldEntry:
-    """A field in words; `of` is the plugin whose it is, "" for all runs."""
+    """What is printed of a field; `of` is the plugin whose it is, "" for all runs."""
 
     path: str
     type: str
@@ -33,7 +40,7 @@ class FieldEntry:
     of: str
 
     def names(self) -> tuple[set[str], set[str]]:
-        """Paths of itself and of the sections around it; and parts of them and its plugin."""
+        """Return paths of itself and of sections around it, and their parts with its plugin."""
         parts = self.path.lower().split(".")
         paths = {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
         return paths, {*parts, *self.of.split(" "), self.of} - {""}
@@ -45,14 +52,16 @@ def fields(
 ) -> None:
     """Print the fields of a run file and of plugins' options: meaning, type and default."""
     places, unread = all_places()
-    found = list(entries(places))
+    found = list(field_entries(places))
     if word is not None:
-        found = matching(found, word.strip().lower())
+        found = find_fields(found, word.strip().lower())
     if json_:
         typer.echo(json.dumps([asdict(one) for one in found], indent=2))
         return
     console = Console()
-    titles = {(".".join(place.path), place.owner): about(place.section) for place in places}
+    titles = {
+        (".".join(place.path), place.owner): section_summary(place.section) for place in places
+    }
     before = None
     for one in found:
         section = one.path.rpartition(".")[0], one.of
@@ -64,11 +73,11 @@ def fields(
         default = one.default if one.default == "required" else f"default {one.default}"
         console.print(f"  {one.path}  ({one.type}; {default})")
         console.print(f"      {one.meaning}")
-    _warn(unread)
+    _warn_unread(unread)
 
 
-def entries(places: Iterable[Place]) -> Iterator[FieldEntry]:
-    """Every field that is no section; those of the run file itself first."""
+def field_entries(places: Iterable[SectionPlace]) -> Iterator[FieldEntry]:
+    """Yield every field that is not a section; those of the run file itself come first."""
     yield FieldEntry("extends", "text or list of text", "null", EXTENDS, "")
     for place in places:
         for name, field in place.section.model_fields.items():
@@ -78,8 +87,8 @@ def entries(places: Iterable[Place]) -> Iterator[FieldEntry]:
                 yield FieldEntry(path, kind, *texts, place.owner)
 
 
-def matching(every: list[FieldEntry], word: str) -> list[FieldEntry]:
-    """The fields of a name, a section or a plugin; else those whose path or meaning has the word.
+def find_fields(every: list[FieldEntry], word: str) -> list[FieldEntry]:
+    """Find the fields of a name, section or plugin; else those whose path or meaning has the word.
 
     Raises:
         UsageError: there is none; names the nearest.
@@ -111,14 +120,14 @@ def schema(
         typer.echo(schema_text(made), nl=False)
     else:
         write_text(output, schema_text(made))
-    _warn(unread)
+    _warn_unread(unread)
 
 
 def schema_text(made: dict[str, Any]) -> str:
-    """A schema as it stands in a file."""
+    """Write a schema as it stands in a file."""
     return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
 
 
-def _warn(unread: Iterable[str]) -> None:
+def _warn_unread(unread: Iterable[str]) -> None:
     for line in unread:
         typer.echo(f"note: options that cannot be shown: {line}", err=True)

@@ -84,12 +84,12 @@ def init(
     described = Hardware.load(registry, [*measured_files(), *(hardware or ())])
     with interrupts_end_process():
         given = {"model": model, "rows": rows, "machine": machine, "goal": goal}
-        answers = _answers(given, described)
-        values = _start(answers, described, registry, file.parent)
+        answers = _ask_missing(given, described)
+        values = _first_values(answers, described, registry, file.parent)
         if max_length is not None:
             values["data"]["max_length"] = max_length
-        draft = partial(_draft, file, set_ or [], answers["machine"], described, registry)
-        text, trial, batch = _fit(values, draft, registry)
+        draft = partial(_draft_run, file, set_ or [], answers["machine"], described, registry)
+        text, trial, batch = _fit_batch(values, draft, registry)
     write_text(file, text)
     console = Console()
     verdict, layout, *_ = trial_lines(trial)
@@ -101,8 +101,8 @@ def init(
     typer.echo(f"Next: anygauge data {file}, which shows rows; then anygauge train {file}")
 
 
-def _answers(given: Mapping[str, str | None], described: Hardware) -> dict[str, str]:
-    """What is given, and what is answered to questions about the rest.
+def _ask_missing(given: Mapping[str, str | None], described: Hardware) -> dict[str, str]:
+    """Return what is given, and what is answered to questions about the rest.
 
     Raises:
         UsageError: model or rows are missing, and nobody can be asked.
@@ -118,12 +118,12 @@ def _answers(given: Mapping[str, str | None], described: Hardware) -> dict[str, 
         )
     found = {name: answer for name, answer in given.items() if answer is not None}
     for name, answer in found.items():
-        _check(name, answer, described)
+        _check_answer(name, answer, described)
     for name, question in QUESTIONS.items():
         while name not in found:
             answer = input(f"{question}: ").strip() if asks else ""
             try:
-                _check(name, answer, described)
+                _check_answer(name, answer, described)
             except AnygaugeError as error:
                 typer.echo(f"  {first_line(error)}")
             else:
@@ -131,7 +131,7 @@ def _answers(given: Mapping[str, str | None], described: Hardware) -> dict[str, 
     return found
 
 
-def _check(name: str, text: str, described: Hardware) -> None:
+def _check_answer(name: str, text: str, described: Hardware) -> None:
     """Raises: AnygaugeError: an answer is wrong; none is not."""
     if name == "machine" and text:
         described.machine(text)
@@ -141,10 +141,10 @@ def _check(name: str, text: str, described: Hardware) -> None:
         raise UsageError(f"--rows: no such file: {text}{near_file(Path(text))}")
 
 
-def _start(
+def _first_values(
     answers: Mapping[str, str], described: Hardware, registry: Registry, folder: Path
 ) -> dict[str, Any]:
-    """The fields of a run file in a folder; of those that the planner decides, the defaults."""
+    """Return the fields of a run file in a folder; defaults of those that the planner decides."""
     # Paths in a file are relative to it.
     model, rows = (
         os.path.relpath(path, folder) if Path(path).exists() and folder != Path() else path
@@ -164,28 +164,28 @@ def _start(
     if goal == "qlora":
         values["model"]["quantize"] = "nf4"
     if goal != "full":
-        values["adapter"] = _defaults(AdapterSection, "r", "alpha", "targets")
-    values["data"] = {"train": {"path": rows}, **_defaults(DataSection, "max_length")}
-    train = _defaults(TrainSection, "epochs", "global_batch_size", "micro_batch_size")
+        values["adapter"] = _field_defaults(AdapterSection, "r", "alpha", "targets")
+    values["data"] = {"train": {"path": rows}, **_field_defaults(DataSection, "max_length")}
+    train = _field_defaults(TrainSection, "epochs", "global_batch_size", "micro_batch_size")
     share = -(-train["global_batch_size"] // devices)
     train["global_batch_size"] = share * devices
-    train["micro_batch_size"] = _divisor(share, train["micro_batch_size"])
-    lr = _defaults(OptimizerSection, "lr") if goal != "full" else {"lr": LR_OF_ALL_WEIGHTS}
+    train["micro_batch_size"] = _largest_divisor(share, train["micro_batch_size"])
+    lr = _field_defaults(OptimizerSection, "lr") if goal != "full" else {"lr": LR_OF_ALL_WEIGHTS}
     return {**values, "train": {**train, "optimizer": lr}, "launch": {"devices": devices}}
 
 
-def _divisor(number: int, most: int) -> int:
+def _largest_divisor(number: int, most: int) -> int:
     return max(one for one in range(1, min(number, most) + 1) if number % one == 0)
 
 
-def _defaults(section: type[Section], *names: str) -> dict[str, Any]:
+def _field_defaults(section: type[Section], *names: str) -> dict[str, Any]:
     return {name: section.model_fields[name].default for name in names}
 
 
 Draft = Callable[[Mapping[str, Any]], tuple[str, RunFile, Target]]
 
 
-def _draft(
+def _draft_run(
     file: Path,
     overrides: list[str],
     machine: str,
@@ -193,7 +193,7 @@ def _draft(
     registry: Registry,
     values: Mapping[str, Any],
 ) -> tuple[str, RunFile, Target]:
-    """The text of a run file, and the run that it says, on a machine; "": this one.
+    """Write the text of a run file, and read the run that it says on a machine; "": this one.
 
     Raises:
         RunFileError: an override is wrong, or a field.
@@ -208,7 +208,7 @@ def _draft(
     lines = [
         f"# yaml-language-server: $schema={SCHEMA}",
         "# The first line has editors complete this file, and explain its fields.",
-        *_rendered(plain_value(root), kind_of_run(root)),
+        *_render_fields(plain_value(root), kind_of_run(root)),
     ]
     text = "".join(f"{line}\n" for line in lines)
     read = partial(load_run_file, file, text=text)
@@ -221,8 +221,8 @@ def _draft(
     return text, run, target
 
 
-def _rendered(values: Mapping[str, Any], kind: Kind, indent: str = "") -> Iterator[str]:
-    """Lines of YAML, each field below what it means."""
+def _render_fields(values: Mapping[str, Any], kind: Kind, indent: str = "") -> Iterator[str]:
+    """Yield lines of YAML, each field below what it means."""
     for name, value in values.items():
         below, section = kind.child(name) or Kind(Any), kind.section
         if section is not None and name in section.model_fields:
@@ -232,13 +232,15 @@ def _rendered(values: Mapping[str, Any], kind: Kind, indent: str = "") -> Iterat
             )
         if isinstance(value, dict) and value:
             yield f"{indent}{name}:"
-            yield from _rendered(value, below, f"{indent}  ")
+            yield from _render_fields(value, below, f"{indent}  ")
         else:
             yield textwrap.indent(write_yaml({name: value}).rstrip("\n"), indent)
 
 
-def _fit(values: dict[str, Any], draft: Draft, registry: Registry) -> tuple[str, Trial, Choice]:
-    """The text of a run that fits, with the largest micro-batch that divides a rank's part.
+def _fit_batch(
+    values: dict[str, Any], draft: Draft, registry: Registry
+) -> tuple[str, Trial, Choice]:
+    """Write the text of a run that fits, with the largest micro-batch that divides a rank's part.
 
     Raises:
         UnsupportedError: none fits; what would was printed.
@@ -257,7 +259,7 @@ def _fit(values: dict[str, Any], draft: Draft, registry: Registry) -> tuple[str,
     if batch.lines:
         share = run.train.global_batch_size
         share //= share_of(trial.run, registry, 0, trial.ranks).count
-        values["train"]["micro_batch_size"] = _divisor(share, batch.lines[BATCH])
+        values["train"]["micro_batch_size"] = _largest_divisor(share, batch.lines[BATCH])
         text, run, target = draft(values)
         trial = tried(run, target)
     if not trial.fits:
@@ -273,7 +275,7 @@ def _fit(values: dict[str, Any], draft: Draft, registry: Registry) -> tuple[str,
 
 
 def _write_schema(folder: Path, *, force: bool) -> str:
-    """Write the schema beside the run file, unless there is one; what to say of it."""
+    """Write the schema beside the run file, unless there is one; return what to say of it."""
     path = folder / SCHEMA
     if path.exists() and not force:
         return f"{path} as it is (anygauge schema --output {path} renews it)"

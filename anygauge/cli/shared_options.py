@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from anygauge.cli.typed_so_far import backend_names, launcher_names, run_files, settings
+from anygauge.cli.typed_so_far import backend_names, field_settings, launcher_names, run_files
 
 if TYPE_CHECKING:
     from anygauge.interface import Backend
@@ -54,7 +54,7 @@ SetOption = Annotated[
         "--set",
         help="Change a field: a.b=value; repeatable. `anygauge fields` shows them.",
         metavar="A.B=VALUE",
-        autocompletion=settings,
+        autocompletion=field_settings,
     ),
 ]
 PlanOption = Annotated[

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def run_files(incomplete: str) -> list[str]:
-    """Files in YAML, and folders that may hold some."""
+    """Return files in YAML, and folders that may hold some."""
     typed = incomplete.removeprefix("./")
     found = []
     for one in sorted(Path(typed if typed.endswith("/") else Path(typed).parent).glob("*")):
@@ -21,7 +21,7 @@ def run_files(incomplete: str) -> list[str]:
 
 
 def backend_names(incomplete: str) -> list[str]:
-    """Backends, and what chooses among them."""
+    """Return backends, and what chooses among them."""
     from anygauge.registry import AUTO, installed_plugins
 
     names = sorted([AUTO, *(one.spec.name for one in installed_plugins().backends)])
@@ -29,15 +29,15 @@ def backend_names(incomplete: str) -> list[str]:
 
 
 def launcher_names(incomplete: str) -> list[str]:
-    """Launchers."""
+    """Return launchers."""
     from anygauge.registry import installed_plugins
 
     names = sorted(one.spec.name for one in installed_plugins().launchers)
     return [name for name in names if name.startswith(incomplete)]
 
 
-def settings(incomplete: str) -> list[tuple[str, str]]:
-    """Fields with an equals sign, then the values of a field that has few; each with a meaning."""
+def field_settings(incomplete: str) -> list[tuple[str, str]]:
+    """Return fields with an equals sign, then values of a field that has few; all explained."""
     from anygauge.config.describe import all_places, field_kind, meaning_in
 
     typed, equals, _ = incomplete.partition("=")

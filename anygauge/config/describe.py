@@ -183,13 +183,13 @@ def meaning(field: FieldInfo) -> str:
     return "" if section is None else (section.__doc__ or "").strip().splitlines()[0]
 
 
-def about(section: type[Section]) -> str:
-    """What a section is: the first paragraph of its docstring, in one line."""
+def section_summary(section: type[Section]) -> str:
+    """Return the first paragraph of a section's docstring, in one line."""
     return " ".join((section.__doc__ or "").partition("\n\n")[0].split())
 
 
 def meaning_in(section: type[Section], name: str) -> str:
-    """What a field of a section means, also where the ``Attributes`` of a docstring say it."""
+    """Return what a field of a section means, also where ``Attributes`` of a docstring say it."""
     if text := meaning(section.model_fields[name]):
         return text
     for owner in inspect.getmro(section):
@@ -201,7 +201,7 @@ def meaning_in(section: type[Section], name: str) -> str:
 
 
 def default_text(field: FieldInfo) -> str:
-    """A field's default as a run file has it; ``required``, or ``its defaults`` of a section."""
+    """Return a field's default as a run file has it; ``required``, or ``its defaults``."""
     if field.is_required():
         return "required"
     value: Any = field.get_default(call_default_factory=True)
@@ -209,7 +209,7 @@ def default_text(field: FieldInfo) -> str:
 
 
 def as_yaml(value: Any) -> str:
-    """A value as a run file has it, in one line; what a mapping holds is left out."""
+    """Write a value as a run file has it, in one line; what a mapping holds is left out."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, dict):
@@ -223,7 +223,7 @@ def as_yaml(value: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SectionPlace:
     """A section, and where it stands in a run file.
 
     Attributes:
@@ -237,14 +237,14 @@ class Place:
     whole: bool = True
 
 
-def all_places() -> tuple[list[Place], list[str]]:
-    """Every section, those of all plugins too, and why options of a plugin cannot be read."""
+def all_places() -> tuple[list[SectionPlace], list[str]]:
+    """Return every section, those of plugins too, and why options of a plugin cannot be read."""
     places, unread = [], []
     for path, section in sections():
         owner = ""
         if issubclass(section, StrategySection):
             owner = f"strategy {strategy_of(section)}"
-        places.append(Place(path, section, owner))
+        places.append(SectionPlace(path, section, owner))
     for kind, at in OPTIONS_AT.items():
         for provided in getattr(installed_plugins(), f"{kind}s"):
             name = provided.spec.name
@@ -255,7 +255,7 @@ def all_places() -> tuple[list[Place], list[str]]:
                 continue
             found = sections(tuple(at.format(name).split(".")), options)
             owner = f"{kind} {name}"
-            places += [Place(path, one, owner, one is options) for path, one in found]
+            places += [SectionPlace(path, one, owner, one is options) for path, one in found]
     return places, unread
 
 

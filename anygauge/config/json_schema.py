@@ -13,7 +13,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 from pydantic_core import to_jsonable_python
 
-from anygauge.config.describe import Place, about, all_places, meaning_in
+from anygauge.config.describe import SectionPlace, all_places, meaning_in, section_summary
 from anygauge.config.schema import RunFile
 from anygauge.config.strategies import DEFAULT, StrategySection, strategy_of
 from anygauge.interface import LaunchSettings
@@ -31,7 +31,7 @@ _FILES: Schema = {"type": "array", "items": _TEXT}
 
 
 def run_file_schema() -> tuple[Schema, list[str]]:
-    """The schema, and why options of a plugin cannot be read: they may then be anything."""
+    """Return the schema, and why options of a plugin cannot be read: they may then be anything."""
     places, unread = all_places()
     sections = {place.section: place for place in reversed(places)}
     models = [(section, "validation") for section in sections]
@@ -40,8 +40,8 @@ def run_file_schema() -> tuple[Schema, list[str]]:
     names = {section: ref["$ref"].removeprefix(_REF) for section, ref in refs.items()}
     whole: Mapping[str, Schema] = made["$defs"]
     for section, place in sections.items():
-        _complete(whole[names[section]], place)
-    defs = {name: _without_required(each, whole) for name, each in whole.items()}
+        _add_meanings(whole[names[section]], place)
+    defs = {name: _drop_required(each, whole) for name, each in whole.items()}
     plugins = installed_plugins()
     options: dict[str, dict[str, Schema]] = {
         kind: {one.spec.name: {} for one in getattr(plugins, f"{kind}s")} for kind in OPTIONS_AT
@@ -59,12 +59,12 @@ def run_file_schema() -> tuple[Schema, list[str]]:
             shown = defs[names[section]]["properties"]["name"]
             shown["anyOf"] = [{"enum": words}, _NULL]
 
-    _choose(defs[names[LaunchSettings]], "launcher", "options", options["launcher"])
+    _add_plugin_rules(defs[names[LaunchSettings]], "launcher", "options", options["launcher"])
     root = defs.pop(names[RunFile])
-    _choose(root, "backend", "backend_options", options["backend"], [AUTO])
+    _add_plugin_rules(root, "backend", "backend_options", options["backend"], [AUTO])
     fields = root["properties"]
     fields["extends"] = {"description": EXTENDS, "anyOf": [_TEXT, _FILES, _NULL]}
-    named, rules = {"enum": [*strategies, None]}, _rules("name", strategies)
+    named, rules = {"enum": [*strategies, None]}, _name_rules("name", strategies)
     section_of_one = {"type": "object", "properties": {"name": named}, "allOf": rules}
     meaning = {"description": fields["strategy"]["description"]}
     fields["strategy"] = {**meaning, "anyOf": [{"enum": [*strategies]}, section_of_one, _NULL]}
@@ -82,122 +82,129 @@ def run_file_schema() -> tuple[Schema, list[str]]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **root,
         "if": {"required": ["extends"], "properties": {"extends": is_extended}},
-        "else": _of_whole_files(refs[RunFile], whole, options, strategies[DEFAULT]),
+        "else": _complete_file_rules(refs[RunFile], whole, options, strategies[DEFAULT]),
         "$defs": defs,
     }, unread
 
 
-def _complete(definition: Schema, place: Place) -> None:
+def _add_meanings(definition: Schema, place: SectionPlace) -> None:
     """Add what pydantic does not write: meanings, defaults that a function makes, and nulls."""
     kind, section = place.owner.partition(" ")[0], place.section
     nulls = kind in ("", "strategy") or (kind != "tracker" and place.whole)
     # Editors show titles above meanings.
     definition.pop("title", None)
-    definition["description"] = about(section)
+    definition["description"] = section_summary(section)
     for name, field in section.model_fields.items():
         shown = definition["properties"][name]
         shown.pop("title", None)
         shown["description"] = meaning_in(section, name)
         values = shown.get("additionalProperties")
         if NULLS_REMOVED in field.metadata and isinstance(values, dict):
-            shown["additionalProperties"] = _or_null(values)
+            shown["additionalProperties"] = _allow_null(values)
         if not field.is_required():
             default = field.get_default(call_default_factory=True)
             shown.pop("default", None)
             # The path of this interpreter says nothing on another machine.
             if not isinstance(default, Section) and default != sys.executable:
                 shown["default"] = to_jsonable_python(default)
-            definition["properties"][name] = _or_null(shown) if nulls else shown
+            definition["properties"][name] = _allow_null(shown) if nulls else shown
 
 
-def _or_null(schema: Schema) -> Schema:
-    """A schema that takes null as well."""
+def _allow_null(schema: Schema) -> Schema:
+    """Return a schema that takes null as well."""
     kept: Schema = {key: schema[key] for key in ("description", "default") if key in schema}
     rest = {key: value for key, value in schema.items() if key not in kept}
     ways = rest.pop("anyOf") if rest.keys() == {"anyOf"} else [rest]
     return {**kept, "anyOf": ways if _NULL in ways else [*ways, _NULL]}
 
 
-def _choose(
+def _add_plugin_rules(
     section: Schema, field: str, options: str, cases: Mapping[str, Schema], free: Sequence[str] = ()
 ) -> None:
     """Have a plugin's name in one field decide what the field of its options takes."""
     section["properties"][field]["anyOf"][0]["enum"] = [*free, *cases]
-    thens = {name: {"properties": {options: _or_null(case)}} for name, case in cases.items()}
-    section["allOf"] = _rules(field, thens, free)
+    thens = {name: {"properties": {options: _allow_null(case)}} for name, case in cases.items()}
+    section["allOf"] = _name_rules(field, thens, free)
 
 
-def _rules(field: str, cases: Mapping[str, Schema], free: Sequence[str] = ()) -> list[Schema]:
-    """What holds for each name in a field; without one, or with a free one, any of the cases."""
-    rules = [{"if": _having(field, {"const": name}), "then": then} for name, then in cases.items()]
+def _name_rules(field: str, cases: Mapping[str, Schema], free: Sequence[str] = ()) -> list[Schema]:
+    """Say what holds for each name in a field; without one, or with a free one, any case does."""
+    rules = [
+        {"if": _having_field(field, {"const": name}), "then": then} for name, then in cases.items()
+    ]
     is_free = {"properties": {field: {"enum": [*free, None]}}}
     return [*rules, {"if": is_free, "then": {"anyOf": [*cases.values()]}}]
 
 
-def _having(field: str, schema: Schema) -> Schema:
+def _having_field(field: str, schema: Schema) -> Schema:
     return {"required": [field], "properties": {field: schema}}
 
 
-def _required(schema: Schema, whole: Mapping[str, Schema]) -> Schema:
-    """What values of a schema must have, in sections below it too, and nothing else of it."""
+def _find_required(schema: Schema, whole: Mapping[str, Schema]) -> Schema:
+    """Return what values of a schema must have, in sections below it too, and nothing else."""
     if "$ref" in schema:
-        return _required(whole[schema["$ref"].removeprefix(_REF)], whole)
+        return _find_required(whole[schema["$ref"].removeprefix(_REF)], whole)
     if "anyOf" in schema:  # one of the ways alone is a section
-        return next(filter(None, (_required(way, whole) for way in schema["anyOf"])), {})
+        return next(filter(None, (_find_required(way, whole) for way in schema["anyOf"])), {})
     found: Schema = {"required": schema["required"]} if "required" in schema else {}
-    below = {name: _required(one, whole) for name, one in schema.get("properties", {}).items()}
+    below = {name: _find_required(one, whole) for name, one in schema.get("properties", {}).items()}
     if below := {name: one for name, one in below.items() if one}:
         found["properties"] = below
-    if isinstance(each := schema.get("additionalProperties"), dict) and _required(each, whole):
-        found["additionalProperties"] = _required(each, whole)
+    if isinstance(each := schema.get("additionalProperties"), dict) and _find_required(each, whole):
+        found["additionalProperties"] = _find_required(each, whole)
     return found
 
 
-def _without_required(schema: Any, whole: Mapping[str, Schema]) -> Any:
-    """A schema that requires fields in items of lists alone, which no other file completes."""
+def _drop_required(schema: Any, whole: Mapping[str, Schema]) -> Any:
+    """Require fields in items of lists alone, which no other file completes."""
     if isinstance(schema, list):
-        return [_without_required(each, whole) for each in schema]
+        return [_drop_required(each, whole) for each in schema]
     if not isinstance(schema, dict):
         return schema
     found = {key: value for key, value in schema.items() if key != "required"}
     for key in found.keys() & {"anyOf", "additionalProperties"}:
-        found[key] = _without_required(found[key], whole)
+        found[key] = _drop_required(found[key], whole)
     if "properties" in found:
         below = found["properties"].items()
-        found["properties"] = {name: _without_required(each, whole) for name, each in below}
+        found["properties"] = {name: _drop_required(each, whole) for name, each in below}
     if isinstance(found.get("items"), dict):
-        found["items"] |= _required(found["items"], whole)
+        found["items"] |= _find_required(found["items"], whole)
     return found
 
 
-def _of_whole_files(
+def _complete_file_rules(
     run: Schema,
     whole: Mapping[str, Schema],
     options: Mapping[str, Mapping[str, Schema]],
     strategy: Schema,
 ) -> Schema:
-    """What files without `extends` must have, and what stands for a name that they leave out."""
-    found = _required(run, whole)
+    """Return what files without `extends` must have, and what a name that they lack stands for."""
+    found = _find_required(run, whole)
     launcher = options["launcher"][LaunchSettings.model_fields["launcher"].default]
     for section, name, then in (
         ("strategy", "name", strategy),
-        ("launch", "launcher", {"properties": {"options": _or_null(launcher)}}),
+        ("launch", "launcher", {"properties": {"options": _allow_null(launcher)}}),
     ):
         unnamed = {"type": "object", "properties": {name: _NULL}}
         found["properties"] = {**found["properties"], section: {"if": unnamed, "then": then}}
     found["allOf"] = []
     for kind, cases in options.items():
         for name, case in cases.items():
-            needs, is_named = {"type": "object", **_required(case, whole)}, {"const": name}
+            needs, is_named = {"type": "object", **_find_required(case, whole)}, {"const": name}
             if "required" not in needs:
                 continue
             if kind == "backend":
-                chosen, then = _having("backend", is_named), _having("backend_options", needs)
+                chosen, then = (
+                    _having_field("backend", is_named),
+                    _having_field("backend_options", needs),
+                )
             elif kind == "launcher":
-                chosen = _having("launch", {"type": "object", **_having("launcher", is_named)})
-                then = {"properties": {"launch": _having("options", needs)}}
+                chosen = _having_field(
+                    "launch", {"type": "object", **_having_field("launcher", is_named)}
+                )
+                then = {"properties": {"launch": _having_field("options", needs)}}
             else:
-                chosen = _having("trackers", {"type": "array", "contains": is_named})
-                then = _having("tracker_options", _having(name, needs))
+                chosen = _having_field("trackers", {"type": "array", "contains": is_named})
+                then = _having_field("tracker_options", _having_field(name, needs))
             found["allOf"].append({"if": chosen, "then": then})
     return found
