@@ -108,7 +108,7 @@ def _ask_missing(given: Mapping[str, str | None], described: Hardware) -> dict[s
         UsageError: model or rows are missing, and nobody can be asked.
         AnygaugeError: what is given is wrong.
     """
-    asks = sys.stdin.isatty()
+    asks = sys.stdin is not None and sys.stdin.isatty()
     missing = [name for name in ("model", "rows") if given[name] is None]
     if missing and not asks:
         flags = " and ".join(f"--{name}" for name in missing)
