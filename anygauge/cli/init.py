@@ -166,16 +166,11 @@ def _first_values(
     if goal != "full":
         values["adapter"] = _field_defaults(AdapterSection, "r", "alpha", "targets")
     values["data"] = {"train": {"path": rows}, **_field_defaults(DataSection, "max_length")}
-    train = _field_defaults(TrainSection, "epochs", "global_batch_size", "micro_batch_size")
-    share = -(-train["global_batch_size"] // devices)
-    train["global_batch_size"] = share * devices
-    train["micro_batch_size"] = _largest_divisor(share, train["micro_batch_size"])
+    train = _field_defaults(TrainSection, "epochs", "global_batch_size")
+    train["global_batch_size"] = -(-train["global_batch_size"] // devices) * devices
+    train["micro_batch_size"] = 1
     lr = _field_defaults(OptimizerSection, "lr") if goal != "full" else {"lr": LR_OF_ALL_WEIGHTS}
     return {**values, "train": {**train, "optimizer": lr}, "launch": {"devices": devices}}
-
-
-def _largest_divisor(number: int, most: int) -> int:
-    return max(one for one in range(1, min(number, most) + 1) if number % one == 0)
 
 
 def _field_defaults(section: type[Section], *names: str) -> dict[str, Any]:
@@ -259,7 +254,8 @@ def _fit_batch(
     if batch.lines:
         share = run.train.global_batch_size
         share //= share_of(trial.run, registry, 0, trial.ranks).count
-        values["train"]["micro_batch_size"] = _largest_divisor(share, batch.lines[BATCH])
+        sizes = range(1, min(share, batch.lines[BATCH]) + 1)
+        values["train"]["micro_batch_size"] = max(one for one in sizes if share % one == 0)
         text, run, target = draft(values)
         trial = tried(run, target)
     if not trial.fits:
