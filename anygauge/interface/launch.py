@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +11,8 @@ from typing import Any, Literal, Protocol
 
 from anygauge.interface.container_image import ImageRelease
 from anygauge.interface.job import Job
+from anygauge.util.errors import AnygaugeError
+from anygauge.util.files import write_text
 
 __all__ = [
     "ABILITIES",
@@ -21,6 +25,7 @@ __all__ = [
     "PlannedFile",
     "PlannedProcess",
     "RunningJob",
+    "variables_file",
 ]
 
 
@@ -66,6 +71,14 @@ class PlannedFile:
     path: str
     text: str
     mode: int = 0o644
+
+
+_VARIABLES = "variables.json"
+
+
+def variables_file(folder: Path) -> PlannedFile:
+    """The file of `Plan.passed`, still empty: `Plan.write_files` puts their values into it."""
+    return PlannedFile(path=str(folder / _VARIABLES), text="{}", mode=0o600)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +145,24 @@ class Plan:
     batch: BatchFile | None = None
     grace_s: float = 5.0
     record: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> dict[str, str]:
+        """The variables of `pass_environment`, as this process has them now."""
+        return {name: os.environ[name] for name in self.pass_environment if name in os.environ}
+
+    def write_files(self) -> None:
+        """Write `files`, with the values of variables in a `variables_file`.
+
+        Raises:
+            AnygaugeError: a file cannot be written.
+        """
+        for file in self.files:
+            text = json.dumps(self.passed) if Path(file.path).name == _VARIABLES else file.text
+            try:
+                write_text(file.path, text, file.mode)
+            except OSError as error:
+                raise AnygaugeError(f"{file.path} cannot be written: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

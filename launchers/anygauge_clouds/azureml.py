@@ -25,6 +25,7 @@ from anygauge.interface import (
     Plan,
     PlannedFile,
     PlannedProcess,
+    variables_file,
 )
 from anygauge.util.clients import run_client
 from anygauge_clouds.service_job import Service, ServiceLauncher
@@ -37,7 +38,6 @@ from anygauge_clouds.submission import (
     read_template,
     relocate,
     service_name,
-    variables_file,
 )
 
 RUNS = "/anygauge/run"

@@ -28,6 +28,7 @@ from anygauge.interface import (
     PlannedFile,
     PlannedProcess,
     RunFileError,
+    variables_file,
 )
 from anygauge.util.clients import printed, run_client
 from anygauge_clouds.service_job import Service, ServiceLauncher
@@ -41,8 +42,6 @@ from anygauge_clouds.submission import (
     relocate,
     service_name,
     submission_id,
-    variables_file,
-    write_files,
 )
 
 Kind = Literal["JobSet", "TrainJob"]
@@ -364,7 +363,7 @@ class Kubernetes(ServiceLauncher):
         Raises:
             AnygaugeError: see `ServiceLauncher.submit`. Nothing is left in the cluster.
         """
-        write_files(plan)
+        plan.write_files()
         job_file, variables, manifest = (Path(file.path) for file in plan.files)
         service = KubernetesService(**plan.record)
         labels = yaml.safe_load(manifest.read_text())["metadata"]["labels"]

@@ -46,7 +46,6 @@ from anygauge_clouds.submission import (
     Variable,
     fill,
     merge,
-    passed_variables,
     read_template,
     relocate,
     service_name,
@@ -326,7 +325,7 @@ class Sagemaker(ServiceLauncher):
         Raises:
             AnygaugeError: see `ServiceLauncher.submit`; or SageMaker would not take a variable.
         """
-        passed = passed_variables(plan)
+        passed = plan.passed
         long = next((n for n, value in passed.items() if len(value) > _VARIABLE_LIMIT), None)
         if long is not None or len(passed) > _VARIABLES_LIMIT:
             found = f"{len(passed)} variables" if long is None else f"a longer value of {long}"

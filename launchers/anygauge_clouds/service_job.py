@@ -28,7 +28,6 @@ from anygauge.util.clients import (
 )
 from anygauge.util.events import message_event, read_event
 from anygauge.util.processes import parent_environment
-from anygauge_clouds.submission import write_files
 
 Event = Mapping[str, Any]
 
@@ -148,7 +147,7 @@ class ServiceLauncher:
         Raises:
             AnygaugeError: see `submit`.
         """
-        write_files(plan)
+        plan.write_files()
         try:
             done = run_client(plan.processes[0].argv)
         except NoAnswerError as error:

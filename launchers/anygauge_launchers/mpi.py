@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from anygauge.interface import Job, LaunchProfile, Plan, PlannedProcess
+from anygauge.interface import Job, LaunchProfile, Plan, PlannedProcess, variables_file
 from anygauge_launchers.hosts import HostsOptions
 from anygauge_launchers.remote_job import ForegroundLauncher, job_file, keep_alive
 
@@ -49,6 +49,7 @@ class Mpi(ForegroundLauncher):
         """
         hosts, coordinator = options.resolve(job)
         file = job_file(job)
+        variables = variables_file(Path(file.path).parent)
         ssh = [*keep_alive(job)]  # of the ssh that leads to a daemon
         if options.config is not None:
             ssh += ["-F", options.config]
@@ -67,12 +68,12 @@ class Mpi(ForegroundLauncher):
             *(options.python, "-m", "anygauge.launch.agent"),
             *("--job", file.path, "--node-rank", "$OMPI_COMM_WORLD_RANK"),
             *("--coordinator", coordinator, "--grace", f"{options.grace_s:g}"),
-            *("--variables", str(Path(file.path).with_name("variables.json")), "--tied"),
+            *("--variables", variables.path, "--tied"),
             # mpirun's daemons behind a cut cable would wait for each other.
             "--parent-too",
         )
         return Plan(
-            files=(file,),
+            files=(file, variables),
             processes=(PlannedProcess(node_rank=0, host=hosts[0], argv=argv),),
             pass_environment=tuple(job.launch.pass_environment),
         )

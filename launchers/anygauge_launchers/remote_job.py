@@ -32,7 +32,6 @@ from anygauge.interface import (
 )
 from anygauge.util.clients import first_and_last
 from anygauge.util.events import read_event
-from anygauge.util.files import write_text
 from anygauge.util.processes import describe_exit, parent_environment
 
 Event = Mapping[str, Any]
@@ -118,18 +117,13 @@ class RemoteJob:
             AnygaugeError: a file cannot be written, or a process cannot be started.
         """
         logs = Path(plan.files[0].path).parent / "logs"
-        passed = {n: os.environ[n] for n in plan.pass_environment if n in os.environ}
         started: list[_Connection] = []
         try:
             logs.mkdir(parents=True, exist_ok=True)
-            for file in plan.files:
-                write_text(file.path, file.text, file.mode)
-            if not all(process.arguments for process in plan.processes):
-                # What does not go through standard input waits in a file for the agents.
-                write_text(logs.parent / "variables.json", json.dumps(passed), 0o600)
+            plan.write_files()
             for process in plan.processes:
                 log = logs / f"{_program(process)}{process.node_rank}.log"
-                started.append(_Connection(process, passed, log, plan.held))
+                started.append(_Connection(process, plan.passed, log, plan.held))
             # The run directory's lock: nobody else enters while ranks still save, even if this
             # process is killed. An ssh does not keep what it inherits.
             lock_holder = _keep_open(plan.held, [connection.pid for connection in started])

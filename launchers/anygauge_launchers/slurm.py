@@ -28,6 +28,7 @@ from anygauge.interface import (
     PlannedProcess,
     RunFileError,
     UnsupportedError,
+    variables_file,
 )
 from anygauge_launchers.remote_job import RemoteJob, job_file
 from anygauge_launchers.slurm_job import SlurmJob
@@ -113,10 +114,8 @@ class Slurm:
         agent = self._agent(options, job)
         step = self._step(options, job)
         start = (options.python, "-m", "anygauge.launch.agent")
-        files = (
-            job_file(job),
-            PlannedFile(path=script, text=SCRIPT, mode=0o755),
-        )
+        variables = variables_file(folder)
+        files = (job_file(job), PlannedFile(path=script, text=SCRIPT, mode=0o755))
         batch: BatchFile | None = None
         if inside:
             argv = ("sh", script, "", "", "0", *step, "--input=all", *start, "--stdin")
@@ -138,7 +137,7 @@ class Slurm:
                 *("sbatch", "--parsable", "--export=NIL"),
                 *(*self._sbatch(options, job), *options.extra),
                 *(script, *before, *step, *start, *agent, *after),
-                *("--variables", str(folder / "variables.json")),
+                *("--variables", variables.path),
             )
             process = PlannedProcess(node_rank=0, argv=argv)
             # By hand, variables of the shell come along by name: Slurm takes their values.
@@ -165,7 +164,7 @@ class Slurm:
             "cancel": ("scancel", "{id}"),
         }
         return Plan(
-            files=files,
+            files=files if inside else (*files, variables),
             processes=(process,),
             pass_environment=tuple(job.launch.pass_environment),
             operations={} if inside else operations,

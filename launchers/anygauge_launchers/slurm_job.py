@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,7 +10,6 @@ from typing import Any
 from anygauge.interface import LOST, AnygaugeError, JobState, Plan
 from anygauge.util.clients import last_line, run_client
 from anygauge.util.events import message_event, read_event
-from anygauge.util.files import write_text
 
 Event = Mapping[str, Any]
 
@@ -62,14 +59,11 @@ class SlurmJob:
         """
         script = next(file.path for file in plan.files if file.path.endswith(".sh"))
         folder = Path(script).parent
-        passed = {n: os.environ[n] for n in plan.pass_environment if n in os.environ}
         events = folder / "events.jsonl"
         try:
             (folder / "logs").mkdir(parents=True, exist_ok=True)
             (folder / "cancelled").unlink(missing_ok=True)
-            for file in plan.files:
-                write_text(file.path, file.text, file.mode)
-            write_text(folder / "variables.json", json.dumps(passed), 0o600)
+            plan.write_files()
             offset = events.stat().st_size if events.exists() else 0
         except OSError as error:
             raise AnygaugeError(f"cannot start the run in {folder}: {error}") from error
