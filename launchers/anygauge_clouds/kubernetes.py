@@ -50,15 +50,12 @@ _TEMPLATES = read_template("kubernetes.yaml")
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 Label = Annotated[str, StringConstraints(pattern=rf"^{_LABEL}$")]
 """A name as Kubernetes has it for namespaces, claims and volumes (RFC 1123 label)."""
-JobName = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$")]
 Dotted = Annotated[str, StringConstraints(pattern=rf"^{_LABEL}(\.{_LABEL})*$", max_length=253)]
 """A name of a Secret or class (RFC 1123 subdomain)."""
 Quantity = Annotated[
     str, StringConstraints(pattern=r"^([0-9]+|[0-9]*\.[0-9]+)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$")
 ]
-Size = Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)$")]
 Capability = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Z_]*$")]
-SecretKey = Annotated[str, StringConstraints(pattern=r"^[-._a-zA-Z0-9]+$")]
 _KEY = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
 Key = Annotated[str, StringConstraints(pattern=_KEY)]
 """A resource's key, with or without a domain in front."""
@@ -104,7 +101,7 @@ class SecretRef(Options):
     """One entry of a Secret in the cluster."""
 
     secret: Dotted
-    key: SecretKey
+    key: str = Field(pattern=r"^[-._a-zA-Z0-9]+$")
 
 
 class KubernetesOptions(CloudOptions):
@@ -131,7 +128,7 @@ class KubernetesOptions(CloudOptions):
     """
 
     kind: Kind = "JobSet"
-    name: JobName | None = None
+    name: str | None = Field(None, pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$")
     namespace: Label = "default"
     context: str | None = None
     storage: Storage
@@ -140,12 +137,12 @@ class KubernetesOptions(CloudOptions):
     resources: dict[Key, Quantity] = Field(default_factory=dict)
     device_resource: Key | None = None
     runtime_class: Dotted | None = None
-    shm: Size = "16Gi"
+    shm: str = Field("16Gi", pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)$")
     capabilities: list[Capability] = Field(default_factory=list)
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
-    restarts: Annotated[int, Field(ge=0, le=100)] = 0
-    time_limit_s: Annotated[int, Field(ge=1)] | None = None
-    keep_s: Annotated[int, Field(ge=0)] | None = None
+    restarts: int = Field(0, ge=0, le=100)
+    time_limit_s: int | None = Field(None, ge=1)
+    keep_s: int | None = Field(None, ge=0)
     runtime: Dotted | None = None
     queue: Label | None = None
 

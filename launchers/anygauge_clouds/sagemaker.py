@@ -60,18 +60,12 @@ _OVERLAP_MS = 60_000
 _VARIABLE_LIMIT, _VARIABLES_LIMIT, _PIECES_LIMIT = 512, 100, 100
 _NAME_LIMIT = 63
 
-
-Role = Annotated[
-    str, StringConstraints(pattern=r"^arn:aws[a-z\-]*:iam::\d{12}:role/?[a-zA-Z_0-9+=,.@\-_/]+$")
-]
 S3 = Annotated[str, StringConstraints(pattern=r"^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^\s]*)?$")]
 SecretArn = Annotated[
     str, StringConstraints(pattern=r"^arn:aws[a-z\-]*:secretsmanager:[a-z0-9-]+:\d{12}:secret:\S+$")
 ]
 Channel = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 _ECR = r"^\d{12}\.dkr\.ecr(-fips)?\.[a-z0-9-]+\.amazonaws\.com(\.cn)?/\S+$"
-
-Registry = Annotated[str, StringConstraints(pattern=_ECR, max_length=255)]
 
 _FABRICS = ("efa", "ethernet")
 """Networks between machines that instance types have."""
@@ -96,9 +90,9 @@ class FileSystem(Options):
         path: folder in it.
     """
 
-    id: Annotated[str, StringConstraints(pattern=r"^fs-[0-9a-f]{8,17}$")]
+    id: str = Field(pattern=r"^fs-[0-9a-f]{8,17}$")
     type: Literal["EFS", "FSxLustre"]
-    path: Annotated[str, StringConstraints(pattern=r"^/\S*$", max_length=4096)]
+    path: str = Field(pattern=r"^/\S*$", max_length=4096)
     access: Literal["ro", "rw"] = "ro"
 
 
@@ -118,20 +112,18 @@ class SagemakerOptions(CloudOptions):
         profile: of the aws client.
     """
 
-    role: Role
-    image: Registry | None = None
-    instance_type: Annotated[
-        str, StringConstraints(pattern=r"^ml\.[a-z0-9-]+\.(metal|[0-9]*x?large|medium)$")
-    ]
+    role: str = Field(pattern=r"^arn:aws[a-z\-]*:iam::\d{12}:role/?[a-zA-Z_0-9+=,.@\-_/]+$")
+    image: str | None = Field(None, pattern=_ECR, max_length=255)
+    instance_type: str = Field(pattern=r"^ml\.[a-z0-9-]+\.(metal|[0-9]*x?large|medium)$")
     output: S3
     channels: dict[Channel, S3 | FileSystem] = Field(default_factory=dict, max_length=20)
     channel_mode: Literal["File", "FastFile"] = "File"
-    time_limit_s: Annotated[int, Field(ge=1, le=28 * 86400)] = 86400
+    time_limit_s: int = Field(86400, ge=1, le=28 * 86400)
     spot: bool = False
-    max_wait_s: Annotated[int, Field(ge=1)] | None = None
+    max_wait_s: int | None = Field(None, ge=1)
     secrets: dict[Variable, SecretArn] = Field(default_factory=dict)
-    region: Annotated[str, StringConstraints(pattern=r"^[a-z]{2}(-[a-z]+)+-\d$")] | None = None
-    profile: Annotated[str, StringConstraints(pattern=r"^\S+$")] | None = None
+    region: str | None = Field(None, pattern=r"^[a-z]{2}(-[a-z]+)+-\d$")
+    profile: str | None = Field(None, pattern=r"^\S+$")
 
     @model_validator(mode="after")
     def _go_together(self) -> SagemakerOptions:
