@@ -6,7 +6,7 @@ and `importlib.util.find_spec`, imports nothing heavy and changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -20,6 +20,7 @@ __all__ = [
     "Probe",
     "counted",
     "file_text",
+    "file_texts",
     "installed_version",
     "pci_devices",
 ]
@@ -32,6 +33,16 @@ def file_text(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+def file_texts(patterns: Iterable[str], root: Path = Path("/")) -> dict[str, str]:
+    """Path -> text of the files that fit absolute patterns below `root`; no device is opened: ""
+    for one that is no regular file."""
+    return {
+        f"/{path.relative_to(root)}": file_text(path) if path.is_file() else ""
+        for pattern in patterns
+        for path in sorted(root.glob(pattern.lstrip("/")))
+    }
 
 
 def installed_version(distribution: str) -> str | None:
@@ -196,9 +207,11 @@ class Check:
     remedy: str = ""
 
     @classmethod
-    def of(cls, name: str, passed: bool, seen: str, remedy: str) -> Check:
-        """One that passed, or else failed and has a remedy."""
-        return cls(name, Outcome.PASS, seen) if passed else cls(name, Outcome.FAIL, seen, remedy)
+    def of(
+        cls, name: str, passed: bool, seen: str, remedy: str, otherwise: str = Outcome.FAIL
+    ) -> Check:
+        """One that passed, or else failed (or what `otherwise` says) and has a remedy."""
+        return cls(name, Outcome.PASS, seen) if passed else cls(name, otherwise, seen, remedy)
 
     @classmethod
     def warn(cls, name: str, seen: str, remedy: str) -> Check:

@@ -230,7 +230,7 @@ def write_speed(folder: Path, size: int = WRITTEN) -> Check:
 
 def _advice(name: str, fine: bool, seen: str, remedy: str) -> Check:
     """One that passes, or warns of what a run can live with."""
-    return Check(name, Outcome.PASS, seen) if fine else Check(name, Outcome.WARN, seen, remedy)
+    return Check.of(name, fine, seen, remedy, Outcome.WARN)
 
 
 def hub_access(endpoint: str = "https://huggingface.co", timeout_s: float = 10.0) -> Check:

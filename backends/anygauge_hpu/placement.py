@@ -8,9 +8,9 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from anygauge.interface import MemoryStats, NotAvailableError, Placement
+from anygauge.interface import MemoryStats, NotAvailableError, Placement, file_texts
 from anygauge_hpu.environment import LAZY_VARIABLE, MODULE_VARIABLE, MODULES_VARIABLE, Mode
-from anygauge_hpu.probe import PACKAGE, is_fork, look, modules_here, why_missing
+from anygauge_hpu.probe import PACKAGE, PATTERNS, is_fork, modules_here, why_missing
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +109,7 @@ class HpuPlacement(Placement):
             and MODULE_VARIABLE not in os.environ
         )
         if named:
-            here = modules_here(look()) or ()
+            here = modules_here(file_texts(PATTERNS)) or ()
             inside = local_rank < len(here)
             os.environ[MODULE_VARIABLE] = here[local_rank] if inside else str(local_rank)
         return named

@@ -145,13 +145,3 @@ def modules_here(texts: Mapping[str, str]) -> tuple[str, ...] | None:
     if not numbers or len(set(numbers)) < len(numbers):
         return None
     return tuple(map(str, numbers))
-
-
-def look(root: Path = Path("/")) -> dict[str, str]:
-    """The files of `PATTERNS` below a folder; opens no device."""
-    found = {}
-    for pattern in PATTERNS:
-        for path in root.glob(pattern.lstrip("/")):
-            text = file_text(path) if path.is_file() else ""
-            found[f"/{path.relative_to(root)}"] = text
-    return found
