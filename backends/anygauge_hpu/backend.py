@@ -12,7 +12,6 @@ from pydantic import AfterValidator, Field
 from anygauge.interface import (
     FULL,
     Backend,
-    Check,
     Collectives,
     Compiler,
     Graph,
@@ -298,6 +297,7 @@ class HpuBackend(Backend):
     engine_names: Mapping[str, str] = {"deepspeed": "hpu"}
     fabrics = FABRICS
     environment_rules = RULES
+    diagnostics = staticmethod(checks)
     libraries = (PLUGIN,)
     variables = (MODULES_VARIABLE,)
     readings = PATTERNS
@@ -435,10 +435,6 @@ class HpuBackend(Backend):
     ) -> Callable[[], AbstractContextManager[Any]]:
         """See `anygauge_hpu.gaudi_fp8`."""
         return train_in_fp8(model, kept, reentrant)
-
-    def diagnostics(self) -> Sequence[Check]:
-        """See `anygauge_hpu.diagnostics`."""
-        return checks()
 
 
 def _preferred_kernels(options: HpuOptions) -> dict[str, str]:

@@ -302,7 +302,7 @@ class KubernetesService(Service):
         try:
             return dict(json.loads(out))
         except ValueError:
-            return self.silent("kubectl printed no JSON")
+            return JobState(phase="silent", text="kubectl printed no JSON")
 
 
 class Kubernetes(ServiceLauncher):

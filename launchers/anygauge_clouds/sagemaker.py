@@ -244,7 +244,7 @@ class SagemakerService(Service):
             found = json.loads(out)
             status, second = found["TrainingJobStatus"], found.get("SecondaryStatus", "")
         except (ValueError, KeyError, TypeError):
-            return self.silent("the aws client printed no training job")
+            return JobState(phase="silent", text="the aws client printed no training job")
         if status == "Failed":
             reason = found.get("FailureReason", "no reason is given")
             return JobState(phase="failed", text=f"{self.shown} failed: {reason}")

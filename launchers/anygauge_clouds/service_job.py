@@ -101,10 +101,7 @@ class Service(abc.ABC):
             return done.stdout
         if re.search(self.gone, done.stderr, re.DOTALL):
             return JobState(phase="gone", text=f"{self.shown} is gone")
-        return self.silent(f"{self.owner} does not answer: {last_line(done.stderr)}")
-
-    def silent(self, text: str) -> JobState:
-        """The state of a job about which there is no answer."""
+        text = f"{self.owner} does not answer: {last_line(done.stderr)}"
         return JobState(phase="silent", text=text)
 
     def end(self, client: str, command: Sequence[str], unless: str = r"\Z.") -> None:

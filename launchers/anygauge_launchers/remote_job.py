@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from anygauge.interface import (
     LOST,
@@ -278,7 +278,8 @@ class _Connection:
         if self._closings >= _KILL_AT:
             self._process.kill()
         elif self._writes and self._closings == 1:
-            self._close_input()
+            with contextlib.suppress(OSError):
+                self._input.close()
         else:
             self._process.terminate()
 
@@ -286,16 +287,15 @@ class _Connection:
         """End the process; the agent's standard input ends with it."""
         self._process.kill()
 
-    def _write(self, line: str) -> None:
+    @property
+    def _input(self) -> IO[bytes]:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(line.encode() + b"\n")
-            self._process.stdin.flush()
+        return self._process.stdin
 
-    def _close_input(self) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
+    def _write(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._input.write(line.encode() + b"\n")
+            self._input.flush()
 
     def events(self) -> Iterator[Event]:
         """What the agent reports; other lines, such as a shell's greeting, go to the log."""
