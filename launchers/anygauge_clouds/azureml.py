@@ -67,12 +67,7 @@ def _source(path: str) -> str:
 
 
 class AzureInput(Options):
-    """Data that machines get.
-
-    Attributes:
-        path: a data asset or a place in a datastore.
-        at: where the run file finds it.
-    """
+    """A data asset or a place in a datastore, and where the run file has it."""
 
     path: Annotated[str, AfterValidator(_source)]
     at: Folder
@@ -81,17 +76,7 @@ class AzureInput(Options):
 
 
 class AzuremlOptions(CloudOptions):
-    """Options of the azureml launcher; `extra` is of the command job's YAML.
-
-    Attributes:
-        compute: a cluster of the workspace.
-        environment: of the workspace, ``NAME:VERSION`` or ``NAME@latest``, instead of `image`.
-        output: in a datastore: where run directories are kept, each under its name.
-        inputs: name -> data.
-        shm: size of /dev/shm.
-        secrets: variable -> address in a Key Vault, read by the job's identity on each machine.
-        identity: whose rights the job has.
-    """
+    """Options of the azureml launcher; `extra` is of the command job's YAML."""
 
     workspace: str = Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9_-]{2,32}$")
     resource_group: str = Field(pattern=r"^[-\w._()]{1,90}$")

@@ -75,14 +75,7 @@ def _below(path: str) -> str:
 
 
 class Claim(Options):
-    """A PersistentVolumeClaim, and where pods have it.
-
-    Attributes:
-        claim: its name.
-        path: where it is mounted.
-        sub_path: a folder of it.
-        read_only: pods cannot write to it.
-    """
+    """A PersistentVolumeClaim, and where pods have it."""
 
     claim: Dotted
     path: Folder
@@ -105,27 +98,7 @@ class SecretRef(Options):
 
 
 class KubernetesOptions(CloudOptions):
-    """Options of the kubernetes launcher; `extra` is of the pod.
-
-    Attributes:
-        kind: of the object that the job is; a TrainJob makes a JobSet of itself.
-        name: of the object; by default it is made from the run's name.
-        context: kubectl's; its current one by default.
-        storage: where run directories are.
-        volumes: further claims, for data and models.
-        secrets: variable -> the entry of a Secret that it gets its value from.
-        resources: of each pod beyond its devices, as limit and as request: memory, cpu, network
-            devices; the backend's own by default.
-        device_resource: used instead of the backend's, such as a slice of a card.
-        runtime_class: of pods with devices, instead of the backend's; ``none``: the cluster's.
-        shm: memory for /dev/shm; loaders and collectives of one machine need it.
-        restarts: how often the cluster starts all pods again, from the newest checkpoint, after
-            it lost or pre-empted one.
-        keep_s: seconds after which an ended job is removed; a week by default.
-        time_limit_s: seconds after which the cluster ends the job.
-        runtime: of TrainJob.
-        queue: of Kueue (label kueue.x-k8s.io/queue-name).
-    """
+    """Options of the kubernetes launcher; `extra` is of the pod."""
 
     kind: Kind = "JobSet"
     name: str | None = Field(None, pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$")
@@ -137,6 +110,7 @@ class KubernetesOptions(CloudOptions):
     resources: dict[Key, Quantity] = Field(default_factory=dict)
     device_resource: Key | None = None
     runtime_class: Dotted | None = None
+    # Loaders and collectives of one machine need it.
     shm: str = Field("16Gi", pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)$")
     capabilities: list[Capability] = Field(default_factory=list)
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None

@@ -83,12 +83,7 @@ _CARDS: Mapping[str, int] = {
 
 
 class FileSystem(Options):
-    """A file system as a channel; it is shared by all machines.
-
-    Attributes:
-        id: ``fs-...``.
-        path: folder in it.
-    """
+    """A file system as a channel; it is shared by all machines."""
 
     id: str = Field(pattern=r"^fs-[0-9a-f]{8,17}$")
     type: Literal["EFS", "FSxLustre"]
@@ -97,20 +92,7 @@ class FileSystem(Options):
 
 
 class SagemakerOptions(CloudOptions):
-    """Options of the sagemaker launcher; `extra` is of the request CreateTrainingJob.
-
-    Attributes:
-        image: in Amazon ECR.
-        output: where in S3 run directories are kept, each under its name.
-        channels: name -> where it comes from: data that machines find in /opt/ml/input/data/NAME.
-        channel_mode: of channels in S3: copied first, or read as they are needed.
-        spot: spare capacity, which may be taken away; the job then resumes from its newest
-            checkpoint.
-        max_wait_s: with spot: seconds that waiting and running may take.
-        secrets: variable -> ARN in Secrets Manager, read by the role on each machine.
-        region: of the aws client; its own by default.
-        profile: of the aws client.
-    """
+    """Options of the sagemaker launcher; `extra` is of the request CreateTrainingJob."""
 
     role: str = Field(pattern=r"^arn:aws[a-z\-]*:iam::\d{12}:role/?[a-zA-Z_0-9+=,.@\-_/]+$")
     image: str | None = Field(None, pattern=_ECR, max_length=255)

@@ -46,13 +46,9 @@ Image = Annotated[
 
 
 class CloudOptions(LauncherOptions):
-    """Options that the clouds' launchers share.
+    """Options that the clouds' launchers share; docs/clouds.md explains each of all of them.
 
-    Attributes:
-        image: container image with anygauge in it; the backend's own by default.
-        in_image: folders of the image that the run file may name.
-        python: the interpreter in the image.
-        extra: further fields of what is submitted, under the service's names; they win.
+    What stands in `extra` has the service's names and wins.
     """
 
     image: Image | None = None

@@ -32,13 +32,7 @@ _HOST = re.compile(r"^(?!-)[A-Za-z0-9_.:@\[\]%-]+$")
 
 
 class HostsOptions(LauncherOptions):
-    """Options of launchers whose users list the machines.
-
-    Attributes:
-        hosts: the machines, ``host`` or ``user@host``; the first is the coordinator.
-        hostfile: a file of them instead, with lines ``host slots=N``.
-        coordinator: address of the first machine for the others, where it is not its name.
-    """
+    """Options of launchers whose users list the machines; docs/launchers.md explains each."""
 
     hosts: list[str] = Field(default_factory=list)
     hostfile: str | None = None
@@ -121,12 +115,7 @@ def _plain(path: str) -> str:
 
 
 class SshOptions(HostsOptions):
-    """Options of the ssh launcher.
-
-    Attributes:
-        config: ssh's configuration file (``ssh -F``) instead of the user's.
-        python: the interpreter on the machines; this one's path by default.
-    """
+    """Options of the ssh launcher."""
 
     config: str | None = None
     python: Annotated[str, AfterValidator(_plain)] = Field(
@@ -182,15 +171,7 @@ def _whole(path: str) -> str:
 
 
 class MpiOptions(HostsOptions):
-    """Options of the mpi launcher.
-
-    Attributes:
-        config: ssh's configuration file for mpirun's own daemons.
-        interface: network that mpirun's daemons meet on, such as ``eth0``; Open MPI's choice
-            without it.
-        extra: further arguments for mpirun, each as one text.
-        python: the interpreter on the machines; this one's path by default.
-    """
+    """Options of the mpi launcher; `config` is of the ssh that leads to mpirun's daemons."""
 
     config: Annotated[str, AfterValidator(_whole)] | None = None
     interface: str | None = None

@@ -64,18 +64,7 @@ SCRIPT = f"#!/bin/sh\n{BODY}"
 
 
 class SlurmOptions(LauncherOptions):
-    """Options of the slurm launcher; most are sbatch's own, under its names.
-
-    Attributes:
-        allocation: ``new`` submits a job, ``current`` uses the one that this shell is in; ``auto``:
-            the current one if there is one.
-        cpus_per_task: cores for all ranks of a node; without it, whole nodes are taken.
-        requeue: resume from the newest checkpoint in a new job when the time is up, when the job
-            is preempted, and when a node fails.
-        warn_s: seconds before the time limit at which ranks are asked to write a checkpoint.
-        extra: further arguments for sbatch, each as one text.
-        python: the interpreter on the nodes; this one's path by default.
-    """
+    """Options of the slurm launcher, most of them sbatch's own; docs/launchers.md explains each."""
 
     allocation: Literal["auto", "new", "current"] = "auto"
     partition: str | None = None
