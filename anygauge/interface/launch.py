@@ -213,13 +213,26 @@ class Launcher(Protocol):
             options: what the run file says, of the class that `LauncherSpec.options` names.
             profile: what containers need for the backend, and for the network where the run file
                 names one.
+
+        Raises:
+            AnygaugeError: an option is wrong, or does not go with the job.
         """
 
     def submit(self, plan: Plan) -> RunningJob:
-        """Do it."""
+        """Do it.
+
+        Raises:
+            AnygaugeError: a file cannot be written, a process cannot be started, or the service or
+                its client refuses.
+        """
 
     def attach(self, record: Mapping[str, Any], run_directory: Path) -> RunningJob:
-        """A job that an earlier process submitted; only where jobs have a `record`."""
+        """A job that an earlier process submitted; only where jobs have a `record`.
+
+        Raises:
+            UnsupportedError: the record is not one of this launcher, or its jobs end with the
+                command that started them.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

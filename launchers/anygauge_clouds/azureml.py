@@ -178,11 +178,7 @@ class Azureml(ServiceLauncher):
     called = "an Azure ML job"
 
     def render(self, job: Job, options: AzuremlOptions, profile: LaunchProfile) -> Plan:
-        """The job's YAML, its files, and the commands that take them.
-
-        Raises:
-            RunFileError: an option is wrong.
-        """
+        """The job's YAML, its files, and the commands that take them."""
         here = Path(job.run_directory)
         there = relocate(job, RUNS)
         scope = ["--resource-group", options.resource_group, "--workspace-name", options.workspace]

@@ -156,11 +156,7 @@ class KubernetesOptions(CloudOptions):
         return self
 
     def check(self, job: Job, profile: LaunchProfile) -> None:
-        """What depends on the job.
-
-        Raises:
-            RunFileError: the options do not go with it.
-        """
+        """Refuse what does not go with the job (`RunFileError`)."""
         device = self.device_resource or profile.cluster_resource
         if device is not None and device in self.resources:
             raise RunFileError(
@@ -286,11 +282,7 @@ class Kubernetes(ServiceLauncher):
     called = "a Kubernetes job"
 
     def render(self, job: Job, options: KubernetesOptions, profile: LaunchProfile) -> Plan:
-        """The manifest, the job file, and the commands that take them.
-
-        Raises:
-            RunFileError: an option is wrong.
-        """
+        """The manifest, the job file, and the commands that take them."""
         options.check(job, profile)
         here = Path(job.run_directory)
         there = relocate(job, f"{options.storage.path}/{here.name}")
@@ -329,11 +321,8 @@ class Kubernetes(ServiceLauncher):
         )
 
     def create(self, plan: Plan) -> None:
-        """Create the Secret and the object, and have the object own the Secret.
-
-        Raises:
-            AnygaugeError: see `ServiceLauncher.submit`. Nothing is left in the cluster.
-        """
+        """Create the Secret and the object, and have the object own the Secret; after a failure,
+        nothing is left in the cluster."""
         plan.write_files()
         job_file, variables, manifest = (Path(file.path) for file in plan.files)
         service = KubernetesService(**plan.record)

@@ -130,11 +130,7 @@ class SagemakerOptions(CloudOptions):
         return self
 
     def check(self, job: Job, profile: LaunchProfile) -> None:
-        """What depends on the job.
-
-        Raises:
-            RunFileError: the options do not go with it.
-        """
+        """Refuse what does not go with the job (`RunFileError`)."""
         if not re.match(_ECR, self.image_for(job, profile)):
             raise RunFileError(
                 "launch.options.image: SageMaker takes images from Amazon ECR alone, and "
@@ -260,12 +256,7 @@ class Sagemaker(ServiceLauncher):
     called = "a SageMaker job"
 
     def render(self, job: Job, options: SagemakerOptions, profile: LaunchProfile) -> Plan:
-        """The request, and the commands that take it.
-
-        Raises:
-            RunFileError: an option is wrong.
-            UnsupportedError: the run file is too long for a request.
-        """
+        """The request, and the commands that take it."""
         options.check(job, profile)
         here = Path(job.run_directory)
         service = SagemakerService(
@@ -294,11 +285,7 @@ class Sagemaker(ServiceLauncher):
         )
 
     def create(self, plan: Plan) -> None:
-        """Send the request, with the variables that are passed on.
-
-        Raises:
-            AnygaugeError: see `ServiceLauncher.submit`; or SageMaker would not take a variable.
-        """
+        """Send the request, with the variables that are passed on, if SageMaker takes those."""
         passed = plan.passed
         long = next((n for n, value in passed.items() if len(value) > _VARIABLE_LIMIT), None)
         if long is not None or len(passed) > _VARIABLES_LIMIT:

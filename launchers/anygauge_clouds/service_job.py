@@ -129,21 +129,13 @@ class ServiceLauncher:
     called: ClassVar[str]
 
     def submit(self, plan: Plan) -> ServiceJob:
-        """Write the plan's files and create the job.
-
-        Raises:
-            AnygaugeError: the client is missing or refuses, or a file cannot be written.
-        """
+        """Write the plan's files and create the job."""
         job = self.attach(plan.record, Path(plan.files[-1].path).parent)
         self.create(plan)
         return job
 
     def create(self, plan: Plan) -> None:
-        """Write the plan's files, and run the command that submits them.
-
-        Raises:
-            AnygaugeError: see `submit`.
-        """
+        """Write the plan's files, and run the command that submits them; raises as `submit`."""
         plan.write_files()
         try:
             done = run_client(plan.processes[0].argv)
@@ -156,11 +148,7 @@ class ServiceLauncher:
             raise AnygaugeError(f"{self.title} refused the job: {printed(done)}")
 
     def attach(self, record: Mapping[str, Any], run_directory: Path) -> ServiceJob:
-        """A job that was submitted before.
-
-        Raises:
-            UnsupportedError: the record is not one of this launcher.
-        """
+        """A job that was submitted before."""
         try:
             service = TypeAdapter(self.service).validate_python(dict(record))
         except ValidationError as error:

@@ -127,11 +127,7 @@ class Ssh(ForegroundLauncher):
     """Starts an agent on each host."""
 
     def render(self, job: Job, options: SshOptions, profile: LaunchProfile) -> Plan:
-        """One job file in the shared run directory, and one ssh for each node.
-
-        Raises:
-            RunFileError: an option is wrong, or the hosts are not as many as the nodes.
-        """
+        """One job file in the shared run directory, and one ssh for each node."""
         hosts, coordinator = options.resolve(job)
         file = job_file(job)
         command = (
@@ -183,11 +179,7 @@ class Mpi(ForegroundLauncher):
     """Starts an agent on each host by mpirun."""
 
     def render(self, job: Job, options: MpiOptions, profile: LaunchProfile) -> Plan:
-        """One job file in the shared run directory, and one mpirun.
-
-        Raises:
-            RunFileError: an option is wrong, or the hosts are not as many as the nodes.
-        """
+        """One job file in the shared run directory, and one mpirun."""
         hosts, coordinator = options.resolve(job)
         file = job_file(job)
         variables = variables_file(Path(file.path).parent)

@@ -76,19 +76,11 @@ class ForegroundLauncher:
     """What launchers share whose jobs end with the command that started them."""
 
     def submit(self, plan: Plan) -> RunningJob:
-        """Write the files and start every process.
-
-        Raises:
-            AnygaugeError: a file cannot be written, or a process cannot be started.
-        """
+        """Write the files and start every process."""
         return RemoteJob.start(plan)
 
     def attach(self, record: Mapping[str, Any], run_directory: Path) -> RunningJob:
-        """Always refused: such a job has ended.
-
-        Raises:
-            UnsupportedError: always.
-        """
+        """Always refused: such a job has ended."""
         raise UnsupportedError(
             f"{run_directory}: a job of the {type(self).__name__.lower()} launcher ends with the "
             "command that started it"

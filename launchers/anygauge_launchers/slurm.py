@@ -90,11 +90,7 @@ class Slurm:
     """Starts an agent on each node by srun."""
 
     def render(self, job: Job, options: SlurmOptions, profile: LaunchProfile) -> Plan:
-        """The job file, the script, and the command that takes it.
-
-        Raises:
-            RunFileError: an option is wrong.
-        """
+        """The job file, the script, and the command that takes it."""
         folder = Path(job.run_directory)
         script = str(folder / "slurm.sh")
         inside = options.allocation == "current" or (
@@ -161,21 +157,13 @@ class Slurm:
         )
 
     def submit(self, plan: Plan) -> RemoteJob | SlurmJob:
-        """Write the files, and submit the job or start the step.
-
-        Raises:
-            AnygaugeError: Slurm refuses the job, or a file cannot be written.
-        """
+        """Write the files, and submit the job or start the step."""
         if plan.processes[0].argv[0] == "sbatch":
             return SlurmJob.start(plan)
         return RemoteJob.start(plan)
 
     def attach(self, record: Mapping[str, Any], run_directory: Path) -> SlurmJob:
-        """A job that was submitted before.
-
-        Raises:
-            UnsupportedError: the record is not one of this launcher.
-        """
+        """A job that was submitted before."""
         try:
             return SlurmJob(str(record["job"]), run_directory, int(record["offset"]))
         except (KeyError, TypeError, ValueError) as error:
