@@ -78,7 +78,7 @@ class EnvironmentRule:
 
     name: str
     value: str
-    scope: Scope
+    scope: Scope = Scope.JOB
     reason: str
     source: str
     decide: Callable[[RuleContext], Setting | Skip]

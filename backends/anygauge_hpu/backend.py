@@ -145,11 +145,7 @@ class HpuOptions(Options):
 
 
 def check_options(options: HpuOptions, mode: Mode) -> None:
-    """Check what goes together.
-
-    Raises:
-        RunFileError: an option means nothing with another one.
-    """
+    """Refuse an option that means nothing with another one (`RunFileError`)."""
     given = options.model_fields_set
     for name in LAZY_ONLY:
         if mode is not Mode.LAZY and getattr(options, name):
@@ -353,7 +349,6 @@ class HpuBackend(Backend):
     }
 
     def __init__(self, options: HpuOptions | None = None) -> None:
-        """Raises: RunFileError: an option means nothing with another one."""
         super().__init__(options or HpuOptions())
         version = installed_version(PLUGIN)
         self.mode, self.mode_reason = choose_mode(
@@ -397,12 +392,7 @@ class HpuBackend(Backend):
         )
 
     def adapt_models(self, *, packing: bool) -> None:
-        """Let optimum-habana replace transformers' models, where the run file asks for it.
-
-        Raises:
-            UnsupportedError: it is not installed whole, or rows are packed, which it or the form of
-                fused attention does not serve.
-        """
+        """Let optimum-habana replace transformers' models, where the run file asks for it."""
         if packing and self.options.fast_softmax and self.options.attention_recompute:
             raise UnsupportedError(
                 "backend_options.fast_softmax and attention_recompute: Gaudi's fused attention "

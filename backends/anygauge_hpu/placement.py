@@ -32,12 +32,7 @@ class HpuPlacement(Placement):
     # -- opening ---------------------------------------------------------------------------
 
     def open(self, local_rank: int) -> torch.device:
-        """Load Gaudi's software in the run's mode, and take this rank's card.
-
-        Raises:
-            NotAvailableError: the software is missing or in another mode, there is no card, or it
-                is taken.
-        """
+        """Load Gaudi's software in the run's mode, and take this rank's card."""
         missing = why_missing()
         if missing:
             raise NotAvailableError(f"Gaudi's software cannot be loaded: {missing}")
