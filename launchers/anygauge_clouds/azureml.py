@@ -125,16 +125,11 @@ class AzureService(Service):
         scope: words by which the client finds the workspace.
     """
 
-    owner = "Azure"
+    owner, noun = "Azure", "Azure ML job"
     gone = r"ResourceNotFound|\(UserError\).* not found"
 
     name: str
     scope: tuple[str, ...]
-
-    @property
-    def shown(self) -> str:
-        """For humans."""
-        return f"Azure ML job {self.name}"
 
     def az(self, action: str, *words: str) -> tuple[str, ...]:
         """A command of the az client on this job."""

@@ -188,17 +188,12 @@ class SagemakerService(Service):
     """One training job."""
 
     log_delay_s = 30.0
-    owner = "AWS"
+    owner, noun = "AWS", "SageMaker training job"
     gone = r"ValidationException.*(not found|Could not find)"
 
     name: str
     region: str | None = None
     profile: str | None = None
-
-    @property
-    def shown(self) -> str:
-        """For humans."""
-        return f"SageMaker training job {self.name}"
 
     def job(self, action: str, *words: str) -> tuple[str, ...]:
         """A command of the aws client on this job."""

@@ -45,6 +45,7 @@ class Service(abc.ABC):
 
     Attributes:
         owner: who answers, in words.
+        noun: what such a job is, for humans.
         gone: pattern of its complaint about a job that it does not know.
         log_delay_s: seconds that the coordinator's log may take to arrive once the service reports
             the end of the job.
@@ -53,13 +54,16 @@ class Service(abc.ABC):
     __slots__ = ()
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     owner: ClassVar[str]
+    noun: ClassVar[str]
     gone: ClassVar[str]
     log_delay_s = 15.0
 
+    name: str
+
     @property
-    @abc.abstractmethod
     def shown(self) -> str:
         """The job, for humans."""
+        return f"{self.noun} {self.name}"
 
     @property
     def record(self) -> Mapping[str, Any]:
