@@ -6,6 +6,7 @@ and `importlib.util.find_spec`, imports nothing heavy and changes nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ __all__ = [
     "file_text",
     "file_texts",
     "installed_version",
+    "major_minor",
     "pci_devices",
 ]
 
@@ -53,6 +55,12 @@ def installed_version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def major_minor(version: str | None) -> tuple[int, int] | None:
+    """``2.9.0+cu128`` is (2, 9); None for what is not a version."""
+    match = re.match(r"(\d+)\.(\d+)", version or "")
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def pci_devices(root: Path, vendor: str, kind: str = "") -> list[str]:

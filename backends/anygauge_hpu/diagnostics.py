@@ -13,18 +13,11 @@ from anygauge.interface import (
     Outcome,
     file_texts,
     installed_version,
+    major_minor,
     read_releases,
 )
 from anygauge_hpu.environment import LAZY_VARIABLE, MODULES_VARIABLE
-from anygauge_hpu.probe import (
-    PATTERNS,
-    PLUGIN,
-    driver_version,
-    is_fork,
-    major_minor,
-    modules_here,
-    probe,
-)
+from anygauge_hpu.probe import PATTERNS, PLUGIN, driver_version, is_fork, modules_here, probe
 
 RELEASES = read_releases(Path(__file__).with_name("device.toml"))
 """Releases of Gaudi's software, oldest first, named as Intel does: ``1.23.0``."""

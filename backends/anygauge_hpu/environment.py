@@ -18,9 +18,10 @@ from anygauge.interface import (
     Setting,
     Skip,
     interface_rule,
+    major_minor,
     meeting_rule,
 )
-from anygauge_hpu.probe import PLUGIN, major_minor, modules_here
+from anygauge_hpu.probe import PLUGIN, modules_here
 
 LAZY_VARIABLE = "PT_HPU_LAZY_MODE"
 

@@ -72,12 +72,6 @@ def is_fork(torch_version: str) -> bool:
     return torch_version.partition("+")[2].startswith(("git", "hpu"))
 
 
-def major_minor(version: str | None) -> tuple[int, int] | None:
-    """``1.23.0.695`` is (1, 23); None for what is not a version."""
-    match = re.match(r"(\d+)\.(\d+)", version or "")
-    return (int(match[1]), int(match[2])) if match else None
-
-
 def _devices(nodes: list[str], on_bus: list[str]) -> Finding:
     looked = (f"/sys/bus/pci/devices (vendor {VENDOR})", "/dev/accel/accel*", "/sys/class/accel")
     if nodes:
