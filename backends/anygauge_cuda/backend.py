@@ -118,8 +118,7 @@ class CudaBackend(Backend):
         device = super().open(local_rank)
         found = hardware_dtypes(device)
         lacking = Support(
-            Level.UNSUPPORTED_BY_HARDWARE,
-            f"the opened card has {', '.join(sorted(found))} only",
+            Level.UNSUPPORTED_BY_HARDWARE, f"the opened card has {', '.join(sorted(found))} only"
         )
         types = {name: FULL if name in found else lacking for name in ("bfloat16", "float16")}
         self.capabilities = {**self.capabilities, **types}

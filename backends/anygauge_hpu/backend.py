@@ -139,8 +139,7 @@ class HpuOptions(Options):
         "reference: the model's own",
     )
     optimum_habana: bool = Field(
-        False,
-        description="let optimum-habana adapt transformers' models before one is built",
+        False, description="let optimum-habana adapt transformers' models before one is built"
     )
 
 
@@ -343,8 +342,7 @@ class HpuBackend(Backend):
         ),
         # Source: bitsandbytes 0.50, backends/hpu/ops.py.
         "adamw_8bit": Support(
-            Level.UNSUPPORTED_BY_VERSION,
-            "bitsandbytes 0.50 has no optimizer for these cards",
+            Level.UNSUPPORTED_BY_VERSION, "bitsandbytes 0.50 has no optimizer for these cards"
         ),
     }
 

@@ -196,8 +196,7 @@ FABRICS = (
         what="the host's network interfaces, which read card memory directly (libfabric)",
     ),
     Fabric(
-        name="host_nic",
-        what="the host's network interfaces, through the host's memory (libfabric)",
+        name="host_nic", what="the host's network interfaces, through the host's memory (libfabric)"
     ),
 )
 """What Gaudi's library can use between machines, in the order in which it looks for them."""

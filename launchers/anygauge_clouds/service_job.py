@@ -19,13 +19,7 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from anygauge.interface import LOST, AnygaugeError, JobState, Plan, UnsupportedError
-from anygauge.util.clients import (
-    NoAnswerError,
-    NotInstalledError,
-    last_line,
-    printed,
-    run_client,
-)
+from anygauge.util.clients import NoAnswerError, NotInstalledError, last_line, printed, run_client
 from anygauge.util.events import message_event, read_event
 from anygauge.util.processes import parent_environment
 

@@ -139,10 +139,7 @@ def test_what_cuts_a_graph_is_refused_where_there_is_none(mode: str, name: str) 
     ("options", "said"),
     [
         ({"mode": "fast"}, r"mode: 'fast': input should be 'lazy', 'compile' or 'eager'"),
-        (
-            {"graph_limits": 3},
-            r"has no such option; did you mean 'graph_limit'. it has: mode",
-        ),
+        ({"graph_limits": 3}, r"has no such option; did you mean 'graph_limit'. it has: mode"),
         (LAZY | {"graph_limit": 0}, r"graph_limit: 0: input should be greater than or equal to 1"),
         (LAZY | {"graph_limit": True}, r"graph_limit: True: input should be a valid integer"),
         (LAZY | {"graph_limit_sync": True}, r"there is no limit to act on"),
@@ -427,12 +424,7 @@ def test_a_sound_machine_passes(tmp_path: Path) -> None:
         ({}, {"habana_torch_plugin": "9.9.0"}, "release", Outcome.WARN),
         ({}, {"habana_torch_plugin": "1.24.0", "torch": "2.9.0"}, "release", Outcome.FAIL),
         ({}, {"habana_torch_plugin": "1.24.0", "torch": "2.10.0a0+git1"}, "release", Outcome.PASS),
-        (
-            {},
-            {"habana_torch_plugin": "1.24.1.482", "torch": "2.11.0a0"},
-            "release",
-            Outcome.PASS,
-        ),
+        ({}, {"habana_torch_plugin": "1.24.1.482", "torch": "2.11.0a0"}, "release", Outcome.PASS),
         ({}, {"habana_torch_plugin": "1.24.1.482", "torch": "2.10.0"}, "release", Outcome.FAIL),
         # No patch that is not known yet is refused for its torch.
         ({}, {"habana_torch_plugin": "1.24.2.9", "torch": "2.12.0"}, "release", Outcome.WARN),
