@@ -20,7 +20,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from anygauge.interface import LOST, AnygaugeError, JobState, Plan, UnsupportedError
 from anygauge.util.clients import NoAnswerError, NotInstalledError, last_line, printed, run_client
-from anygauge.util.events import message_event, read_event
+from anygauge.util.events import ended_event, message_event, read_event
 from anygauge.util.processes import parent_environment
 
 Event = Mapping[str, Any]
@@ -329,4 +329,4 @@ class ServiceJob:
             outcome, status = "failed", 1
         else:
             outcome, status = "lost", LOST
-        return {"event": "ended", "state": outcome, "exit_status": status, "cause": state.text}
+        return ended_event(outcome, status, state.text)

@@ -31,7 +31,7 @@ from anygauge.interface import (
     UnsupportedError,
 )
 from anygauge.util.clients import first_and_last
-from anygauge.util.events import read_event
+from anygauge.util.events import ended_event, read_event
 from anygauge.util.processes import describe_exit, parent_environment
 
 Event = Mapping[str, Any]
@@ -43,14 +43,9 @@ _KILL_AT = 3
 """The attempt from which a connection is killed."""
 _HOLDER_ENDS_S = 5.0
 """More than the process that holds the run directory's lock needs to end after the connections."""
-_CANCELLED = {
-    "event": "ended",
-    "state": "cancelled",
-    "exit_status": 143,
-    "cause": "the connections to the agents were closed before an agent reported the end",
-}
-
-
+_CANCELLED = ended_event(
+    "cancelled", 143, "the connections to the agents were closed before an agent reported the end"
+)
 _ALIVE_S = 5
 
 
@@ -160,15 +155,9 @@ class RemoteJob:
                 text = connection.why_it_ended()
                 close_at = close_at or time.monotonic() + _PEERS_END_S
                 state, status = ("lost", LOST) if began else ("failed", 1)
-                trouble = trouble or {
-                    "event": "ended", "state": state, "exit_status": status, "cause": text,
-                }  # fmt: skip
+                trouble = trouble or ended_event(state, status, text)
         coordinator = endings.get(0)
-        if (
-            trouble is not None
-            and coordinator is not None
-            and coordinator.get("state") == "cancelled"
-        ):
+        if trouble and coordinator and coordinator.get("state") == "cancelled":
             coordinator = None  # its connection was closed because another node had been lost
         final = coordinator or trouble or next(iter(endings.values()), _CANCELLED)
         self._status = int(str(final["exit_status"]))

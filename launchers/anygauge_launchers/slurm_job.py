@@ -9,7 +9,7 @@ from typing import Any
 
 from anygauge.interface import LOST, AnygaugeError, JobState, Plan
 from anygauge.util.clients import last_line, run_client
-from anygauge.util.events import message_event, read_event
+from anygauge.util.events import ended_event, message_event, read_event
 
 Event = Mapping[str, Any]
 
@@ -178,11 +178,6 @@ class SlurmJob:
         text_of = log.read_text(errors="replace") if log.exists() else ""
         lines = [line for line in text_of.splitlines() if line.strip()]
         tail = "\n".join(f"  | {line}" for line in lines[-10:])
-        return {
-            "event": "ended",
-            "state": kind,
-            "exit_status": status,
-            "cause": f"slurm job {self.number}: {text}"
-            + (f" ({reason})" if reason not in ("", "None") else "")
-            + (f"\nits log: {log}\n{tail}" if tail else ""),
-        }
+        cause = f"slurm job {self.number}: {text}"
+        cause += f" ({reason})" if reason not in ("", "None") else ""
+        return ended_event(kind, status, cause + (f"\nits log: {log}\n{tail}" if tail else ""))
