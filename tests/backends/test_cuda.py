@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -365,14 +366,22 @@ def test_a_card_is_compared_with_the_kernels_of_torch(
     assert (f"https://download.pytorch.org/whl/{index} " in said) if index else said == ""
 
 
+@pytest.fixture
+def matmul() -> Iterator[Any]:
+    """Torch's switches, whose attributes monkeypatch cannot set back."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    yield torch.backends.cuda.matmul
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
 @pytest.mark.parametrize(("allowed", "bits", "rate"), [(False, 24, 19.5e12), (True, 11, 156e12)])
 def test_products_in_tf32_are_known_as_such(
-    allowed: bool, bits: int, rate: float, monkeypatch: pytest.MonkeyPatch
+    allowed: bool, bits: int, rate: float, matmul: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-80GB")
     placement = CudaBackend().placement
     placement._device = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
+    matmul.allow_tf32 = allowed
     assert placement.float32_product_bits == bits
     peak = placement.peak_flops("float32")
     assert peak is not None and peak.value == rate
@@ -417,12 +426,14 @@ def test_a_driver_that_is_too_old_is_told_which_image_it_serves(
     assert "anygauge image" not in _compatibility("450.80.02").remedy
 
 
-def test_surprises_of_a_machine_name_their_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_surprises_of_a_machine_name_their_variables(
+    matmul: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
     assert not _surprises()
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    matmul.allow_tf32 = True
     tf32, peers = _surprises()
     assert tf32.outcome == peers.outcome == "warn"
     assert "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE: '0'" in tf32.remedy
