@@ -15,6 +15,9 @@
 #   make test-gaudi-stack   the tests of what touches transformers, peft and DeepSpeed, with the versions
 #                    that go with older releases of Gaudi (the extra hpu-lazy), in an environment of
 #                    their own (.venv-gaudi; docs/stacks.md)
+#   make test-lowest    the tests of run files, plugins, rows, models and training, with the oldest version
+#                    of each package that pyproject.toml allows (.venv-lowest; docs/stacks.md); a download
+#                    of 3 GB, half an hour
 #   make image-cpu   build the container image for CPUs without Docker, and run the demo inside it, cut
 #                    off from any network; as root, on Debian; installs what is missing
 #   make test-image  the same, then the tests of that image
@@ -63,7 +66,7 @@ export OMP_NUM_THREADS ?= 1
 USABLE := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
 .DEFAULT_GOAL := test
-.PHONY: gpu gpu-full demo docs plugins test test-kit test-more test-slow test-launchers test-gaudi-stack test-core zoo \
+.PHONY: gpu gpu-full demo docs plugins test test-kit test-more test-slow test-launchers test-gaudi-stack test-lowest test-core zoo \
     image-cpu test-image clean-images lint format site clean .venv
 
 demo: $(STAMP)
@@ -148,6 +151,26 @@ test-core: $(BUILT)
 test-gaudi-stack:
 	@$(MAKE) --no-print-directory test-core \
 	    VENV=.venv-gaudi EXTRAS=dev,hpu-lazy PINS="deepspeed==0.16.9"
+
+# DeepSpeed's oldest release cannot be built or imported where triton is and no GPU.
+LOWEST := .venv-lowest
+UV := $(LOWEST)/bin/uv pip
+$(LOWEST)/.installed: pyproject.toml
+	@echo "==> $(LOWEST) with the lower ends of the ranges"
+	@$(or $(PYTHON),python3) -m venv --clear $(LOWEST)
+	@$(LOWEST)/bin/python -m pip --quiet --disable-pip-version-check install uv
+	@$(UV) compile --quiet --python $(LOWEST)/bin/python --resolution lowest-direct --extra dev pyproject.toml \
+	    --output-file $(LOWEST)/all.txt
+	@grep -v '^triton==\|^deepspeed==' $(LOWEST)/all.txt >$(LOWEST)/first.txt
+	@$(UV) install --quiet --python $(LOWEST)/bin/python --no-deps -r $(LOWEST)/first.txt wheel editables
+	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(UV) install --quiet --python $(LOWEST)/bin/python --no-deps \
+	    --no-build-isolation "$$(grep '^deepspeed==' $(LOWEST)/all.txt)" --editable .
+	@touch $@
+
+LOWEST_TESTS := $(addprefix tests/,config registry interface util data models training strategies)
+
+test-lowest: $(LOWEST)/.installed
+	@$(LOWEST)/bin/python -m pytest $(QUICK) $(DISTRIBUTED) $(LOWEST_TESTS)
 
 image-cpu:
 	@sh docker/image-cpu.sh

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from anygauge.util.errors import AnygaugeError, UsageError
-from anygauge.util.text import did_you_mean, escaped, fitted
+from anygauge.util.text import did_you_mean, escape, wrap_for_stream
 
 COMMANDS = {
     "train": "Fine-tune a model as described in a run file.",
@@ -53,7 +53,7 @@ def main() -> NoReturn:
         sys.stdout.flush()
     except BrokenPipeError as error:
         # The reader went away (`anygauge backends | head`): nobody reads a message, at exit either.
-        if not _unread():
+        if not _stdout_is_unread():
             message = f"error: a helper process ended while anygauge wrote to it ({error})"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
@@ -65,12 +65,12 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         message, status = "interrupted", 130
     if message:
-        print(fitted(message, sys.stderr), file=sys.stderr)
+        print(wrap_for_stream(message, sys.stderr), file=sys.stderr)
     sys.exit(status)
 
 
 class EscapedStream:
-    """A stream that control characters do not pass, whoever prints: see `escaped`.
+    """A stream that control characters do not pass, whoever prints: see `escape`.
 
     rich writes to the stream itself: see `anygauge.util.console`.
     """
@@ -80,14 +80,14 @@ class EscapedStream:
 
     def write(self, text: str) -> int:
         """See `io.TextIOBase.write`."""
-        self.rich_proxied_file.write(escaped(text))
+        self.rich_proxied_file.write(escape(text))
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rich_proxied_file, name)
 
 
-def _unread() -> bool:
+def _stdout_is_unread() -> bool:
     """Whether standard output is a pipe that nobody reads any more."""
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)

@@ -26,7 +26,7 @@ from anygauge.cli.shared_options import (
 from anygauge.interface import AnygaugeError, UsageError
 from anygauge.launch.prepare import prepare_run
 from anygauge.launch.request import RunRequest, read_request, render_plan
-from anygauge.util.text import fitted
+from anygauge.util.text import wrap_for_stream
 
 
 def train(
@@ -48,7 +48,7 @@ def train(
     quiet: QuietOption = False,
 ) -> None:
     """Fine-tune a model as described in a run file."""
-    flags = _flags(backend, devices, nodes, launcher, output, resume)
+    flags = _flag_fields(backend, devices, nodes, launcher, output, resume)
     if not dry_run:
         from anygauge.launch.foreign import find_launch
 
@@ -71,9 +71,9 @@ def train(
                 raise
     request = read_request(run_file, set_, flags, need_device=not dry_run)
     if dry_run:
-        from anygauge.cli.dry_run import show
+        from anygauge.cli.dry_run import show_dry_run
 
-        show(request, plan=plan, force=force)
+        show_dry_run(request, plan=plan, force=force)
         return
     raise typer.Exit(start(request, quiet=quiet, plan_memory=plan, force=force))
 
@@ -102,7 +102,7 @@ def launch(
     quiet: QuietOption = False,
 ) -> None:
     """Start a run through its launcher and follow it, or write what the launcher would do."""
-    flags = _flags(backend, devices, nodes, launcher, output, resume)
+    flags = _flag_fields(backend, devices, nodes, launcher, output, resume)
     described = dry_run or render is not None
     if not described:
         _refuse_a_rank()
@@ -113,14 +113,14 @@ def launch(
 
         write_plan(without_checks(request), render)
     elif dry_run:
-        from anygauge.cli.dry_run import show
+        from anygauge.cli.dry_run import show_dry_run
 
-        show(request, plan=plan, force=force)
+        show_dry_run(request, plan=plan, force=force)
     else:
         raise typer.Exit(start(request, quiet=quiet, detach=detach, plan_memory=plan, force=force))
 
 
-def _flags(
+def _flag_fields(
     backend: str | None,
     devices: int | None,
     nodes: int | None,
@@ -183,7 +183,7 @@ def start(
     # Until its ranks accept it, a start changes nothing of the run that it resumes.
     resuming, finished = resume_target(request)
     if finished is not None:
-        typer.echo(fitted(finished.describe(), sys.stdout))
+        typer.echo(wrap_for_stream(finished.describe(), sys.stdout))
         return 0
     if resuming:
         request = replace(request, job=request.job.as_attempt())
@@ -191,11 +191,11 @@ def start(
     request, found, expected = prepare_run(request, quiet=quiet, plan=plan_memory, force=force)
     plan = render_plan(request)
     for note in (*plan.notes, *found.notes, *filter(None, [expected.note])):
-        typer.echo(fitted(f"note: {note}", sys.stderr), err=True)
+        typer.echo(wrap_for_stream(f"note: {note}", sys.stderr), err=True)
     if not quiet:
         typer.echo(f"run: {folder}")
         for line in expected.lines:
-            typer.echo(fitted(line, sys.stdout))
+            typer.echo(wrap_for_stream(line, sys.stdout))
     with submit_job(request, plan, resuming=resuming) as (running, signals):
         if not detach or signals.received:
             return follow(running, run_directory=folder, quiet=quiet, signals=signals)

@@ -78,7 +78,7 @@ class Kind:
         found = (getattr(item, name, None) for item in self.metadata)
         return next((limit for limit in found if limit is not None), None)
 
-    def below(self, part: object) -> Kind | None:
+    def child(self, part: object) -> Kind | None:
         """The type of a field, an entry or an item of this one; None where it has no such part."""
         for member in self.members:
             origin, args = get_origin(member.annotation), get_args(member.annotation)
@@ -93,11 +93,11 @@ class Kind:
                 return Kind.of(args[part]) if part < len(args) else None
         return None
 
-    def at(self, path: tuple[object, ...]) -> Kind | None:
+    def descendant(self, path: tuple[object, ...]) -> Kind | None:
         """The type at a path below this one; None where there is nothing."""
         kind: Kind | None = self
         for part in path:
-            kind = None if kind is None else kind.below(part)
+            kind = None if kind is None else kind.child(part)
         return kind
 
     def values(self, node: YamlNode) -> Any:
@@ -105,13 +105,13 @@ class Kind:
         if node.is_mapping:
             fields = {} if self.section is None else self.section.model_fields
             return {
-                name: (self.below(name) or Kind(Any)).values(below)
+                name: (self.child(name) or Kind(Any)).values(below)
                 for name, below in node.value.items()
                 if below.value is not None or name not in fields or fields[name].is_required()
             }
         if not isinstance(node.value, tuple):
             return node.value
-        items = [(self.below(n) or Kind(Any)).values(item) for n, item in enumerate(node.value)]
+        items = [(self.child(n) or Kind(Any)).values(item) for n, item in enumerate(node.value)]
         is_tuple = any(get_origin(member.annotation) is tuple for member in self.members)
         return tuple(items) if is_tuple else items
 
@@ -163,7 +163,7 @@ def field_kind(field: FieldInfo) -> Kind:
 
 
 def meaning(field: FieldInfo) -> str:
-    """A field's description; for a section without one, what its class says first."""
+    """Return a field's description; of a section without one, the first line of its class."""
     if field.description:
         return field.description
     section = field_kind(field).section

@@ -26,15 +26,15 @@ MOST_BYTES = 2**20
 
 _SCALARS = {f"{TAG}{kind}" for kind in ("null", "bool", "int", "float", "str")}
 _MERGE = f"{TAG}merge"
-_KEPT = {f"{TAG}null", f"{TAG}bool", _MERGE}
-_HALF = re.compile("[\ud800-\udfff]")
+_PLAIN_TAGS = {f"{TAG}null", f"{TAG}bool", _MERGE}
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with our reading of numbers; used for its scalars and line marks."""
 
     yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag in _KEPT]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag in _PLAIN_TAGS]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -159,7 +159,7 @@ class _Builder:
         except (ValueError, KeyError):
             kind = raw.tag.removeprefix(TAG)
             return self._refuse(origin, path, f"{raw.value[:60]!r} cannot be read as {kind}")
-        if isinstance(value, str) and (odd := _HALF.search(value)):
+        if isinstance(value, str) and (odd := _SURROGATE.search(value)):
             text = f"holds half of a surrogate pair (U+{ord(odd[0]):04X}), which is not a character"
             return self._refuse(origin, path, text)
         return YamlNode(value, origin, raw.value)

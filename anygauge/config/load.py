@@ -20,7 +20,7 @@ from anygauge.config.paths import (
     paths_in,
     resolve_paths,
 )
-from anygauge.config.problems import empty_sections, explain
+from anygauge.config.problems import empty_sections, explain_errors
 from anygauge.config.schema import RunFile
 from anygauge.config.strategies import spell_out
 from anygauge.config.tree import Problem, dotted_path, merge, run_file_error
@@ -64,7 +64,7 @@ def load_run_file(
     try:
         found = kind.annotation.model_validate(kind.values(root), strict=True)
     except ValidationError as error:
-        problems += [each for each in explain(error, root, kind) if each.path not in read]
+        problems += [each for each in explain_errors(error, root, kind) if each.path not in read]
     if problems:
         raise run_file_error(name, problems)
     fields = {**dict(found), "output": locate(OUTPUT, found.output, cwd)}

@@ -167,7 +167,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobState:
-    """What is known of a submitted job.
+    """How a submitted job stands.
 
     Attributes:
         phase: ``waiting`` for machines or images, ``running``, or how it ended; ``gone``: whoever
@@ -180,7 +180,7 @@ class JobState:
     text: str
 
     @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether it is sure that it neither waits nor runs."""
         return self.phase not in ("waiting", "running", "silent")
 
@@ -207,7 +207,7 @@ class Launcher(Protocol):
     """Starts one agent on each machine of a job."""
 
     def render(self, job: Job, options: Any, profile: LaunchProfile) -> Plan:
-        """What would be done. Pure: writes nothing, starts nothing, needs no device.
+        """Return the plan of what `submit` does. Pure: writes and starts nothing, needs no device.
 
         Args:
             options: what the run file says, of the class that `LauncherSpec.options` names.

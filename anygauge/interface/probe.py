@@ -19,7 +19,7 @@ __all__ = [
     "Finding",
     "Outcome",
     "Probe",
-    "counted",
+    "count_of",
     "file_text",
     "file_texts",
     "installed_version",
@@ -78,7 +78,7 @@ def pci_devices(root: Path, vendor: str, kind: str = "") -> list[str]:
     )
 
 
-def counted(devices: Sequence[str], what: str) -> str:
+def count_of(devices: Sequence[str], what: str) -> str:
     """``2 GPUs``, or ``1 GPU``."""
     return f"{len(devices)} {what}{'' if len(devices) == 1 else 's'}"
 
@@ -101,12 +101,12 @@ class Finding:
 
     @classmethod
     def yes(cls, detail: str, *looked_at: str) -> Finding:
-        """It is there."""
+        """Return a finding that it is there."""
         return cls("yes", detail, looked_at)
 
     @classmethod
     def no(cls, detail: str, *looked_at: str) -> Finding:
-        """It is not there."""
+        """Return a finding that it is not there."""
         return cls("no", detail, looked_at)
 
     @classmethod
@@ -223,10 +223,10 @@ class Check:
 
     @classmethod
     def warn(cls, name: str, seen: str, remedy: str) -> Check:
-        """One that found what may be meant and may be wrong."""
+        """Return a check that found what may be meant and may be wrong."""
         return cls(name, Outcome.WARN, seen, remedy)
 
     @classmethod
     def skip(cls, name: str, seen: str) -> Check:
-        """One that could not be made, for what others found."""
+        """Return a check that could not be made because of what others found."""
         return cls(name, Outcome.SKIP, seen, "solve the checks above first")

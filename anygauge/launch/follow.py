@@ -17,7 +17,7 @@ from typing import Any, Self
 from anygauge.interface import STOPPED, RunningJob
 from anygauge.launch.attempt import SIGNALS
 from anygauge.launch.run_directory import logs_of
-from anygauge.launch.view import GLANCE_S, View, fail, show_stopped, show_where_logs_are
+from anygauge.launch.view import GLANCE_S, View, explain, show_stopped, show_where_logs_are
 from anygauge.util.console import Console
 from anygauge.util.processes import REPEATED_SIGNAL_S
 
@@ -100,7 +100,7 @@ def follow(
     errors = errors or Console(stderr=True)
     with nullcontext(signals) if signals else Signals() as taken:
         taken.end_with(running)
-        ended = _watch(running, view, taken.received)
+        ended = _show_events(running, view, taken.received)
         if ended is None:
             console.print(f"to follow it again: anygauge job follow {run_directory}")
             return 0
@@ -112,7 +112,7 @@ def follow(
         return 128 + taken.received[0]
     if not ended:
         log = logs_of(Path(run_directory)) / "agent0.log"
-        fail(errors, f"the agent died before it could report; see {log}")
+        explain(errors, f"the agent died before it could report; see {log}")
         return 1
     if state == "stopped":
         show_stopped(errors, str(ended.get("cause")))
@@ -120,28 +120,28 @@ def follow(
     if state == "ok":
         view.summary()
         return 0
-    fail(errors, str(ended.get("cause") or "the run ended early, and no cause was reported"))
+    explain(errors, str(ended.get("cause") or "the run ended early, and no cause was reported"))
     show_where_logs_are(errors, run_directory)
     return int(ended.get("exit_status") or 1)
 
 
-def _watch(running: RunningJob, view: View, signals: list[int]) -> Event | None:
+def _show_events(running: RunningJob, view: View, signals: list[int]) -> Event | None:
     """Show what happens; returns how the job ended, empty where nobody reported that, None where it
     was left to itself."""
     ended: Event = {}
     handled = len(signals)
-    stream = _stream(running)
+    stream = _stream_events(running)
     try:
-        with view.live():
+        with view.drawn_bar():
             if handled:
-                view.line(view.ending, "notice")
+                view.line(view.request_effect, "notice")
             for event in stream:
                 if len(signals) > handled:
-                    if running.record is not None and _leave(running, signals, view):
+                    if running.record is not None and _leaves_job(running, signals, view):
                         return None
                     handled = len(signals)
                     if handled:
-                        text = view.ending if handled == 1 else "killing the ranks"
+                        text = view.request_effect if handled == 1 else "killing the ranks"
                         view.line(text, "notice")
                 if event is None:
                     continue
@@ -159,7 +159,7 @@ def _watch(running: RunningJob, view: View, signals: list[int]) -> Event | None:
     return ended
 
 
-def _leave(running: RunningJob, signals: list[int], view: View) -> bool:
+def _leaves_job(running: RunningJob, signals: list[int], view: View) -> bool:
     """What a signal means for a job that can run on by itself: True to leave it."""
     if signals[-1] != signal.SIGINT:
         return True
@@ -174,7 +174,7 @@ def _leave(running: RunningJob, signals: list[int], view: View) -> bool:
     return answer == "d"
 
 
-def _stream(running: RunningJob) -> Iterator[Event | None]:
+def _stream_events(running: RunningJob) -> Iterator[Event | None]:
     """The events, with None now and then while none arrives.
 
     A thread reads them: a signal in the middle of a read then loses nothing, and a terminal that

@@ -92,12 +92,12 @@ class HpuOptions(Options):
     split_forward_backward: bool = Field(
         False,
         description="also cut the graph between forward and backward, so that the host traces one "
-        "while the device runs the other; sync_on_release leaves nothing of that",
+        "while the device runs the other; no use with sync_on_release",
     )
     sync_on_release: bool = Field(
         False,
         description="the host waits for the device before ZeRO-3 releases a gathered weight, as "
-        "Intel's DeepSpeed did before release 1.16",
+        "Intel's DeepSpeed before 1.16",
     )
     recipe_cache: Annotated[str, AfterValidator(_folder)] | None = Field(
         None,
@@ -108,8 +108,8 @@ class HpuOptions(Options):
     buckets: Count = Field(8, description="number of distinct lengths that batches are padded to")
     warm_up: bool = Field(
         True,
-        description="compute each distinct length of the run in the first two steps of a process, "
-        "so that no later step waits for graphs to be compiled",
+        description="compute each length of the run in the first two steps of a process, so that "
+        "no later step compiles graphs",
     )
     attention: Literal["fused", "softmax"] = Field(
         "fused",
@@ -127,8 +127,8 @@ class HpuOptions(Options):
     )
     attention_recompute: bool = Field(
         False,
-        description="fused attention keeps no scores for backward and computes them again there, "
-        "as optimum-habana's flash_attention_recompute",
+        description="fused attention computes its scores again in backward, as optimum-habana's "
+        "flash_attention_recompute",
     )
     rms_norm: Literal["fused", "reference"] = Field(
         "fused", description="fused: one kernel; reference: the model's own"

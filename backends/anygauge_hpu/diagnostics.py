@@ -49,7 +49,7 @@ def checks(
     return [
         Check.of("cards", found.has_hardware, found.devices.detail, _NO_CARD),
         Check.of("driver", bool(found.driver), found.driver.detail, _NO_DRIVER),
-        Check.of("software", PLUGIN in versions, _stated(PLUGIN, versions), _NO_SOFTWARE),
+        Check.of("software", PLUGIN in versions, _stated_version(PLUGIN, versions), _NO_SOFTWARE),
         *(
             _versions(root, versions)
             if PLUGIN in versions
@@ -182,7 +182,7 @@ def _kernels_path(environ: Mapping[str, str], *, installed: bool) -> Check:
     )
 
 
-def _stated(name: str, versions: Mapping[str, str]) -> str:
+def _stated_version(name: str, versions: Mapping[str, str]) -> str:
     return f"{name} {versions[name]}" if name in versions else f"{name} is not installed"
 
 

@@ -36,7 +36,7 @@ class HpuPlacement(Placement):
         missing = why_missing()
         if missing:
             raise NotAvailableError(f"Gaudi's software cannot be loaded: {missing}")
-        named = self._settle(local_rank)
+        named = self._set_variables(local_rank)
         import torch
 
         if self.mode is Mode.LAZY and not is_fork(torch.__version__):
@@ -91,7 +91,7 @@ class HpuPlacement(Placement):
         count = super().device_count()
         return min(count, len(visible)) if visible else count
 
-    def _settle(self, local_rank: int) -> bool:
+    def _set_variables(self, local_rank: int) -> bool:
         """Variables that are read once, at import: an agent has set them; else it is done here.
 
         Returns: whether the card was named here.

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from anygauge.interface import Finding, Probe, counted, file_text, installed_version, pci_devices
+from anygauge.interface import Finding, Probe, count_of, file_text, installed_version, pci_devices
 
 VENDOR = "0x1da3"
 """Habana Labs' PCI vendor id."""
@@ -75,9 +75,9 @@ def is_fork(torch_version: str) -> bool:
 def _devices(nodes: list[str], on_bus: list[str]) -> Finding:
     looked = (f"/sys/bus/pci/devices (vendor {VENDOR})", "/dev/accel/accel*", "/sys/class/accel")
     if nodes:
-        return Finding.yes(f"{counted(nodes, _CARD)} ({', '.join(nodes)})", *looked)
+        return Finding.yes(f"{count_of(nodes, _CARD)} ({', '.join(nodes)})", *looked)
     if on_bus:
-        return Finding.yes(f"{counted(on_bus, _CARD)} on the PCI bus", *looked)
+        return Finding.yes(f"{count_of(on_bus, _CARD)} on the PCI bus", *looked)
     return Finding.no(f"no Gaudi card (PCI vendor {VENDOR})", *looked)
 
 

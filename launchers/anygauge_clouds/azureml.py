@@ -136,17 +136,17 @@ class AzureService(Service):
         return ("az", "ml", "job", action, "--name", self.name, *self.scope, *words)
 
     @property
-    def ask(self) -> tuple[str, ...]:
+    def query(self) -> tuple[str, ...]:
         """The command that prints its state."""
         return self.az("show", "--query", "status", "--output", "tsv")
 
     def state(self) -> JobState:
         """See `Service.state`."""
-        out = self.answer(self.ask)
+        out = self.answer(self.query)
         if isinstance(out, JobState):
             return out
         word = out.strip()
-        return JobState(phase=_PHASES.get(word, "waiting"), text=f"{self.shown}: {word}")
+        return JobState(phase=_PHASES.get(word, "waiting"), text=f"{self.title}: {word}")
 
     def log_command(self) -> tuple[str, ...] | None:
         """See `Service.log_command`: the client streams the first machine's output."""
@@ -201,7 +201,7 @@ class Azureml(ServiceLauncher):
             pass_environment=tuple(job.launch.pass_environment),
             operations={
                 "submit": create,
-                "status": service.ask,
+                "status": service.query,
                 "logs": service.az("stream"),
                 "cancel": service.az("cancel"),
             },
@@ -230,11 +230,11 @@ def _job_yaml(
     values = {
         **{"name": name, "run": run, "command": " ".join(command), "nodes": job.launch.nodes},
         "environment": (
-            _prefixed(own.environment)
+            _with_prefix(own.environment)
             if own.environment
             else {"image": own.image_for(job, profile)}
         ),
-        **{"compute": _prefixed(own.compute), "shm": own.shm, "inputs": inputs or None},
+        **{"compute": _with_prefix(own.compute), "shm": own.shm, "inputs": inputs or None},
         "docker_args": " ".join(flags) or None,
         "output": f"{own.output.rstrip('/')}/{run}/",
         "identity": None if own.identity is None else {"type": own.identity},
@@ -242,5 +242,5 @@ def _job_yaml(
     return merge(fill(_TEMPLATE, values), own.extra)
 
 
-def _prefixed(name: str) -> str:
+def _with_prefix(name: str) -> str:
     return name if name.startswith("azureml:") else f"azureml:{name}"

@@ -38,7 +38,7 @@ _Agent = tuple[list[str], dict[str, str]]
 """An agent's command line, and variables for it."""
 
 
-def packed(job: Job, secrets: Mapping[str, str]) -> dict[str, str]:
+def pack_job(job: Job, secrets: Mapping[str, str]) -> dict[str, str]:
     """Hyperparameters that hold a job and its secrets (variable -> ARN): ASCII without line breaks,
     as the service demands."""
     text = json.dumps({"job": json.loads(job.dump()), "secrets": dict(secrets)})
@@ -46,7 +46,7 @@ def packed(job: Job, secrets: Mapping[str, str]) -> dict[str, str]:
     return {f"anygauge.{number:03}": piece for number, piece in enumerate(pieces)}
 
 
-def unpacked(found: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+def unpack_job(found: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     """The job file's text, and variable -> ARN of a secret."""
     pieces = [found[name] for name in sorted(found) if name.startswith("anygauge.")]
     try:
@@ -94,7 +94,7 @@ def vault_secrets(secrets: Mapping[str, str]) -> dict[str, str]:
         client = SecretClient(f"{parts.scheme}://{parts.netloc}", DefaultAzureCredential())
         return client.get_secret(parts.path.strip("/").split("/")[1]).value
 
-    return _values(secrets, read, AzureError)
+    return _read_secrets(secrets, read, AzureError)
 
 
 def manager_secrets(secrets: Mapping[str, str]) -> dict[str, str]:
@@ -111,10 +111,10 @@ def manager_secrets(secrets: Mapping[str, str]) -> dict[str, str]:
         client = boto3.client("secretsmanager", region_name=arn.split(":")[3])
         return client.get_secret_value(SecretId=arn)["SecretString"]
 
-    return _values(secrets, read, BotoCoreError, ClientError, KeyError)
+    return _read_secrets(secrets, read, BotoCoreError, ClientError, KeyError)
 
 
-def _values(
+def _read_secrets(
     secrets: Mapping[str, str], read: Callable[[str], Any], *refusals: type[Exception]
 ) -> dict[str, str]:
     values = {}
@@ -161,7 +161,7 @@ def sagemaker_agent(arguments: list[str]) -> _Agent:
         rank = hosts.index(where["current_host"])
     except (OSError, ValueError, KeyError) as error:
         raise AnygaugeError(f"{CONFIG} does not say which machine this is: {error!r}") from error
-    text, secrets = unpacked(given)
+    text, secrets = unpack_job(given)
     job_file = Path(JOB_FILE)
     write_text(job_file, text, 0o600)
     job = Job.load(job_file)

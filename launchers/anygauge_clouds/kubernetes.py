@@ -30,7 +30,7 @@ from anygauge.interface import (
     RunFileError,
     variables_file,
 )
-from anygauge.util.clients import printed, run_client
+from anygauge.util.clients import client_output, run_client
 from anygauge_clouds.service_job import Service, ServiceLauncher
 from anygauge_clouds.submission import (
     CloudOptions,
@@ -68,7 +68,7 @@ _RESERVED = (_JOB, _SECRETS, _SHM)
 """Where pods have what the launcher itself mounts."""
 
 
-def _below(path: str) -> str:
+def _check_relative(path: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9._-][A-Za-z0-9._/-]*", path) or ".." in path.split("/"):
         raise ValueError("a folder of the claim is needed: a relative path without '..'")
     return path
@@ -79,7 +79,7 @@ class Claim(Options):
 
     claim: Dotted
     path: Folder
-    sub_path: Annotated[str, AfterValidator(_below)] | None = None
+    sub_path: Annotated[str, AfterValidator(_check_relative)] | None = None
     read_only: bool = False
 
 
@@ -195,7 +195,7 @@ class KubernetesService(Service):
     context: str | None = None
 
     @property
-    def shown(self) -> str:
+    def title(self) -> str:
         """For humans."""
         return f"{self.kind} {self.namespace}/{self.name}"
 
@@ -233,14 +233,14 @@ class KubernetesService(Service):
         pod = self._coordinator_pod()
         if "Failed" in conditions:
             text = _reason(conditions["Failed"]) + (_cause_left(pod) if pod else "")
-            return JobState(phase="failed", text=f"{self.shown} failed{text}")
+            return JobState(phase="failed", text=f"{self.title} failed{text}")
         if {"Succeeded", "Complete", "Completed"} & conditions.keys():
-            return JobState(phase="done", text=f"{self.shown} is complete")
+            return JobState(phase="done", text=f"{self.title} is complete")
         if _has_begun(pod):
-            return JobState(phase="running", text=f"{self.shown} runs")
+            return JobState(phase="running", text=f"{self.title} runs")
         if "Suspended" in conditions:
-            return JobState(phase="waiting", text=f"{self.shown} is suspended (in a queue)")
-        return JobState(phase="waiting", text=f"{self.shown} waits{_why_waiting(pod)}")
+            return JobState(phase="waiting", text=f"{self.title} is suspended (in a queue)")
+        return JobState(phase="waiting", text=f"{self.title} waits{_why_waiting(pod)}")
 
     def log_command(self) -> tuple[str, ...] | None:
         """See `Service.log_command`."""
@@ -301,7 +301,7 @@ class Kubernetes(ServiceLauncher):
                 PlannedFile(path=str(here / "manifest.yaml"), text=manifest),
             ),
             processes=(
-                PlannedProcess(node_rank=0, host=service.shown, argv=(*create, "-o", "json")),
+                PlannedProcess(node_rank=0, host=service.title, argv=(*create, "-o", "json")),
             ),
             pass_environment=tuple(job.launch.pass_environment),
             operations={
@@ -355,7 +355,7 @@ class Kubernetes(ServiceLauncher):
 def _carry_out(command: Sequence[str], what: str, stdin: str | None = None) -> str:
     done = run_client(command, stdin=stdin)
     if done.returncode:
-        raise AnygaugeError(f"kubectl refused {what}: {printed(done)}")
+        raise AnygaugeError(f"kubectl refused {what}: {client_output(done)}")
     return done.stdout
 
 

@@ -39,7 +39,7 @@ from anygauge.interface import (
     UnsupportedError,
 )
 from anygauge.util.processes import tie_to_parent
-from anygauge_clouds.container import CHANNELS, CHECKPOINTS, PIECE, packed
+from anygauge_clouds.container import CHANNELS, CHECKPOINTS, PIECE, pack_job
 from anygauge_clouds.service_job import Service, ServiceLauncher
 from anygauge_clouds.submission import (
     CloudOptions,
@@ -220,13 +220,13 @@ class SagemakerService(Service):
             return JobState(phase="silent", text="the aws client printed no training job")
         if status == "Failed":
             reason = found.get("FailureReason", "no reason is given")
-            return JobState(phase="failed", text=f"{self.shown} failed: {reason}")
+            return JobState(phase="failed", text=f"{self.title} failed: {reason}")
         if status == "Completed":
-            return JobState(phase="done", text=f"{self.shown} is complete")
+            return JobState(phase="done", text=f"{self.title} is complete")
         if status == "Stopped":
-            return JobState(phase="stopped", text=f"{self.shown} was stopped ({second})")
+            return JobState(phase="stopped", text=f"{self.title} was stopped ({second})")
         phase: Literal["running", "waiting"] = "running" if second == "Training" else "waiting"
-        return JobState(phase=phase, text=f"{self.shown}: {second or status}")
+        return JobState(phase=phase, text=f"{self.title}: {second or status}")
 
     def log_command(self) -> tuple[str, ...] | None:
         """See `Service.log_command`; the aws client of version 1 cannot follow by itself."""
@@ -267,7 +267,7 @@ class Sagemaker(ServiceLauncher):
         return Plan(
             # The token that the agents know each other by is in it.
             files=(PlannedFile(path=path, text=json.dumps(request, indent=2) + "\n", mode=0o600),),
-            processes=(PlannedProcess(node_rank=0, host=service.shown, argv=command),),
+            processes=(PlannedProcess(node_rank=0, host=service.title, argv=command),),
             pass_environment=tuple(job.launch.pass_environment),
             operations={
                 "submit": command,
@@ -306,7 +306,7 @@ def _request(
     Raises:
         UnsupportedError: the run file is too long for it.
     """
-    carried = packed(job, own.secrets)
+    carried = pack_job(job, own.secrets)
     if len(carried) > _PIECES_LIMIT:
         raise UnsupportedError(
             f"the run file is too long: it takes {len(carried)} pieces of {PIECE} characters, "

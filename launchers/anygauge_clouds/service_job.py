@@ -19,7 +19,13 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from anygauge.interface import LOST, AnygaugeError, JobState, Plan, UnsupportedError
-from anygauge.util.clients import NoAnswerError, NotInstalledError, last_line, printed, run_client
+from anygauge.util.clients import (
+    NoAnswerError,
+    NotInstalledError,
+    client_output,
+    last_line,
+    run_client,
+)
 from anygauge.util.events import ended_event, message_event, read_event
 from anygauge.util.processes import parent_environment
 
@@ -55,7 +61,7 @@ class Service(abc.ABC):
     name: str
 
     @property
-    def shown(self) -> str:
+    def title(self) -> str:
         """The job, for humans."""
         return f"{self.noun} {self.name}"
 
@@ -98,7 +104,7 @@ class Service(abc.ABC):
         if done.returncode == 0:
             return done.stdout
         if re.search(self.gone, done.stderr, re.DOTALL):
-            return JobState(phase="gone", text=f"{self.shown} is gone")
+            return JobState(phase="gone", text=f"{self.title} is gone")
         text = f"{self.owner} does not answer: {last_line(done.stderr)}"
         return JobState(phase="silent", text=text)
 
@@ -110,7 +116,7 @@ class Service(abc.ABC):
         """
         done = run_client(command)
         if done.returncode and not re.search(unless, done.stderr):
-            raise AnygaugeError(f"{client} cannot end {self.shown}: {last_line(done.stderr)}")
+            raise AnygaugeError(f"{client} cannot end {self.title}: {last_line(done.stderr)}")
 
 
 class ServiceLauncher:
@@ -143,7 +149,7 @@ class ServiceLauncher:
                 f"{error}. The service may have accepted the job all the same, as {name}"
             ) from error
         if done.returncode:
-            raise AnygaugeError(f"{self.title} refused the job: {printed(done)}")
+            raise AnygaugeError(f"{self.title} refused the job: {client_output(done)}")
 
     def attach(self, record: Mapping[str, Any], run_directory: Path) -> ServiceJob:
         """A job that was submitted before."""
@@ -190,7 +196,7 @@ class ServiceJob:
         ask_at: float | None = time.monotonic()
         try:
             while True:
-                for event in self._new():
+                for event in self._new_events():
                     if event["event"] == "ended":
                         # Where several agents write to one log, the coordinator's report counts.
                         if ended is None or event.get("node_rank") == 0:
@@ -206,11 +212,11 @@ class ServiceJob:
                     ask_at = None
                     threading.Thread(target=self._ask, daemon=True).start()
                 elif not self._answers.empty():
-                    state, ask_at = self._answered(self._answers.get()), now + POLL_S
+                    state, ask_at = self._take_answer(self._answers.get()), now + POLL_S
                     if state.text != reported:
                         reported = state.text
                         yield message_event(reported)
-                if not state.over:
+                if not state.has_ended:
                     over_at, fetched = None, False
                 else:
                     over_at = over_at or now
@@ -219,7 +225,7 @@ class ServiceJob:
                         for line in self._service.whole_log(self._folder).splitlines(True):
                             self._lines.put(line)
                     elif ended is not None or fetched:
-                        yield self._final(state, ended)
+                        yield self._end_event(state, ended)
                         return
                 time.sleep(_READ_S)
         finally:
@@ -237,7 +243,7 @@ class ServiceJob:
         Raises:
             AnygaugeError: the service refuses, and nobody follows the job, or it is over.
         """
-        if not self._followed and not self._cancellations and (state := self.state()).over:
+        if not self._followed and not self._cancellations and (state := self.state()).has_ended:
             raise AnygaugeError(f"{state.text}: there is nothing to end")
         self._cancellations += 1
         try:
@@ -257,7 +263,7 @@ class ServiceJob:
         except AnygaugeError as error:
             self._answers.put(error)
 
-    def _answered(self, answer: _Answer | AnygaugeError) -> JobState:
+    def _take_answer(self, answer: _Answer | AnygaugeError) -> JobState:
         if not isinstance(answer, AnygaugeError):
             self._followed = True
             state, command = answer
@@ -298,7 +304,7 @@ class ServiceJob:
             self._complaints.add(reason)
             self._warnings.put(f"the first machine's output cannot be read: {reason}")
 
-    def _new(self) -> Iterator[Event]:
+    def _new_events(self) -> Iterator[Event]:
         with contextlib.suppress(queue.Empty):
             while True:
                 line = self._lines.get_nowait()
@@ -318,7 +324,7 @@ class ServiceJob:
                     with self._log.open("ab") as log:
                         log.write(line)
 
-    def _final(self, state: JobState, ended: Event | None) -> Event:
+    def _end_event(self, state: JobState, ended: Event | None) -> Event:
         if ended is not None and not (ended.get("state") == "ok" and state.phase == "failed"):
             return ended
         if self._cancellations:

@@ -81,7 +81,7 @@ class SlurmJob:
         yield message_event(f"slurm: job {self.number}; logs: {self._folder / 'logs'}")
         reported, asked_at, ended, gone_at = "", 0.0, None, None
         while True:
-            for event in self._new():
+            for event in self._new_events():
                 if event["event"] == "ended":
                     # Of this attempt; the job may be put back into the queue.
                     ended = event
@@ -118,7 +118,7 @@ class SlurmJob:
             if state in _LIVE:
                 return JobState(phase="running", text=text)
             return JobState(phase="done" if state == "COMPLETED" else "failed", text=text)
-        ended = self._ended()
+        ended = self._end_event()
         if ended is not None:
             word = ended.get("state")
             return JobState(phase="done", text=f"{name}: ended ({word}); Slurm has forgotten it")
@@ -134,14 +134,14 @@ class SlurmJob:
         else:
             run_client(("scancel", self.number))
 
-    def _ended(self) -> Event | None:
+    def _end_event(self) -> Event | None:
         """The last event in the file, if it is the job's end."""
         reader = SlurmJob(self.number, self._folder, int(self.record["offset"]))
-        events = list(iter(lambda: list(reader._new()), []))
+        events = list(iter(lambda: list(reader._new_events()), []))
         last = events[-1][-1] if events else {}
         return last if last.get("event") == "ended" else None
 
-    def _new(self) -> Iterator[Event]:
+    def _new_events(self) -> Iterator[Event]:
         try:
             with self._events.open("rb") as file:
                 file.seek(self._offset)

@@ -301,7 +301,7 @@ def test_a_loop_of_ones_own_takes_the_same_modules(
         with mock.patch.dict(os.environ):
             for name in ("HLS_MODULE_ID", "HABANA_VISIBLE_MODULES"):
                 os.environ.pop(name, None)
-            HpuBackend().placement._settle(rank)
+            HpuBackend().placement._set_variables(rank)
             assert os.environ["HLS_MODULE_ID"] == module
 
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from anygauge.cli import run as command
-from anygauge.cli.data import example
+from anygauge.cli.data import example_text
 from anygauge.cli.trained import model_origin, question_ids
 from anygauge.config.schema import ModelSection
 from anygauge.data.encode import Tokens
@@ -139,11 +139,11 @@ def test_colors_show_what_is_learned(tmp_path: Path) -> None:
     from_here = ids.index(tokenizer.convert_tokens_to_ids("[INST]")) + 1
     loss_mask = np.arange(len(ids)) >= from_here
     sequence = Tokens(ids=np.asarray(ids, dtype=np.int32), loss_mask=loss_mask, record=0)
-    text = example(tokenizer, sequence, in_color=True)
+    text = example_text(tokenizer, sequence, in_color=True)
     assert text.plain == "ab[INST]cd</s>"
     styles = {text.plain[span.start : span.end]: span.style for span in text.spans}
     assert styles == {"ab": "dim", "[INST]": "bold blue", "cd": "green", "</s>": "bold green"}
-    plain = example(tokenizer, sequence, in_color=False)
+    plain = example_text(tokenizer, sequence, in_color=False)
     console = Console(no_color=True, width=200)
     with console.capture() as capture:
         console.print(plain)

@@ -98,7 +98,7 @@ def test_without_a_machine_a_run_is_held_against_the_cards_that_are_here(
     here = SimpleNamespace(spec=spec, probe=probe)
     monkeypatch.setattr(plan, "select_backend", lambda *_, **__: here)
     registry = Registry.load()
-    _, target = plan._case(run_file(tmp_path), [], {}, None, Hardware.load(registry), registry)
+    _, target = plan._read_case(run_file(tmp_path), [], {}, None, Hardware.load(registry), registry)
     assert target.backend == "cuda" and target.card is not None and target.card.name == "l4"
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from anygauge.interface import AnygaugeError, Job, Plan, RunFileError, UnsupportedError
 from anygauge_clouds.azureml import Azureml, AzureService
-from anygauge_clouds.container import unpacked
+from anygauge_clouds.container import unpack_job
 from anygauge_clouds.kubernetes import Kubernetes, KubernetesService
 from anygauge_clouds.sagemaker import Sagemaker, SagemakerService
 from tests.clouds import test_azureml, test_kubernetes, test_sagemaker
@@ -175,7 +175,7 @@ def job_there(plan: Plan, name: str) -> Job:
     """What an agent reads on its machine."""
     if name == "sagemaker":
         request = json.loads(plan.files[0].text)
-        text, _ = unpacked(request["HyperParameters"])
+        text, _ = unpack_job(request["HyperParameters"])
     else:
         text = next(file.text for file in plan.files if file.path.endswith("job.json"))
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:

@@ -88,7 +88,7 @@ def test_a_job_travels_in_pieces_that_the_service_takes() -> None:
     assert len(pieces) > 3
     for piece in pieces.values():
         assert len(piece) <= 2500 and "\n" not in piece and piece.isascii()
-    job_text, secrets = container.unpacked(dict(reversed(pieces.items())))
+    job_text, secrets = container.unpack_job(dict(reversed(pieces.items())))
     assert json.loads(job_text)["run_text"] == text
     assert json.loads(job_text)["run_directory"] == "/opt/ml/checkpoints"
     assert secrets == {"HF_TOKEN": SECRET}

@@ -42,7 +42,7 @@ def test_figures_are_bytes_and_operations_per_second_and_keep_their_source() -> 
 def test_what_is_left_out_is_unknown() -> None:
     (card,) = read_cards('[card.a]\nbackend = "its own"', "a.toml", backend="mine")
     assert (card.memory, card.bandwidth, card.link, card.flops) == (None, None, None, {})
-    assert card.backend == "its own" and not card.asked
+    assert card.backend == "its own" and not card.to_measure
 
 
 def test_a_user_may_leave_sources_out_and_begin_with_a_byte_order_mark() -> None:

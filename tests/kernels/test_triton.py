@@ -54,7 +54,7 @@ def test_long_rows_of_one_program_and_of_several(
 ) -> None:
     monkeypatch.setattr(triton_softmax, "PROGRAMS", programs)
     launched = []
-    launch = triton_softmax._long
+    launch = triton_softmax._launch_long_rows
 
     def counted(kernel: Any, *arguments: Any) -> None:
         class Watched:
@@ -64,7 +64,7 @@ def test_long_rows_of_one_program_and_of_several(
 
         launch(Watched(), *arguments)
 
-    monkeypatch.setattr(triton_softmax, "_long", counted)
+    monkeypatch.setattr(triton_softmax, "_launch_long_rows", counted)
     x = torch.randn(3, columns, generator=torch.Generator().manual_seed(columns)) * 4
     x[2, : columns // 2] = -1e30
     mask = torch.ones(3, columns).bool()

@@ -90,7 +90,7 @@ def test_interfaces_are_distinguished(tmp_path: Path) -> None:
     assert node.loopback is not None
     assert node.main_interface is not None
     assert (node.loopback.name, node.main_interface.name) == ("lo", "enp1")
-    assert [i.name for i in node.outward] == ["enp1", "enp2", "ib0", "docker0"]
+    assert [i.name for i in node.external_interfaces] == ["enp1", "enp2", "ib0", "docker0"]
 
 
 def test_rdma_devices(tmp_path: Path) -> None:

@@ -196,8 +196,8 @@ def test_a_number_by_itself_is_read_too(tmp_path: Path) -> None:
     save_file({"one": torch.tensor(3.0), "two": torch.arange(6.0)}, tmp_path / "model.safetensors")
     files = WeightFiles(tmp_path)
     assert files.read("one").item() == 3.0
-    assert files.lazily("two").read((slice(2, 4),)).tolist() == [2.0, 3.0]
-    assert files.lazily("two").shape == (6,)
+    assert files.lazy_tensor("two").read((slice(2, 4),)).tolist() == [2.0, 3.0]
+    assert files.lazy_tensor("two").shape == (6,)
 
 
 def test_the_adapter_is_real_and_drawn_as_ever_and_the_base_is_on_meta() -> None:

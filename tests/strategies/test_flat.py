@@ -80,7 +80,7 @@ class RanksInTurn:
                 if parameter in flat:
                     rows = flat.rows(parameter)
                     if rows is not None:
-                        flat.keep(parameter, values[name][rows])
+                        flat.store(parameter, values[name][rows])
         self.rank = 0
         return models[0]
 
@@ -153,8 +153,8 @@ def test_what_is_there_is_not_gathered_again(ranks: Ranks, recomputed: bool) -> 
     found = of.gathered()
     assert found == [2, 3, 1, 0]
     sizes = FlatSizes.of(OddModel(4), 2)
-    assert sizes.gathered == sum(sizes.lengths[index] for index in found)
-    assert sizes.gathers == len(found)
+    assert sizes.num_gathered == sum(sizes.lengths[index] for index in found)
+    assert sizes.num_gathers == len(found)
     with torch.no_grad():  # an evaluation between two steps
         model(torch.zeros(1, WIDTH))
     assert of.gathered() == [2, 3]

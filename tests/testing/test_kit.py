@@ -19,7 +19,7 @@ import anygauge.testing
 from anygauge.interface import FULL, Level, Support
 from anygauge.registry import Registry
 from anygauge.testing import BackendContract
-from anygauge.testing.check import CHECKS, NotAsked, run_check
+from anygauge.testing.check import CHECKS, SkipCheck, run_check
 from anygauge.testing.loop_checks import is_beside
 from anygauge.testing.plugin import CONFORMANCE, contents
 from tests.testing.mutation_forks import mutant_site
@@ -34,7 +34,7 @@ def fails(_: Any) -> None:
 
 
 def has_no_meaning(_: Any) -> None:
-    raise NotAsked("one device only")
+    raise SkipCheck("one device only")
 
 
 MISSING = Support(Level.UNSUPPORTED_BY_HARDWARE, "no units for it")

@@ -19,7 +19,7 @@ from anygauge.strategies.shared.finite import FiniteSteps, propagate_nonfinite
 from anygauge.training import checks
 from anygauge.training import optimizer as optimizers
 from anygauge.training.build_strategy import check_strategy
-from anygauge.training.optimizer import PAGED as PAGED_FROM
+from anygauge.training.optimizer import MIN_PAGED_NUMEL as PAGED_FROM
 from anygauge.training.optimizer import (
     DecoupledSGD,
     Lion,

@@ -108,7 +108,7 @@ def noting_peaks() -> Iterator[None]:
     with (
         mock.patch.object(Loop, "run", running(Loop.run)),
         mock.patch.object(Loop, "evaluate", evaluating(Loop.evaluate)),
-        mock.patch.object(save, "save", saving(save.save)),
+        mock.patch.object(save, "save_result", saving(save.save_result)),
     ):
         yield
 

@@ -11,7 +11,7 @@ import pytest
 
 from anygauge.interface import STOPPED
 from anygauge.launch.request import read_request
-from anygauge.launch.run_directory import claim, write_run
+from anygauge.launch.run_directory import lock_folder, write_run
 from anygauge.util.files import write_text
 from tests.helpers.runs import run_file
 
@@ -31,7 +31,7 @@ def test_a_rank_ends_at_once_with_its_status(tmp_path: Path, end: str, status: i
     request = read_request(path, [], {}, need_device=True)
     folder = Path(request.job.run_directory)
     numbers = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    with claim(folder):
+    with lock_folder(folder):
         write_run(Path(request.job.run_file), request.run)
         write_text(folder / "job.json", request.job.dump())
         if end == "crashed":
