@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 
 from anygauge.config.schema import PrecisionSection, resolve_precision
-from anygauge.interface import (
-    Level,
-    NotAvailableError,
-    RdmaDevice,
-    RunFileError,
-    Skip,
-)
+from anygauge.interface import Level, NotAvailableError, RdmaDevice, RunFileError, Skip
 from anygauge.kernels.choose import choose_kernels
 from anygauge.launch.rank_environment import inspect_node
 from anygauge.registry import Registry
@@ -26,16 +20,7 @@ from anygauge_cuda.placement import CudaPlacement, published_peak, without_kerne
 from anygauge_cuda.probe import driver_version, probe, torch_cuda_version
 from tests.helpers.fake_files import write_tree
 from tests.helpers.plans_from_options import backend_with
-from tests.helpers.sample_machines import (
-    BRIDGE,
-    ETH0,
-    ETH1,
-    LO,
-    VIRTUAL,
-    by_name,
-    job,
-    machine,
-)
+from tests.helpers.sample_machines import BRIDGE, ETH0, ETH1, LO, VIRTUAL, by_name, job, machine
 
 PROPRIETARY = (
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\n"

@@ -145,10 +145,7 @@ def test_what_cuts_a_graph_is_refused_where_there_is_none(mode: str, name: str) 
     ("options", "said"),
     [
         ({"mode": "fast"}, r"mode: 'fast': input should be 'lazy', 'compile' or 'eager'"),
-        (
-            {"graph_limits": 3},
-            r"has no such option; did you mean 'graph_limit'. it has: mode",
-        ),
+        ({"graph_limits": 3}, r"has no such option; did you mean 'graph_limit'. it has: mode"),
         (LAZY | {"graph_limit": 0}, r"graph_limit: 0: input should be greater than or equal to 1"),
         (LAZY | {"graph_limit": True}, r"graph_limit: True: input should be a valid integer"),
         (LAZY | {"graph_limit_sync": True}, r"there is no limit to act on"),
