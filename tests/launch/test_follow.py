@@ -58,10 +58,7 @@ class Played:
 
 
 def play(
-    *events: Mapping[str, Any],
-    terminal: bool = False,
-    width: int = 120,
-    **options: Any,
+    *events: Mapping[str, Any], terminal: bool = False, width: int = 120, **options: Any
 ) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
     found = follow(

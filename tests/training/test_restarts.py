@@ -18,13 +18,13 @@ from tests.helpers.child_processes import end, until
 from tests.helpers.jobs import make_job
 from tests.helpers.runs import run_file
 
-STEPS = 30
+STEPS = 80
 
 
 def test_a_killed_rank_costs_the_steps_since_the_checkpoint(tmp_path: Path) -> None:
     path = run_file(
         tmp_path,
-        strategy={"name": "zero"},
+        strategy={"name": "ddp"},
         train={"steps": STEPS},
         checkpoint={"every": 5},
         launch={"devices": 2, "max_restarts": 1},
