@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from anygauge.interface import STOPPED, RunFileError
-from tests.helpers.child_processes import bounded
+from tests.helpers.child_processes import begin, bounded
 from tests.helpers.forked import RunPart, finished, random_delays, runs_of
-from tests.helpers.runs import Run, run_file, trained_here
+from tests.helpers.runs import Run, run_file, train, trained_here
 
 CLOSE = 2e-5
 """Relative; float32 sums in another order, as in the tests of parity."""
@@ -316,8 +314,7 @@ def test_another_run_is_refused(field: str, value: int, named: str, done: tuple[
 def test_the_command_line_stops_and_goes_on(tmp_path: Path) -> None:
     """What a scheduler does: SIGTERM to the command; the same command again with --resume auto."""
     file = run_file(tmp_path, train=lengths(400), **SINGLE)
-    command = [sys.executable, "-m", "anygauge.cli", "train", str(file)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = begin("train", file)
     assert process.stdout is not None
     with bounded(process, PATIENCE_S):
         for line in process.stdout:
@@ -328,12 +325,7 @@ def test_the_command_line_stops_and_goes_on(tmp_path: Path) -> None:
     assert process.returncode == STOPPED, said
     assert "stopped at request after step" in said
     assert "--resume auto" in said
-    done = subprocess.run(
-        [*command, "--resume", "auto", "--set", "train.steps=1"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "steps done)" in done.stdout
+    done = train(file, "--resume", "auto", "--set", "train.steps=1", timeout_s=PATIENCE_S)
+    assert done.status == 0, done.err
+    assert "steps done)" in done.out
     assert not (tmp_path / "out" / "tiny-2").exists()
