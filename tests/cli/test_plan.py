@@ -120,11 +120,7 @@ def test_without_a_machine_a_run_is_held_against_the_cards_that_are_here(
     ],
 )
 def test_what_is_wrong_gets_one_message(
-    options: str,
-    status: int,
-    expected: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    options: str, status: int, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
